@@ -1,0 +1,59 @@
+"""tfshard: train a Keras 3 model on TensorFlow, sharded over a DTensor mesh, with one argument.
+
+    model.compile(optimizer, loss, strategy=tfshard.ShardedStrategy(...))
+
+Where to look:
+
+    runtime       initialize: the one place that sets environment switches and starts DTensor
+    mesh          create_mesh: axis names to a mesh
+    layout_map    LayoutMap: path patterns to column, row and other layouts
+    layouts       where each variable rests; pure Python
+    placement     tensors to devices and back
+    variables     ShardedVariable: two layouts, deferred writes (why: its note)
+    data          batches to the mesh
+    support       checks on models before anything is done
+    strategy      ShardedStrategy: a tf.distribute strategy over the layers above
+    report        what every device holds
+    trainer       as_distributed, Model, Sequential
+    _private      every private TensorFlow and Keras name
+"""
+
+from tfshard import _private  # First: it checks the versions of TensorFlow and Keras.
+from tfshard.errors import (
+    InitializationError,
+    LayoutError,
+    MeshError,
+    ShardingError,
+    StrategyError,
+    UnsupportedLayerError,
+)
+from tfshard.layout_map import LayoutMap
+from tfshard.mesh import create_mesh
+from tfshard.report import Report
+from tfshard.runtime import Runtime, initialize
+from tfshard.strategy import ShardedStrategy
+from tfshard.trainer import Model, Sequential, as_distributed
+from tfshard.variables import ShardedVariable
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "InitializationError",
+    "LayoutError",
+    "LayoutMap",
+    "MeshError",
+    "Model",
+    "Report",
+    "Runtime",
+    "Sequential",
+    "ShardedStrategy",
+    "ShardedVariable",
+    "ShardingError",
+    "StrategyError",
+    "UnsupportedLayerError",
+    "as_distributed",
+    "create_mesh",
+    "initialize",
+]
+
+del _private

@@ -1,0 +1,208 @@
+"""Every private TensorFlow and Keras name that tfshard touches, and nothing else.
+
+An upgrade of TensorFlow or Keras is reviewed against this file: each function says which private
+name it stands for. The tested versions are pinned below and checked when tfshard is imported.
+"""
+
+import gc
+import importlib.metadata
+
+TESTED = {"tensorflow": "2.21", "keras": "3.15"}
+
+
+def check_versions() -> None:
+    """Raises `ImportError` unless TensorFlow and Keras are the versions tfshard was tested with."""
+    for package, series in TESTED.items():
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise ImportError(
+                f"tfshard needs {package}=={series}.*, and it is not installed. "
+                f"Install it with: pip install '{package}=={series}.*'"
+            ) from None
+        if version.split(".")[:2] != series.split("."):
+            raise ImportError(
+                f"tfshard relies on private names of {package} and was tested with {series}.* only. "
+                f"Install it with: pip install '{package}=={series}.*'. Received: {package}=={version}"
+            )
+
+
+check_versions()
+
+import keras  # noqa: E402  # After check_versions: a wrong version must fail with our message.
+
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        "tfshard needs Keras's TensorFlow backend. Set the environment variable KERAS_BACKEND=tensorflow "
+        f"before Keras is imported. Received: keras.backend.backend()={keras.backend.backend()!r}"
+    )
+
+import tensorflow as tf  # noqa: E402
+from keras.src.backend.common import global_state as _global_state  # noqa: E402
+from keras.src.backend.common.name_scope import current_path  # noqa: E402
+from keras.src.models.functional import Functional  # noqa: E402
+from keras.src.models.model import functional_init_arguments  # noqa: E402
+from keras.src.saving import object_registration as _object_registration  # noqa: E402
+from tensorflow.dtensor.python import accelerator_util as _accelerator_util  # noqa: E402
+from tensorflow.python.eager import context as _context  # noqa: E402
+from tensorflow.python.eager import record as _record  # noqa: E402
+from tensorflow.python.eager import tape as _tape  # noqa: E402
+
+__all__ = ["Functional", "current_path", "functional_init_arguments"]
+
+
+# --- TensorFlow ---------------------------------------------------------------------------------
+
+
+def context_is_initialized() -> bool:
+    """Whether TensorFlow has already fixed its devices (`context.context()._initialized`)."""
+    return bool(_context.context()._initialized)
+
+
+def dtensor_is_initialized() -> bool:
+    """Whether DTensor's accelerator system was started (`accelerator_util.is_initialized`)."""
+    return bool(_accelerator_util.is_initialized())
+
+
+def record_variable_access(variable) -> None:
+    """Tells every active gradient tape that `variable` was read (`tape.variable_accessed`)."""
+    _tape.variable_accessed(variable)
+
+
+def stop_recording():
+    """A context in which no gradient tape records (`record.stop_recording`)."""
+    return _record.stop_recording()
+
+
+def graph_is_loop(graph) -> bool:
+    """Whether a `FuncGraph` is the condition or the body of a `tf.while_loop`."""
+    return type(graph).__name__ in ("WhileCondFuncGraph", "WhileBodyFuncGraph")
+
+
+def outer_graph(graph):
+    """The graph in which a `FuncGraph` is being built, or None (`FuncGraph.outer_graph`)."""
+    return getattr(graph, "outer_graph", None)
+
+
+# --- Keras: where a variable is being created ----------------------------------------------------
+
+
+def scope_callers() -> list:
+    """The objects whose name scopes are open, outermost first (`name_scope.caller`)."""
+    stack = _global_state.get_global_attribute("name_scope_stack") or []
+    return [entry.caller for entry in stack if entry.caller is not None]
+
+
+# --- Keras: variables, models and optimizers -----------------------------------------------------
+
+
+def backend_variable(variable):
+    """The tf.Variable inside a Keras variable, None while it is not built (`Variable._value`)."""
+    return variable._value
+
+
+def set_backend_variable(variable, value) -> None:
+    """Puts another tf.Variable into a Keras variable (`Variable._value`)."""
+    variable._value = value
+
+
+def set_distribute_strategy(owner, strategy) -> None:
+    """Makes a Keras model or optimizer use `strategy` (`_distribute_strategy`, `_distribution_strategy`)."""
+    if isinstance(owner, keras.optimizers.Optimizer):
+        owner._distribution_strategy = strategy
+    else:
+        owner._distribute_strategy = strategy
+
+
+def distribute_strategy(model):
+    """The strategy that a Keras model was built or compiled under, or None."""
+    return getattr(model, "_distribute_strategy", None)
+
+
+def flatten_layers(model) -> list:
+    """A model and every layer below it (`Layer._flatten_layers`)."""
+    return list(model._flatten_layers())
+
+
+def own_variables(layer) -> list:
+    """The variables that belong to this layer itself, without those of its sublayers.
+
+    Weights, seed generator states and metric variables, in the order Keras created them.
+    """
+    variables = list(layer._trainable_variables) + list(layer._non_trainable_variables)
+    variables += [generator.state for generator in layer._seed_generators]
+    for metric in layer._metrics:
+        variables += metric.variables
+    return variables
+
+
+def compiled_metrics(model) -> list:
+    """Metrics of a compiled model, those given as objects included (`_loss_tracker`, `_compile_metrics`)."""
+    metrics = [model._loss_tracker] if getattr(model, "_loss_tracker", None) is not None else []
+    compile_metrics = getattr(model, "_compile_metrics", None)
+    if compile_metrics is not None:
+        given = [compile_metrics._user_metrics, compile_metrics._user_weighted_metrics]
+        metrics += [m for m in keras.tree.flatten(given) if isinstance(m, keras.Metric)]
+    return metrics
+
+
+def optimizer_chain(optimizer) -> list:
+    """The optimizer and those it wraps (`LossScaleOptimizer.inner_optimizer`)."""
+    chain = []
+    while optimizer is not None:
+        chain.append(optimizer)
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return chain
+
+
+def optimizer_own_variables(optimizer) -> list:
+    """The variables an optimizer created itself (`BaseOptimizer._variables`)."""
+    return list(optimizer._variables)
+
+
+def optimizer_references(optimizer) -> list:
+    """The trainable variables that an optimizer was built with (`BaseOptimizer._trainable_variables`)."""
+    return list(getattr(optimizer, "_trainable_variables", []))
+
+
+def rekey_optimizer(optimizer) -> None:
+    """Recomputes an optimizer's index after its variables changed (`_trainable_variables_indices`)."""
+    optimizer._trainable_variables_indices = {
+        optimizer._var_key(variable): i for i, variable in enumerate(optimizer_references(optimizer))
+    }
+
+
+def call_with_class(instance, cls, fn):
+    """Calls `fn` while `instance` is of class `cls`: how a model is saved as the class it was built as."""
+    distributed = instance.__class__
+    instance.__class__ = cls
+    try:
+        return fn()
+    finally:
+        instance.__class__ = distributed
+
+
+def register_same_name(cls, original) -> None:
+    """Makes Keras serialize `cls` under the name that `original` is registered with."""
+    registered = _object_registration.GLOBAL_CUSTOM_NAMES.get(original)
+    if registered is not None:
+        _object_registration.GLOBAL_CUSTOM_NAMES[cls] = registered
+
+
+def is_eager() -> bool:
+    """Whether operations run now rather than being traced."""
+    return tf.executing_eagerly()
+
+
+def live_models(strategy) -> list:
+    """The Keras models that were built under `strategy`.
+
+    Keras tells a strategy nothing of its models, so they are found among the objects that refer to it.
+    """
+    found = []
+    for referrer in gc.get_referrers(strategy):
+        if isinstance(referrer, keras.Model):
+            found.append(referrer)
+        elif isinstance(referrer, dict) and referrer.get("_distribute_strategy") is strategy:
+            found += [owner for owner in gc.get_referrers(referrer) if isinstance(owner, keras.Model)]
+    return found

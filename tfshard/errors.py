@@ -1,0 +1,29 @@
+"""The errors tfshard raises for a user's mistake.
+
+Each message names the fault, the choices and what was received. They all derive from
+`ShardingError`, which is a `ValueError`, so that `except ValueError` keeps working.
+"""
+
+
+class ShardingError(ValueError):
+    """Base class of every error that tfshard raises for wrong input."""
+
+
+class InitializationError(ShardingError):
+    """DTensor cannot be started as asked: too late, or differently from the first time."""
+
+
+class MeshError(ShardingError):
+    """A mesh that cannot exist: unknown axis, wrong size, too few devices."""
+
+
+class LayoutError(ShardingError):
+    """A layout that does not fit its variable or the mesh."""
+
+
+class StrategyError(ShardingError):
+    """A strategy used in a way it does not support, such as on another strategy's model."""
+
+
+class UnsupportedLayerError(ShardingError):
+    """A layer with an operation that DTensor cannot expand."""

@@ -1,0 +1,256 @@
+"""Path patterns to layouts: which dims of which variables are sharded over which mesh axes.
+
+Pure Python: no TensorFlow operation runs here.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+
+from tfshard.errors import LayoutError
+from tfshard.mesh import MODEL_AXIS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VariableSpec:
+    """What a layout is decided from; no value is needed.
+
+    Attributes:
+        path: The Keras path, such as `"block_0/up/kernel"`.
+        shape: The shape of the whole variable.
+        dtype: The dtype's name, such as `"float32"`.
+        trainable: Whether the optimizer updates it.
+        layer: The Keras layer that owns it, when known: column and row rules look at its type.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    trainable: bool = True
+    layer: Any = dataclasses.field(default=None, compare=False, repr=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One entry of a `LayoutMap`.
+
+    Attributes:
+        kind: `"axes"`, `"column"` or `"row"`.
+        axes: For `"axes"`, the mesh axis of each dim (None: not sharded); else the one axis to shard over.
+        optional: Whether the pattern may match nothing.
+    """
+
+    kind: str
+    axes: tuple[str | None, ...]
+    optional: bool = False
+
+
+class LayoutMap(Mapping):
+    """Assigns mesh axes to the dims of variables, by regular expressions on their paths.
+
+    A key must match the whole path (`re.fullmatch`), as in `keras.distribution.LayoutMap`; a key that is equal
+    to the path goes first; two patterns that match one variable are an error; a variable that none matches is
+    whole on every device of the model axis. A pattern that matches nothing in the model is an error unless it
+    was added with `optional=True`.
+
+    Example: an MLP block in the manner of Megatron-LM (Shoeybi et al. 2019, section 3), the first kernel split
+    by columns and the second by rows, which needs one all-reduce forward and one backward.
+
+    >>> import tfshard
+    >>> layout_map = tfshard.LayoutMap()
+    >>> layout_map.column("block_.*/up")
+    >>> layout_map.row("block_.*/down")
+    >>> layout_map["token_embedding/embeddings"] = ("model", None)
+    >>> list(layout_map)
+    ['block_.*/up', 'block_.*/down', 'token_embedding/embeddings']
+    """
+
+    def __init__(self, rules: Mapping | None = None):
+        """Args:
+        rules: Initial entries, pattern to tuple of axis names; also a `keras.distribution.LayoutMap`.
+        """
+        self._rules: dict[str, Rule] = {}
+        for pattern, axes in (rules or {}).items():
+            self[pattern] = axes
+
+    @classmethod
+    def from_any(cls, layout_map: Any) -> "LayoutMap":
+        """Accepts None, a `LayoutMap`, a `keras.distribution.LayoutMap` or a plain mapping."""
+        if layout_map is None:
+            return cls()
+        if isinstance(layout_map, cls):
+            return layout_map
+        if isinstance(layout_map, Mapping):
+            return cls(layout_map)
+        raise LayoutError(
+            "layout_map must be a tfshard.LayoutMap, a keras.distribution.LayoutMap, a mapping from pattern to "
+            f"axes, or None. Received: layout_map={layout_map!r} (of type {type(layout_map)})"
+        )
+
+    def __setitem__(self, pattern: str, axes: Any) -> None:
+        """Shards the dims of the variables whose path `pattern` matches over `axes`."""
+        axes = getattr(axes, "axes", axes)  # keras.distribution.TensorLayout
+        if isinstance(axes, str) or not all(axis is None or isinstance(axis, str) for axis in axes):
+            raise LayoutError(
+                "A layout is a tuple with one mesh axis name or None for each dim, such as (None, 'model'). "
+                f"Received: axes={axes!r} for pattern '{pattern}'"
+            )
+        self._add(pattern, Rule(kind="axes", axes=tuple(axes)))
+
+    def add(self, pattern: str, axes: tuple[str | None, ...], *, optional: bool = False) -> None:
+        """Like `layout_map[pattern] = axes`; with `optional=True` the pattern may match nothing."""
+        self[pattern] = axes
+        self._rules[pattern] = dataclasses.replace(self._rules[pattern], optional=optional)
+
+    def column(self, pattern: str, *, axis: str = MODEL_AXIS, optional: bool = False) -> None:
+        """Shards the output dim of the kernels, and the biases, of the layers whose path `pattern` matches.
+
+        Known layers: Dense, EinsumDense (its first output-only dim), Conv1D to Conv3D and their transposes,
+        DepthwiseConv, Embedding (the vector dim).
+
+        Args:
+            pattern: Regular expression that must match the whole path of the layer, such as `".*/query"`.
+            axis: The mesh axis.
+            optional: Whether the pattern may match no layer.
+        """
+        self._add(pattern, Rule(kind="column", axes=(axis,), optional=optional))
+
+    def row(self, pattern: str, *, axis: str = MODEL_AXIS, optional: bool = False) -> None:
+        """Shards the input dim of the kernels of the layers whose path `pattern` matches; biases stay whole.
+
+        Known layers: those of `column`; for an Embedding the input dim is the vocabulary.
+
+        Args:
+            pattern: Regular expression that must match the whole path of the layer, such as `".*/output"`.
+            axis: The mesh axis.
+            optional: Whether the pattern may match no layer.
+        """
+        self._add(pattern, Rule(kind="row", axes=(axis,), optional=optional))
+
+    def _add(self, pattern: str, rule: Rule) -> None:
+        if pattern in self._rules:
+            raise LayoutError(f"Pattern '{pattern}' is already in the layout map, as {self._rules[pattern]}.")
+        try:
+            re.compile(pattern)
+        except re.error as e:
+            raise LayoutError(f"'{pattern}' is not a regular expression: {e}.") from None
+        self._rules[pattern] = rule
+
+    def __delitem__(self, pattern: str) -> None:
+        del self._rules[pattern]
+
+    def __getitem__(self, pattern: str) -> Rule:
+        return self._rules[pattern]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rules)
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def __repr__(self) -> str:
+        lines = [f"  {pattern!r}: {_describe(rule)}," for pattern, rule in self._rules.items()]
+        return "\n".join(["LayoutMap({", *lines, "})"])
+
+    def check_axes(self, mesh_shape: Mapping[str, int]) -> None:
+        """Raises `LayoutError` when a rule names an axis that the mesh does not have."""
+        for pattern, rule in self._rules.items():
+            for axis in rule.axes:
+                if axis is not None and axis not in mesh_shape:
+                    raise LayoutError(
+                        f"Axis '{axis}' is not in the mesh. Mesh axes: {tuple(mesh_shape)}. "
+                        f"Received: axes={rule.axes} for pattern '{pattern}'"
+                    )
+
+    def match(self, spec: VariableSpec) -> "tuple[str, tuple[str | None, ...]] | None":
+        """The pattern that applies to a variable and the axes it gives, or None.
+
+        Raises:
+            LayoutError: Two patterns match, the layout is longer than the variable's rank, or a column or row
+                rule meets a layer it does not know.
+        """
+        pattern = self._matching_pattern(spec)
+        if pattern is None:
+            return None
+        rule = self._rules[pattern]
+        if rule.kind == "axes":
+            if len(rule.axes) > len(spec.shape):
+                raise LayoutError(
+                    f"The layout for '{spec.path}' has more dims than the variable. Variable: shape={spec.shape}. "
+                    f"Received: axes={rule.axes} for pattern '{pattern}'"
+                )
+            return pattern, rule.axes + (None,) * (len(spec.shape) - len(rule.axes))
+        dim = _layer_dim(spec, rule.kind, pattern)
+        return pattern, tuple(rule.axes[0] if i == dim else None for i in range(len(spec.shape)))
+
+    def _matching_pattern(self, spec: VariableSpec) -> str | None:
+        if spec.path in self._rules and self._rules[spec.path].kind == "axes":
+            return spec.path
+        layer_path = spec.path.rpartition("/")[0]
+        matching = [
+            pattern
+            for pattern, rule in self._rules.items()
+            if re.fullmatch(pattern, spec.path if rule.kind == "axes" else layer_path)
+        ]
+        if len(matching) > 1:
+            raise LayoutError(
+                f"Variable '{spec.path}' matches several patterns of the layout map: {matching}. "
+                "Make the patterns disjoint: each variable may match one."
+            )
+        return matching[0] if matching else None
+
+
+def _describe(rule: Rule) -> str:
+    text = repr(rule.axes) if rule.kind == "axes" else f"{rule.kind} over {rule.axes[0]!r}"
+    return text + (" (optional)" if rule.optional else "")
+
+
+def _layer_dim(spec: VariableSpec, kind: str, pattern: str) -> int | None:
+    """The dim that a column or row rule shards, None for a variable that stays whole under it."""
+    name = spec.path.rpartition("/")[2]
+    column = kind == "column"
+    layer = spec.layer
+    if isinstance(layer, keras.layers.EinsumDense):
+        return _einsum_dense_dim(layer, name, column)
+    if name == "bias":
+        return 0 if column else None
+    rank = len(spec.shape)
+    if isinstance(layer, keras.layers.Embedding):
+        # The reverse embedding of an untied ReversibleEmbedding is (vector, vocabulary).
+        vector_dim = 0 if name == "reverse_embeddings" else 1
+        return vector_dim if column else 1 - vector_dim
+    if isinstance(layer, keras.layers.Dense):
+        if name == "kernel":
+            return 1 if column else 0
+        return None
+    if name in ("kernel", "depthwise_kernel"):
+        if isinstance(layer, (keras.layers.Conv1DTranspose, keras.layers.Conv2DTranspose, keras.layers.Conv3DTranspose)):
+            return rank - 2 if column else rank - 1
+        if isinstance(layer, (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)):
+            return rank - 2  # Channel by channel: the input dim is the output dim.
+        if isinstance(layer, (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)):
+            return rank - 1 if column else rank - 2
+    raise LayoutError(
+        f"No {kind} rule is known for variable '{spec.path}' of layer type {type(layer).__name__}. Known layers: "
+        "Dense, EinsumDense, Embedding, Conv1D to Conv3D, their transposes, DepthwiseConv. Give the axes of its "
+        f"dims instead: layout_map['{spec.path}'] = (...). Received: {kind} for pattern '{pattern}'"
+    )
+
+
+def _einsum_dense_dim(layer: Any, name: str, column: bool) -> int | None:
+    """EinsumDense: a column rule shards the first kernel label that only the output has, a row rule the first
+    label that is contracted; "abc,cde->abde" (a query projection) gives d by column and c by row."""
+    inputs, kernel, output = re.split(",|->", layer.equation.replace(" ", ""))
+    output_only = next((label for label in kernel if label in output and label not in inputs), None)
+    contracted = next((label for label in kernel if label in inputs and label not in output), None)
+    if name == "kernel":
+        label = output_only if column else contracted
+        return None if label is None else kernel.index(label)
+    if name == "bias" and column and output_only is not None and output_only in (layer.bias_axes or ""):
+        # The bias has the output's dims from the first of bias_axes on.
+        first = min(output.index(label) for label in layer.bias_axes)
+        return output.index(output_only) - first
+    return None

@@ -1,0 +1,79 @@
+"""Names and sizes of axes to a DTensor mesh."""
+
+import math
+
+from tensorflow.experimental import dtensor
+
+from tfshard import runtime
+from tfshard.errors import MeshError
+
+BATCH_AXIS = "batch"
+MODEL_AXIS = "model"
+
+
+def create_mesh(**axes: int) -> dtensor.Mesh:
+    """Arranges the devices in a grid with named axes, in the order given.
+
+    The axis named `batch` carries data parallelism and the ZeRO stages; every other axis (by custom `model`)
+    carries the layout map. Without an earlier `tfshard.initialize()`, it starts DTensor with as many devices
+    as the mesh has.
+
+    Args:
+        **axes: Size of each axis, a positive integer; one axis may be -1 for "the remaining devices".
+
+    Returns:
+        A `tf.experimental.dtensor.Mesh`.
+
+    Raises:
+        MeshError: No axis, a size that is not a positive integer or -1, more than one -1, or a mesh larger
+            than the devices.
+
+    Example:
+
+    >>> import tfshard
+    >>> _ = tfshard.initialize(num_devices=4, device_type="CPU")
+    >>> mesh = tfshard.create_mesh(batch=2, model=-1)
+    >>> mesh.dim_names, mesh.shape()
+    (['batch', 'model'], [2, 2])
+    """
+    if not axes:
+        raise MeshError("A mesh needs at least one axis, such as create_mesh(batch=4). Received: no axes")
+    for name, size in axes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise MeshError(
+                f"The size of mesh axis '{name}' must be a positive integer, or -1 for the remaining devices. "
+                f"Received: {name}={size!r}"
+            )
+    open_axes = [name for name, size in axes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise MeshError(f"At most one mesh axis may be -1. Received: axes={axes}")
+    fixed = math.prod(size for size in axes.values() if size != -1)
+    started = runtime.current()
+    if started is None:
+        started = runtime.initialize(num_devices=None if open_axes else _default_devices(fixed))
+    if open_axes:
+        if started.num_devices % fixed:
+            raise MeshError(
+                f"The remaining axes ({fixed} devices) do not divide the {started.num_devices} devices. "
+                f"Received: axes={axes}"
+            )
+        axes = {**axes, open_axes[0]: started.num_devices // fixed}
+    size = math.prod(axes.values())
+    if size > started.num_devices:
+        raise MeshError(
+            f"The mesh needs {size} devices and there are {started.num_devices} {started.device_type} devices. "
+            f"Make the mesh smaller, or call tfshard.initialize(num_devices={size}) at the start of the program. "
+            f"Received: axes={axes}"
+        )
+    devices = [f"{started.device_type}:{i}" for i in range(size)]
+    return dtensor.create_mesh(list(axes.items()), devices=devices, device_type=started.device_type)
+
+
+def _default_devices(size: int) -> int | None:
+    """As many logical CPU devices as the mesh asks for; accelerators are whatever the machine has."""
+    return size if dtensor.preferred_device_type() == "CPU" else None
+
+
+def axis_sizes(mesh: dtensor.Mesh) -> dict[str, int]:
+    """Axis name to size, in the order of the mesh."""
+    return dict(zip(mesh.dim_names, mesh.shape(), strict=True))

@@ -1,0 +1,132 @@
+"""Tensors to devices and back: the few DTensor calls that everything above shares."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard.layouts import Axes, FlatForm, flatten_host_value, split_host_value, unflatten_host_value
+from tfshard.mesh import axis_sizes
+
+
+def layout(axes: Axes, mesh: dtensor.Mesh) -> dtensor.Layout:
+    """A DTensor layout from the mesh axis, or None, of each dim."""
+    return dtensor.Layout([dtensor.UNSHARDED if axis is None else axis for axis in axes], mesh)
+
+
+def relayout(tensor: Any, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Brings a DTensor to the layout `axes`, with the communication that it takes."""
+    return dtensor.relayout(tensor, layout(axes, mesh))
+
+
+def host_to_mesh(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Puts a host value on the mesh; each device receives its own piece only."""
+    sizes = axis_sizes(mesh)
+    pieces = [split_host_value(value, axes, sizes, location) for location in mesh.local_device_locations()]
+    return dtensor.pack([tf.constant(piece) for piece in pieces], layout(axes, mesh))
+
+
+def mesh_to_host(tensor: tf.Tensor) -> np.ndarray:
+    """The whole value of an eager DTensor, put together on the host from the devices' pieces."""
+    found = dtensor.fetch_layout(tensor)
+    pieces = dtensor.unpack(tensor)
+    if found.is_fully_replicated():
+        return np.asarray(pieces[0])
+    sizes = axis_sizes(found.mesh)
+    whole: np.ndarray | None = None
+    for piece, location in zip(pieces, found.mesh.local_device_locations(), strict=True):
+        piece = np.asarray(piece)
+        if whole is None:
+            whole = np.empty(tuple(tensor.shape), piece.dtype)
+        index = []
+        for dim, axis in enumerate(found.sharding_specs):
+            if axis == dtensor.UNSHARDED:
+                index.append(slice(None))
+            else:
+                size = whole.shape[dim] // sizes[axis]
+                index.append(slice(location[axis] * size, (location[axis] + 1) * size))
+        whole[tuple(index)] = piece
+    assert whole is not None
+    return whole
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether `value` is an eager tensor that lives on a mesh."""
+    return isinstance(value, tf.__internal__.EagerTensor) and dtensor.is_dtensor(value)
+
+
+def to_host(value: Any) -> np.ndarray:
+    """A numpy value from whatever the user has: a DTensor, a tensor, a variable, a number."""
+    if is_dtensor(value):
+        return mesh_to_host(value)
+    numpy = getattr(value, "numpy", None)
+    return np.asarray(numpy() if callable(numpy) else value)
+
+
+class FlatConverter:
+    """Brings tensors to a `FlatForm` and back.
+
+    Every step is pinned to its layout. Left to propagation, the batch axis of the buffer would travel back
+    through the reshapes and meet dims that it does not divide.
+    """
+
+    def __init__(self, form: FlatForm, mesh: dtensor.Mesh):
+        self._form = form
+        self._mesh = mesh
+        self._model_axes: Axes = form.gathered_axes[:-2]
+
+    def _pin(self, tensor: tf.Tensor, axes: Axes) -> tf.Tensor:
+        return relayout(tensor, axes, self._mesh)
+
+    def flatten(self, tensor: Any) -> tf.Tensor:
+        """A whole variable's tensor to the sharded buffer, padded with zeros."""
+        form, model = self._form, self._model_axes
+        tensor = self._pin(tensor, form.compute)
+        if model:
+            tensor = self._pin(tf.reshape(tensor, form.split_shape), self._split_axes())
+            tensor = tf.transpose(tensor, form.to_front)
+            tensor = self._pin(tensor, (*model, *(None,) * (len(form.to_front) - len(model))))
+        tensor = self._pin(tf.reshape(tensor, (*form.model_sizes, form.elements)), (*model, None))
+        if form.padding:
+            tensor = tf.pad(tensor, [[0, 0]] * len(model) + [[0, form.padding]])
+            tensor = self._pin(tensor, (*model, None))
+        tensor = self._pin(tf.reshape(tensor, form.buffer_shape), form.gathered_axes)
+        return self._pin(tensor, form.buffer_axes)
+
+    def unflatten(self, buffer: tf.Tensor) -> tf.Tensor:
+        """The buffer to the whole variable under its compute layout: one all-gather."""
+        form, model = self._form, self._model_axes
+        tensor = self._pin(buffer, form.gathered_axes)
+        tensor = self._pin(tf.reshape(tensor, (*form.model_sizes, form.rows * form.columns)), (*model, None))
+        if form.padding:
+            tensor = self._pin(tensor[..., : form.elements], (*model, None))
+        if model:
+            moved = [form.split_shape[i] for i in form.to_front]
+            tensor = self._pin(tf.reshape(tensor, moved), (*model, *(None,) * (len(moved) - len(model))))
+            tensor = self._pin(tf.transpose(tensor, np.argsort(form.to_front)), self._split_axes())
+        return self._pin(tf.reshape(tensor, form.shape), form.compute)
+
+    def _split_axes(self) -> Axes:
+        """The layout of `split_shape`: each model axis on the dim of its own size."""
+        axes: list[str | None] = [None] * len(self._form.split_shape)
+        for position, axis in zip(self._form.to_front, self._model_axes, strict=False):
+            axes[position] = axis
+        return tuple(axes)
+
+    def host_flatten(self, value: np.ndarray) -> np.ndarray:
+        return flatten_host_value(value, self._form)
+
+    def host_unflatten(self, buffer: np.ndarray) -> np.ndarray:
+        return unflatten_host_value(buffer, self._form)
+
+
+def map_tensors(fn: Callable[[Any], Any], structure: Any) -> Any:
+    """Maps `fn` over the tensors of a structure, leaving None and everything else as it is."""
+    return tf.nest.map_structure(lambda leaf: fn(leaf) if tf.is_tensor(leaf) else leaf, structure)
+
+
+def local_bytes(tensor: tf.Tensor) -> Mapping[str, int]:
+    """Bytes that each local device really holds of an eager DTensor, by device name."""
+    return {piece.device: int(np.asarray(piece).nbytes) for piece in dtensor.unpack(tensor)}

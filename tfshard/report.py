@@ -1,0 +1,158 @@
+"""What every device holds, measured on the devices' own tensors."""
+
+import dataclasses
+import io
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+from tensorflow.experimental import dtensor
+
+from tfshard import _private, support
+from tfshard.mesh import BATCH_AXIS
+from tfshard.variables import ShardedVariable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VariableReport:
+    """One variable: what it is and what each device holds of it.
+
+    Attributes:
+        path: The Keras path.
+        kind: `"parameter"`, `"state"` (not trained) or `"slot"`.
+        shape: Of the whole variable.
+        dtype: Its name.
+        compute_layout: The mesh axis of each dim when it is read.
+        storage_layout: The mesh axis of each dim of the stored tensor (of the padded one, if padded).
+        storage_shape: The shape of the stored tensor; differs from `shape` when padded.
+        shards: Into how many different pieces it is cut.
+        bytes_whole: Bytes of the whole variable.
+        bytes_per_device: Bytes that the fullest device holds, read from the device's tensor.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    compute_layout: tuple[str | None, ...]
+    storage_layout: tuple[str | None, ...]
+    storage_shape: tuple[int, ...]
+    shards: int
+    bytes_whole: int
+    bytes_per_device: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """The result of `strategy.report(model)`; `print` it, or use it as data.
+
+    Attributes:
+        mesh: Axis name to size.
+        world_size: Number of devices.
+        zero_stage: 0 to 3.
+        gradients_reduce_scattered: Whether each device keeps its shard of a gradient only (stages 2 and 3).
+        variables: A `VariableReport` for each variable.
+    """
+
+    mesh: dict[str, int]
+    world_size: int
+    zero_stage: int
+    gradients_reduce_scattered: bool
+    variables: tuple[VariableReport, ...]
+
+    @classmethod
+    def from_model(cls, model: keras.Model, strategy: Any) -> "Report":
+        """Measures a model that is built or compiled under `strategy`."""
+        rows = []
+        slots: list[keras.Variable] = []
+        for optimizer in _private.optimizer_chain(getattr(model, "optimizer", None)):
+            slots += _private.optimizer_own_variables(optimizer)
+        trained = {id(variable) for variable in model.trainable_variables}
+        for variable, _ in support.owned_variables(model):
+            rows.append(_measure(variable, "parameter" if id(variable) in trained else "state", strategy))
+        rows += [_measure(variable, "slot", strategy) for variable in slots]
+        return cls(
+            mesh=dict(strategy.mesh_shape),
+            world_size=math.prod(strategy.mesh_shape.values()),
+            zero_stage=strategy.zero_stage,
+            gradients_reduce_scattered=strategy.zero_stage >= 2 and strategy.mesh_shape.get(BATCH_AXIS, 1) > 1,
+            variables=tuple(row for row in rows if row is not None),
+        )
+
+    def bytes_per_device(self, kind: str | None = None) -> int:
+        """Bytes that the fullest device holds, of one kind of variable or of all."""
+        return sum(row.bytes_per_device for row in self.variables if kind in (None, row.kind))
+
+    def bytes_on_one_device(self, kind: str | None = None) -> int:
+        """Bytes that a single device would hold without sharding."""
+        return sum(row.bytes_whole for row in self.variables if kind in (None, row.kind))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data: JSON types only, apart from tuples."""
+        totals = {
+            kind: {
+                "bytes_per_device": self.bytes_per_device(kind),
+                "bytes_on_one_device": self.bytes_on_one_device(kind),
+            }
+            for kind in ("parameter", "state", "slot")
+        }
+        totals["all"] = {
+            "bytes_per_device": self.bytes_per_device(),
+            "bytes_on_one_device": self.bytes_on_one_device(),
+        }
+        return {**dataclasses.asdict(self), "totals": totals}
+
+    def table(self) -> rich.table.Table:
+        """The report as a rich table."""
+        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
+        table = rich.table.Table(
+            title=f"{self.world_size} devices ({axes}), ZeRO stage {self.zero_stage}, gradients "
+            + ("reduce-scattered" if self.gradients_reduce_scattered else "all-reduced"),
+            box=rich.box.SIMPLE_HEAD,
+        )
+        for column in ("variable", "shape", "dtype", "storage layout"):
+            table.add_column(column, overflow="fold")
+        table.add_column("bytes/device", justify="right")
+        for row in self.variables:
+            layout = str(row.storage_layout).replace("'", "").replace("None", "-")
+            if row.storage_shape != row.shape:
+                layout += f" padded to {row.storage_shape}"
+            table.add_row(row.path, str(row.shape), row.dtype, layout, f"{row.bytes_per_device:,}")
+        for i, (kind, label) in enumerate(
+            (("parameter", "parameters"), ("state", "untrained state"), ("slot", "optimizer slots"), (None, "all"))
+        ):
+            if i == 0:
+                table.add_section()
+            whole = f"one device would hold {self.bytes_on_one_device(kind):,}"
+            table.add_row(f"total {label}", "", "", whole, f"{self.bytes_per_device(kind):,}", style="bold")
+        return table
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        rich.console.Console(file=out, width=120).print(self.table())
+        return out.getvalue()
+
+
+def _measure(variable: keras.Variable, kind: str, strategy: Any) -> VariableReport | None:
+    current = _private.backend_variable(variable)
+    if not isinstance(current, ShardedVariable):
+        return None
+    layout = current.layout
+    pieces = dtensor.unpack(current.buffer.value())
+    sizes = strategy.mesh_shape
+    return VariableReport(
+        path=variable.path,
+        kind=kind,
+        shape=layout.spec.shape,
+        dtype=layout.spec.dtype,
+        compute_layout=layout.compute,
+        storage_layout=layout.storage,
+        storage_shape=layout.storage_shape,
+        shards=math.prod(sizes[axis] for axis in layout.storage if axis is not None),
+        bytes_whole=math.prod(layout.spec.shape) * current.dtype.size,
+        bytes_per_device=max(int(np.asarray(piece).nbytes) for piece in pieces),
+    )

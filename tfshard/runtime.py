@@ -1,0 +1,147 @@
+"""Starts DTensor: the only place that sets its environment switches and TensorFlow's devices."""
+
+import dataclasses
+import os
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.errors import InitializationError
+
+# Why each switch has its value: docs/design.md, "Switches".
+_SWITCHES = {
+    # An all-gather is one CollectiveGatherV2 rather than a zero-filled buffer and an all-reduce.
+    "LOWER_DTENSOR_GATHER_TO_COLLECTIVE_GATHER_V2": "1",
+    # Independent all-reduces are merged into one. Safe because a step is pure: see variables.py.
+    "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION": "1",
+}
+_GPU_SWITCHES = {
+    # Without NCCL a GPU reduce-scatter is lowered to an all-reduce and a slice. Not run: no GPU here.
+    "DTENSOR_GPU_USE_NCCL_COMMUNICATION": "1",
+}
+_FORBIDDEN = {
+    "DTENSOR_ENABLE_MULTI_DEVICE_EXPANSION": "it loses variable updates on a one-device mesh",
+    "DTENSOR_DO_NOT_FUSE_REDUCE_SCATTER": "gradients would be all-reduced instead of reduce-scattered",
+}
+_DEVICE_TYPES = ("CPU", "GPU", "TPU")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """What DTensor was started with.
+
+    Attributes:
+        device_type: `"CPU"`, `"GPU"` or `"TPU"`.
+        num_devices: Devices of that type in this process.
+    """
+
+    device_type: str
+    num_devices: int
+
+
+_runtime: Runtime | None = None
+
+
+def initialize(num_devices: int | None = None, device_type: str | None = None) -> Runtime:
+    """Starts DTensor on accelerators when there are any, else on logical CPU devices.
+
+    Call it before TensorFlow creates its first tensor: TensorFlow fixes its devices then. A second call
+    that agrees with the first does nothing.
+
+    Args:
+        num_devices: How many devices to use. Accelerators: all of them by default. CPU: the number of
+            processor cores by default; each device is a logical one on the same processor.
+        device_type: `"CPU"`, `"GPU"` or `"TPU"`. By default TPU or GPU when TensorFlow sees one, else CPU.
+
+    Returns:
+        The `Runtime` in use.
+
+    Raises:
+        InitializationError: An unknown device type, fewer devices than asked for, a second call that
+            differs from the first, or TensorFlow has already fixed its devices.
+
+    Example:
+
+    >>> import tfshard
+    >>> tfshard.initialize(num_devices=4, device_type="CPU")
+    Runtime(device_type='CPU', num_devices=4)
+    """
+    global _runtime
+    if num_devices is not None and (not isinstance(num_devices, int) or num_devices < 1):
+        raise InitializationError(f"num_devices must be a positive integer. Received: num_devices={num_devices!r}")
+    if device_type is not None:
+        if str(device_type).upper() not in _DEVICE_TYPES:
+            raise InitializationError(
+                f"Unknown device type. Device types: {_DEVICE_TYPES}. Received: device_type={device_type!r}"
+            )
+        device_type = device_type.upper()
+    if _runtime is not None:
+        if num_devices in (None, _runtime.num_devices) and device_type in (None, _runtime.device_type):
+            return _runtime
+        raise InitializationError(
+            f"DTensor is already started with {_runtime}, and a process can start it once. Start a new process, "
+            f"or call initialize() with the same arguments. "
+            f"Received: num_devices={num_devices}, device_type={device_type!r}"
+        )
+    _check_switches()
+    device_type = device_type or dtensor.preferred_device_type()
+    num_devices = _validate_num_devices(num_devices, device_type)
+    if _private.context_is_initialized():
+        _adopt_running_context(num_devices, device_type)
+    else:
+        _start(num_devices, device_type)
+    _runtime = Runtime(device_type=device_type, num_devices=num_devices)
+    return _runtime
+
+
+def current() -> Runtime | None:
+    """What `initialize` started, or None before its first call."""
+    return _runtime
+
+
+def _check_switches() -> None:
+    for name, reason in _FORBIDDEN.items():
+        # DTensor takes these two as set whatever their value.
+        if name in os.environ:
+            raise InitializationError(
+                f"The environment variable {name} must not be set: {reason}. Received: {os.environ[name]!r}"
+            )
+
+
+def _set_switches(device_type: str) -> None:
+    for name, value in {**_SWITCHES, **(_GPU_SWITCHES if device_type == "GPU" else {})}.items():
+        # A user may turn a switch off to look into a problem.
+        os.environ.setdefault(name, value)
+
+
+def _validate_num_devices(num_devices: int | None, device_type: str) -> int:
+    if device_type == "CPU":
+        return num_devices or os.cpu_count() or 1
+    available = len(tf.config.list_physical_devices(device_type))
+    if available == 0 or (num_devices or 1) > available:
+        raise InitializationError(
+            f"Not enough {device_type} devices: this process sees {available}. "
+            f"Received: num_devices={num_devices}, device_type={device_type!r}"
+        )
+    return num_devices or available
+
+
+def _start(num_devices: int, device_type: str) -> None:
+    _set_switches(device_type)
+    if device_type == "CPU":
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
+    dtensor.initialize_accelerator_system(device_type)
+
+
+def _adopt_running_context(num_devices: int, device_type: str) -> None:
+    """Accepts a TensorFlow whose devices were fixed by the user in the way that was asked for."""
+    logical = len(tf.config.list_logical_devices(device_type))
+    if not _private.dtensor_is_initialized() or logical != num_devices:
+        raise InitializationError(
+            f"TensorFlow has already fixed its devices ({logical} logical {device_type}), so {num_devices} cannot be "
+            "set up any more. Call tfshard.initialize() first thing in the program, before the first tensor, "
+            f"variable or model. Received: num_devices={num_devices}, device_type={device_type!r}"
+        )
+    _set_switches(device_type)

@@ -1,0 +1,438 @@
+"""ShardedStrategy: a tf.distribute strategy over a DTensor mesh."""
+
+import contextlib
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private, data, layouts, optimizers, placement, runtime, support
+from tfshard.errors import LayoutError, MeshError, StrategyError
+from tfshard.layout_map import LayoutMap, VariableSpec
+from tfshard.layouts import VariableLayout
+from tfshard.mesh import BATCH_AXIS, axis_sizes, create_mesh
+from tfshard.report import Report
+from tfshard.variables import ShardedVariable, step_scope, update_scope
+
+
+class ShardedStrategy(tf.distribute.Strategy):
+    """Stores every variable sharded, computes as if there were one device.
+
+    Args:
+        mesh: A mesh from `tfshard.create_mesh`. By default all devices on the batch axis.
+        layout_map: Which dims of which variables the model axes shard: a `tfshard.LayoutMap`, a
+            `keras.distribution.LayoutMap`, or a mapping from pattern to axes. By default none.
+        zero_stage: What rests sharded over the batch axis (Rajbhandari et al. 2020, "ZeRO: Memory
+            Optimizations Toward Training Trillion Parameter Models"). 0: nothing; 1: optimizer slots;
+            2: and gradients, reduce-scattered as soon as they exist; 3: and parameters.
+
+    Raises:
+        MeshError: `mesh` is not a DTensor mesh.
+        LayoutError: `layout_map` is of another type or names an axis that the mesh does not have.
+        StrategyError: An unknown stage.
+
+    The batch is global: `batch_size` in `fit` is the number of samples of one step over all devices, the loss is
+    the mean over that batch, and `num_replicas_in_sync` is 1.
+
+    Example:
+
+    >>> import keras, numpy as np, tfshard
+    >>> _ = tfshard.initialize(num_devices=4, device_type="CPU")
+    >>> strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)
+    >>> model = tfshard.as_distributed(keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)]))
+    >>> model.compile("sgd", "mse", strategy=strategy)
+    >>> history = model.fit(np.ones((16, 8)), np.ones((16, 4)), batch_size=8, verbose=0)
+    >>> model.layers[0].kernel.value.layout.storage
+    ('batch', None)
+    """
+
+    def __init__(
+        self,
+        mesh: dtensor.Mesh | None = None,
+        layout_map: Any = None,
+        zero_stage: int = 3,
+    ):
+        if mesh is not None and not isinstance(mesh, dtensor.Mesh):
+            raise MeshError(f"mesh must come from tfshard.create_mesh(). Received: mesh={mesh!r} (of type {type(mesh)})")
+        if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
+            raise StrategyError(
+                "Unknown ZeRO stage. Stages: 0 (nothing sharded over the batch axis), 1 (optimizer slots), "
+                f"2 (and gradients), 3 (and parameters). Received: zero_stage={zero_stage!r}"
+            )
+        layout_map = LayoutMap.from_any(layout_map)
+        mesh = mesh or create_mesh(**{BATCH_AXIS: -1})
+        if runtime.current() is None:
+            runtime.initialize()
+        layout_map.check_axes(axis_sizes(mesh))
+        self.mesh = mesh
+        self.mesh_shape = axis_sizes(mesh)
+        self.layout_map = layout_map
+        self.zero_stage = zero_stage
+        super().__init__(_ShardedExtended(self))
+
+    def __repr__(self) -> str:
+        return f"ShardedStrategy(mesh={self.mesh_shape}, zero_stage={self.zero_stage}, layout_map={self.layout_map})"
+
+    # --- planning -------------------------------------------------------------------------------------
+
+    def plan_variable(self, spec: VariableSpec, *, slot: bool = False) -> VariableLayout:
+        """The layout of a variable under this strategy. Needs no device."""
+        return layouts.plan_variable(
+            spec, layout_map=self.layout_map, mesh_shape=self.mesh_shape, zero_stage=self.zero_stage, slot=slot
+        )
+
+    def plan_model(self, model: keras.Model) -> dict[int, VariableLayout]:
+        """The layout of each variable of a model that is built, by `id` of the Keras variable.
+
+        Raises:
+            LayoutError: The layout map does not fit the model; nothing was changed.
+        """
+        planned, matched = {}, set()
+        for variable, layer in support.owned_variables(model):
+            if _private.backend_variable(variable) is None:
+                continue
+            spec = support.variable_spec(variable, layer)
+            planned[id(variable)] = self.plan_variable(spec)
+            match = self.layout_map.match(spec)
+            if match is not None:
+                matched.add(match[0])
+        if model.built:
+            self._check_matched(matched, model)
+        return planned
+
+    def _check_matched(self, matched: set[str], model: keras.Model) -> None:
+        unmatched = layouts.unmatched_patterns(self.layout_map, matched)
+        if unmatched:
+            paths = sorted(variable.path for variable in model.variables)
+            shown = ", ".join(f"'{path}'" for path in paths[:12]) + (", ..." if len(paths) > 12 else "")
+            raise LayoutError(
+                f"Patterns of the layout map match no variable of model '{model.name}': {unmatched}. A pattern must "
+                "match the whole path (re.fullmatch); column and row patterns match a layer's path. Correct them, or "
+                f"add them with optional=True. Variable paths: {shown}"
+            )
+
+    def scope(self):
+        """The context in which variables are born sharded and Keras models belong to this strategy."""
+        return _Scope(super().scope(), self)
+
+    # --- running --------------------------------------------------------------------------------------
+
+    def run(self, fn, args=(), kwargs=None, options=None):
+        """Runs `fn` once, on the whole (global) batch, with variables and arithmetic sharded over the mesh.
+
+        Args:
+            fn: A step function. Gradients, optimizers, losses and metrics are used as on one device.
+            args: Positional arguments; tensors that are not on the mesh are put there, batches sharded.
+            kwargs: Keyword arguments, likewise.
+            options: Not used.
+
+        Returns:
+            What `fn` returns, whole on every device.
+        """
+        del options
+        if not isinstance(args, (list, tuple)):
+            raise ValueError(f"Positional args must be a list or tuple. Received: args={args!r} (of type {type(args)})")
+        support.check_step_function(fn, self)
+        if _private.is_eager():
+            args, kwargs = data.batch_to_mesh((args, kwargs or {}), self.mesh)
+        with self.scope():
+            return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
+
+    def reduce(self, reduce_op, value, axis):
+        """Reduces a value that `run` returned. It is whole already: with `axis=None` it comes back as it is.
+
+        Args:
+            reduce_op: `"SUM"` or `"MEAN"`, or a `tf.distribute.ReduceOp`.
+            value: What `run` returned, also nested.
+            axis: None, or the dim of the (global) value to reduce over, such as 0 for per-sample values.
+        """
+        name = reduce_op.upper() if isinstance(reduce_op, str) else reduce_op.value
+        if name not in ("SUM", "MEAN"):
+            raise ValueError(f"reduce_op must be 'SUM' or 'MEAN'. Received: reduce_op={reduce_op!r}")
+        if axis is None:
+            return value
+        reduce = tf.reduce_sum if name == "SUM" else tf.reduce_mean
+        return placement.map_tensors(lambda v: reduce(v, axis=axis), value)
+
+    def gather(self, value, axis):
+        """`value` as it is: `run` returns whole values."""
+        del axis
+        return value
+
+    def experimental_distribute_dataset(self, dataset, options=None):
+        """An iterable over the batches of `dataset` as DTensors, sharded over the batch axis.
+
+        A batch that the axis does not divide is whole on every device.
+        """
+        del options
+        return data.ShardedDataset(dataset, self.mesh)
+
+    # --- models ---------------------------------------------------------------------------------------
+
+    def distribute(self, model: keras.Model) -> None:
+        """Reshards the variables of a built model in place, keeping their values.
+
+        Raises:
+            StrategyError: The model was built under another strategy.
+            LayoutError: The layout map does not fit; the model is unchanged.
+            UnsupportedLayerError: The model has a layer that DTensor cannot expand.
+        """
+        support.check_not_elsewhere(model, self)
+        support.check_layers(model)
+        planned = self.plan_model(model)
+        replaced = []
+        for variable, _ in support.owned_variables(model):
+            current = _private.backend_variable(variable)
+            if current is None or isinstance(current, ShardedVariable):
+                continue
+            replaced.append((variable, self._shard(current, planned[id(variable)])))
+        # All pieces are made before the first variable changes, so that a failure leaves the model whole.
+        for variable, sharded in replaced:
+            _private.set_backend_variable(variable, sharded)
+
+    def adopt(self, variables: list, *, slot_of: dict[int, ShardedVariable] | None = None, slot: bool = False) -> None:
+        """Reshards variables that do not belong to a layer: of an optimizer or a metric."""
+        for variable in variables:
+            current = _private.backend_variable(variable)
+            if current is None or isinstance(current, ShardedVariable):
+                continue
+            spec = support.variable_spec(variable, None)
+            reference = (slot_of or {}).get(id(variable))
+            layout = self._slot_layout(spec, reference) if slot else self.plan_variable(spec)
+            _private.set_backend_variable(variable, self._shard(current, layout))
+
+    def _shard(self, current: tf.Variable, layout: VariableLayout) -> ShardedVariable:
+        return ShardedVariable(
+            placement.to_host(current), layout=layout, mesh=self.mesh, trainable=current.trainable,
+            name=layout.spec.path.rpartition("/")[2],
+            options={"aggregation": current.aggregation, "synchronization": current.synchronization},
+        )  # fmt: skip
+
+    def _slot_layout(self, spec: VariableSpec, reference: ShardedVariable | None) -> VariableLayout:
+        if reference is not None and reference.layout.spec.shape == spec.shape:
+            return reference.layout.slot(spec)
+        return self.plan_variable(spec, slot=True)
+
+    def report(self, model: keras.Model) -> Report:
+        """What each device holds: a table of every variable with its layout and bytes, and the totals."""
+        return Report.from_model(model, self)
+
+
+class _Scope:
+    """`strategy.scope()`, at whose end the models that were born in it are looked for."""
+
+    def __init__(self, scope, strategy):
+        self._scope = scope
+        self._strategy = strategy
+
+    def __enter__(self):
+        self._scope.__enter__()
+        return self._strategy
+
+    def __exit__(self, exception_type, exception_value, traceback):
+        self._scope.__exit__(exception_type, exception_value, traceback)
+        if exception_type is None:
+            support.adopt_models(self._strategy)
+
+
+class _ReplicaContext(tf.distribute.ReplicaContext):
+    """The context of a step: there is one, and it sees the whole batch."""
+
+    def __init__(self, strategy):
+        super().__init__(strategy, replica_id_in_sync_group=0)
+
+    def all_reduce(self, reduce_op, value, options=None):
+        """Values are global already; gradients were reduced where they came to be."""
+        del reduce_op, options
+        return value
+
+    def all_gather(self, value, axis, options=None):
+        del axis, options
+        return value
+
+    def merge_call(self, merge_fn, args=(), kwargs=None):
+        return merge_fn(self.strategy, *args, **(kwargs or {}))
+
+
+class _ShardedExtended(tf.distribute.StrategyExtended):
+    """The hooks through which tf.distribute and Keras reach the strategy."""
+
+    _results_stay_sharded = False
+
+    def _strategy(self) -> ShardedStrategy:
+        return self._container_strategy()
+
+    @contextlib.contextmanager
+    def results_stay_sharded(self):
+        """In this context `run` returns results in the layouts in which they were computed."""
+        self._results_stay_sharded = True
+        try:
+            yield
+        finally:
+            self._results_stay_sharded = False
+
+    # --- variables
+
+    def _create_variable(self, next_creator, **kwargs):
+        del next_creator
+        strategy = self._strategy()
+        initial_value = kwargs.pop("initial_value")
+        reference = kwargs.pop("colocate_with", None)
+        name = kwargs.pop("name", None)
+        trainable = kwargs.pop("trainable", None)
+        dtype = kwargs.pop("dtype", None)
+        # Initializers run on the host, as on one device, so that they draw the same numbers.
+        with tf.device("CPU:0"):
+            value = initial_value() if callable(initial_value) else initial_value
+            if not placement.is_dtensor(value):
+                value = tf.convert_to_tensor(value, dtype=dtype)
+        callers = _private.scope_callers()
+        is_slot = any(isinstance(caller, keras.optimizers.Optimizer) for caller in callers)
+        path = "/".join(part for part in (_private.current_path(), name) if part)
+        layer = callers[-1] if callers and isinstance(callers[-1], keras.Layer) else None
+        spec = VariableSpec(
+            path=path or "variable",
+            shape=tuple(value.shape),
+            dtype=value.dtype.name,
+            trainable=trainable is not False,
+            layer=layer,
+        )
+        if is_slot:
+            layout = strategy._slot_layout(spec, reference if isinstance(reference, ShardedVariable) else None)
+        else:
+            layout = strategy.plan_variable(spec)
+            support.note_created(strategy)
+        options = {key: kwargs[key] for key in ("aggregation", "synchronization") if kwargs.get(key) is not None}
+        host = placement.to_host(value)
+        if dtype is not None:
+            host = host.astype(tf.as_dtype(dtype).as_numpy_dtype, copy=False)
+        return ShardedVariable(
+            host, layout=layout, mesh=strategy.mesh, trainable=trainable is not False, name=name, options=options
+        )
+
+    def _validate_colocate_with_variable(self, colocate_with_variable):
+        del colocate_with_variable  # Any variable will do: a slot takes the layout of a sharded one.
+
+    def variable_created_in_scope(self, v):
+        return isinstance(v, ShardedVariable) and v.mesh == self._strategy().mesh
+
+    def read_var(self, v):
+        return v.value()
+
+    def value_container(self, value):
+        return value
+
+    def update(self, var, fn, args=(), kwargs=None, group=True):
+        """Runs `fn(var, *args)` with gradient, slots and parameter in one layout."""
+        del group
+        kwargs = kwargs or {}
+        if not isinstance(var, ShardedVariable):
+            return fn(var, *args, **kwargs)
+        callers = _private.scope_callers()
+        optimizer = next((c for c in reversed(callers) if isinstance(c, keras.optimizers.Optimizer)), None)
+        with update_scope(flat=optimizers.is_elementwise(optimizer)):
+
+            def convert(arg):
+                same_shape = tf.is_tensor(arg) and not isinstance(arg, (tf.Variable, keras.Variable))
+                if same_shape and arg.shape.rank and arg.shape == var.shape:
+                    return var.to_update(arg)
+                return arg
+
+            # A sparse gradient (IndexedSlices) is one leaf here: to_update makes it dense.
+            return fn(var, *[convert(arg) for arg in args], **{key: convert(arg) for key, arg in kwargs.items()})
+
+    # --- running
+
+    def _use_merge_call(self):
+        return False
+
+    def _default_device_scope(self):
+        return contextlib.nullcontext()
+
+    def call_for_each_replica(self, fn, args=(), kwargs=None):
+        strategy = self._strategy()
+        with strategy.scope(), _ReplicaContext(strategy), step_scope():
+            result = fn(*args, **(kwargs or {}))
+            if self._results_stay_sharded:
+                return result
+            return placement.map_tensors(strategy.extended.make_whole, result)
+
+    def make_whole(self, value):
+        """A result of a step, the same on every device, so that `.numpy()` and the next step can use it."""
+        if not isinstance(value, tf.Tensor) or value.shape.rank is None:
+            return value
+        return placement.relayout(value, (None,) * value.shape.rank, self._strategy().mesh)
+
+    def _local_results(self, val):
+        return (val,)
+
+    def _get_local_replica_id(self, replica_id_in_sync_group):
+        return replica_id_in_sync_group
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        del reduce_op, destinations, options
+        return value
+
+    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+        del reduce_op, options
+        return [value for value, _ in value_destination_pairs]
+
+    def _experimental_distribute_values_from_function(self, value_fn):
+        return data.batch_to_mesh(value_fn(_ValueContext()), self._strategy().mesh)
+
+    def _distribute_datasets_from_function(self, dataset_fn, options):
+        del options
+        dataset = dataset_fn(tf.distribute.InputContext())
+        return data.ShardedDataset(dataset, self._strategy().mesh)
+
+    # --- what it is
+
+    @property
+    def _num_replicas_in_sync(self):
+        return 1
+
+    @property
+    def worker_devices(self):
+        return tuple(self._strategy().mesh.local_devices())
+
+    @property
+    def parameter_devices(self):
+        return self.worker_devices
+
+    def non_slot_devices(self, var_list):
+        del var_list
+        return self.worker_devices
+
+    @property
+    def experimental_require_static_shapes(self):
+        return False
+
+    @property
+    def experimental_between_graph(self):
+        return False
+
+    @property
+    def experimental_should_init(self):
+        return True
+
+    @property
+    def should_checkpoint(self):
+        return True
+
+    @property
+    def should_save_summary(self):
+        return True
+
+    @property
+    def _in_multi_worker_mode(self):
+        return False
+
+
+class _ValueContext(tf.distribute.experimental.ValueContext):
+    """What `experimental_distribute_values_from_function` tells its function: there is one replica."""
+
+    def __init__(self):
+        super().__init__(replica_id_in_sync_group=0, num_replicas_in_sync=1)
+
+

@@ -1,0 +1,210 @@
+"""The ways into a sharded model: as_distributed, tfshard.Model, tfshard.Sequential."""
+
+import functools
+import itertools
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfshard import _private, data, placement, support
+from tfshard.errors import StrategyError
+from tfshard.strategy import ShardedStrategy
+from tfshard.variables import ShardedVariable
+
+
+class _Distributed:
+    """Mixed into a Keras model's class: `compile` takes `strategy=`, and steps take their batches to the mesh."""
+
+    def compile(self, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> None:
+        """Keras's own `compile`, with one more argument.
+
+        Args:
+            *args: As in `keras.Model.compile`.
+            strategy: A `tfshard.ShardedStrategy`. The model's variables, and those of the optimizer and the
+                metrics, are resharded in place, keeping their values. With None a model that is not sharded is
+                compiled as plain Keras, and one that is stays under its strategy.
+            **kwargs: As in `keras.Model.compile`.
+
+        Raises:
+            StrategyError: Not a ShardedStrategy, the model belongs to another one, or `jit_compile=True`.
+            LayoutError: The layout map does not fit the model.
+            UnsupportedLayerError: The model has a layer that DTensor cannot expand.
+        """
+        model: Any = self
+        if strategy is None:
+            strategy = _current_strategy(model)
+        if strategy is None:
+            super().compile(*args, **kwargs)  # type: ignore[misc]
+            return
+        if not isinstance(strategy, ShardedStrategy):
+            raise StrategyError(
+                "strategy must be a tfshard.ShardedStrategy; other tf.distribute strategies are used through their "
+                f"scope(). Received: strategy={strategy!r} (of type {type(strategy)})"
+            )
+        if kwargs.get("jit_compile") is True:
+            support.raise_jit_compile(model)
+        strategy.distribute(model)
+        _private.set_distribute_strategy(model, strategy)
+        with strategy.scope():
+            super().compile(*args, **kwargs)  # type: ignore[misc]
+        if model.jit_compile:
+            support.raise_jit_compile(model)
+        _adopt_optimizer(model.optimizer, strategy)
+        for metric in _private.compiled_metrics(model):
+            strategy.adopt(metric.variables)
+
+    def make_train_function(self, force=False):
+        super().make_train_function(force)  # type: ignore[misc]
+        self.train_function = _on_mesh(self, self.train_function)
+
+    def make_test_function(self, force=False):
+        super().make_test_function(force)  # type: ignore[misc]
+        self.test_function = _on_mesh(self, self.test_function)
+
+    def make_predict_function(self, force=False):
+        super().make_predict_function(force)  # type: ignore[misc]
+        self.predict_function = _on_mesh(self, self.predict_function, to_host=True)
+
+
+def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
+    """The ShardedStrategy whose scope is open, or the one the model is under."""
+    for strategy in (tf.distribute.get_strategy(), _private.distribute_strategy(model)):
+        if isinstance(strategy, ShardedStrategy):
+            return strategy
+    return None
+
+
+def _on_mesh(model: Any, function: Any, *, to_host: bool = False) -> Any:
+    """A Keras step function that puts its batches on the mesh and, for predictions, brings results back."""
+    strategy = _private.distribute_strategy(model)
+    if not isinstance(strategy, ShardedStrategy) or getattr(function, "_tfshard_on_mesh", False):
+        return function
+
+    @functools.wraps(function)
+    def on_mesh(batches):
+        support.check_ready(model, strategy)
+        # One execution's worth: Keras hands over the epoch's iterator and leaves the rest for later executions.
+        batches = list(itertools.islice(batches, model.steps_per_execution))
+        if not batches:
+            raise StopIteration
+        batches = [data.batch_to_mesh(batch, strategy.mesh) for batch in batches]
+        if not to_host:
+            return function(batches)
+        # Each device keeps its samples: the pieces meet on the host, not on every device.
+        with strategy.extended.results_stay_sharded():
+            outputs = function(batches)
+        return placement.map_tensors(lambda output: tf.constant(placement.to_host(output)), outputs)
+
+    on_mesh._tfshard_on_mesh = True
+    return on_mesh
+
+
+def _adopt_optimizer(optimizer: Any, strategy: ShardedStrategy) -> None:
+    """Brings an optimizer that was made outside the scope, perhaps trained already, under the strategy."""
+    for part in _private.optimizer_chain(optimizer):
+        _private.set_distribute_strategy(part, strategy)
+        references = {}
+        for variable in _private.optimizer_references(part):
+            references[variable.path.replace("/", "_")] = _private.backend_variable(variable)
+        slot_of: dict[int, ShardedVariable] = {}
+        for slot in _private.optimizer_own_variables(part):
+            # Keras names a slot after its variable's path: "dense/kernel" has "dense_kernel_momentum".
+            names = [name for name in references if slot.name.startswith(name + "_")]
+            if names:
+                slot_of[id(slot)] = references[max(names, key=len)]
+        strategy.adopt(_private.optimizer_own_variables(part), slot_of=slot_of, slot=True)
+        if references:
+            _private.rekey_optimizer(part)
+
+
+@functools.cache
+def _distributed_class(cls: type) -> type:
+    """The subclass of a Keras model class that `as_distributed` gives a model.
+
+    It has the name and module of its parent, so that what is saved loads in a plain Keras process.
+    """
+    created = type(cls.__name__, (_Distributed, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    _private.register_same_name(created, cls)
+    return created
+
+
+def as_distributed(model: keras.Model) -> keras.Model:
+    """Gives a Keras model a `compile` that takes `strategy=`.
+
+    Args:
+        model: Any `keras.Model`: Sequential, functional, subclassed, or from KerasHub, built or not.
+
+    Returns:
+        The same object, still an instance of its class.
+
+    Raises:
+        StrategyError: `model` is not a Keras model.
+
+    Example:
+
+    >>> import keras, tfshard
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    >>> tfshard.as_distributed(model) is model
+    True
+    >>> isinstance(model, keras.Sequential)
+    True
+    """
+    if not isinstance(model, keras.Model):
+        raise StrategyError(f"as_distributed takes a keras.Model. Received: {model!r} (of type {type(model)})")
+    if not isinstance(model, _Distributed):
+        model.__class__ = _distributed_class(type(model))
+    return model
+
+
+support.model_adopters.append(as_distributed)
+
+
+class Model(_Distributed, keras.Model):
+    """`keras.Model` whose `compile` takes `strategy=`, for functional and subclassed models.
+
+    >>> import keras, tfshard
+    >>> inputs = keras.Input((8,))
+    >>> model = tfshard.Model(inputs, keras.layers.Dense(4)(inputs))
+    >>> isinstance(model, tfshard.Model), isinstance(model, keras.Model)
+    (True, True)
+    """
+
+    def __new__(cls, *args, **kwargs):
+        if cls is Model and _private.functional_init_arguments(args, kwargs):
+            return _Functional.__new__(_Functional, *args, **kwargs)
+        return super().__new__(cls, *args, **kwargs)
+
+    def __init__(self, *args, **kwargs):
+        functional = _private.functional_init_arguments(args, kwargs)
+        if functional and not isinstance(self, _private.Functional):
+            # Keras would put Functional among the bases of this class, for every model that derives from it.
+            self.__class__ = _functional_subclass(type(self))
+        super().__init__(*args, **kwargs)
+
+
+class _Functional(Model, _private.Functional):
+    """What `tfshard.Model(inputs, outputs)` makes."""
+
+
+_Functional.__name__ = _Functional.__qualname__ = _private.Functional.__name__
+_Functional.__module__ = _private.Functional.__module__
+
+
+@functools.cache
+def _functional_subclass(cls: type) -> type:
+    return type(cls.__name__, (cls, _private.Functional), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+class Sequential(_Distributed, keras.Sequential):
+    """`keras.Sequential` whose `compile` takes `strategy=`.
+
+    >>> import keras, tfshard
+    >>> model = tfshard.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    >>> isinstance(model, keras.Sequential)
+    True
+    """
+
+
+# Saved models name keras.Sequential, so that a process without tfshard loads them.
+Sequential.__module__ = keras.Sequential.__module__
