@@ -155,14 +155,18 @@ def update_scope(*, flat: bool):
         _state.updating, _state.flat_updates = before
 
 
-def _scatter_gradient(value: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """`value`, whose gradient is brought to the layout `axes` as soon as it exists."""
+def _relayout_both_ways(value: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """`value` in the layout `forward`; its gradient is brought to the layout `backward` as soon as it exists.
+
+    DTensor's own gradient of a relayout asks for "the layout of the input", which propagation may contradict
+    when the input and the gradient have other readers. A sparse gradient (IndexedSlices) becomes dense here.
+    """
 
     @tf.custom_gradient
-    def identity(x):
-        return tf.identity(x), lambda upstream: placement.relayout(upstream, axes, mesh)
+    def apply(x):
+        return placement.relayout(x, forward, mesh), lambda upstream: placement.relayout(upstream, backward, mesh)
 
-    return identity(value)
+    return apply(value)
 
 
 class ShardedVariable(tf.Variable):
@@ -287,11 +291,10 @@ class ShardedVariable(tf.Variable):
             return self._update_value()
         if self._recorded() is None and not self._rests_flat:
             return self._direct_value()
-        whole = self._whole()
         if self._trainable:
             _private.record_variable_access(self)
-        # A relayout to the layout it already has makes a sparse gradient (IndexedSlices) dense.
-        return placement.relayout(whole, self.layout.compute, self.mesh)
+        compute = self.layout.compute
+        return _relayout_both_ways(self._whole(), forward=compute, backward=compute, mesh=self.mesh)
 
     def read_value(self) -> tf.Tensor:
         return self.value()
@@ -299,11 +302,10 @@ class ShardedVariable(tf.Variable):
     def _direct_value(self) -> tf.Tensor:
         """Reads the buffer where the tape can see it; the gradient comes back the way the value went."""
         layout = self.layout
-        stored = self._buffer.value()
-        if layout.reduce_scatter and not layout.store_sharded and layout.sharded is not None:
-            # Stage 2: rests whole, but its gradient is scattered as soon as it exists.
-            stored = _scatter_gradient(stored, layout.sharded, self.mesh)
-        return placement.relayout(stored, layout.compute, self.mesh)
+        # Stages 2 and 3: the gradient is scattered at once, so that nothing holds it whole.
+        scattered = layout.reduce_scatter and layout.sharded is not None
+        backward = layout.sharded if scattered else layout.compute
+        return _relayout_both_ways(self._buffer.value(), forward=layout.compute, backward=backward, mesh=self.mesh)
 
     def _whole(self) -> tf.Tensor:
         """The whole value as one tensor that is the same object until the next write.
