@@ -126,6 +126,15 @@ class _State(threading.local):
 _state = _State()
 
 
+def _reading_scope():
+    """Reads belong to the step's own graph, also those made in a branch: there, they could follow a write that the
+    compiler moved ahead of the branch."""
+    step = _state.step
+    if step is None or tf.compat.v1.get_default_graph() is step.graph:
+        return contextlib.nullcontext()
+    return step.graph.as_default()
+
+
 @contextlib.contextmanager
 def step_scope():
     """Opens a step: writes are recorded, and carried out when the outermost scope ends. Eager code writes now."""
@@ -305,7 +314,9 @@ class ShardedVariable(tf.Variable):
         # Stages 2 and 3: the gradient is scattered at once, so that nothing holds it whole.
         scattered = layout.reduce_scatter and layout.sharded is not None
         backward = layout.sharded if scattered else layout.compute
-        return _relayout_both_ways(self._buffer.value(), forward=layout.compute, backward=backward, mesh=self.mesh)
+        with _reading_scope():
+            stored = self._buffer.value()
+            return _relayout_both_ways(stored, forward=layout.compute, backward=backward, mesh=self.mesh)
 
     def _whole(self) -> tf.Tensor:
         """The whole value as one tensor that is the same object until the next write.
@@ -341,7 +352,10 @@ class ShardedVariable(tf.Variable):
         return self._unflatten(recorded.tensor) if recorded.flat else self._to_compute(recorded.tensor)
 
     def _update_value(self) -> tf.Tensor:
-        recorded = self._recorded() or _Recorded(self._buffer.value(), flat=self._rests_flat)
+        recorded = self._recorded()
+        if recorded is None:
+            with _reading_scope():
+                recorded = _Recorded(self._buffer.value(), flat=self._rests_flat)
         return self.to_update(recorded.tensor, flat=recorded.flat)
 
     def to_update(self, tensor: Any, *, flat: bool = False) -> tf.Tensor:

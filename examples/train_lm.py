@@ -1,0 +1,290 @@
+"""Trains a byte-level GPT on real text: by default the source code of Python's own standard library.
+
+    python examples/train_lm.py --mesh=batch:4 --zero_stage=3
+    python examples/train_lm.py --mesh=batch:2,model:2
+    python examples/train_lm.py                           # one device, plain Keras
+
+Nothing is downloaded. Whole files are held out, and the last lines say how well the model predicts them, in bits
+per byte (8 is no knowledge at all), show what it writes, and list what every device holds.
+"""
+
+import math
+import pathlib
+import sysconfig
+import time
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import app, flags
+
+import tfshard
+
+_MESH = flags.DEFINE_string("mesh", "", "Mesh axes, such as 'batch:4' or 'batch:2,model:2'; empty: one device.")
+_NUM_DEVICES = flags.DEFINE_integer("num_devices", None, "Devices to start; by default as many as the mesh has.")
+_ZERO_STAGE = flags.DEFINE_integer("zero_stage", 3, "What rests sharded over the batch axis.", 0, 3)
+_TEXT_PATH = flags.DEFINE_string("text_path", None, "A file or a directory to train on instead.")
+_LAYERS = flags.DEFINE_integer("layers", 4, "Transformer blocks.", 1)
+_WIDTH = flags.DEFINE_integer("width", 128, "Size of the residual stream.", 1)
+_HEADS = flags.DEFINE_integer("heads", 4, "Attention heads; they divide the width.", 1)
+_SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 128, "Bytes in a window.", 2)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Windows in a step, over all devices.", 1)
+_STEPS = flags.DEFINE_integer("steps", 500, "Training steps.", 1)
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Peak of the cosine schedule.", 0.0)
+_SEED = flags.DEFINE_integer("seed", 0, "Of weights, windows and the sample.")
+_EVAL_EVERY = flags.DEFINE_integer("eval_every", 100, "Steps between lines of progress.", 1)
+_EVAL_BYTES = flags.DEFINE_integer("eval_bytes", 1 << 17, "Bytes of the held-out text to measure at the end.", 1)
+_SAMPLE_BYTES = flags.DEFINE_integer("sample_bytes", 200, "Length of the sample that is written at the end.", 0)
+_PROMPT = flags.DEFINE_string("prompt", "def __init__(self", "What the sample goes on from.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.5, "Of the sample; 0 takes the likeliest byte.", 0.0)
+
+VOCABULARY = 256
+HELD_OUT_EVERY = 20  # Of the sorted files; of a single file the last 1/20 is held out.
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+class Text(NamedTuple):
+    """Bytes to train on and bytes to measure with."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+class PositionEmbedding(keras.layers.Layer):
+    """Adds a learned vector for each position."""
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        self.embeddings = self.add_weight(shape=input_shape[1:], initializer="uniform", name="embeddings")
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x + self.embeddings
+
+
+class Block(keras.layers.Layer):
+    """A pre-norm transformer block: causal self-attention, then an MLP."""
+
+    def __init__(self, heads: int, **kwargs):
+        super().__init__(**kwargs)
+        self.heads = heads
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        width = input_shape[-1]
+        self.attention_norm = keras.layers.LayerNormalization(name="attention_norm")
+        self.attention = keras.layers.MultiHeadAttention(self.heads, width // self.heads, name="attention")
+        self.mlp_norm = keras.layers.LayerNormalization(name="mlp_norm")
+        self.up = keras.layers.Dense(4 * width, activation="gelu", name="up")
+        self.down = keras.layers.Dense(width, name="down")
+        self.attention_norm.build(input_shape)
+        self.attention.build(input_shape, input_shape)
+        self.mlp_norm.build(input_shape)
+        self.up.build(input_shape)
+        self.down.build((*input_shape[:-1], 4 * width))
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        y = self.attention_norm(x)
+        x = x + self.attention(y, y, use_causal_mask=True)
+        return x + self.down(self.up(self.mlp_norm(x)))
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Axis name to size: `"batch:2,model:2"` to `{"batch": 2, "model": 2}`."""
+    axes = (part.split(":") for part in text.split(",") if part)
+    return {name.strip(): int(size) for name, size in axes}
+
+
+def make_strategy() -> tfshard.ShardedStrategy | None:
+    """The strategy that the flags ask for, None for one device."""
+    axes = parse_mesh(_MESH.value)
+    if not axes:
+        return None
+    size = None if -1 in axes.values() else math.prod(axes.values())
+    tfshard.initialize(num_devices=_NUM_DEVICES.value or size)
+    layout_map = make_layout_map() if "model" in axes else None
+    return tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=_ZERO_STAGE.value)
+
+
+def make_layout_map() -> tfshard.LayoutMap:
+    """Tensor parallelism in the manner of Megatron-LM: two all-reduces a block, forward and backward each."""
+    layout_map = tfshard.LayoutMap()
+    layout_map.column("block_.*/attention/(query|key|value)")
+    layout_map.row("block_.*/attention/attention_output")
+    layout_map.column("block_.*/up")
+    layout_map.row("block_.*/down")
+    return layout_map
+
+
+def make_model() -> keras.Model:
+    """A decoder-only transformer from windows of bytes to the logits of each next byte."""
+    inputs = keras.Input((_SEQUENCE_LENGTH.value,), dtype="int32", name="bytes")
+    token_embedding = keras.layers.ReversibleEmbedding(VOCABULARY, _WIDTH.value, name="token_embedding")
+    x = PositionEmbedding(name="position_embedding")(token_embedding(inputs))
+    for i in range(_LAYERS.value):
+        x = Block(_HEADS.value, name=f"block_{i}")(x)
+    x = keras.layers.LayerNormalization(name="final_norm")(x)
+    return keras.Model(inputs, token_embedding(x, reverse=True), name="byte_gpt")
+
+
+def compile_model(model: keras.Model, strategy: tfshard.ShardedStrategy | None) -> None:
+    """AdamW with a short warmup and a cosine decay to a tenth."""
+    warmup = max(1, _STEPS.value // 20)
+    schedule = keras.optimizers.schedules.CosineDecay(
+        _LEARNING_RATE.value / warmup,
+        decay_steps=max(1, _STEPS.value - warmup),
+        alpha=0.1,
+        warmup_target=_LEARNING_RATE.value,
+        warmup_steps=warmup,
+    )
+    optimizer = keras.optimizers.AdamW(schedule, weight_decay=0.01, beta_2=0.99, global_clipnorm=1.0)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, strategy=strategy)
+
+
+def find_files() -> list[pathlib.Path]:
+    """The files to read, sorted so that every run holds out the same ones."""
+    if _TEXT_PATH.value is None:
+        root = pathlib.Path(sysconfig.get_path("stdlib"))
+        found = (path for path in root.rglob("*.py") if not _NOT_LIBRARY.intersection(path.relative_to(root).parts))
+    else:
+        root = pathlib.Path(_TEXT_PATH.value)
+        found = [root] if root.is_file() else root.rglob("*")
+    files = sorted(path for path in found if path.is_file())
+    if not files:
+        raise ValueError(f"There is no file to train on. Received: text_path={_TEXT_PATH.value!r}")
+    return files
+
+
+def load_text() -> Text:
+    """Reads the files and holds out every 20th, or the end of a single one."""
+    files = find_files()
+    contents = [np.frombuffer(path.read_bytes(), np.uint8) for path in files]
+    if len(files) == 1:
+        cut = len(contents[0]) - len(contents[0]) // HELD_OUT_EVERY
+        text = Text(train=contents[0][:cut], held_out=contents[0][cut:])
+    else:
+        held = set(range(0, len(files), HELD_OUT_EVERY))
+        text = Text(
+            train=np.concatenate([content for i, content in enumerate(contents) if i not in held]),
+            held_out=np.concatenate([contents[i] for i in sorted(held)]),
+        )
+    shortest = min(len(text.train), len(text.held_out))
+    if shortest <= _SEQUENCE_LENGTH.value:
+        raise ValueError(
+            f"The text must be longer than a window. Received: {len(text.train)} bytes to train on, "
+            f"{len(text.held_out)} held out, sequence_length={_SEQUENCE_LENGTH.value}"
+        )
+    return text
+
+
+def make_dataset(text: np.ndarray, starts: np.ndarray) -> tf.data.Dataset:
+    """Batches of windows that begin at `starts`, each with the same window one byte later as its target."""
+    length = _SEQUENCE_LENGTH.value
+    content = tf.constant(text)
+
+    def window(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        piece = tf.cast(content[start : start + length + 1], tf.int32)
+        return tf.ensure_shape(piece[:-1], [length]), tf.ensure_shape(piece[1:], [length])
+
+    return tf.data.Dataset.from_tensor_slices(starts).map(window).batch(_BATCH_SIZE.value).prefetch(2)
+
+
+def training_dataset(text: np.ndarray) -> tf.data.Dataset:
+    """Windows at random places, enough for all steps."""
+    random = np.random.default_rng(_SEED.value)
+    starts = random.integers(0, len(text) - _SEQUENCE_LENGTH.value, _STEPS.value * _BATCH_SIZE.value)
+    return make_dataset(text, starts)
+
+
+def held_out_dataset(text: np.ndarray, size: int) -> tf.data.Dataset:
+    """About `size` bytes of text as windows that do not overlap, evenly spread, in full batches if there are enough."""
+    starts = np.arange(0, len(text) - _SEQUENCE_LENGTH.value, _SEQUENCE_LENGTH.value)
+    count = min(len(starts), max(_BATCH_SIZE.value, size // _SEQUENCE_LENGTH.value))
+    if count > _BATCH_SIZE.value:
+        count -= count % _BATCH_SIZE.value
+    return make_dataset(text, starts[np.arange(count) * len(starts) // count])
+
+
+class Progress(keras.callbacks.Callback):
+    """Prints a line every `every` steps and after the last one: the means since the line before."""
+
+    def __init__(self, every: int, last: int, bytes_per_step: int):
+        super().__init__()
+        self._every = every
+        self._last = last
+        self._bytes_per_step = bytes_per_step
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        self._step = self._step_at_line = 0
+        self._time_at_line = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        del batch
+        self._step += 1
+        if self._step == 1:
+            # Not counted in the speed: the first step is traced and compiled.
+            print(f"first step after {time.perf_counter() - self._time_at_line:.1f} s", flush=True)
+        elif self._step % self._every == 0 or self._step == self._last:
+            self._print_line(float((logs or {})["loss"]))
+            self.model.reset_metrics()
+        else:
+            return
+        self._step_at_line, self._time_at_line = self._step, time.perf_counter()
+
+    def _print_line(self, loss: float) -> None:
+        seconds = time.perf_counter() - self._time_at_line
+        speed = (self._step - self._step_at_line) * self._bytes_per_step / seconds
+        print(
+            f"step {self._step:5d}  loss {loss:.4f}  bits/byte {loss / math.log(2):.3f}  tokens/s {speed:,.0f}",
+            flush=True,
+        )
+
+
+def write_sample(model: keras.Model, prompt: bytes) -> str:
+    """Goes on from `prompt` byte by byte; the model sees a window of fixed length, filled from the left."""
+    length = _SEQUENCE_LENGTH.value
+    random = np.random.default_rng(_SEED.value)
+    text = list(prompt or b"\n")
+    for _ in range(_SAMPLE_BYTES.value):
+        seen = text[-length:]
+        window = np.zeros((1, length), np.int32)
+        window[0, : len(seen)] = seen
+        # What follows the seen bytes in the window does not matter: attention is causal.
+        logits = model.predict(window, verbose=0)[0, len(seen) - 1]
+        text.append(choose(logits, random))
+    return bytes(text).decode("utf-8", errors="replace")
+
+
+def choose(logits: np.ndarray, random: np.random.Generator) -> int:
+    """Draws a byte from its logits at the temperature of the flags."""
+    if _TEMPERATURE.value == 0:
+        return int(logits.argmax())
+    logits = logits.astype(np.float64) / _TEMPERATURE.value
+    weights = np.exp(logits - logits.max())
+    return int(random.choice(VOCABULARY, p=weights / weights.sum()))
+
+
+def main(argv: list[str]) -> None:
+    """Trains, measures, writes a sample and prints what every device holds."""
+    if len(argv) > 1:
+        raise app.UsageError(f"Unknown arguments: {argv[1:]}")
+    if _WIDTH.value % _HEADS.value:
+        raise app.UsageError(f"heads must divide width. Received: heads={_HEADS.value}, width={_WIDTH.value}")
+    strategy = make_strategy()  # First: TensorFlow fixes its devices at the first tensor.
+    keras.utils.set_random_seed(_SEED.value)
+    text = load_text()
+    print(f"{len(text.train):,} bytes to train on, {len(text.held_out):,} held out")
+    model = tfshard.as_distributed(make_model())
+    compile_model(model, strategy)
+    print(f"{model.count_params():,} parameters, {strategy or 'one device'}")
+    progress = Progress(_EVAL_EVERY.value, _STEPS.value, _BATCH_SIZE.value * _SEQUENCE_LENGTH.value)
+    model.fit(training_dataset(text.train), callbacks=[progress], verbose=0)
+    loss = model.evaluate(held_out_dataset(text.held_out, _EVAL_BYTES.value), verbose=0)
+    print(f"held-out bits per byte: {loss / math.log(2):.4f}")
+    if _SAMPLE_BYTES.value:
+        print(f"--- sample\n{write_sample(model, _PROMPT.value.encode())}\n---")
+    if strategy is not None:
+        print(strategy.report(model))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,82 @@
+"""Trains one model on one device and under a strategy, from the same weights on the same batches."""
+
+import dataclasses
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfshard
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a training run left behind."""
+
+    model: keras.Model
+    losses: list[float]
+
+    @property
+    def weights(self) -> dict[str, np.ndarray]:
+        return {variable.path: np.array(variable.numpy()) for variable in self.model.weights}
+
+    @property
+    def slots(self) -> list[np.ndarray]:
+        return [np.array(variable.numpy()) for variable in self.model.optimizer.variables]
+
+
+def dense_gradients(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """The reference's embedding gradients made dense, which is what they mean under the strategy.
+
+    On one device Keras's TensorFlow backend hands an optimizer `IndexedSlices` for an untied embedding and
+    squares them per occurrence; Keras on JAX and tfshard add the occurrences of a row up first.
+    """
+    apply = optimizer.apply
+
+    def densified(grads, trainable_variables=None):
+        grads = [None if g is None else tf.convert_to_tensor(g) for g in grads]
+        return apply(grads, trainable_variables)
+
+    optimizer.apply = densified
+    return optimizer
+
+
+def train(
+    build: Callable[[], keras.Model],
+    batches: list,
+    *,
+    optimizer: Callable[[], keras.optimizers.Optimizer],
+    loss: object,
+    strategy: tfshard.ShardedStrategy | None = None,
+    steps: int = 10,
+    seed: int = 0,
+) -> Run:
+    """`steps` calls of train_on_batch, going round `batches`."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(seed)
+    model = build()
+    chosen = optimizer()
+    if strategy is None:
+        model.compile(dense_gradients(chosen), loss, jit_compile=False)
+    else:
+        tfshard.as_distributed(model).compile(chosen, loss, strategy=strategy)
+    losses = [float(model.train_on_batch(*batches[step % len(batches)])) for step in range(steps)]
+    return Run(model=model, losses=losses)
+
+
+def assert_same(run: Run, reference: Run, *, rtol: float, atol: float, slots: bool = True) -> None:
+    """Losses, weights and slots agree."""
+    np.testing.assert_allclose(run.losses, reference.losses, rtol=rtol, atol=atol, err_msg="losses")
+    expected = reference.weights
+    assert run.weights.keys() == expected.keys()
+    for path, value in run.weights.items():
+        np.testing.assert_allclose(value, expected[path], rtol=rtol, atol=atol, err_msg=path)
+    if slots:
+        for ours, theirs in zip(run.slots, reference.slots, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=max(rtol, 1e-4), atol=atol, err_msg="slots")
+
+
+def shard_axes(model: keras.Model) -> set:
+    """The mesh axes over which any trainable variable of the model rests sharded."""
+    return {axis for v in model.trainable_variables for axis in v.value.layout.storage if axis is not None}
