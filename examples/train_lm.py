@@ -275,7 +275,7 @@ def main(argv: list[str]) -> None:
     print(f"{len(text.train):,} bytes to train on, {len(text.held_out):,} held out")
     model = tfshard.as_distributed(make_model())
     compile_model(model, strategy)
-    print(f"{model.count_params():,} parameters, {strategy or 'one device'}")
+    print(f"{model.count_params():,} parameters, {f'mesh {_MESH.value}' if strategy else 'one device'}")
     progress = Progress(_EVAL_EVERY.value, _STEPS.value, _BATCH_SIZE.value * _SEQUENCE_LENGTH.value)
     model.fit(training_dataset(text.train), callbacks=[progress], verbose=0)
     loss = model.evaluate(held_out_dataset(text.held_out, _EVAL_BYTES.value), verbose=0)

@@ -119,6 +119,11 @@ def distribute_strategy(model):
     return getattr(model, "_distribute_strategy", None)
 
 
+def make_step_function(model, name: str):
+    """What Keras calls for one execution of `model.train_step` or `test_step` (`Trainer._make_function`)."""
+    return model._make_function(getattr(model, name))
+
+
 def flatten_layers(model) -> list:
     """A model and every layer below it (`Layer._flatten_layers`)."""
     return list(model._flatten_layers())

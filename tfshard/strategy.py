@@ -276,39 +276,39 @@ class _ShardedExtended(tf.distribute.StrategyExtended):
 
     def _create_variable(self, next_creator, **kwargs):
         del next_creator
+        # A step function may build its optimizer while it is traced: variables are made outside of the graph.
+        with tf.init_scope():
+            return self._create_sharded(**kwargs)
+
+    def _create_sharded(
+        self, *, initial_value, name=None, trainable=None, dtype=None, colocate_with=None, **kwargs
+    ) -> ShardedVariable:
         strategy = self._strategy()
-        initial_value = kwargs.pop("initial_value")
-        reference = kwargs.pop("colocate_with", None)
-        name = kwargs.pop("name", None)
-        trainable = kwargs.pop("trainable", None)
-        dtype = kwargs.pop("dtype", None)
         # Initializers run on the host, as on one device, so that they draw the same numbers.
         with tf.device("CPU:0"):
             value = initial_value() if callable(initial_value) else initial_value
             if not placement.is_dtensor(value):
                 value = tf.convert_to_tensor(value, dtype=dtype)
+        host = placement.to_host(value)
+        if dtype is not None:
+            host = host.astype(tf.as_dtype(dtype).as_numpy_dtype, copy=False)
         callers = _private.scope_callers()
-        is_slot = any(isinstance(caller, keras.optimizers.Optimizer) for caller in callers)
-        path = "/".join(part for part in (_private.current_path(), name) if part)
         layer = callers[-1] if callers and isinstance(callers[-1], keras.Layer) else None
         spec = VariableSpec(
-            path=path or "variable",
-            shape=tuple(value.shape),
-            dtype=value.dtype.name,
+            path="/".join(part for part in (_private.current_path(), name) if part) or "variable",
+            shape=tuple(host.shape),
+            dtype=tf.as_dtype(host.dtype).name,
             trainable=trainable is not False,
             layer=layer,
         )
-        if is_slot:
-            layout = strategy._slot_layout(spec, reference if isinstance(reference, ShardedVariable) else None)
+        if any(isinstance(caller, keras.optimizers.Optimizer) for caller in callers):
+            layout = strategy._slot_layout(spec, colocate_with if isinstance(colocate_with, ShardedVariable) else None)
         else:
             layout = strategy.plan_variable(spec)
             support.note_created(strategy)
         options = {key: kwargs[key] for key in ("aggregation", "synchronization") if kwargs.get(key) is not None}
-        host = placement.to_host(value)
-        if dtype is not None:
-            host = host.astype(tf.as_dtype(dtype).as_numpy_dtype, copy=False)
         return ShardedVariable(
-            host, layout=layout, mesh=strategy.mesh, trainable=trainable is not False, name=name, options=options
+            host, layout=layout, mesh=strategy.mesh, trainable=spec.trainable, name=name, options=options
         )
 
     def _validate_colocate_with_variable(self, colocate_with_variable):
@@ -352,7 +352,8 @@ class _ShardedExtended(tf.distribute.StrategyExtended):
 
     def call_for_each_replica(self, fn, args=(), kwargs=None):
         strategy = self._strategy()
-        with strategy.scope(), _ReplicaContext(strategy), step_scope():
+        whole_batch = data.may_be_whole((args, kwargs), strategy.mesh)
+        with strategy.scope(), _ReplicaContext(strategy), step_scope(whole_batch=whole_batch):
             result = fn(*args, **(kwargs or {}))
             if self._results_stay_sharded:
                 return result

@@ -56,11 +56,11 @@ class _Distributed:
 
     def make_train_function(self, force=False):
         super().make_train_function(force)  # type: ignore[misc]
-        self.train_function = _on_mesh(self, self.train_function)
+        self.train_function = _on_mesh(self, self.train_function, _private.make_step_function(self, "train_step"))
 
     def make_test_function(self, force=False):
         super().make_test_function(force)  # type: ignore[misc]
-        self.test_function = _on_mesh(self, self.test_function)
+        self.test_function = _on_mesh(self, self.test_function, _private.make_step_function(self, "test_step"))
 
     def make_predict_function(self, force=False):
         super().make_predict_function(force)  # type: ignore[misc]
@@ -75,8 +75,16 @@ def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
     return None
 
 
-def _on_mesh(model: Any, function: Any, *, to_host: bool = False) -> Any:
-    """A Keras step function that puts its batches on the mesh and, for predictions, brings results back."""
+def _on_mesh(model: Any, function: Any, for_whole_batches: Any = None, *, to_host: bool = False) -> Any:
+    """A Keras step function that puts its batches on the mesh and, for predictions, brings results back.
+
+    Args:
+        model: The model.
+        function: What Keras made.
+        for_whole_batches: The same once more, for batches that the batch axis does not divide: traced apart, so
+            that the trace for full batches keeps its static shape.
+        to_host: Whether the results are per-sample values that go to the host.
+    """
     strategy = _private.distribute_strategy(model)
     if not isinstance(strategy, ShardedStrategy) or getattr(function, "_tfshard_on_mesh", False):
         return function
@@ -90,7 +98,8 @@ def _on_mesh(model: Any, function: Any, *, to_host: bool = False) -> Any:
             raise StopIteration
         batches = [data.batch_to_mesh(batch, strategy.mesh) for batch in batches]
         if not to_host:
-            return function(batches)
+            whole = for_whole_batches is not None and data.may_be_whole(batches, strategy.mesh)
+            return (for_whole_batches if whole else function)(batches)
         # Each device keeps its samples: the pieces meet on the host, not on every device.
         with strategy.extended.results_stay_sharded():
             outputs = function(batches)

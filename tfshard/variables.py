@@ -41,8 +41,9 @@ class _Recorded:
 class Step:
     """One run of a step function under tracing: what it has written so far."""
 
-    def __init__(self, graph: tf.Graph):
+    def __init__(self, graph: tf.Graph, *, whole_batch: bool):
         self.graph = graph
+        self.whole_batch = whole_batch
         self._recorded: dict[Any, dict[int, _Recorded]] = {graph: {}}
         self._to_flush: dict[int, ShardedVariable] = {}
         # Graph and variable to the number of operations the graph had when a branch below it wrote the variable.
@@ -119,6 +120,7 @@ _BRANCH_OPS = ("If", "StatelessIf", "Case", "PartitionedCall", "StatefulPartitio
 
 class _State(threading.local):
     step: Step | None = None
+    running_eagerly: bool = False
     updating: bool = False
     flat_updates: bool = False
 
@@ -136,12 +138,23 @@ def _reading_scope():
 
 
 @contextlib.contextmanager
-def step_scope():
-    """Opens a step: writes are recorded, and carried out when the outermost scope ends. Eager code writes now."""
-    if _private.is_eager() or _state.step is not None:
+def step_scope(*, whole_batch: bool):
+    """Opens a step: writes are recorded, and carried out when the outermost scope ends. Eager code writes now.
+
+    Args:
+        whole_batch: Whether the batch may be whole on every device, because the batch axis does not divide it.
+    """
+    if _state.step is not None:
         yield
         return
-    _state.step = Step(tf.compat.v1.get_default_graph())
+    if _private.is_eager():
+        before, _state.running_eagerly = _state.running_eagerly, True
+        try:
+            yield
+        finally:
+            _state.running_eagerly = before
+        return
+    _state.step = Step(tf.compat.v1.get_default_graph(), whole_batch=whole_batch)
     try:
         yield
         _state.step.flush()
@@ -171,9 +184,19 @@ def _relayout_both_ways(value: tf.Tensor, *, forward: Axes, backward: Axes, mesh
     when the input and the gradient have other readers. A sparse gradient (IndexedSlices) becomes dense here.
     """
 
+    def gradient(upstream):
+        # Pinned to the forward layout first where the backward one would travel up into operations that cannot be
+        # expanded with it: a vector's gradient ends in reshapes (batch normalization: a Squeeze), and where the
+        # batch is whole nothing keeps the layout of a gradient out of the activations (a Concat). Elsewhere a pin
+        # would keep reduction and scatter from being fused, and every device would hold the gradient whole.
+        whole_batch = _state.step is not None and _state.step.whole_batch
+        if len(forward) <= 1 or whole_batch:
+            upstream = placement.relayout(upstream, forward, mesh)
+        return placement.relayout(upstream, backward, mesh)
+
     @tf.custom_gradient
     def apply(x):
-        return placement.relayout(x, forward, mesh), lambda upstream: placement.relayout(upstream, backward, mesh)
+        return placement.relayout(x, forward, mesh), gradient
 
     return apply(value)
 
@@ -295,7 +318,12 @@ class ShardedVariable(tf.Variable):
     # --- reading ------------------------------------------------------------------------------------
 
     def value(self) -> tf.Tensor:
-        """The whole value under the compute layout; inside an update, in the layout of the slots."""
+        """The whole value under the compute layout; inside an update, in the layout of the slots.
+
+        In eager code outside of `strategy.run`, a copy on the host: `model(x)` and callbacks work as on one device.
+        """
+        if self._read_from_outside():
+            return tf.constant(self.numpy())
         if _state.updating and self.layout.update_sharded and self.layout.splits:
             return self._update_value()
         if self._recorded() is None and not self._rests_flat:
@@ -304,6 +332,9 @@ class ShardedVariable(tf.Variable):
             _private.record_variable_access(self)
         compute = self.layout.compute
         return _relayout_both_ways(self._whole(), forward=compute, backward=compute, mesh=self.mesh)
+
+    def _read_from_outside(self) -> bool:
+        return _private.is_eager() and not (_state.running_eagerly or _state.updating)
 
     def read_value(self) -> tf.Tensor:
         return self.value()
@@ -434,7 +465,8 @@ class ShardedVariable(tf.Variable):
     def assign(self, value, use_locking=False, name=None, read_value=True):
         """Sets the whole value: from the host in eager code, recorded for the end of a step inside one."""
         del use_locking, name, read_value
-        if _private.is_eager() and not placement.is_dtensor(value) and not isinstance(value, ShardedVariable):
+        outside = self._read_from_outside() and not placement.is_dtensor(value)
+        if outside or (_private.is_eager() and not placement.is_dtensor(value) and not isinstance(value, tf.Variable)):
             self._assign_host(value)
             return self
         flat = self._in_flat_update()
@@ -458,6 +490,8 @@ class ShardedVariable(tf.Variable):
         return self.assign(self.value() - self._like_value(delta))
 
     def _like_value(self, delta: Any) -> tf.Tensor:
+        if self._read_from_outside():
+            return tf.cast(delta, self.dtype)
         if _private.is_eager() and not placement.is_dtensor(delta) and not isinstance(delta, tf.Variable):
             delta = np.broadcast_to(np.asarray(delta, self.dtype.as_numpy_dtype), self.layout.spec.shape)
             delta = placement.host_to_mesh(delta, self.layout.compute, self.mesh)

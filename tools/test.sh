@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Lint, format, types, tests. Arguments go to pytest:
+#
+#   tools/test.sh
+#   tools/test.sh tests/test_optimizers.py -k adam
+set -euo pipefail
+trap 'echo "Elapsed: $((SECONDS / 60)) min $((SECONDS % 60)) s"' EXIT
+
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+ruff check .
+ruff format --check .
+mypy
+pytest "$@"
