@@ -165,9 +165,7 @@ def test_steps_per_execution_matches_one_device():
 
 
 def test_run_eagerly_matches_one_device():
-    result, expected = both(
-        lambda m: m.fit(X, Y, batch_size=8, epochs=1, shuffle=False, verbose=0), run_eagerly=True
-    )
+    result, expected = both(lambda m: m.fit(X, Y, batch_size=8, epochs=1, shuffle=False, verbose=0), run_eagerly=True)
     assert_same_history(result, expected)
 
 
@@ -176,13 +174,19 @@ def test_multiple_dict_inputs_and_outputs_match_one_device():
         keras.utils.set_random_seed(1)
         a, b = keras.Input((6,), name="a"), keras.Input((4,), name="b")
         h = keras.layers.Concatenate()([keras.layers.Dense(5)(a), keras.layers.Dense(7)(b)])
-        return keras.Model({"a": a, "b": b}, {"p": keras.layers.Dense(3, name="p")(h), "q": keras.layers.Dense(1, name="q")(h)})
+        return keras.Model(
+            {"a": a, "b": b}, {"p": keras.layers.Dense(3, name="p")(h), "q": keras.layers.Dense(1, name="q")(h)}
+        )
 
     # 24 samples: with a remainder Keras on one device weighs the batches of a per-output loss equally, as their size
     # is unknown when it is traced; here they weigh by their size.
     inputs = {"a": X[:24], "b": X[:24, :4]}
     targets = {"p": Y[:24], "q": X[:24, :1]}
-    kwargs = {"loss": {"p": LOSS, "q": "mse"}, "loss_weights": {"p": 1.0, "q": 0.5}, "metrics": {"p": ["accuracy"], "q": ["mae"]}}
+    kwargs = {
+        "loss": {"p": LOSS, "q": "mse"},
+        "loss_weights": {"p": 1.0, "q": 0.5},
+        "metrics": {"p": ["accuracy"], "q": ["mae"]},
+    }
     reference, model = make(), tfshard.as_distributed(make())
     reference.compile(keras.optimizers.Adam(1e-2), **kwargs)
     model.compile(keras.optimizers.Adam(1e-2), **kwargs, strategy=strategy())
@@ -285,7 +289,9 @@ def test_custom_training_loop_matches_one_device():
             with tf.GradientTape() as tape:
                 per_sample = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
                 loss = tf.nn.compute_average_loss(per_sample, global_batch_size=8)
-            optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True))
+            optimizer.apply_gradients(
+                zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+            )
             return loss
 
         @tf.function
@@ -293,7 +299,9 @@ def test_custom_training_loop_matches_one_device():
             return chosen.reduce("SUM", chosen.run(step, args=(x, y)), axis=None)
 
         dataset = tf.data.Dataset.from_tensor_slices((X[:24], Y[:24])).batch(8)
-        losses = [float(distributed(*batch)) for _ in range(2) for batch in chosen.experimental_distribute_dataset(dataset)]
+        losses = [
+            float(distributed(*batch)) for _ in range(2) for batch in chosen.experimental_distribute_dataset(dataset)
+        ]
         return losses, model.get_weights()
 
     losses, weights = loop(strategy())
@@ -361,7 +369,9 @@ def test_strategy_is_a_tf_distribute_strategy():
 def test_mixed_float16_trains():
     keras.utils.set_random_seed(0)
     policy = keras.mixed_precision.DTypePolicy("mixed_float16")
-    model = tfshard.Sequential([keras.Input((6,)), keras.layers.Dense(8, dtype=policy), keras.layers.Dense(3, dtype="float32")])
+    model = tfshard.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(8, dtype=policy), keras.layers.Dense(3, dtype="float32")]
+    )
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-2)), LOSS, strategy=strategy())
     losses = model.fit(X, Y, batch_size=8, epochs=5, verbose=0).history["loss"]
     assert losses[-1] < losses[0]

@@ -177,16 +177,6 @@ def rekey_optimizer(optimizer) -> None:
     }
 
 
-def call_with_class(instance, cls, fn):
-    """Calls `fn` while `instance` is of class `cls`: how a model is saved as the class it was built as."""
-    distributed = instance.__class__
-    instance.__class__ = cls
-    try:
-        return fn()
-    finally:
-        instance.__class__ = distributed
-
-
 def register_same_name(cls, original) -> None:
     """Makes Keras serialize `cls` under the name that `original` is registered with."""
     registered = _object_registration.GLOBAL_CUSTOM_NAMES.get(original)

@@ -54,8 +54,8 @@ def batch_to_mesh(batch: Any, mesh: dtensor.Mesh) -> Any:
     return tf.nest.map_structure(lambda leaf: to_mesh(leaf, mesh), batch)
 
 
-def may_be_whole(batch: Any, mesh: dtensor.Mesh) -> bool:
-    """Whether a batch being traced is, or may be, one that the batch axis does not divide."""
+def is_whole(batch: Any, mesh: dtensor.Mesh) -> bool:
+    """Whether a batch is one that the batch axis does not divide."""
     size = axis_sizes(mesh).get(BATCH_AXIS, 1)
     leading = [leaf.shape[0] for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf) and leaf.shape.rank]
     return any(dim is None or dim % size for dim in leading)

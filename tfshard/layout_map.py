@@ -227,7 +227,9 @@ def _layer_dim(spec: VariableSpec, kind: str, pattern: str) -> int | None:
             return 1 if column else 0
         return None
     if name in ("kernel", "depthwise_kernel"):
-        if isinstance(layer, (keras.layers.Conv1DTranspose, keras.layers.Conv2DTranspose, keras.layers.Conv3DTranspose)):
+        if isinstance(
+            layer, (keras.layers.Conv1DTranspose, keras.layers.Conv2DTranspose, keras.layers.Conv3DTranspose)
+        ):
             return rank - 2 if column else rank - 1
         if isinstance(layer, (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)):
             return rank - 2  # Channel by channel: the input dim is the output dim.

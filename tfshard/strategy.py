@@ -54,7 +54,9 @@ class ShardedStrategy(tf.distribute.Strategy):
         zero_stage: int = 3,
     ):
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
-            raise MeshError(f"mesh must come from tfshard.create_mesh(). Received: mesh={mesh!r} (of type {type(mesh)})")
+            raise MeshError(
+                f"mesh must come from tfshard.create_mesh(). Received: mesh={mesh!r} (of type {type(mesh)})"
+            )
         if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
             raise StrategyError(
                 "Unknown ZeRO stage. Stages: 0 (nothing sharded over the batch axis), 1 (optimizer slots), "
@@ -352,8 +354,7 @@ class _ShardedExtended(tf.distribute.StrategyExtended):
 
     def call_for_each_replica(self, fn, args=(), kwargs=None):
         strategy = self._strategy()
-        whole_batch = data.may_be_whole((args, kwargs), strategy.mesh)
-        with strategy.scope(), _ReplicaContext(strategy), step_scope(whole_batch=whole_batch):
+        with strategy.scope(), _ReplicaContext(strategy), step_scope():
             result = fn(*args, **(kwargs or {}))
             if self._results_stay_sharded:
                 return result
@@ -435,5 +436,3 @@ class _ValueContext(tf.distribute.experimental.ValueContext):
 
     def __init__(self):
         super().__init__(replica_id_in_sync_group=0, num_replicas_in_sync=1)
-
-

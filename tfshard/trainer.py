@@ -98,14 +98,14 @@ def _on_mesh(model: Any, function: Any, for_whole_batches: Any = None, *, to_hos
             raise StopIteration
         batches = [data.batch_to_mesh(batch, strategy.mesh) for batch in batches]
         if not to_host:
-            whole = for_whole_batches is not None and data.may_be_whole(batches, strategy.mesh)
+            whole = for_whole_batches is not None and data.is_whole(batches, strategy.mesh)
             return (for_whole_batches if whole else function)(batches)
         # Each device keeps its samples: the pieces meet on the host, not on every device.
         with strategy.extended.results_stay_sharded():
             outputs = function(batches)
         return placement.map_tensors(lambda output: tf.constant(placement.to_host(output)), outputs)
 
-    on_mesh._tfshard_on_mesh = True
+    on_mesh._tfshard_on_mesh = True  # type: ignore[attr-defined]
     return on_mesh
 
 
@@ -202,7 +202,9 @@ _Functional.__module__ = _private.Functional.__module__
 
 @functools.cache
 def _functional_subclass(cls: type) -> type:
-    return type(cls.__name__, (cls, _private.Functional), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    return type(
+        cls.__name__, (cls, _private.Functional), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )
 
 
 class Sequential(_Distributed, keras.Sequential):

@@ -41,9 +41,8 @@ class _Recorded:
 class Step:
     """One run of a step function under tracing: what it has written so far."""
 
-    def __init__(self, graph: tf.Graph, *, whole_batch: bool):
+    def __init__(self, graph: tf.Graph):
         self.graph = graph
-        self.whole_batch = whole_batch
         self._recorded: dict[Any, dict[int, _Recorded]] = {graph: {}}
         self._to_flush: dict[int, ShardedVariable] = {}
         # Graph and variable to the number of operations the graph had when a branch below it wrote the variable.
@@ -138,12 +137,8 @@ def _reading_scope():
 
 
 @contextlib.contextmanager
-def step_scope(*, whole_batch: bool):
-    """Opens a step: writes are recorded, and carried out when the outermost scope ends. Eager code writes now.
-
-    Args:
-        whole_batch: Whether the batch may be whole on every device, because the batch axis does not divide it.
-    """
+def step_scope():
+    """Opens a step: writes are recorded, and carried out when the outermost scope ends. Eager code writes now."""
     if _state.step is not None:
         yield
         return
@@ -154,7 +149,7 @@ def step_scope(*, whole_batch: bool):
         finally:
             _state.running_eagerly = before
         return
-    _state.step = Step(tf.compat.v1.get_default_graph(), whole_batch=whole_batch)
+    _state.step = Step(tf.compat.v1.get_default_graph())
     try:
         yield
         _state.step.flush()
@@ -180,19 +175,14 @@ def update_scope(*, flat: bool):
 def _relayout_both_ways(value: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     """`value` in the layout `forward`; its gradient is brought to the layout `backward` as soon as it exists.
 
-    DTensor's own gradient of a relayout asks for "the layout of the input", which propagation may contradict
-    when the input and the gradient have other readers. A sparse gradient (IndexedSlices) becomes dense here.
+    A sparse gradient (IndexedSlices) becomes dense here.
     """
 
     def gradient(upstream):
-        # Pinned to the forward layout first where the backward one would travel up into operations that cannot be
-        # expanded with it: a vector's gradient ends in reshapes (batch normalization: a Squeeze), and where the
-        # batch is whole nothing keeps the layout of a gradient out of the activations (a Concat). Elsewhere a pin
-        # would keep reduction and scatter from being fused, and every device would hold the gradient whole.
-        whole_batch = _state.step is not None and _state.step.whole_batch
-        if len(forward) <= 1 or whole_batch:
-            upstream = placement.relayout(upstream, forward, mesh)
-        return placement.relayout(upstream, backward, mesh)
+        # Pinned to the forward layout first. The backward one alone would travel up into the operations that compute
+        # the gradient, and many cannot be expanded with it: convolutions, attention, batch normalization, concat.
+        upstream = placement.relayout(upstream, forward, mesh)
+        return upstream if backward == forward else placement.relayout(upstream, backward, mesh)
 
     @tf.custom_gradient
     def apply(x):
@@ -249,7 +239,10 @@ class ShardedVariable(tf.Variable):
         self._eager_whole: tuple[int, Any] | None = None
         self._version = 0
         self._buffer = dtensor.DVariable(
-            lambda: self._pack(initial_value), trainable=trainable and not self._rests_flat, name=name, **(options or {})
+            lambda: self._pack(initial_value),
+            trainable=trainable and not self._rests_flat,
+            name=name,
+            **(options or {}),
         )
 
     # --- what it is ---------------------------------------------------------------------------------
@@ -343,8 +336,9 @@ class ShardedVariable(tf.Variable):
         """Reads the buffer where the tape can see it; the gradient comes back the way the value went."""
         layout = self.layout
         # Stages 2 and 3: the gradient is scattered at once, so that nothing holds it whole.
-        scattered = layout.reduce_scatter and layout.sharded is not None
-        backward = layout.sharded if scattered else layout.compute
+        backward = layout.compute
+        if layout.reduce_scatter and layout.sharded is not None:
+            backward = layout.sharded
         with _reading_scope():
             stored = self._buffer.value()
             return _relayout_both_ways(stored, forward=layout.compute, backward=backward, mesh=self.mesh)
