@@ -162,7 +162,8 @@ def as_distributed(model: keras.Model) -> keras.Model:
     if not isinstance(model, keras.Model):
         raise StrategyError(f"as_distributed takes a keras.Model. Received: {model!r} (of type {type(model)})")
     if not isinstance(model, _Distributed):
-        model.__class__ = _distributed_class(type(model))
+        cls: Any = type(model)
+        model.__class__ = _distributed_class(cls)
     return model
 
 
@@ -188,7 +189,8 @@ class Model(_Distributed, keras.Model):
         functional = _private.functional_init_arguments(args, kwargs)
         if functional and not isinstance(self, _private.Functional):
             # Keras would put Functional among the bases of this class, for every model that derives from it.
-            self.__class__ = _functional_subclass(type(self))
+            cls: Any = type(self)
+            self.__class__ = _functional_subclass(cls)
         super().__init__(*args, **kwargs)
 
 

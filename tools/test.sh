@@ -11,4 +11,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 ruff check .
 ruff format --check .
 mypy
-pytest "$@"
+# Two processes of four logical devices each; a file's tests go to both.
+pytest --numprocesses=2 "$@"

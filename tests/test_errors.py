@@ -1,0 +1,159 @@
+"""Bad input: a typed error with fault, choices and fix, before any device work; the process goes on."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfshard
+
+
+def build() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(12, name="up"), keras.layers.Dense(10, name="down")],
+        name="mlp",
+    )
+
+
+def strategy(layout_map=None, stage=3, **axes) -> tfshard.ShardedStrategy:
+    return tfshard.ShardedStrategy(
+        tfshard.create_mesh(**(axes or {"batch": 2, "model": 2})), layout_map, zero_stage=stage
+    )
+
+
+def compile_with(layout_map) -> keras.Model:
+    model = tfshard.as_distributed(build())
+    model.compile("sgd", "mse", strategy=strategy(layout_map))
+    return model
+
+
+@pytest.fixture(autouse=True)
+def the_process_stays_usable():
+    yield
+    model = tfshard.as_distributed(build())
+    model.compile("sgd", "mse", strategy=strategy())
+    assert np.isfinite(model.train_on_batch(np.ones((4, 6)), np.ones((4, 10))))
+
+
+def test_axis_not_in_the_mesh():
+    with pytest.raises(
+        tfshard.LayoutError, match=r"Axis 'modle' is not in the mesh. Mesh axes: \('batch', 'model'\).*'.*up/kernel'"
+    ):
+        strategy({".*up/kernel": (None, "modle")})
+
+
+def test_mesh_larger_than_the_devices():
+    with pytest.raises(tfshard.MeshError, match="needs 64 devices and there are 4 CPU devices"):
+        tfshard.create_mesh(batch=64)
+
+
+@pytest.mark.parametrize(
+    "axes", [{}, {"batch": 0}, {"batch": -1, "model": -1}, {"batch": 2.0}, {"batch": -1, "model": 3}]
+)
+def test_mesh_that_cannot_exist(axes):
+    with pytest.raises(tfshard.MeshError, match="Received"):
+        tfshard.create_mesh(**axes)
+
+
+def test_dim_that_does_not_divide_leaves_the_model_as_it_was():
+    model = tfshard.as_distributed(build())
+    before = model.get_weights()
+    wrong = strategy({"mlp/down/kernel": (None, "model")}, batch=1, model=4)
+    with pytest.raises(
+        tfshard.LayoutError, match=r"Axis 'model' of size 4 does not divide dim 1 of 'mlp/down/kernel'.*size 10"
+    ):
+        model.compile("sgd", "mse", strategy=wrong)
+    assert not any(isinstance(v.value, tfshard.ShardedVariable) for v in model.variables)
+    for ours, theirs in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_pattern_that_matches_nothing():
+    with pytest.raises(
+        tfshard.LayoutError, match=r"match no variable of model 'mlp': \['nothing/kernel'\].*mlp/up/kernel"
+    ):
+        compile_with({"nothing/kernel": (None, "model")})
+    layout_map = tfshard.LayoutMap()
+    layout_map.add("nothing/kernel", (None, "model"), optional=True)
+    layout_map.column("none/.*", optional=True)
+    compile_with(layout_map)
+
+
+def test_variable_matched_twice():
+    with pytest.raises(tfshard.LayoutError, match="'mlp/up/kernel' matches several patterns"):
+        compile_with({".*up/kernel": (None, "model"), ".*kernel": ("model", None)})
+
+
+def test_layout_longer_than_the_rank():
+    with pytest.raises(tfshard.LayoutError, match=r"'mlp/up/bias' has more dims than the variable.*shape=\(12,\)"):
+        compile_with({".*up/bias": ("model", None)})
+
+
+def test_an_axis_twice_in_one_layout():
+    with pytest.raises(tfshard.LayoutError, match="An axis can shard one dim"):
+        compile_with({".*up/kernel": ("model", "model")})
+
+
+@pytest.mark.parametrize("stage", [4, -1, "3", True, None])
+def test_unknown_stage(stage):
+    with pytest.raises(tfshard.StrategyError, match="Unknown ZeRO stage. Stages: 0"):
+        strategy(stage=stage)
+
+
+def test_model_built_under_another_strategy():
+    model = compile_with(None)
+    with pytest.raises(tfshard.StrategyError, match="under another strategy"):
+        model.compile("sgd", "mse", strategy=strategy(batch=4))
+    mirrored = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with mirrored.scope():
+        other = build()
+    with pytest.raises(tfshard.StrategyError, match="under another strategy.*MirroredStrategy"):
+        tfshard.as_distributed(other).compile("sgd", "mse", strategy=strategy())
+    with pytest.raises(tfshard.StrategyError, match="must be a tfshard.ShardedStrategy"):
+        tfshard.as_distributed(build()).compile("sgd", "mse", strategy=mirrored)
+
+
+def test_jit_compile_is_refused():
+    with pytest.raises(tfshard.StrategyError, match="jit_compile=True"):
+        tfshard.as_distributed(build()).compile("sgd", "mse", strategy=strategy(), jit_compile=True)
+    chosen = strategy()
+    with chosen.scope():
+        model = build()
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(tfshard.StrategyError, match="jit_compile=True"):
+        model.fit(np.ones((4, 6)), np.ones((4, 10)), verbose=0)
+
+
+def test_initialize_again_with_other_arguments():
+    assert tfshard.initialize() == tfshard.initialize(num_devices=4) == tfshard.initialize(4, "cpu")
+    with pytest.raises(tfshard.InitializationError, match="already started with Runtime"):
+        tfshard.initialize(num_devices=2)
+    with pytest.raises(tfshard.InitializationError, match="Unknown device type. Device types"):
+        tfshard.initialize(device_type="NPU")
+
+
+def test_layer_that_cannot_be_expanded_names_itself_and_the_remedy():
+    model = tfshard.as_distributed(
+        keras.Sequential([keras.Input((5, 3)), keras.layers.LSTM(4, name="memory"), keras.layers.Dense(2)])
+    )
+    with pytest.raises(tfshard.UnsupportedLayerError, match=r"'memory' \(LSTM\).*unroll=True"):
+        model.compile("sgd", "mse", strategy=strategy())
+
+
+def test_wrong_types():
+    with pytest.raises(tfshard.StrategyError, match="as_distributed takes a keras.Model"):
+        tfshard.as_distributed("model")
+    with pytest.raises(tfshard.MeshError, match="must come from tfshard.create_mesh"):
+        tfshard.ShardedStrategy({"batch": 4})
+    with pytest.raises(tfshard.LayoutError, match="layout_map must be"):
+        strategy(layout_map=3)
+    with pytest.raises(tfshard.LayoutError, match="A layout is a tuple"):
+        tfshard.LayoutMap({".*": "model"})
+    with pytest.raises(tfshard.LayoutError, match="not a regular expression"):
+        tfshard.LayoutMap({"(": (None,)})
+
+
+def test_sparse_batches_are_refused():
+    chosen = strategy()
+    with pytest.raises(tfshard.StrategyError, match="Sparse and ragged"):
+        chosen.run(lambda x: x, args=(tf.ragged.constant([[1], [2, 3]]),))

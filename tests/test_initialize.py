@@ -1,0 +1,25 @@
+"""Starting DTensor, in processes of their own: TensorFlow fixes its devices once."""
+
+import subprocess
+import sys
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_too_late_is_a_clear_error():
+    done = run("import tensorflow as tf, tfshard; tf.constant(1); tfshard.initialize(num_devices=4, device_type='CPU')")
+    assert done.returncode == 1
+    assert "InitializationError: TensorFlow has already fixed its devices (1 logical CPU)" in done.stderr
+
+
+def test_the_first_mesh_starts_as_many_devices_as_it_needs():
+    done = run("import tfshard; print(tfshard.create_mesh(batch=3).shape(), tfshard.initialize())")
+    assert "[3] Runtime(device_type='CPU', num_devices=3)" in done.stdout, done.stderr
+
+
+def test_a_forbidden_switch_is_refused():
+    code = "import os; os.environ['DTENSOR_ENABLE_MULTI_DEVICE_EXPANSION'] = '1'; import tfshard; tfshard.initialize(2)"
+    done = run(code)
+    assert "DTENSOR_ENABLE_MULTI_DEVICE_EXPANSION must not be set" in done.stderr

@@ -1,0 +1,65 @@
+"""Sharded means sharded: what the devices' own tensors hold."""
+
+import keras
+import numpy as np
+import pytest
+from tensorflow.experimental import dtensor
+
+import tfshard
+
+
+def held(model) -> dict[str, list[int]]:
+    """Bytes on each device, of parameters and of slots."""
+    kinds = {"parameter": model.trainable_variables, "slot": model.optimizer.variables}
+    return {
+        kind: np.sum(
+            [[np.asarray(p).nbytes for p in dtensor.unpack(v.value.buffer.value())] for v in variables], axis=0
+        ).tolist()
+        for kind, variables in kinds.items()
+    }
+
+
+def model_above_one_megabyte() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((301,)), keras.layers.Dense(509), keras.layers.Dense(512), keras.layers.Dense(10)]
+    )
+
+
+@pytest.mark.parametrize("way", ["as_distributed", "scope"])
+def test_each_of_four_devices_holds_a_quarter_at_stage_3(way):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)
+    if way == "scope":
+        with strategy.scope():
+            model = model_above_one_megabyte()
+            model.compile("adam", "mse")
+    else:
+        model = tfshard.as_distributed(model_above_one_megabyte())
+        model.compile("adam", "mse", strategy=strategy)
+    model.fit(np.zeros((8, 301)), np.zeros((8, 10)), batch_size=8, verbose=0)
+    whole = sum(int(np.prod(v.shape)) * 4 for v in model.trainable_variables)
+    assert whole > 1 << 20
+    assert len(held(model)["parameter"]) == 4
+    for on_device in held(model)["parameter"]:
+        assert on_device == pytest.approx(whole / 4, rel=0.02)
+    for on_device in held(model)["slot"]:
+        assert on_device == pytest.approx(2 * whole / 4, rel=0.02)
+    report = strategy.report(model)
+    assert report.bytes_per_device("parameter") == max(held(model)["parameter"])
+    assert report.bytes_on_one_device("parameter") == whole
+
+
+@pytest.mark.parametrize(("stage", "parameters", "slots"), [(0, 1, 1), (1, 1, 4), (2, 1, 4), (3, 4, 4)])
+def test_stages_shard_what_they_say(stage, parameters, slots):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=stage)
+    model = tfshard.as_distributed(model_above_one_megabyte())
+    model.compile("adam", "mse", strategy=strategy)
+    model.fit(np.zeros((8, 301)), np.zeros((8, 10)), batch_size=8, verbose=0)
+    data = strategy.report(model).to_dict()
+    assert data["world_size"] == 4 and data["zero_stage"] == stage
+    assert data["gradients_reduce_scattered"] == (stage >= 2)
+    shards = {
+        kind: {v["shards"] for v in data["variables"] if v["kind"] == kind and v["shape"]}
+        for kind in ("parameter", "slot")
+    }
+    assert shards == {"parameter": {parameters}, "slot": {slots}}
+    assert "total parameters" in str(strategy.report(model))
