@@ -277,7 +277,7 @@ def main(argv: list[str]) -> None:
     compile_model(model, strategy)
     print(f"{model.count_params():,} parameters, {f'mesh {_MESH.value}' if strategy else 'one device'}")
     progress = Progress(_EVAL_EVERY.value, _STEPS.value, _BATCH_SIZE.value * _SEQUENCE_LENGTH.value)
-    model.fit(training_dataset(text.train), callbacks=[progress], verbose=0)
+    model.fit(training_dataset(text.train), callbacks=[progress], shuffle=False, verbose=0)
     loss = model.evaluate(held_out_dataset(text.held_out, _EVAL_BYTES.value), verbose=0)
     print(f"held-out bits per byte: {loss / math.log(2):.4f}")
     if _SAMPLE_BYTES.value:

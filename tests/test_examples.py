@@ -1,0 +1,27 @@
+"""The example scripts run, each in a process of its own, with tiny settings."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+TINY_LM = ("--steps=6", "--eval_every=3", "--sample_bytes=5", "--layers=1", "--width=32", "--heads=2")
+RUNS = {
+    "lm": ("train_lm.py", *TINY_LM, "--sequence_length=32", "--eval_bytes=2048", "--mesh=batch:4"),
+    "lm_tensor_parallel": (
+        "train_lm.py", *TINY_LM, "--sequence_length=32", "--eval_bytes=2048", "--mesh=batch:2,model:2"
+    ),
+    "digits": ("train_digits.py", "--mesh=batch:4", "--min_accuracy=0.97"),
+    "keras_hub": ("finetune_keras_hub.py", "--mesh=batch:4", "--steps=3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_example_runs_and_reports(name):
+    script, *flags = RUNS[name]
+    command = [sys.executable, str(EXAMPLES / script), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "total parameters" in done.stdout
