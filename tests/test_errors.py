@@ -157,3 +157,11 @@ def test_sparse_batches_are_refused():
     chosen = strategy()
     with pytest.raises(tfshard.StrategyError, match="Sparse and ragged"):
         chosen.run(lambda x: x, args=(tf.ragged.constant([[1], [2, 3]]),))
+
+
+def test_accumulation_with_ema_is_refused_before_training():
+    model = tfshard.as_distributed(build())
+    optimizer = keras.optimizers.Adam(gradient_accumulation_steps=2, use_ema=True)
+    model.compile(optimizer, "mse", strategy=strategy())
+    with pytest.raises(tfshard.StrategyError, match="cannot combine gradient_accumulation_steps with use_ema"):
+        model.fit(np.ones((4, 6)), np.ones((4, 10)), verbose=0)
