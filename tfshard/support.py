@@ -240,8 +240,8 @@ def check_optimizer(model: keras.Model) -> None:
         if optimizer.use_ema or constrained:
             raise StrategyError(
                 f"Optimizer '{optimizer.name}' cannot combine gradient_accumulation_steps with use_ema or with "
-                "variable constraints under a ShardedStrategy: both read weights that were written inside a "
-                "tf.cond of the same step. Use a larger batch_size instead of accumulation, or leave EMA and constraints out. Received: "
+                "variable constraints under a ShardedStrategy: both read weights that were written inside a tf.cond "
+                "of the same step. Use a larger batch_size, or leave EMA and constraints out. Received: "
                 f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, use_ema={optimizer.use_ema}, "
                 f"constrained variables={constrained}"
             )
