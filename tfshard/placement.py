@@ -21,6 +21,22 @@ def relayout(tensor: Any, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     return dtensor.relayout(tensor, layout(axes, mesh))
 
 
+def scatter(tensor: Any, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """`relayout` to fewer elements a device, in memory of their own.
+
+    On CPU a piece along the first dim is a view of the whole tensor, which in-place arithmetic hands on to
+    whatever is computed from it: a parameter of one quarter would keep four quarters alive until the next step.
+    """
+    tensor = relayout(tensor, axes, mesh)
+    dim = next((dim for dim, axis in enumerate(axes) if dim > 0 and axis is None and tensor.shape[dim] > 1), None)
+    if mesh.device_type().upper() != "CPU" or not axes or axes[0] is None or dim is None:
+        return tensor
+    # Of the operations that DTensor expands, concat is the one that never works in place.
+    half = tensor.shape[dim] // 2
+    halves = tf.split(tensor, [half, tensor.shape[dim] - half], axis=dim)
+    return relayout(tf.concat([relayout(part, axes, mesh) for part in halves], axis=dim), axes, mesh)
+
+
 def host_to_mesh(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     """Puts a host value on the mesh; each device receives its own piece only."""
     sizes = axis_sizes(mesh)
@@ -93,7 +109,7 @@ class FlatConverter:
             tensor = tf.pad(tensor, [[0, 0]] * len(model) + [[0, form.padding]])
             tensor = self._pin(tensor, (*model, None))
         tensor = self._pin(tf.reshape(tensor, form.buffer_shape), form.gathered_axes)
-        return self._pin(tensor, form.buffer_axes)
+        return scatter(tensor, form.buffer_axes, self._mesh)
 
     def unflatten(self, buffer: tf.Tensor) -> tf.Tensor:
         """The buffer to the whole variable under its compute layout: one all-gather."""

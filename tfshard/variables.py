@@ -182,7 +182,7 @@ def _relayout_both_ways(value: tf.Tensor, *, forward: Axes, backward: Axes, mesh
         # Pinned to the forward layout first. The backward one alone would travel up into the operations that compute
         # the gradient, and many cannot be expanded with it: convolutions, attention, batch normalization, concat.
         upstream = placement.relayout(upstream, forward, mesh)
-        return upstream if backward == forward else placement.relayout(upstream, backward, mesh)
+        return upstream if backward == forward else placement.scatter(upstream, backward, mesh)
 
     @tf.custom_gradient
     def apply(x):
@@ -394,7 +394,9 @@ class ShardedVariable(tf.Variable):
         if not (layout.update_sharded and layout.splits):
             return self._to_compute(self._unflatten(tensor) if flat else tensor)
         if layout.sharded is not None:
-            return placement.relayout(tensor, layout.sharded, self.mesh)
+            # A gradient of stages 2 and 3 is scattered already; of stage 1, it is now.
+            bring = placement.relayout if layout.reduce_scatter else placement.scatter
+            return bring(tensor, layout.sharded, self.mesh)
         if _state.flat_updates:
             return tensor if flat else self._flatten(tensor)
         return self._unflatten(tensor) if flat else self._to_compute(tensor)

@@ -13,7 +13,7 @@ import sys
 
 from absl import app, flags
 
-_LAYERS = flags.DEFINE_integer("layers", 16, "Dense layers of the MLP.")
+_LAYERS = flags.DEFINE_integer("layers", 32, "Dense layers of the MLP.")
 _WIDTH = flags.DEFINE_integer("width", 2048, "Units of each.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Samples of a step.")
 _STEPS = flags.DEFINE_integer("steps", 8, "Steps.")
