@@ -5,7 +5,7 @@ Pure Python and numpy: nothing here touches a device, so that a mistake is found
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,39 +19,83 @@ Axes = tuple[str | None, ...]
 WHOLE_BELOW_BYTES = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FlatForm:
-    """A variable as a padded matrix with a row for each device, for one that has no dim the batch axis divides.
+# Members of at least so many bytes start at a multiple of it, so that TensorFlow can read them without a copy.
+ALIGNMENT_BYTES = 64
 
-    The dims that model axes shard come first, one dim for each such axis; then one row for each device of
-    the batch axis; the rest is flat, padded with zeros to fill the rows: `(model..., batch, columns)`.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlatMember:
+    """A variable's place in a `FlatForm`.
 
     Attributes:
         shape: The shape of the whole variable.
         compute: Its compute layout.
-        mesh_shape: Axis name to size.
+        offset: Where its elements begin, counted in one model shard of the buffer.
+        elements: How many there are in one model shard.
     """
 
     shape: tuple[int, ...]
     compute: Axes
+    offset: int
+    elements: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlatForm:
+    """One or more variables as a padded matrix with a row for each device of the batch axis.
+
+    For a group of small variables, and for a variable with no dim that the batch axis divides. The dims that
+    model axes shard come first, one dim for each such axis (the same axes for all members); behind them the
+    members' elements follow each other, padded with zeros to fill the rows: `(model..., batch, columns)`.
+
+    Attributes:
+        members: The variables in it.
+        mesh_shape: Axis name to size.
+    """
+
+    members: tuple[FlatMember, ...]
     mesh_shape: Mapping[str, int] = dataclasses.field(hash=False)
 
+    @classmethod
+    def pack(cls, variables: Sequence[tuple[tuple[int, ...], Axes]], mesh_shape: Mapping[str, int], itemsize: int = 4):
+        """The form of variables, given by shape and compute layout, one behind the other.
+
+        Args:
+            variables: (shape, compute layout) of each; all sharded over the same model axes.
+            mesh_shape: Axis name to size.
+            itemsize: Bytes of an element.
+        """
+        members: list[FlatMember] = []
+        offset = 0
+        for shape, compute in variables:
+            elements = math.prod(shape) // math.prod(mesh_shape[axis] for axis in compute if axis is not None)
+            if elements * itemsize >= ALIGNMENT_BYTES:
+                step = max(1, ALIGNMENT_BYTES // itemsize)
+                offset = -(-offset // step) * step
+            members.append(FlatMember(shape=shape, compute=compute, offset=offset, elements=elements))
+            offset += elements
+        form = cls(members=tuple(members), mesh_shape=mesh_shape)
+        assert len({frozenset(axis for axis in m.compute if axis) for m in members}) == 1, members
+        return form
+
     @property
-    def model_dims(self) -> tuple[int, ...]:
-        return tuple(dim for dim, axis in enumerate(self.compute) if axis is not None)
+    def model_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh, other than the batch axis, that shard every member; in the order of the mesh."""
+        used = set(self.members[0].compute)
+        return tuple(axis for axis in self.mesh_shape if axis in used)
 
     @property
     def model_sizes(self) -> tuple[int, ...]:
-        return tuple(self.mesh_shape[str(self.compute[dim])] for dim in self.model_dims)
+        return tuple(self.mesh_shape[axis] for axis in self.model_axes)
 
     @property
     def elements(self) -> int:
-        """Elements of one device's part under the compute layout."""
-        return math.prod(self.shape) // math.prod(self.model_sizes)
+        """Elements of one model shard up to the end of the last member."""
+        return self.members[-1].offset + self.members[-1].elements
 
     @property
     def rows(self) -> int:
-        return self.mesh_shape[BATCH_AXIS]
+        return self.mesh_shape.get(BATCH_AXIS, 1)
 
     @property
     def columns(self) -> int:
@@ -59,7 +103,7 @@ class FlatForm:
 
     @property
     def padding(self) -> int:
-        """Elements added to fill the last row."""
+        """Elements behind the last member that fill the last row."""
         return self.rows * self.columns - self.elements
 
     @property
@@ -68,28 +112,30 @@ class FlatForm:
 
     @property
     def buffer_axes(self) -> Axes:
-        return (*(self.compute[dim] for dim in self.model_dims), BATCH_AXIS, None)
+        """The layout of the buffer sharded over the batch axis."""
+        return (*self.model_axes, BATCH_AXIS if BATCH_AXIS in self.mesh_shape else None, None)
 
     @property
     def gathered_axes(self) -> Axes:
         """The buffer's layout once it is gathered over the batch axis."""
-        return (*(self.compute[dim] for dim in self.model_dims), None, None)
+        return (*self.model_axes, None, None)
 
-    @property
-    def split_shape(self) -> tuple[int, ...]:
-        """The variable's shape with each model-sharded dim split in (axis size, rest)."""
+    def split_shape(self, member: FlatMember) -> tuple[int, ...]:
+        """A member's shape with each model-sharded dim split in (axis size, rest)."""
         split: list[int] = []
-        for dim, size in enumerate(self.shape):
-            axis = self.compute[dim]
+        for size, axis in zip(member.shape, member.compute, strict=True):
             split += [size] if axis is None else [self.mesh_shape[axis], size // self.mesh_shape[axis]]
         return tuple(split)
 
-    @property
-    def to_front(self) -> tuple[int, ...]:
-        """The permutation of `split_shape` that brings the model axes to the front."""
-        axis_positions = [dim + i for i, dim in enumerate(self.model_dims)]
-        rest = [i for i in range(len(self.split_shape)) if i not in axis_positions]
-        return (*axis_positions, *rest)
+    def to_front(self, member: FlatMember) -> tuple[int, ...]:
+        """The permutation of `split_shape` that brings the model axes to the front, in the order of the mesh."""
+        position, split_dim = {}, 0
+        for axis in member.compute:
+            if axis is not None:
+                position[axis] = split_dim
+            split_dim += 1 if axis is None else 2
+        front = [position[axis] for axis in self.model_axes]
+        return (*front, *(i for i in range(split_dim) if i not in front))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,10 +146,11 @@ class VariableLayout:
         spec: The variable.
         compute: Compute layout: the mesh axis of each dim when the forward pass reads it.
         sharded: Compute layout plus the batch axis on one dim; None when no dim divides or the axis is 1.
-        flat: The padded form, when the batch axis divides no dim; else None.
+        flat: The padded form: the group's, or the variable's own when the batch axis divides no dim; else None.
         store_sharded: Whether the variable itself rests sharded over the batch axis (parameters: stage 3).
         update_sharded: Whether it is updated shard by shard (stages 1 to 3; the slots rest like this).
         reduce_scatter: Whether its gradient is reduce-scattered as soon as it exists (stages 2 and 3).
+        grouped: Whether `flat` is shared with other variables, so that it always rests in it.
     """
 
     spec: VariableSpec
@@ -113,6 +160,7 @@ class VariableLayout:
     store_sharded: bool
     update_sharded: bool
     reduce_scatter: bool
+    grouped: bool = False
 
     @property
     def splits(self) -> bool:
@@ -120,15 +168,21 @@ class VariableLayout:
         return self.sharded is not None or self.flat is not None
 
     @property
+    def rests_flat(self) -> bool:
+        """Whether it rests in its flat form, rather than in its own shape."""
+        return self.flat is not None and (self.grouped or self.store_sharded)
+
+    @property
     def storage(self) -> Axes:
-        """The storage layout, of the buffer for a padded variable."""
-        if not self.store_sharded or not self.splits:
-            return self.compute
-        return self.flat.buffer_axes if self.flat is not None else self.sharded  # type: ignore[return-value]
+        """The storage layout; of the buffer for a variable that rests in its flat form."""
+        if self.rests_flat:
+            assert self.flat is not None
+            return self.flat.buffer_axes if self.store_sharded else self.flat.gathered_axes
+        return self.sharded if self.store_sharded and self.sharded is not None else self.compute
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
-        return self.flat.buffer_shape if self.flat is not None and self.store_sharded else self.spec.shape
+        return self.flat.buffer_shape if self.rests_flat and self.flat is not None else self.spec.shape
 
     def slot(self, spec: VariableSpec) -> "VariableLayout":
         """The layout of an optimizer slot of the same shape: it rests as the variable is updated."""
@@ -165,7 +219,7 @@ def plan_variable(
         if dim is not None:
             sharded = tuple(BATCH_AXIS if i == dim else axis for i, axis in enumerate(compute))
         else:
-            flat = FlatForm(shape=spec.shape, compute=compute, mesh_shape=mesh_shape)
+            flat = FlatForm.pack([(spec.shape, compute)], mesh_shape)
     bytes_ = math.prod(spec.shape) * np.dtype(_numpy_name(spec.dtype)).itemsize
     eligible = slot or spec.trainable or bytes_ >= WHOLE_BELOW_BYTES
     stage = zero_stage if eligible else 0
@@ -227,15 +281,19 @@ def split_host_value(value: np.ndarray, axes: Axes, mesh_shape: Mapping[str, int
     return value[tuple(index)]
 
 
-def flatten_host_value(value: np.ndarray, form: FlatForm) -> np.ndarray:
-    """The padded buffer of a value on the host."""
-    rows = value.reshape(form.split_shape).transpose(form.to_front).reshape(*form.model_sizes, form.elements)
-    rows = np.pad(rows, [(0, 0)] * len(form.model_sizes) + [(0, form.padding)])
-    return rows.reshape(form.buffer_shape)
+def flatten_host_values(values: Sequence[np.ndarray], form: FlatForm) -> np.ndarray:
+    """The padded buffer of its members' values, on the host."""
+    buffer = np.zeros((*form.model_sizes, form.rows * form.columns), values[0].dtype)
+    for value, member in zip(values, form.members, strict=True):
+        moved = value.reshape(form.split_shape(member)).transpose(form.to_front(member))
+        part = slice(member.offset, member.offset + member.elements)
+        buffer[..., part] = moved.reshape(*form.model_sizes, member.elements)
+    return buffer.reshape(form.buffer_shape)
 
 
-def unflatten_host_value(buffer: np.ndarray, form: FlatForm) -> np.ndarray:
-    """The value of a padded buffer on the host: the inverse of `flatten_host_value`."""
-    rows = buffer.reshape(*form.model_sizes, form.rows * form.columns)[..., : form.elements]
-    moved = tuple(form.split_shape[i] for i in form.to_front)
-    return rows.reshape(moved).transpose(np.argsort(form.to_front)).reshape(form.shape)
+def unflatten_host_value(buffer: np.ndarray, form: FlatForm, member: FlatMember) -> np.ndarray:
+    """A member's value out of a padded buffer, on the host."""
+    rows = buffer.reshape(*form.model_sizes, form.rows * form.columns)
+    split, front = form.split_shape(member), form.to_front(member)
+    part = rows[..., member.offset : member.offset + member.elements]
+    return part.reshape([split[i] for i in front]).transpose(np.argsort(front)).reshape(member.shape)

@@ -1,13 +1,20 @@
 """Tensors to devices and back: the few DTensor calls that everything above shares."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard.layouts import Axes, FlatForm, flatten_host_value, split_host_value, unflatten_host_value
+from tfshard.layouts import (
+    Axes,
+    FlatForm,
+    FlatMember,
+    flatten_host_values,
+    split_host_value,
+    unflatten_host_value,
+)
 from tfshard.mesh import axis_sizes
 
 
@@ -91,51 +98,68 @@ class FlatConverter:
     def __init__(self, form: FlatForm, mesh: dtensor.Mesh):
         self._form = form
         self._mesh = mesh
-        self._model_axes: Axes = form.gathered_axes[:-2]
+        self._model_axes: Axes = form.model_axes
 
     def _pin(self, tensor: tf.Tensor, axes: Axes) -> tf.Tensor:
         return relayout(tensor, axes, self._mesh)
 
-    def flatten(self, tensor: Any) -> tf.Tensor:
-        """A whole variable's tensor to the sharded buffer, padded with zeros."""
+    def flatten(self, tensors: Sequence[Any]) -> tf.Tensor:
+        """The whole members to the buffer, gathered over the batch axis, with zeros between and behind them."""
         form, model = self._form, self._model_axes
-        tensor = self._pin(tensor, form.compute)
-        if model:
-            tensor = self._pin(tf.reshape(tensor, form.split_shape), self._split_axes())
-            tensor = tf.transpose(tensor, form.to_front)
-            tensor = self._pin(tensor, (*model, *(None,) * (len(form.to_front) - len(model))))
-        tensor = self._pin(tf.reshape(tensor, (*form.model_sizes, form.elements)), (*model, None))
+        parts, end = [], 0
+        for tensor, member in zip(tensors, form.members, strict=True):
+            if member.offset > end:
+                parts.append(tf.zeros((*form.model_sizes, member.offset - end), tensor.dtype))
+            parts.append(self._to_part(tensor, member))
+            end = member.offset + member.elements
         if form.padding:
-            tensor = tf.pad(tensor, [[0, 0]] * len(model) + [[0, form.padding]])
-            tensor = self._pin(tensor, (*model, None))
-        tensor = self._pin(tf.reshape(tensor, form.buffer_shape), form.gathered_axes)
-        return scatter(tensor, form.buffer_axes, self._mesh)
+            parts.append(tf.zeros((*form.model_sizes, form.padding), parts[-1].dtype))
+        tensor = self._pin(tf.concat(parts, axis=-1), (*model, None)) if len(parts) > 1 else parts[0]
+        return self._pin(tf.reshape(tensor, form.buffer_shape), form.gathered_axes)
 
-    def unflatten(self, buffer: tf.Tensor) -> tf.Tensor:
-        """The buffer to the whole variable under its compute layout: one all-gather."""
+    def _to_part(self, tensor: Any, member: FlatMember) -> tf.Tensor:
         form, model = self._form, self._model_axes
+        tensor = self._pin(tensor, member.compute)
+        if model:
+            front = form.to_front(member)
+            tensor = self._pin(tf.reshape(tensor, form.split_shape(member)), self._split_axes(member))
+            tensor = tf.transpose(tensor, front)
+            tensor = self._pin(tensor, (*model, *(None,) * (len(front) - len(model))))
+        return self._pin(tf.reshape(tensor, (*form.model_sizes, member.elements)), (*model, None))
+
+    def rows(self, buffer: tf.Tensor) -> tf.Tensor:
+        """The buffer as `(model..., elements)`, whole over the batch axis: one all-gather if it was sharded."""
+        form = self._form
         tensor = self._pin(buffer, form.gathered_axes)
-        tensor = self._pin(tf.reshape(tensor, (*form.model_sizes, form.rows * form.columns)), (*model, None))
-        if form.padding:
-            tensor = self._pin(tensor[..., : form.elements], (*model, None))
-        if model:
-            moved = [form.split_shape[i] for i in form.to_front]
-            tensor = self._pin(tf.reshape(tensor, moved), (*model, *(None,) * (len(moved) - len(model))))
-            tensor = self._pin(tf.transpose(tensor, np.argsort(form.to_front)), self._split_axes())
-        return self._pin(tf.reshape(tensor, form.shape), form.compute)
+        shape = (*form.model_sizes, form.rows * form.columns)
+        return self._pin(tf.reshape(tensor, shape), (*self._model_axes, None))
 
-    def _split_axes(self) -> Axes:
+    def unflatten(self, rows: tf.Tensor, index: int) -> tf.Tensor:
+        """A member, whole under its compute layout, out of what `rows` returned."""
+        form, model, member = self._form, self._model_axes, self._form.members[index]
+        tensor = rows
+        if (member.offset, member.elements) != (0, form.rows * form.columns):
+            tensor = tensor[..., member.offset : member.offset + member.elements]
+            tensor = self._pin(tensor, (*model, None))
+        if model:
+            split, front = form.split_shape(member), form.to_front(member)
+            moved = [split[i] for i in front]
+            tensor = self._pin(tf.reshape(tensor, moved), (*model, *(None,) * (len(moved) - len(model))))
+            tensor = self._pin(tf.transpose(tensor, np.argsort(front)), self._split_axes(member))
+        return self._pin(tf.reshape(tensor, member.shape), member.compute)
+
+    def _split_axes(self, member: FlatMember) -> Axes:
         """The layout of `split_shape`: each model axis on the dim of its own size."""
-        axes: list[str | None] = [None] * len(self._form.split_shape)
-        for position, axis in zip(self._form.to_front, self._model_axes, strict=False):
-            axes[position] = axis
+        axes: list[str | None] = []
+        for axis in member.compute:
+            axes += [None] if axis is None else [axis, None]
         return tuple(axes)
 
-    def host_flatten(self, value: np.ndarray) -> np.ndarray:
-        return flatten_host_value(value, self._form)
+    def host_flatten(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        return flatten_host_values(values, self._form)
 
-    def host_unflatten(self, buffer: np.ndarray) -> np.ndarray:
-        return unflatten_host_value(buffer, self._form)
+    def host_unflatten(self, buffer: np.ndarray, index: int) -> np.ndarray:
+        return unflatten_host_value(buffer, self._form, self._form.members[index])
 
 
 def map_tensors(fn: Callable[[Any], Any], structure: Any) -> Any:

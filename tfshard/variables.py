@@ -235,7 +235,7 @@ class ShardedVariable(tf.Variable):
         self.path = layout.spec.path
         self._trainable = trainable
         self._converter = None if layout.flat is None else placement.FlatConverter(layout.flat, mesh)
-        self._rests_flat = layout.store_sharded and layout.flat is not None
+        self._rests_flat = layout.rests_flat
         self._eager_whole: tuple[int, Any] | None = None
         self._version = 0
         self._buffer = dtensor.DVariable(
@@ -406,11 +406,12 @@ class ShardedVariable(tf.Variable):
 
     def _flatten(self, tensor: Any) -> tf.Tensor:
         assert self._converter is not None
-        return self._converter.flatten(tensor)
+        assert self.layout.flat is not None
+        return placement.scatter(self._converter.flatten([tensor]), self.layout.flat.buffer_axes, self.mesh)
 
     def _unflatten(self, tensor: tf.Tensor) -> tf.Tensor:
         assert self._converter is not None
-        return self._converter.unflatten(tensor)
+        return self._converter.unflatten(self._converter.rows(tensor), 0)
 
     def _recorded(self) -> _Recorded | None:
         return None if _state.step is None else _state.step.find(self)
@@ -422,7 +423,7 @@ class ShardedVariable(tf.Variable):
         value = placement.mesh_to_host(self._buffer.value())
         if self._rests_flat:
             assert self._converter is not None
-            value = self._converter.host_unflatten(value)
+            value = self._converter.host_unflatten(value, 0)
         return value
 
     def __array__(self, dtype=None, copy=None):
@@ -528,7 +529,7 @@ class ShardedVariable(tf.Variable):
     def _pack(self, host: np.ndarray) -> tf.Tensor:
         if self._rests_flat:
             assert self._converter is not None
-            host = self._converter.host_flatten(host)
+            host = self._converter.host_flatten([host])
         return placement.host_to_mesh(host, self.layout.storage, self.mesh)
 
     def scatter_add(self, sparse_delta, use_locking=False, name=None):
