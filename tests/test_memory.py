@@ -17,12 +17,12 @@ import tfshard
 def held(model) -> dict[str, list[int]]:
     """Bytes on each device, of parameters and of slots."""
     kinds = {"parameter": model.trainable_variables, "slot": model.optimizer.variables}
-    return {
-        kind: np.sum(
-            [[np.asarray(p).nbytes for p in dtensor.unpack(v.value.buffer.value())] for v in variables], axis=0
-        ).tolist()
-        for kind, variables in kinds.items()
-    }
+    sums = {}
+    for kind, variables in kinds.items():
+        # The members of a group share a buffer.
+        buffers = {id(v.value.buffer): v.value.buffer for v in variables}.values()
+        sums[kind] = np.sum([[np.asarray(p).nbytes for p in dtensor.unpack(b.value())] for b in buffers], axis=0)
+    return {kind: on_devices.tolist() for kind, on_devices in sums.items()}
 
 
 def model_above_one_megabyte() -> keras.Model:
@@ -94,11 +94,11 @@ def test_nothing_but_the_pieces_stays_allocated_after_a_step():
     if not before:
         pytest.skip("This TensorFlow's CPU allocator does not report what it holds (no oneDNN).")
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)
-    layers = [keras.layers.Dense(1024, activation="relu") for _ in range(3)]
+    layers = [keras.layers.Dense(1024, activation="relu") for _ in range(6)]
     model = tfshard.as_distributed(keras.Sequential([keras.Input((1024,)), *layers]))
     model.compile("adam", "mse", strategy=strategy)
     for _ in range(2):
         model.train_on_batch(np.ones((8, 1024)), np.ones((8, 1024)))
     copy = sum(int(np.prod(v.shape)) * 4 for v in model.trainable_variables)
-    # The parameters and the two slots of Adam, once over all devices.
-    assert (allocated() - before) / copy < 1.15 * 3
+    # The parameters and the two slots of Adam, once over all devices. Views of whole gradients made it 5.5.
+    assert (allocated() - before) / copy < 1.2 * 3

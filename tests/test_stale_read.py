@@ -13,7 +13,8 @@ import tfshard
 from tfshard import placement
 from tfshard.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts import plan_variable
-from tfshard.variables import ShardedVariable, step_scope
+from tfshard.steps import step_scope
+from tfshard.variables import ShardedVariable
 
 DEVICES, LAYERS = 4, 3
 

@@ -165,16 +165,14 @@ def optimizer_own_variables(optimizer) -> list:
     return list(optimizer._variables)
 
 
+def uses_weight_decay(optimizer, fn, variable):
+    """Whether the update `fn` decays `variable`; None when `fn` is not Keras's weight decay (`_apply_weight_decay`)."""
+    return optimizer._use_weight_decay(variable) if fn.__name__ == "weight_decay_fn" else None
+
+
 def optimizer_references(optimizer) -> list:
     """The trainable variables that an optimizer was built with (`BaseOptimizer._trainable_variables`)."""
     return list(getattr(optimizer, "_trainable_variables", []))
-
-
-def rekey_optimizer(optimizer) -> None:
-    """Recomputes an optimizer's index after its variables changed (`_trainable_variables_indices`)."""
-    optimizer._trainable_variables_indices = {
-        optimizer._var_key(variable): i for i, variable in enumerate(optimizer_references(optimizer))
-    }
 
 
 def register_same_name(cls, original) -> None:

@@ -150,7 +150,9 @@ class VariableLayout:
         store_sharded: Whether the variable itself rests sharded over the batch axis (parameters: stage 3).
         update_sharded: Whether it is updated shard by shard (stages 1 to 3; the slots rest like this).
         reduce_scatter: Whether its gradient is reduce-scattered as soon as it exists (stages 2 and 3).
-        grouped: Whether `flat` is shared with other variables, so that it always rests in it.
+        grouped: Whether `flat` is shared with other variables.
+        group: The number of the group.
+        member: Its index among the members of `flat`.
     """
 
     spec: VariableSpec
@@ -161,28 +163,19 @@ class VariableLayout:
     update_sharded: bool
     reduce_scatter: bool
     grouped: bool = False
-
-    @property
-    def splits(self) -> bool:
-        """Whether there is anything to shard over the batch axis."""
-        return self.sharded is not None or self.flat is not None
-
-    @property
-    def rests_flat(self) -> bool:
-        """Whether it rests in its flat form, rather than in its own shape."""
-        return self.flat is not None and (self.grouped or self.store_sharded)
+    group: int | None = None
+    member: int = 0
 
     @property
     def storage(self) -> Axes:
-        """The storage layout; of the buffer for a variable that rests in its flat form."""
-        if self.rests_flat:
-            assert self.flat is not None
+        """The storage layout; of the buffer for a variable that rests in a flat form."""
+        if self.flat is not None:
             return self.flat.buffer_axes if self.store_sharded else self.flat.gathered_axes
         return self.sharded if self.store_sharded and self.sharded is not None else self.compute
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
-        return self.flat.buffer_shape if self.rests_flat and self.flat is not None else self.spec.shape
+        return self.spec.shape if self.flat is None else self.flat.buffer_shape
 
     def slot(self, spec: VariableSpec) -> "VariableLayout":
         """The layout of an optimizer slot of the same shape: it rests as the variable is updated."""
@@ -213,16 +206,16 @@ def plan_variable(
         _check_divides(spec, match[0], axes, mesh_shape)
     compute = tuple(None if axis == BATCH_AXIS else axis for axis in axes)
     batch = mesh_shape.get(BATCH_AXIS, 1)
+    bytes_ = math.prod(spec.shape) * itemsize(spec.dtype)
+    eligible = slot or spec.trainable or bytes_ >= WHOLE_BELOW_BYTES
+    stage = zero_stage if eligible else 0
     sharded, flat = None, None
-    if batch > 1 and math.prod(spec.shape) > 1:
+    if batch > 1 and math.prod(spec.shape) > 1 and stage > 0:
         dim = _batch_dim(spec.shape, compute, batch, preferred=axes.index(BATCH_AXIS) if BATCH_AXIS in axes else None)
         if dim is not None:
             sharded = tuple(BATCH_AXIS if i == dim else axis for i, axis in enumerate(compute))
         else:
-            flat = FlatForm.pack([(spec.shape, compute)], mesh_shape)
-    bytes_ = math.prod(spec.shape) * np.dtype(_numpy_name(spec.dtype)).itemsize
-    eligible = slot or spec.trainable or bytes_ >= WHOLE_BELOW_BYTES
-    stage = zero_stage if eligible else 0
+            flat = FlatForm.pack([(spec.shape, compute)], mesh_shape, itemsize(spec.dtype))
     return VariableLayout(
         spec=spec,
         compute=compute,
@@ -234,8 +227,10 @@ def plan_variable(
     )
 
 
-def _numpy_name(dtype: str) -> str:
-    return "uint16" if dtype == "bfloat16" else "uint8" if dtype.startswith("float8") else dtype
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    name = "uint16" if dtype == "bfloat16" else "uint8" if dtype.startswith("float8") else dtype
+    return np.dtype(name).itemsize
 
 
 def _batch_dim(shape: tuple[int, ...], compute: Axes, batch: int, preferred: int | None) -> int | None:

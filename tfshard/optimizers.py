@@ -1,8 +1,11 @@
 """Which optimizers update element by element, so that a padded or grouped buffer can be updated as it is."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
+
+from tfshard import _private
 
 _ELEMENTWISE = (
     keras.optimizers.SGD,
@@ -25,3 +28,13 @@ def is_elementwise(optimizer: Any) -> bool:
     """
     declared = getattr(type(optimizer), "tfshard_elementwise", None)
     return type(optimizer) in _ELEMENTWISE if declared is None else bool(declared)
+
+
+def update_key(optimizer: Any, fn: Callable, variable: Any) -> Any:
+    """What an elementwise update depends on besides the elements: members of a group with one key are updated alike.
+
+    For Keras's weight decay, whether the variable is excluded from it. A subclass whose `update_step` looks at the
+    variable (a learning rate of its own, say) gives a method `tfshard_update_key(variable)`.
+    """
+    key = getattr(optimizer, "tfshard_update_key", None)
+    return _private.uses_weight_decay(optimizer, fn, variable), key(variable) if key is not None else None

@@ -51,6 +51,13 @@ def host_to_mesh(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor
     return dtensor.pack([tf.constant(piece) for piece in pieces], layout(axes, mesh))
 
 
+def zeros(shape: tuple[int, ...], dtype: tf.DType, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Zeros on the mesh, in eager code and in a graph."""
+    if tf.executing_eagerly():
+        return host_to_mesh(np.zeros(shape, dtype.as_numpy_dtype), axes, mesh)
+    return relayout(tf.zeros(shape, dtype), axes, mesh)
+
+
 def mesh_to_host(tensor: tf.Tensor) -> np.ndarray:
     """The whole value of an eager DTensor, put together on the host from the devices' pieces."""
     found = dtensor.fetch_layout(tensor)
@@ -109,13 +116,16 @@ class FlatConverter:
         parts, end = [], 0
         for tensor, member in zip(tensors, form.members, strict=True):
             if member.offset > end:
-                parts.append(tf.zeros((*form.model_sizes, member.offset - end), tensor.dtype))
+                parts.append(self._zeros(member.offset - end, tensor.dtype))
             parts.append(self._to_part(tensor, member))
             end = member.offset + member.elements
         if form.padding:
-            parts.append(tf.zeros((*form.model_sizes, form.padding), parts[-1].dtype))
+            parts.append(self._zeros(form.padding, parts[-1].dtype))
         tensor = self._pin(tf.concat(parts, axis=-1), (*model, None)) if len(parts) > 1 else parts[0]
         return self._pin(tf.reshape(tensor, form.buffer_shape), form.gathered_axes)
+
+    def _zeros(self, elements: int, dtype: tf.DType) -> tf.Tensor:
+        return zeros((*self._form.model_sizes, elements), dtype, (*self._model_axes, None), self._mesh)
 
     def _to_part(self, tensor: Any, member: FlatMember) -> tf.Tensor:
         form, model = self._form, self._model_axes

@@ -28,10 +28,12 @@ class VariableReport:
         dtype: Its name.
         compute_layout: The mesh axis of each dim when it is read.
         storage_layout: The mesh axis of each dim of the stored tensor (of the padded one, if padded).
-        storage_shape: The shape of the stored tensor; differs from `shape` when padded.
+        storage_shape: The shape of the stored tensor; the padded one, or that of the group's buffer.
+        group: The number of the group whose buffer it shares, or None.
         shards: Into how many different pieces it is cut.
         bytes_whole: Bytes of the whole variable.
-        bytes_per_device: Bytes that the fullest device holds, read from the device's tensor.
+        bytes_per_device: Bytes that the fullest device holds, read from the device's tensor; of a group's tensor, this
+            variable's part.
     """
 
     path: str
@@ -44,6 +46,7 @@ class VariableReport:
     shards: int
     bytes_whole: int
     bytes_per_device: int
+    group: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +122,9 @@ class Report:
         table.add_column("bytes/device", justify="right")
         for row in self.variables:
             layout = str(row.storage_layout).replace("'", "").replace("None", "-")
-            if row.storage_shape != row.shape:
+            if row.group is not None:
+                layout += f" group {row.group}"
+            elif row.storage_shape != row.shape:
                 layout += f" padded to {row.storage_shape}"
             table.add_row(row.path, str(row.shape), row.dtype, layout, f"{row.bytes_per_device:,}")
         for i, (kind, label) in enumerate(
@@ -142,7 +147,6 @@ def _measure(variable: keras.Variable, kind: str, strategy: Any) -> VariableRepo
     if not isinstance(current, ShardedVariable):
         return None
     layout = current.layout
-    pieces = dtensor.unpack(current.buffer.value())
     sizes = strategy.mesh_shape
     return VariableReport(
         path=variable.path,
@@ -154,5 +158,18 @@ def _measure(variable: keras.Variable, kind: str, strategy: Any) -> VariableRepo
         storage_shape=layout.storage_shape,
         shards=math.prod(sizes[axis] for axis in layout.storage if axis is not None),
         bytes_whole=math.prod(layout.spec.shape) * current.dtype.size,
-        bytes_per_device=max(int(np.asarray(piece).nbytes) for piece in pieces),
+        bytes_per_device=_bytes_per_device(current),
+        group=layout.group,
     )
+
+
+def _bytes_per_device(variable: ShardedVariable) -> int:
+    """Bytes of the fullest device's piece of the buffer; of a group's buffer, this member's part."""
+    piece = max(int(np.asarray(piece).nbytes) for piece in dtensor.unpack(variable.buffer.value()))
+    form = variable.storage.form
+    if form is None:
+        return piece
+    # Cut where the next member begins, so that the members' parts add up to the piece.
+    begins = [0, *(member.offset for member in form.members[1:]), form.elements]
+    cuts = [piece * begin // form.elements for begin in begins]
+    return cuts[variable.index + 1] - cuts[variable.index]

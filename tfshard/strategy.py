@@ -1,19 +1,27 @@
 """ShardedStrategy: a tf.distribute strategy over a DTensor mesh."""
 
 import contextlib
+import functools
+import weakref
 from typing import Any
 
 import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, data, layouts, optimizers, placement, runtime, support
+from tfshard import _private, data, layouts, optimizers, placement, runtime, support, updates
+from tfshard.analyzer import ParameterAnalyzer
 from tfshard.errors import LayoutError, MeshError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts import VariableLayout
 from tfshard.mesh import BATCH_AXIS, axis_sizes, create_mesh
 from tfshard.report import Report
-from tfshard.variables import ShardedVariable, step_scope, update_scope
+from tfshard.steps import state, step_scope, update_scope
+from tfshard.storage import Storage, StorageLayout
+from tfshard.variables import ShardedVariable
+
+
+DEFAULT_ANALYZER = ParameterAnalyzer()
 
 
 class ShardedStrategy(tf.distribute.Strategy):
@@ -26,6 +34,8 @@ class ShardedStrategy(tf.distribute.Strategy):
         zero_stage: What rests sharded over the batch axis (Rajbhandari et al. 2020, "ZeRO: Memory
             Optimizations Toward Training Trillion Parameter Models"). 0: nothing; 1: optimizer slots;
             2: and gradients, reduce-scattered as soon as they exist; 3: and parameters.
+        analyzer: Which small variables share a buffer, so that they are gathered, reduced and updated together; a
+            `tfshard.ParameterAnalyzer`, such as one of `tfshard.presets`. None: each variable by itself.
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
@@ -52,6 +62,7 @@ class ShardedStrategy(tf.distribute.Strategy):
         mesh: dtensor.Mesh | None = None,
         layout_map: Any = None,
         zero_stage: int = 3,
+        analyzer: ParameterAnalyzer | None = DEFAULT_ANALYZER,
     ):
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
             raise MeshError(
@@ -62,6 +73,11 @@ class ShardedStrategy(tf.distribute.Strategy):
                 "Unknown ZeRO stage. Stages: 0 (nothing sharded over the batch axis), 1 (optimizer slots), "
                 f"2 (and gradients), 3 (and parameters). Received: zero_stage={zero_stage!r}"
             )
+        if analyzer is not None and not isinstance(analyzer, ParameterAnalyzer):
+            raise StrategyError(
+                "analyzer must be a tfshard.ParameterAnalyzer, or None for no groups. "
+                f"Received: analyzer={analyzer!r} (of type {type(analyzer)})"
+            )
         layout_map = LayoutMap.from_any(layout_map)
         mesh = mesh or create_mesh(**{BATCH_AXIS: -1})
         if runtime.current() is None:
@@ -71,6 +87,8 @@ class ShardedStrategy(tf.distribute.Strategy):
         self.mesh_shape = axis_sizes(mesh)
         self.layout_map = layout_map
         self.zero_stage = zero_stage
+        self.analyzer = analyzer
+        self._functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         super().__init__(_ShardedExtended(self))
 
     def __repr__(self) -> str:
@@ -138,8 +156,22 @@ class ShardedStrategy(tf.distribute.Strategy):
         support.check_step_function(fn, self)
         if _private.is_eager():
             args, kwargs = data.batch_to_mesh((args, kwargs or {}), self.mesh)
+            if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+                return self._inside(fn)(*args, **kwargs)
         with self.scope():
             return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
+
+    def _inside(self, fn: Any) -> Any:
+        """A tf.function's Python function with the step opened inside of the trace, where its writes are."""
+        if fn not in self._functions:
+
+            @tf.function(jit_compile=False)
+            def step(*args, **kwargs):
+                with self.scope():
+                    return self.extended.call_for_each_replica(fn.python_function, args=args, kwargs=kwargs)
+
+            self._functions[fn] = step
+        return self._functions[fn]
 
     def reduce(self, reduce_op, value, axis):
         """Reduces a value that `run` returned. It is whole already: with `axis=None` it comes back as it is.
@@ -193,32 +225,98 @@ class ShardedStrategy(tf.distribute.Strategy):
         for variable, sharded in replaced:
             _private.set_backend_variable(variable, sharded)
 
-    def adopt(self, variables: list, *, slot_of: dict[int, ShardedVariable] | None = None, slot: bool = False) -> None:
-        """Reshards variables that do not belong to a layer: of an optimizer or a metric."""
+    def adopt(self, variables: list) -> None:
+        """Reshards variables that belong neither to a layer nor to a parameter: of a metric or an optimizer."""
         for variable in variables:
+            current = _private.backend_variable(variable)
+            if current is not None and not isinstance(current, ShardedVariable):
+                spec = support.variable_spec(variable, None)
+                _private.set_backend_variable(variable, self._shard(current, self.plan_variable(spec)))
+
+    def adopt_slots(self, optimizer: Any, reference_of: dict[int, ShardedVariable]) -> None:
+        """Reshards the variables of an optimizer that is built: slots, by `id`, as their parameters."""
+        for variable in _private.optimizer_own_variables(optimizer):
             current = _private.backend_variable(variable)
             if current is None or isinstance(current, ShardedVariable):
                 continue
             spec = support.variable_spec(variable, None)
-            reference = (slot_of or {}).get(id(variable))
-            layout = self._slot_layout(spec, reference) if slot else self.plan_variable(spec)
-            _private.set_backend_variable(variable, self._shard(current, layout))
+            sharded = self.create_slot(
+                placement.to_host(current), spec, reference_of.get(id(variable)), optimizer, **_options(current)
+            )
+            _private.set_backend_variable(variable, sharded)
+
+    def create_slot(
+        self, value: Any, spec: VariableSpec, reference: ShardedVariable | None, optimizer: Any, **options: Any
+    ) -> ShardedVariable:
+        """A variable of an optimizer; as the parameter it belongs to, when it has its shape."""
+        alike = reference is not None and reference.layout.spec.shape == spec.shape
+        # Accumulators are reset one by one in a tf.cond, which would write a group's buffer once for each of them.
+        if not alike or (reference.layout.grouped and spec.path.endswith("gradient_accumulator")):
+            layout = self.plan_variable(spec, slot=True)
+            return ShardedVariable(value, layout=layout, mesh=self.mesh, trainable=False, **options)
+        number = sum(owner == id(optimizer) for owner, _ in reference.slots)
+        key = (id(optimizer), number)
+        layout = reference.layout.slot(spec)
+        storage = _slot_storage(reference, key, layout)
+        slot = ShardedVariable(value, layout=layout, mesh=self.mesh, trainable=False, storage=storage, **options)
+        reference.slots[key] = slot
+        return slot
+
+    def group(self, model: keras.Model) -> None:
+        """Brings the small variables of a built model, and their slots, into the groups that the analyzer gives them.
+
+        Does nothing for those that are there already.
+        """
+        variables = []
+        for variable, _ in support.owned_variables(model):
+            current = _private.backend_variable(variable)
+            if isinstance(current, ShardedVariable):
+                variables.append(current)
+        layouts = [self.plan_variable(variable.layout.spec) for variable in variables]
+        if self.analyzer is not None and support.can_group(model):
+            layouts = self.analyzer.group(layouts, mesh_shape=self.mesh_shape)
+        stale = {layout.group for variable, layout in zip(variables, layouts, strict=True) if variable.layout != layout}
+        storages: dict[int, Storage] = {}
+        for variable, layout in zip(variables, layouts, strict=True):
+            if variable.layout == layout and layout.group not in stale - {None}:
+                continue
+            storage = None
+            if layout.group is not None:
+                if layout.group not in storages:
+                    name = f"group_{layout.group}"
+                    storages[layout.group] = Storage(StorageLayout.of(layout), self.mesh, name=name)
+                storage = storages[layout.group]
+            slots = dict(variable.slots)
+            variable.move(layout, storage)
+            for key, slot in slots.items():
+                slot_layout = layout.slot(slot.layout.spec)
+                slot.move(slot_layout, _slot_storage(variable, key, slot_layout))
 
     def _shard(self, current: tf.Variable, layout: VariableLayout) -> ShardedVariable:
         return ShardedVariable(
-            placement.to_host(current), layout=layout, mesh=self.mesh, trainable=current.trainable,
-            name=layout.spec.path.rpartition("/")[2],
-            options={"aggregation": current.aggregation, "synchronization": current.synchronization},
-        )  # fmt: skip
-
-    def _slot_layout(self, spec: VariableSpec, reference: ShardedVariable | None) -> VariableLayout:
-        if reference is not None and reference.layout.spec.shape == spec.shape:
-            return reference.layout.slot(spec)
-        return self.plan_variable(spec, slot=True)
+            placement.to_host(current), layout=layout, mesh=self.mesh, trainable=current.trainable, **_options(current)
+        )
 
     def report(self, model: keras.Model) -> Report:
         """What each device holds: a table of every variable with its layout and bytes, and the totals."""
         return Report.from_model(model, self)
+
+
+def _options(current: tf.Variable) -> dict[str, Any]:
+    """What a ShardedVariable takes over from the variable that it replaces."""
+    return {
+        "name": current.name.partition(":")[0],
+        "unique_id": current._unique_id,
+        "options": {"aggregation": current.aggregation, "synchronization": current.synchronization},
+    }
+
+
+def _slot_storage(reference: ShardedVariable, key: Any, layout: VariableLayout) -> Storage | None:
+    """Where a slot in its parameter's flat form lives: with the slots of the same kind of the parameter's group."""
+    if layout.flat is None:
+        return None
+    name = f"{reference.storage.name}_slot_{key[1]}"
+    return reference.storage.slot_storage(key, StorageLayout.of(layout), name)
 
 
 class _Scope:
@@ -254,7 +352,9 @@ class _ReplicaContext(tf.distribute.ReplicaContext):
         return value
 
     def merge_call(self, merge_fn, args=(), kwargs=None):
-        return merge_fn(self.strategy, *args, **(kwargs or {}))
+        """Keras's optimizers update in here, so that a group's members can be updated as one."""
+        with updates.UpdateBatch():
+            return merge_fn(self.strategy, *args, **(kwargs or {}))
 
 
 class _ShardedExtended(tf.distribute.StrategyExtended):
@@ -303,12 +403,13 @@ class _ShardedExtended(tf.distribute.StrategyExtended):
             trainable=trainable is not False,
             layer=layer,
         )
-        if any(isinstance(caller, keras.optimizers.Optimizer) for caller in callers):
-            layout = strategy._slot_layout(spec, colocate_with if isinstance(colocate_with, ShardedVariable) else None)
-        else:
-            layout = strategy.plan_variable(spec)
-            support.note_created(strategy)
         options = {key: kwargs[key] for key in ("aggregation", "synchronization") if kwargs.get(key) is not None}
+        optimizer = next((c for c in callers if isinstance(c, keras.optimizers.Optimizer)), None)
+        if optimizer is not None:
+            reference = colocate_with if isinstance(colocate_with, ShardedVariable) else None
+            return strategy.create_slot(host, spec, reference, optimizer, name=name, options=options)
+        support.note_created(strategy)
+        layout = strategy.plan_variable(spec)
         return ShardedVariable(
             host, layout=layout, mesh=strategy.mesh, trainable=spec.trainable, name=name, options=options
         )
@@ -326,34 +427,45 @@ class _ShardedExtended(tf.distribute.StrategyExtended):
         return value
 
     def update(self, var, fn, args=(), kwargs=None, group=True):
-        """Runs `fn(var, *args)` with gradient, slots and parameter in one layout."""
+        """Runs `fn(var, *args)` with gradient, slots and parameter in one layout.
+
+        Where the optimizer's arithmetic is elementwise, a variable in a flat form is updated in it, and a group at
+        once when its members have come (updates.py).
+        """
         del group
-        kwargs = kwargs or {}
         if not isinstance(var, ShardedVariable):
-            return fn(var, *args, **kwargs)
+            return fn(var, *args, **(kwargs or {}))
         callers = _private.scope_callers()
         optimizer = next((c for c in reversed(callers) if isinstance(c, keras.optimizers.Optimizer)), None)
-        with update_scope(flat=optimizers.is_elementwise(optimizer)):
+        if kwargs:
+            fn = functools.partial(fn, **kwargs)
+        if var.storage.form is not None and optimizers.is_elementwise(optimizer):
+            if not var.storage.is_group:
+                return updates.run_alone(var, fn, args, optimizer)
+            if updates.is_open_here():
+                return state().updates.add(var, fn, args, optimizer)
 
-            def convert(arg):
-                same_shape = tf.is_tensor(arg) and not isinstance(arg, (tf.Variable, keras.Variable))
-                if same_shape and arg.shape.rank and arg.shape == var.shape:
-                    return var.to_update(arg)
+        def convert(arg):
+            if not tf.is_tensor(arg) or isinstance(arg, (tf.Variable, keras.Variable)):
                 return arg
-
             # A sparse gradient (IndexedSlices) is one leaf here: to_update makes it dense.
-            return fn(var, *[convert(arg) for arg in args], **{key: convert(arg) for key, arg in kwargs.items()})
+            return var.to_update(arg) if arg.shape.rank and arg.shape == var.shape else arg
+
+        with update_scope():
+            return fn(var, *[convert(arg) for arg in args])
 
     # --- running
 
     def _use_merge_call(self):
-        return False
+        return isinstance(tf.distribute.get_replica_context(), _ReplicaContext)
 
     def _default_device_scope(self):
         return contextlib.nullcontext()
 
     def call_for_each_replica(self, fn, args=(), kwargs=None):
         strategy = self._strategy()
+        if isinstance(tf.distribute.get_replica_context(), _ReplicaContext):
+            return fn(*args, **(kwargs or {}))  # From within merge_call: the step is open.
         with strategy.scope(), _ReplicaContext(strategy), step_scope():
             result = fn(*args, **(kwargs or {}))
             if self._results_stay_sharded:

@@ -228,7 +228,24 @@ def check_ready(model: keras.Model, strategy: Any) -> None:
     check_layers(model)
     check_optimizer(model)
     strategy.plan_model(model)
-    _ready[model] = id(strategy)
+    if _private.is_eager() and model.built:
+        strategy.group(model)
+        _ready[model] = id(strategy)
+
+
+def forget_ready(model: keras.Model) -> None:
+    """The model was compiled anew: `check_ready` looks at it again."""
+    _ready.pop(model, None)
+
+
+def can_group(model: keras.Model) -> bool:
+    """Whether small variables may share buffers under the model's optimizer.
+
+    An optimizer that overwrites weights by their average in a tf.cond does so one by one, and each of them would write
+    its whole group.
+    """
+    chain = _private.optimizer_chain(getattr(model, "optimizer", None))
+    return not any(part.use_ema and part.ema_overwrite_frequency for part in chain)
 
 
 def check_optimizer(model: keras.Model) -> None:
@@ -274,3 +291,5 @@ def adopt_models(strategy: Any) -> None:
     for model in _private.live_models(strategy):
         for adopt in model_adopters:
             adopt(model)
+        if model.built:
+            strategy.group(model)

@@ -53,6 +53,9 @@ class _Distributed:
         _adopt_optimizer(model.optimizer, strategy)
         for metric in _private.compiled_metrics(model):
             strategy.adopt(metric.variables)
+        support.forget_ready(model)
+        if model.built:
+            strategy.group(model)
 
     def make_train_function(self, force=False):
         super().make_train_function(force)  # type: ignore[misc]
@@ -116,15 +119,13 @@ def _adopt_optimizer(optimizer: Any, strategy: ShardedStrategy) -> None:
         references = {}
         for variable in _private.optimizer_references(part):
             references[variable.path.replace("/", "_")] = _private.backend_variable(variable)
-        slot_of: dict[int, ShardedVariable] = {}
+        reference_of: dict[int, ShardedVariable] = {}
         for slot in _private.optimizer_own_variables(part):
             # Keras names a slot after its variable's path: "dense/kernel" has "dense_kernel_momentum".
             names = [name for name in references if slot.name.startswith(name + "_")]
             if names:
-                slot_of[id(slot)] = references[max(names, key=len)]
-        strategy.adopt(_private.optimizer_own_variables(part), slot_of=slot_of, slot=True)
-        if references:
-            _private.rekey_optimizer(part)
+                reference_of[id(slot)] = references[max(names, key=len)]
+        strategy.adopt_slots(part, reference_of)
 
 
 @functools.cache

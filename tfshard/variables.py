@@ -1,175 +1,18 @@
-"""ShardedVariable: rests sharded, is read whole, and is written once at the end of a step.
+"""ShardedVariable: rests sharded, is read whole, and is written once at the end of a step (why: steps.py)."""
 
-# Note: why writes are deferred
-
-DTensor's all-reduce combiner ends in a topological sort by operands only. A resource read has no operand, so
-it can move ahead of the write it should follow: Adam, RMSprop and Adagrad, which write a slot and read it
-again, train silently wrong (tests/test_stale_read.py reproduces it). Turning the combiner off cures it and
-costs a collective for each gradient. Instead, a step is made a pure function of what it reads:
-
-- inside a step a write only records the new value, and a later read sees the recorded value;
-- at the end of the step each written variable is assigned once, in its storage layout.
-
-A write inside a branch of `tf.cond` cannot be recorded for the end of the step, because its value belongs to
-the branch. It is assigned in the branch, where it is the last thing that happens to the variable, and touching
-the variable after the `tf.cond` in the same step is an error rather than a stale read. A write in the body of a
-`tf.while_loop` is an error.
-"""
-
-import contextlib
-import dataclasses
-import threading
+import itertools
+import weakref
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, placement
-from tfshard.errors import LayoutError, StrategyError
+from tfshard import _private, placement, steps
+from tfshard.errors import LayoutError
 from tfshard.layouts import Axes, VariableLayout
-
-
-@dataclasses.dataclass(frozen=True)
-class _Recorded:
-    """A value written in a step: `flat` when it is in the padded form, else of the variable's own shape."""
-
-    tensor: tf.Tensor
-    flat: bool
-
-
-class Step:
-    """One run of a step function under tracing: what it has written so far."""
-
-    def __init__(self, graph: tf.Graph):
-        self.graph = graph
-        self._recorded: dict[Any, dict[int, _Recorded]] = {graph: {}}
-        self._to_flush: dict[int, ShardedVariable] = {}
-        # Graph and variable to the number of operations the graph had when a branch below it wrote the variable.
-        self._written_below: dict[tuple[Any, int], int] = {}
-
-    def find(self, variable: "ShardedVariable") -> _Recorded | None:
-        """The value recorded for `variable` as seen from the graph being built."""
-        for graph in self._graphs():
-            if self._branch_is_closed(graph, variable):
-                raise StrategyError(
-                    f"Variable '{variable.path}' was written inside tf.cond and is used again after it in the same "
-                    "step, where its value is not known. Use it inside the branches, or in the next step. "
-                    "(gradient_accumulation_steps cannot be combined with use_ema or with variable constraints.)"
-                )
-            found = self._recorded.get(graph, {}).get(id(variable))
-            if found is not None:
-                return found
-        return None
-
-    def record(self, variable: "ShardedVariable", value: _Recorded) -> None:
-        """Takes note of a write; the variable itself is written by `flush`, or now inside a branch."""
-        graphs = self._graphs()
-        graph = graphs[0]
-        self.find(variable)  # Raises when a closed branch wrote it.
-        if graph is self.graph:
-            self._recorded[graph][id(variable)] = value
-            self._to_flush[id(variable)] = variable
-            return
-        if any(_private.graph_is_loop(g) for g in graphs[:-1]):
-            raise StrategyError(
-                f"Variable '{variable.path}' is written in the body of a tf.while_loop, which a sharded step cannot "
-                "do. Unroll the loop in Python, or carry the value as a loop variable and assign it after the loop."
-            )
-        if id(variable) in self._to_flush:
-            # Written before the branch's own write, so that the branch has the last word.
-            del self._to_flush[id(variable)]
-            recorded = self._recorded[self.graph][id(variable)]
-            with self.graph.as_default(), tf.control_dependencies(None):
-                variable.write(recorded.tensor, flat=recorded.flat)
-        self._recorded.setdefault(graph, {})[id(variable)] = value
-        for outer in graphs[1:]:
-            self._written_below.setdefault((outer, id(variable)), len(outer.get_operations()))
-        variable.write(value.tensor, flat=value.flat)
-
-    def flush(self) -> None:
-        """Writes each variable once. Last in the step: a read after this would be stale."""
-        for key, variable in self._to_flush.items():
-            recorded = self._recorded[self.graph][key]
-            variable.write(recorded.tensor, flat=recorded.flat)
-        self._to_flush.clear()
-
-    def _graphs(self) -> list:
-        """The graphs from the one being built out to the step's own."""
-        graph = tf.compat.v1.get_default_graph()
-        graphs = [graph]
-        while graph is not None and graph is not self.graph:
-            graph = _private.outer_graph(graph)
-            graphs.append(graph)
-        return graphs
-
-    def _branch_is_closed(self, graph: Any, variable: "ShardedVariable") -> bool:
-        """Whether a branch that wrote `variable` has become an operation of `graph`.
-
-        While its sibling branch is being traced, that operation does not exist and the old value holds.
-        """
-        since = self._written_below.get((graph, id(variable)))
-        if since is None:
-            return False
-        return any(op.type in _BRANCH_OPS for op in graph.get_operations()[since:])
-
-
-_BRANCH_OPS = ("If", "StatelessIf", "Case", "PartitionedCall", "StatefulPartitionedCall")
-
-
-class _State(threading.local):
-    step: Step | None = None
-    running_eagerly: bool = False
-    updating: bool = False
-    flat_updates: bool = False
-
-
-_state = _State()
-
-
-def _reading_scope():
-    """Reads belong to the step's own graph, also those made in a branch: there, they could follow a write that the
-    compiler moved ahead of the branch."""
-    step = _state.step
-    if step is None or tf.compat.v1.get_default_graph() is step.graph:
-        return contextlib.nullcontext()
-    return step.graph.as_default()
-
-
-@contextlib.contextmanager
-def step_scope():
-    """Opens a step: writes are recorded, and carried out when the outermost scope ends. Eager code writes now."""
-    if _state.step is not None:
-        yield
-        return
-    if _private.is_eager():
-        before, _state.running_eagerly = _state.running_eagerly, True
-        try:
-            yield
-        finally:
-            _state.running_eagerly = before
-        return
-    _state.step = Step(tf.compat.v1.get_default_graph())
-    try:
-        yield
-        _state.step.flush()
-    finally:
-        _state.step = None
-
-
-@contextlib.contextmanager
-def update_scope(*, flat: bool):
-    """Opens an optimizer's update: variables are read and written in the layout of their slots.
-
-    Args:
-        flat: Whether the arithmetic is elementwise, so that padded variables may be updated in their flat form.
-    """
-    before = _state.updating, _state.flat_updates
-    _state.updating, _state.flat_updates = True, flat
-    try:
-        yield
-    finally:
-        _state.updating, _state.flat_updates = before
+from tfshard.steps import Recorded
+from tfshard.storage import Storage, StorageLayout
 
 
 def _relayout_both_ways(value: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -191,18 +34,24 @@ def _relayout_both_ways(value: tf.Tensor, *, forward: Axes, backward: Axes, mesh
     return apply(value)
 
 
+_serial = itertools.count()
+
+
 class ShardedVariable(tf.Variable):
     """A `tf.Variable` of which each device holds a piece.
 
     It has the shape of the whole variable. Reading it (`value()`, any operation on it) gives the whole value
     under the compute layout, with one all-gather when it rests sharded over the batch axis. Writing takes whole
-    values of any layout. In eager code both happen at once; inside a step writes are deferred (see the note at the
-    top of this module).
+    values of any layout. In eager code outside of a step both happen at once, on the host; inside a step writes are
+    deferred (see the note at the top of steps.py).
 
     Attributes:
         path: The Keras path, for messages.
         layout: Its `VariableLayout`.
         mesh: The mesh it lives on.
+        storage: The `Storage` it lives in, alone or with others.
+        index: Its place among the members of the storage.
+        slots: Its optimizer slots, by optimizer and number of the slot.
     """
 
     _should_act_as_resource_variable = True
@@ -215,6 +64,8 @@ class ShardedVariable(tf.Variable):
         mesh: dtensor.Mesh,
         trainable: bool,
         name: str | None = None,
+        unique_id: str | None = None,
+        storage: Storage | None = None,
         options: dict[str, Any] | None = None,
     ):
         """Args:
@@ -223,6 +74,8 @@ class ShardedVariable(tf.Variable):
         mesh: The mesh.
         trainable: Whether gradient tapes watch it by themselves.
         name: A name for messages and TensorFlow.
+        unique_id: TensorFlow's name for it, of the variable that it replaces: optimizers know it by that.
+        storage: The storage of its group, when `layout.grouped`; else it gets one of its own.
         options: More arguments of `tf.Variable`: `aggregation`, `synchronization`, `caching_device`, ...
         """
         if tuple(initial_value.shape) != layout.spec.shape:
@@ -230,20 +83,34 @@ class ShardedVariable(tf.Variable):
                 f"The initial value of '{layout.spec.path}' has another shape than its layout was made for. "
                 f"Expected: shape={layout.spec.shape}. Received: shape={tuple(initial_value.shape)}"
             )
-        self.layout = layout
         self.mesh = mesh
         self.path = layout.spec.path
+        self.slots: weakref.WeakValueDictionary[Any, ShardedVariable] = weakref.WeakValueDictionary()
         self._trainable = trainable
-        self._converter = None if layout.flat is None else placement.FlatConverter(layout.flat, mesh)
-        self._rests_flat = layout.rests_flat
-        self._eager_whole: tuple[int, Any] | None = None
-        self._version = 0
-        self._buffer = dtensor.DVariable(
-            lambda: self._pack(initial_value),
-            trainable=trainable and not self._rests_flat,
-            name=name,
-            **(options or {}),
-        )
+        self._own_name = name or self.path
+        self._own_id = unique_id or f"{self._own_name}_{next(_serial)}"
+        self._own_dtype = tf.as_dtype(initial_value.dtype)
+        self._options = options or {}
+        self.layout = layout
+        self.index = layout.member
+        self.storage = storage or self._own_storage(layout)
+        self.storage.fill(self.index, initial_value)
+        if storage is None:
+            _ = self.buffer  # Made now: nothing is waited for.
+
+    def _own_storage(self, layout: VariableLayout) -> Storage:
+        direct = layout.flat is None
+        return Storage(
+            StorageLayout.of(layout), self.mesh, name=self._own_name, trainable=self._trainable and direct,
+            options=self._options,
+        )  # fmt: skip
+
+    def move(self, layout: VariableLayout, storage: Storage | None = None) -> None:
+        """Takes the value to another storage, or to one of its own. Eager only."""
+        value = np.array(self.numpy())
+        self.layout, self.index = layout, layout.member
+        self.storage = storage or self._own_storage(layout)
+        self.storage.fill(self.index, value)
 
     # --- what it is ---------------------------------------------------------------------------------
 
@@ -256,11 +123,11 @@ class ShardedVariable(tf.Variable):
 
     @property
     def dtype(self) -> tf.DType:
-        return self._buffer.dtype
+        return self._own_dtype
 
     @property
     def name(self) -> str:
-        return self._buffer.name
+        return f"{self._own_name}:0"
 
     @property
     def trainable(self) -> bool:
@@ -268,11 +135,11 @@ class ShardedVariable(tf.Variable):
 
     @property
     def synchronization(self):
-        return self._buffer.synchronization
+        return self._options.get("synchronization", tf.VariableSynchronization.AUTO)
 
     @property
     def aggregation(self):
-        return self._buffer.aggregation
+        return self._options.get("aggregation", tf.VariableAggregation.NONE)
 
     @property
     def constraint(self):
@@ -280,27 +147,29 @@ class ShardedVariable(tf.Variable):
 
     @property
     def device(self) -> str:
-        return self._buffer.device
+        return self.buffer.device
 
     @property
     def _unique_id(self) -> str:
-        return self._buffer._unique_id
+        return self._own_id
 
     @property
     def _shared_name(self) -> str:
-        return self._buffer._shared_name
+        return self._own_id
 
     @property
     def buffer(self) -> dtensor.DVariable:
-        """The DTensor variable that holds the pieces, padded where `layout.flat` says so."""
-        return self._buffer
+        """The DTensor variable that holds the pieces; in the flat form where the layout has one."""
+        return self.storage.buffer
 
     @property
     def handle(self):
         """What a gradient tape differentiates with respect to."""
-        if self._recorded() is None and not self._rests_flat:
-            return self._buffer.handle
-        return self._whole()
+        return self.buffer.handle if self._is_direct() else self.storage.whole(self.index)
+
+    def _is_direct(self) -> bool:
+        """Whether a read is one of the buffer itself."""
+        return self.storage.form is None and self.storage.recorded() is None
 
     def __repr__(self) -> str:
         return (
@@ -315,19 +184,23 @@ class ShardedVariable(tf.Variable):
 
         In eager code outside of `strategy.run`, a copy on the host: `model(x)` and callbacks work as on one device.
         """
-        if self._read_from_outside():
+        if steps.is_outside():
             return tf.constant(self.numpy())
-        if _state.updating and self.layout.update_sharded and self.layout.splits:
-            return self._update_value()
-        if self._recorded() is None and not self._rests_flat:
+        if self._is_updated_as_buffer():
+            return self.storage.update_value()
+        if self._is_direct():
             return self._direct_value()
         if self._trainable:
             _private.record_variable_access(self)
         compute = self.layout.compute
-        return _relayout_both_ways(self._whole(), forward=compute, backward=compute, mesh=self.mesh)
+        return _relayout_both_ways(self.storage.whole(self.index), forward=compute, backward=compute, mesh=self.mesh)
 
-    def _read_from_outside(self) -> bool:
-        return _private.is_eager() and not (_state.running_eagerly or _state.updating)
+    def _is_updated_as_buffer(self) -> bool:
+        """Whether an update is running that reads and writes the buffer, in the layout of the slots."""
+        state = steps.state()
+        if not state.updating:
+            return False
+        return self.storage.form is None or (state.flat is not None and self.storage.root is state.flat)
 
     def read_value(self) -> tf.Tensor:
         return self.value()
@@ -339,92 +212,24 @@ class ShardedVariable(tf.Variable):
         backward = layout.compute
         if layout.reduce_scatter and layout.sharded is not None:
             backward = layout.sharded
-        with _reading_scope():
-            stored = self._buffer.value()
+        with steps.reading_scope():
+            stored = self.buffer.value()
             return _relayout_both_ways(stored, forward=layout.compute, backward=backward, mesh=self.mesh)
 
-    def _whole(self) -> tf.Tensor:
-        """The whole value as one tensor that is the same object until the next write.
-
-        The tape differentiates with respect to it (`handle`), so it need not have seen it being made.
-        """
-        recorded = self._recorded()
-        if _private.is_eager():
-            if self._eager_whole is None or self._eager_whole[0] != self._version:
-                self._eager_whole = (self._version, self._make_whole(None))
-            return self._eager_whole[1]
-        cache, graph = self._whole_cache(recorded)
-        key = id(self) if recorded is None else id(recorded)
-        if key not in cache:
-            with graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
-                cache[key] = (self._make_whole(recorded), recorded)
-        return cache[key][0]
-
-    def _whole_cache(self, recorded: _Recorded | None) -> tuple[dict, tf.Graph]:
-        """The cache of the outermost graph in which the value is known, and that graph."""
-        graph = tf.compat.v1.get_default_graph()
-        if recorded is not None:
-            graph = recorded.tensor.graph
-        elif _state.step is not None:
-            graph = _state.step.graph
-        if not hasattr(graph, "_tfshard_whole_values"):
-            graph._tfshard_whole_values = {}
-        return graph._tfshard_whole_values, graph
-
-    def _make_whole(self, recorded: _Recorded | None) -> tf.Tensor:
-        if recorded is None:
-            recorded = _Recorded(self._buffer.value(), flat=self._rests_flat)
-        return self._unflatten(recorded.tensor) if recorded.flat else self._to_compute(recorded.tensor)
-
-    def _update_value(self) -> tf.Tensor:
-        recorded = self._recorded()
-        if recorded is None:
-            with _reading_scope():
-                recorded = _Recorded(self._buffer.value(), flat=self._rests_flat)
-        return self.to_update(recorded.tensor, flat=recorded.flat)
-
-    def to_update(self, tensor: Any, *, flat: bool = False) -> tf.Tensor:
-        """Brings a value or gradient of this variable to the layout in which it is updated.
-
-        Args:
-            tensor: Of the variable's shape, or its flat form when `flat`; a sparse gradient becomes dense.
-            flat: Whether `tensor` is in the flat form.
-        """
-        layout = self.layout
-        if not (layout.update_sharded and layout.splits):
-            return self._to_compute(self._unflatten(tensor) if flat else tensor)
-        if layout.sharded is not None:
-            # A gradient of stages 2 and 3 is scattered already; of stage 1, it is now.
-            bring = placement.relayout if layout.reduce_scatter else placement.scatter
-            return bring(tensor, layout.sharded, self.mesh)
-        if _state.flat_updates:
-            return tensor if flat else self._flatten(tensor)
-        return self._unflatten(tensor) if flat else self._to_compute(tensor)
-
-    def _to_compute(self, tensor: Any) -> tf.Tensor:
-        return placement.relayout(tensor, self.layout.compute, self.mesh)
-
-    def _flatten(self, tensor: Any) -> tf.Tensor:
-        assert self._converter is not None
-        assert self.layout.flat is not None
-        return placement.scatter(self._converter.flatten([tensor]), self.layout.flat.buffer_axes, self.mesh)
-
-    def _unflatten(self, tensor: tf.Tensor) -> tf.Tensor:
-        assert self._converter is not None
-        return self._converter.unflatten(self._converter.rows(tensor), 0)
-
-    def _recorded(self) -> _Recorded | None:
-        return None if _state.step is None else _state.step.find(self)
+    def to_update(self, tensor: Any) -> tf.Tensor:
+        """Brings a gradient to the layout in which the variable is updated by itself; a sparse one becomes dense."""
+        layout = self.storage.layout
+        if layout.form is not None:
+            return placement.relayout(tensor, self.layout.compute, self.mesh)
+        # A gradient of stages 2 and 3 is scattered already; of stage 1, it is now.
+        scattered = self.layout.reduce_scatter or layout.update == layout.whole
+        return (placement.relayout if scattered else placement.scatter)(tensor, layout.update, self.mesh)
 
     def numpy(self) -> np.ndarray:
         """The whole value on the host, put together from the devices' pieces. Eager only."""
         if not _private.is_eager():
             raise NotImplementedError("numpy() is only available when eager execution is enabled.")
-        value = placement.mesh_to_host(self._buffer.value())
-        if self._rests_flat:
-            assert self._converter is not None
-            value = self._converter.host_unflatten(value, 0)
-        return value
+        return self.storage.host_value(self.index)
 
     def __array__(self, dtype=None, copy=None):
         value = self.numpy()
@@ -462,23 +267,33 @@ class ShardedVariable(tf.Variable):
     def assign(self, value, use_locking=False, name=None, read_value=True):
         """Sets the whole value: from the host in eager code, recorded for the end of a step inside one."""
         del use_locking, name, read_value
-        outside = self._read_from_outside() and not placement.is_dtensor(value)
-        if outside or (_private.is_eager() and not placement.is_dtensor(value) and not isinstance(value, tf.Variable)):
-            self._assign_host(value)
-            return self
-        flat = self._in_flat_update()
+        on_mesh = placement.is_dtensor(value) or isinstance(value, ShardedVariable)
+        if steps.is_outside() or (_private.is_eager() and not on_mesh):
+            host = placement.to_host(value).astype(self.dtype.as_numpy_dtype)
+            self._check_shape(host.shape, self.layout.spec.shape)
+            if steps.is_outside():
+                self.storage.fill(self.index, host)
+                return self
+            value = placement.host_to_mesh(host, self.layout.compute, self.mesh)
         value = tf.cast(tf.convert_to_tensor(value), self.dtype)
-        expected = self.layout.flat.buffer_shape if flat and self.layout.flat is not None else self.layout.spec.shape
-        if not value.shape.is_compatible_with(expected):
+        as_buffer = self.storage.form is not None and self._is_updated_as_buffer()
+        self._check_shape(value.shape, self.layout.storage_shape if as_buffer else self.layout.spec.shape)
+        step = steps.current()
+        if step is None:
+            self.storage.write(Recorded(graph=None, base=value if as_buffer else None,
+                                        written={} if as_buffer else {self.index: value}))  # fmt: skip
+        elif as_buffer:
+            step.record_base(self.storage, value)
+        else:
+            step.record_member(self.storage, self.index, value)
+        return self
+
+    def _check_shape(self, shape: Any, expected: tuple[int, ...]) -> None:
+        if not tf.TensorShape(shape).is_compatible_with(expected):
             raise ValueError(
                 f"The shape of the variable and of the value assigned to it must match. Variable '{self.path}': "
-                f"shape={expected}. Received: shape={tuple(value.shape)}"
+                f"shape={expected}. Received: shape={tuple(shape)}"
             )
-        if _state.step is None:
-            self.write(value, flat=flat)
-        else:
-            _state.step.record(self, _Recorded(value, flat))
-        return self
 
     def assign_add(self, delta, use_locking=False, name=None, read_value=True):
         return self.assign(self.value() + self._like_value(delta))
@@ -487,50 +302,13 @@ class ShardedVariable(tf.Variable):
         return self.assign(self.value() - self._like_value(delta))
 
     def _like_value(self, delta: Any) -> tf.Tensor:
-        if self._read_from_outside():
-            return tf.cast(delta, self.dtype)
+        if steps.is_outside():
+            return tf.cast(placement.to_host(delta), self.dtype)
         if _private.is_eager() and not placement.is_dtensor(delta) and not isinstance(delta, tf.Variable):
-            delta = np.broadcast_to(np.asarray(delta, self.dtype.as_numpy_dtype), self.layout.spec.shape)
-            delta = placement.host_to_mesh(delta, self.layout.compute, self.mesh)
-            return self.to_update(delta) if _state.updating else delta
+            # A number, or a tensor of the variable's shape, from the host.
+            host = np.asarray(delta, self.dtype.as_numpy_dtype)
+            return placement.host_to_mesh(host, (None,) * host.ndim, self.mesh)
         return tf.cast(delta, self.dtype)
-
-    def write(self, value: tf.Tensor, *, flat: bool) -> None:
-        """Assigns the buffer now, in the storage layout. For `Step` and eager code only."""
-        if self._rests_flat:
-            value = value if flat else self._flatten(value)
-        elif flat:
-            value = self._unflatten(value)
-        self._version += 1
-        self._eager_whole = None
-        self._buffer.assign(placement.relayout(value, self.layout.storage, self.mesh), read_value=False)
-
-    def _assign_host(self, value: Any) -> None:
-        host = placement.to_host(value).astype(self.dtype.as_numpy_dtype)
-        if self._in_flat_update():
-            assert self.layout.flat is not None
-            host = np.broadcast_to(host, self.layout.flat.buffer_shape)
-            packed = placement.host_to_mesh(host, self.layout.flat.buffer_axes, self.mesh)
-            self.write(packed, flat=True)
-            return
-        if host.shape != self.layout.spec.shape:
-            raise ValueError(
-                f"The shape of the variable and of the value assigned to it must match. Variable '{self.path}': "
-                f"shape={self.layout.spec.shape}. Received: shape={host.shape}"
-            )
-        self._version += 1
-        self._eager_whole = None
-        self._buffer.assign(self._pack(host), read_value=False)
-
-    def _in_flat_update(self) -> bool:
-        layout = self.layout
-        return _state.updating and _state.flat_updates and layout.flat is not None and layout.update_sharded
-
-    def _pack(self, host: np.ndarray) -> tf.Tensor:
-        if self._rests_flat:
-            assert self._converter is not None
-            host = self._converter.host_flatten([host])
-        return placement.host_to_mesh(host, self.layout.storage, self.mesh)
 
     def scatter_add(self, sparse_delta, use_locking=False, name=None):
         return self.assign_add(tf.convert_to_tensor(sparse_delta))

@@ -1,0 +1,229 @@
+"""Steps: what a step function has written so far, to be carried out at its end.
+
+# Note: why writes are deferred
+
+DTensor's all-reduce combiner ends in a topological sort by operands only. A resource read has no operand, so
+it can move ahead of the write it should follow: Adam, RMSprop and Adagrad, which write a slot and read it
+again, train silently wrong (tests/test_stale_read.py reproduces it). Turning the combiner off cures it and
+costs a collective for each gradient. Instead, a step is made a pure function of what it reads:
+
+- inside a step a write only records the new value, and a later read sees the recorded value;
+- at the end of the step each storage that was written is assigned once, in its storage layout.
+
+A write inside a branch of `tf.cond` cannot be recorded for the end of the step, because its value belongs to
+the branch. It is assigned in the branch, where it is the last thing that happens to the storage, and touching
+the variable after the `tf.cond` in the same step is an error rather than a stale read. A write in the body of a
+`tf.while_loop` is an error.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.errors import StrategyError
+
+if TYPE_CHECKING:
+    from tfshard.storage import Storage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Recorded:
+    """What a step has written to a storage.
+
+    Attributes:
+        graph: Where it was written; None in eager code.
+        base: The new value of the buffer, in the buffer's shape; None for what is stored.
+        written: Whole values of members, by index, newer than `base`.
+    """
+
+    graph: Any
+    base: tf.Tensor | None
+    written: Mapping[int, tf.Tensor]
+
+
+class Step:
+    """One run of a step function, traced or eager."""
+
+    def __init__(self, graph: tf.Graph | None):
+        self.graph = graph
+        self._recorded: dict[Any, dict[Storage, Recorded]] = {graph: {}}
+        # Storages in the order in which the step's own graph wrote them first.
+        self._to_flush: dict[Storage, None] = {}
+        # Those written in a branch by the open UpdateBatch, which writes them when it ends.
+        self._postponed: dict[Storage, None] = {}
+        # Graph and storage to the number of operations the graph had when a branch below it wrote the storage.
+        self._written_below: dict[tuple[Any, Storage], int] = {}
+
+    def find(self, storage: "Storage") -> Recorded | None:
+        """What is recorded for `storage` as seen from the graph being built."""
+        for graph in self._graphs():
+            if self._branch_is_closed(graph, storage):
+                raise StrategyError(
+                    f"Variable '{storage.name}' was written inside tf.cond and is used again after it in the same "
+                    "step, where its value is not known. Use it inside the branches, or in the next step. "
+                    "(gradient_accumulation_steps cannot be combined with use_ema or with variable constraints.)"
+                )
+            found = self._recorded.get(graph, {}).get(storage)
+            if found is not None:
+                return found
+        return None
+
+    def record_base(self, storage: "Storage", value: tf.Tensor) -> None:
+        """Takes note of a new value of the whole buffer."""
+        self.record(storage, Recorded(graph=here(), base=value, written={}))
+
+    def record_member(self, storage: "Storage", index: int, value: tf.Tensor) -> None:
+        """Takes note of a new value of one member."""
+        before = self.find(storage)
+        base, written = (None, {}) if before is None else (before.base, before.written)
+        self.record(storage, Recorded(graph=here(), base=base, written={**written, index: value}))
+
+    def record(self, storage: "Storage", recorded: Recorded) -> None:
+        """Takes note of a write; the storage itself is written by `flush`, or now inside a branch."""
+        graphs = self._graphs()
+        graph = graphs[0]
+        self.find(storage)  # Raises when a closed branch wrote it.
+        if graph is self.graph:
+            self._recorded[graph][storage] = recorded
+            self._to_flush[storage] = None
+            return
+        if any(_private.graph_is_loop(g) for g in graphs[:-1]):
+            raise StrategyError(
+                f"Variable '{storage.name}' is written in the body of a tf.while_loop, which a sharded step cannot "
+                "do. Unroll the loop in Python, or carry the value as a loop variable and assign it after the loop."
+            )
+        if storage in self._to_flush:
+            # Written before the branch's own write, so that the branch has the last word.
+            del self._to_flush[storage]
+            with self.graph.as_default(), tf.control_dependencies(None):  # type: ignore[union-attr]
+                storage.write(self._recorded[self.graph][storage])
+        self._recorded.setdefault(graph, {})[storage] = recorded
+        for outer in graphs[1:]:
+            self._written_below.setdefault((outer, storage), len(outer.get_operations()))
+        if _state.updates is not None and _state.updates.graph is graph and storage.is_group:
+            self._postponed[storage] = None
+        else:
+            storage.write(recorded)
+
+    def forget(self, storage: "Storage", before: Recorded | None) -> None:
+        """Takes the last write back: `before` is what `find` gave before it."""
+        graph = self._graphs()[0]
+        if before is not None:
+            self._recorded[graph][storage] = before
+            return
+        del self._recorded[graph][storage]
+        self._to_flush.pop(storage, None)
+        self._postponed.pop(storage, None)
+
+    def write_postponed(self) -> None:
+        """Writes what the open UpdateBatch wrote in a branch. In the branch."""
+        for storage in self._postponed:
+            recorded = self.find(storage)
+            assert recorded is not None
+            storage.write(recorded)
+        self._postponed.clear()
+
+    def flush(self) -> None:
+        """Writes each storage once. Last in the step: a read after this would be stale."""
+        for storage in self._to_flush:
+            storage.write(self._recorded[self.graph][storage])
+        self._to_flush.clear()
+
+    def _graphs(self) -> list:
+        """The graphs from the one being built out to the step's own."""
+        if self.graph is None:
+            return [None]
+        graph = tf.compat.v1.get_default_graph()
+        graphs = [graph]
+        while graph is not None and graph is not self.graph:
+            graph = _private.outer_graph(graph)
+            graphs.append(graph)
+        return graphs
+
+    def _branch_is_closed(self, graph: Any, storage: "Storage") -> bool:
+        """Whether a branch that wrote `storage` has become an operation of `graph`.
+
+        While its sibling branch is being traced, that operation does not exist and the old value holds.
+        """
+        since = self._written_below.get((graph, storage))
+        if since is None:
+            return False
+        return any(op.type in _BRANCH_OPS for op in graph.get_operations()[since:])
+
+
+_BRANCH_OPS = ("If", "StatelessIf", "Case", "PartitionedCall", "StatefulPartitionedCall")
+
+
+class _State(threading.local):
+    step: Step | None = None
+    # An optimizer's update is running; `flat` is the storage that is updated as one tensor, if one is.
+    updating: bool = False
+    flat: "Storage | None" = None
+    # The UpdateBatch that is open (updates.py).
+    updates: Any = None
+
+
+_state = _State()
+
+
+def state() -> _State:
+    """This thread's step and update."""
+    return _state
+
+
+def current() -> Step | None:
+    """The open step."""
+    return _state.step
+
+
+def here() -> Any:
+    """The graph that is being built; None in eager code."""
+    return None if _private.is_eager() else tf.compat.v1.get_default_graph()
+
+
+def is_outside() -> bool:
+    """Whether this is eager code outside of a step and of an update: variables are read and set on the host."""
+    return _private.is_eager() and _state.step is None and not _state.updating
+
+
+def reading_scope():
+    """Reads belong to the step's own graph, also those made in a branch: there, they could follow a write that the
+    compiler moved ahead of the branch."""
+    step = _state.step
+    if step is None or step.graph is None or tf.compat.v1.get_default_graph() is step.graph:
+        return contextlib.nullcontext()
+    return step.graph.as_default()
+
+
+@contextlib.contextmanager
+def step_scope():
+    """Opens a step: writes are recorded, and carried out when the outermost scope ends."""
+    if _state.step is not None:
+        yield
+        return
+    _state.step = Step(None if _private.is_eager() else tf.compat.v1.get_default_graph())
+    try:
+        yield
+        _state.step.flush()
+    finally:
+        _state.step = None
+
+
+@contextlib.contextmanager
+def update_scope(flat: "Storage | None" = None):
+    """Opens an optimizer's update: variables are read and written in the layout of their slots.
+
+    Args:
+        flat: The storage that is updated as one tensor. Its members, and those of its slots, stand for the buffer.
+    """
+    before = _state.updating, _state.flat
+    _state.updating, _state.flat = True, flat
+    try:
+        yield
+    finally:
+        _state.updating, _state.flat = before

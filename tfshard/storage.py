@@ -1,0 +1,269 @@
+"""Storage: one DTensor variable on the mesh, and the variables that live in it."""
+
+import contextlib
+import dataclasses
+import weakref
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private, placement, steps
+from tfshard.errors import StrategyError
+from tfshard.layouts import Axes, FlatForm, VariableLayout
+from tfshard.steps import Recorded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StorageLayout:
+    """How a storage rests, is updated and is read.
+
+    Attributes:
+        form: The flat form of the members; None for one variable in its own shape.
+        rest: The layout between steps.
+        update: The layout in which an optimizer updates it.
+        whole: The layout in which it is read; gathered over the batch axis.
+    """
+
+    form: FlatForm | None
+    rest: Axes
+    update: Axes
+    whole: Axes
+
+    @classmethod
+    def of(cls, layout: VariableLayout) -> "StorageLayout":
+        """The layout of the storage in which a variable of this layout lives."""
+        if layout.flat is None:
+            sharded = layout.sharded if layout.update_sharded and layout.sharded is not None else layout.compute
+            return cls(form=None, rest=layout.storage, update=sharded, whole=layout.compute)
+        form = layout.flat
+        update = form.buffer_axes if layout.update_sharded else form.gathered_axes
+        return cls(form=form, rest=layout.storage, update=update, whole=form.gathered_axes)
+
+
+class Storage:
+    """A buffer on the mesh that holds one variable, or a group of them in a flat form.
+
+    Inside a step its value is what the step has recorded for it; writing is the step's business.
+
+    Attributes:
+        layout: Its `StorageLayout`.
+        mesh: The mesh.
+        root: The storage of the parameters that these slots belong to; itself for parameters.
+        slots: The storages of slots in the same form, by optimizer and number of the slot.
+    """
+
+    def __init__(
+        self,
+        layout: StorageLayout,
+        mesh: dtensor.Mesh,
+        *,
+        name: str,
+        trainable: bool = False,
+        options: dict | None = None,
+    ):
+        self.layout = layout
+        self.mesh = mesh
+        self.name = name
+        self.root = self
+        self.slots: weakref.WeakValueDictionary[Any, Storage] = weakref.WeakValueDictionary()
+        self._converter = None if layout.form is None else placement.FlatConverter(layout.form, mesh)
+        self._trainable = trainable
+        self._options = options or {}
+        self._host: dict[int, np.ndarray] = {}
+        self._buffer: dtensor.DVariable | None = None
+        self._version = 0
+
+    @property
+    def form(self) -> FlatForm | None:
+        return self.layout.form
+
+    @property
+    def is_group(self) -> bool:
+        return self.form is not None and len(self.form.members) > 1
+
+    def slot_storage(self, key: Any, layout: StorageLayout, name: str) -> "Storage":
+        """The storage of the slots `key` of the variables that live here, made when it is first asked for."""
+        storage = self.slots.get(key)
+        if storage is None:
+            storage = Storage(layout, self.mesh, name=name)
+            storage.root = self
+            self.slots[key] = storage
+        return storage
+
+    # --- the buffer on the mesh ------------------------------------------------------------------------
+
+    def fill(self, index: int, value: np.ndarray) -> None:
+        """Sets a member from the host. The buffer is made when it is first used, from what was filled by then."""
+        if self._buffer is None:
+            self._host[index] = value
+            return
+        self._version += 1
+        if self.form is None:
+            self._buffer.assign(placement.host_to_mesh(value, self.layout.rest, self.mesh), read_value=False)
+            return
+        values = self.host_values()
+        values[index] = value
+        self._buffer.assign(self._pack_host(values), read_value=False)
+
+    @property
+    def buffer(self) -> dtensor.DVariable:
+        """The DTensor variable."""
+        if self._buffer is None:
+            with tf.init_scope():
+                self._buffer = dtensor.DVariable(
+                    self._first_value, trainable=self._trainable, name=self.name.replace("/", "_"), **self._options
+                )
+            self._host.clear()
+        return self._buffer
+
+    def _first_value(self) -> tf.Tensor:
+        dtype = next(iter(self._host.values())).dtype
+        if self.form is None:
+            return placement.host_to_mesh(self._host[0], self.layout.rest, self.mesh)
+        members = enumerate(self.form.members)
+        return self._pack_host([self._host.get(i, np.zeros(member.shape, dtype)) for i, member in members])
+
+    def _pack_host(self, values: list[np.ndarray]) -> tf.Tensor:
+        assert self._converter is not None
+        return placement.host_to_mesh(self._converter.host_flatten(values), self.layout.rest, self.mesh)
+
+    def host_values(self) -> list[np.ndarray]:
+        """The members' whole values on the host. Eager only."""
+        stored = placement.mesh_to_host(self.buffer.value())
+        if self.form is None:
+            return [stored]
+        assert self._converter is not None
+        return [self._converter.host_unflatten(stored, i).copy() for i in range(len(self.form.members))]
+
+    def host_value(self, index: int) -> np.ndarray:
+        """One member's whole value on the host. Eager only."""
+        stored = placement.mesh_to_host(self.buffer.value())
+        if self.form is None:
+            return stored
+        assert self._converter is not None
+        return self._converter.host_unflatten(stored, index)
+
+    def write(self, recorded: Recorded) -> None:
+        """Assigns the buffer now, in its layout at rest. For `Step` and eager code."""
+        value = self._value(recorded)
+        self._version += 1
+        if steps.current() is None and not _private.is_eager():
+            self._written_in(tf.compat.v1.get_default_graph()).add(self)
+        self.buffer.assign(placement.relayout(value, self.layout.rest, self.mesh), read_value=False)
+
+    # --- values ------------------------------------------------------------------------------------------
+
+    def recorded(self) -> Recorded | None:
+        """What the open step has written here."""
+        step = steps.current()
+        if step is not None:
+            return step.find(self)
+        if not _private.is_eager() and self in self._written_in(tf.compat.v1.get_default_graph()):
+            raise StrategyError(
+                f"Variable '{self.name}' is read after it was written in a traced function that no "
+                "ShardedStrategy runs, where the read may see the old value. Call the function with strategy.run(...)."
+            )
+        return None
+
+    @staticmethod
+    def _written_in(graph: Any) -> set:
+        """The storages that were written in a graph outside of a step."""
+        if not hasattr(graph, "_tfshard_written"):
+            graph._tfshard_written = set()
+        return graph._tfshard_written
+
+    def update_value(self) -> tf.Tensor:
+        """The buffer in the layout in which it is updated."""
+        recorded = self.recorded()
+        if recorded is None:
+            with steps.reading_scope():
+                value = self.buffer.value()
+        else:
+            value = self._value(recorded)
+        return placement.relayout(value, self.layout.update, self.mesh)
+
+    def _value(self, recorded: Recorded) -> tf.Tensor:
+        """The buffer's value with what was written to members packed into it."""
+        if not recorded.written:
+            assert recorded.base is not None
+            return recorded.base
+        if self.form is None:
+            return recorded.written[0]
+        assert self._converter is not None
+        return self._converter.flatten([self._member(recorded, i) for i in range(len(self.form.members))])
+
+    def pack(self, tensors: list, dtype: tf.DType) -> tf.Tensor:
+        """Whole tensors of the members' shapes (gradients) to one in the layout in which the buffer is updated.
+
+        Zeros take the place of None.
+        """
+        assert self._converter is not None and self.form is not None
+        for i, member in enumerate(self.form.members):
+            if tensors[i] is None:
+                tensors[i] = placement.zeros(member.shape, dtype, member.compute, self.mesh)
+        flat = self._converter.flatten(tensors)
+        if self.layout.update == self.layout.whole:
+            return flat
+        return placement.scatter(flat, self.layout.update, self.mesh)
+
+    def whole(self, index: int) -> tf.Tensor:
+        """A member's whole value, as one tensor that is the same object until the next write.
+
+        The tape differentiates with respect to it (`ShardedVariable.handle`), so it need not have seen it being made.
+        """
+        return self._member(self.recorded(), index)
+
+    def _member(self, recorded: Recorded | None, index: int) -> tf.Tensor:
+        if recorded is not None and index in recorded.written:
+            return recorded.written[index]
+        graph = self._graph_of(recorded)
+        cache = self._cache(graph)
+        # The state's own id would change with every member written; what is not written changes with the base.
+        base = None if recorded is None else recorded.base
+        key = (self, None if base is None else id(base))
+        if (key, index) not in cache:
+            with _building(graph):
+                if self.form is None:
+                    value = placement.relayout(self._base(base), self.layout.whole, self.mesh)
+                else:
+                    assert self._converter is not None
+                    if key not in cache:
+                        cache[key] = (self._converter.rows(self._base(base)), base)
+                    value = self._converter.unflatten(cache[key][0], index)
+                cache[key, index] = (value, base)
+        return cache[key, index][0]
+
+    def _base(self, base: tf.Tensor | None) -> tf.Tensor:
+        return self.buffer.value() if base is None else base
+
+    def _graph_of(self, recorded: Recorded | None) -> Any:
+        """The outermost graph in which the buffer's value is known; None in eager code."""
+        if _private.is_eager():
+            return None
+        if recorded is not None and recorded.base is not None:
+            return recorded.base.graph
+        step = steps.current()
+        return tf.compat.v1.get_default_graph() if step is None else step.graph
+
+    def _cache(self, graph: Any) -> dict:
+        if graph is None:
+            kept = self.__dict__.get("_eager_cache")
+            if kept is None or kept[0] != self._version:
+                kept = self._eager_cache = (self._version, {})
+            return kept[1]
+        if not hasattr(graph, "_tfshard_whole_values"):
+            graph._tfshard_whole_values = {}
+        return graph._tfshard_whole_values
+
+
+@contextlib.contextmanager
+def _building(graph: Any):
+    """Operations made here belong to `graph`, after nothing, and no tape sees them."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_private.stop_recording())
+        if graph is not None:
+            stack.enter_context(graph.as_default())
+            stack.enter_context(tf.control_dependencies(None))
+        yield
