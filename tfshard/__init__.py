@@ -23,12 +23,14 @@ from tfshard.errors import (
     InitializationError,
     LayoutError,
     MeshError,
+    PlanMismatchError,
     ShardingError,
     StrategyError,
     UnsupportedLayerError,
 )
 from tfshard.layout_map import LayoutMap
 from tfshard.mesh import create_mesh
+from tfshard.profiling import StepProfile, assert_matches_plan, profile_step
 from tfshard.report import Report
 from tfshard.runtime import Runtime, initialize
 from tfshard.strategy import ShardedStrategy
@@ -43,6 +45,7 @@ __all__ = [
     "LayoutMap",
     "MeshError",
     "Model",
+    "PlanMismatchError",
     "Report",
     "Runtime",
     "Sequential",
@@ -51,9 +54,12 @@ __all__ = [
     "ShardingError",
     "StrategyError",
     "UnsupportedLayerError",
+    "StepProfile",
     "as_distributed",
+    "assert_matches_plan",
     "create_mesh",
     "initialize",
+    "profile_step",
 ]
 
 del _private

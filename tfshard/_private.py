@@ -4,6 +4,7 @@ An upgrade of TensorFlow or Keras is reviewed against this file: each function s
 name it stands for. The tested versions are pinned below and checked when tfshard is imported.
 """
 
+import dataclasses
 import gc
 import importlib.metadata
 
@@ -47,6 +48,7 @@ from tensorflow.dtensor.python import accelerator_util as _accelerator_util  # n
 from tensorflow.python.eager import context as _context  # noqa: E402
 from tensorflow.python.eager import record as _record  # noqa: E402
 from tensorflow.python.eager import tape as _tape  # noqa: E402
+from tensorflow.tsl.profiler.protobuf import xplane_pb2 as _xplane_pb2  # noqa: E402
 
 __all__ = ["Functional", "current_path", "functional_init_arguments"]
 
@@ -180,6 +182,39 @@ def register_same_name(cls, original) -> None:
     registered = _object_registration.GLOBAL_CUSTOM_NAMES.get(original)
     if registered is not None:
         _object_registration.GLOBAL_CUSTOM_NAMES[cls] = registered
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceEvent:
+    """An event of a profiler trace; times in seconds."""
+
+    name: str
+    lane: int
+    begin: float
+    end: float
+    stats: dict
+
+
+def read_trace(file) -> list:
+    """The events of a profiler's `.xplane.pb`, in time (`tensorflow.tsl.profiler.protobuf.xplane_pb2`)."""
+    space = _xplane_pb2.XSpace.FromString(file.read_bytes())
+    events = []
+    for plane in space.planes:
+        names = {key: value.name for key, value in plane.event_metadata.items()}
+        stat_names = {key: value.name for key, value in plane.stat_metadata.items()}
+        for line in plane.lines:
+            for event in line.events:
+                stats = {}
+                for stat in event.stats:
+                    kind = stat.WhichOneof("value")
+                    value = stat_names[stat.ref_value] if kind == "ref_value" else getattr(stat, kind)
+                    stats[stat_names[stat.metadata_id]] = value
+                begin = 1e-9 * line.timestamp_ns + 1e-12 * event.offset_ps
+                end = begin + 1e-12 * event.duration_ps
+                events.append(
+                    TraceEvent(name=names[event.metadata_id], lane=line.id, begin=begin, end=end, stats=stats)
+                )
+    return sorted(events, key=lambda event: event.begin)
 
 
 def is_eager() -> bool:

@@ -27,3 +27,7 @@ class StrategyError(ShardingError):
 
 class UnsupportedLayerError(ShardingError):
     """A layer with an operation that DTensor cannot expand."""
+
+
+class PlanMismatchError(ShardingError):
+    """A step did not send what its plan predicted."""

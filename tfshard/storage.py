@@ -74,6 +74,7 @@ class Storage:
         self._host: dict[int, np.ndarray] = {}
         self._buffer: dtensor.DVariable | None = None
         self._version = 0
+        self._eager_cache: tuple[int, dict] = (0, {})
 
     @property
     def form(self) -> FlatForm | None:
@@ -249,10 +250,9 @@ class Storage:
 
     def _cache(self, graph: Any) -> dict:
         if graph is None:
-            kept = self.__dict__.get("_eager_cache")
-            if kept is None or kept[0] != self._version:
-                kept = self._eager_cache = (self._version, {})
-            return kept[1]
+            if self._eager_cache[0] != self._version:
+                self._eager_cache = (self._version, {})
+            return self._eager_cache[1]
         if not hasattr(graph, "_tfshard_whole_values"):
             graph._tfshard_whole_values = {}
         return graph._tfshard_whole_values

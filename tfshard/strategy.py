@@ -20,7 +20,6 @@ from tfshard.steps import state, step_scope, update_scope
 from tfshard.storage import Storage, StorageLayout
 from tfshard.variables import ShardedVariable
 
-
 DEFAULT_ANALYZER = ParameterAnalyzer()
 
 
@@ -249,9 +248,12 @@ class ShardedStrategy(tf.distribute.Strategy):
         self, value: Any, spec: VariableSpec, reference: ShardedVariable | None, optimizer: Any, **options: Any
     ) -> ShardedVariable:
         """A variable of an optimizer; as the parameter it belongs to, when it has its shape."""
-        alike = reference is not None and reference.layout.spec.shape == spec.shape
         # Accumulators are reset one by one in a tf.cond, which would write a group's buffer once for each of them.
-        if not alike or (reference.layout.grouped and spec.path.endswith("gradient_accumulator")):
+        if (
+            reference is None
+            or reference.layout.spec.shape != spec.shape
+            or (reference.layout.grouped and spec.path.endswith("gradient_accumulator"))
+        ):
             layout = self.plan_variable(spec, slot=True)
             return ShardedVariable(value, layout=layout, mesh=self.mesh, trainable=False, **options)
         number = sum(owner == id(optimizer) for owner, _ in reference.slots)
