@@ -165,3 +165,17 @@ def test_accumulation_with_ema_is_refused_before_training():
     model.compile(optimizer, "mse", strategy=strategy())
     with pytest.raises(tfshard.StrategyError, match="cannot combine gradient_accumulation_steps with use_ema"):
         model.fit(np.ones((4, 6)), np.ones((4, 10)), verbose=0)
+
+
+def test_an_operation_that_dtensor_refuses_is_named_and_the_process_goes_on():
+    def reverse(t):
+        return tf.reverse(t, [1])
+
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    model = tfshard.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Lambda(reverse)])
+    model.compile("sgd", "mse", strategy=strategy)
+    with pytest.raises(tfshard.UnsupportedOperationError, match=r"operation 'ReverseV2'"):
+        model.train_on_batch(np.ones((8, 4)), np.ones((8, 4)))
+    model = tfshard.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    model.compile("sgd", "mse", strategy=strategy)
+    assert np.isfinite(model.train_on_batch(np.ones((8, 4)), np.ones((8, 4))))

@@ -20,6 +20,7 @@ Where to look:
 
 from tfshard import _private  # First: it checks the versions of TensorFlow and Keras.
 from tfshard.errors import (
+    ConsistencyError,
     InitializationError,
     LayoutError,
     MeshError,
@@ -27,6 +28,7 @@ from tfshard.errors import (
     ShardingError,
     StrategyError,
     UnsupportedLayerError,
+    UnsupportedOperationError,
 )
 from tfshard.layout_map import LayoutMap
 from tfshard.mesh import create_mesh
@@ -40,6 +42,7 @@ from tfshard.variables import ShardedVariable
 __version__ = "0.1.0"
 
 __all__ = [
+    "ConsistencyError",
     "InitializationError",
     "LayoutError",
     "LayoutMap",
@@ -54,6 +57,7 @@ __all__ = [
     "ShardingError",
     "StrategyError",
     "UnsupportedLayerError",
+    "UnsupportedOperationError",
     "StepProfile",
     "as_distributed",
     "assert_matches_plan",

@@ -8,6 +8,9 @@ Each message names the fault, the choices and what was received. They all derive
 class ShardingError(ValueError):
     """Base class of every error that tfshard raises for wrong input."""
 
+    # AutoGraph keeps the type of an error that passes through a tf.function only if it has this constructor.
+    __init__ = Exception.__init__
+
 
 class InitializationError(ShardingError):
     """DTensor cannot be started as asked: too late, or differently from the first time."""
@@ -29,5 +32,13 @@ class UnsupportedLayerError(ShardingError):
     """A layer with an operation that DTensor cannot expand."""
 
 
+class UnsupportedOperationError(ShardingError):
+    """A step has a TensorFlow operation that DTensor cannot expand to the mesh."""
+
+
 class PlanMismatchError(ShardingError):
     """A step did not send what its plan predicted."""
+
+
+class ConsistencyError(ShardingError):
+    """Devices that should hold the same values do not."""

@@ -13,6 +13,7 @@ import rich.table
 from tensorflow.experimental import dtensor
 
 from tfshard import _private, support
+from tfshard.errors import ConsistencyError
 from tfshard.mesh import BATCH_AXIS
 from tfshard.variables import ShardedVariable
 
@@ -173,3 +174,79 @@ def _bytes_per_device(variable: ShardedVariable) -> int:
     begins = [0, *(member.offset for member in form.members[1:]), form.elements]
     cuts = [piece * begin // form.elements for begin in begins]
     return cuts[variable.index + 1] - cuts[variable.index]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyncGroup:
+    """Variables whose gradients are reduced together: a group, or one variable by itself.
+
+    Attributes:
+        members: Their paths.
+        bytes: Of their gradients, whole.
+    """
+
+    members: tuple[str, ...]
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyncStats:
+    """The result of `strategy.sync_stats(model)`: what is synchronized in each step.
+
+    Attributes:
+        variables: How many variables have gradients.
+        bytes: Of all gradients, whole.
+        groups: The groups, and the variables that stand alone.
+    """
+
+    variables: int
+    bytes: int
+    groups: tuple[SyncGroup, ...]
+
+    @classmethod
+    def from_model(cls, model: keras.Model) -> "SyncStats":
+        """Counts the trained variables of a model that is under a strategy."""
+        members: dict[int, list[ShardedVariable]] = {}
+        for variable in model.trainable_variables:
+            current = _private.backend_variable(variable)
+            if isinstance(current, ShardedVariable):
+                members.setdefault(id(current.storage), []).append(current)
+        groups = tuple(
+            SyncGroup(members=tuple(v.path for v in group), bytes=sum(_whole_bytes(v) for v in group))
+            for group in members.values()
+        )
+        return cls(
+            variables=sum(len(group.members) for group in groups),
+            bytes=sum(group.bytes for group in groups),
+            groups=groups,
+        )
+
+
+def _whole_bytes(variable: ShardedVariable) -> int:
+    return math.prod(variable.layout.spec.shape) * variable.dtype.size
+
+
+def check_consistency(model: keras.Model, strategy: Any) -> None:
+    """Raises `ConsistencyError` unless devices that hold the same part of a variable hold the same bits."""
+    rows = [variable for variable, _ in support.owned_variables(model)]
+    for optimizer in _private.optimizer_chain(getattr(model, "optimizer", None)):
+        rows += _private.optimizer_own_variables(optimizer)
+    checked = set()
+    for variable in rows:
+        current = _private.backend_variable(variable)
+        if not isinstance(current, ShardedVariable) or id(current.storage) in checked:
+            continue
+        checked.add(id(current.storage))
+        first: dict[tuple, tuple[str, bytes]] = {}
+        pieces = dtensor.unpack(current.buffer.value())
+        for piece, location in zip(pieces, strategy.mesh.local_device_locations(), strict=True):
+            part = tuple(location[axis] for axis in current.layout.storage if axis is not None)
+            device = piece.device.rpartition("device:")[2]
+            expected = first.setdefault(part, (device, piece.numpy().tobytes()))
+            if piece.numpy().tobytes() != expected[1]:
+                group = f" and the other members of group {current.layout.group}" if current.layout.grouped else ""
+                raise ConsistencyError(
+                    f"Variable '{variable.path}'{group} should be the same on devices {expected[0]} and {device}, "
+                    "and is not. Load a checkpoint, or set the weights again (model.set_weights). "
+                    f"Received: storage layout {current.layout.storage}"
+                )

@@ -15,7 +15,7 @@ from tfshard.errors import LayoutError, MeshError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts import VariableLayout
 from tfshard.mesh import BATCH_AXIS, axis_sizes, create_mesh
-from tfshard.report import Report
+from tfshard.report import Report, SyncStats, check_consistency
 from tfshard.steps import state, step_scope, update_scope
 from tfshard.storage import Storage, StorageLayout
 from tfshard.variables import ShardedVariable
@@ -156,7 +156,8 @@ class ShardedStrategy(tf.distribute.Strategy):
         if _private.is_eager():
             args, kwargs = data.batch_to_mesh((args, kwargs or {}), self.mesh)
             if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-                return self._inside(fn)(*args, **kwargs)
+                with support.translated_errors(f"Step function {fn!r}"):
+                    return self._inside(fn)(*args, **kwargs)
         with self.scope():
             return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
 
@@ -302,6 +303,18 @@ class ShardedStrategy(tf.distribute.Strategy):
     def report(self, model: keras.Model) -> Report:
         """What each device holds: a table of every variable with its layout and bytes, and the totals."""
         return Report.from_model(model, self)
+
+    def sync_stats(self, model: keras.Model) -> SyncStats:
+        """How many variables have gradients, of how many bytes, and which are reduced together."""
+        return SyncStats.from_model(model)
+
+    def check_consistency(self, model: keras.Model) -> None:
+        """Checks that devices which hold the same part of a variable hold the same bits.
+
+        Raises:
+            ConsistencyError: Naming the first variable that differs, and the devices.
+        """
+        check_consistency(model, self)
 
 
 def _options(current: tf.Variable) -> dict[str, Any]:

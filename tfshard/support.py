@@ -1,14 +1,17 @@
 """Checks on Keras models before anything is done to them, and what a model consists of."""
 
+import contextlib
 import dataclasses
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfshard import _private
-from tfshard.errors import StrategyError, UnsupportedLayerError
+from tfshard.errors import StrategyError, UnsupportedLayerError, UnsupportedOperationError
 from tfshard.layout_map import VariableSpec
 from tfshard.variables import ShardedVariable
 
@@ -262,6 +265,28 @@ def check_optimizer(model: keras.Model) -> None:
                 f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, use_ema={optimizer.use_ema}, "
                 f"constrained variables={constrained}"
             )
+
+
+@contextlib.contextmanager
+def translated_errors(step: str):
+    """Names the operation that DTensor could not expand, instead of its compiler's text.
+
+    Args:
+        step: What was being run, for the message.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if "dtensor" not in str(error).lower():
+            raise
+        first = str(error).partition("\n")[0]
+        operation = re.search(r"'tf\.(\w+)' op", str(error))
+        raise UnsupportedOperationError(
+            f"{step} cannot be expanded to the mesh: DTensor refuses TensorFlow operation "
+            f"'{operation.group(1) if operation else '?'}'. Replace it in the layer, loss or metric that makes it (the "
+            "message below begins with the line of code), or do that part in the input pipeline. docs/layers.md lists "
+            f"what works. The process and the model can be used on. Received from DTensor: {first}"
+        ) from error
 
 
 def raise_jit_compile(model: keras.Model) -> None:

@@ -102,9 +102,10 @@ def _on_mesh(model: Any, function: Any, for_whole_batches: Any = None, *, to_hos
         batches = [data.batch_to_mesh(batch, strategy.mesh) for batch in batches]
         if not to_host:
             whole = for_whole_batches is not None and data.is_whole(batches, strategy.mesh)
-            return (for_whole_batches if whole else function)(batches)
+            with support.translated_errors(f"A step of model '{model.name}'"):
+                return (for_whole_batches if whole else function)(batches)
         # Each device keeps its samples: the pieces meet on the host, not on every device.
-        with strategy.extended.results_stay_sharded():
+        with strategy.extended.results_stay_sharded(), support.translated_errors(f"predict of model '{model.name}'"):
             outputs = function(batches)
         return placement.map_tensors(lambda output: tf.constant(placement.to_host(output)), outputs)
 
