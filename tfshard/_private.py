@@ -4,6 +4,8 @@ An upgrade of TensorFlow or Keras is reviewed against this file: each function s
 name it stands for. The tested versions are pinned below and checked when tfshard is imported.
 """
 
+import contextlib
+import functools
 import gc
 import importlib.metadata
 
@@ -91,6 +93,40 @@ def scope_callers() -> list:
     """The objects whose name scopes are open, outermost first (`name_scope.caller`)."""
     stack = _global_state.get_global_attribute("name_scope_stack") or []
     return [entry.caller for entry in stack if entry.caller is not None]
+
+
+# --- Keras: variables without values -------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def abstract_scope(refuse):
+    """A context in which Keras variables get a shape and a dtype, and never a value.
+
+    A `keras.StatelessScope` leaves variables to be initialised when it ends, and keeps them in a global list
+    ("uninitialized_variables") until then. They are taken off that list, so that no later scope allocates them.
+    `refuse(path, shape, dtype=)` takes the place of their initializers (`Variable._initializer`): reading one would
+    otherwise draw new numbers each time.
+    """
+    waiting = list(_global_state.get_global_attribute("uninitialized_variables") or [])
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield
+    finally:
+        known = {id(variable) for variable in waiting}
+        for variable in _global_state.get_global_attribute("uninitialized_variables") or []:
+            if id(variable) not in known:
+                variable._initializer = functools.partial(refuse, variable.path)
+        _global_state.set_global_attribute("uninitialized_variables", waiting)
+
+
+def stand_in(path: str, shape: tuple, dtype: str):
+    """A Keras variable of this path (`Variable._path`) that an optimizer can be built for; no value is made.
+
+    In a graph: TensorFlow allocates nothing there.
+    """
+    variable = keras.Variable("zeros", shape=shape, dtype=dtype, name=path.rpartition("/")[2])
+    variable._path = path
+    return variable
 
 
 # --- Keras: variables, models and optimizers -----------------------------------------------------

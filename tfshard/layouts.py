@@ -39,6 +39,28 @@ class FlatMember:
     offset: int
     elements: int
 
+    @property
+    def end(self) -> int:
+        """The element behind its last one."""
+        return self.offset + self.elements
+
+    @classmethod
+    def after(
+        cls,
+        members: Sequence["FlatMember"],
+        shape: tuple[int, ...],
+        compute: Axes,
+        mesh_shape: Mapping[str, int],
+        itemsize: int,
+    ) -> "FlatMember":
+        """The place of the next variable behind `members`, aligned."""
+        offset = members[-1].end if members else 0
+        elements = math.prod(shape) // math.prod(mesh_shape[axis] for axis in compute if axis is not None)
+        if elements * itemsize >= ALIGNMENT_BYTES:
+            step = max(1, ALIGNMENT_BYTES // itemsize)
+            offset = -(-offset // step) * step
+        return cls(shape=shape, compute=compute, offset=offset, elements=elements)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlatForm:
@@ -66,14 +88,8 @@ class FlatForm:
             itemsize: Bytes of an element.
         """
         members: list[FlatMember] = []
-        offset = 0
         for shape, compute in variables:
-            elements = math.prod(shape) // math.prod(mesh_shape[axis] for axis in compute if axis is not None)
-            if elements * itemsize >= ALIGNMENT_BYTES:
-                step = max(1, ALIGNMENT_BYTES // itemsize)
-                offset = -(-offset // step) * step
-            members.append(FlatMember(shape=shape, compute=compute, offset=offset, elements=elements))
-            offset += elements
+            members.append(FlatMember.after(members, shape, compute, mesh_shape, itemsize))
         form = cls(members=tuple(members), mesh_shape=mesh_shape)
         assert len({frozenset(axis for axis in m.compute if axis) for m in members}) == 1, members
         return form
@@ -91,7 +107,7 @@ class FlatForm:
     @property
     def elements(self) -> int:
         """Elements of one model shard up to the end of the last member."""
-        return self.members[-1].offset + self.members[-1].elements
+        return self.members[-1].end
 
     @property
     def rows(self) -> int:
@@ -151,6 +167,8 @@ class VariableLayout:
         update_sharded: Whether it is updated shard by shard (stages 1 to 3; the slots rest like this).
         reduce_scatter: Whether its gradient is reduce-scattered as soon as it exists (stages 2 and 3).
         grouped: Whether `flat` is shared with other variables, so that it always rests in it.
+        group: The index of its group in the model's plan; None when it stands alone.
+        member: Its index in `flat.members`.
     """
 
     spec: VariableSpec
@@ -161,6 +179,8 @@ class VariableLayout:
     update_sharded: bool
     reduce_scatter: bool
     grouped: bool = False
+    group: int | None = None
+    member: int = 0
 
     @property
     def splits(self) -> bool:
@@ -220,7 +240,7 @@ def plan_variable(
             sharded = tuple(BATCH_AXIS if i == dim else axis for i, axis in enumerate(compute))
         else:
             flat = FlatForm.pack([(spec.shape, compute)], mesh_shape)
-    bytes_ = math.prod(spec.shape) * np.dtype(_numpy_name(spec.dtype)).itemsize
+    bytes_ = math.prod(spec.shape) * itemsize(spec.dtype)
     eligible = slot or spec.trainable or bytes_ >= WHOLE_BELOW_BYTES
     stage = zero_stage if eligible else 0
     return VariableLayout(
@@ -234,8 +254,10 @@ def plan_variable(
     )
 
 
-def _numpy_name(dtype: str) -> str:
-    return "uint16" if dtype == "bfloat16" else "uint8" if dtype.startswith("float8") else dtype
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of a dtype, by its name."""
+    name = "uint16" if dtype == "bfloat16" else "uint8" if dtype.startswith("float8") else dtype
+    return np.dtype(name).itemsize
 
 
 def _batch_dim(shape: tuple[int, ...], compute: Axes, batch: int, preferred: int | None) -> int | None:
