@@ -70,14 +70,18 @@ class Advice:
     candidates: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        table = rich.table.Table(title="Bytes a device at the peak of a step", box=rich.box.SIMPLE_HEAD)
-        table.add_column("mesh")
+        table = rich.table.Table(title="MiB a device at the peak of a step", box=rich.box.SIMPLE_HEAD)
+        table.add_column("mesh", no_wrap=True)
         for column in ("stage", "stored", "gathered", "gradients", "activations", "peak"):
-            table.add_column(column, justify="right")
+            table.add_column(column, justify="right", no_wrap=True)
         table.add_column("", overflow="fold")
         for each in self.candidates:
             numbers = (each.stored_bytes, each.gathered_bytes, each.gradient_bytes, each.activation_bytes)
-            cells = [f"{number:,}" for number in (*numbers, each.peak_bytes)] if each.problem is None else [""] * 5
+            cells = (
+                [f"{number / (1 << 20):,.1f}" for number in (*numbers, each.peak_bytes)]
+                if each.problem is None
+                else [""] * 5
+            )
             verdict = each.problem or ("fits" if each.fits else "too large")
             table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
         out = io.StringIO()

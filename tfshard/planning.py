@@ -441,7 +441,8 @@ class ShardingPlan:
         )
         for column in ("variable", "stored shape", "dtype", "storage layout"):
             table.add_column(column, overflow="fold")
-        table.add_column("bytes/device", justify="right")
+        table.add_column("on one device", justify="right", no_wrap=True)
+        table.add_column("bytes/device", justify="right", no_wrap=True)
         for group in self.groups:
             name = f"group {group.index}: {len(group.members)} variables from {group.members[0].path}"
             _add_row(table, name, group, group.bytes_per_device)
@@ -451,8 +452,8 @@ class ShardingPlan:
         table.add_section()
         labels = ("parameters", "untrained state", "gradients until the update", "optimizer slots", "all")
         for kind, label in zip((*KINDS, None), labels, strict=True):
-            whole = f"one device would hold {self.bytes_on_one_device(kind):,}"
-            table.add_row(f"total {label}", "", "", whole, f"{self.bytes_per_device(kind):,}", style="bold")
+            numbers = f"{self.bytes_on_one_device(kind):,}", f"{self.bytes_per_device(kind):,}"
+            table.add_row(f"total {label}", "", "", "", *numbers, style="bold")
         return table
 
     def _collectives_table(self) -> rich.table.Table:
@@ -540,6 +541,8 @@ def predict_collectives(
 
 def gathered_parameter_bytes(planned: Sequence[VariableLayout], mesh_shape: Mapping[str, int]) -> int:
     """Bytes on one device of everything that rests sharded over the batch axis, gathered."""
+    if mesh_shape.get(BATCH_AXIS, 1) == 1:
+        return 0
     return sum(_gathered_bytes(each, mesh_shape) for each in _units(planned) if each.store_sharded and each.splits)
 
 
@@ -655,4 +658,4 @@ def _check_kind(kind: str) -> None:
 
 def _add_row(table: rich.table.Table, name: str, row: PlannedVariable | PlannedGroup, bytes_: int) -> None:
     layout = str(row.storage_layout).replace("'", "").replace("None", "-")
-    table.add_row(name, str(row.storage_shape), row.dtype, layout, f"{bytes_:,}")
+    table.add_row(name, str(row.storage_shape), row.dtype, layout, f"{row.bytes_whole:,}", f"{bytes_:,}")
