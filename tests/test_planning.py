@@ -54,13 +54,28 @@ def test_an_abstract_model_has_the_variables_of_a_real_one_and_no_values():
 
 def test_reading_calling_and_training_an_abstract_model_are_errors():
     model = tfshard.abstract_model(build)
-    with pytest.raises(tfshard.StrategyError, match="Variable 'conv/kernel' has no value.*Received: a read of"):
+    with pytest.raises(tfshard.StrategyError, match="Variable 'net/conv/kernel' has no value.*Received: a read of"):
         np.array(model.layers[0].kernel)
     with pytest.raises(tfshard.StrategyError, match="has no value"):
         model(np.zeros((1, 12, 12, 3)))
     model.compile("sgd", "mse")
-    with pytest.raises(tfshard.StrategyError, match="has no value"):
+    # Keras wraps the error in one of its own, which keeps the message.
+    with pytest.raises(ValueError, match="has no value"):
         model.fit(np.zeros((2, 12, 12, 3)), np.zeros((2, 10)), verbose=0)
+
+
+def test_training_an_abstract_model_under_a_strategy_is_an_error():
+    model = tfshard.as_distributed(tfshard.abstract_model(build))
+    model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    with pytest.raises(ValueError, match="has no value"):
+        model.train_on_batch(np.zeros((4, 12, 12, 3)), np.zeros((4, 10)))
+
+
+def test_a_plan_is_made_under_an_open_strategy_scope_too():
+    specs = kernels(1) + biases(3)
+    with tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)).scope():
+        plan = tfshard.plan(specs, {"batch": 4}, optimizer="adam")
+    assert plan == tfshard.plan(specs, {"batch": 4}, optimizer="adam")
 
 
 def test_later_scopes_do_not_allocate_an_abstract_model():
@@ -115,6 +130,8 @@ OPTIMIZERS = [
     *("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adamax", "Nadam", "Adadelta", "Lion", "Ftrl"),
     *("Adafactor", "Lamb", "Muon"),
 ]
+# Keras numbers variables without a name of their own, as Nadam's and Adafactor's, through the process.
+SCALARS = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 
 
 def assert_slots_are_those_of(optimizer: keras.optimizers.Optimizer) -> tuple[planning.SlotSpec, ...]:
@@ -123,7 +140,9 @@ def assert_slots_are_those_of(optimizer: keras.optimizers.Optimizer) -> tuple[pl
     assert not optimizer.built
     optimizer.build(model.trainable_variables)
     real = [v for part in _private.optimizer_chain(optimizer) for v in _private.optimizer_own_variables(part)]
-    assert [(s.spec.path, s.spec.shape, s.spec.dtype) for s in slots] == [(v.name, v.shape, v.dtype) for v in real]
+    names = [v.name if v.name.startswith("net_") or v.name in SCALARS else "unnamed" for v in real]
+    assert [(v.shape, v.dtype) for v in real] == [(slot.spec.shape, slot.spec.dtype) for slot in slots]
+    assert all(name in ("unnamed", slot.spec.path) for name, slot in zip(names, slots, strict=True))
     return slots
 
 
@@ -148,7 +167,7 @@ def test_slots_follow_the_options_of_the_optimizer(make):
 def test_a_slot_of_its_parameters_shape_knows_its_parameter():
     slots = assert_slots_are_those_of(keras.optimizers.Adam())
     found = {slot.spec.path: (slot.reference, slot.name) for slot in slots}
-    assert found["conv_kernel_momentum"] == ("conv/kernel", "momentum")
+    assert found["net_conv_kernel_momentum"] == ("net/conv/kernel", "momentum")
     assert found["iteration"] == (None, "iteration")
 
 
@@ -164,12 +183,13 @@ def test_an_unknown_optimizer_is_refused():
     ("stage", "axes"), [(0, {"batch": 4}), (1, {"batch": 4}), (3, {"batch": 4}), (3, {"batch": 2, "model": 2})]
 )
 def test_without_groups_the_plan_is_what_the_devices_hold(stage, axes):
-    layout_map = {"up/kernel": (None, "model"), "up/bias": ("model",)} if "model" in axes else None
+    layout_map = {"net/up/kernel": (None, "model"), "net/up/bias": ("model",)} if "model" in axes else None
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=stage)
     model = tfshard.as_distributed(build())
     plan = tfshard.plan(model, axes, layout_map, stage, analyzer=None, optimizer=keras.optimizers.Adam())
     model.compile("adam", "mse", strategy=strategy)
-    model.optimizer.build(model.trainable_variables)
+    with strategy.scope():
+        model.optimizer.build(model.trainable_variables)
     report = strategy.report(model)
     measured = {row.path: row for row in report.variables if row.kind != "slot"}
     assert report.world_size == 4

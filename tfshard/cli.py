@@ -34,13 +34,13 @@ class Command:
     Attributes:
         run: Gets the parsed flags and the positional arguments; returns the exit code.
         arguments: The names of its positional arguments.
-        options: Its flags. Each command has its own, so that they do not clash with those of a user's module.
+        options: Makes its flags. Each command has its own, so that they do not clash with those of a user's module.
         summary: What it does, in one line.
     """
 
     run: Callable[[flags.FlagValues, list[str]], int]
     arguments: tuple[str, ...] = ()
-    options: flags.FlagValues = dataclasses.field(default_factory=flags.FlagValues)
+    options: Callable[[], flags.FlagValues] = flags.FlagValues
     summary: str
 
 
@@ -186,7 +186,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command(
         run=_plan,
         arguments=("MODULE:FUNCTION",),
-        options=_plan_flags(),
+        options=_plan_flags,
         summary="Print the plan of the Keras model that FUNCTION builds, for a mesh of any size.",
     ),
     "doctor": Command(run=_doctor, summary="Check versions, devices and switches, and train a tiny model sharded."),
@@ -198,9 +198,10 @@ def help_text() -> str:
     lines = ["tfshard: train Keras models sharded over a DTensor mesh.", ""]
     for name, command in COMMANDS.items():
         lines += [" ".join(("tfshard", name, *command.arguments, "[flags]")), f"    {command.summary}"]
+        options = command.options()
         lines += [
             f"    --{flag.name}: {flag.help}" + (f" Default: {flag.default}." if flag.default is not None else "")
-            for flag in (command.options[flag_name] for flag_name in command.options)
+            for flag in (options[flag_name] for flag_name in options)
         ]
     return "\n".join(lines)
 
@@ -214,15 +215,16 @@ def _run(argv: list[str]) -> int:
     if name not in COMMANDS:
         raise UsageError(f"Unknown command. Commands: {tuple(COMMANDS)}. Received: {name}")
     command = COMMANDS[name]
+    options = command.options()
     # Flags may also stand behind the positional arguments.
-    command.options.set_gnu_getopt(True)
-    _, *arguments = command.options([name, *rest])
+    options.set_gnu_getopt(True)
+    _, *arguments = options([name, *rest])
     if len(arguments) != len(command.arguments):
         raise UsageError(
             f"'tfshard {name}' takes {len(command.arguments)} positional arguments {command.arguments}. "
             f"Received: {arguments}"
         )
-    return command.run(command.options, arguments)
+    return command.run(options, arguments)
 
 
 def _main(argv: list[str]) -> None:
