@@ -124,6 +124,25 @@ def test_a_llama_of_13_billion_parameters_is_planned_within_2_gb():
     assert resident < 2e9
 
 
+def test_variables_are_planned_in_the_order_of_the_layers():
+    class Block(keras.layers.Layer):
+        def __init__(self):
+            super().__init__(name="block")
+            self.first, self.second = keras.layers.Dense(4, name="first"), keras.layers.Dense(4, name="second")
+
+        def build(self, input_shape):
+            self.first.build(input_shape)
+            self.second.build(input_shape)
+
+        def call(self, x):
+            return self.second(self.first(x))
+
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, keras.layers.Dense(4, name="head")(Block()(inputs)))
+    (group,) = tfshard.plan(model, {"batch": 2}).groups
+    assert [member.path.split("/")[-2] for member in group.members] == ["first"] * 2 + ["second"] * 2 + ["head"] * 2
+
+
 # --- slots -------------------------------------------------------------------------------------------
 
 OPTIMIZERS = [

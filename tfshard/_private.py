@@ -161,8 +161,17 @@ def make_step_function(model, name: str):
 
 
 def flatten_layers(model) -> list:
-    """A model and every layer below it (`Layer._flatten_layers`)."""
-    return list(model._flatten_layers())
+    """A model and every layer below it, each once, in the order in which they were made (`Layer._layers`).
+
+    Keras's own `Layer._flatten_layers` turns the order of a layer's sublayers around.
+    """
+    found, waiting = {}, [model]
+    while waiting:
+        layer = waiting.pop()
+        if id(layer) not in found:
+            found[id(layer)] = layer
+            waiting += reversed(layer._layers)
+    return list(found.values())
 
 
 def own_variables(layer) -> list:

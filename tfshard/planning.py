@@ -446,9 +446,15 @@ class ShardingPlan:
         for group in self.groups:
             name = f"group {group.index}: {len(group.members)} variables from {group.members[0].path}"
             _add_row(table, name, group, group.bytes_per_device)
+        small: list[PlannedVariable] = []
         for variable in self.variables:
-            if variable.bytes_per_device is not None:
+            if variable.kind == "state" and variable.bytes_whole < layouts.WHOLE_BELOW_BYTES and variable.group is None:
+                small.append(variable)
+            elif variable.bytes_per_device is not None:
                 _add_row(table, variable.path, variable, variable.bytes_per_device)
+        if small:
+            whole, held = sum(v.bytes_whole for v in small), sum(v.bytes_per_device or 0 for v in small)
+            table.add_row(f"{len(small)} small untrained variables", "", "", "", f"{whole:,}", f"{held:,}")
         table.add_section()
         labels = ("parameters", "untrained state", "gradients until the update", "optimizer slots", "all")
         for kind, label in zip((*KINDS, None), labels, strict=True):
