@@ -340,33 +340,49 @@ def test_nothing_is_sent_over_a_batch_axis_of_one():
 
 
 def advise(memory: int, **kwargs) -> tfshard.Advice:
-    """For 32 MiB of parameters: stored 96 MiB with Adam's slots, and 32 MiB of gradients."""
+    """For P = 32 MiB of parameters and Adam."""
     return tfshard.advise(kernels(8), 4, memory * MEBI, **{"batch": 32} | kwargs)
 
 
-@pytest.mark.parametrize(("memory", "stage", "peak"), [(129, 0, 128), (127, 1, 80), (81, 1, 80)])
+# The count of steps and the learning rate, at rest and updated.
+SCALAR_BYTES = 2 * (8 + 4)
+
+
+@pytest.mark.parametrize(("memory", "stage", "peak"), [(225, 0, 224), (223, 1, 136), (135, 2, 112), (111, 3, 88)])
 def test_the_smallest_stage_that_fits_is_recommended(memory, stage, peak):
     advice = advise(memory)
     assert advice.shortfall_bytes == 0
     assert (advice.recommended.mesh_shape, advice.recommended.zero_stage) == ({"batch": 4}, stage)
-    assert advice.recommended.peak_bytes == peak * MEBI + 12
-    # Stage 3: 24 MiB stored, 32 MiB gathered, 32 MiB of gradients.
-    assert [each.peak_bytes // MEBI for each in advice.candidates] == [128, 80, 80, 88]
+    assert advice.recommended.peak_bytes == peak * MEBI + SCALAR_BYTES
+
+
+def test_the_peak_is_the_sum_of_its_parts():
+    parts = [
+        (each.stored_bytes, each.updated_bytes, each.gathered_bytes, each.gradient_bytes)
+        for each in advise(100).candidates
+    ]
+    # In MiB: P=32, a quarter is 8.
+    assert [tuple(part // MEBI for part in each) for each in parts] == [
+        (96, 96, 0, 32),
+        (32 + 16, 8 + 16, 32, 32),
+        (32 + 16, 8 + 16, 32, 8),
+        (8 + 16, 8 + 16, 32, 8),
+    ]
 
 
 def test_when_nothing_fits_the_missing_bytes_are_told():
     advice = advise(60)
     assert advice.recommended is None
-    assert advice.shortfall_bytes == 20 * MEBI + 12
+    assert advice.shortfall_bytes == 28 * MEBI + SCALAR_BYTES
     text = str(advice)
-    assert "Nothing fits. batch=4 at stage 1 comes closest" in text
+    assert "Nothing fits. batch=4 at stage 3 comes closest" in text
     assert "A layout map over the axis 'model' would allow a model axis" in text
 
 
 def test_a_layout_map_allows_a_model_axis():
-    advice = advise(60, layout_map={".*/kernel": (None, "model")})
-    assert (advice.recommended.mesh_shape, advice.recommended.zero_stage) == ({"batch": 2, "model": 2}, 1)
-    assert advice.recommended.peak_bytes == (16 + 16 + 16) * MEBI + 12
+    advice = advise(73, layout_map={".*/kernel": (None, "model")})
+    assert (advice.recommended.mesh_shape, advice.recommended.zero_stage) == ({"batch": 2, "model": 2}, 3)
+    assert advice.recommended.peak_bytes == (24 + 24 + 16 + 8) * MEBI + SCALAR_BYTES
     assert [each.mesh_shape for each in advice.candidates[::4]] == [
         {"batch": 4, "model": 1},
         {"batch": 2, "model": 2},
@@ -375,8 +391,8 @@ def test_a_layout_map_allows_a_model_axis():
 
 
 def test_activations_are_counted_for_the_devices_share_of_the_batch():
-    assert "Activations are not counted" in " ".join(advise(200).reasons)
-    advice = advise(200, activation_bytes=MEBI)
+    assert "Activations are not counted" in " ".join(advise(300).reasons)
+    advice = advise(300, activation_bytes=MEBI)
     assert advice.recommended.activation_bytes == 8 * MEBI
     assert "Activations" not in " ".join(advice.reasons)
 

@@ -26,8 +26,10 @@ class Candidate:
         zero_stage: 0 to 3.
         problem: Why it cannot be used whatever the memory, or None.
         stored_bytes: Parameters, untrained state and slots at rest.
-        gathered_bytes: Parameters gathered for the step: stage 3, from the forward pass to the backward pass.
-        gradient_bytes: Gradients as they come out of the backward pass, before they are scattered.
+        updated_bytes: New values of parameters and slots, shard by shard from stage 1 on, until the step's end.
+        gathered_bytes: What is gathered over the batch axis: at stage 3 parameters for the forward and the backward
+            pass, at stages 1 and 2 their new values.
+        gradient_bytes: Gradients as they wait for the update.
         activation_bytes: Of the device's share of the batch; as given by the user.
         memory_per_device: What a device has.
     """
@@ -36,6 +38,7 @@ class Candidate:
     zero_stage: int
     problem: str | None = None
     stored_bytes: int = 0
+    updated_bytes: int = 0
     gathered_bytes: int = 0
     gradient_bytes: int = 0
     activation_bytes: int = 0
@@ -44,7 +47,9 @@ class Candidate:
     @property
     def peak_bytes(self) -> int:
         """Predicted bytes at the peak of a step."""
-        return self.stored_bytes + self.gathered_bytes + self.gradient_bytes + self.activation_bytes
+        return (
+            self.stored_bytes + self.updated_bytes + self.gathered_bytes + self.gradient_bytes + self.activation_bytes
+        )
 
     @property
     def fits(self) -> bool:
@@ -72,16 +77,13 @@ class Advice:
     def __str__(self) -> str:
         table = rich.table.Table(title="MiB a device at the peak of a step", box=rich.box.SIMPLE_HEAD)
         table.add_column("mesh", no_wrap=True)
-        for column in ("stage", "stored", "gathered", "gradients", "activations", "peak"):
+        for column in ("stage", "stored", "updated", "gathered", "gradients", "activations", "peak"):
             table.add_column(column, justify="right", no_wrap=True)
         table.add_column("", overflow="fold")
         for each in self.candidates:
-            numbers = (each.stored_bytes, each.gathered_bytes, each.gradient_bytes, each.activation_bytes)
-            cells = (
-                [f"{number / (1 << 20):,.1f}" for number in (*numbers, each.peak_bytes)]
-                if each.problem is None
-                else [""] * 5
-            )
+            parts = (each.stored_bytes, each.updated_bytes, each.gathered_bytes, each.gradient_bytes)
+            numbers = (*parts, each.activation_bytes, each.peak_bytes) if each.problem is None else ()
+            cells = [f"{number / (1 << 20):,.1f}" for number in numbers] or [""] * 6
             verdict = each.problem or ("fits" if each.fits else "too large")
             table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
         out = io.StringIO()
@@ -111,12 +113,15 @@ def advise(
     The peak of a step on one device is predicted as the sum of
 
     - parameters, untrained state and slots as they rest (the plan's bytes),
-    - at stage 3 every parameter that rests sharded once more, gathered: DTensor keeps it from forward to backward,
-    - all gradients whole, as they come out of the backward pass before they are scattered,
+    - the new values of parameters and slots: a step writes them at its end,
+    - what is gathered over the batch axis, whole: at stage 3 the parameters, which DTensor keeps from the forward to
+      the backward pass; at stages 1 and 2 their new values,
+    - the gradients as they wait for the update (the plan's bytes): shards at stages 2 and 3,
     - activations: `activation_bytes` for each sample in the device's share of the batch.
 
-    Not counted: activations that are not given, the new values of parameters and slots until the step's end, the
-    buffers of collectives and of the runtime, fragmentation. Leave room for them in `memory_per_device`.
+    Measured against a Dense model with Adam on four devices, the sum was 7% too large to 4% too small:
+    docs/planning.md. Not counted: activations that are not given, the buffers of collectives, what the runtime holds
+    besides, fragmentation. Leave room for them in `memory_per_device`.
 
     Args:
         model: A built `keras.Model`, also one from `tfshard.abstract_model`, or a list of `VariableSpec`.
@@ -142,7 +147,7 @@ def advise(
     >>> specs = [VariableSpec(path=f"dense_{i}/kernel", shape=(1024, 1024)) for i in range(8)]
     >>> advice = tfshard.advise(specs, devices=4, memory_per_device=100 << 20, batch=32)
     >>> advice.recommended.mesh_shape, advice.recommended.zero_stage, advice.recommended.peak_bytes >> 20
-    ({'batch': 4}, 1, 80)
+    ({'batch': 4}, 3, 88)
     """
     numbers = {"devices": devices, "memory_per_device": memory_per_device, "batch": batch}
     for name, number in numbers.items():
@@ -188,8 +193,9 @@ def _measure(
     return dataclasses.replace(
         empty,
         stored_bytes=sum(plan.bytes_per_device(kind) for kind in ("parameter", "state", "slot")),
-        gathered_bytes=planning.gathered_parameter_bytes(planned, mesh_shape) if stage == 3 else 0,
-        gradient_bytes=planning.whole_gradient_bytes(planned, mesh_shape),
+        updated_bytes=plan.bytes_per_device("slot") + planning.updated_bytes(planned, mesh_shape=mesh_shape),
+        gathered_bytes=planning.gathered_bytes(planned, mesh_shape=mesh_shape, zero_stage=stage),
+        gradient_bytes=plan.bytes_per_device("gradient"),
         activation_bytes=activation_bytes,
     )
 

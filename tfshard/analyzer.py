@@ -199,13 +199,14 @@ def plan(
 
     >>> import keras, tfshard
     >>> def build():
-    ...     return keras.Sequential([keras.Input((4096,)), keras.layers.Dense(16384), keras.layers.Dense(4096)])
+    ...     layers = [keras.layers.Dense(16384, name="up"), keras.layers.Dense(4096, name="down")]
+    ...     return keras.Sequential([keras.Input((4096,)), *layers], name="mlp")
     >>> model = tfshard.abstract_model(build)
     >>> plan = tfshard.plan(model, {"batch": 64}, optimizer="adam")
     >>> plan.bytes_on_one_device("parameter") // plan.bytes_per_device("parameter")
     64
     >>> [(c.kind, c.what) for c in plan.collectives if c.kind == "all-gather"]
-    [('all-gather', 'sequential/dense/kernel'), ('all-gather', 'group 0'), ('all-gather', 'sequential/dense_1/kernel')]
+    [('all-gather', 'mlp/up/kernel'), ('all-gather', 'group 0'), ('all-gather', 'mlp/down/kernel')]
     """
     if analyzer is not None and not isinstance(analyzer, ParameterAnalyzer):
         raise StrategyError(

@@ -506,8 +506,7 @@ def predict_collectives(
     units = _units(planned)
     collectives = []
     for layout in units:
-        gathered = layout.store_sharded if zero_stage == 3 else layout.update_sharded and layout.spec.trainable
-        if gathered and layout.splits:
+        if _is_gathered(layout, zero_stage):
             what = "buffer" if layout.flat is not None else "variable"
             collectives.append(
                 found(
@@ -545,17 +544,24 @@ def predict_collectives(
     return tuple(collectives)
 
 
-def gathered_parameter_bytes(planned: Sequence[VariableLayout], mesh_shape: Mapping[str, int]) -> int:
-    """Bytes on one device of everything that rests sharded over the batch axis, gathered."""
+def gathered_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int], zero_stage: int) -> int:
+    """Bytes on one device of all that a step gathers over the batch axis."""
     if mesh_shape.get(BATCH_AXIS, 1) == 1:
         return 0
-    return sum(_gathered_bytes(each, mesh_shape) for each in _units(planned) if each.store_sharded and each.splits)
+    return sum(_gathered_bytes(each, mesh_shape) for each in _units(planned) if _is_gathered(each, zero_stage))
 
 
-def whole_gradient_bytes(planned: Sequence[VariableLayout], mesh_shape: Mapping[str, int]) -> int:
-    """Bytes of all gradients on one device as they come out of the backward pass."""
-    trained = [each for each in _units(planned) if each.spec.trainable]
-    return sum(_gradient_bytes(each, mesh_shape, scattered=False) for each in trained)
+def updated_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int]) -> int:
+    """Bytes on one device of the parameters in the layouts in which they are updated."""
+    updated = [each.slot(each.spec) for each in _units(planned) if each.spec.trainable]
+    return sum(_device_bytes(each.storage_shape, each.storage, mesh_shape, each.spec.dtype) for each in updated)
+
+
+def _is_gathered(layout: VariableLayout, zero_stage: int) -> bool:
+    """Whether a step gathers it: at stage 3 to read it, at stages 1 and 2 after the update."""
+    return layout.splits and (
+        layout.store_sharded if zero_stage == 3 else layout.update_sharded and layout.spec.trainable
+    )
 
 
 def _units(planned: Sequence[VariableLayout]) -> list[VariableLayout]:
