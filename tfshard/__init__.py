@@ -12,13 +12,20 @@ Where to look:
     variables     ShardedVariable: two layouts, deferred writes (why: its note)
     data          batches to the mesh
     support       checks on models before anything is done
+    planning      ShardingPlan: what will be stored and sent; abstract_model
+    analyzer      ParameterAnalyzer: which variables share a buffer; plan
+    presets       analyzers for networks
+    advice        advise: which mesh and stage fit
     strategy      ShardedStrategy: a tf.distribute strategy over the layers above
     report        what every device holds
     trainer       as_distributed, Model, Sequential
+    cli           the command line: tfshard plan, tfshard doctor
     _private      every private TensorFlow and Keras name
 """
 
-from tfshard import _private  # First: it checks the versions of TensorFlow and Keras.
+from tfshard import _private, presets  # _private first: it checks the versions of TensorFlow and Keras.
+from tfshard.advice import Advice, advise
+from tfshard.analyzer import ParameterAnalyzer, plan
 from tfshard.errors import (
     ConsistencyError,
     InitializationError,
@@ -32,6 +39,7 @@ from tfshard.errors import (
 )
 from tfshard.layout_map import LayoutMap
 from tfshard.mesh import create_mesh
+from tfshard.planning import Collective, ShardingPlan, abstract_model
 from tfshard.profiling import StepProfile, assert_matches_plan, profile_step
 from tfshard.report import Report
 from tfshard.runtime import Runtime, initialize
@@ -43,27 +51,35 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConsistencyError",
+    "Advice",
+    "Collective",
     "InitializationError",
     "LayoutError",
     "LayoutMap",
     "MeshError",
     "Model",
     "PlanMismatchError",
+    "ParameterAnalyzer",
     "Report",
     "Runtime",
     "Sequential",
     "ShardedStrategy",
     "ShardedVariable",
     "ShardingError",
+    "ShardingPlan",
     "StrategyError",
     "UnsupportedLayerError",
     "UnsupportedOperationError",
     "StepProfile",
+    "abstract_model",
+    "advise",
     "as_distributed",
     "assert_matches_plan",
     "create_mesh",
     "initialize",
     "profile_step",
+    "plan",
+    "presets",
 ]
 
 del _private

@@ -4,7 +4,9 @@ An upgrade of TensorFlow or Keras is reviewed against this file: each function s
 name it stands for. The tested versions are pinned below and checked when tfshard is imported.
 """
 
+import contextlib
 import dataclasses
+import functools
 import gc
 import importlib.metadata
 
@@ -95,6 +97,40 @@ def scope_callers() -> list:
     return [entry.caller for entry in stack if entry.caller is not None]
 
 
+# --- Keras: variables without values -------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def abstract_scope(refuse):
+    """A context in which Keras variables get a shape and a dtype, and never a value.
+
+    A `keras.StatelessScope` leaves variables to be initialised when it ends, and keeps them in a global list
+    ("uninitialized_variables") until then. They are taken off that list, so that no later scope allocates them.
+    `refuse(path, shape, dtype=)` takes the place of their initializers (`Variable._initializer`): reading one would
+    otherwise draw new numbers each time.
+    """
+    waiting = list(_global_state.get_global_attribute("uninitialized_variables") or [])
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield
+    finally:
+        known = {id(variable) for variable in waiting}
+        for variable in _global_state.get_global_attribute("uninitialized_variables") or []:
+            if id(variable) not in known:
+                variable._initializer = functools.partial(refuse, variable.path)
+        _global_state.set_global_attribute("uninitialized_variables", waiting)
+
+
+def stand_in(path: str, shape: tuple, dtype: str):
+    """A Keras variable of this path (`Variable._path`) that an optimizer can be built for; no value is made.
+
+    In a graph: TensorFlow allocates nothing there.
+    """
+    variable = keras.Variable("zeros", shape=shape, dtype=dtype, name=path.rpartition("/")[2])
+    variable._path = path
+    return variable
+
+
 # --- Keras: variables, models and optimizers -----------------------------------------------------
 
 
@@ -127,8 +163,36 @@ def make_step_function(model, name: str):
 
 
 def flatten_layers(model) -> list:
-    """A model and every layer below it (`Layer._flatten_layers`)."""
-    return list(model._flatten_layers())
+    """A model and every layer below it, each once, in the order in which they were made (`Layer._layers`).
+
+    Keras's own `Layer._flatten_layers` turns the order of a layer's sublayers around.
+    """
+    found, waiting = {}, [model]
+    while waiting:
+        layer = waiting.pop()
+        if id(layer) not in found:
+            found[id(layer)] = layer
+            waiting += reversed(layer._layers)
+    return list(found.values())
+
+
+def layer_inputs(layer) -> list:
+    """The symbolic tensors that a layer of a functional model was called on (`Operation._inbound_nodes`)."""
+    return [tensor for node in layer._inbound_nodes for tensor in node.input_tensors]
+
+
+def has_trained_before(tensor) -> bool:
+    """Whether a symbolic tensor depends on trained weights (`KerasTensor._keras_history`)."""
+    seen, waiting = set(), [tensor]
+    while waiting:
+        history = waiting.pop()._keras_history
+        if id(history.operation) in seen:
+            continue
+        seen.add(id(history.operation))
+        if getattr(history.operation, "trainable_variables", None):
+            return True
+        waiting += layer_inputs(history.operation)
+    return False
 
 
 def own_variables(layer) -> list:

@@ -183,7 +183,7 @@ class LayoutMap(Mapping):
                     f"Received: axes={rule.axes} for pattern '{pattern}'"
                 )
             return pattern, rule.axes + (None,) * (len(spec.shape) - len(rule.axes))
-        dim = _layer_dim(spec, rule.kind, pattern)
+        dim = layer_dim(spec, rule.kind, pattern)
         return pattern, tuple(rule.axes[0] if i == dim else None for i in range(len(spec.shape)))
 
     def _matching_pattern(self, spec: VariableSpec) -> str | None:
@@ -208,8 +208,12 @@ def _describe(rule: Rule) -> str:
     return text + (" (optional)" if rule.optional else "")
 
 
-def _layer_dim(spec: VariableSpec, kind: str, pattern: str) -> int | None:
-    """The dim that a column or row rule shards, None for a variable that stays whole under it."""
+def layer_dim(spec: VariableSpec, kind: str, pattern: str = "") -> int | None:
+    """The dim that a column or row rule shards, None for a variable that stays whole under it.
+
+    Raises:
+        LayoutError: A layer for which no rule is known.
+    """
     name = spec.path.rpartition("/")[2]
     column = kind == "column"
     layer = spec.layer

@@ -39,6 +39,28 @@ class FlatMember:
     offset: int
     elements: int
 
+    @property
+    def end(self) -> int:
+        """The element behind its last one."""
+        return self.offset + self.elements
+
+    @classmethod
+    def after(
+        cls,
+        members: Sequence["FlatMember"],
+        shape: tuple[int, ...],
+        compute: Axes,
+        mesh_shape: Mapping[str, int],
+        itemsize: int,
+    ) -> "FlatMember":
+        """The place of the next variable behind `members`, aligned."""
+        offset = members[-1].end if members else 0
+        elements = math.prod(shape) // math.prod(mesh_shape[axis] for axis in compute if axis is not None)
+        if elements * itemsize >= ALIGNMENT_BYTES:
+            step = max(1, ALIGNMENT_BYTES // itemsize)
+            offset = -(-offset // step) * step
+        return cls(shape=shape, compute=compute, offset=offset, elements=elements)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlatForm:
@@ -66,14 +88,8 @@ class FlatForm:
             itemsize: Bytes of an element.
         """
         members: list[FlatMember] = []
-        offset = 0
         for shape, compute in variables:
-            elements = math.prod(shape) // math.prod(mesh_shape[axis] for axis in compute if axis is not None)
-            if elements * itemsize >= ALIGNMENT_BYTES:
-                step = max(1, ALIGNMENT_BYTES // itemsize)
-                offset = -(-offset // step) * step
-            members.append(FlatMember(shape=shape, compute=compute, offset=offset, elements=elements))
-            offset += elements
+            members.append(FlatMember.after(members, shape, compute, mesh_shape, itemsize))
         form = cls(members=tuple(members), mesh_shape=mesh_shape)
         assert len({frozenset(axis for axis in m.compute if axis) for m in members}) == 1, members
         return form
@@ -91,7 +107,7 @@ class FlatForm:
     @property
     def elements(self) -> int:
         """Elements of one model shard up to the end of the last member."""
-        return self.members[-1].offset + self.members[-1].elements
+        return self.members[-1].end
 
     @property
     def rows(self) -> int:
@@ -165,6 +181,11 @@ class VariableLayout:
     grouped: bool = False
     group: int | None = None
     member: int = 0
+
+    @property
+    def splits(self) -> bool:
+        """Whether there is anything to shard over the batch axis."""
+        return self.sharded is not None or self.flat is not None
 
     @property
     def storage(self) -> Axes:

@@ -100,6 +100,12 @@ def current() -> Runtime | None:
     return _runtime
 
 
+def switches(device_type: str) -> dict[str, str]:
+    """The environment switches of a device type and their values now; `"not set"` before DTensor is started."""
+    names = {**_SWITCHES, **(_GPU_SWITCHES if device_type == "GPU" else {})}
+    return {name: os.environ.get(name, "not set") for name in names}
+
+
 def _check_switches() -> None:
     for name, reason in _FORBIDDEN.items():
         # DTensor takes these two as set whatever their value.

@@ -10,17 +10,16 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private, data, layouts, optimizers, placement, runtime, support, updates
-from tfshard.analyzer import ParameterAnalyzer
+from tfshard.analyzer import DEFAULT, ParameterAnalyzer, plan
 from tfshard.errors import LayoutError, MeshError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts import VariableLayout
 from tfshard.mesh import BATCH_AXIS, axis_sizes, create_mesh
+from tfshard.planning import ShardingPlan
 from tfshard.report import Report, SyncStats, check_consistency
 from tfshard.steps import state, step_scope, update_scope
 from tfshard.storage import Storage, StorageLayout
 from tfshard.variables import ShardedVariable
-
-DEFAULT_ANALYZER = ParameterAnalyzer()
 
 
 class ShardedStrategy(tf.distribute.Strategy):
@@ -61,7 +60,7 @@ class ShardedStrategy(tf.distribute.Strategy):
         mesh: dtensor.Mesh | None = None,
         layout_map: Any = None,
         zero_stage: int = 3,
-        analyzer: ParameterAnalyzer | None = DEFAULT_ANALYZER,
+        analyzer: ParameterAnalyzer | None = DEFAULT,
     ):
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
             raise MeshError(
@@ -277,7 +276,7 @@ class ShardedStrategy(tf.distribute.Strategy):
                 variables.append(current)
         layouts = [self.plan_variable(variable.layout.spec) for variable in variables]
         if self.analyzer is not None and support.can_group(model):
-            layouts = self.analyzer.group(layouts, mesh_shape=self.mesh_shape)
+            layouts = list(self.analyzer.group(layouts, mesh_shape=self.mesh_shape))
         stale = {layout.group for variable, layout in zip(variables, layouts, strict=True) if variable.layout != layout}
         storages: dict[int, Storage] = {}
         for variable, layout in zip(variables, layouts, strict=True):
@@ -303,6 +302,16 @@ class ShardedStrategy(tf.distribute.Strategy):
     def report(self, model: keras.Model) -> Report:
         """What each device holds: a table of every variable with its layout and bytes, and the totals."""
         return Report.from_model(model, self)
+
+    def plan(self, model: keras.Model, optimizer: Any = None) -> ShardingPlan:
+        """What will be stored where, and what each step will send, for a built model. Nothing is changed or run.
+
+        Args:
+            model: A built `keras.Model`, sharded or not.
+            optimizer: An optimizer or its name, for the slots; by default the one the model is compiled with.
+        """
+        analyzer = self.analyzer if support.can_group(model) else None
+        return plan(model, self.mesh, self.layout_map, self.zero_stage, analyzer=analyzer, optimizer=optimizer)
 
     def sync_stats(self, model: keras.Model) -> SyncStats:
         """How many variables have gradients, of how many bytes, and which are reduced together."""

@@ -1,0 +1,114 @@
+"""The command line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tfshard import cli
+
+MODEL = """
+import keras
+from absl import flags
+
+# A user's script may have flags of the same names.
+MESH = flags.DEFINE_string("mesh", "of the script", "")
+LAYOUT = {".*up/kernel": (None, "model")}
+NUMBER = 3
+
+def build():
+    assert MESH.value == "of the script"
+    return keras.Sequential(
+        [keras.Input((1024,)), keras.layers.Dense(1024, name="up"), keras.layers.Dense(1024, name="down")]
+    )
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "keras_models.py"
+    path.write_text(MODEL)
+    return path
+
+
+def command(*arguments, **kwargs) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "tfshard", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, **kwargs)
+
+
+def test_plan_prints_json_for_a_mesh_larger_than_the_machine(script):
+    done = command(
+        *("plan", f"{script}:build", "--mesh=batch:64,model:8", "--zero_stage=2", "--optimizer=adam", "--json"),
+        f"--layout_map={script}:LAYOUT",
+    )
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert (plan["mesh"], plan["zero_stage"]) == ({"batch": 64, "model": 8}, 2)
+    layouts = {variable["path"]: variable["compute_layout"] for variable in plan["variables"]}
+    assert layouts["sequential/up/kernel"] == [None, "model"]
+    assert len(plan["slots"]) == 2 + 2 * 4
+
+
+def test_plan_prints_a_table_for_an_importable_module(script):
+    done = command("plan", "--mesh=batch:4", "keras_models:build", cwd=script.parent)
+    assert done.returncode == 0, done.stderr
+    assert "Plan for 4 devices (batch=4), ZeRO stage 3" in done.stdout
+
+
+def test_doctor_trains_on_two_devices_and_agrees_with_one():
+    done = command("doctor")
+    assert done.returncode == 0, done.stderr
+    for part in ("tensorflow   2.21", "2 x CPU", "switch       DTENSOR_ENABLE_COMBINE", "parity       ok"):
+        assert part in done.stdout
+
+
+def run(*arguments) -> int:
+    """In this process, without absl."""
+    with pytest.raises(SystemExit) as exit_:
+        cli._main(["tfshard", *arguments])
+    return exit_.value.code
+
+
+def test_doctor_fails_when_the_numbers_differ(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "parity", lambda: 0.5)
+    assert run("doctor") == 1
+    assert (
+        "parity       FAILED: weights on 4 devices differ from one device by at most 5.0e-01" in capsys.readouterr().out
+    )
+
+
+def test_help_names_every_command_and_flag(capsys):
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    for part in ("tfshard plan MODULE:FUNCTION", "--mesh", "--zero_stage", "--json", "tfshard doctor"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plam",), "Unknown command. Commands: ('plan', 'doctor'). Received: plam"),
+        (("plan", "--mesh=batch:4"), "takes 1 positional arguments"),
+        (("plan", "SCRIPT:build", "--mash=batch:4"), "Unknown command line flag 'mash'"),
+        (("plan", "SCRIPT:build"), "--mesh must be axes with sizes"),
+        (("plan", "SCRIPT:build", "--mesh=batch:four"), "Received: mesh='batch:four'"),
+        (("plan", "SCRIPT:build", "--mesh=batch:0"), "positive integer"),
+        (("plan", "SCRIPT:build", "--mesh=batch:4", "--zero_stage=4"), "Unknown ZeRO stage"),
+        (("plan", "SCRIPT:build", "--mesh=batch:4", "--zero_stage=x"), "invalid literal"),
+        (("plan", "SCRIPT:build", "--mesh=batch:4", "--optimizer=adamm"), "Received: optimizer='adamm'"),
+        (("plan", "SCRIPT:NUMBER", "--mesh=batch:4"), "must name a function"),
+        (("plan", "SCRIPT:nothing", "--mesh=batch:4"), "has no 'nothing'"),
+        (("plan", "SCRIPT", "--mesh=batch:4"), "Write MODULE:NAME"),
+        (("plan", "nowhere.py:build", "--mesh=batch:4"), "There is no such file. Received: nowhere.py"),
+        (("plan", "no_such_module:build", "--mesh=batch:4"), "Cannot import 'no_such_module'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(script, capsys, arguments, message):
+    plain = script.with_name("plain_models.py")
+    # Without flags, which a process can define once.
+    plain.write_text(MODEL.replace("from absl import flags", "").replace("MESH = ", "# ").replace("assert MESH", "# "))
+    assert run(*(argument.replace("SCRIPT", str(plain)) for argument in arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tfshard: error: ") and error.count("\n") == 1
+    assert message in error

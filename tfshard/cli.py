@@ -1,0 +1,247 @@
+"""The command line: `tfshard plan` and `tfshard doctor`, also as `python -m tfshard`."""
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import platform
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import app, flags
+
+import tfshard
+from tfshard import planning, runtime
+from tfshard.errors import ShardingError
+
+
+class UsageError(ShardingError):
+    """A command line that cannot be understood."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """A subcommand.
+
+    Attributes:
+        run: Gets the parsed flags and the positional arguments; returns the exit code.
+        arguments: The names of its positional arguments.
+        options: Makes its flags. Each command has its own, so that they do not clash with those of a user's module.
+        summary: What it does, in one line.
+    """
+
+    run: Callable[[flags.FlagValues, list[str]], int]
+    arguments: tuple[str, ...] = ()
+    options: Callable[[], flags.FlagValues] = flags.FlagValues
+    summary: str
+
+
+# --- tfshard plan ------------------------------------------------------------------------------------
+
+
+def _plan_flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_string("mesh", None, "The axes of the mesh, such as batch:8,model:4.", flag_values=values)
+    flags.DEFINE_integer("zero_stage", 3, "ZeRO stage: 0, 1, 2 or 3.", flag_values=values)
+    flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer, for its slots.", flag_values=values)
+    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map.", flag_values=values)
+    flags.DEFINE_boolean("json", False, "Print JSON instead of a table.", flag_values=values)
+    return values
+
+
+def _plan(values: flags.FlagValues, arguments: list[str]) -> int:
+    mesh = parse_mesh(values.mesh)
+    build = _load(arguments[0])
+    if not callable(build):
+        raise UsageError(f"MODULE:FUNCTION must name a function. Received: {arguments[0]}")
+    plan = tfshard.plan(
+        planning.abstract_model(build),
+        mesh,
+        layout_map=_load(values.layout_map) if values.layout_map else None,
+        zero_stage=values.zero_stage,
+        optimizer=values.optimizer,
+    )
+    print(plan.to_json(indent=2) if values.json else plan)
+    return 0
+
+
+def parse_mesh(text: str | None) -> dict[str, int]:
+    """`"batch:8,model:4"` to axis name and size.
+
+    >>> parse_mesh("batch:8,model:4")
+    {'batch': 8, 'model': 4}
+    """
+    axes: dict[str, int] = {}
+    for part in (text or "").split(","):
+        name, _, size = part.strip().partition(":")
+        if not name or not size.isdecimal() or name in axes:
+            raise UsageError(f"--mesh must be axes with sizes, such as --mesh=batch:8,model:4. Received: mesh={text!r}")
+        axes[name] = int(size)
+    return axes
+
+
+def _load(target: str) -> Any:
+    """What `MODULE:NAME` names; MODULE is importable, or the path of a .py file."""
+    module_name, colon, name = target.rpartition(":")
+    if not colon or not module_name or not name:
+        raise UsageError(f"Write MODULE:NAME, such as models.py:build or package.models:build. Received: {target}")
+    module = _module(module_name)
+    if not hasattr(module, name):
+        raise UsageError(f"Module '{module_name}' has no '{name}'. Received: {target}")
+    return getattr(module, name)
+
+
+@functools.cache
+def _module(name: str) -> types.ModuleType:
+    if not name.endswith(".py"):
+        sys.path.insert(0, os.getcwd())
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as e:
+            raise UsageError(f"Cannot import '{name}': {e}. Received: {name}") from None
+    path = pathlib.Path(name)
+    if not path.is_file():
+        raise UsageError(f"There is no such file. Received: {name}")
+    # A name of its own: the file may be called like a library.
+    spec = importlib.util.spec_from_file_location(f"_tfshard_cli_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    # Before it runs: its classes may look for their module, and it may import its neighbours.
+    sys.modules[module.__name__] = module
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- tfshard doctor ----------------------------------------------------------------------------------
+
+
+def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
+    del values, arguments
+    print(f"python       {platform.python_version()}")
+    print(f"tfshard      {tfshard.__version__}")
+    for package in ("tensorflow", "keras", "keras-hub", "numpy"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        print(f"{package:12} {version}")
+    started = _start_devices()
+    print(f"devices      {started.num_devices} x {started.device_type}")
+    for name, value in runtime.switches(started.device_type).items():
+        print(f"switch       {name}={value}")
+    difference = parity()
+    same = difference <= PARITY_TOLERANCE
+    on = f"on {started.num_devices} devices"
+    print(f"parity       {'ok' if same else 'FAILED'}: weights {on} differ from one device by at most {difference:.1e}")
+    return 0 if same else 1
+
+
+def _start_devices() -> runtime.Runtime:
+    """All accelerators, or two logical CPU devices."""
+    if runtime.current() is None and not tf.config.list_physical_devices("GPU"):
+        return tfshard.initialize(num_devices=2)
+    return tfshard.initialize()
+
+
+# Float32 sums in another order; the weights are of the size of 1.
+PARITY_TOLERANCE = 1e-4
+
+
+def parity() -> float:
+    """Trains a tiny model on one device and sharded over all of them, at stage 3; the largest difference.
+
+    Returns:
+        The largest absolute difference of a weight after three steps of Adam.
+    """
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(16, 6)).astype("float32"), generator.normal(size=(16, 3)).astype("float32")
+    runs: list[list[np.ndarray]] = []
+    start: list[np.ndarray] | None = None
+    for strategy in (None, tfshard.ShardedStrategy(zero_stage=3)):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)])
+        start = start or model.get_weights()
+        model.set_weights(start)
+        if strategy is None:
+            model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+        else:
+            tfshard.as_distributed(model).compile(keras.optimizers.Adam(0.01), "mse", strategy=strategy)
+        for _ in range(3):
+            model.train_on_batch(x, y)
+        runs.append([np.array(weight) for weight in model.get_weights()])
+    return max(float(np.max(np.abs(ours - theirs))) for ours, theirs in zip(*runs, strict=True))
+
+
+# --- the command line --------------------------------------------------------------------------------
+
+COMMANDS: Mapping[str, Command] = {
+    "plan": Command(
+        run=_plan,
+        arguments=("MODULE:FUNCTION",),
+        options=_plan_flags,
+        summary="Print the plan of the Keras model that FUNCTION builds, for a mesh of any size.",
+    ),
+    "doctor": Command(run=_doctor, summary="Check versions, devices and switches, and train a tiny model sharded."),
+}
+
+
+def help_text() -> str:
+    """What `tfshard --help` prints."""
+    lines = ["tfshard: train Keras models sharded over a DTensor mesh.", ""]
+    for name, command in COMMANDS.items():
+        lines += [" ".join(("tfshard", name, *command.arguments, "[flags]")), f"    {command.summary}"]
+        options = command.options()
+        lines += [
+            f"    --{flag.name}: {flag.help}" + (f" Default: {flag.default}." if flag.default is not None else "")
+            for flag in (options[flag_name] for flag_name in options)
+        ]
+    return "\n".join(lines)
+
+
+def _run(argv: list[str]) -> int:
+    """Runs a command line without the program's name; returns the exit code."""
+    if not argv or {"--help", "-h", "-help", "help"} & set(argv):
+        print(help_text())
+        return 0 if argv else 2
+    name, *rest = argv
+    if name not in COMMANDS:
+        raise UsageError(f"Unknown command. Commands: {tuple(COMMANDS)}. Received: {name}")
+    command = COMMANDS[name]
+    options = command.options()
+    # Flags may also stand behind the positional arguments.
+    options.set_gnu_getopt(True)
+    _, *arguments = options([name, *rest])
+    if len(arguments) != len(command.arguments):
+        raise UsageError(
+            f"'tfshard {name}' takes {len(command.arguments)} positional arguments {command.arguments}. "
+            f"Received: {arguments}"
+        )
+    return command.run(options, arguments)
+
+
+def _main(argv: list[str]) -> None:
+    try:
+        code = _run(argv[1:])
+    except (ShardingError, flags.Error) as e:
+        print(f"tfshard: error: {' '.join(str(e).split())}", file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def _leave_flags(argv: list[str]) -> list[str]:
+    """Gives absl's own flags their defaults; the command's flags are parsed by the command."""
+    flags.FLAGS(argv[:1])
+    return argv
+
+
+def main() -> None:
+    """Runs the command line and exits: 0, 1 when a check failed, 2 for a wrong command line."""
+    app.run(_main, flags_parser=_leave_flags)
