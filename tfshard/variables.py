@@ -1,5 +1,6 @@
 """ShardedVariable: rests sharded, is read whole, and is written once at the end of a step (why: steps.py)."""
 
+import functools
 import itertools
 import weakref
 from typing import Any
@@ -11,6 +12,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private, placement, steps
 from tfshard.errors import LayoutError
 from tfshard.layouts import Axes, VariableLayout
+from tfshard.mesh import BATCH_AXIS, axis_sizes
 from tfshard.steps import Recorded
 from tfshard.storage import Storage, StorageLayout
 
@@ -24,14 +26,45 @@ def _relayout_both_ways(value: tf.Tensor, *, forward: Axes, backward: Axes, mesh
     def gradient(upstream):
         # Pinned to the forward layout first. The backward one alone would travel up into the operations that compute
         # the gradient, and many cannot be expanded with it: convolutions, attention, batch normalization, concat.
-        upstream = placement.relayout(upstream, forward, mesh)
-        return upstream if backward == forward else placement.scatter(upstream, backward, mesh)
+        if backward == forward:
+            return placement.relayout(upstream, forward, mesh)
+        return _scatter_gradient(upstream, forward=forward, backward=backward, mesh=mesh)
 
     @tf.custom_gradient
     def apply(x):
         return placement.relayout(x, forward, mesh), gradient
 
     return apply(value)
+
+
+def _scatter_gradient(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """A whole gradient to shards, with what comes after its all-reduce done on the shards.
+
+    DTensor fuses the all-reduce of a gradient with the scatter that follows it directly; others are merged with all
+    other all-reduces. EinsumDense multiplies matrices and reshapes, mixed precision casts. Blocks of the first dim stay
+    blocks when a tensor is reshaped, so those steps can come after the scatter.
+    """
+    redo: list = []
+    devices = axis_sizes(mesh)[BATCH_AXIS]
+    movable = not _private.is_eager() and backward[0] == BATCH_AXIS and not any(forward)
+    while movable and isinstance(gradient, tf.Tensor) and gradient.op.type in ("Reshape", "Cast", "Relayout"):
+        source, shape = gradient.op.inputs[0], gradient.shape
+        if not source.shape.rank or source.shape[0] is None or source.shape[0] % devices:
+            break
+        if gradient.op.type == "Cast":
+            redo.append(functools.partial(tf.cast, dtype=gradient.dtype))
+        elif gradient.op.type == "Reshape":
+            redo.append(functools.partial(tf.reshape, shape=shape))
+        gradient = source
+    if not redo:
+        return placement.scatter(placement.relayout(gradient, forward, mesh), backward, mesh)
+    rank = gradient.shape.rank
+    scattered = placement.relayout(gradient, (None,) * rank, mesh)
+    scattered = placement.scatter(scattered, (BATCH_AXIS, *(None,) * (rank - 1)), mesh)
+    for step in reversed(redo):
+        scattered = step(scattered)
+        scattered = placement.relayout(scattered, (BATCH_AXIS, *(None,) * (scattered.shape.rank - 1)), mesh)
+    return scattered
 
 
 _serial = itertools.count()
@@ -221,9 +254,10 @@ class ShardedVariable(tf.Variable):
         layout = self.storage.layout
         if layout.form is not None:
             return placement.relayout(tensor, self.layout.compute, self.mesh)
-        # A gradient of stages 2 and 3 is scattered already; of stage 1, it is now.
-        scattered = self.layout.reduce_scatter or layout.update == layout.whole
-        return (placement.relayout if scattered else placement.scatter)(tensor, layout.update, self.mesh)
+        if self.layout.reduce_scatter or layout.update == layout.whole:
+            return placement.relayout(tensor, layout.update, self.mesh)
+        # Stage 1: a gradient of stages 2 and 3 is scattered already.
+        return _scatter_gradient(tensor, forward=layout.whole, backward=layout.update, mesh=self.mesh)
 
     def numpy(self) -> np.ndarray:
         """The whole value on the host, put together from the devices' pieces. Eager only."""
