@@ -178,7 +178,12 @@ def flatten_layers(model) -> list:
 
 def layer_inputs(layer) -> list:
     """The symbolic tensors that a layer of a functional model was called on (`Operation._inbound_nodes`)."""
-    return [tensor for node in layer._inbound_nodes for tensor in node.input_tensors]
+    return [tensor for node in layer_uses(layer) for tensor in node.input_tensors]
+
+
+def layer_uses(layer) -> list:
+    """The calls of a layer on symbolic tensors; none in a subclassed model (`Operation._inbound_nodes`)."""
+    return list(getattr(layer, "_inbound_nodes", []))
 
 
 def has_trained_before(tensor) -> bool:

@@ -505,7 +505,7 @@ def predict_collectives(
     activations = predict_activations(planned)
     if mesh_shape.get(BATCH_AXIS, 1) == 1:
         return activations
-    found = functools.partial(Collective, axis=BATCH_AXIS, count=1)
+    found = functools.partial(Collective, axis=BATCH_AXIS)
     units = _units(planned)
     collectives = []
     for layout in units:
@@ -515,36 +515,55 @@ def predict_collectives(
                 found(
                     kind="all-gather",
                     what=_unit_name(layout),
+                    count=1,
                     bytes=_gathered_bytes(layout, mesh_shape),
                     formula=f"bytes({what}) over batch, {'forward' if zero_stage == 3 else 'after the update'}",
                 )
             )
     merged: dict[str, list[int]] = {"float32": []}
-    for layout in units:
+    for layout in planned:
         if not layout.spec.trainable:
             continue
-        if layout.update_sharded and layout.sharded is not None:
+        bytes_ = _device_bytes(layout.spec.shape, layout.compute, mesh_shape, layout.spec.dtype)
+        scattered, together = _contributions(layout)
+        if scattered:
             collectives.append(
                 found(
                     kind="reduce-scatter",
                     what=layout.spec.path,
-                    bytes=_gathered_bytes(layout, mesh_shape),
-                    formula="bytes(gradient) over batch",
+                    count=scattered,
+                    bytes=bytes_,
+                    formula="bytes(gradient) over batch, for each use of the layer",
                 )
             )
-        else:
-            merged.setdefault(layout.spec.dtype, []).append(_gradient_bytes(layout, mesh_shape, scattered=False))
-    for dtype, bytes_ in merged.items():
+        merged.setdefault(layout.spec.dtype, []).append(together * bytes_)
+    for dtype, parts in merged.items():
         scalars = ", with loss and metrics" if dtype == "float32" else ""
         collectives.append(
             found(
                 kind="all-reduce",
                 what=f"{dtype} gradients",
-                bytes=sum(bytes_),
+                count=1,
+                bytes=sum(parts),
                 formula=f"bytes(all other {dtype} gradients) over batch{scalars}",
             )
         )
     return (*collectives, *activations)
+
+
+def _contributions(layout: VariableLayout) -> tuple[int, int]:
+    """How many parts of a variable's gradient are reduce-scattered, and how many join the merged all-reduce.
+
+    Each use of a layer in a functional model adds a part, which DTensor reduces by itself. The part of an embedding
+    lookup is summed by rows first, so with tied embeddings one of two is fused with its scatter. At stage 1 the parts
+    are added up before the scatter, so that more than one are not fused.
+    """
+    uses = max(1, len(_private.layer_uses(layout.spec.layer)))
+    if not layout.update_sharded or layout.sharded is None or (uses > 1 and not layout.reduce_scatter):
+        return 0, uses
+    if uses > 1 and isinstance(layout.spec.layer, keras.layers.Embedding):
+        return 1, uses - 1
+    return uses, 0
 
 
 def predict_activations(planned: Sequence[VariableLayout]) -> tuple[Collective, ...]:
