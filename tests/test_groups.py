@@ -280,3 +280,28 @@ def test_a_deep_model_sends_one_gather_and_one_reduction(stage):
     assert len(model.trainable_variables) == 26
     assert profile.count("all-reduce") == 1
     assert profile.count("all-gather") == (1 if stage else 0)
+
+
+def test_frozen_variables_of_a_megabyte_in_all_share_a_sharded_buffer():
+    def frozen():
+        inputs = keras.Input((13,))
+        x = keras.layers.Dense(160, trainable=False)(inputs)
+        for _ in range(11):
+            x = keras.layers.Dense(160, activation="tanh", trainable=False)(x)
+        return keras.Model(inputs, keras.layers.Dense(3)(x))
+
+    run = parity.train(frozen, BATCHES, optimizer=adam, loss="mse", strategy=strategy())
+    assert sum(np.prod(v.shape) * 4 for v in run.model.non_trainable_variables if "dense" in v.path) > 1 << 20
+    weights = [v for layer in run.model.layers for v in layer.non_trainable_variables]
+    assert len(storages(weights)) == 1
+    assert weights[0].value.layout.storage == ("batch", None)
+    parity.assert_same(run, parity.train(frozen, BATCHES, optimizer=adam, loss="mse"), rtol=0, atol=2e-5)
+
+
+def test_a_batch_axis_of_one_device_groups_as_well():
+    layout_map = tfshard.LayoutMap()
+    layout_map.column("second")
+    chosen = tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, model=4), layout_map)
+    run = parity.train(build, BATCHES, optimizer=adam, loss="mse", strategy=chosen)
+    assert all(v.value.layout.grouped for v in run.model.trainable_variables)
+    parity.assert_same(run, parity.train(build, BATCHES, optimizer=adam, loss="mse"), rtol=0, atol=2e-5)

@@ -7,32 +7,15 @@ Each measurement is a process of its own.
 """
 
 import json
-import platform
-import subprocess
-import sys
 
+import common
 from absl import app, flags
 
 _MODELS = flags.DEFINE_list("models", ["gpt2_narrow", "gpt2_small", "bert", "resnet"], "Which models.")
 _STAGE = flags.DEFINE_integer("zero_stage", 3, "ZeRO stage.")
 _WAY = flags.DEFINE_string("way", None, "Measure this model:grouped or model:alone here, and print JSON.")
 
-DEVICES = 4
 BATCH = 8
-
-
-def _gpt2(layers: int, width: int, heads: int, vocabulary: int):
-    import keras
-    import keras_hub
-    import numpy as np
-
-    backbone = keras_hub.models.GPT2Backbone(
-        vocabulary_size=vocabulary, num_layers=layers, num_heads=heads, hidden_dim=width, intermediate_dim=4 * width,
-        max_sequence_length=64, dropout=0.0,
-    )  # fmt: skip
-    model = keras.Model(backbone.input, backbone.token_embedding(backbone.output, reverse=True))
-    tokens = np.random.RandomState(0).randint(0, vocabulary, (BATCH, 64))
-    return model, ({"token_ids": tokens, "padding_mask": np.ones_like(tokens)}, tokens)
 
 
 def _bert():
@@ -75,8 +58,8 @@ def _resnet():
 
 
 BUILDERS = {
-    "gpt2_narrow": lambda: _gpt2(layers=12, width=128, heads=4, vocabulary=1500),
-    "gpt2_small": lambda: _gpt2(layers=12, width=768, heads=12, vocabulary=50257),
+    "gpt2_narrow": lambda: common.gpt2(layers=12, width=128, heads=4, vocabulary=1500, sequence=64, samples=BATCH),
+    "gpt2_small": lambda: common.gpt2(layers=12, width=768, heads=12, vocabulary=50257, sequence=64, samples=BATCH),
     "bert": _bert,
     "resnet": _resnet,
 }
@@ -85,14 +68,10 @@ BUILDERS = {
 def measure(name: str, grouped: bool) -> dict:
     """Counts the collectives of one step in this process."""
     import keras
-    import tensorflow as tf
 
     import tfshard
 
-    tfshard.initialize(num_devices=DEVICES, device_type="CPU")
-    analyzer = {} if grouped else {"analyzer": None}
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=DEVICES), zero_stage=_STAGE.value, **analyzer)
-    with strategy.scope():
+    with common.scope(f"stage {_STAGE.value}", **({} if grouped else {"analyzer": None})) as strategy:
         model, batch = BUILDERS[name]()
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     profile = tfshard.profile_step(model, batch)
@@ -105,7 +84,7 @@ def measure(name: str, grouped: bool) -> dict:
         "reductions": profile.count("all-reduce"),
         "statistics": statistics,
         "planned": plan.collective_count(),
-        "versions": f"Python {platform.python_version()}, TensorFlow {tf.__version__}, Keras {keras.__version__}",
+        "origin": common.origin(),
     }
 
 
@@ -117,19 +96,15 @@ def main(argv):
         return
     print(f"{'':<22} {'variables':>9} {'alone':>6} {'gathers':>8} {'reductions':>11} {'all':>5} {'planned':>8} "
           f"{'batch norm':>11}")  # fmt: skip
-    versions = ""
     for name in _MODELS.value:
         for way in ("alone", "grouped"):
-            command = [sys.executable, __file__, f"--way={name}:{way}", f"--zero_stage={_STAGE.value}"]
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            r = json.loads(output.splitlines()[-1])
-            versions = r["versions"]
+            r = common.run_child(f"--way={name}:{way}")
             print(
                 f"{name + ' ' + way:<22} {r['variables']:>9} {r['alone']:>6} {r['gathers']:>8} {r['reductions']:>11} "
                 f"{r['gathers'] + r['reductions']:>5} {r['planned']:>8} {r['statistics']:>11}",
                 flush=True,
             )
-    print(f"Stage {_STAGE.value}, batch={DEVICES}, {versions}, {platform.machine()}, logical CPU devices")
+    print(f"Stage {_STAGE.value}, {r['origin']}")
 
 
 if __name__ == "__main__":

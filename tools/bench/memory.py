@@ -6,11 +6,8 @@ Each strategy runs in a process of its own; the unit is one float32 copy of the 
 """
 
 import json
-import platform
-import resource
-import subprocess
-import sys
 
+import common
 from absl import app, flags
 
 _LAYERS = flags.DEFINE_integer("layers", 32, "Dense layers of the MLP.")
@@ -19,32 +16,15 @@ _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Samples of a step.")
 _STEPS = flags.DEFINE_integer("steps", 8, "Steps.")
 _STRATEGY = flags.DEFINE_enum("strategy", None, ["sharded", "mirrored"], "Measure this one here, and print JSON.")
 
-DEVICES = 4
-BYTES_PER_KILOBYTE = 1024
-
-
-def resident_bytes() -> int:
-    """The highest resident memory of this process so far (Linux counts in KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * BYTES_PER_KILOBYTE
-
 
 def measure(name: str) -> dict:
     """Trains under one strategy in this process."""
     import keras
     import numpy as np
-    import tensorflow as tf
 
-    if name == "sharded":
-        import tfshard
-
-        tfshard.initialize(num_devices=DEVICES, device_type="CPU")
-        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=DEVICES), zero_stage=3)
-    else:
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * DEVICES)
-        strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(DEVICES)])
-    before = resident_bytes()
-    with strategy.scope():
+    strategy_scope = common.scope("stage 3" if name == "sharded" else name)
+    before = common.resident_bytes()
+    with strategy_scope:
         hidden = [keras.layers.Dense(_WIDTH.value, activation="relu") for _ in range(_LAYERS.value)]
         model = keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(10)])
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -54,9 +34,9 @@ def measure(name: str) -> dict:
     model.fit(x, y, batch_size=_BATCH_SIZE.value, verbose=0)
     return {
         "parameters": model.count_params(),
-        "resident": resident_bytes(),
+        "resident": common.resident_bytes(),
         "resident_before": before,
-        "versions": f"Python {platform.python_version()}, TensorFlow {tf.__version__}, Keras {keras.__version__}",
+        "origin": common.origin(),
     }
 
 
@@ -67,11 +47,9 @@ def main(argv):
         return
     results = {}
     for name in ("sharded", "mirrored"):
-        command = [sys.executable, __file__, *sys.argv[1:], f"--strategy={name}"]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        results[name] = json.loads(output.splitlines()[-1])
+        results[name] = common.run_child(f"--strategy={name}")
     unit = 4 * results["sharded"]["parameters"]
-    print(f"{results['sharded']['versions']}, {platform.machine()}, {DEVICES} logical CPU devices")
+    print(results["sharded"]["origin"])
     print(f"{results['sharded']['parameters']:,} parameters, Adam, batch {_BATCH_SIZE.value}")
     for name, result in results.items():
         added = (result["resident"] - result["resident_before"]) / unit

@@ -1,0 +1,87 @@
+"""What the benchmarks share: models, child processes, and the line that says where numbers come from."""
+
+import contextlib
+import json
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+DEVICES = 4
+EPOCHS = 6  # Timed, after one more; a step's time is the median epoch's, divided by its steps.
+BYTES_PER_KIBIBYTE = 1024
+
+
+def run_child(*arguments: str) -> dict:
+    """Runs this script once more with more flags, and reads the JSON of its last line."""
+    command = [sys.executable, *sys.argv, *arguments]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def origin() -> str:
+    """Versions and machine."""
+    import keras
+    import tensorflow as tf
+
+    versions = f"Python {platform.python_version()}, TensorFlow {tf.__version__}, Keras {keras.__version__}"
+    return f"{versions}, {platform.machine()}, {DEVICES} logical CPU devices"
+
+
+def resident_bytes(what: str = "VmHWM") -> int:
+    """Resident memory of this process so far (`"VmHWM"`: the highest; `"VmRSS"`: now). Linux only."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(what)) * BYTES_PER_KIBIBYTE
+
+
+def scope(way: str, **options):
+    """`"one device"`, `"mirrored"` or `"stage 3"`: what a model is built and compiled under."""
+    import tensorflow as tf
+
+    if way.startswith("stage"):
+        import tfshard
+
+        tfshard.initialize(num_devices=DEVICES, device_type="CPU")
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=DEVICES), zero_stage=int(way[6]), **options)
+        return strategy.scope()
+    if way == "mirrored":
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * DEVICES)
+        return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(DEVICES)]).scope()
+    return contextlib.nullcontext()
+
+
+def gpt2(*, layers: int, width: int, heads: int, vocabulary: int, sequence: int, samples: int):
+    """A KerasHub GPT-2 with a head of tied embeddings, and `samples` random samples for it: (model, (x, y))."""
+    import keras
+    import keras_hub
+    import numpy as np
+
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=vocabulary, num_layers=layers, num_heads=heads, hidden_dim=width, intermediate_dim=4 * width,
+        max_sequence_length=sequence, dropout=0.0,
+    )  # fmt: skip
+    model = keras.Model(backbone.input, backbone.token_embedding(backbone.output, reverse=True))
+    tokens = np.random.RandomState(0).randint(0, vocabulary, (samples, sequence))
+    return model, ({"token_ids": tokens, "padding_mask": np.ones_like(tokens)}, tokens)
+
+
+def fit_times(model, data, *, batch_size: int, steps: int) -> dict:
+    """Seconds to the end of the first step, and of a later step."""
+    import keras
+
+    epochs, batches = [], []
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            batches.append(time.perf_counter())
+
+        def on_epoch_end(self, epoch, logs=None):
+            epochs.append(time.perf_counter())
+
+    start = time.perf_counter()
+    model.fit(*data, batch_size=batch_size, epochs=1 + EPOCHS, verbose=0, callbacks=[Clock()])
+    times = [(after - before) / steps for before, after in zip(epochs, epochs[1:], strict=False)]
+    return {"first": batches[0] - start, "step": statistics.median(times)}
