@@ -1,5 +1,7 @@
 """Groups: small variables share a buffer, and nothing about them changes."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -305,3 +307,27 @@ def test_a_batch_axis_of_one_device_groups_as_well():
     run = parity.train(build, BATCHES, optimizer=adam, loss="mse", strategy=chosen)
     assert all(v.value.layout.grouped for v in run.model.trainable_variables)
     parity.assert_same(run, parity.train(build, BATCHES, optimizer=adam, loss="mse"), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"analyzer": None}], ids=["grouped", "alone"])
+def test_gradients_are_of_what_was_read_also_after_another_optimizer_wrote(options):
+    def train(chosen):
+        keras.utils.set_random_seed(0)
+        with chosen.scope() if chosen else contextlib.nullcontext():
+            model = build()
+            first, second = keras.optimizers.Adam(1e-2), keras.optimizers.SGD(1e-2, momentum=0.9)
+
+        @tf.function(jit_compile=False)
+        def step(x, y):
+            with tf.GradientTape(persistent=True) as tape:
+                loss = keras.ops.mean(keras.ops.square(model(x) - y))
+            weights = model.trainable_variables
+            first.apply(tape.gradient(loss, weights[:3]), weights[:3])
+            second.apply(tape.gradient(loss, weights[2:]), weights[2:])
+
+        for batch in BATCHES:
+            chosen.run(step, args=batch) if chosen else step(*batch)
+        return model.get_weights()
+
+    for ours, theirs in zip(train(strategy(**options)), train(None), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)

@@ -51,6 +51,9 @@ class Step:
 
     def __init__(self, graph: tf.Graph | None):
         self.graph = graph
+        # What a gradient is taken with respect to, by variable: the tensor or handle of its last read, also after
+        # another value was recorded. With the variable, so that its id stays its own.
+        self._last_read: dict[int, tuple[Any, Any]] = {}
         self._recorded: dict[Any, dict[Storage, Recorded]] = {graph: {}}
         # Storages in the order in which the step's own graph wrote them first.
         self._to_flush: dict[Storage, None] = {}
@@ -58,6 +61,16 @@ class Step:
         self._postponed: dict[Storage, None] = {}
         # Graph and storage to the number of operations the graph had when a branch below it wrote the storage.
         self._written_below: dict[tuple[Any, Storage], int] = {}
+
+    def note_read(self, variable: Any, read: Any) -> None:
+        """Remembers the tensor or handle that a trained variable was read from."""
+        self._last_read[id(variable)] = variable, read
+
+    def last_read(self, variable: Any) -> Any:
+        """What `note_read` was told of a variable, unless it belongs to a branch that is not being built; else None."""
+        _, read = self._last_read.get(id(variable), (None, None))
+        graph = getattr(read, "graph", None)  # The handle of a buffer, and eager tensors, have none.
+        return read if graph is None or graph in self._graphs() else None
 
     def find(self, storage: "Storage") -> Recorded | None:
         """What is recorded for `storage` as seen from the graph being built."""

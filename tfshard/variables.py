@@ -198,6 +198,10 @@ class ShardedVariable(tf.Variable):
     @property
     def handle(self):
         """What a gradient tape differentiates with respect to."""
+        step = steps.current()
+        read = None if step is None else step.last_read(self)
+        if read is not None:
+            return read
         return self.buffer.handle if self._is_direct() else self.storage.whole(self.index)
 
     def _is_direct(self) -> bool:
@@ -223,10 +227,17 @@ class ShardedVariable(tf.Variable):
             return self.storage.update_value()
         if self._is_direct():
             return self._direct_value()
+        whole = self.storage.whole(self.index)
+        self._note_read(whole)
         if self._trainable:
             _private.record_variable_access(self)
         compute = self.layout.compute
-        return _relayout_both_ways(self.storage.whole(self.index), forward=compute, backward=compute, mesh=self.mesh)
+        return _relayout_both_ways(whole, forward=compute, backward=compute, mesh=self.mesh)
+
+    def _note_read(self, tensor_or_handle: Any) -> None:
+        step = steps.current()
+        if step is not None and self._trainable:
+            step.note_read(self, tensor_or_handle)
 
     def _is_updated_as_buffer(self) -> bool:
         """Whether an update is running that reads and writes the buffer, in the layout of the slots."""
@@ -247,6 +258,7 @@ class ShardedVariable(tf.Variable):
             backward = layout.sharded
         with steps.reading_scope():
             stored = self.buffer.value()
+            self._note_read(self.buffer.handle)
             return _relayout_both_ways(stored, forward=layout.compute, backward=backward, mesh=self.mesh)
 
     def to_update(self, tensor: Any) -> tf.Tensor:
