@@ -213,6 +213,15 @@ def reading_scope():
     return step.graph.as_default()
 
 
+def scope_of(tensor: tf.Tensor):
+    """The graph of a tensor that was read, while a branch may be being built: reads made in the branch itself would
+    have to be carried out of it for the gradient, in Optionals that DTensor cannot expand."""
+    graph = getattr(tensor, "graph", None)
+    if graph is None or graph is tf.compat.v1.get_default_graph():
+        return contextlib.nullcontext()
+    return graph.as_default()
+
+
 @contextlib.contextmanager
 def step_scope():
     """Opens a step: writes are recorded, and carried out when the outermost scope ends."""

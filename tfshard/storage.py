@@ -218,7 +218,7 @@ class Storage:
 
     def _member(self, recorded: Recorded | None, index: int) -> tf.Tensor:
         if recorded is not None and index in recorded.written:
-            return recorded.written[index]
+            return self._written(recorded.written[index], index)
         graph = self._graph_of(recorded)
         cache = self._cache(graph)
         # The state's own id would change with every member written; what is not written changes with the base.
@@ -235,6 +235,16 @@ class Storage:
                     value = self._converter.unflatten(cache[key][0], index)
                 cache[key, index] = (value, base)
         return cache[key, index][0]
+
+    def _written(self, value: tf.Tensor, index: int) -> tf.Tensor:
+        """What was written to a member, as a read gives it: no gradient flows back through an assignment."""
+        cache = self._cache(None if _private.is_eager() else value.graph)
+        key = (self, index, id(value))
+        if key not in cache:
+            axes = self.layout.whole if self.form is None else self.form.members[index].compute
+            with _building(None if _private.is_eager() else value.graph):
+                cache[key] = (placement.relayout(value, axes, self.mesh), value)
+        return cache[key][0]
 
     def _base(self, base: tf.Tensor | None) -> tf.Tensor:
         return self.buffer.value() if base is None else base

@@ -232,7 +232,8 @@ class ShardedVariable(tf.Variable):
         if self._trainable:
             _private.record_variable_access(self)
         compute = self.layout.compute
-        return _relayout_both_ways(whole, forward=compute, backward=compute, mesh=self.mesh)
+        with steps.scope_of(whole):
+            return _relayout_both_ways(whole, forward=compute, backward=compute, mesh=self.mesh)
 
     def _note_read(self, tensor_or_handle: Any) -> None:
         step = steps.current()
