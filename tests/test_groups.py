@@ -331,3 +331,28 @@ def test_gradients_are_of_what_was_read_also_after_another_optimizer_wrote(optio
 
     for ours, theirs in zip(train(strategy(**options)), train(None), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_an_update_function_may_be_given_keyword_arguments():
+    chosen = strategy()
+    with chosen.scope():
+        model = build()
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build(model.trainable_variables)
+    before = model.get_weights()
+
+    def shift(variable, by):
+        variable.assign_add(keras.ops.ones_like(variable) * by)
+
+    def step():
+        def merged(distribution):
+            with keras.name_scope("sgd", caller=optimizer):
+                for variable in model.trainable_variables:
+                    distribution.extended.update(variable.value, shift, kwargs={"by": 2.0}, group=False)
+
+        tf.distribute.get_replica_context().merge_call(merged)
+        return tf.constant(0.0)
+
+    chosen.run(tf.function(step, jit_compile=False))
+    for ours, start in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_allclose(ours, start + 2.0)

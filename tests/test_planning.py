@@ -505,3 +505,16 @@ def test_a_step_of_a_gpt2_with_tied_embeddings_sends_what_was_planned(stage):
     tokens = np.random.RandomState(0).randint(0, 800, (8, 16))
     profile = tfshard.profile_step(model, ({"token_ids": tokens, "padding_mask": np.ones_like(tokens)}, tokens))
     tfshard.assert_matches_plan(profile, plan)
+
+
+def test_a_layer_of_an_unknown_type_that_is_sharded_by_axes_is_planned():
+    class Scale(keras.layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(shape[-1], 4), name="kernel")
+
+        def call(self, x):
+            return keras.ops.matmul(x, self.kernel)
+
+    model = keras.Sequential([keras.Input((8,)), Scale(name="scale")], name="net")
+    plan = tfshard.plan(model, {"batch": 2, "model": 2}, {"net/scale/kernel": (None, "model")})
+    assert plan.variables[0].compute_layout == (None, "model")

@@ -238,7 +238,7 @@ def optimizer_own_variables(optimizer) -> list:
 
 def uses_weight_decay(optimizer, fn, variable):
     """Whether the update `fn` decays `variable`; None when `fn` is not Keras's weight decay (`_apply_weight_decay`)."""
-    return optimizer._use_weight_decay(variable) if fn.__name__ == "weight_decay_fn" else None
+    return optimizer._use_weight_decay(variable) if getattr(fn, "__name__", "") == "weight_decay_fn" else None
 
 
 def optimizer_references(optimizer) -> list:

@@ -572,7 +572,8 @@ def predict_activations(planned: Sequence[VariableLayout]) -> tuple[Collective, 
     By Megatron-LM's count (Shoeybi et al. 2019, section 3): a kernel sharded by rows (a dim that the layer sums over)
     gives partial sums, one all-reduce forward; a tensor that goes into kernels sharded by columns collects their
     gradients, one all-reduce backward, unless nothing before it is trained. Exact for Dense, EinsumDense, Conv and
-    Embedding layers of a functional model when a row follows each column; other sequences need more.
+    Embedding layers of a functional model when a row follows each column; other sequences need more, and other types of
+    layers are not predicted.
     """
     forward: dict[str, list[str]] = {}
     backward: dict[str, dict[int, str]] = {}
@@ -581,7 +582,10 @@ def predict_activations(planned: Sequence[VariableLayout]) -> tuple[Collective, 
         axes = [axis for axis in layout.compute if axis is not None]
         if not axes or layer is None or kernel not in ("kernel", "embeddings"):
             continue
-        column = layer_dim(layout.spec, "column")
+        try:
+            column = layer_dim(layout.spec, "column")
+        except LayoutError:
+            continue  # A layer of another type, sharded by explicit axes: what it sends is not known.
         if column is None or layout.compute[column] is None:
             forward.setdefault(axes[0], []).append(layout.spec.path)
         elif kernel == "kernel":
