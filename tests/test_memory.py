@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
-from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import tfshard
+from tfshard import _private
 
 
 def held(model) -> dict[str, list[int]]:
@@ -79,13 +79,8 @@ def allocated() -> int:
         with tf.profiler.experimental.Profile(directory, tf.profiler.experimental.ProfilerOptions(host_tracer_level=3)):
             np.asarray(tf.zeros((1 << 16,)) + 1)
         (file,) = pathlib.Path(directory).rglob("*.xplane.pb")
-        space = xplane_pb2.XSpace.FromString(file.read_bytes())
-    found = []
-    for plane in space.planes:
-        for event in (event for line in plane.lines for event in line.events):
-            if plane.event_metadata[event.metadata_id].name == "MemoryAllocation":
-                stats = {plane.stat_metadata[stat.metadata_id].name: stat.int64_value for stat in event.stats}
-                found.append(stats["bytes_allocated"])
+        trace = _private.read_trace(file)
+    found = [event.stats["bytes_allocated"] for event in trace if event.name == "MemoryAllocation"]
     return max(found, default=0)
 
 

@@ -236,6 +236,15 @@ def optimizer_own_variables(optimizer) -> list:
     return list(optimizer._variables)
 
 
+def slot_owner(slot_name: str, names) -> str | None:
+    """Which of `names` (variables' paths with "_" for "/") a slot belongs to, by its name, or None.
+
+    Keras names a slot after its variable's path: "dense/kernel" has "dense_kernel_momentum".
+    """
+    prefixes = (slot_name[:i] for i, letter in enumerate(slot_name) if letter == "_")
+    return max((prefix for prefix in prefixes if prefix in names), key=len, default=None)
+
+
 def uses_weight_decay(optimizer, fn, variable):
     """Whether the update `fn` decays `variable`; None when `fn` is not Keras's weight decay (`_apply_weight_decay`)."""
     return optimizer._use_weight_decay(variable) if getattr(fn, "__name__", "") == "weight_decay_fn" else None

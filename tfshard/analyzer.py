@@ -100,7 +100,6 @@ class ParameterAnalyzer:
                     # Small untrained variables rest whole by themselves: a group of them is worth sharding.
                     store_sharded=layout.store_sharded or not trained,
                     update_sharded=layout.update_sharded or not trained,
-                    grouped=True,
                     group=number,
                     member=member,
                 )

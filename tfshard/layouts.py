@@ -5,11 +5,12 @@ Pure Python and numpy: nothing here touches a device, so that a mistake is found
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from tfshard.errors import LayoutError
+from tfshard.errors import LayoutError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
 from tfshard.mesh import BATCH_AXIS
 
@@ -166,8 +167,7 @@ class VariableLayout:
         store_sharded: Whether the variable itself rests sharded over the batch axis (parameters: stage 3).
         update_sharded: Whether it is updated shard by shard (stages 1 to 3; the slots rest like this).
         reduce_scatter: Whether its gradient is reduce-scattered as soon as it exists (stages 2 and 3).
-        grouped: Whether `flat` is shared with other variables.
-        group: The number of the group.
+        group: The number of the group that shares `flat`; None when it stands alone.
         member: Its index among the members of `flat`.
     """
 
@@ -178,9 +178,13 @@ class VariableLayout:
     store_sharded: bool
     update_sharded: bool
     reduce_scatter: bool
-    grouped: bool = False
     group: int | None = None
     member: int = 0
+
+    @property
+    def grouped(self) -> bool:
+        """Whether `flat` is shared with other variables."""
+        return self.group is not None
 
     @property
     def splits(self) -> bool:
@@ -280,9 +284,36 @@ def _check_divides(spec: VariableSpec, pattern: str, axes: Axes, mesh_shape: Map
             )
 
 
-def unmatched_patterns(layout_map: LayoutMap, matched: set[str]) -> list[str]:
-    """Patterns that matched no variable and are not optional."""
-    return [pattern for pattern, rule in layout_map.items() if pattern not in matched and not rule.optional]
+def check_stage(zero_stage: Any) -> None:
+    """Raises `StrategyError` for an unknown stage."""
+    if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
+        raise StrategyError(
+            "Unknown ZeRO stage. Stages: 0 (nothing sharded over the batch axis), 1 (optimizer slots), "
+            f"2 (and gradients), 3 (and parameters). Received: zero_stage={zero_stage!r}"
+        )
+
+
+def check_patterns(layout_map: LayoutMap, specs: Iterable[VariableSpec], owner: str = "") -> None:
+    """Raises `LayoutError` for patterns that match none of the variables and are not optional.
+
+    Args:
+        layout_map: The patterns.
+        specs: The variables.
+        owner: What they belong to, such as " of model 'lm'", for the message.
+    """
+    paths, matched = [], set()
+    for spec in specs:
+        paths.append(spec.path)
+        match = layout_map.match(spec)
+        if match is not None:
+            matched.add(match[0])
+    unmatched = [pattern for pattern, rule in layout_map.items() if pattern not in matched and not rule.optional]
+    if unmatched:
+        raise LayoutError(
+            f"Patterns of the layout map match no variable{owner}: {unmatched}. A pattern must match the whole path "
+            "(re.fullmatch); column and row patterns match a layer's path. Correct them, or add them with "
+            f"optional=True. First variable paths: {sorted(paths)[:12]}"
+        )
 
 
 def split_host_value(value: np.ndarray, axes: Axes, mesh_shape: Mapping[str, int], location: Mapping[str, int]):

@@ -155,8 +155,7 @@ def slots_of(optimizer: Any, specs: Iterable[VariableSpec]) -> tuple[SlotSpec, .
     slots = []
     for part in _private.optimizer_chain(copy):
         for variable in _private.optimizer_own_variables(part):
-            # Keras names a slot after its variable's path: "dense/kernel" has "dense_kernel_momentum".
-            prefix = max((p for p in _prefixes(variable.name) if p in shapes), key=len, default=None)
+            prefix = _private.slot_owner(variable.name, shapes)
             spec = VariableSpec(path=variable.name, shape=tuple(variable.shape), dtype=variable.dtype, trainable=False)
             reference = shapes[prefix] if prefix is not None and shapes[prefix].shape == spec.shape else None
             slots.append(
@@ -167,10 +166,6 @@ def slots_of(optimizer: Any, specs: Iterable[VariableSpec]) -> tuple[SlotSpec, .
                 )
             )
     return tuple(slots)
-
-
-def _prefixes(name: str) -> list[str]:
-    return [name[:i] for i, letter in enumerate(name) if letter == "_"]
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
@@ -195,25 +190,16 @@ def plan_layouts(
         LayoutError: The layout map does not fit the mesh or the variables, or a pattern matches none.
         StrategyError: An unknown stage.
     """
-    if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
-        raise StrategyError(f"Unknown ZeRO stage. Stages: 0, 1, 2, 3. Received: zero_stage={zero_stage!r}")
+    layouts.check_stage(zero_stage)
+    specs = tuple(specs)
     layout_map = LayoutMap.from_any(layout_map)
     layout_map.check_axes(mesh_shape)
-    planned, matched = [], set()
-    for spec in specs:
-        planned.append(layouts.plan_variable(spec, layout_map=layout_map, mesh_shape=mesh_shape, zero_stage=zero_stage))
-        match = layout_map.match(spec)
-        if match is not None:
-            matched.add(match[0])
-    unmatched = layouts.unmatched_patterns(layout_map, matched)
-    if unmatched:
-        paths = sorted(layout.spec.path for layout in planned)[:12]
-        raise LayoutError(
-            f"Patterns of the layout map match no variable: {unmatched}. A pattern must match the whole path "
-            "(re.fullmatch); column and row patterns match a layer's path. Correct them, or add them with "
-            f"optional=True. First variable paths: {paths}"
-        )
-    return tuple(planned)
+    planned = tuple(
+        layouts.plan_variable(spec, layout_map=layout_map, mesh_shape=mesh_shape, zero_stage=zero_stage)
+        for spec in specs
+    )
+    layouts.check_patterns(layout_map, specs)
+    return planned
 
 
 # --- The plan ----------------------------------------------------------------------------------------

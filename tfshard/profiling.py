@@ -14,9 +14,8 @@ import rich.box
 import rich.console
 import rich.table
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
-from tfshard import _private, support
+from tfshard import _private, placement, support
 from tfshard.errors import PlanMismatchError, StrategyError
 from tfshard.variables import ShardedVariable
 
@@ -187,8 +186,8 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
         with tf.profiler.experimental.Profile(directory, options):
             begin = time.perf_counter()
             model.train_on_batch(*arguments)
-            # The loss is there before the variables are written: reading one waits for it.
-            _read_back(model)
+            # The loss is there before the variables are written: reading them waits for that.
+            held = _variable_bytes(model)
             seconds = time.perf_counter() - begin
         (file,) = pathlib.Path(directory).rglob("*.xplane.pb")
         trace = _private.read_trace(file)
@@ -199,30 +198,22 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
         device_type=mesh.device_type().upper(),
         collectives=collectives,
         seconds=seconds,
-        variable_bytes=_variable_bytes(model),
+        variable_bytes=held,
         spans=spans,
     )
 
 
 def _sharded_variables(model: keras.Model) -> list[ShardedVariable]:
-    variables = [variable for variable, _ in support.owned_variables(model)]
-    for optimizer in _private.optimizer_chain(model.optimizer):
-        variables += _private.optimizer_own_variables(optimizer)
+    variables = [variable for variable, _ in support.owned_variables(model)] + support.optimizer_variables(model)
     found = [_private.backend_variable(variable) for variable in variables]
     return [variable for variable in found if isinstance(variable, ShardedVariable)]
-
-
-def _read_back(model: keras.Model) -> None:
-    for storage in {id(v.storage): v.storage for v in _sharded_variables(model)}.values():
-        for piece in dtensor.unpack(storage.buffer.value()):
-            piece.numpy()
 
 
 def _variable_bytes(model: keras.Model) -> dict[str, int]:
     held: dict[str, int] = collections.defaultdict(int)
     for storage in {id(v.storage): v.storage for v in _sharded_variables(model)}.values():
-        for piece in dtensor.unpack(storage.buffer.value()):
-            held[piece.device.rpartition("device:")[2]] += piece.numpy().nbytes
+        for device, bytes_ in placement.local_bytes(storage.buffer.value()).items():
+            held[device.rpartition("device:")[2]] += bytes_
     return dict(held)
 
 
@@ -237,11 +228,12 @@ def _collectives(
         if operation in _KINDS and "collective" in event.stats:
             runs[operation, name].append(event)
     sent = _bytes_of_gathers(trace)
+    chunks = [e for e in trace if e.name == "MemoryAllocation" and "TempChunk" in e.stats.get("tf_op", "")]
     spans, result = [], []
     first = min((event.begin for events in runs.values() for event in events), default=0)
     for (operation, name), events in runs.items():
         size = group_sizes[events[0].stats["group_key"]]
-        total = sent.get(name) if operation == "CollectiveGatherV2" else _bytes_of_ring(trace, events, size)
+        total = sent.get(name) if operation == "CollectiveGatherV2" else _bytes_of_ring(chunks, events, size)
         count = math.ceil(len(events) / devices)
         result.append(
             ProfiledCollective(
@@ -267,19 +259,19 @@ def _bytes_of_gathers(trace: "list[_private.TraceEvent]") -> dict[str, int]:
 
 
 def _bytes_of_ring(
-    trace: "list[_private.TraceEvent]", events: "list[_private.TraceEvent]", group_size: int
+    chunks: "list[_private.TraceEvent]", events: "list[_private.TraceEvent]", group_size: int
 ) -> int | None:
     """Bytes of a ring reduction's tensors, over all devices.
 
     Each device allocates a buffer for each chunk of the tensor but its own, so a group of g devices allocates the
     tensor g - 1 times (TensorFlow's ring_reducer.cc).
     """
-    total = 0
-    for run in events:
-        for event in trace:
-            inside = event.lane == run.lane and run.begin <= event.begin <= run.end
-            if inside and event.name == "MemoryAllocation" and "TempChunk" in event.stats.get("tf_op", ""):
-                total += event.stats["requested_bytes"]
+    total = sum(
+        chunk.stats["requested_bytes"]
+        for run in events
+        for chunk in chunks
+        if chunk.lane == run.lane and run.begin <= chunk.begin <= run.end
+    )
     return total * group_size // (group_size - 1) or None
 
 

@@ -6,13 +6,12 @@ import math
 from typing import Any
 
 import keras
-import numpy as np
 import rich.box
 import rich.console
 import rich.table
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, support
+from tfshard import _private, placement, support
 from tfshard.errors import ConsistencyError
 from tfshard.mesh import BATCH_AXIS
 from tfshard.variables import ShardedVariable
@@ -72,13 +71,10 @@ class Report:
     def from_model(cls, model: keras.Model, strategy: Any) -> "Report":
         """Measures a model that is built or compiled under `strategy`."""
         rows = []
-        slots: list[keras.Variable] = []
-        for optimizer in _private.optimizer_chain(getattr(model, "optimizer", None)):
-            slots += _private.optimizer_own_variables(optimizer)
         trained = {id(variable) for variable in model.trainable_variables}
         for variable, _ in support.owned_variables(model):
             rows.append(_measure(variable, "parameter" if id(variable) in trained else "state", strategy))
-        rows += [_measure(variable, "slot", strategy) for variable in slots]
+        rows += [_measure(variable, "slot", strategy) for variable in support.optimizer_variables(model)]
         return cls(
             mesh=dict(strategy.mesh_shape),
             world_size=math.prod(strategy.mesh_shape.values()),
@@ -166,7 +162,7 @@ def _measure(variable: keras.Variable, kind: str, strategy: Any) -> VariableRepo
 
 def _bytes_per_device(variable: ShardedVariable) -> int:
     """Bytes of the fullest device's piece of the buffer; of a group's buffer, this member's part."""
-    piece = max(int(np.asarray(piece).nbytes) for piece in dtensor.unpack(variable.buffer.value()))
+    piece = max(placement.local_bytes(variable.buffer.value()).values())
     form = variable.storage.form
     if form is None:
         return piece
@@ -228,9 +224,7 @@ def _whole_bytes(variable: ShardedVariable) -> int:
 
 def check_consistency(model: keras.Model, strategy: Any) -> None:
     """Raises `ConsistencyError` unless devices that hold the same part of a variable hold the same bits."""
-    rows = [variable for variable, _ in support.owned_variables(model)]
-    for optimizer in _private.optimizer_chain(getattr(model, "optimizer", None)):
-        rows += _private.optimizer_own_variables(optimizer)
+    rows = [variable for variable, _ in support.owned_variables(model)] + support.optimizer_variables(model)
     checked = set()
     for variable in rows:
         current = _private.backend_variable(variable)

@@ -36,12 +36,10 @@ class Recorded:
     """What a step has written to a storage.
 
     Attributes:
-        graph: Where it was written; None in eager code.
         base: The new value of the buffer, in the buffer's shape; None for what is stored.
         written: Whole values of members, by index, newer than `base`.
     """
 
-    graph: Any
     base: tf.Tensor | None
     written: Mapping[int, tf.Tensor]
 
@@ -88,13 +86,13 @@ class Step:
 
     def record_base(self, storage: "Storage", value: tf.Tensor) -> None:
         """Takes note of a new value of the whole buffer."""
-        self.record(storage, Recorded(graph=here(), base=value, written={}))
+        self.record(storage, Recorded(base=value, written={}))
 
     def record_member(self, storage: "Storage", index: int, value: tf.Tensor) -> None:
         """Takes note of a new value of one member."""
         before = self.find(storage)
         base, written = (None, {}) if before is None else (before.base, before.written)
-        self.record(storage, Recorded(graph=here(), base=base, written={**written, index: value}))
+        self.record(storage, Recorded(base=base, written={**written, index: value}))
 
     def record(self, storage: "Storage", recorded: Recorded) -> None:
         """Takes note of a write; the storage itself is written by `flush`, or now inside a branch."""
@@ -207,16 +205,16 @@ def is_outside() -> bool:
 def reading_scope():
     """Reads belong to the step's own graph, also those made in a branch: there, they could follow a write that the
     compiler moved ahead of the branch."""
-    step = _state.step
-    if step is None or step.graph is None or tf.compat.v1.get_default_graph() is step.graph:
-        return contextlib.nullcontext()
-    return step.graph.as_default()
+    return _within(None if _state.step is None else _state.step.graph)
 
 
 def scope_of(tensor: tf.Tensor):
     """The graph of a tensor that was read, while a branch may be being built: reads made in the branch itself would
     have to be carried out of it for the gradient, in Optionals that DTensor cannot expand."""
-    graph = getattr(tensor, "graph", None)
+    return _within(getattr(tensor, "graph", None))
+
+
+def _within(graph: Any):
     if graph is None or graph is tf.compat.v1.get_default_graph():
         return contextlib.nullcontext()
     return graph.as_default()

@@ -11,7 +11,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private, data, layouts, optimizers, placement, runtime, support, updates
 from tfshard.analyzer import DEFAULT, ParameterAnalyzer, plan
-from tfshard.errors import LayoutError, MeshError, StrategyError
+from tfshard.errors import MeshError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts import VariableLayout
 from tfshard.mesh import BATCH_AXIS, axis_sizes, create_mesh
@@ -66,11 +66,7 @@ class ShardedStrategy(tf.distribute.Strategy):
             raise MeshError(
                 f"mesh must come from tfshard.create_mesh(). Received: mesh={mesh!r} (of type {type(mesh)})"
             )
-        if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
-            raise StrategyError(
-                "Unknown ZeRO stage. Stages: 0 (nothing sharded over the batch axis), 1 (optimizer slots), "
-                f"2 (and gradients), 3 (and parameters). Received: zero_stage={zero_stage!r}"
-            )
+        layouts.check_stage(zero_stage)
         if analyzer is not None and not isinstance(analyzer, ParameterAnalyzer):
             raise StrategyError(
                 "analyzer must be a tfshard.ParameterAnalyzer, or None for no groups. "
@@ -106,29 +102,15 @@ class ShardedStrategy(tf.distribute.Strategy):
         Raises:
             LayoutError: The layout map does not fit the model; nothing was changed.
         """
-        planned, matched = {}, set()
+        planned, specs = {}, []
         for variable, layer in support.owned_variables(model):
             if _private.backend_variable(variable) is None:
                 continue
-            spec = support.variable_spec(variable, layer)
-            planned[id(variable)] = self.plan_variable(spec)
-            match = self.layout_map.match(spec)
-            if match is not None:
-                matched.add(match[0])
+            specs.append(support.variable_spec(variable, layer))
+            planned[id(variable)] = self.plan_variable(specs[-1])
         if model.built:
-            self._check_matched(matched, model)
+            layouts.check_patterns(self.layout_map, specs, f" of model '{model.name}'")
         return planned
-
-    def _check_matched(self, matched: set[str], model: keras.Model) -> None:
-        unmatched = layouts.unmatched_patterns(self.layout_map, matched)
-        if unmatched:
-            paths = sorted(variable.path for variable in model.variables)
-            shown = ", ".join(f"'{path}'" for path in paths[:12]) + (", ..." if len(paths) > 12 else "")
-            raise LayoutError(
-                f"Patterns of the layout map match no variable of model '{model.name}': {unmatched}. A pattern must "
-                "match the whole path (re.fullmatch); column and row patterns match a layer's path. Correct them, or "
-                f"add them with optional=True. Variable paths: {shown}"
-            )
 
     def scope(self):
         """The context in which variables are born sharded and Keras models belong to this strategy."""

@@ -184,6 +184,12 @@ def owned_variables(model: keras.Model) -> list[tuple[keras.Variable, keras.Laye
     return owned
 
 
+def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
+    """The variables of a model's optimizer and of those it wraps; none when it is not compiled."""
+    chain = _private.optimizer_chain(getattr(model, "optimizer", None))
+    return [variable for part in chain for variable in _private.optimizer_own_variables(part)]
+
+
 def variable_spec(variable: keras.Variable, layer: keras.Layer | None) -> VariableSpec:
     """What a layout is decided from, for a Keras variable."""
     return VariableSpec(

@@ -122,10 +122,9 @@ def _adopt_optimizer(optimizer: Any, strategy: ShardedStrategy) -> None:
             references[variable.path.replace("/", "_")] = _private.backend_variable(variable)
         reference_of: dict[int, ShardedVariable] = {}
         for slot in _private.optimizer_own_variables(part):
-            # Keras names a slot after its variable's path: "dense/kernel" has "dense_kernel_momentum".
-            names = [name for name in references if slot.name.startswith(name + "_")]
-            if names:
-                reference_of[id(slot)] = references[max(names, key=len)]
+            owner = _private.slot_owner(slot.name, references)
+            if owner is not None:
+                reference_of[id(slot)] = references[owner]
         strategy.adopt_slots(part, reference_of)
 
 

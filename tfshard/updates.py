@@ -95,8 +95,10 @@ def run_as_one(storage: Storage, fn: Callable, updates: list[_Update], optimizer
         if members == everyone:
             return
         results |= _masked(storage, members, before, results)
+    step = steps.current()
     for written, value in results.items():
-        _record(written, value)
+        assert step is not None
+        step.record_base(written, value)
 
 
 def _masked(storage: Storage, members: frozenset[int], before: dict, results: dict) -> dict[Storage, tf.Tensor]:
@@ -113,12 +115,6 @@ def _masked(storage: Storage, members: frozenset[int], before: dict, results: di
         base = part.update_value() if base is None else base
         changed[part] = tf.where(_mask(storage, members), after, base)
     return changed
-
-
-def _record(storage: Storage, value: tf.Tensor) -> None:
-    step = steps.current()
-    assert step is not None
-    step.record_base(storage, value)
 
 
 def _mask(storage: Storage, members: frozenset[int]) -> tf.Tensor:

@@ -327,7 +327,7 @@ class ShardedVariable(tf.Variable):
         self._check_shape(value.shape, self.layout.storage_shape if as_buffer else self.layout.spec.shape)
         step = steps.current()
         if step is None:
-            self.storage.write(Recorded(graph=None, base=value if as_buffer else None,
+            self.storage.write(Recorded(base=value if as_buffer else None,
                                         written={} if as_buffer else {self.index: value}))  # fmt: skip
         elif as_buffer:
             step.record_base(self.storage, value)
