@@ -26,6 +26,7 @@ Where to look:
 from tfshard import _private, presets  # _private first: it checks the versions of TensorFlow and Keras.
 from tfshard.advice import Advice, advise
 from tfshard.analyzer import ParameterAnalyzer, plan
+from tfshard.auto_layout import auto_layout_map
 from tfshard.errors import (
     ConsistencyError,
     InitializationError,
@@ -75,6 +76,7 @@ __all__ = [
     "advise",
     "as_distributed",
     "assert_matches_plan",
+    "auto_layout_map",
     "create_mesh",
     "initialize",
     "profile_step",

@@ -88,6 +88,11 @@ def outer_graph(graph):
     return getattr(graph, "outer_graph", None)
 
 
+def func_graph(name: str):
+    """A graph that takes eager tensors in as constants of its own (`tf.__internal__.FuncGraph`)."""
+    return tf.__internal__.FuncGraph(name)
+
+
 # --- Keras: where a variable is being created ----------------------------------------------------
 
 
@@ -219,7 +224,19 @@ def compiled_metrics(model) -> list:
     if compile_metrics is not None:
         given = [compile_metrics._user_metrics, compile_metrics._user_weighted_metrics]
         metrics += [m for m in keras.tree.flatten(given) if isinstance(m, keras.Metric)]
+        # Those given by name exist once they are built.
+        metrics += [m for m in compile_metrics.metrics if all(m is not known for known in metrics)]
     return metrics
+
+
+def metric_function(metric):
+    """The function of (y_true, y_pred) that a metric averages, or None (`MeanMetricWrapper._fn`)."""
+    return getattr(metric, "_fn", None)
+
+
+def set_metric_function(metric, function) -> None:
+    """Puts another function into a metric (`MeanMetricWrapper._fn`)."""
+    metric._fn = function
 
 
 def optimizer_chain(optimizer) -> list:

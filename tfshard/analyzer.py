@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfshard import layouts, planning
+from tfshard import auto_layout, layouts, planning
 from tfshard.errors import StrategyError
 from tfshard.layouts import FlatForm, FlatMember, VariableLayout
 from tfshard.mesh import BATCH_AXIS
@@ -213,6 +213,7 @@ def plan(
         )
     sizes = planning.mesh_sizes(mesh_shape)
     specs = planning.specs_of(model_or_specs)
+    layout_map = auto_layout.resolve(layout_map, model_or_specs, sizes)
     planned = planning.plan_layouts(specs, mesh_shape=sizes, layout_map=layout_map, zero_stage=zero_stage)
     if analyzer is not None:
         planned = analyzer.group(planned, mesh_shape=sizes)

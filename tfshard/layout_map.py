@@ -41,11 +41,13 @@ class Rule:
         kind: `"axes"`, `"column"` or `"row"`.
         axes: For `"axes"`, the mesh axis of each dim (None: not sharded); else the one axis to shard over.
         optional: Whether the pattern may match nothing.
+        reason: For what stays whole, why; only for reading.
     """
 
     kind: str
     axes: tuple[str | None, ...]
     optional: bool = False
+    reason: str = ""
 
 
 class LayoutMap(Mapping):
@@ -87,7 +89,7 @@ class LayoutMap(Mapping):
             return cls(layout_map)
         raise LayoutError(
             "layout_map must be a tfshard.LayoutMap, a keras.distribution.LayoutMap, a mapping from pattern to "
-            f"axes, or None. Received: layout_map={layout_map!r} (of type {type(layout_map)})"
+            f"axes, 'auto', or None. Received: layout_map={layout_map!r} (of type {type(layout_map)})"
         )
 
     def __setitem__(self, pattern: str, axes: Any) -> None:
@@ -104,6 +106,16 @@ class LayoutMap(Mapping):
         """Like `layout_map[pattern] = axes`; with `optional=True` the pattern may match nothing."""
         self[pattern] = axes
         self._rules[pattern] = dataclasses.replace(self._rules[pattern], optional=optional)
+
+    def whole(self, pattern: str, *, reason: str = "", optional: bool = False) -> None:
+        """Says that variables stay whole on every device of the model axes, also large ones, which else is an error.
+
+        Args:
+            pattern: Regular expression that must match the whole path of the variable.
+            reason: Why; it is printed with the map.
+            optional: Whether the pattern may match nothing.
+        """
+        self._add(pattern, Rule(kind="axes", axes=(), optional=optional, reason=reason))
 
     def column(self, pattern: str, *, axis: str = MODEL_AXIS, optional: bool = False) -> None:
         """Shards the output dim of the kernels, and the biases, of the layers whose path `pattern` matches.
@@ -204,7 +216,12 @@ class LayoutMap(Mapping):
 
 
 def _describe(rule: Rule) -> str:
-    text = repr(rule.axes) if rule.kind == "axes" else f"{rule.kind} over {rule.axes[0]!r}"
+    if rule.kind != "axes":
+        text = f"{rule.kind} over {rule.axes[0]!r}"
+    elif any(rule.axes):
+        text = repr(rule.axes)
+    else:
+        text = "whole" + (f" ({rule.reason})" if rule.reason else "")
     return text + (" (optional)" if rule.optional else "")
 
 

@@ -258,6 +258,11 @@ def itemsize(dtype: str) -> int:
     return np.dtype(name).itemsize
 
 
+def spec_bytes(spec: VariableSpec) -> int:
+    """Bytes of the whole variable."""
+    return math.prod(spec.shape) * itemsize(spec.dtype)
+
+
 def _batch_dim(shape: tuple[int, ...], compute: Axes, batch: int, preferred: int | None) -> int | None:
     """The dim to shard over the batch axis: the layout map's own choice, else the first one that divides."""
     candidates = [dim for dim, axis in enumerate(compute) if axis is None and shape[dim] % batch == 0 and shape[dim]]

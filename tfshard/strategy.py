@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, data, layouts, optimizers, placement, runtime, support, updates
+from tfshard import _private, auto_layout, data, layouts, optimizers, placement, runtime, support, updates, vocabulary
 from tfshard.analyzer import DEFAULT, ParameterAnalyzer, plan
 from tfshard.errors import MeshError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
@@ -28,7 +28,8 @@ class ShardedStrategy(tf.distribute.Strategy):
     Args:
         mesh: A mesh from `tfshard.create_mesh`. By default all devices on the batch axis.
         layout_map: Which dims of which variables the model axes shard: a `tfshard.LayoutMap`, a
-            `keras.distribution.LayoutMap`, or a mapping from pattern to axes. By default none.
+            `keras.distribution.LayoutMap`, a mapping from pattern to axes, or `"auto"` for what
+            `tfshard.auto_layout_map` finds for each model. By default none.
         zero_stage: What rests sharded over the batch axis (Rajbhandari et al. 2020, "ZeRO: Memory
             Optimizations Toward Training Trillion Parameter Models"). 0: nothing; 1: optimizer slots;
             2: and gradients, reduce-scattered as soon as they exist; 3: and parameters.
@@ -72,7 +73,8 @@ class ShardedStrategy(tf.distribute.Strategy):
                 "analyzer must be a tfshard.ParameterAnalyzer, or None for no groups. "
                 f"Received: analyzer={analyzer!r} (of type {type(analyzer)})"
             )
-        layout_map = LayoutMap.from_any(layout_map)
+        self.auto = isinstance(layout_map, str) and layout_map == auto_layout.AUTO
+        layout_map = LayoutMap.from_any(None if self.auto else layout_map)
         mesh = mesh or create_mesh(**{BATCH_AXIS: -1})
         if runtime.current() is None:
             runtime.initialize()
@@ -83,18 +85,32 @@ class ShardedStrategy(tf.distribute.Strategy):
         self.zero_stage = zero_stage
         self.analyzer = analyzer
         self._functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._found_maps: weakref.WeakKeyDictionary[keras.Model, LayoutMap] = weakref.WeakKeyDictionary()
         super().__init__(_ShardedExtended(self))
 
     def __repr__(self) -> str:
-        return f"ShardedStrategy(mesh={self.mesh_shape}, zero_stage={self.zero_stage}, layout_map={self.layout_map})"
+        layout_map = repr(auto_layout.AUTO) if self.auto else self.layout_map
+        return f"ShardedStrategy(mesh={self.mesh_shape}, zero_stage={self.zero_stage}, layout_map={layout_map})"
 
     # --- planning -------------------------------------------------------------------------------------
 
-    def plan_variable(self, spec: VariableSpec, *, slot: bool = False) -> VariableLayout:
-        """The layout of a variable under this strategy. Needs no device."""
+    def plan_variable(
+        self, spec: VariableSpec, *, layout_map: LayoutMap | None = None, slot: bool = False
+    ) -> VariableLayout:
+        """The layout of a variable under this strategy, or under another layout map. Needs no device."""
+        if layout_map is None:
+            layout_map = self.layout_map
         return layouts.plan_variable(
-            spec, layout_map=self.layout_map, mesh_shape=self.mesh_shape, zero_stage=self.zero_stage, slot=slot
+            spec, layout_map=layout_map, mesh_shape=self.mesh_shape, zero_stage=self.zero_stage, slot=slot
         )
+
+    def layout_map_for(self, model: keras.Model) -> LayoutMap:
+        """The layout map of a model: with `layout_map="auto"` the one found for it, empty until it is built."""
+        if not self.auto or not model.built:
+            return self.layout_map
+        if model not in self._found_maps:
+            self._found_maps[model] = auto_layout.auto_layout_map(model, self.mesh)
+        return self._found_maps[model]
 
     def plan_model(self, model: keras.Model) -> dict[int, VariableLayout]:
         """The layout of each variable of a model that is built, by `id` of the Keras variable.
@@ -102,14 +118,15 @@ class ShardedStrategy(tf.distribute.Strategy):
         Raises:
             LayoutError: The layout map does not fit the model; nothing was changed.
         """
+        layout_map = self.layout_map_for(model)
         planned, specs = {}, []
         for variable, layer in support.owned_variables(model):
             if _private.backend_variable(variable) is None:
                 continue
             specs.append(support.variable_spec(variable, layer))
-            planned[id(variable)] = self.plan_variable(specs[-1])
+            planned[id(variable)] = self.plan_variable(specs[-1], layout_map=layout_map)
         if model.built:
-            layouts.check_patterns(self.layout_map, specs, f" of model '{model.name}'")
+            layouts.check_patterns(layout_map, specs, f" of model '{model.name}'")
         return planned
 
     def scope(self):
@@ -249,14 +266,16 @@ class ShardedStrategy(tf.distribute.Strategy):
     def group(self, model: keras.Model) -> None:
         """Brings the small variables of a built model, and their slots, into the groups that the analyzer gives them.
 
+        With `layout_map="auto"`, variables that were born before the model's map was known come to their layouts too.
         Does nothing for those that are there already.
         """
+        layout_map = self.layout_map_for(model)
         variables = []
         for variable, _ in support.owned_variables(model):
             current = _private.backend_variable(variable)
             if isinstance(current, ShardedVariable):
                 variables.append(current)
-        layouts = [self.plan_variable(variable.layout.spec) for variable in variables]
+        layouts = [self.plan_variable(variable.layout.spec, layout_map=layout_map) for variable in variables]
         if self.analyzer is not None and support.can_group(model):
             layouts = list(self.analyzer.group(layouts, mesh_shape=self.mesh_shape))
         stale = {layout.group for variable, layout in zip(variables, layouts, strict=True) if variable.layout != layout}
@@ -275,6 +294,7 @@ class ShardedStrategy(tf.distribute.Strategy):
             for key, slot in slots.items():
                 slot_layout = layout.slot(slot.layout.spec)
                 slot.move(slot_layout, _slot_storage(variable, key, slot_layout))
+        vocabulary.install(model, [variable for variable, _ in support.owned_variables(model)], self.mesh)
 
     def _shard(self, current: tf.Variable, layout: VariableLayout) -> ShardedVariable:
         return ShardedVariable(
@@ -293,7 +313,8 @@ class ShardedStrategy(tf.distribute.Strategy):
             optimizer: An optimizer or its name, for the slots; by default the one the model is compiled with.
         """
         analyzer = self.analyzer if support.can_group(model) else None
-        return plan(model, self.mesh, self.layout_map, self.zero_stage, analyzer=analyzer, optimizer=optimizer)
+        layout_map = self.layout_map_for(model)
+        return plan(model, self.mesh, layout_map, self.zero_stage, analyzer=analyzer, optimizer=optimizer)
 
     def sync_stats(self, model: keras.Model) -> SyncStats:
         """How many variables have gradients, of how many bytes, and which are reduced together."""

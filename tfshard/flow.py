@@ -1,0 +1,356 @@
+"""How a sharded dim travels through the operations of a model: which dims of their results are sharded with it.
+
+One rule for each type of TensorFlow operation. The rules say what an operation does on shards without sending
+anything; what it would have to gather for is `Blocked`.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flow:
+    """The dim goes on.
+
+    Attributes:
+        outputs: (Number of the output, dim).
+        aligned: (Number of the input, dim) of other inputs that are cut along with it.
+        statistics: How many all-reduces of the size of the result without this dim it takes (softmax).
+    """
+
+    outputs: tuple[tuple[int, int], ...]
+    aligned: tuple[tuple[int, int], ...] = ()
+    statistics: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contracted:
+    """The dim is summed over, together with dim `dim` of input number `other`: each device has a partial sum."""
+
+    other: int
+    dim: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lookup:
+    """Rows are picked along the dim: each device picks those it has, and the results are summed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blocked:
+    """The operation needs the whole dim: `reason`."""
+
+    reason: str
+
+
+Outcome = Flow | Contracted | Lookup | Blocked
+
+
+def advance(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    """What becomes of dim `dim` of input `number`, sharded over `devices`, in an operation."""
+    rule = _RULES.get(operation.type)
+    if rule is None:
+        return Blocked(reason=f"tfshard has no rule for TensorFlow operation {operation.type}")
+    shapes = [tensor.shape for tensor in (*operation.inputs, *operation.outputs)]
+    if any(shape.rank is None or None in shape for shape in shapes):
+        return Blocked(reason=f"the shapes of operation '{operation.name}' ({operation.type}) are not fixed")
+    return rule(operation, number, dim, devices)
+
+
+def rearranged(operation: tf.Operation, number: int, dim: int) -> tuple[tuple[str, int], ...]:
+    """(Tensor name, dim) of what is the same dim after an operation that only rearranges or casts one tensor."""
+    if operation.type not in _REARRANGING or number != 0:
+        return ()
+    outcome = advance(operation, number, dim, 1)
+    if not isinstance(outcome, Flow):
+        return ()
+    return tuple((operation.outputs[output].name, to) for output, to in outcome.outputs)
+
+
+# --- The rules ---------------------------------------------------------------------------------------
+
+
+def _shape(tensor: tf.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _constant(operation: tf.Operation, number: int) -> np.ndarray | None:
+    return tf.get_static_value(operation.inputs[number])
+
+
+def _reduced(operation: tf.Operation) -> Blocked:
+    return Blocked(reason=f"operation '{operation.name}' ({operation.type}) needs all of the sharded dim")
+
+
+def _elementwise(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    rank = len(operation.outputs[0].shape)
+    to = dim + rank - len(operation.inputs[number].shape)
+    if operation.outputs[0].shape[to] != operation.inputs[number].shape[dim]:
+        return _reduced(operation)
+    aligned = []
+    for other, tensor in enumerate(operation.inputs):
+        place = to - (rank - len(tensor.shape))
+        if other != number and place >= 0 and tensor.shape[place] > 1:
+            aligned.append((other, place))
+    return Flow(outputs=((0, to),), aligned=tuple(aligned))
+
+
+def _each(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    """IdentityN: each input to its own output."""
+    return Flow(outputs=((number, dim),))
+
+
+def _nothing(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    """Shapes and the like, which do not depend on values."""
+    return Flow(outputs=())
+
+
+def _reshape(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    if number:
+        return _nothing(operation, number, dim, devices)
+    before, after = _shape(operation.inputs[0]), _shape(operation.outputs[0])
+    if math.prod(before) == 0:
+        return _reduced(operation)
+    # The dims in front of it and behind it have to be the same elements before and after.
+    front = math.prod(before[:dim])
+    for to, size in enumerate(after):
+        if size == 1 and before[dim] != 1:
+            continue
+        if math.prod(after[:to]) == front and (size % devices == 0 or size == before[dim]):
+            whole = size % before[dim] == 0 or before[dim] % size == 0
+            return Flow(outputs=((0, to),)) if whole else _reduced(operation)
+    return _reduced(operation)
+
+
+def _transpose(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    order = _constant(operation, 1)
+    return _reduced(operation) if order is None else Flow(outputs=((0, list(order).index(dim)),))
+
+
+def _expand_dims(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    at = int(_constant(operation, 1)) % len(operation.outputs[0].shape)
+    return Flow(outputs=((0, dim + (at <= dim)),))
+
+
+def _squeeze(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    before = _shape(operation.inputs[0])
+    dims = [d % len(before) for d in operation.get_attr("squeeze_dims")] or [i for i, n in enumerate(before) if n == 1]
+    return Flow(outputs=((0, dim - sum(d < dim for d in dims)),))
+
+
+def _pack(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    at = operation.get_attr("axis") % len(operation.outputs[0].shape)
+    aligned = tuple((other, dim) for other in range(len(operation.inputs)) if other != number)
+    return Flow(outputs=((0, dim + (at <= dim)),), aligned=aligned)
+
+
+def _unpack(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    at = operation.get_attr("axis") % len(operation.inputs[0].shape)
+    if at == dim:
+        return _reduced(operation)
+    return Flow(outputs=tuple((i, dim - (at < dim)) for i in range(len(operation.outputs))))
+
+
+def _concat(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    at = int(_constant(operation, len(operation.inputs) - 1)) % len(operation.outputs[0].shape)
+    if at == dim:
+        return _reduced(operation)
+    aligned = tuple((other, dim) for other in range(len(operation.inputs) - 1) if other != number)
+    return Flow(outputs=((0, dim),), aligned=aligned)
+
+
+def _split(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    axis = 0 if operation.type == "Split" else 2
+    value = operation.inputs[1 if operation.type == "Split" else 0]
+    if int(_constant(operation, axis)) % len(value.shape) == dim:
+        return _reduced(operation)
+    return Flow(outputs=tuple((i, dim) for i in range(len(operation.outputs))))
+
+
+def _same_size(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    """Operations that leave dims where they are, and the sharded one as it is."""
+    if number or operation.inputs[0].shape[dim] != operation.outputs[0].shape[dim]:
+        return _reduced(operation)
+    return Flow(outputs=((0, dim),))
+
+
+def _broadcast_to(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    to = dim + len(operation.outputs[0].shape) - len(operation.inputs[0].shape)
+    same = operation.inputs[0].shape[dim] == operation.outputs[0].shape[to]
+    return Flow(outputs=((0, to),)) if same else _reduced(operation)
+
+
+def _strided_slice(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    begin, end, strides = (_constant(operation, i) for i in (1, 2, 3))
+    if number or strides is None:
+        return _reduced(operation)
+    masks = {
+        name: operation.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    }
+    shape, source, to = _shape(operation.inputs[0]), 0, 0
+    for i in range(len(strides)):
+        if masks["ellipsis"] >> i & 1:
+            rest = len(strides) - i - 1 - sum(masks["new_axis"] >> j & 1 for j in range(i + 1, len(strides)))
+            skipped = len(shape) - source - rest
+            if source <= dim < source + skipped:
+                return Flow(outputs=((0, to + dim - source),))
+            source, to = source + skipped, to + skipped
+        elif masks["new_axis"] >> i & 1:
+            to += 1
+        else:
+            if source == dim:
+                open_begin = masks["begin"] >> i & 1 or (begin is not None and begin[i] == 0)
+                open_end = masks["end"] >> i & 1 or (end is not None and end[i] >= shape[dim])
+                shrinks = masks["shrink_axis"] >> i & 1
+                full = open_begin and open_end and strides[i] == 1 and not shrinks
+                return Flow(outputs=((0, to),)) if full else _reduced(operation)
+            to += not masks["shrink_axis"] >> i & 1
+            source += 1
+    return Flow(outputs=((0, to + dim - source),))
+
+
+def _gather(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    axis, batch = int(_constant(operation, 2)), operation.get_attr("batch_dims")
+    axis %= len(operation.inputs[0].shape)
+    indices = len(operation.inputs[1].shape)
+    if number == 1:
+        return Flow(outputs=((0, dim if dim < batch else axis + dim - batch),))
+    if dim == axis:
+        return Lookup() if axis == 0 else _reduced(operation)
+    return Flow(outputs=((0, dim if dim < axis else dim - 1 + indices - batch),))
+
+
+def _reduce(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    axes = _constant(operation, 1)
+    if number or axes is None:
+        return _reduced(operation)
+    dims = {int(axis) % len(operation.inputs[0].shape) for axis in np.atleast_1d(axes)}
+    if dim in dims:
+        return _reduced(operation)
+    kept = operation.get_attr("keep_dims") if operation.type not in ("ArgMax", "ArgMin") else False
+    return Flow(outputs=((0, dim if kept else dim - sum(d < dim for d in dims)),))
+
+
+def _softmax(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    last = dim == len(operation.inputs[0].shape) - 1
+    return Flow(outputs=((0, dim),), statistics=2 if last else 0)
+
+
+def _bias_add(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    channel = len(operation.inputs[0].shape) - 1
+    if operation.get_attr("data_format") == b"NCHW":
+        channel = 1
+    if number == 1:
+        return Flow(outputs=((0, channel),), aligned=((0, channel),))
+    return Flow(outputs=((0, dim),), aligned=((1, 0),) if dim == channel else ())
+
+
+def _contract(operation: tf.Operation, number: int, dim: int, labels: tuple[str, str, str]) -> Outcome:
+    """A product whose inputs and output have one letter for each dim."""
+    other = 1 - number
+    label = labels[number][dim]
+    if labels[number].count(label) > 1:
+        return _reduced(operation)
+    if label in labels[2]:
+        shared = ((other, labels[other].index(label)),) if label in labels[other] else ()
+        aligned = tuple((i, d) for i, d in shared if operation.inputs[i].shape[d] > 1)
+        return Flow(outputs=((0, labels[2].index(label)),), aligned=aligned)
+    if label in labels[other]:
+        return Contracted(other=other, dim=labels[other].index(label))
+    return _reduced(operation)
+
+
+def _matmul(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    left = "ka" if operation.get_attr("transpose_a") else "ak"
+    right = "bk" if operation.get_attr("transpose_b") else "kb"
+    return _contract(operation, number, dim, (left, right, "ab"))
+
+
+def _batch_matmul(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    rank = len(operation.outputs[0].shape)
+    batch = "ABCDEFGHIJ"[: rank - 2]
+    left = "ka" if operation.get_attr("adj_x") else "ak"
+    right = "bk" if operation.get_attr("adj_y") else "kb"
+    fronts = [batch[rank - len(tensor.shape) :] for tensor in operation.inputs]
+    return _contract(operation, number, dim, (fronts[0] + left, fronts[1] + right, batch + "ab"))
+
+
+def _einsum(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    labels = re.split(",|->", operation.get_attr("equation").decode())
+    if len(operation.inputs) != 2 or any("." in part for part in labels):
+        return _reduced(operation)
+    return _contract(operation, number, dim, (labels[0], labels[1], labels[2]))
+
+
+def _conv(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    if b"NC" in operation.get_attr("data_format"):
+        return Blocked(reason=f"convolution '{operation.name}' has its channels first")
+    last = len(operation.outputs[0].shape) - 1
+    if number == 0:
+        if dim == 0:
+            return Flow(outputs=((0, 0),))
+        grouped = operation.inputs[0].shape[last] != operation.inputs[1].shape[last - 1]
+        return Contracted(other=1, dim=last - 1) if dim == last and not grouped else _reduced(operation)
+    if dim == last:
+        return Flow(outputs=((0, last),))
+    grouped = operation.inputs[0].shape[last] != operation.inputs[1].shape[last - 1]
+    return Contracted(other=0, dim=last) if dim == last - 1 and not grouped else _reduced(operation)
+
+
+def _batch_norm(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    channel = len(operation.inputs[0].shape) - 1
+    if number == 0 and dim not in (0, channel):
+        return _reduced(operation)
+    if number == 0 and dim == 0:
+        return _reduced(operation) if operation.get_attr("is_training") else Flow(outputs=((0, 0),))
+    rest = tuple((i, 0) for i in range(1, 5) if i != number)
+    return Flow(outputs=((0, channel), *((i, 0) for i in range(1, 5))), aligned=rest if number == 0 else ((0, channel),))
+
+
+Rule = Callable[[tf.Operation, int, int, int], Outcome]
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        "Abs Add AddN AddV2 BitwiseAnd Cast Ceil CheckNumerics Cos Cosh Div DivNoNan Elu Equal Erf Erfc Exp Expm1 Floor "
+        "FloorDiv FloorMod Greater GreaterEqual Identity Inv Invert IsFinite IsInf IsNan LeakyRelu Less LessEqual Log "
+        "Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Neg NotEqual OnesLike Pow "
+        "PreventGradient RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh "
+        "Softplus Softsign Sqrt Square SquaredDifference StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlogy "
+        "ZerosLike".split(),
+        _elementwise,
+    ),
+    **dict.fromkeys(("Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs"), _nothing),
+    "IdentityN": _each,
+    "Reshape": _reshape,
+    "Transpose": _transpose,
+    "ExpandDims": _expand_dims,
+    "Squeeze": _squeeze,
+    "Pack": _pack,
+    "Unpack": _unpack,
+    "ConcatV2": _concat,
+    "Split": _split,
+    "SplitV": _split,
+    **dict.fromkeys(
+        ("Tile", "Slice", "Pad", "PadV2", "MirrorPad", "Cumsum", "MaxPool", "AvgPool", "ResizeBilinear",
+         "ResizeNearestNeighbor"),
+        _same_size,
+    ),  # fmt: skip
+    "BroadcastTo": _broadcast_to,
+    "StridedSlice": _strided_slice,
+    "GatherV2": _gather,
+    **dict.fromkeys(("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "ArgMax", "ArgMin"), _reduce),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), _softmax),
+    "BiasAdd": _bias_add,
+    "MatMul": _matmul,
+    **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _batch_matmul),
+    "Einsum": _einsum,
+    **dict.fromkeys(("Conv2D", "Conv3D"), _conv),
+    "FusedBatchNormV3": _batch_norm,
+}
+_REARRANGING = frozenset(
+    ("Cast", "ExpandDims", "Identity", "IdentityN", "Reshape", "Squeeze", "StopGradient", "Transpose")
+)
