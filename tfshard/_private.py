@@ -181,28 +181,9 @@ def flatten_layers(model) -> list:
     return list(found.values())
 
 
-def layer_inputs(layer) -> list:
-    """The symbolic tensors that a layer of a functional model was called on (`Operation._inbound_nodes`)."""
-    return [tensor for node in layer_uses(layer) for tensor in node.input_tensors]
-
-
 def layer_uses(layer) -> list:
     """The calls of a layer on symbolic tensors; none in a subclassed model (`Operation._inbound_nodes`)."""
     return list(getattr(layer, "_inbound_nodes", []))
-
-
-def has_trained_before(tensor) -> bool:
-    """Whether a symbolic tensor depends on trained weights (`KerasTensor._keras_history`)."""
-    seen, waiting = set(), [tensor]
-    while waiting:
-        history = waiting.pop()._keras_history
-        if id(history.operation) in seen:
-            continue
-        seen.add(id(history.operation))
-        if getattr(history.operation, "trainable_variables", None):
-            return True
-        waiting += layer_inputs(history.operation)
-    return False
 
 
 def own_variables(layer) -> list:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfshard import auto_layout, layouts, planning
+from tfshard import activations, auto_layout, layouts, planning
 from tfshard.errors import StrategyError
 from tfshard.layouts import FlatForm, FlatMember, VariableLayout
 from tfshard.mesh import BATCH_AXIS
@@ -174,6 +174,7 @@ def plan(
     zero_stage: int = 3,
     analyzer: ParameterAnalyzer | None = DEFAULT,
     optimizer: Any = None,
+    inputs: Any = None,
 ) -> ShardingPlan:
     """Plans a model on a mesh, without a device and without a step.
 
@@ -185,6 +186,8 @@ def plan(
         analyzer: Makes the groups; None for none.
         optimizer: An optimizer or its name, for the bytes of the slots. By default the one that the model was
             compiled with; without any, no slots.
+        inputs: What a step calls the model on (a batch, or anything with shapes and dtypes), for the bytes of
+            activations over a model axis. Without it only their number is predicted.
 
     Returns:
         The `ShardingPlan`.
@@ -220,4 +223,13 @@ def plan(
     if optimizer is None:
         optimizer = getattr(model_or_specs, "optimizer", None)
     slots = planning.slots_of(optimizer, specs)
-    return ShardingPlan.from_layouts(planned, slots=slots, mesh_shape=sizes, zero_stage=zero_stage)
+    sent = activations.plan(model_or_specs, planned, sizes, inputs)
+    return ShardingPlan.from_layouts(
+        planned,
+        slots=slots,
+        mesh_shape=sizes,
+        zero_stage=zero_stage,
+        activations=sent.collectives,
+        unknown=sent.unknown,
+        uses=sent.uses,
+    )

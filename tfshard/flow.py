@@ -20,11 +20,13 @@ class Flow:
     Attributes:
         outputs: (Number of the output, dim).
         aligned: (Number of the input, dim) of other inputs that are cut along with it.
+        repeated: The numbers of other inputs that are used by all shards: their gradients are partial sums.
         statistics: How many all-reduces of the size of the result without this dim it takes (softmax).
     """
 
     outputs: tuple[tuple[int, int], ...]
     aligned: tuple[tuple[int, int], ...] = ()
+    repeated: tuple[int, ...] = ()
     statistics: int = 0
 
 
@@ -92,12 +94,14 @@ def _elementwise(operation: tf.Operation, number: int, dim: int, devices: int) -
     to = dim + rank - len(operation.inputs[number].shape)
     if operation.outputs[0].shape[to] != operation.inputs[number].shape[dim]:
         return _reduced(operation)
-    aligned = []
+    aligned, repeated = [], []
     for other, tensor in enumerate(operation.inputs):
         place = to - (rank - len(tensor.shape))
         if other != number and place >= 0 and tensor.shape[place] > 1:
             aligned.append((other, place))
-    return Flow(outputs=((0, to),), aligned=tuple(aligned))
+        elif other != number:
+            repeated.append(other)
+    return Flow(outputs=((0, to),), aligned=tuple(aligned), repeated=tuple(repeated))
 
 
 def _each(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
@@ -257,9 +261,12 @@ def _contract(operation: tf.Operation, number: int, dim: int, labels: tuple[str,
     if labels[number].count(label) > 1:
         return _reduced(operation)
     if label in labels[2]:
-        shared = ((other, labels[other].index(label)),) if label in labels[other] else ()
-        aligned = tuple((i, d) for i, d in shared if operation.inputs[i].shape[d] > 1)
-        return Flow(outputs=((0, labels[2].index(label)),), aligned=aligned)
+        to = labels[2].index(label)
+        if label in labels[other]:
+            place = labels[other].index(label)
+            if operation.inputs[other].shape[place] > 1:
+                return Flow(outputs=((0, to),), aligned=((other, place),))
+        return Flow(outputs=((0, to),), repeated=(other,))
     if label in labels[other]:
         return Contracted(other=other, dim=labels[other].index(label))
     return _reduced(operation)

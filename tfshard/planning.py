@@ -21,8 +21,8 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private, layouts, support
-from tfshard.errors import LayoutError, MeshError, StrategyError
-from tfshard.layout_map import LayoutMap, VariableSpec, layer_dim
+from tfshard.errors import MeshError, StrategyError
+from tfshard.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts import Axes, VariableLayout
 from tfshard.mesh import BATCH_AXIS, axis_sizes
 
@@ -289,9 +289,10 @@ class Collective:
         what: The path of the variable, `"group 3"`, or `"float32 gradients"`.
         axis: The mesh axis over which it runs.
         count: How often in a step.
-        bytes: Of the whole tensor on one device: what a gather gives, what a reduction takes. None for activations,
-            which depend on the batch.
+        bytes: Of the whole tensor on one device: what a gather gives, what a reduction takes. None for activations
+            when no `inputs` were given to plan for: they depend on the batch.
         formula: How `bytes` comes about.
+        merges: Whether DTensor may merge it with others that do not depend on it: `count` is then the most there are.
     """
 
     kind: str
@@ -300,6 +301,7 @@ class Collective:
     count: int
     bytes: int | None
     formula: str
+    merges: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,7 +314,8 @@ class ShardingPlan:
         groups: The groups.
         variables: Each variable of the model once, in the order of its layers.
         slots: Each optimizer variable.
-        collectives: What a step sends, as far as it follows from the variables: `predict_collectives`.
+        collectives: What a step sends: `predict_collectives` for variables, `activations.predict` for activations.
+        unknown: Why what is sent of activations could not be predicted; empty when it was.
     """
 
     mesh: dict[str, int]
@@ -321,6 +324,7 @@ class ShardingPlan:
     variables: tuple[PlannedVariable, ...]
     slots: tuple[PlannedVariable, ...]
     collectives: tuple[Collective, ...]
+    unknown: str = ""
 
     @classmethod
     def from_layouts(
@@ -330,6 +334,9 @@ class ShardingPlan:
         slots: Sequence[SlotSpec] = (),
         mesh_shape: Mapping[str, int],
         zero_stage: int,
+        activations: Sequence[Collective] = (),
+        unknown: str = "",
+        uses: Mapping[str, int] | None = None,
     ) -> "ShardingPlan":
         """The plan of variables whose layouts, groups included, are decided.
 
@@ -341,6 +348,9 @@ class ShardingPlan:
             slots: The optimizer's variables.
             mesh_shape: Axis name to size.
             zero_stage: 0 to 3.
+            activations: What a step sends of activations.
+            unknown: Why that is not known.
+            uses: How often the forward pass uses a variable, by path, where that is known.
         """
         by_path = {layout.spec.path: layout for layout in planned if layout.spec.trainable}
         slot_layouts = [_slot_layout(slot, by_path, mesh_shape, zero_stage) for slot in slots]
@@ -360,7 +370,11 @@ class ShardingPlan:
             ),
             variables=tuple(_planned_variable(layout, mesh_shape) for layout in planned),
             slots=tuple(_planned_variable(layout, mesh_shape, slot=True) for layout in slot_layouts),
-            collectives=predict_collectives(planned, mesh_shape=mesh_shape, zero_stage=zero_stage),
+            collectives=(
+                *predict_collectives(planned, mesh_shape=mesh_shape, zero_stage=zero_stage, uses=uses),
+                *activations,
+            ),
+            unknown=unknown,
         )
 
     @property
@@ -469,17 +483,19 @@ class ShardingPlan:
 
 
 def predict_collectives(
-    planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int], zero_stage: int
+    planned: Sequence[VariableLayout],
+    *,
+    mesh_shape: Mapping[str, int],
+    zero_stage: int,
+    uses: Mapping[str, int] | None = None,
 ) -> tuple[Collective, ...]:
-    """What a training step sends.
+    """What a training step sends over the batch axis.
 
-    Over the batch axis: stage 3 gathers each group and each variable that rests sharded once, for the forward pass; the
+    Stage 3 gathers each group and each variable that rests sharded once, for the forward pass; the
     backward pass uses the same tensor. Stages 1 and 2 gather what was updated shard by shard. From stage 1 on the
     gradient of a variable that stands alone and is cut along one of its dims is reduce-scattered (on CPU an all-reduce
     and a local slice). All other gradients of one dtype are merged by DTensor in one all-reduce, which the loss and the
     metrics join.
-
-    Over model axes: `predict_activations`.
 
     Not predicted: what a custom step reduces besides, and batch statistics.
 
@@ -487,10 +503,11 @@ def predict_collectives(
         planned: The layout of each variable, groups included.
         mesh_shape: Axis name to size.
         zero_stage: 0 to 3.
+        uses: How often the forward pass uses a variable, by path. By default what a functional model tells of its
+            layers.
     """
-    activations = predict_activations(planned)
     if mesh_shape.get(BATCH_AXIS, 1) == 1:
-        return activations
+        return ()
     found = functools.partial(Collective, axis=BATCH_AXIS)
     units = _units(planned)
     collectives = []
@@ -511,7 +528,7 @@ def predict_collectives(
         if not layout.spec.trainable:
             continue
         bytes_ = _device_bytes(layout.spec.shape, layout.compute, mesh_shape, layout.spec.dtype)
-        scattered, together = _contributions(layout)
+        scattered, together = _contributions(layout, uses or {})
         if scattered:
             collectives.append(
                 found(
@@ -534,62 +551,24 @@ def predict_collectives(
                 formula=f"bytes(all other {dtype} gradients) over batch{scalars}",
             )
         )
-    return (*collectives, *activations)
+    return tuple(collectives)
 
 
-def _contributions(layout: VariableLayout) -> tuple[int, int]:
+def _contributions(layout: VariableLayout, known_uses: Mapping[str, int]) -> tuple[int, int]:
     """How many parts of a variable's gradient are reduce-scattered, and how many join the merged all-reduce.
 
     Each use of a layer in a functional model adds a part, which DTensor reduces by itself. The part of an embedding
     lookup is summed by rows first, so with tied embeddings one of two is fused with its scatter. At stage 1 the parts
     are added up before the scatter, so that more than one are not fused.
     """
-    uses = max(1, len(_private.layer_uses(layout.spec.layer)))
+    uses = known_uses.get(layout.spec.path) or max(1, len(_private.layer_uses(layout.spec.layer)))
     if not layout.update_sharded or layout.sharded is None or (uses > 1 and not layout.reduce_scatter):
         return 0, uses
+    if isinstance(layout.spec.layer, keras.layers.Embedding) and layout.compute[0] is not None:
+        return 0, uses  # vocabulary.lookup rearranges what it reduced, and adds the tied logits' part to it.
     if uses > 1 and isinstance(layout.spec.layer, keras.layers.Embedding):
         return 1, uses - 1
     return uses, 0
-
-
-def predict_activations(planned: Sequence[VariableLayout]) -> tuple[Collective, ...]:
-    """What layers with kernels sharded over a model axis send of activations and their gradients.
-
-    By Megatron-LM's count (Shoeybi et al. 2019, section 3): a kernel sharded by rows (a dim that the layer sums over)
-    gives partial sums, one all-reduce forward; a tensor that goes into kernels sharded by columns collects their
-    gradients, one all-reduce backward, unless nothing before it is trained. Exact for Dense, EinsumDense, Conv and
-    Embedding layers of a functional model when a row follows each column; other sequences need more, and other types of
-    layers are not predicted.
-    """
-    forward: dict[str, list[str]] = {}
-    backward: dict[str, dict[int, str]] = {}
-    for layout in planned:
-        layer, kernel = layout.spec.layer, layout.spec.path.rpartition("/")[2]
-        axes = [axis for axis in layout.compute if axis is not None]
-        if not axes or layer is None or kernel not in ("kernel", "embeddings"):
-            continue
-        try:
-            column = layer_dim(layout.spec, "column")
-        except LayoutError:
-            continue  # A layer of another type, sharded by explicit axes: what it sends is not known.
-        if column is None or layout.compute[column] is None:
-            forward.setdefault(axes[0], []).append(layout.spec.path)
-        elif kernel == "kernel":
-            for tensor in _private.layer_inputs(layer):
-                if _private.has_trained_before(tensor):
-                    backward.setdefault(axes[0], {})[id(tensor)] = layout.spec.path
-    found = functools.partial(Collective, kind="all-reduce", bytes=None, count=1)
-    outputs = [
-        found(what=f"output of {path}", axis=axis, formula="bytes(output) over the model axis, forward: row layers")
-        for axis, paths in forward.items()
-        for path in paths
-    ]
-    inputs = [
-        found(what=f"input of {path}", axis=axis, formula="bytes(input) over the model axis, backward: column layers")
-        for axis, paths in backward.items()
-        for path in paths.values()
-    ]
-    return (*outputs, *inputs)
 
 
 def gathered_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int], zero_stage: int) -> int:

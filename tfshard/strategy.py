@@ -305,16 +305,19 @@ class ShardedStrategy(tf.distribute.Strategy):
         """What each device holds: a table of every variable with its layout and bytes, and the totals."""
         return Report.from_model(model, self)
 
-    def plan(self, model: keras.Model, optimizer: Any = None) -> ShardingPlan:
+    def plan(self, model: keras.Model, optimizer: Any = None, inputs: Any = None) -> ShardingPlan:
         """What will be stored where, and what each step will send, for a built model. Nothing is changed or run.
 
         Args:
             model: A built `keras.Model`, sharded or not.
             optimizer: An optimizer or its name, for the slots; by default the one the model is compiled with.
+            inputs: What a step calls the model on, for the bytes of activations over a model axis.
         """
         analyzer = self.analyzer if support.can_group(model) else None
         layout_map = self.layout_map_for(model)
-        return plan(model, self.mesh, layout_map, self.zero_stage, analyzer=analyzer, optimizer=optimizer)
+        return plan(
+            model, self.mesh, layout_map, self.zero_stage, analyzer=analyzer, optimizer=optimizer, inputs=inputs
+        )
 
     def sync_stats(self, model: keras.Model) -> SyncStats:
         """How many variables have gradients, of how many bytes, and which are reduced together."""

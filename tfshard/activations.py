@@ -1,0 +1,306 @@
+"""What a training step sends of activations over a model axis, derived from the model's graph and its layouts."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfshard import layouts
+from tfshard.auto_layout import Place, variable_places
+from tfshard.flow import Blocked, Contracted, Flow, Lookup, advance, rearranged
+from tfshard.errors import LayoutError
+from tfshard.layouts import VariableLayout
+from tfshard.mesh import BATCH_AXIS
+from tfshard.model_graph import ModelGraph, trace
+from tfshard.planning import Collective
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sent:
+    """One tensor that devices of the model axis send each other in a step.
+
+    Attributes:
+        kind: `"all-reduce"` or `"all-gather"`.
+        what: The variable it comes from, by path, or the operation.
+        why: `"row"`, `"lookup"`, `"column"`, `"softmax"`, `"loss"`, `"blocked"` or `"cut"`.
+        shape: Of the whole tensor.
+        bytes: Of the whole tensor.
+        count: How often.
+        variable: The path of the variable whose layout causes it, or None.
+    """
+
+    kind: str
+    what: str
+    why: str
+    shape: tuple[int, ...]
+    bytes: int
+    count: int = 1
+    variable: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What is sent, in the order of the forward pass.
+
+    Attributes:
+        sent: Each tensor.
+        merges: Whether some do not depend on each other, so that DTensor may merge them into one.
+    """
+
+    sent: tuple[Sent, ...]
+    merges: bool
+
+
+_FORMULAS = {
+    "row": "bytes(output) over the model axis, forward: row layers",
+    "lookup": "bytes(output) over the model axis, forward: lookups in tables sharded by rows",
+    "column": "bytes(input) over the model axis, backward: column layers",
+    "softmax": "4 bytes for each row of the softmax: its largest and its sum",
+    "loss": "4 bytes for each label: softmax cross entropy's largest logit, sum and own logit",
+    "blocked": "bytes(activation): an operation that needs the sharded dim whole",
+    "cut": "bytes(activation), backward: what was whole and was cut along with a sharded activation",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedActivations:
+    """What a plan says of activations.
+
+    Attributes:
+        collectives: What a step sends of them over model axes.
+        uses: How often the forward pass uses each variable, by path; None when it is not known.
+        unknown: Why the collectives are not known; empty when they are.
+    """
+
+    collectives: tuple[Collective, ...] = ()
+    uses: Mapping[str, int] | None = None
+    unknown: str = ""
+
+
+def plan(
+    model: Any, planned: Sequence[VariableLayout], mesh_shape: Mapping[str, int], inputs: Any = None
+) -> PlannedActivations:
+    """What a step sends of activations over each model axis.
+
+    Args:
+        model: A built `keras.Model`; nothing is known of a list of specs.
+        planned: The layouts of its variables.
+        mesh_shape: Axis name to size.
+        inputs: What a step calls the model on, for bytes.
+    """
+    dims = {
+        axis: {layout.spec.path: layout.compute.index(axis) for layout in planned if axis in layout.compute}
+        for axis, size in mesh_shape.items()
+        if axis != BATCH_AXIS and size > 1
+    }
+    if not any(dims.values()):
+        return PlannedActivations()
+    if not isinstance(model, keras.Model):
+        return PlannedActivations(unknown="what activations send over model axes is known for a keras.Model only")
+    try:
+        graph = trace(model, inputs)
+    except LayoutError as e:
+        return PlannedActivations(unknown=str(e))
+    devices = mesh_shape.get(BATCH_AXIS, 1)
+    # A batch that does not divide is whole on every device.
+    shared = inputs is not None and all(tuple(leaf.shape)[0] % devices == 0 for leaf in keras.tree.flatten(inputs))
+    collectives = []
+    for axis in dims:
+        traffic = predict(graph, dims[axis], mesh_shape[axis])
+        for sent in traffic.sent:
+            collectives.append(
+                Collective(
+                    kind=sent.kind,
+                    what=sent.what,
+                    axis=axis,
+                    count=sent.count,
+                    bytes=None if inputs is None else sent.bytes // (devices if shared else 1),
+                    formula=_FORMULAS[sent.why],
+                    merges=traffic.merges,
+                )
+            )
+    return PlannedActivations(collectives=tuple(collectives), uses=_uses(graph))
+
+
+def _uses(graph: ModelGraph) -> dict[str, int]:
+    """How many gradients each variable collects."""
+    found = {}
+    for name, spec in graph.variables.items():
+        users = [graph.operations[place] for place, _ in graph.consumers.get(name, ())]
+        found[spec.path] = sum(operation.type not in _NO_GRADIENT for operation in users)
+    return found
+
+
+def predict(graph: ModelGraph, dims: Mapping[str, int], devices: int) -> Traffic:
+    """What a step sends, for sharded dims of variables.
+
+    By Megatron-LM's count (Shoeybi et al. 2019, section 3): forward, a sum over a sharded dim (row kernels, lookups)
+    is one all-reduce of its result. Backward, a whole tensor that goes into kernels sharded by column collects their
+    gradients in one all-reduce. A softmax over a sharded dim sends its maximum and its sum; softmax cross entropy of
+    sharded outputs also the label's score. Where a sharded dim is needed whole, it is gathered.
+
+    Args:
+        graph: The model.
+        dims: The sharded dim of each variable, by path.
+        devices: The size of the model axis.
+    """
+    return _Prediction(graph, dims, devices).run()
+
+
+# Operations through which no gradient comes back.
+_NO_GRADIENT = frozenset(
+    "Shape ShapeN Size Rank StopGradient ZerosLike OnesLike Equal NotEqual Greater GreaterEqual Less LessEqual ArgMax "
+    "ArgMin All Any IsFinite IsNan IsInf".split()
+)
+
+
+class _Prediction:
+    def __init__(self, graph: ModelGraph, dims: Mapping[str, int], devices: int):
+        self.graph, self.dims, self.devices = graph, dims, devices
+        self.origins: dict[Place, Place] = variable_places(graph)
+        self.is_variable = {name for name, _ in self.origins}
+        self.sharded: dict[str, int] = {
+            name: dims[spec.path] for name, spec in graph.variables.items() if spec.path in dims
+        }
+        # For tensors that only rearrange another: that one, so that several layers' own reshapes of it count once.
+        self.base: dict[str, tf.Tensor] = {}
+        # The operation through which such a tensor came from its base.
+        self.step: dict[str, tf.Operation] = {}
+        self.sent: list[Sent] = []
+        self.collected: set[str] = set()
+        # By the name of a base: its place in `sent`, and the operations that bring it to kernels sharded by column.
+        self.columns: dict[str, tuple[int, set[str], int]] = {}
+        # Which of the forward collectives a tensor depends on, as bits.
+        self.after: dict[str, int] = {}
+        self.merges = False
+
+    def run(self) -> Traffic:
+        for operation in self.graph.operations:
+            before = 0
+            for tensor in operation.inputs:
+                before |= self.after.get(tensor.name, 0)
+            reduced = self._forward(operation)
+            if reduced is not None:
+                number = sum(each.why in ("row", "lookup") for each in self.sent)
+                self.merges |= before != (1 << number) - 1
+                self.sent.append(reduced)
+                before |= 1 << number
+            self._backward(operation)
+            for tensor in operation.outputs:
+                self.after[tensor.name] = before
+            self._note_base(operation)
+        self._separate_columns()
+        self._losses()
+        return Traffic(sent=tuple(self.sent), merges=self.merges)
+
+    def _forward(self, operation: tf.Operation) -> Sent | None:
+        """Carries sharded dims through an operation; what it reduces, if it does."""
+        inputs = [(number, self.sharded[t.name]) for number, t in enumerate(operation.inputs) if t.name in self.sharded]
+        reduced = None
+        for number, dim in inputs:
+            outcome = advance(operation, number, dim, self.devices)
+            if isinstance(outcome, Flow):
+                for output, to in outcome.outputs:
+                    self.sharded.setdefault(operation.outputs[output].name, to)
+                if operation.inputs[number].name not in self.is_variable:
+                    self._cut(operation, outcome)
+                if outcome.statistics and outcome.outputs:
+                    output, to = outcome.outputs[0]
+                    shape = tuple(n for i, n in enumerate(operation.outputs[output].shape) if i != to)
+                    self._note("all-reduce", operation.name, "softmax", shape, outcome.statistics)
+            elif isinstance(outcome, Lookup):
+                path = self._variable_of(operation, number)
+                reduced = _sent("all-reduce", path or operation.name, "lookup", operation.outputs[0], path)
+            elif isinstance(outcome, Contracted) and self.sharded.get(
+                operation.inputs[outcome.other].name
+            ) == outcome.dim:
+                kernel = next((n for n in (number, outcome.other) if operation.inputs[n].name in self.is_variable), 0)
+                path = self._variable_of(operation, kernel)
+                reduced = _sent("all-reduce", path or operation.name, "row", operation.outputs[0], path)
+            elif isinstance(outcome, Contracted | Blocked):
+                tensor = operation.inputs[number]
+                self.sent.append(_sent("all-gather", operation.name, "blocked", tensor, self._kernel(operation)))
+        return reduced
+
+    def _cut(self, operation: tf.Operation, flow: Flow) -> None:
+        """A whole activation that is cut along with a sharded one: its gradient is gathered again."""
+        for other, dim in flow.aligned:
+            tensor = operation.inputs[other]
+            trained = tensor.name in self.graph.trained and tensor.name not in self.is_variable
+            if trained and tensor.name not in self.sharded and tensor.name not in self.collected:
+                self.collected.add(tensor.name)
+                self.sent.append(_sent("all-gather", operation.name, "cut", self.base.get(tensor.name, tensor), None))
+        for other in flow.repeated:
+            tensor = self.base.get(operation.inputs[other].name, operation.inputs[other])
+            trained = tensor.name in self.graph.trained and tensor.name not in self.is_variable
+            if trained and tensor.name not in self.sharded and tensor.name not in self.collected | self.columns.keys():
+                self.collected.add(tensor.name)
+                self.sent.append(_sent("all-reduce", operation.name, "cut", tensor, None))
+                self.merges = True
+
+    def _backward(self, operation: tf.Operation) -> None:
+        """The gradient of a whole activation that meets a kernel sharded by column."""
+        for number, kernel in enumerate(operation.inputs):
+            dim = self.sharded.get(kernel.name)
+            if dim is None or kernel.name not in self.is_variable or len(operation.inputs) != 2:
+                continue
+            outcome = advance(operation, number, dim, self.devices)
+            other = operation.inputs[1 - number]
+            contraction = operation.type in ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D")
+            whole = other.name not in self.sharded and other.name in self.graph.trained
+            if contraction and isinstance(outcome, Flow) and whole:
+                base = self.base.get(other.name, other)
+                step = self.step.get(other.name, operation)
+                if base.name not in self.columns:
+                    path = self._variable_of(operation, number)
+                    self.columns[base.name] = (len(self.sent), set(), 0)
+                    self.sent.append(_sent("all-reduce", path or operation.name, "column", base, path))
+                place, users, count = self.columns[base.name]
+                self.columns[base.name] = (place, users | {step.name}, count + 1)
+
+    def _separate_columns(self) -> None:
+        """DTensor adds the gradients of several kernels up before it reduces them, if nothing else is added to them.
+
+        A residual that begins at the same tensor (post-norm blocks) is added too: then they are reduced one by one, and
+        merged into one all-reduce of all their bytes.
+        """
+        for name, (place, users, count) in self.columns.items():
+            consumers = {self.graph.operations[i].name for i, _ in self.graph.consumers[name]}
+            others = [op for op in self.graph.operations if op.name in consumers - users and op.type not in _NO_GRADIENT]
+            if others and count > 1:
+                self.sent[place] = dataclasses.replace(self.sent[place], bytes=count * self.sent[place].bytes)
+
+    def _losses(self) -> None:
+        for name in sorted(self.graph.outputs):
+            tensor = next((t for op in self.graph.operations for t in op.outputs if t.name == name), None)
+            if tensor is not None and self.sharded.get(name) == tensor.shape.rank - 1:
+                self._note("all-reduce", f"output {name}", "loss", tuple(tensor.shape[:-1]), 3)
+
+    def _note(self, kind: str, what: str, why: str, shape: tuple[int, ...], count: int) -> None:
+        self.sent.append(Sent(kind=kind, what=what, why=why, shape=shape, bytes=4 * math.prod(shape), count=count))
+
+    def _note_base(self, operation: tf.Operation) -> None:
+        if not operation.inputs or operation.inputs[0].name in self.is_variable:
+            return
+        source = operation.inputs[0]
+        if any(rearranged(operation, 0, dim) for dim in range(source.shape.rank or 0)):
+            for output in operation.outputs:
+                self.base[output.name] = self.base.get(source.name, source)
+                self.step[output.name] = self.step.get(source.name, operation)
+
+    def _variable_of(self, operation: tf.Operation, number: int) -> str | None:
+        name = operation.inputs[number].name
+        return next((path for (tensor, _), (path, _) in self.origins.items() if tensor == name), None)
+
+    def _kernel(self, operation: tf.Operation) -> str | None:
+        found = [self._variable_of(operation, n) for n, t in enumerate(operation.inputs) if t.name in self.is_variable]
+        return found[0] if found else None
+
+
+def _sent(kind: str, what: str, why: str, tensor: tf.Tensor, variable: str | None) -> Sent:
+    shape = tuple(tensor.shape)
+    bytes_ = math.prod(shape) * layouts.itemsize(tensor.dtype.name)
+    return Sent(kind=kind, what=what, why=why, shape=shape, bytes=bytes_, variable=variable)
