@@ -31,6 +31,7 @@ from tfshard.errors import (
     ConsistencyError,
     InitializationError,
     LayoutError,
+    LayoutWarning,
     MeshError,
     PlanMismatchError,
     ShardingError,
@@ -39,6 +40,7 @@ from tfshard.errors import (
     UnsupportedOperationError,
 )
 from tfshard.layout_map import LayoutMap
+from tfshard.linter import Finding, lint
 from tfshard.mesh import create_mesh
 from tfshard.planning import Collective, ShardingPlan, abstract_model
 from tfshard.profiling import StepProfile, assert_matches_plan, profile_step
@@ -57,6 +59,8 @@ __all__ = [
     "InitializationError",
     "LayoutError",
     "LayoutMap",
+    "LayoutWarning",
+    "Finding",
     "MeshError",
     "Model",
     "PlanMismatchError",
@@ -79,6 +83,7 @@ __all__ = [
     "auto_layout_map",
     "create_mesh",
     "initialize",
+    "lint",
     "profile_step",
     "plan",
     "presets",

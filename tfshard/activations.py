@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfshard import layouts
 from tfshard.auto_layout import Place, variable_places
-from tfshard.flow import Blocked, Contracted, Flow, Lookup, advance, rearranged
 from tfshard.errors import LayoutError
+from tfshard.flow import Blocked, Contracted, Flow, Lookup, advance, rearranged
 from tfshard.layouts import VariableLayout
 from tfshard.mesh import BATCH_AXIS
 from tfshard.model_graph import ModelGraph, trace
@@ -25,7 +25,7 @@ class Sent:
     Attributes:
         kind: `"all-reduce"` or `"all-gather"`.
         what: The variable it comes from, by path, or the operation.
-        why: `"row"`, `"lookup"`, `"column"`, `"softmax"`, `"loss"`, `"blocked"` or `"cut"`.
+        why: `"row"`, `"lookup"`, `"column"`, `"softmax"`, `"loss"` or `"cut"`.
         shape: Of the whole tensor.
         bytes: Of the whole tensor.
         count: How often.
@@ -38,7 +38,24 @@ class Sent:
     shape: tuple[int, ...]
     bytes: int
     count: int = 1
-    variable: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Obstacle:
+    """An operation that needs a sharded dim whole, or cannot use that it is: DTensor sends more than is predicted.
+
+    Attributes:
+        operation: Its name.
+        kernel: The path of the variable it works with, if any.
+        arrives_sharded: Whether the activation arrives sharded at a kernel that does not fit it; else the kernel is
+            sharded over a dim that its input is not.
+        reason: Why.
+    """
+
+    operation: str
+    kernel: str | None
+    arrives_sharded: bool
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,10 +65,12 @@ class Traffic:
     Attributes:
         sent: Each tensor.
         merges: Whether some do not depend on each other, so that DTensor may merge them into one.
+        obstacles: Where more is sent; what it is then is up to DTensor.
     """
 
     sent: tuple[Sent, ...]
     merges: bool
+    obstacles: tuple[Obstacle, ...] = ()
 
 
 _FORMULAS = {
@@ -60,7 +79,6 @@ _FORMULAS = {
     "column": "bytes(input) over the model axis, backward: column layers",
     "softmax": "4 bytes for each row of the softmax: its largest and its sum",
     "loss": "4 bytes for each label: softmax cross entropy's largest logit, sum and own logit",
-    "blocked": "bytes(activation): an operation that needs the sharded dim whole",
     "cut": "bytes(activation), backward: what was whole and was cut along with a sharded activation",
 }
 
@@ -107,9 +125,10 @@ def plan(
     devices = mesh_shape.get(BATCH_AXIS, 1)
     # A batch that does not divide is whole on every device.
     shared = inputs is not None and all(tuple(leaf.shape)[0] % devices == 0 for leaf in keras.tree.flatten(inputs))
-    collectives = []
+    collectives, unknown = [], []
     for axis in dims:
         traffic = predict(graph, dims[axis], mesh_shape[axis])
+        unknown += [f"operation '{each.operation}' {each.reason}" for each in traffic.obstacles]
         for sent in traffic.sent:
             collectives.append(
                 Collective(
@@ -122,7 +141,12 @@ def plan(
                     merges=traffic.merges,
                 )
             )
-    return PlannedActivations(collectives=tuple(collectives), uses=_uses(graph))
+    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+    return PlannedActivations(
+        collectives=tuple(collectives),
+        uses=_uses(graph),
+        unknown=f"DTensor decides what more is sent, for {unknown[0]}{more}" if unknown else "",
+    )
 
 
 def _uses(graph: ModelGraph) -> dict[str, int]:
@@ -140,7 +164,7 @@ def predict(graph: ModelGraph, dims: Mapping[str, int], devices: int) -> Traffic
     By Megatron-LM's count (Shoeybi et al. 2019, section 3): forward, a sum over a sharded dim (row kernels, lookups)
     is one all-reduce of its result. Backward, a whole tensor that goes into kernels sharded by column collects their
     gradients in one all-reduce. A softmax over a sharded dim sends its maximum and its sum; softmax cross entropy of
-    sharded outputs also the label's score. Where a sharded dim is needed whole, it is gathered.
+    sharded outputs also the label's score.
 
     Args:
         graph: The model.
@@ -169,7 +193,9 @@ class _Prediction:
         self.base: dict[str, tf.Tensor] = {}
         # The operation through which such a tensor came from its base.
         self.step: dict[str, tf.Operation] = {}
+        self.without_gradient = {op.name for op in graph.operations if op.type in _NO_GRADIENT}
         self.sent: list[Sent] = []
+        self.obstacles: list[Obstacle] = []
         self.collected: set[str] = set()
         # By the name of a base: its place in `sent`, and the operations that bring it to kernels sharded by column.
         self.columns: dict[str, tuple[int, set[str], int]] = {}
@@ -194,7 +220,7 @@ class _Prediction:
             self._note_base(operation)
         self._separate_columns()
         self._losses()
-        return Traffic(sent=tuple(self.sent), merges=self.merges)
+        return Traffic(sent=tuple(self.sent), merges=self.merges, obstacles=tuple(self.obstacles))
 
     def _forward(self, operation: tf.Operation) -> Sent | None:
         """Carries sharded dims through an operation; what it reduces, if it does."""
@@ -213,32 +239,40 @@ class _Prediction:
                     self._note("all-reduce", operation.name, "softmax", shape, outcome.statistics)
             elif isinstance(outcome, Lookup):
                 path = self._variable_of(operation, number)
-                reduced = _sent("all-reduce", path or operation.name, "lookup", operation.outputs[0], path)
-            elif isinstance(outcome, Contracted) and self.sharded.get(
-                operation.inputs[outcome.other].name
-            ) == outcome.dim:
+                reduced = _sent("all-reduce", path or operation.name, "lookup", operation.outputs[0])
+            elif isinstance(outcome, Contracted):
                 kernel = next((n for n in (number, outcome.other) if operation.inputs[n].name in self.is_variable), 0)
                 path = self._variable_of(operation, kernel)
-                reduced = _sent("all-reduce", path or operation.name, "row", operation.outputs[0], path)
-            elif isinstance(outcome, Contracted | Blocked):
-                tensor = operation.inputs[number]
-                self.sent.append(_sent("all-gather", operation.name, "blocked", tensor, self._kernel(operation)))
+                both = self.sharded.get(operation.inputs[outcome.other].name) == outcome.dim
+                if both or number == kernel:
+                    reduced = _sent("all-reduce", path or operation.name, "row", operation.outputs[0])
+                if not both:
+                    # A kernel of which another dim is sharded, too, is left to DTensor.
+                    reason = "sums over a dim that is sharded in one input only"
+                    self._obstacle(operation, path, number != kernel, reason)
+            elif isinstance(outcome, Blocked):
+                self._obstacle(operation, None, False, outcome.reason)
         return reduced
+
+    def _obstacle(self, operation: tf.Operation, kernel: str | None, arrives_sharded: bool, reason: str) -> None:
+        self.obstacles.append(
+            Obstacle(operation=operation.name, kernel=kernel, arrives_sharded=arrives_sharded, reason=reason)
+        )
 
     def _cut(self, operation: tf.Operation, flow: Flow) -> None:
         """A whole activation that is cut along with a sharded one: its gradient is gathered again."""
-        for other, dim in flow.aligned:
+        for other, _ in flow.aligned:
             tensor = operation.inputs[other]
             trained = tensor.name in self.graph.trained and tensor.name not in self.is_variable
             if trained and tensor.name not in self.sharded and tensor.name not in self.collected:
                 self.collected.add(tensor.name)
-                self.sent.append(_sent("all-gather", operation.name, "cut", self.base.get(tensor.name, tensor), None))
+                self.sent.append(_sent("all-gather", operation.name, "cut", self.base.get(tensor.name, tensor)))
         for other in flow.repeated:
             tensor = self.base.get(operation.inputs[other].name, operation.inputs[other])
             trained = tensor.name in self.graph.trained and tensor.name not in self.is_variable
             if trained and tensor.name not in self.sharded and tensor.name not in self.collected | self.columns.keys():
                 self.collected.add(tensor.name)
-                self.sent.append(_sent("all-reduce", operation.name, "cut", tensor, None))
+                self.sent.append(_sent("all-reduce", operation.name, "cut", tensor))
                 self.merges = True
 
     def _backward(self, operation: tf.Operation) -> None:
@@ -257,7 +291,7 @@ class _Prediction:
                 if base.name not in self.columns:
                     path = self._variable_of(operation, number)
                     self.columns[base.name] = (len(self.sent), set(), 0)
-                    self.sent.append(_sent("all-reduce", path or operation.name, "column", base, path))
+                    self.sent.append(_sent("all-reduce", path or operation.name, "column", base))
                 place, users, count = self.columns[base.name]
                 self.columns[base.name] = (place, users | {step.name}, count + 1)
 
@@ -269,7 +303,7 @@ class _Prediction:
         """
         for name, (place, users, count) in self.columns.items():
             consumers = {self.graph.operations[i].name for i, _ in self.graph.consumers[name]}
-            others = [op for op in self.graph.operations if op.name in consumers - users and op.type not in _NO_GRADIENT]
+            others = consumers - users - self.without_gradient
             if others and count > 1:
                 self.sent[place] = dataclasses.replace(self.sent[place], bytes=count * self.sent[place].bytes)
 
@@ -295,12 +329,8 @@ class _Prediction:
         name = operation.inputs[number].name
         return next((path for (tensor, _), (path, _) in self.origins.items() if tensor == name), None)
 
-    def _kernel(self, operation: tf.Operation) -> str | None:
-        found = [self._variable_of(operation, n) for n, t in enumerate(operation.inputs) if t.name in self.is_variable]
-        return found[0] if found else None
 
-
-def _sent(kind: str, what: str, why: str, tensor: tf.Tensor, variable: str | None) -> Sent:
+def _sent(kind: str, what: str, why: str, tensor: tf.Tensor) -> Sent:
     shape = tuple(tensor.shape)
     bytes_ = math.prod(shape) * layouts.itemsize(tensor.dtype.name)
-    return Sent(kind=kind, what=what, why=why, shape=shape, bytes=bytes_, variable=variable)
+    return Sent(kind=kind, what=what, why=why, shape=shape, bytes=bytes_)

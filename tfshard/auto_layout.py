@@ -11,7 +11,7 @@ import keras
 
 from tfshard import layouts
 from tfshard.errors import LayoutError
-from tfshard.flow import Blocked, Contracted, Flow, Lookup, advance, rearranged
+from tfshard.flow import Blocked, Contracted, Lookup, advance, rearranged
 from tfshard.layout_map import LayoutMap, VariableSpec, layer_dim
 from tfshard.mesh import BATCH_AXIS, MODEL_AXIS
 from tfshard.model_graph import ModelGraph, trace
@@ -62,10 +62,10 @@ class Travel:
 def auto_layout_map(model: keras.Model, mesh: Any, *, inputs: Any = None) -> LayoutMap:
     """Tensor-parallel layouts for a Keras or KerasHub model, found in what it computes.
 
-    The model is called once in a graph, where nothing is allocated. The output dim of a kernel is followed through the
-    operations behind it. Where it is summed over again with the input dim of another kernel, the first is sharded by
-    column, with its bias, and the second by row (Megatron-LM, Shoeybi et al. 2019, section 3): query, key, value and the
-    output projection of attention, the two or three kernels of a feed-forward block, also those written by hand.
+    The model is called once in a graph, where nothing is allocated. The output dim of a kernel is followed through
+    the operations behind it. Where it is summed over again with the input dim of another kernel, the first is sharded
+    by column, with its bias, and the second by row (Megatron-LM, Shoeybi et al. 2019, section 3): query, key, value and
+    the output projection of attention, the two or three kernels of a feed-forward block, also those written by hand.
     Embedding tables are sharded over the vocabulary, with the logits that are tied to them; output matrices with more
     than 2% of the model's bytes by column.
 

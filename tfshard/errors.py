@@ -42,3 +42,7 @@ class PlanMismatchError(ShardingError):
 
 class ConsistencyError(ShardingError):
     """Devices that should hold the same values do not."""
+
+
+class LayoutWarning(UserWarning):
+    """A layout map that works, and sends more than it has to."""

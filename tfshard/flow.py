@@ -85,6 +85,13 @@ def _constant(operation: tf.Operation, number: int) -> np.ndarray | None:
     return tf.get_static_value(operation.inputs[number])
 
 
+def _axis(operation: tf.Operation, number: int, rank: int) -> int:
+    """An input that is a constant axis, counted from the front."""
+    axis = _constant(operation, number)
+    assert axis is not None, operation.name
+    return int(axis) % rank
+
+
 def _reduced(operation: tf.Operation) -> Blocked:
     return Blocked(reason=f"operation '{operation.name}' ({operation.type}) needs all of the sharded dim")
 
@@ -137,7 +144,7 @@ def _transpose(operation: tf.Operation, number: int, dim: int, devices: int) -> 
 
 
 def _expand_dims(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
-    at = int(_constant(operation, 1)) % len(operation.outputs[0].shape)
+    at = _axis(operation, 1, len(operation.outputs[0].shape))
     return Flow(outputs=((0, dim + (at <= dim)),))
 
 
@@ -161,7 +168,7 @@ def _unpack(operation: tf.Operation, number: int, dim: int, devices: int) -> Out
 
 
 def _concat(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
-    at = int(_constant(operation, len(operation.inputs) - 1)) % len(operation.outputs[0].shape)
+    at = _axis(operation, len(operation.inputs) - 1, len(operation.outputs[0].shape))
     if at == dim:
         return _reduced(operation)
     aligned = tuple((other, dim) for other in range(len(operation.inputs) - 1) if other != number)
@@ -171,7 +178,7 @@ def _concat(operation: tf.Operation, number: int, dim: int, devices: int) -> Out
 def _split(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
     axis = 0 if operation.type == "Split" else 2
     value = operation.inputs[1 if operation.type == "Split" else 0]
-    if int(_constant(operation, axis)) % len(value.shape) == dim:
+    if _axis(operation, axis, len(value.shape)) == dim:
         return _reduced(operation)
     return Flow(outputs=tuple((i, dim) for i in range(len(operation.outputs))))
 
@@ -219,8 +226,7 @@ def _strided_slice(operation: tf.Operation, number: int, dim: int, devices: int)
 
 
 def _gather(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
-    axis, batch = int(_constant(operation, 2)), operation.get_attr("batch_dims")
-    axis %= len(operation.inputs[0].shape)
+    axis, batch = _axis(operation, 2, len(operation.inputs[0].shape)), operation.get_attr("batch_dims")
     indices = len(operation.inputs[1].shape)
     if number == 1:
         return Flow(outputs=((0, dim if dim < batch else axis + dim - batch),))
@@ -316,18 +322,20 @@ def _batch_norm(operation: tf.Operation, number: int, dim: int, devices: int) ->
     if number == 0 and dim == 0:
         return _reduced(operation) if operation.get_attr("is_training") else Flow(outputs=((0, 0),))
     rest = tuple((i, 0) for i in range(1, 5) if i != number)
-    return Flow(outputs=((0, channel), *((i, 0) for i in range(1, 5))), aligned=rest if number == 0 else ((0, channel),))
+    return Flow(
+        outputs=((0, channel), *((i, 0) for i in range(1, 5))), aligned=rest if number == 0 else ((0, channel),)
+    )
 
 
 Rule = Callable[[tf.Operation, int, int, int], Outcome]
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        "Abs Add AddN AddV2 BitwiseAnd Cast Ceil CheckNumerics Cos Cosh Div DivNoNan Elu Equal Erf Erfc Exp Expm1 Floor "
-        "FloorDiv FloorMod Greater GreaterEqual Identity Inv Invert IsFinite IsInf IsNan LeakyRelu Less LessEqual Log "
-        "Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Neg NotEqual OnesLike Pow "
-        "PreventGradient RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh "
-        "Softplus Softsign Sqrt Square SquaredDifference StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlogy "
-        "ZerosLike".split(),
+        "Abs Add AddN AddV2 BitwiseAnd Cast Ceil CheckNumerics Cos Cosh Div DivNoNan Elu Equal Erf Erfc Exp "
+        "Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity Inv Invert IsFinite IsInf IsNan "
+        "LeakyRelu Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan "
+        "Neg NotEqual OnesLike Pow PreventGradient RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select "
+        "SelectV2 Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference StopGradient "
+        "Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlogy ZerosLike".split(),
         _elementwise,
     ),
     **dict.fromkeys(("Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs"), _nothing),
@@ -342,8 +350,18 @@ _RULES: dict[str, Rule] = {
     "Split": _split,
     "SplitV": _split,
     **dict.fromkeys(
-        ("Tile", "Slice", "Pad", "PadV2", "MirrorPad", "Cumsum", "MaxPool", "AvgPool", "ResizeBilinear",
-         "ResizeNearestNeighbor"),
+        (
+            "Tile",
+            "Slice",
+            "Pad",
+            "PadV2",
+            "MirrorPad",
+            "Cumsum",
+            "MaxPool",
+            "AvgPool",
+            "ResizeBilinear",
+            "ResizeNearestNeighbor",
+        ),
         _same_size,
     ),  # fmt: skip
     "BroadcastTo": _broadcast_to,

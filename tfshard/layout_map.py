@@ -110,6 +110,8 @@ class LayoutMap(Mapping):
     def whole(self, pattern: str, *, reason: str = "", optional: bool = False) -> None:
         """Says that variables stay whole on every device of the model axes, also large ones, which else is an error.
 
+        Any other rule goes before it: `layout_map.whole(".*")` is for all that have none.
+
         Args:
             pattern: Regular expression that must match the whole path of the variable.
             reason: Why; it is printed with the map.
@@ -198,15 +200,21 @@ class LayoutMap(Mapping):
         dim = layer_dim(spec, rule.kind, pattern)
         return pattern, tuple(rule.axes[0] if i == dim else None for i in range(len(spec.shape)))
 
-    def _matching_pattern(self, spec: VariableSpec) -> str | None:
+    def matching(self, spec: VariableSpec) -> list[str]:
+        """The patterns that match a variable; one in a map that fits, none for a variable that it does not mention."""
         if spec.path in self._rules and self._rules[spec.path].kind == "axes":
-            return spec.path
+            return [spec.path]
         layer_path = spec.path.rpartition("/")[0]
-        matching = [
+        found = [
             pattern
             for pattern, rule in self._rules.items()
             if re.fullmatch(pattern, spec.path if rule.kind == "axes" else layer_path)
         ]
+        # What shards goes before what says that the rest stays whole.
+        return [pattern for pattern in found if self._rules[pattern].axes] or found[:1]
+
+    def _matching_pattern(self, spec: VariableSpec) -> str | None:
+        matching = self.matching(spec)
         if len(matching) > 1:
             raise LayoutError(
                 f"Variable '{spec.path}' matches several patterns of the layout map: {matching}. "

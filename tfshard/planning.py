@@ -433,6 +433,8 @@ class ShardingPlan:
         console = rich.console.Console(file=out, width=120)
         for table in self.tables():
             console.print(table)
+        if self.unknown:
+            console.print(f"Not predicted: {self.unknown}", markup=False)
         return out.getvalue()
 
     def _storage_table(self) -> rich.table.Table:

@@ -9,7 +9,19 @@ import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, auto_layout, data, layouts, optimizers, placement, runtime, support, updates, vocabulary
+from tfshard import (
+    _private,
+    auto_layout,
+    data,
+    layouts,
+    linter,
+    optimizers,
+    placement,
+    runtime,
+    support,
+    updates,
+    vocabulary,
+)
 from tfshard.analyzer import DEFAULT, ParameterAnalyzer, plan
 from tfshard.errors import MeshError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
@@ -85,6 +97,7 @@ class ShardedStrategy(tf.distribute.Strategy):
         self.zero_stage = zero_stage
         self.analyzer = analyzer
         self._functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._checked: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._found_maps: weakref.WeakKeyDictionary[keras.Model, LayoutMap] = weakref.WeakKeyDictionary()
         super().__init__(_ShardedExtended(self))
 
@@ -119,15 +132,22 @@ class ShardedStrategy(tf.distribute.Strategy):
             LayoutError: The layout map does not fit the model; nothing was changed.
         """
         layout_map = self.layout_map_for(model)
-        planned, specs = {}, []
+        planned = {}
         for variable, layer in support.owned_variables(model):
-            if _private.backend_variable(variable) is None:
-                continue
-            specs.append(support.variable_spec(variable, layer))
-            planned[id(variable)] = self.plan_variable(specs[-1], layout_map=layout_map)
-        if model.built:
-            layouts.check_patterns(layout_map, specs, f" of model '{model.name}'")
+            if _private.backend_variable(variable) is not None:
+                spec = support.variable_spec(variable, layer)
+                planned[id(variable)] = self.plan_variable(spec, layout_map=layout_map)
         return planned
+
+    def check_layouts(self, model: keras.Model) -> None:
+        """Looks the layout map over for a built model, once (`tfshard.lint`).
+
+        Raises:
+            LayoutError: It does not fit the model, or leaves a large matrix whole that it does not mention.
+        """
+        if model.built and not self.auto and model not in self._checked:
+            linter.check(model, self.mesh_shape, self.layout_map)
+            self._checked.add(model)
 
     def scope(self):
         """The context in which variables are born sharded and Keras models belong to this strategy."""
@@ -212,6 +232,7 @@ class ShardedStrategy(tf.distribute.Strategy):
         """
         support.check_not_elsewhere(model, self)
         support.check_layers(model)
+        self.check_layouts(model)
         planned = self.plan_model(model)
         replaced = []
         for variable, _ in support.owned_variables(model):

@@ -236,7 +236,7 @@ def check_ready(model: keras.Model, strategy: Any) -> None:
         raise_jit_compile(model)
     check_layers(model)
     check_optimizer(model)
-    strategy.plan_model(model)
+    strategy.check_layouts(model)
     if _private.is_eager() and model.built:
         strategy.group(model)
         _ready[model] = id(strategy)

@@ -1,0 +1,237 @@
+"""The layout linter: finds rules that are wrong, or that make a step send more than it has to, before it runs."""
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from tfshard import _private, activations, auto_layout, layouts, planning
+from tfshard.errors import LayoutError, LayoutWarning
+from tfshard.layout_map import LayoutMap, VariableSpec
+from tfshard.mesh import BATCH_AXIS
+from tfshard.model_graph import ModelGraph, trace
+
+# How many errors compile shows.
+_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One fault of a layout map.
+
+    Attributes:
+        kind: `"unmatched"`, `"tied"`, `"ambiguous"`, `"indivisible"`, `"left whole"`, `"column after column"`,
+            `"transposed"` or `"unused sharding"`.
+        is_error: Whether `compile` refuses it; else it warns.
+        where: The pattern, or the path of the variable.
+        message: The fault and its fix.
+    """
+
+    kind: str
+    is_error: bool
+    where: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{'error' if self.is_error else 'warning'}: {self.kind}: {self.where}: {self.message}"
+
+
+def lint(model: keras.Model, mesh: Any, layout_map: Any, *, inputs: Any = None) -> tuple[Finding, ...]:
+    """Looks a layout map over for a model, without a device.
+
+    Errors: a pattern that matches nothing, two rules for one weight (also under the names of two layers that share
+    it), a dim that its axis does not divide, a matrix of more than 2% of the model's bytes that no rule mentions.
+    Warnings, from the model's graph: a kernel sharded by column whose input is sharded already, where a row rule would
+    save collectives; a kernel sharded along another dim than its neighbours ask for (transposed); sharding that the
+    next operation undoes.
+
+    Args:
+        model: A built model, also one from `tfshard.abstract_model`.
+        mesh: A mesh, or a mapping from axis name to size.
+        layout_map: What a `ShardedStrategy` takes as its layout map.
+        inputs: An example of the model's inputs, for a subclassed model; without it, and if they are not known, only
+            the errors are looked for.
+
+    Returns:
+        The findings, errors first.
+
+    Raises:
+        LayoutError: Not a layout map, or an axis that the mesh does not have.
+
+    Example:
+
+    >>> import keras, tfshard
+    >>> inputs = keras.Input((64,))
+    >>> hidden = keras.layers.Dense(256, activation="gelu", name="up")(inputs)
+    >>> model = keras.Model(inputs, keras.layers.Dense(64, name="down")(hidden))
+    >>> layout_map = tfshard.LayoutMap()
+    >>> layout_map.column("up|down")
+    >>> for finding in tfshard.lint(model, {"model": 4}, layout_map):
+    ...     print(finding.kind, finding.where)
+    column after column down/kernel
+    """
+    sizes = planning.mesh_sizes(mesh)
+    layout_map = auto_layout.resolve(layout_map, model, sizes)
+    layout_map.check_axes(sizes)
+    specs = planning.specs_of(model)
+    findings = _rule_findings(model, specs, layout_map, sizes)
+    findings += _whole_findings(specs, layout_map, sizes)
+    if not any(finding.is_error for finding in findings):
+        findings += _graph_findings(model, specs, layout_map, sizes, inputs)
+    return tuple(sorted(findings, key=lambda finding: not finding.is_error))
+
+
+def check(model: keras.Model, mesh_shape: Mapping[str, int], layout_map: LayoutMap) -> None:
+    """What compile does: raises `LayoutError` with all errors at once, and warns of the rest (`LayoutWarning`)."""
+    findings = lint(model, mesh_shape, layout_map)
+    errors = [finding for finding in findings if finding.is_error]
+    if errors:
+        lines = [f"- {finding.where}: {finding.message}" for finding in errors[:_SHOWN]]
+        if len(errors) > _SHOWN:
+            lines.append(f"- and {len(errors) - _SHOWN} more: see tfshard.lint(model, mesh, layout_map)")
+        raise LayoutError(f"The layout map does not fit model '{model.name}':\n" + "\n".join(lines))
+    for finding in findings:
+        warnings.warn(f"{finding.kind}: {finding.where}: {finding.message}", LayoutWarning, stacklevel=4)
+
+
+def _rule_findings(
+    model: keras.Model, specs: tuple[VariableSpec, ...], layout_map: LayoutMap, sizes: Mapping[str, int]
+) -> list[Finding]:
+    """Faults of the rules by themselves."""
+    findings, matched = [], set()
+    for spec in specs:
+        patterns = layout_map.matching(spec)
+        matched.update(patterns)
+        if len(patterns) > 1:
+            text = f"two rules for one weight: {patterns}. Keep one of them, or make the patterns disjoint."
+            findings.append(Finding(kind="ambiguous", is_error=True, where=spec.path, message=text))
+            continue
+        try:
+            layouts.plan_variable(spec, layout_map=layout_map, mesh_shape=sizes, zero_stage=0)
+        except LayoutError as e:
+            findings.append(Finding(kind="indivisible", is_error=True, where=spec.path, message=str(e)))
+    for pattern, rule in layout_map.items():
+        if pattern in matched or rule.optional:
+            continue
+        tied = _tied(model, pattern)
+        if tied is not None:
+            alias, path = tied
+            text = (
+                f"it names '{alias}', which is the weight '{path}' under the name of another layer that shares it"
+                + (f"; that has a rule already: {layout_map.matching(_spec(specs, path))}. Remove one of the two."
+                   if layout_map.matching(_spec(specs, path)) else f". Write the rule for '{path}'.")
+            )  # fmt: skip
+            findings.append(Finding(kind="tied", is_error=True, where=pattern, message=text))
+        else:
+            near = _nearest(pattern, specs)
+            text = (
+                "it matches no variable. A pattern must match the whole path (re.fullmatch); column and row patterns "
+                f"match a layer's path. Correct it, or add it with optional=True. Paths that come near: {near}"
+            )
+            findings.append(Finding(kind="unmatched", is_error=True, where=pattern, message=text))
+    return findings
+
+
+def _spec(specs: tuple[VariableSpec, ...], path: str) -> VariableSpec:
+    return next(spec for spec in specs if spec.path == path)
+
+
+def _tied(model: keras.Model, pattern: str) -> tuple[str, str] | None:
+    """The name that a pattern gives a shared weight, and the path that it has; None when it matches no such name."""
+    for layer in _private.flatten_layers(model):
+        for variable in _private.own_variables(layer):
+            alias = f"{layer.path}/{variable.path.rpartition('/')[2]}"
+            if alias != variable.path and (re.fullmatch(pattern, alias) or re.fullmatch(pattern, layer.path)):
+                return alias, variable.path
+    return None
+
+
+def _nearest(pattern: str, specs: tuple[VariableSpec, ...]) -> list[str]:
+    """Paths that share most words with a pattern."""
+    words = set(re.findall(r"[A-Za-z]+", pattern))
+    paths = sorted(specs, key=lambda spec: -len(words & set(re.findall(r"[A-Za-z]+", spec.path))))
+    return [spec.path for spec in paths[:3]]
+
+
+def _whole_findings(specs: tuple[VariableSpec, ...], layout_map: LayoutMap, sizes: Mapping[str, int]) -> list[Finding]:
+    """Large matrices that no rule mentions, though there is a model axis."""
+    axes = [axis for axis, size in sizes.items() if axis != BATCH_AXIS and size > 1]
+    if not axes:
+        return []
+    total = sum(layouts.spec_bytes(spec) for spec in specs)
+    used = {axis for rule in layout_map.values() for axis in rule.axes}
+    unmentioned = [spec for spec in specs if auto_layout.is_large(spec, total) and not layout_map.matching(spec)]
+    if unmentioned and not used & set(axes):
+        text = (
+            "nothing is sharded over it: each of its devices would hold and compute the same. Use layout_map='auto', "
+            "write a layout map, or allow it with layout_map.whole('.*')."
+        )
+        return [Finding(kind="left whole", is_error=True, where=f"axis '{axes[0]}'", message=text)]
+    findings = []
+    for spec in unmentioned:
+        text = (
+            f"{layouts.spec_bytes(spec) / total:.0%} of the model's bytes are left whole on every device of axis "
+            f"'{axes[0]}'. Give it a rule, use layout_map='auto', or allow it with "
+            f"layout_map.whole('{re.escape(spec.path)}')."
+        )
+        findings.append(Finding(kind="left whole", is_error=True, where=spec.path, message=text))
+    return findings
+
+
+def _graph_findings(
+    model: keras.Model,
+    specs: tuple[VariableSpec, ...],
+    layout_map: LayoutMap,
+    sizes: Mapping[str, int],
+    inputs: Any,
+) -> list[Finding]:
+    """What the layouts make of the model's graph."""
+    planned = planning.plan_layouts(specs, mesh_shape=sizes, layout_map=layout_map, zero_stage=0)
+    findings: list[Finding] = []
+    graph: ModelGraph | None = None
+    for axis, size in sizes.items():
+        dims = {layout.spec.path: layout.compute.index(axis) for layout in planned if axis in layout.compute}
+        if axis == BATCH_AXIS or size == 1 or not dims:
+            continue
+        if graph is None:
+            try:
+                graph = trace(model, inputs)
+            except LayoutError:
+                # The inputs of a subclassed model are not known, or it takes only some: nothing to look at.
+                return findings
+        findings += _axis_findings(graph, dims, axis, size)
+    return findings
+
+
+def _axis_findings(graph: ModelGraph, dims: Mapping[str, int], axis: str, size: int) -> list[Finding]:
+    shapes = {spec.path: spec.shape for spec in graph.variables.values()}
+    asked, _ = auto_layout.choose(graph, size)
+
+    def axes(path: str, dim: int) -> str:
+        return str(tuple(axis if i == dim else None for i in range(len(shapes[path]))))
+
+    findings: dict[str, Finding] = {}
+    for path, dim in dims.items():
+        if path in asked and asked[path] != dim and path not in findings:
+            text = (
+                f"it is sharded along dim {dim} of {shapes[path]}, and what the model computes asks for dim "
+                f"{asked[path]}: transposed. Use layout_map['{path}'] = {axes(path, asked[path])}."
+            )
+            findings[path] = Finding(kind="transposed", is_error=False, where=path, message=text)
+    for obstacle in activations.predict(graph, dims, size).obstacles:
+        kernel = obstacle.kernel
+        if kernel is None or not obstacle.arrives_sharded:
+            where = kernel or obstacle.operation
+            text = f"{obstacle.reason}: it sends more than a row after each column would. See layout_map='auto'."
+            findings.setdefault(where, Finding(kind="unused sharding", is_error=False, where=where, message=text))
+            continue
+        layer = kernel.rpartition("/")[0]
+        text = (
+            f"its input is sharded already, by the column layer before it, and is gathered for it. By row it needs one "
+            f"all-reduce of its output instead: layout_map.row('{re.escape(layer)}')."
+        )
+        findings[kernel] = Finding(kind="column after column", is_error=False, where=kernel, message=text)
+    return list(findings.values())
