@@ -6,6 +6,7 @@ Where to look:
 
     runtime       initialize: the one place that sets environment switches and starts DTensor
     mesh          create_mesh: axis names to a mesh
+    layers        SketchedDense: a linear layer through random sketches
     layout_map    LayoutMap: path patterns to column, row and other layouts
     layouts       where each variable rests; pure Python
     placement     tensors to devices and back
@@ -23,7 +24,7 @@ Where to look:
     _private      every private TensorFlow and Keras name
 """
 
-from tfshard import _private, presets  # _private first: it checks the versions of TensorFlow and Keras.
+from tfshard import _private, layers, presets  # _private first: it checks the versions of TensorFlow and Keras.
 from tfshard.advice import Advice, advise
 from tfshard.analyzer import ParameterAnalyzer, plan
 from tfshard.errors import (
@@ -77,6 +78,7 @@ __all__ = [
     "assert_matches_plan",
     "create_mesh",
     "initialize",
+    "layers",
     "profile_step",
     "plan",
     "presets",

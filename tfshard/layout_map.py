@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from tfshard.errors import LayoutError
+from tfshard.layers import SketchedDense
 from tfshard.mesh import MODEL_AXIS
 
 
@@ -109,7 +110,7 @@ class LayoutMap(Mapping):
         """Shards the output dim of the kernels, and the biases, of the layers whose path `pattern` matches.
 
         Known layers: Dense, EinsumDense (its first output-only dim), Conv1D to Conv3D and their transposes,
-        DepthwiseConv, Embedding (the vector dim).
+        DepthwiseConv, Embedding (the vector dim), `tfshard.layers.SketchedDense`.
 
         Args:
             pattern: Regular expression that must match the whole path of the layer, such as `".*/query"`.
@@ -221,6 +222,10 @@ def layer_dim(spec: VariableSpec, kind: str, pattern: str = "") -> int | None:
         return _einsum_dense_dim(layer, name, column)
     if name == "bias":
         return 0 if column else None
+    if isinstance(layer, SketchedDense):
+        if name.startswith("output"):
+            return 1 if column else None
+        return None if column else 0
     rank = len(spec.shape)
     if isinstance(layer, keras.layers.Embedding):
         # The reverse embedding of an untied ReversibleEmbedding is (vector, vocabulary).
@@ -241,8 +246,8 @@ def layer_dim(spec: VariableSpec, kind: str, pattern: str = "") -> int | None:
             return rank - 1 if column else rank - 2
     raise LayoutError(
         f"No {kind} rule is known for variable '{spec.path}' of layer type {type(layer).__name__}. Known layers: "
-        "Dense, EinsumDense, Embedding, Conv1D to Conv3D, their transposes, DepthwiseConv. Give the axes of its "
-        f"dims instead: layout_map['{spec.path}'] = (...). Received: {kind} for pattern '{pattern}'"
+        "Dense, EinsumDense, Embedding, Conv1D to Conv3D, their transposes, DepthwiseConv, SketchedDense. Give the "
+        f"axes of its dims instead: layout_map['{spec.path}'] = (...). Received: {kind} for pattern '{pattern}'"
     )
 
 
