@@ -10,6 +10,7 @@ Where to look:
     layout_map    LayoutMap: path patterns to column, row and other layouts
     layouts       where each variable rests; pure Python
     placement     tensors to devices and back
+    randomness    random numbers of a step: equal on replicas, independent on shards
     variables     ShardedVariable: two layouts, deferred writes (why: its note)
     data          batches to the mesh
     support       checks on models before anything is done

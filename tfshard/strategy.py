@@ -1,6 +1,7 @@
 """ShardedStrategy: a tf.distribute strategy over a DTensor mesh."""
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from typing import Any
@@ -9,7 +10,7 @@ import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, data, layouts, optimizers, placement, runtime, support, updates
+from tfshard import _private, data, layouts, optimizers, placement, randomness, runtime, support, updates
 from tfshard.analyzer import DEFAULT, ParameterAnalyzer, plan
 from tfshard.errors import MeshError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
@@ -247,16 +248,19 @@ class ShardedStrategy(tf.distribute.Strategy):
         return slot
 
     def group(self, model: keras.Model) -> None:
-        """Brings the small variables of a built model, and their slots, into the groups that the analyzer gives them.
+        """Brings the variables of a built model, and their slots, to where the plan has them: to the layouts of their
+        paths, and small ones into the groups that the analyzer gives them.
 
         Does nothing for those that are there already.
         """
-        variables = []
-        for variable, _ in support.owned_variables(model):
+        variables, layouts = [], []
+        for variable, layer in support.owned_variables(model):
             current = _private.backend_variable(variable)
             if isinstance(current, ShardedVariable):
+                # Variables of a model that its first step built were made outside of its name scopes.
+                spec = dataclasses.replace(current.layout.spec, path=variable.path, layer=layer)
                 variables.append(current)
-        layouts = [self.plan_variable(variable.layout.spec) for variable in variables]
+                layouts.append(self.plan_variable(spec))
         if self.analyzer is not None and support.can_group(model):
             layouts = list(self.analyzer.group(layouts, mesh_shape=self.mesh_shape))
         stale = {layout.group for variable, layout in zip(variables, layouts, strict=True) if variable.layout != layout}
@@ -472,7 +476,7 @@ class _ShardedExtended(tf.distribute.StrategyExtended):
         strategy = self._strategy()
         if isinstance(tf.distribute.get_replica_context(), _ReplicaContext):
             return fn(*args, **(kwargs or {}))  # From within merge_call: the step is open.
-        with strategy.scope(), _ReplicaContext(strategy), step_scope():
+        with strategy.scope(), _ReplicaContext(strategy), step_scope(), randomness.consistent(strategy.mesh):
             result = fn(*args, **(kwargs or {}))
             if self._results_stay_sharded:
                 return result
