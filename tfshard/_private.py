@@ -237,6 +237,12 @@ def own_variables(layer) -> list:
     return variables
 
 
+def model_parallel_layout_map(distribution):
+    """The layout map of a `keras.distribution.ModelParallel` (`_layout_map`); anything else as it is."""
+    is_distribution = isinstance(distribution, keras.distribution.ModelParallel)
+    return distribution._layout_map if is_distribution else distribution
+
+
 def compiled_metrics(model) -> list:
     """Metrics of a compiled model, those given as objects included (`_loss_tracker`, `_compile_metrics`)."""
     metrics = [model._loss_tracker] if getattr(model, "_loss_tracker", None) is not None else []

@@ -10,9 +10,10 @@ from typing import Any
 
 import keras
 
+from tfshard import _private
 from tfshard.errors import LayoutError
 from tfshard.layers import SketchedDense
-from tfshard.mesh import MODEL_AXIS
+from tfshard.mesh import BATCH_AXIS, MODEL_AXIS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,16 +80,38 @@ class LayoutMap(Mapping):
 
     @classmethod
     def from_any(cls, layout_map: Any) -> "LayoutMap":
-        """Accepts None, a `LayoutMap`, a `keras.distribution.LayoutMap` or a plain mapping."""
+        """Accepts None, a `LayoutMap`, a `keras.distribution.LayoutMap` or `ModelParallel`, or a plain mapping.
+
+        Of Keras's, the axis that shards the data becomes the batch axis, whatever its name: the `batch_dim_name` of a
+        `ModelParallel`; with a `keras.distribution.LayoutMap` the axis `batch` of its mesh, else the first one, as
+        `ModelParallel` would take it.
+        """
         if layout_map is None:
             return cls()
         if isinstance(layout_map, cls):
             return layout_map
-        if isinstance(layout_map, Mapping):
-            return cls(layout_map)
+        given = _private.model_parallel_layout_map(layout_map)
+        if isinstance(given, Mapping):
+            names = _keras_axis_names(layout_map)
+            created = cls()
+            for pattern, axes in given.items():
+                created[pattern] = axes
+                rule = created[pattern]
+                renamed = tuple(None if axis is None else names.get(axis, axis) for axis in rule.axes)
+                created._rules[pattern] = dataclasses.replace(rule, axes=renamed)
+            return created
         raise LayoutError(
-            "layout_map must be a tfshard.LayoutMap, a keras.distribution.LayoutMap, a mapping from pattern to "
-            f"axes, or None. Received: layout_map={layout_map!r} (of type {type(layout_map)})"
+            "layout_map must be a tfshard.LayoutMap, a keras.distribution.LayoutMap or ModelParallel, a mapping from "
+            f"pattern to axes, or None. Received: layout_map={layout_map!r} (of type {type(layout_map)})"
+        )
+
+    @staticmethod
+    def mesh_axes_of(layout_map: Any) -> dict[str, int] | None:
+        """The axes of the mesh that a `keras.distribution` object brings, by name as `from_any` has them, to size;
+        None for anything else."""
+        names, mesh = _keras_axis_names(layout_map), _keras_mesh(layout_map)
+        return (
+            {names[axis]: int(size) for axis, size in zip(mesh.axis_names, mesh.shape, strict=True)} if mesh else None
         )
 
     def __setitem__(self, pattern: str, axes: Any) -> None:
@@ -202,6 +225,29 @@ class LayoutMap(Mapping):
                 "Make the patterns disjoint: each variable may match one."
             )
         return matching[0] if matching else None
+
+
+def _keras_mesh(layout_map: Any) -> Any:
+    """The `keras.distribution.DeviceMesh` of a layout map or distribution, or None."""
+    if isinstance(layout_map, (keras.distribution.LayoutMap, keras.distribution.ModelParallel)):
+        return layout_map.device_mesh
+    return None
+
+
+def _keras_axis_names(layout_map: Any) -> dict[str, str]:
+    """Names of axes of a `keras.distribution` mesh to ours, where the axis that shards the data is the batch axis."""
+    mesh = _keras_mesh(layout_map)
+    if mesh is None:
+        return {}
+    batch = getattr(layout_map, "batch_dim_name", None)
+    if batch is None:
+        batch = BATCH_AXIS if BATCH_AXIS in mesh.axis_names else mesh.axis_names[0]
+    if batch != BATCH_AXIS and BATCH_AXIS in mesh.axis_names:
+        raise LayoutError(
+            f"The axis that shards the data is called '{BATCH_AXIS}' here, and the DeviceMesh has another axis of that "
+            f"name. Rename it. Mesh axes: {tuple(mesh.axis_names)}. Received: batch_dim_name={batch!r}"
+        )
+    return {axis: BATCH_AXIS if axis == batch else axis for axis in mesh.axis_names}
 
 
 def _describe(rule: Rule) -> str:

@@ -27,9 +27,11 @@ class ShardedStrategy(tf.distribute.Strategy):
     """Stores every variable sharded, computes as if there were one device.
 
     Args:
-        mesh: A mesh from `tfshard.create_mesh`. By default all devices on the batch axis.
+        mesh: A mesh from `tfshard.create_mesh`. By default that of a `keras.distribution` layout map, else all devices
+            on the batch axis.
         layout_map: Which dims of which variables the model axes shard: a `tfshard.LayoutMap`, a
-            `keras.distribution.LayoutMap`, or a mapping from pattern to axes. By default none.
+            `keras.distribution.LayoutMap` or `ModelParallel`, such as KerasHub's backbones give with
+            `get_layout_map(device_mesh)`, or a mapping from pattern to axes. By default none.
         zero_stage: What rests sharded over the batch axis (Rajbhandari et al. 2020, "ZeRO: Memory
             Optimizations Toward Training Trillion Parameter Models"). 0: nothing; 1: optimizer slots;
             2: and gradients, reduce-scattered as soon as they exist; 3: and parameters.
@@ -73,8 +75,8 @@ class ShardedStrategy(tf.distribute.Strategy):
                 "analyzer must be a tfshard.ParameterAnalyzer, or None for no groups. "
                 f"Received: analyzer={analyzer!r} (of type {type(analyzer)})"
             )
+        mesh = mesh or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
         layout_map = LayoutMap.from_any(layout_map)
-        mesh = mesh or create_mesh(**{BATCH_AXIS: -1})
         if runtime.current() is None:
             runtime.initialize()
         layout_map.check_axes(axis_sizes(mesh))
