@@ -74,7 +74,8 @@ def test_dim_that_does_not_divide_leaves_the_model_as_it_was():
 
 def test_pattern_that_matches_nothing():
     with pytest.raises(
-        tfshard.LayoutError, match=r"(?s)does not fit model 'mlp'.*nothing/kernel: it matches no variable.*mlp/up/kernel"
+        tfshard.LayoutError,
+        match=r"(?s)does not fit model 'mlp'.*nothing/kernel: it matches no variable.*mlp/up/kernel",
     ):
         compile_with({"nothing/kernel": (None, "model")})
     layout_map = tfshard.LayoutMap()

@@ -138,21 +138,3 @@ def test_kerashub_task_with_its_own_compile():
     task.compile(strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
     losses = task.fit(inputs, TOKENS, batch_size=8, epochs=3, shuffle=False, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_keras_layout_map_from_a_backbone_is_accepted(stage):
-    def build():
-        return hub("llama")
-
-    mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), devices=[f"cpu:{i}" for i in range(4)])
-    layout_map = keras_hub.models.LlamaBackbone.get_layout_map(mesh)
-    own = tfshard.LayoutMap()
-    for pattern, layout in layout_map.items():
-        # One key/value head cannot be shared by two devices; the output's pattern is not in an untied backbone.
-        heads = "attention.*(key|value)" not in pattern
-        own.add(pattern, tuple(layout.axes) if heads else (None,), optional=True)
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), own, zero_stage=stage)
-    run = parity.train(build, batches("llama"), optimizer=optimizer, loss=LOSS, strategy=strategy)
-    assert "model" in parity.shard_axes(run.model)
-    parity.assert_same(run, reference("llama"), rtol=0.0, atol=2e-5)

@@ -6,9 +6,11 @@ Where to look:
 
     runtime       initialize: the one place that sets environment switches and starts DTensor
     mesh          create_mesh: axis names to a mesh
+    layers        SketchedDense: a linear layer through random sketches
     layout_map    LayoutMap: path patterns to column, row and other layouts
     layouts       where each variable rests; pure Python
     placement     tensors to devices and back
+    randomness    random numbers of a step: equal on replicas, independent on shards
     variables     ShardedVariable: two layouts, deferred writes (why: its note)
     data          batches to the mesh
     support       checks on models before anything is done
@@ -23,7 +25,7 @@ Where to look:
     _private      every private TensorFlow and Keras name
 """
 
-from tfshard import _private, presets  # _private first: it checks the versions of TensorFlow and Keras.
+from tfshard import _private, layers, presets  # _private first: it checks the versions of TensorFlow and Keras.
 from tfshard.advice import Advice, advise
 from tfshard.analyzer import ParameterAnalyzer, plan
 from tfshard.auto_layout import auto_layout_map
@@ -84,6 +86,7 @@ __all__ = [
     "create_mesh",
     "initialize",
     "lint",
+    "layers",
     "profile_step",
     "plan",
     "presets",

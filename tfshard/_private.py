@@ -50,6 +50,7 @@ from tensorflow.dtensor.python import accelerator_util as _accelerator_util  # n
 from tensorflow.python.eager import context as _context  # noqa: E402
 from tensorflow.python.eager import record as _record  # noqa: E402
 from tensorflow.python.eager import tape as _tape  # noqa: E402
+from tensorflow.python.framework import op_callbacks as _op_callbacks  # noqa: E402
 from tensorflow.tsl.profiler.protobuf import xplane_pb2 as _xplane_pb2  # noqa: E402
 
 __all__ = ["Functional", "current_path", "functional_init_arguments"]
@@ -91,6 +92,30 @@ def outer_graph(graph):
 def func_graph(name: str):
     """A graph that takes eager tensors in as constants of its own (`tf.__internal__.FuncGraph`)."""
     return tf.__internal__.FuncGraph(name)
+
+
+# The operations that DTensor's RandomOpSPMDExpander expands.
+RANDOM_OPS = frozenset(
+    ("StatelessRandomUniform", "StatelessRandomUniformV2", "StatelessRandomUniformFullInt",
+     "StatelessRandomUniformFullIntV2", "StatelessRandomUniformIntV2", "StatelessRandomNormal",
+     "StatelessRandomNormalV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2")
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def replaced_outputs(op_types: frozenset, replace):
+    """A context in which the output of an operation of these types, when it is added to a graph, is replaced by
+    `replace(output)` for everything that uses it (`op_callbacks.add_op_callback`, made for TensorFlow's debugger)."""
+
+    def callback(op_type, inputs, attrs, outputs, op_name=None, graph=None):
+        del inputs, attrs, op_name
+        return [replace(output) for output in outputs] if graph is not None and op_type in op_types else None
+
+    _op_callbacks.add_op_callback(callback)
+    try:
+        yield
+    finally:
+        _op_callbacks.remove_op_callback(callback)
 
 
 # --- Keras: where a variable is being created ----------------------------------------------------
@@ -196,6 +221,12 @@ def own_variables(layer) -> list:
     for metric in layer._metrics:
         variables += metric.variables
     return variables
+
+
+def model_parallel_layout_map(distribution):
+    """The layout map of a `keras.distribution.ModelParallel` (`_layout_map`); anything else as it is."""
+    is_distribution = isinstance(distribution, keras.distribution.ModelParallel)
+    return distribution._layout_map if is_distribution else distribution
 
 
 def compiled_metrics(model) -> list:

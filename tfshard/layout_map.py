@@ -10,8 +10,10 @@ from typing import Any
 
 import keras
 
+from tfshard import _private
 from tfshard.errors import LayoutError
-from tfshard.mesh import MODEL_AXIS
+from tfshard.layers import SketchedDense
+from tfshard.mesh import BATCH_AXIS, MODEL_AXIS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,16 +82,41 @@ class LayoutMap(Mapping):
 
     @classmethod
     def from_any(cls, layout_map: Any) -> "LayoutMap":
-        """Accepts None, a `LayoutMap`, a `keras.distribution.LayoutMap` or a plain mapping."""
+        """Accepts None, a `LayoutMap`, a `keras.distribution.LayoutMap` or `ModelParallel`, or a plain mapping.
+
+        Of Keras's, the axis that shards the data becomes the batch axis, whatever its name: the `batch_dim_name` of a
+        `ModelParallel`; with a `keras.distribution.LayoutMap` the axis `batch` of its mesh, else the first one, as
+        `ModelParallel` would take it.
+        """
         if layout_map is None:
             return cls()
         if isinstance(layout_map, cls):
             return layout_map
-        if isinstance(layout_map, Mapping):
-            return cls(layout_map)
+        given = _private.model_parallel_layout_map(layout_map)
+        if isinstance(given, Mapping):
+            names = _keras_axis_names(layout_map)
+            created = cls()
+            for pattern, axes in given.items():
+                created[pattern] = axes
+                rule = created[pattern]
+                renamed = tuple(None if axis is None else names.get(axis, axis) for axis in rule.axes)
+                created._rules[pattern] = dataclasses.replace(rule, axes=renamed, optional=bool(names))
+            if names and ".*" not in created:
+                # In Keras's maps a pattern may match nothing, and what none matches is meant to stay whole.
+                created.whole(".*", optional=True)
+            return created
         raise LayoutError(
-            "layout_map must be a tfshard.LayoutMap, a keras.distribution.LayoutMap, a mapping from pattern to "
-            f"axes, 'auto', or None. Received: layout_map={layout_map!r} (of type {type(layout_map)})"
+            "layout_map must be a tfshard.LayoutMap, a keras.distribution.LayoutMap or ModelParallel, a mapping from "
+            f"pattern to axes, 'auto', or None. Received: layout_map={layout_map!r} (of type {type(layout_map)})"
+        )
+
+    @staticmethod
+    def mesh_axes_of(layout_map: Any) -> dict[str, int] | None:
+        """The axes of the mesh that a `keras.distribution` object brings, by name as `from_any` has them, to size;
+        None for anything else."""
+        names, mesh = _keras_axis_names(layout_map), _keras_mesh(layout_map)
+        return (
+            {names[axis]: int(size) for axis, size in zip(mesh.axis_names, mesh.shape, strict=True)} if mesh else None
         )
 
     def __setitem__(self, pattern: str, axes: Any) -> None:
@@ -123,7 +150,7 @@ class LayoutMap(Mapping):
         """Shards the output dim of the kernels, and the biases, of the layers whose path `pattern` matches.
 
         Known layers: Dense, EinsumDense (its first output-only dim), Conv1D to Conv3D and their transposes,
-        DepthwiseConv, Embedding (the vector dim).
+        DepthwiseConv, Embedding (the vector dim), `tfshard.layers.SketchedDense`.
 
         Args:
             pattern: Regular expression that must match the whole path of the layer, such as `".*/query"`.
@@ -223,6 +250,29 @@ class LayoutMap(Mapping):
         return matching[0] if matching else None
 
 
+def _keras_mesh(layout_map: Any) -> Any:
+    """The `keras.distribution.DeviceMesh` of a layout map or distribution, or None."""
+    if isinstance(layout_map, (keras.distribution.LayoutMap, keras.distribution.ModelParallel)):
+        return layout_map.device_mesh
+    return None
+
+
+def _keras_axis_names(layout_map: Any) -> dict[str, str]:
+    """Names of axes of a `keras.distribution` mesh to ours, where the axis that shards the data is the batch axis."""
+    mesh = _keras_mesh(layout_map)
+    if mesh is None:
+        return {}
+    batch = getattr(layout_map, "batch_dim_name", None)
+    if batch is None:
+        batch = BATCH_AXIS if BATCH_AXIS in mesh.axis_names else mesh.axis_names[0]
+    if batch != BATCH_AXIS and BATCH_AXIS in mesh.axis_names:
+        raise LayoutError(
+            f"The axis that shards the data is called '{BATCH_AXIS}' here, and the DeviceMesh has another axis of that "
+            f"name. Rename it. Mesh axes: {tuple(mesh.axis_names)}. Received: batch_dim_name={batch!r}"
+        )
+    return {axis: BATCH_AXIS if axis == batch else axis for axis in mesh.axis_names}
+
+
 def _describe(rule: Rule) -> str:
     if rule.kind != "axes":
         text = f"{rule.kind} over {rule.axes[0]!r}"
@@ -246,6 +296,10 @@ def layer_dim(spec: VariableSpec, kind: str, pattern: str = "") -> int | None:
         return _einsum_dense_dim(layer, name, column)
     if name == "bias":
         return 0 if column else None
+    if isinstance(layer, SketchedDense):
+        if name.startswith("output"):
+            return 1 if column else None
+        return None if column else 0
     rank = len(spec.shape)
     if isinstance(layer, keras.layers.Embedding):
         # The reverse embedding of an untied ReversibleEmbedding is (vector, vocabulary).
@@ -266,8 +320,8 @@ def layer_dim(spec: VariableSpec, kind: str, pattern: str = "") -> int | None:
             return rank - 1 if column else rank - 2
     raise LayoutError(
         f"No {kind} rule is known for variable '{spec.path}' of layer type {type(layer).__name__}. Known layers: "
-        "Dense, EinsumDense, Embedding, Conv1D to Conv3D, their transposes, DepthwiseConv. Give the axes of its "
-        f"dims instead: layout_map['{spec.path}'] = (...). Received: {kind} for pattern '{pattern}'"
+        "Dense, EinsumDense, Embedding, Conv1D to Conv3D, their transposes, DepthwiseConv, SketchedDense. Give the "
+        f"axes of its dims instead: layout_map['{spec.path}'] = (...). Received: {kind} for pattern '{pattern}'"
     )
 
 

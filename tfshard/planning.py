@@ -10,6 +10,7 @@ import functools
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,8 @@ import rich.table
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, layouts, support
-from tfshard.errors import MeshError, StrategyError
+from tfshard import _private, layouts, runtime, support
+from tfshard.errors import LayoutError, MeshError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts import Axes, VariableLayout
 from tfshard.mesh import BATCH_AXIS, axis_sizes
@@ -423,6 +424,61 @@ class ShardingPlan:
     def to_json(self, indent: int | None = None) -> str:
         """The plan as a JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
+
+    def to_keras_layout_map(self, device_mesh: Any = None) -> keras.distribution.LayoutMap:
+        """The compute layouts as a `keras.distribution.LayoutMap`, for `keras.distribution.ModelParallel` on JAX.
+
+        It has an entry for each variable that a model axis shards, with its path as the pattern: Keras matches the
+        whole path, with `re.fullmatch`. What the stage shards over the batch axis is not in it. Under `ModelParallel`
+        slots are sharded like their parameters. The object can be pickled, and loaded where Keras runs on JAX.
+
+        Args:
+            device_mesh: A `keras.distribution.DeviceMesh` with the plan's axes. By default one of the plan's shape,
+                after an axis `batch` of size 1 if the plan has none, since `ModelParallel` shards data over one of
+                the axes; its devices are named as JAX names them: `cpu:0`, `cpu:1`, ...
+
+        Returns:
+            The layout map. `ModelParallel(layout_map=..., batch_dim_name="batch")` takes it.
+
+        Raises:
+            LayoutError: `device_mesh` is no DeviceMesh, or lacks an axis of the plan that shards a variable.
+
+        Example:
+
+        >>> import keras, tfshard
+        >>> _ = tfshard.initialize(num_devices=4, device_type="CPU")
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="up")], name="mlp")
+        >>> layout_map = tfshard.LayoutMap({".*/up/kernel": (None, "model")})
+        >>> plan = tfshard.plan(model, {"model": 4}, layout_map, zero_stage=0)
+        >>> keras_map = plan.to_keras_layout_map()
+        >>> {path: layout.axes for path, layout in keras_map.items()}
+        {'mlp/up/kernel': (None, 'model')}
+        >>> keras_map.device_mesh
+        <DeviceMesh shape=(1, 4), axis_names=('batch', 'model')>
+        """
+        if device_mesh is None:
+            shape = self.mesh if BATCH_AXIS in self.mesh else {BATCH_AXIS: 1, **self.mesh}
+            started = runtime.current()
+            kind = started.device_type.lower() if started is not None else "cpu"
+            devices = [f"{kind}:{i}" for i in range(self.world_size)]
+            device_mesh = keras.distribution.DeviceMesh(tuple(shape.values()), tuple(shape), devices)
+        if not isinstance(device_mesh, keras.distribution.DeviceMesh):
+            raise LayoutError(
+                f"device_mesh must be a keras.distribution.DeviceMesh, or None. Received: device_mesh={device_mesh!r} "
+                f"(of type {type(device_mesh)})"
+            )
+        layout_map = keras.distribution.LayoutMap(device_mesh)
+        for variable in self.variables:
+            axes = variable.compute_layout
+            missing = [axis for axis in axes if axis is not None and axis not in device_mesh.axis_names]
+            if missing:
+                raise LayoutError(
+                    f"Variable '{variable.path}' is sharded over axis '{missing[0]}', which is not in the DeviceMesh. "
+                    f"Axes of the plan: {tuple(self.mesh)}. Received: axis_names={tuple(device_mesh.axis_names)}"
+                )
+            if any(axes):
+                layout_map[re.escape(variable.path)] = axes
+        return layout_map
 
     def tables(self) -> tuple[rich.table.Table, rich.table.Table]:
         """The plan as two rich tables: what rests where, and what a step sends."""

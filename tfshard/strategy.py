@@ -1,6 +1,7 @@
 """ShardedStrategy: a tf.distribute strategy over a DTensor mesh."""
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from typing import Any
@@ -17,6 +18,7 @@ from tfshard import (
     linter,
     optimizers,
     placement,
+    randomness,
     runtime,
     support,
     updates,
@@ -38,9 +40,11 @@ class ShardedStrategy(tf.distribute.Strategy):
     """Stores every variable sharded, computes as if there were one device.
 
     Args:
-        mesh: A mesh from `tfshard.create_mesh`. By default all devices on the batch axis.
+        mesh: A mesh from `tfshard.create_mesh`. By default that of a `keras.distribution` layout map, else all devices
+            on the batch axis.
         layout_map: Which dims of which variables the model axes shard: a `tfshard.LayoutMap`, a
-            `keras.distribution.LayoutMap`, a mapping from pattern to axes, or `"auto"` for what
+            `keras.distribution.LayoutMap` or `ModelParallel`, such as KerasHub's backbones give with
+            `get_layout_map(device_mesh)`, a mapping from pattern to axes, or `"auto"` for what
             `tfshard.auto_layout_map` finds for each model. By default none.
         zero_stage: What rests sharded over the batch axis (Rajbhandari et al. 2020, "ZeRO: Memory
             Optimizations Toward Training Trillion Parameter Models"). 0: nothing; 1: optimizer slots;
@@ -86,8 +90,8 @@ class ShardedStrategy(tf.distribute.Strategy):
                 f"Received: analyzer={analyzer!r} (of type {type(analyzer)})"
             )
         self.auto = isinstance(layout_map, str) and layout_map == auto_layout.AUTO
+        mesh = mesh or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
         layout_map = LayoutMap.from_any(None if self.auto else layout_map)
-        mesh = mesh or create_mesh(**{BATCH_AXIS: -1})
         if runtime.current() is None:
             runtime.initialize()
         layout_map.check_axes(axis_sizes(mesh))
@@ -285,18 +289,21 @@ class ShardedStrategy(tf.distribute.Strategy):
         return slot
 
     def group(self, model: keras.Model) -> None:
-        """Brings the small variables of a built model, and their slots, into the groups that the analyzer gives them.
+        """Brings the variables of a built model, and their slots, to where the plan has them: to the layouts of their
+        paths, and small ones into the groups that the analyzer gives them.
 
         With `layout_map="auto"`, variables that were born before the model's map was known come to their layouts too.
         Does nothing for those that are there already.
         """
         layout_map = self.layout_map_for(model)
-        variables = []
-        for variable, _ in support.owned_variables(model):
+        variables, layouts = [], []
+        for variable, layer in support.owned_variables(model):
             current = _private.backend_variable(variable)
             if isinstance(current, ShardedVariable):
+                # Variables of a model that its first step built were made outside of its name scopes.
+                spec = dataclasses.replace(current.layout.spec, path=variable.path, layer=layer)
                 variables.append(current)
-        layouts = [self.plan_variable(variable.layout.spec, layout_map=layout_map) for variable in variables]
+                layouts.append(self.plan_variable(spec, layout_map=layout_map))
         if self.analyzer is not None and support.can_group(model):
             layouts = list(self.analyzer.group(layouts, mesh_shape=self.mesh_shape))
         stale = {layout.group for variable, layout in zip(variables, layouts, strict=True) if variable.layout != layout}
@@ -517,7 +524,7 @@ class _ShardedExtended(tf.distribute.StrategyExtended):
         strategy = self._strategy()
         if isinstance(tf.distribute.get_replica_context(), _ReplicaContext):
             return fn(*args, **(kwargs or {}))  # From within merge_call: the step is open.
-        with strategy.scope(), _ReplicaContext(strategy), step_scope():
+        with strategy.scope(), _ReplicaContext(strategy), step_scope(), randomness.consistent(strategy.mesh):
             result = fn(*args, **(kwargs or {}))
             if self._results_stay_sharded:
                 return result

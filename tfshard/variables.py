@@ -141,7 +141,7 @@ class ShardedVariable(tf.Variable):
     def move(self, layout: VariableLayout, storage: Storage | None = None) -> None:
         """Takes the value to another storage, or to one of its own. Eager only."""
         value = np.array(self.numpy())
-        self.layout, self.index = layout, layout.member
+        self.path, self.layout, self.index = layout.spec.path, layout, layout.member
         self.storage = storage or self._own_storage(layout)
         self.storage.fill(self.index, value)
 
