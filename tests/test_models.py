@@ -13,7 +13,7 @@ import tfshard
 MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}, "model4": {"model": 4}}
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 SMALL = {"vocabulary_size": 56, "num_layers": 2, "num_heads": 4, "hidden_dim": 16, "intermediate_dim": 32}
-TOKENS = np.random.RandomState(0).randint(1, 56, (8, 6))
+TOKENS = np.random.RandomState(0).randint(1, 56, (8, 8))
 LABELS = np.random.RandomState(1).randint(0, 3, (8,))
 
 
@@ -41,7 +41,7 @@ def cnn() -> keras.Model:
 def attention() -> keras.Model:
     inputs = keras.Input((6, 10))
     x = keras.layers.LayerNormalization()(inputs)
-    x = inputs + keras.layers.MultiHeadAttention(2, 5)(x, x, use_causal_mask=True)
+    x = inputs + keras.layers.MultiHeadAttention(4, 5)(x, x, use_causal_mask=True)
     return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Flatten()(x)))
 
 

@@ -43,6 +43,10 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf  # noqa: E402
 from keras.src.backend.common import global_state as _global_state  # noqa: E402
 from keras.src.backend.common.name_scope import current_path  # noqa: E402
+from keras.src.layers.convolutional.base_conv import BaseConv  # noqa: E402
+from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose  # noqa: E402
+from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv  # noqa: E402
+from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv  # noqa: E402
 from keras.src.models.functional import Functional  # noqa: E402
 from keras.src.models.model import functional_init_arguments  # noqa: E402
 from keras.src.saving import object_registration as _object_registration  # noqa: E402
@@ -209,6 +213,11 @@ def flatten_layers(model) -> list:
 def layer_uses(layer) -> list:
     """The calls of a layer on symbolic tensors; none in a subclassed model (`Operation._inbound_nodes`)."""
     return list(getattr(layer, "_inbound_nodes", []))
+
+
+def is_convolution(layer) -> bool:
+    """Whether a layer convolves (`BaseConv` and its kin)."""
+    return isinstance(layer, (BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv))
 
 
 def own_variables(layer) -> list:

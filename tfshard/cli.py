@@ -19,7 +19,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import tfshard
-from tfshard import planning, runtime
+from tfshard import auto_layout, linter, planning, runtime
 from tfshard.errors import ShardingError
 
 
@@ -52,7 +52,7 @@ def _plan_flags() -> flags.FlagValues:
     flags.DEFINE_string("mesh", None, "The axes of the mesh, such as batch:8,model:4.", flag_values=values)
     flags.DEFINE_integer("zero_stage", 3, "ZeRO stage: 0, 1, 2 or 3.", flag_values=values)
     flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer, for its slots.", flag_values=values)
-    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map.", flag_values=values)
+    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
     flags.DEFINE_boolean("json", False, "Print JSON instead of a table.", flag_values=values)
     return values
 
@@ -65,7 +65,7 @@ def _plan(values: flags.FlagValues, arguments: list[str]) -> int:
     plan = tfshard.plan(
         planning.abstract_model(build),
         mesh,
-        layout_map=_load(values.layout_map) if values.layout_map else None,
+        layout_map=_layout_map(values.layout_map),
         zero_stage=values.zero_stage,
         optimizer=values.optimizer,
     )
@@ -119,6 +119,34 @@ def _module(name: str) -> types.ModuleType:
     sys.path.insert(0, str(path.parent.resolve()))
     spec.loader.exec_module(module)
     return module
+
+
+def _layout_map(target: str | None) -> Any:
+    """The layout map that a flag names: none, `auto`, or an object of a module."""
+    return _load(target) if target and target != auto_layout.AUTO else target
+
+
+# --- tfshard lint ------------------------------------------------------------------------------------
+
+
+def _lint_flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_string("mesh", None, "The axes of the mesh, such as batch:8,model:4.", flag_values=values)
+    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
+    return values
+
+
+def _lint(values: flags.FlagValues, arguments: list[str]) -> int:
+    mesh = parse_mesh(values.mesh)
+    build = _load(arguments[0])
+    if not callable(build):
+        raise UsageError(f"MODULE:FUNCTION must name a function. Received: {arguments[0]}")
+    findings = linter.lint(planning.abstract_model(build), mesh, _layout_map(values.layout_map))
+    for finding in findings:
+        print(finding)
+    if not findings:
+        print("No findings.")
+    return int(any(finding.is_error for finding in findings))
 
 
 # --- tfshard doctor ----------------------------------------------------------------------------------
@@ -188,6 +216,12 @@ COMMANDS: Mapping[str, Command] = {
         arguments=("MODULE:FUNCTION",),
         options=_plan_flags,
         summary="Print the plan of the Keras model that FUNCTION builds, for a mesh of any size.",
+    ),
+    "lint": Command(
+        run=_lint,
+        arguments=("MODULE:FUNCTION",),
+        options=_lint_flags,
+        summary="Check a layout map against the Keras model that FUNCTION builds; exits with 1 for errors.",
     ),
     "doctor": Command(run=_doctor, summary="Check versions, devices and switches, and train a tiny model sharded."),
 }

@@ -23,8 +23,8 @@ class Finding:
     """One fault of a layout map.
 
     Attributes:
-        kind: `"unmatched"`, `"tied"`, `"ambiguous"`, `"indivisible"`, `"left whole"`, `"column after column"`,
-            `"transposed"` or `"unused sharding"`.
+        kind: `"unmatched"`, `"tied"`, `"ambiguous"`, `"indivisible"`, `"unsupported"`, `"left whole"`,
+            `"column after column"`, `"transposed"` or `"unused sharding"`.
         is_error: Whether `compile` refuses it; else it warns.
         where: The pattern, or the path of the variable.
         message: The fault and its fix.
@@ -43,10 +43,10 @@ def lint(model: keras.Model, mesh: Any, layout_map: Any, *, inputs: Any = None) 
     """Looks a layout map over for a model, without a device.
 
     Errors: a pattern that matches nothing, two rules for one weight (also under the names of two layers that share
-    it), a dim that its axis does not divide, a matrix of more than 2% of the model's bytes that no rule mentions.
-    Warnings, from the model's graph: a kernel sharded by column whose input is sharded already, where a row rule would
-    save collectives; a kernel sharded along another dim than its neighbours ask for (transposed); sharding that the
-    next operation undoes.
+    it), a dim that its axis does not divide, the kernel of a convolution (DTensor expands none that is sharded), a
+    matrix of more than 2% of the model's bytes that no rule mentions. Warnings, from the model's graph: a kernel
+    sharded by column whose input is sharded already, where a row rule would save collectives; a kernel sharded along
+    another dim than its neighbours ask for (transposed); sharding that the next operation undoes.
 
     Args:
         model: A built model, also one from `tfshard.abstract_model`.
@@ -110,9 +110,16 @@ def _rule_findings(
             findings.append(Finding(kind="ambiguous", is_error=True, where=spec.path, message=text))
             continue
         try:
-            layouts.plan_variable(spec, layout_map=layout_map, mesh_shape=sizes, zero_stage=0)
+            planned = layouts.plan_variable(spec, layout_map=layout_map, mesh_shape=sizes, zero_stage=0)
         except LayoutError as e:
             findings.append(Finding(kind="indivisible", is_error=True, where=spec.path, message=str(e)))
+            continue
+        if _private.is_convolution(spec.layer) and len(spec.shape) > 1 and any(planned.compute):
+            text = (
+                "DTensor expands no convolution whose kernel is sharded over a model axis. Leave it whole there: "
+                f"layout_map.whole('{re.escape(spec.path)}'); ZeRO shards it over the batch axis all the same."
+            )
+            findings.append(Finding(kind="unsupported", is_error=True, where=spec.path, message=text))
     for pattern, rule in layout_map.items():
         if pattern in matched or rule.optional:
             continue

@@ -84,12 +84,14 @@ def trace(model: keras.Model, inputs: Any = None) -> ModelGraph:
 def _input_specs(model: keras.Model, inputs: Any, size: int | None) -> Any:
     if inputs is not None:
         return keras.tree.map_structure(lambda each: (tuple(each.shape), tf.as_dtype(each.dtype)), inputs)
-    if isinstance(model, _private.Functional | keras.Sequential):
 
-        def of_tensor(tensor):
-            shape = [_BATCH if i == 0 else size if dim is None else dim for i, dim in enumerate(tensor.shape)]
-            return tuple(shape), tf.as_dtype(tensor.dtype)
+    def of_tensor(tensor):
+        shape = [_BATCH if i == 0 else size if dim is None else dim for i, dim in enumerate(tensor.shape)]
+        return tuple(shape), tf.as_dtype(tensor.dtype)
 
+    if isinstance(model, keras.Sequential):
+        return of_tensor(model.inputs[0])
+    if isinstance(model, _private.Functional):
         return keras.tree.map_structure(of_tensor, model.input)
     config = model.get_build_config() or {}
     shape = config.get("input_shape")

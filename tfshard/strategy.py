@@ -20,6 +20,7 @@ from tfshard import (
     placement,
     randomness,
     runtime,
+    sequence,
     support,
     updates,
     vocabulary,
@@ -51,6 +52,10 @@ class ShardedStrategy(tf.distribute.Strategy):
             2: and gradients, reduce-scattered as soon as they exist; 3: and parameters.
         analyzer: Which small variables share a buffer, so that they are gathered, reduced and updated together; a
             `tfshard.ParameterAnalyzer`, such as one of `tfshard.presets`. None: each variable by itself.
+        sequence_parallel: Whether activations of shape (batch, sequence, width) between tensor-parallel blocks are
+            sharded along the sequence over the model axis: residuals, normalizations, dropout (Korthikanti et al. 2022,
+            "Reducing Activation Recomputation in Large Transformer Models"). Lengths that the axis does not divide
+            stay whole.
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
@@ -78,6 +83,7 @@ class ShardedStrategy(tf.distribute.Strategy):
         layout_map: Any = None,
         zero_stage: int = 3,
         analyzer: ParameterAnalyzer | None = DEFAULT,
+        sequence_parallel: bool = False,
     ):
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
             raise MeshError(
@@ -100,6 +106,7 @@ class ShardedStrategy(tf.distribute.Strategy):
         self.layout_map = layout_map
         self.zero_stage = zero_stage
         self.analyzer = analyzer
+        self.sequence_parallel = sequence_parallel
         self._functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._found_maps: weakref.WeakKeyDictionary[keras.Model, LayoutMap] = weakref.WeakKeyDictionary()
@@ -323,6 +330,8 @@ class ShardedStrategy(tf.distribute.Strategy):
                 slot_layout = layout.slot(slot.layout.spec)
                 slot.move(slot_layout, _slot_storage(variable, key, slot_layout))
         vocabulary.install(model, [variable for variable, _ in support.owned_variables(model)], self.mesh)
+        if self.sequence_parallel:
+            sequence.install(model, self.mesh)
 
     def _shard(self, current: tf.Variable, layout: VariableLayout) -> ShardedVariable:
         return ShardedVariable(
@@ -343,9 +352,13 @@ class ShardedStrategy(tf.distribute.Strategy):
         """
         analyzer = self.analyzer if support.can_group(model) else None
         layout_map = self.layout_map_for(model)
-        return plan(
+        planned = plan(
             model, self.mesh, layout_map, self.zero_stage, analyzer=analyzer, optimizer=optimizer, inputs=inputs
         )
+        if not self.sequence_parallel:
+            return planned
+        note = "with sequence_parallel=True an all-reduce of activations is a reduce-scatter and an all-gather"
+        return dataclasses.replace(planned, unknown="; ".join(text for text in (planned.unknown, note) if text))
 
     def sync_stats(self, model: keras.Model) -> SyncStats:
         """How many variables have gradients, of how many bytes, and which are reduced together."""
