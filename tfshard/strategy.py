@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, data, layouts, optimizers, placement, randomness, runtime, support, updates
+from tfshard import _private, data, layouts, optimizers, placement, rewrites, runtime, support, updates
 from tfshard.analyzer import DEFAULT, ParameterAnalyzer, plan
 from tfshard.errors import MeshError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
@@ -478,7 +478,7 @@ class _ShardedExtended(tf.distribute.StrategyExtended):
         strategy = self._strategy()
         if isinstance(tf.distribute.get_replica_context(), _ReplicaContext):
             return fn(*args, **(kwargs or {}))  # From within merge_call: the step is open.
-        with strategy.scope(), _ReplicaContext(strategy), step_scope(), randomness.consistent(strategy.mesh):
+        with strategy.scope(), _ReplicaContext(strategy), step_scope(), rewrites.exchanged(strategy.mesh):
             result = fn(*args, **(kwargs or {}))
             if self._results_stay_sharded:
                 return result
