@@ -152,6 +152,9 @@ SAME = {
         "return_sequences=True, go_backwards=True)(x))",
     ],
     "image": [
+        "TimeDistributed(Conv1D(4, 3))(x)",
+        "TimeDistributed(Dense(4))(x)",
+        "TimeDistributed(MaxPooling1D(2))(x)",
         "Conv2D(4, 3)(x)",
         "Conv2D(4, 3, padding='same', strides=2)(x)",
         "Conv2D(4, 3, groups=2)(x)",
@@ -200,6 +203,7 @@ SAME = {
         "ConvLSTM1D(2, 3, unroll=True)(x)",
     ],
     "sequence of images": [
+        "TimeDistributed(Conv2D(2, 3))(x)",
         "ConvLSTM2D(2, 3, unroll=True)(x)",
         "ConvLSTM2D(2, 3, unroll=True, padding='same', return_sequences=True)(x)",
         "Conv3D(2, (1, 3, 3))(x)",
@@ -311,11 +315,8 @@ REFUSED = {
         "AdaptiveAveragePooling2D(3)(x)",
         "Resizing(6, 5, interpolation='bicubic')(x)",
         "Resizing(6, 5, antialias=True)(x)",
-        "TimeDistributed(Conv1D(4, 3))(x)",
         "UpSampling2D(2, interpolation='bicubic')(x)",
         "Resizing(6, 5, interpolation='lanczos3')(x)",
-        "TimeDistributed(Dense(4))(x)",
-        "TimeDistributed(MaxPooling1D(2))(x)",
     ],
     "volume": [
         "Conv3D(4, 3, groups=2)(x)",
@@ -329,7 +330,6 @@ REFUSED = {
     ],
     "sequence of images": [
         "ConvLSTM2D(2, 3)(x)",
-        "TimeDistributed(Conv2D(2, 3))(x)",
     ],
     "sequence of volumes": [
         "ConvLSTM3D(2, 3)(x)",
@@ -553,8 +553,7 @@ def test_refused_layer_does_fail(kind, call, monkeypatch):
     if layer_names(call)[0] in NOT_RETRIED or kind == "strings":
         pytest.skip("It hung the compiler when it was tried, or cannot be fed from numpy.")
     monkeypatch.setattr(tfshard.support, "unsupported_reason", lambda layer: None)
-    # AssertionError: TimeDistributed trains with wrong numbers.
-    with pytest.raises((tf.errors.OpError, tfshard.UnsupportedOperationError, AssertionError)):
+    with pytest.raises((tf.errors.OpError, tfshard.UnsupportedOperationError)):
         check(kind, [call], random=any(call in calls for calls in RANDOM.values()))
 
 

@@ -10,7 +10,7 @@ Where to look:
     layout_map    LayoutMap: path patterns to column, row and other layouts
     layouts       where each variable rests; pure Python
     placement     tensors to devices and back
-    randomness    random numbers of a step: equal on replicas, independent on shards
+    rewrites      operations that DTensor expands wrongly, exchanged for others
     variables     ShardedVariable: two layouts, deferred writes (why: its note)
     data          batches to the mesh
     support       checks on models before anything is done
@@ -20,6 +20,7 @@ Where to look:
     advice        advise: which mesh and stage fit
     strategy      ShardedStrategy: a tf.distribute strategy over the layers above
     report        what every device holds
+    generation    KerasHub's generate() on a sharded model
     trainer       as_distributed, Model, Sequential
     cli           the command line: tfshard plan, tfshard doctor
     _private      every private TensorFlow and Keras name

@@ -107,13 +107,15 @@ RANDOM_OPS = frozenset(
 
 
 @contextlib.contextmanager
-def replaced_outputs(op_types: frozenset, replace):
-    """A context in which the output of an operation of these types, when it is added to a graph, is replaced by
-    `replace(output)` for everything that uses it (`op_callbacks.add_op_callback`, made for TensorFlow's debugger)."""
+def replaced_outputs(replace: dict):
+    """A context in which, when an operation of one of the types in `replace` is added to a graph, what uses its output
+    gets `replace[type](output)` instead (`op_callbacks.add_op_callback`, made for TensorFlow's debugger)."""
 
     def callback(op_type, inputs, attrs, outputs, op_name=None, graph=None):
         del inputs, attrs, op_name
-        return [replace(output) for output in outputs] if graph is not None and op_type in op_types else None
+        if graph is None or op_type not in replace or outputs is None:
+            return outputs  # What an earlier callback made of them.
+        return [replace[op_type](output) for output in outputs]
 
     _op_callbacks.add_op_callback(callback)
     try:

@@ -18,7 +18,7 @@ from tfshard import (
     linter,
     optimizers,
     placement,
-    randomness,
+    rewrites,
     runtime,
     sequence,
     support,
@@ -537,7 +537,7 @@ class _ShardedExtended(tf.distribute.StrategyExtended):
         strategy = self._strategy()
         if isinstance(tf.distribute.get_replica_context(), _ReplicaContext):
             return fn(*args, **(kwargs or {}))  # From within merge_call: the step is open.
-        with strategy.scope(), _ReplicaContext(strategy), step_scope(), randomness.consistent(strategy.mesh):
+        with strategy.scope(), _ReplicaContext(strategy), step_scope(), rewrites.exchanged(strategy.mesh):
             result = fn(*args, **(kwargs or {}))
             if self._results_stay_sharded:
                 return result

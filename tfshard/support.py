@@ -18,7 +18,7 @@ from tfshard.variables import ShardedVariable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Refused:
-    """Built-in layers that DTensor cannot expand, or expands to wrong numbers: tests/test_layers.py tries each.
+    """Built-in layers that DTensor cannot expand: tests/test_layers.py tries each.
 
     Attributes:
         layers: Their classes.
@@ -47,11 +47,6 @@ def _is_dilated(layer: Any) -> bool:
     return any(r > 1 for r in (rate if isinstance(rate, tuple) else (rate,)))
 
 
-def _input_rank(layer: Any) -> int:
-    shape = (layer.get_build_config() or {}).get("input_shape")
-    return len(shape) if isinstance(shape, (tuple, list)) else 0
-
-
 _PIPELINE = "apply it in the input pipeline, with dataset.map"
 _FROZEN = "or pass trainable=False if neither it nor a layer before it is to be trained"
 # In this order: the first that fits is reported.
@@ -68,13 +63,6 @@ _REFUSED = (
         reason=_cannot("reversal of the backward sequence (ReverseV2)"),
         remedy="use return_sequences=False, or a second layer with go_backwards=True whose output is reversed with "
         "keras.ops.take(outputs, range(timesteps)[::-1], axis=1)",
-    ),
-    _refused(
-        "TimeDistributed",
-        when=lambda layer: _input_rank(layer) > 3,
-        reason="DTensor gives wrong numbers for its indexing of the time dim when inputs have more than 3 dims",
-        remedy="apply the inner layer to the whole sequence: a Dense as it is, a Conv2D as a Conv3D with "
-        "kernel_size=(1, height, width)",
     ),
     _refused(
         *("DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv1D", "SeparableConv2D"),

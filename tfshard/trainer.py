@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfshard import _private, data, placement, support
+from tfshard import _private, data, generation, placement, support
 from tfshard.errors import StrategyError
 from tfshard.strategy import ShardedStrategy
 from tfshard.variables import ShardedVariable
@@ -134,7 +134,8 @@ def _distributed_class(cls: type) -> type:
 
     It has the name and module of its parent, so that what is saved loads in a plain Keras process.
     """
-    created = type(cls.__name__, (_Distributed, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    bases = (_Distributed, *generation.mixins(cls), cls)
+    created = type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
     _private.register_same_name(created, cls)
     return created
 

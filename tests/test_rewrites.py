@@ -1,0 +1,112 @@
+"""Slices and slice updates in a step, which DTensor by itself expands to wrong numbers or not at all."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfshard
+from tfshard import placement
+
+SHAPE = (4, 2, 6, 4)
+SLICES = {
+    "t[1]": lambda t: t[1],
+    "t[1, ...]": lambda t: t[1, ...],
+    "t[:, 1]": lambda t: t[:, 1],
+    "t[:, 1, ...]": lambda t: t[:, 1, ...],
+    "t[:, :, 2]": lambda t: t[:, :, 2],
+    "t[:, 1, 2]": lambda t: t[:, 1, 2],
+    "t[:, -1, 2:]": lambda t: t[:, -1, 2:],
+    "t[..., 1]": lambda t: t[..., 1],
+    "t[..., 1, :]": lambda t: t[..., 1, :],
+    "t[:, 0, ..., 1]": lambda t: t[:, 0, ..., 1],
+    "t[:, :, 1:5:2]": lambda t: t[:, :, 1:5:2],
+    "t[:, None]": lambda t: t[:, None],
+    "t[None]": lambda t: t[None],
+    "t[:, 1, None]": lambda t: t[:, 1, None],
+    "t[..., None]": lambda t: t[..., None],
+    "t[:, None, 1, ..., None]": lambda t: t[:, None, 1, ..., None],
+    "t[:, 1, :, :]": lambda t: t[:, 1, :, :],
+}
+LAYOUTS = [(None, None, None, None), ("batch", None, None, None), ("batch", None, None, "model"),
+           ("batch", None, "model", None), (None, None, "model", None), ("model", None, None, "batch")]  # fmt: skip
+
+
+def strategy() -> tfshard.ShardedStrategy:
+    chosen = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), zero_stage=0)
+    assert chosen.mesh.size == 4
+    return chosen
+
+
+def run(chosen: tfshard.ShardedStrategy, step: object, *args: object) -> list[np.ndarray]:
+    with chosen.extended.results_stay_sharded():
+        return [placement.to_host(result) for result in tf.nest.flatten(chosen.run(step, args=args))]
+
+
+def value(shape: tuple = SHAPE, seed: int = 0) -> np.ndarray:
+    return np.random.RandomState(seed).normal(size=shape).astype("float32")
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_a_slice_and_its_gradient_are_those_of_one_device(name: str):
+    function, chosen = SLICES[name], strategy()
+    weight = value(function(np.zeros(SHAPE)).shape, seed=1)
+
+    def slice_and_gradient(t):
+        with tf.GradientTape() as tape:
+            tape.watch(t)
+            sliced = function(t)
+            loss = tf.reduce_sum(tf.square(sliced) * weight)
+        return sliced, tape.gradient(loss, t)
+
+    expected = slice_and_gradient(tf.constant(value()))
+    for layout in LAYOUTS:
+        step = tf.function(slice_and_gradient)
+        sharded = placement.host_to_mesh(value(), layout, chosen.mesh)
+        for ours, theirs in zip(run(chosen, step, sharded), expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6, err_msg=f"{name} of {layout}")
+
+
+def test_a_slice_at_an_index_that_is_a_tensor_is_that_of_one_device():
+    chosen = strategy()
+    step = tf.function(lambda t, i: (t[:, i], t[i, ..., i][:, :2]))
+    for index, layout in itertools.product((0, 1), [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]]):
+        sharded = placement.host_to_mesh(value(), layout, chosen.mesh)
+        first, second = run(chosen, step, sharded, np.int32(index))
+        np.testing.assert_array_equal(first, value()[:, index])
+        np.testing.assert_array_equal(second, value()[index, ..., index][:, :2])
+
+
+@pytest.mark.parametrize("function", [lambda t, i: t[i, ..., :2], lambda t, i: t[:, i, 1:3, :], lambda t, i: t[:, :i]])
+def test_a_range_next_to_an_index_that_is_a_tensor_is_refused(function):
+    chosen = strategy()
+    sharded = placement.host_to_mesh(value(), LAYOUTS[1], chosen.mesh)
+    with pytest.raises(tfshard.UnsupportedOperationError, match="range, such as 1:3, together with an index that is a"):
+        run(chosen, tf.function(function), sharded, np.int32(1))
+    # Known before the step runs: a static shape.
+    (sliced,) = run(chosen, tf.function(lambda t: t[:, : tf.shape(t)[3] // 2]), sharded)
+    np.testing.assert_array_equal(sliced, value()[:, :2])
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 5, 9, -3])
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_a_slice_update_is_that_of_one_device_also_where_it_would_not_fit(start: int, count: int):
+    chosen = strategy()
+    updates = value((4, 2, count, 4), seed=1)
+    step = tf.function(lambda t, u, i: keras.ops.slice_update(t, [0, 0, i, 0], u))
+    expected = keras.ops.slice_update(tf.constant(value()), [0, 0, start, 0], tf.constant(updates))
+    for layout in LAYOUTS[:3]:
+        arguments = (placement.host_to_mesh(v, layout, chosen.mesh) for v in (value(), updates))
+        (updated,) = run(chosen, step, *arguments, np.int32(start))
+        np.testing.assert_array_equal(updated, expected)
+
+
+def test_dtensor_by_itself_gives_wrong_numbers_for_a_slice_before_a_sharded_dim():
+    """Why the slices are exchanged. When this fails, TensorFlow has mended it."""
+    mesh = strategy().mesh
+    sharded = placement.host_to_mesh(value(), ("batch", None, "model", None), mesh)
+    sliced = tf.function(lambda t: t[:, 1])(sharded)
+    assert tuple(sliced.shape) == (4, 6, 4)
+    assert not np.array_equal(placement.to_host(sliced), value()[:, 1])
