@@ -60,19 +60,6 @@ def build(config: Config):
     return keras.Model(tokens, embedding(x, reverse=True), name="gpt")
 
 
-def layout_map():
-    """Megatron's layouts for it, and the embedding over the vocabulary."""
-    import tfshard
-
-    found = tfshard.LayoutMap()
-    found["token_embedding/embeddings"] = ("model", None)
-    found.column("block_.*_attention/(query|key|value)")
-    found.row("block_.*_attention/attention_output")
-    found.column("block_.*_up")
-    found.row("block_.*_down")
-    return found
-
-
 def data(config: Config):
     """Random tokens, and for each the one that follows: (x, y), each (steps * batch, sequence)."""
     import numpy as np

@@ -31,7 +31,7 @@ def main(argv):
     keras.utils.set_random_seed(0)
     model = gpt.build(CONFIG)
     weights = {v.path: v.numpy() for v in model.weights}
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(model=gpt.DEVICES), gpt.layout_map(), zero_stage=0)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(model=gpt.DEVICES), "auto", zero_stage=0)
     plan = strategy.plan(model)
     with tempfile.TemporaryDirectory() as folder:
         files = pathlib.Path(folder)

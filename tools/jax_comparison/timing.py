@@ -53,7 +53,7 @@ def measure(way: str) -> dict:
         tfshard.initialize(num_devices=gpt.DEVICES, device_type="CPU")
         model = tfshard.as_distributed(gpt.build(config))
         mesh = tfshard.create_mesh(model=gpt.DEVICES)
-        options = {"strategy": tfshard.ShardedStrategy(mesh, gpt.layout_map(), zero_stage=0)}
+        options = {"strategy": tfshard.ShardedStrategy(mesh, "auto", zero_stage=0)}
         if way == "plan":
             layout_map = options["strategy"].plan(model).to_keras_layout_map()
             pathlib.Path(_MAP_FILE.value).write_bytes(pickle.dumps(layout_map))
