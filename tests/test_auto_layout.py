@@ -236,3 +236,49 @@ def test_reshape_keeps_a_sharded_dim_only_in_front(before, after, dim, devices, 
         tensor = tf.reshape(tf.zeros(before), after)
     outcome = flow.advance(tensor.op, 0, dim, devices)
     assert (outcome.outputs[0][1] if isinstance(outcome, flow.Flow) else None) == to
+
+
+# --- What a step sends -----------------------------------------------------------------------------------
+
+WIDTH, LENGTH, BATCH, LAYERS, VOCABULARY = 128, 128, 32, 2, 2048
+HUB = {"vocabulary_size": VOCABULARY, "num_layers": LAYERS, "hidden_dim": WIDTH, "intermediate_dim": 512}
+
+
+def language_model(family: str) -> keras.Model:
+    models = keras_hub.models
+    backbone = {
+        "gpt2": lambda: models.GPT2Backbone(**HUB, num_heads=4, max_sequence_length=LENGTH, dropout=0.0),
+        "llama": lambda: models.LlamaBackbone(**HUB, num_query_heads=4, num_key_value_heads=2),
+        "bart": lambda: models.BartBackbone(**HUB, num_heads=4, max_sequence_length=LENGTH, dropout=0.0),
+    }[family]()
+    outputs = backbone.output["decoder_sequence_output"] if family == "bart" else backbone.output
+    return keras.Model(backbone.input, backbone.token_embedding(outputs, reverse=True))
+
+
+def batch_of(family: str) -> tuple:
+    # Large enough for a trace to tell the bytes of each activation: 256 KiB in a ring's chunk and more.
+    tokens = np.random.RandomState(0).randint(0, VOCABULARY, (BATCH, LENGTH))
+    inputs = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
+    if family == "bart":
+        inputs = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in inputs.items()}
+    return inputs, tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "stage"),
+    [("gpt2", "model4", 0), ("gpt2", "batch2_model2", 3), ("llama", "model4", 3), ("bart", "model4", 0)],
+)
+def test_a_step_sends_the_activations_that_were_planned(family, mesh, stage):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), "auto", zero_stage=stage)
+    model = tfshard.as_distributed(language_model(family))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"], strategy=strategy)
+    batch = batch_of(family)
+    plan, profile = strategy.plan(model, inputs=batch[0]), tfshard.profile_step(model, batch)
+    tfshard.assert_matches_plan(profile, plan)
+    planned = sum(c.count * c.bytes for c in plan.collectives if c.kind != "all-gather")
+    assert profile.bytes("all-reduce") == pytest.approx(planned, rel=0.05)
+    if (family, mesh) == ("gpt2", "model4"):
+        # Megatron's count, with loss and metrics in the rest; and nothing as large as whole logits.
+        assert len(profile.collectives) == profile.count("all-reduce") <= 4 * LAYERS + 6
+        assert max(c.bytes or 0 for c in profile.collectives) < BATCH * LENGTH * VOCABULARY * 4 / 8

@@ -520,3 +520,15 @@ def test_a_layer_of_an_unknown_type_that_is_sharded_by_axes_is_planned():
     model = keras.Sequential([keras.Input((8,)), Scale(name="scale")], name="net")
     plan = tfshard.plan(model, {"batch": 2, "model": 2}, {"net/scale/kernel": (None, "model")})
     assert plan.variables[0].compute_layout == (None, "model")
+
+
+def test_advice_can_find_the_layouts_itself():
+    def build():
+        inputs = keras.Input((512,))
+        x = keras.layers.Dense(2048, activation="relu", name="up")(inputs)
+        return keras.Model(inputs, keras.layers.Dense(512, name="down")(x))
+
+    model = tfshard.abstract_model(build)
+    advice = tfshard.advise(model, 4, 40 << 20, 3, layout_map="auto")
+    # A batch of three: only the model axis can use the devices.
+    assert advice.recommended.mesh_shape == {"batch": 1, "model": 4}

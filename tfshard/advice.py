@@ -9,7 +9,7 @@ import rich.box
 import rich.console
 import rich.table
 
-from tfshard import planning
+from tfshard import auto_layout, planning
 from tfshard.analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
@@ -153,9 +153,11 @@ def advise(
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise StrategyError(f"{name} must be a positive integer. Received: {name}={number!r}")
-    layout_map = LayoutMap.from_any(layout_map)
-    layout_map.check_axes({BATCH_AXIS: 1, MODEL_AXIS: 1})
-    has_model_axis = any(MODEL_AXIS in rule.axes for rule in layout_map.values())
+    automatic = isinstance(layout_map, str) and layout_map == auto_layout.AUTO
+    if not automatic:
+        layout_map = LayoutMap.from_any(layout_map)
+        layout_map.check_axes({BATCH_AXIS: 1, MODEL_AXIS: 1})
+    has_model_axis = automatic or any(MODEL_AXIS in rule.axes for rule in layout_map.values())
     specs = planning.specs_of(model)
     slots = planning.slots_of(optimizer, specs)
     sizes = [size for size in range(1, devices + 1) if devices % size == 0] if has_model_axis else [1]
@@ -163,6 +165,7 @@ def advise(
     for size in sizes:
         # Each mesh has the model axis where the layout map names it.
         mesh_shape = {BATCH_AXIS: devices // size} | ({MODEL_AXIS: size} if has_model_axis else {})
+        chosen = auto_layout.resolve(layout_map, model, mesh_shape)
         for stage in (0, 1, 2, 3):
             empty = Candidate(mesh_shape=mesh_shape, zero_stage=stage, memory_per_device=memory_per_device)
             if batch % mesh_shape[BATCH_AXIS]:
@@ -170,7 +173,7 @@ def advise(
                 candidates.append(dataclasses.replace(empty, problem=problem))
                 continue
             activations = (activation_bytes or 0) * (batch // mesh_shape[BATCH_AXIS])
-            candidates.append(_measure(empty, specs, slots, layout_map, analyzer, activations))
+            candidates.append(_measure(empty, specs, slots, chosen, analyzer, activations))
     return _choose(candidates, activation_bytes is None, has_model_axis)
 
 
