@@ -141,12 +141,17 @@ def _check_ranges(vectors: list, masks: dict[str, int], given: int) -> None:
 
 def _is_known(tensor: tf.Tensor) -> bool:
     """Whether a value follows from constants and static shapes."""
-    operation = tensor.op
-    if operation.type == "Const":
-        return True
-    if operation.type in ("Shape", "Size", "Rank"):
-        return operation.inputs[0].shape.is_fully_defined()
-    return bool(operation.inputs) and all(_is_known(each) for each in operation.inputs)
+    seen, waiting = set(), [tensor.op]
+    while waiting:
+        operation = waiting.pop()
+        known_shape = operation.type in ("Shape", "Size", "Rank") and operation.inputs[0].shape.is_fully_defined()
+        if operation in seen or operation.type == "Const" or known_shape:
+            continue
+        if not operation.inputs:
+            return False
+        seen.add(operation)
+        waiting += [each.op for each in operation.inputs]
+    return True
 
 
 def _entries(vector: tf.Tensor, entries: list[int | None], other: int) -> Any:
