@@ -19,6 +19,9 @@ Where to look:
     strategy      ShardedStrategy: a tf.distribute strategy over the layers above
     report        what every device holds
     trainer       as_distributed, Model, Sequential
+    checkpoint    CheckpointManager: a training run to disk and back, on any mesh (why it is whole: its note)
+    resume        CheckpointCallback: fit that goes on where it was killed
+    export        export, import_weights: Keras's own files
     cli           the command line: tfshard plan, tfshard doctor
     _private      every private TensorFlow and Keras name
 """
@@ -26,7 +29,11 @@ Where to look:
 from tfshard import _private, presets  # _private first: it checks the versions of TensorFlow and Keras.
 from tfshard.advice import Advice, advise
 from tfshard.analyzer import ParameterAnalyzer, plan
+from tfshard.checkpoint import Checkpoint, CheckpointManager
 from tfshard.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
     ConsistencyError,
     InitializationError,
     LayoutError,
@@ -42,6 +49,7 @@ from tfshard.mesh import create_mesh
 from tfshard.planning import Collective, ShardingPlan, abstract_model
 from tfshard.profiling import StepProfile, assert_matches_plan, profile_step
 from tfshard.report import Report
+from tfshard.resume import CheckpointCallback
 from tfshard.runtime import Runtime, initialize
 from tfshard.strategy import ShardedStrategy
 from tfshard.trainer import Model, Sequential, as_distributed
@@ -50,8 +58,14 @@ from tfshard.variables import ShardedVariable
 __version__ = "0.1.0"
 
 __all__ = [
-    "ConsistencyError",
     "Advice",
+    "Checkpoint",
+    "CheckpointCallback",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointManager",
+    "CheckpointMismatchError",
+    "ConsistencyError",
     "Collective",
     "InitializationError",
     "LayoutError",

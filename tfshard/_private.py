@@ -45,7 +45,10 @@ from keras.src.backend.common import global_state as _global_state  # noqa: E402
 from keras.src.backend.common.name_scope import current_path  # noqa: E402
 from keras.src.models.functional import Functional  # noqa: E402
 from keras.src.models.model import functional_init_arguments  # noqa: E402
+from keras.src.random import seed_generator as _seed_generator  # noqa: E402
 from keras.src.saving import object_registration as _object_registration  # noqa: E402
+from keras.src.trainers import data_adapters as _data_adapters  # noqa: E402
+from keras.src.utils import naming as _naming  # noqa: E402
 from tensorflow.dtensor.python import accelerator_util as _accelerator_util  # noqa: E402
 from tensorflow.python.eager import context as _context  # noqa: E402
 from tensorflow.python.eager import record as _record  # noqa: E402
@@ -86,6 +89,23 @@ def graph_is_loop(graph) -> bool:
 def outer_graph(graph):
     """The graph in which a `FuncGraph` is being built, or None (`FuncGraph.outer_graph`)."""
     return getattr(graph, "outer_graph", None)
+
+
+# The values of TensorFlow's SerializationOptions.ExternalStatePolicy.
+_IGNORE_STATE, _FAIL_ON_STATE = 1, 2
+
+
+def iterator_state(iterator, *, ignore_random: bool):
+    """The state of a `tf.data` iterator as a variant tensor (`OwnedIterator._iterator_resource`)."""
+    return tf.raw_ops.SerializeIterator(
+        resource_handle=iterator._iterator_resource,
+        external_state_policy=_IGNORE_STATE if ignore_random else _FAIL_ON_STATE,
+    )
+
+
+def restore_iterator(iterator, state) -> None:
+    """Brings a `tf.data` iterator to a state (`OwnedIterator._iterator_resource`)."""
+    tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
 
 
 # --- Keras: where a variable is being created ----------------------------------------------------
@@ -253,6 +273,90 @@ def uses_weight_decay(optimizer, fn, variable):
 def optimizer_references(optimizer) -> list:
     """The trainable variables that an optimizer was built with (`BaseOptimizer._trainable_variables`)."""
     return list(getattr(optimizer, "_trainable_variables", []))
+
+
+def auto_name(layer) -> str:
+    """The name that Keras gives a layer, metric or seed generator without one, before it is counted."""
+    return _naming.to_snake_case(type(layer).__name__)
+
+
+def global_seed_generator(create: bool = False):
+    """The generator of random operations without a seed of their own, or None (`GLOBAL_SEED_GENERATOR`)."""
+    if create:
+        return _seed_generator.global_seed_generator()
+    return _global_state.get_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR)
+
+
+def set_initial_epoch(model, epoch) -> None:
+    """Makes `fit`, which is beginning, begin at an epoch; None: at the one it is given (`Trainer._initial_epoch`)."""
+    model._initial_epoch = epoch
+
+
+class EpochIterator:
+    """What counts the steps of the epochs of a `fit` (`TFEpochIterator`, and the data adapter inside)."""
+
+    _KINDS = {
+        _data_adapters.ArrayDataAdapter: "arrays",
+        _data_adapters.TFDatasetAdapter: "tf.data",
+        _data_adapters.PyDatasetAdapter: "PyDataset",
+    }
+
+    def __init__(self, epochs):
+        self._epochs = epochs
+
+    @property
+    def dataset(self):
+        """The dataset as the strategy distributes it (`_distributed_dataset`)."""
+        return self._epochs._distributed_dataset
+
+    @property
+    def kind(self) -> str:
+        """`"arrays"`, `"tf.data"`, `"PyDataset"`, or the name of Keras's adapter for other data."""
+        adapter = type(self._epochs.data_adapter)
+        return self._KINDS.get(adapter, adapter.__name__)
+
+    @property
+    def shuffles(self):
+        """Whether Keras shuffles arrays or a PyDataset (`ArrayDataAdapter._shuffle`, `PyDatasetAdapter.shuffle`)."""
+        adapter = self._epochs.data_adapter
+        return adapter._shuffle if self.kind == "arrays" else getattr(adapter, "shuffle", False)
+
+    @property
+    def steps_per_execution(self) -> int:
+        return self._epochs.steps_per_execution
+
+    @property
+    def spans_epochs(self) -> bool:
+        """Whether one iterator goes through several epochs: `steps_per_epoch` was given."""
+        return self._epochs.steps_per_epoch is not None
+
+    @property
+    def num_batches(self):
+        """How many batches the dataset has; None while that is not known (`_num_batches`)."""
+        return self._epochs._num_batches
+
+    @property
+    def steps_seen(self) -> int:
+        """How many batches were taken from the iterator, those of the step that runs included (`_steps_seen`)."""
+        return self._epochs._steps_seen
+
+    def start_at(self, *, step: int, consumed: int, num_batches) -> None:
+        """The next epoch begins at a step (`_enumerate_iterator`; on this object only, and once)."""
+        epochs = self._epochs
+        if epochs._num_batches is None:
+            epochs._num_batches = num_batches
+        enumerate_steps = epochs._enumerate_iterator
+
+        def enumerate_rest():
+            del epochs._enumerate_iterator
+            steps = enumerate_steps()
+            for begin, end, iterator in steps:
+                if begin == 0:
+                    epochs._steps_seen += consumed - step
+                if begin >= step:
+                    yield begin, end, iterator
+
+        epochs._enumerate_iterator = enumerate_rest
 
 
 def register_same_name(cls, original) -> None:

@@ -42,3 +42,15 @@ class PlanMismatchError(ShardingError):
 
 class ConsistencyError(ShardingError):
     """Devices that should hold the same values do not."""
+
+
+class CheckpointError(ShardingError):
+    """A checkpoint cannot be written, found or used."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint is not what was written: damaged, incomplete or edited. No variable was changed."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint, or a file of weights, does not fit the model. No variable was changed."""
