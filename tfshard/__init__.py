@@ -21,7 +21,7 @@ Where to look:
     trainer       as_distributed, Model, Sequential
     checkpoint    CheckpointManager: a training run to disk and back, on any mesh (why it is whole: its note)
     resume        CheckpointCallback: fit that goes on where it was killed
-    export        export, import_weights: Keras's own files
+    exporting     export, import_weights: Keras's own files
     cli           the command line: tfshard plan, tfshard doctor
     _private      every private TensorFlow and Keras name
 """
@@ -44,6 +44,7 @@ from tfshard.errors import (
     UnsupportedLayerError,
     UnsupportedOperationError,
 )
+from tfshard.exporting import export, import_weights
 from tfshard.layout_map import LayoutMap
 from tfshard.mesh import create_mesh
 from tfshard.planning import Collective, ShardingPlan, abstract_model
@@ -90,6 +91,8 @@ __all__ = [
     "as_distributed",
     "assert_matches_plan",
     "create_mesh",
+    "export",
+    "import_weights",
     "initialize",
     "profile_step",
     "plan",

@@ -40,11 +40,6 @@ class Box:
             a >= 0 and n >= 0 and a + n <= size for a, n, size in zip(self.offset, self.shape, shape, strict=True)
         )
 
-    def overlaps(self, other: "Box") -> bool:
-        """Whether an element is in both."""
-        pairs = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        return all(a < b + m and b < a + n for a, n, b, m in pairs)
-
 
 def whole(shape: Sequence[int]) -> Box:
     """All of an array."""

@@ -1,7 +1,7 @@
 """Batches from the host to the mesh."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -102,11 +102,13 @@ class ShardedDataset:
     Attributes:
         host: The dataset.
         current: The iterator that was made last, or None.
+        note_start: Called with each new iterator of the dataset, before it is used, if it is set.
     """
 
     def __init__(self, dataset: Iterable, mesh: dtensor.Mesh):
         self.host = dataset
         self.current: ShardedIterator | None = None
+        self.note_start: Callable[[Iterator], Any] | None = None
         self._mesh = mesh
         self._next: Iterator | None = None
 
@@ -121,7 +123,11 @@ class ShardedDataset:
                 "of the tf.function, and pass each batch to it."
             )
         host, self._next = self._next, None
-        self.current = ShardedIterator(iter(self.host) if host is None else host, self._mesh)
+        if host is None:
+            host = iter(self.host)
+            if self.note_start is not None:
+                self.note_start(host)
+        self.current = ShardedIterator(host, self._mesh)
         return self.current
 
     def __len__(self) -> int:

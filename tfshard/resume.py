@@ -2,8 +2,8 @@
 
 # Note: how fit goes on in the middle of an epoch
 
-Keras's `fit` counts the steps of an epoch in its EpochIterator, which asks the dataset for an iterator and hands that to
-each step. Three things are put in place before the first step of a resumed run: the variables; the iterator, which
+Keras's `fit` counts the steps of an epoch in its EpochIterator, which asks the dataset for an iterator and hands that
+to each step. Three things are put in place before the first step of a resumed run: the variables; the iterator, which
 the sharded dataset gives out next (`ShardedDataset.continue_with`), brought to where it was; and the EpochIterator's
 count, from which the first steps are left out. Metrics are set when the epoch has begun, because that resets them.
 
@@ -11,8 +11,10 @@ A save that is due at the end of a step is made before the next one or at the en
 never "after the last step, before the end".
 
 What shuffles keeps its own state (the seeds and the buffer of `Dataset.shuffle`, the permutation of arrays), and the
-iterator's state holds it. A new iterator draws new seeds from its dataset. So nothing here makes one that an
-uninterrupted run would not make: the callback does not change what is trained.
+iterator's state holds it. Each iterator draws new seeds from its dataset. So nothing here makes one that an
+uninterrupted run would not make: the callback does not change what is trained. What has read its input to the end,
+perhaps ahead of the training, has forgotten the seeds. They are in the state that an iterator has before it is used,
+which is saved too.
 """
 
 import warnings
@@ -152,10 +154,11 @@ class CheckpointCallback(keras.callbacks.Callback):
 
     def _save(self, epoch: int, step: int) -> None:
         run = self._run
+        assert run is not None
         found = run.position(epoch, step)
         if found is not None:
-            position, state = found
-            self.manager.save_at(self.model, run.step, position=position, state=state, wait=not self.async_save)
+            position, states = found
+            self.manager.save_at(self.model, run.step, position=position, states=states, wait=not self.async_save)
             run.saved, run.due = run.step, False
 
 
@@ -181,8 +184,8 @@ class _Run:
         self.trained = False
         self.resumed: Checkpoint | None = None
         self._epochs = _private.EpochIterator(epochs)
-        # At its end an iterator has forgotten its seeds; one that is not at its end knows those of its dataset.
-        self._spare = self._dataset.current
+        # The state of the iterator before it was used.
+        self._start: tf.Tensor | None = None
 
     @property
     def _dataset(self) -> data.ShardedDataset:
@@ -215,42 +218,45 @@ class _Run:
             )
         else:
             self._state(self._dataset.current)  # That of the batch from which Keras built the model.
+            self._dataset.note_start = self._note_start
 
     def check_position(self, checkpoint: Checkpoint) -> None:
         """Raises `CheckpointError` unless this run can go on there."""
         position = checkpoint.position
         if position is None or position.step is None:
             raise CheckpointError(
-                f"The checkpoint of step {checkpoint.step} was not saved by a CheckpointCallback and does not say where "
-                "in the data fit was. Give the callback a directory of its own, and use CheckpointManager.restore. "
-                f"Received: {checkpoint.directory}"
+                f"The checkpoint of step {checkpoint.step} was not saved by a CheckpointCallback and does not say "
+                "where in the data fit was. Give the callback a directory of its own, and use "
+                f"CheckpointManager.restore. Received: {checkpoint.directory}"
             )
         if position.step % self._epochs.steps_per_execution:
             raise CheckpointError(
-                f"The checkpoint of step {checkpoint.step} is at step {position.step} of an epoch, where no execution of "
-                "steps_per_execution steps begins. Received: "
+                f"The checkpoint of step {checkpoint.step} is at step {position.step} of an epoch, where no execution "
+                "of steps_per_execution steps begins. Received: "
                 f"steps_per_execution={self._epochs.steps_per_execution}"
             )
+
+    def _note_start(self, iterator: Any) -> None:
+        self._start = self._state(iterator)
 
     def _state(self, iterator: Any) -> tf.Tensor:
         # Keras's own permutation of arrays is a random operation; what it drew is part of the state.
         return data.iterator_state(iterator, ignore_random=self._epochs.kind == "arrays")
 
-    def position(self, epoch: int, step: int) -> tuple[Position, tf.Tensor | None] | None:
-        """The position that is `step` of `epoch`, with the iterator's state; None when the epoch ends before that step.
+    def position(self, epoch: int, step: int) -> tuple[Position, list[tf.Tensor]] | None:
+        """The position that is `step` of `epoch`, with states of the iterator; None when the epoch ends before it.
 
         Keras does not know the length of every dataset, and announces a step for which there is no batch.
         """
         iterator = self._dataset.current
         assert iterator is not None
-        at_end, state = iterator.exhausted, None
+        at_end, states = iterator.exhausted, []
         if self._epochs.kind != "PyDataset":
-            state = self._state(self._spare if at_end else iterator)
+            assert self._start is not None
+            states = [self._start, self._state(iterator)]
         # After its state was taken: this reads a batch.
         if step and iterator.is_at_end():
             return None
-        if not step and not at_end:
-            self._spare = None
         # The count of the step that is about to run is in already.
         consumed = self._epochs.steps_seen - (self._epochs.steps_per_execution if step else 0)
         position = Position(
@@ -259,9 +265,9 @@ class _Run:
             consumed=consumed,
             num_batches=self._epochs.num_batches,
             fresh=not step and (at_end or not self._epochs.spans_epochs),
-            clients=0 if state is None else clients.count(),
+            clients=clients.count() if states else 0,
         )
-        return position, state
+        return position, states
 
     def go_to(self, checkpoint: Checkpoint) -> None:
         """Makes the next epoch begin where the checkpoint was taken."""
@@ -271,7 +277,7 @@ class _Run:
         self.step = self.saved = checkpoint.step
         if position.clients:
             host = iter(self._dataset.host)
-            checkpoint.restore_iterator(host)
+            self._start = checkpoint.restore_iterator(host)
             # A new iterator draws its seeds where the restored one left them.
             if not position.fresh:
                 self._dataset.continue_with(host)

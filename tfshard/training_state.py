@@ -38,8 +38,9 @@ class StateVariable:
 class _Keys:
     """Makes keys: the same for the same model, also when it is the second of its kind in the process.
 
-    Keras counts the layers that it names itself over the whole process: the kernel of the first model is "dense/kernel",
-    that of the second "dense_1/kernel". Here they are counted within the model. Names that were given stay.
+    Keras counts the layers that it names itself over the whole process: the kernel of the first model is
+    "dense/kernel", that of the second "dense_1/kernel". Here they are counted within the model. Names that were
+    given stay.
     """
 
     def __init__(self, model: keras.Model):
