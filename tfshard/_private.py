@@ -496,11 +496,12 @@ def weight_dtype(dataset) -> str:
 def read_weights_file(model, path) -> None:
     """`model.load_weights` from a file of any name, without the optimizer (`saving_lib._load_state`)."""
     store = _saving_lib.H5IOStore(path, mode="r")
+    skipped = {id(getattr(model, "optimizer", None))}
     failed: set = set()
     errors: dict = {}
     try:
         _saving_lib._load_state(
-            model, weights_store=store, assets_store=None, inner_path="", visited_saveables={id(getattr(model, "optimizer", None))},
+            model, weights_store=store, assets_store=None, inner_path="", visited_saveables=skipped,
             failed_saveables=failed, error_msgs=errors,
         )  # fmt: skip
     finally:

@@ -101,7 +101,7 @@ class CheckpointManager:
     def save_at(
         self, model: keras.Model, step: int, *, position: Position | None, states: list[tf.Tensor], wait: bool
     ) -> pathlib.Path:
-        """`save`, with the position in the data and states of the iterator, to be restored in this order."""
+        """`save`, with the position in the data and states of iterators, to be restored in this order."""
         self.wait()
         if isinstance(step, (bool, np.bool_)) or not isinstance(step, (int, np.integer)) or step < 0:
             raise CheckpointError(f"step must be an integer, 0 or larger. Received: step={step!r}")
@@ -196,7 +196,7 @@ class CheckpointManager:
         self.wait()
         checkpoint = self.open(step)
         self.restore_from(
-            checkpoint, model, lambda: None if iterator is None else checkpoint.restore_iterator(iterator)
+            checkpoint, model, lambda: None if iterator is None else checkpoint.restore_iterators([iterator])
         )
         return checkpoint
 

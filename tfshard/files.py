@@ -90,6 +90,11 @@ def iterator_prefix(client: int) -> str:
     return f"iterator-{client:05d}"
 
 
+def state_name(number: int) -> str:
+    """The name of the state of one of a client's iterators, in their file."""
+    return f"state_{number}"
+
+
 def checksum(array: np.ndarray) -> int:
     """CRC-32 of the bytes of an array, in row-major order."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -223,14 +223,14 @@ class Checkpoint:
         ]
         pieces.assign(fitting, lambda variable, box: self.read(variable.key, box))
 
-    def restore_iterator(self, iterator: Any) -> tf.Tensor:
-        """Brings a `tf.data` iterator, new and of the same dataset, to where it was.
+    def restore_iterators(self, iterators: Sequence[Any]) -> None:
+        """Brings `tf.data` iterators, new and of the same dataset, to where those were whose states were saved.
 
-        Returns:
-            The first of the states that were saved.
+        Args:
+            iterators: One for each state, in the same order.
 
         Raises:
-            CheckpointError: There is no state of an iterator, or it is not one of this dataset.
+            CheckpointError: There are no such states, or they are not of this dataset.
         """
         saved = 0 if self.position is None else self.position.clients
         if saved != clients.count():
@@ -238,23 +238,19 @@ class Checkpoint:
                 f"The checkpoint of step {self.step} holds the position of {saved} iterators, one for each client, and "
                 f"there are {clients.count()} clients. Received: {self.directory}"
             )
-        host = data.host_iterator(iterator)
-        prefix = str(self.directory / files.iterator_prefix(clients.rank()))
         try:
-            names = sorted(tf.train.load_checkpoint(prefix).get_variable_to_shape_map())
             with tf.device("CPU:0"):
                 states = tf.raw_ops.RestoreV2(
-                    prefix=prefix,
-                    tensor_names=names,
-                    shape_and_slices=[""] * len(names),
-                    dtypes=[tf.variant] * len(names),
+                    prefix=str(self.directory / files.iterator_prefix(clients.rank())),
+                    tensor_names=[files.state_name(i) for i in range(len(iterators))],
+                    shape_and_slices=[""] * len(iterators),
+                    dtypes=[tf.variant] * len(iterators),
                 )
-                for state in states:
-                    _private.restore_iterator(host, state)
+                for iterator, state in zip(iterators, states, strict=True):
+                    _private.restore_iterator(data.host_iterator(iterator), state)
         except tf.errors.OpError as error:
             raise CheckpointError(
                 f"The position in the data of the checkpoint of step {self.step} does not fit this dataset: it has to "
                 f"be made as it was when the checkpoint was saved. TensorFlow says: {error!s:.200}. "
                 f"Received: {self.directory}"
             ) from error
-        return states[0]

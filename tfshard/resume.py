@@ -12,9 +12,9 @@ never "after the last step, before the end".
 
 What shuffles keeps its own state (the seeds and the buffer of `Dataset.shuffle`, the permutation of arrays), and the
 iterator's state holds it. Each iterator draws new seeds from its dataset. So nothing here makes one that an
-uninterrupted run would not make: the callback does not change what is trained. What has read its input to the end,
-perhaps ahead of the training, has forgotten the seeds. They are in the state that an iterator has before it is used,
-which is saved too.
+uninterrupted run would not make: the callback does not change what is trained. But what has read its input to the end,
+perhaps ahead of the training, has forgotten the seeds. An iterator that is never used knows them, so one is kept (its
+draw is taken back), and its state is saved too.
 """
 
 import warnings
@@ -184,8 +184,8 @@ class _Run:
         self.trained = False
         self.resumed: Checkpoint | None = None
         self._epochs = _private.EpochIterator(epochs)
-        # The state of the iterator before it was used.
-        self._start: tf.Tensor | None = None
+        # An iterator that is never used: at their end the others have forgotten the seeds of their dataset.
+        self._spare: Any = None
 
     @property
     def _dataset(self) -> data.ShardedDataset:
@@ -218,7 +218,7 @@ class _Run:
             )
         else:
             self._state(self._dataset.current)  # That of the batch from which Keras built the model.
-            self._dataset.note_start = self._note_start
+            self._dataset.note_start = self._make_spare
 
     def check_position(self, checkpoint: Checkpoint) -> None:
         """Raises `CheckpointError` unless this run can go on there."""
@@ -236,8 +236,12 @@ class _Run:
                 f"steps_per_execution={self._epochs.steps_per_execution}"
             )
 
-    def _note_start(self, iterator: Any) -> None:
-        self._start = self._state(iterator)
+    def _make_spare(self, host: Any) -> None:
+        """Makes the iterator that is never used, when `host` is new. The seeds it draws are taken back."""
+        if self._spare is None:
+            before = self._state(host)
+            self._spare = iter(self._dataset.host)
+            _private.restore_iterator(host, before)
 
     def _state(self, iterator: Any) -> tf.Tensor:
         # Keras's own permutation of arrays is a random operation; what it drew is part of the state.
@@ -252,19 +256,19 @@ class _Run:
         assert iterator is not None
         at_end, states = iterator.exhausted, []
         if self._epochs.kind != "PyDataset":
-            assert self._start is not None
-            states = [self._start, self._state(iterator)]
+            states = [self._state(iterator), self._state(self._spare)]
         # After its state was taken: this reads a batch.
         if step and iterator.is_at_end():
             return None
+        fresh = not step and (at_end or not self._epochs.spans_epochs)
         # The count of the step that is about to run is in already.
-        consumed = self._epochs.steps_seen - (self._epochs.steps_per_execution if step else 0)
+        consumed = 0 if fresh else self._epochs.steps_seen - (self._epochs.steps_per_execution if step else 0)
         position = Position(
             epoch=epoch,
             step=step,
             consumed=consumed,
             num_batches=self._epochs.num_batches,
-            fresh=not step and (at_end or not self._epochs.spans_epochs),
+            fresh=fresh,
             clients=clients.count() if states else 0,
         )
         return position, states
@@ -276,9 +280,9 @@ class _Run:
         self.resumed = checkpoint
         self.step = self.saved = checkpoint.step
         if position.clients:
-            host = iter(self._dataset.host)
-            self._start = checkpoint.restore_iterator(host)
-            # A new iterator draws its seeds where the restored one left them.
+            host, self._spare = iter(self._dataset.host), iter(self._dataset.host)
+            # Last the one that is never used: it sets the seeds that the next iterator draws.
+            checkpoint.restore_iterators([host, self._spare])
             if not position.fresh:
                 self._dataset.continue_with(host)
         self._epochs.start_at(step=position.step, consumed=position.consumed, num_batches=position.num_batches)

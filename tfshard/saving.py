@@ -46,7 +46,7 @@ class Snapshot:
         variables: Every variable of the run.
         held: The pieces that this client writes.
         position: Where in the data the run is, or None.
-        states: Of the `tf.data` iterator, to be restored in this order.
+        states: Of `tf.data` iterators, to be restored in this order.
     """
 
     step: int
@@ -162,7 +162,7 @@ class Writing:
             if snapshot.states:
                 tf.raw_ops.SaveV2(
                     prefix=str(self.temporary / files.iterator_prefix(clients.rank())),
-                    tensor_names=[f"state_{i}" for i in range(len(snapshot.states))],
+                    tensor_names=[files.state_name(i) for i in range(len(snapshot.states))],
                     shape_and_slices=[""] * len(snapshot.states),
                     tensors=snapshot.states,
                 )
