@@ -146,8 +146,8 @@ def _weights_of_archive(path: pathlib.Path, expected: Expected) -> Iterator[path
                     f"'{_private.WEIGHTS_MEMBER}' is compressed or claims {members[0].file_size} bytes, where the "
                     f"weights of this model need at most {limit}",
                 )
-            # Next to the archive: weights may be larger than what a directory for temporary files holds.
-            target = stack.enter_context(tempfile.NamedTemporaryFile(dir=path.parent, prefix=".import-", suffix=".h5"))
+            # The archive may lie where nothing can be written. TMPDIR names a place with room for large weights.
+            target = stack.enter_context(tempfile.NamedTemporaryFile(prefix="tfshard-", suffix=".h5"))
             # zipfile reads no more than the member claims, and compares its checksum at the end.
             with archive.open(members[0]) as source:
                 shutil.copyfileobj(source, target, 1 << 20)
