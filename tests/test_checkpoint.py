@@ -704,6 +704,8 @@ def test_data_whose_position_cannot_be_saved_are_refused_before_training(tmp_pat
         yield X[:8], Y[:8]
 
     samples = tf.data.Dataset.from_tensor_slices((X, Y))
+    symbolic = tf.data.Options()
+    symbolic.experimental_symbolic_checkpoint = True
     specs = (tf.TensorSpec((None, 13)), tf.TensorSpec((None, 3)))
     model = compiled()
     expected = values(model)
@@ -719,6 +721,7 @@ def test_data_whose_position_cannot_be_saved_are_refused_before_training(tmp_pat
             every,
             "stateless",
         ),
+        ({"x": samples.batch(8).with_options(symbolic), "shuffle": False}, every, "symbolic_checkpoint"),
     ):
         with pytest.raises(tfshard.CheckpointError, match=message):
             model.fit(**data, verbose=0, callbacks=[tfshard.CheckpointCallback(tmp_path, **options)])

@@ -19,7 +19,15 @@ Where to look:
     strategy      ShardedStrategy: a tf.distribute strategy over the layers above
     report        what every device holds
     trainer       as_distributed, Model, Sequential
-    checkpoint    CheckpointManager: a training run to disk and back, on any mesh (why it is whole: its note)
+    clients       which client of how many this process is
+    boxes         which part of which variable a device holds
+    manifest      what a checkpoint holds, as JSON
+    files         the files of a checkpoint
+    training_state  every variable of a training run, by key
+    pieces        pieces out of the devices' tensors, and back
+    saving        a training run to a checkpoint (why it is whole or not there: its note)
+    restoring     Checkpoint: compared before it is used
+    checkpoint    CheckpointManager: a training run to disk and back, on any mesh
     resume        CheckpointCallback: fit that goes on where it was killed
     exporting     export, import_weights: Keras's own files
     cli           the command line: tfshard plan, tfshard doctor

@@ -216,6 +216,12 @@ class _Run:
                 "The position in arrays that are shuffled in batches cannot be saved. Use shuffle=True or False. "
                 "Received: shuffle='batch'"
             )
+        elif kind == "tf.data" and self._dataset.host.options().experimental_symbolic_checkpoint:
+            # Measured: it does not go on with the same batches.
+            raise CheckpointError(
+                "The position in a dataset with experimental_symbolic_checkpoint cannot be saved exactly. Leave the "
+                "option out. Received: options().experimental_symbolic_checkpoint=True"
+            )
         else:
             self._state(self._dataset.current)  # That of the batch from which Keras built the model.
             self._dataset.note_start = self._make_spare
