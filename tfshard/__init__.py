@@ -22,6 +22,17 @@ Where to look:
     report        what every device holds
     generation    KerasHub's generate() on a sharded model
     trainer       as_distributed, Model, Sequential
+    clients       which client of how many this process is
+    boxes         which part of which variable a device holds
+    manifest      what a checkpoint holds, as JSON
+    files         the files of a checkpoint
+    training_state  every variable of a training run, by key
+    pieces        pieces out of the devices' tensors, and back
+    saving        a training run to a checkpoint (why it is whole or not there: its note)
+    restoring     Checkpoint: compared before it is used
+    checkpoint    CheckpointManager: a training run to disk and back, on any mesh
+    resume        CheckpointCallback: fit that goes on where it was killed
+    exporting     export, import_weights: Keras's own files
     cli           the command line: tfshard plan, tfshard doctor
     _private      every private TensorFlow and Keras name
 """
@@ -30,7 +41,11 @@ from tfshard import _private, layers, presets  # _private first: it checks the v
 from tfshard.advice import Advice, advise
 from tfshard.analyzer import ParameterAnalyzer, plan
 from tfshard.auto_layout import auto_layout_map
+from tfshard.checkpoint import Checkpoint, CheckpointManager
 from tfshard.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
     ConsistencyError,
     InitializationError,
     LayoutError,
@@ -42,12 +57,14 @@ from tfshard.errors import (
     UnsupportedLayerError,
     UnsupportedOperationError,
 )
+from tfshard.exporting import export, import_weights
 from tfshard.layout_map import LayoutMap
 from tfshard.linter import Finding, lint
 from tfshard.mesh import create_mesh
 from tfshard.planning import Collective, ShardingPlan, abstract_model
 from tfshard.profiling import StepProfile, assert_matches_plan, profile_step
 from tfshard.report import Report
+from tfshard.resume import CheckpointCallback
 from tfshard.runtime import Runtime, initialize
 from tfshard.strategy import ShardedStrategy
 from tfshard.trainer import Model, Sequential, as_distributed
@@ -56,8 +73,14 @@ from tfshard.variables import ShardedVariable
 __version__ = "0.1.0"
 
 __all__ = [
-    "ConsistencyError",
     "Advice",
+    "Checkpoint",
+    "CheckpointCallback",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointManager",
+    "CheckpointMismatchError",
+    "ConsistencyError",
     "Collective",
     "InitializationError",
     "LayoutError",
@@ -85,6 +108,8 @@ __all__ = [
     "assert_matches_plan",
     "auto_layout_map",
     "create_mesh",
+    "export",
+    "import_weights",
     "initialize",
     "lint",
     "layers",

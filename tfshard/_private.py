@@ -9,6 +9,9 @@ import dataclasses
 import functools
 import gc
 import importlib.metadata
+import math
+import tempfile
+import zipfile
 
 TESTED = {"tensorflow": "2.21", "keras": "3.15"}
 
@@ -40,6 +43,7 @@ if keras.backend.backend() != "tensorflow":
         f"before Keras is imported. Received: keras.backend.backend()={keras.backend.backend()!r}"
     )
 
+import h5py  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from keras.src.backend.common import global_state as _global_state  # noqa: E402
 from keras.src.backend.common.name_scope import current_path  # noqa: E402
@@ -49,7 +53,11 @@ from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
 from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv  # noqa: E402
 from keras.src.models.functional import Functional  # noqa: E402
 from keras.src.models.model import functional_init_arguments  # noqa: E402
+from keras.src.random import seed_generator as _seed_generator  # noqa: E402
 from keras.src.saving import object_registration as _object_registration  # noqa: E402
+from keras.src.saving import saving_lib as _saving_lib  # noqa: E402
+from keras.src.trainers import data_adapters as _data_adapters  # noqa: E402
+from keras.src.utils import naming as _naming  # noqa: E402
 from tensorflow.dtensor.python import accelerator_util as _accelerator_util  # noqa: E402
 from tensorflow.python.eager import context as _context  # noqa: E402
 from tensorflow.python.eager import record as _record  # noqa: E402
@@ -122,6 +130,23 @@ def replaced_outputs(replace: dict):
         yield
     finally:
         _op_callbacks.remove_op_callback(callback)
+
+
+# The values of TensorFlow's SerializationOptions.ExternalStatePolicy.
+_IGNORE_STATE, _FAIL_ON_STATE = 1, 2
+
+
+def iterator_state(iterator, *, ignore_random: bool):
+    """The state of a `tf.data` iterator as a variant tensor (`OwnedIterator._iterator_resource`)."""
+    return tf.raw_ops.SerializeIterator(
+        resource_handle=iterator._iterator_resource,
+        external_state_policy=_IGNORE_STATE if ignore_random else _FAIL_ON_STATE,
+    )
+
+
+def restore_iterator(iterator, state) -> None:
+    """Brings a `tf.data` iterator to a state (`OwnedIterator._iterator_resource`)."""
+    tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
 
 
 # --- Keras: where a variable is being created ----------------------------------------------------
@@ -295,11 +320,234 @@ def optimizer_references(optimizer) -> list:
     return list(getattr(optimizer, "_trainable_variables", []))
 
 
+def auto_name(layer) -> str:
+    """The name that Keras gives a layer, metric or seed generator without one, before it is counted."""
+    return _naming.to_snake_case(type(layer).__name__)
+
+
+def global_seed_generator(create: bool = False):
+    """The generator of random operations without a seed of their own, or None (`GLOBAL_SEED_GENERATOR`)."""
+    if create:
+        return _seed_generator.global_seed_generator()
+    return _global_state.get_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR)
+
+
+def set_initial_epoch(model, epoch) -> None:
+    """Makes `fit`, which is beginning, begin at an epoch; None: at the one it is given (`Trainer._initial_epoch`)."""
+    model._initial_epoch = epoch
+
+
+class EpochIterator:
+    """What counts the steps of the epochs of a `fit` (`TFEpochIterator`, and the data adapter inside)."""
+
+    _KINDS = {
+        _data_adapters.ArrayDataAdapter: "arrays",
+        _data_adapters.TFDatasetAdapter: "tf.data",
+        _data_adapters.PyDatasetAdapter: "PyDataset",
+    }
+
+    def __init__(self, epochs):
+        self._epochs = epochs
+
+    @property
+    def dataset(self):
+        """The dataset as the strategy distributes it (`_distributed_dataset`)."""
+        return self._epochs._distributed_dataset
+
+    @property
+    def kind(self) -> str:
+        """`"arrays"`, `"tf.data"`, `"PyDataset"`, or the name of Keras's adapter for other data."""
+        adapter = type(self._epochs.data_adapter)
+        return self._KINDS.get(adapter, adapter.__name__)
+
+    @property
+    def shuffles(self):
+        """Whether Keras shuffles arrays or a PyDataset (`ArrayDataAdapter._shuffle`, `PyDatasetAdapter.shuffle`)."""
+        adapter = self._epochs.data_adapter
+        return adapter._shuffle if self.kind == "arrays" else getattr(adapter, "shuffle", False)
+
+    @property
+    def steps_per_execution(self) -> int:
+        return self._epochs.steps_per_execution
+
+    @property
+    def spans_epochs(self) -> bool:
+        """Whether one iterator goes through several epochs: `steps_per_epoch` was given."""
+        return self._epochs.steps_per_epoch is not None
+
+    @property
+    def num_batches(self):
+        """How many batches the dataset has; None while that is not known (`_num_batches`)."""
+        return self._epochs._num_batches
+
+    @property
+    def steps_seen(self) -> int:
+        """How many batches were taken from the iterator, those of the step that runs included (`_steps_seen`)."""
+        return self._epochs._steps_seen
+
+    def start_at(self, *, step: int, consumed: int, num_batches) -> None:
+        """The next epoch begins at a step (`_enumerate_iterator`; on this object only, and once)."""
+        epochs = self._epochs
+        if epochs._num_batches is None:
+            epochs._num_batches = num_batches
+        enumerate_steps = epochs._enumerate_iterator
+
+        def enumerate_rest():
+            del epochs._enumerate_iterator
+            steps = enumerate_steps()
+            for begin, end, iterator in steps:
+                if begin == 0:
+                    epochs._steps_seen += consumed - step
+                if begin >= step:
+                    yield begin, end, iterator
+
+        epochs._enumerate_iterator = enumerate_rest
+
+
 def register_same_name(cls, original) -> None:
     """Makes Keras serialize `cls` under the name that `original` is registered with."""
     registered = _object_registration.GLOBAL_CUSTOM_NAMES.get(original)
     if registered is not None:
         _object_registration.GLOBAL_CUSTOM_NAMES[cls] = registered
+
+
+# --- Keras: its files ------------------------------------------------------------------------------
+
+# The file of weights in a `.keras` archive.
+WEIGHTS_MEMBER = _saving_lib._VARS_FNAME_H5
+# A group of weights in a file of weights, and how deep and how many groups a file of a model can have.
+_WEIGHTS = "vars"
+_MAX_DEPTH, _MAX_OBJECTS = 200, 1_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightSpec:
+    """A weight as Keras saves it."""
+
+    path: str
+    shape: tuple
+    dtype: str
+    bytes: int
+
+
+class _Visit(_saving_lib.H5IOStore):
+    """Takes the place of the file when Keras saves weights (`H5IOStore`): notes what would be saved."""
+
+    def __init__(self, read: bool):
+        self.found: dict[str, WeightSpec] = {}
+        self._read = read
+        self._path = ""
+
+    def __bool__(self):
+        return True
+
+    def make(self, path, metadata=None):
+        self._path = path
+        return self
+
+    def __setitem__(self, key, value):
+        if self._read:
+            keras.ops.convert_to_numpy(value)
+        shape, dtype = tuple(value.shape), keras.backend.standardize_dtype(value.dtype)
+        name = f"{self._path}/{_WEIGHTS}/{key}".removeprefix("/")
+        path = getattr(value, "path", self._path)
+        size = math.prod(shape) * tf.as_dtype(dtype).size
+        self.found[name] = WeightSpec(path=path, shape=shape, dtype=dtype, bytes=size)
+
+
+def visit_weights(model, *, read: bool = False, optimizer: bool = False) -> dict:
+    """What Keras saves of a model, by its name in the file (`saving_lib._save_state`).
+
+    Args:
+        model: The model.
+        read: Whether to read the values, as saving does: for a client that does not write what others do.
+        optimizer: Whether to go through the optimizer too.
+    """
+    visit = _Visit(read)
+    skipped = set() if optimizer else {id(getattr(model, "optimizer", None))}
+    _saving_lib._save_state(model, weights_store=visit, assets_store=None, inner_path="", visited_saveables=skipped)
+    return visit.found
+
+
+def write_weights_file(model, path) -> None:
+    """`model.save_weights`, to a file of any name: one variable at a time (`saving_lib._save_state`)."""
+    store = _saving_lib.H5IOStore(path, mode="w")
+    try:
+        _saving_lib._save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set())
+    finally:
+        store.close()
+
+
+def write_keras_file(model, path) -> None:
+    """`model.save` without a copy of all weights in memory (`saving_lib._save_model_to_fileobj`)."""
+    config, metadata = _saving_lib._serialize_model_as_json(model)
+    with zipfile.ZipFile(path, "w") as archive, tempfile.NamedTemporaryFile(dir=path.parent) as weights:
+        archive.writestr(_saving_lib._METADATA_FILENAME, metadata)
+        archive.writestr(_saving_lib._CONFIG_FILENAME, config)
+        store = _saving_lib.H5IOStore(weights.name, mode="w")
+        assets = _saving_lib.DiskIOStore(_saving_lib._ASSETS_DIRNAME, archive=archive, mode="w")
+        try:
+            _saving_lib._save_state(
+                model, weights_store=store, assets_store=assets, inner_path="", visited_saveables=set()
+            )
+        finally:
+            store.close()
+            assets.close()
+        archive.write(weights.name, WEIGHTS_MEMBER)
+
+
+def open_weights_file(path):
+    """A file of weights, to be looked into (`h5py`, which Keras requires)."""
+    return h5py.File(path, "r")
+
+
+def find_weights(file) -> dict:
+    """The weights in a file by name, without those of an optimizer, and with nothing read.
+
+    Raises:
+        ValueError: The file has links, or is deeper or larger than any model.
+    """
+    found, waiting, seen = {}, [("", file, 0)], 0
+    while waiting:
+        prefix, group, depth = waiting.pop()
+        for name in group:
+            seen += 1
+            if depth > _MAX_DEPTH or seen > _MAX_OBJECTS:
+                raise ValueError("it has more groups than a model")
+            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+                raise ValueError(f"'{prefix}{name}' is a link")
+            member = group[name]
+            if isinstance(member, h5py.Group):
+                if (prefix, name) != ("", "optimizer"):
+                    waiting.append((f"{prefix}{name}/", member, depth + 1))
+            elif isinstance(member, h5py.Dataset):
+                found[prefix + name] = member
+            else:
+                raise ValueError(f"'{prefix}{name}' is neither a group nor an array")
+    return found
+
+
+def weight_dtype(dataset) -> str:
+    """The dtype of a weight in a file; Keras marks bfloat16, which HDF5 does not know (`H5IOStore.__getitem__`)."""
+    marked = dataset.attrs.get("dtype")
+    return "bfloat16" if isinstance(marked, str) and marked == "bfloat16" else dataset.dtype.name
+
+
+def read_weights_file(model, path) -> None:
+    """`model.load_weights` from a file of any name, without the optimizer (`saving_lib._load_state`)."""
+    store = _saving_lib.H5IOStore(path, mode="r")
+    skipped = {id(getattr(model, "optimizer", None))}
+    failed: set = set()
+    errors: dict = {}
+    try:
+        _saving_lib._load_state(
+            model, weights_store=store, assets_store=None, inner_path="", visited_saveables=skipped,
+            failed_saveables=failed, error_msgs=errors,
+        )  # fmt: skip
+    finally:
+        store.close()
+    if failed:
+        _saving_lib._raise_loading_failure(errors)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Batches from the host to the mesh."""
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private, placement
-from tfshard.errors import StrategyError
+from tfshard.errors import CheckpointError, StrategyError
 from tfshard.layouts import Axes
 from tfshard.mesh import BATCH_AXIS, axis_sizes
 
@@ -61,27 +62,130 @@ def is_whole(batch: Any, mesh: dtensor.Mesh) -> bool:
     return any(dim is None or dim % size for dim in leading)
 
 
+class ShardedIterator:
+    """The batches of a dataset, each put on the mesh.
+
+    Attributes:
+        host: The iterator of the dataset.
+        exhausted: Whether it has come to its end.
+    """
+
+    def __init__(self, host: Iterator, mesh: dtensor.Mesh):
+        self.host = host
+        self.exhausted = False
+        self._mesh = mesh
+        self._ahead: list = []
+
+    def __iter__(self) -> "ShardedIterator":
+        return self
+
+    def __next__(self) -> Any:
+        if self.is_at_end():
+            raise StopIteration
+        return batch_to_mesh(self._ahead.pop(), self._mesh)
+
+    def is_at_end(self) -> bool:
+        """Whether there is no further batch. To know that, the next one is read."""
+        if not self._ahead and not self.exhausted:
+            try:
+                self._ahead.append(next(self.host))
+            except StopIteration:
+                self.exhausted = True
+        return not self._ahead
+
+
 class ShardedDataset:
     """An iterable over the batches of a dataset, each put on the mesh.
 
     Iterate it in eager Python code; each batch is the whole (global) batch.
+
+    Attributes:
+        host: The dataset.
+        current: The iterator that was made last, or None.
+        note_start: Called with each new iterator of the dataset, before it is used, if it is set.
     """
 
     def __init__(self, dataset: Iterable, mesh: dtensor.Mesh):
-        self._dataset = dataset
+        self.host = dataset
+        self.current: ShardedIterator | None = None
+        self.note_start: Callable[[Iterator], Any] | None = None
         self._mesh = mesh
+        self._next: Iterator | None = None
 
-    def __iter__(self) -> Iterator:
+    def continue_with(self, host: Iterator) -> None:
+        """The next iterator of this dataset goes on where `host`, one of its iterators, is."""
+        self._next = host
+
+    def __iter__(self) -> ShardedIterator:
         if not _private.is_eager():
             raise StrategyError(
                 "A sharded dataset is iterated in Python, not inside a tf.function. Move the loop over batches out "
                 "of the tf.function, and pass each batch to it."
             )
-        return (batch_to_mesh(batch, self._mesh) for batch in self._dataset)
+        host, self._next = self._next, None
+        if host is None:
+            host = iter(self.host)
+            if self.note_start is not None:
+                self.note_start(host)
+        self.current = ShardedIterator(host, self._mesh)
+        return self.current
 
     def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
+        return len(self.host)  # type: ignore[arg-type]
 
     @property
     def element_spec(self):
-        return self._dataset.element_spec  # type: ignore[attr-defined]
+        return self.host.element_spec  # type: ignore[attr-defined]
+
+
+# What counts the steps of the epochs of a model's `fit`: Keras's epoch iterator.
+_epochs: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+
+
+def note_epochs(model: Any, epochs: Any) -> None:
+    """Remembers the epoch iterator of the `fit` that begins."""
+    _epochs[model] = weakref.ref(epochs)
+
+
+def epochs_of(model: Any) -> Any:
+    """The epoch iterator of the `fit` that began last, or None."""
+    found = _epochs.get(model)
+    return None if found is None else found()
+
+
+def host_iterator(iterator: Any) -> tf.data.Iterator:
+    """The `tf.data` iterator under an iterator over sharded batches.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    host = iterator.host if isinstance(iterator, ShardedIterator) else iterator
+    if not isinstance(host, tf.data.Iterator):
+        raise CheckpointError(
+            "Only the position of a tf.data iterator can be saved, and that of iter() of a dataset from "
+            f"strategy.experimental_distribute_dataset. Received: iterator={iterator!r}"
+        )
+    return host
+
+
+def iterator_state(iterator: Any, *, ignore_random: bool = False) -> tf.Tensor:
+    """Where an iterator is, with what it has read ahead and the order in which it shuffles.
+
+    Args:
+        iterator: What `host_iterator` takes.
+        ignore_random: Whether random operations in the dataset's functions may go on from another state.
+
+    Raises:
+        CheckpointError: The dataset runs Python code or random operations whose state TensorFlow does not know.
+    """
+    host = host_iterator(iterator)
+    try:
+        return _private.iterator_state(host, ignore_random=ignore_random)
+    except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
+        raise CheckpointError(
+            "The position in this tf.data dataset cannot be saved, because it would not go on with the same batches: "
+            f"{str(error).partition('}} ')[2].partition(' [Op:')[0] or error}. Instead of Python code "
+            "(from_generator, py_function) use tf.data operations, instead of tf.random operations those of "
+            "tf.random.stateless_* with seeds from tf.data.Dataset.random(seed) or a counter; shuffle() can be saved. "
+            f"Received: a dataset of {host.element_spec}"
+        ) from error

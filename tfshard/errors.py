@@ -46,3 +46,15 @@ class ConsistencyError(ShardingError):
 
 class LayoutWarning(UserWarning):
     """A layout map that works, and sends more than it has to."""
+
+
+class CheckpointError(ShardingError):
+    """A checkpoint cannot be written, found or used."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint is not what was written: damaged, incomplete or edited. No variable was changed."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint, or a file of weights, does not fit the model. No variable was changed."""

@@ -146,6 +146,18 @@ class Storage:
         assert self._converter is not None
         return self._converter.host_unflatten(stored, index)
 
+    def local_tensors(self) -> list[tuple[dict[str, int], tf.Tensor]]:
+        """What each device of this client holds, with its location (axis name to index). Eager only."""
+        pieces = dtensor.unpack(self.buffer.value())
+        return list(zip(self.mesh.local_device_locations(), pieces, strict=True))
+
+    def set_local(self, pieces: list[np.ndarray]) -> None:
+        """Sets what each device of this client holds, in the order of `local_tensors`. Eager only."""
+        tensors = [tf.constant(piece) for piece in pieces]
+        value = dtensor.pack(tensors, placement.layout(self.layout.rest, self.mesh))
+        self._version += 1
+        self.buffer.assign(value, read_value=False)
+
     def write(self, recorded: Recorded) -> None:
         """Assigns the buffer now, in its layout at rest. For `Step` and eager code."""
         value = self._value(recorded)

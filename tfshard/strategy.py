@@ -183,6 +183,7 @@ class ShardedStrategy(tf.distribute.Strategy):
             raise ValueError(f"Positional args must be a list or tuple. Received: args={args!r} (of type {type(args)})")
         support.check_step_function(fn, self)
         if _private.is_eager():
+            self.adopt_global_seed()
             args, kwargs = data.batch_to_mesh((args, kwargs or {}), self.mesh)
             if isinstance(fn, tf.types.experimental.PolymorphicFunction):
                 with support.translated_errors(f"Step function {fn!r}"):
@@ -262,6 +263,17 @@ class ShardedStrategy(tf.distribute.Strategy):
             if current is not None and not isinstance(current, ShardedVariable):
                 spec = support.variable_spec(variable, None)
                 _private.set_backend_variable(variable, self._shard(current, self.plan_variable(spec)))
+
+    def adopt_global_seed(self) -> None:
+        """Brings Keras's generator of seeds for random operations without one to the mesh, if it was made elsewhere.
+
+        Left on the host, every device would draw from it by itself, in no certain order.
+        """
+        generator = _private.global_seed_generator()
+        current = None if generator is None else _private.backend_variable(generator.state)
+        if current is not None and not (isinstance(current, ShardedVariable) and current.mesh == self.mesh):
+            layout = self.plan_variable(support.variable_spec(generator.state, None))
+            _private.set_backend_variable(generator.state, self._shard(current, layout))
 
     def adopt_slots(self, optimizer: Any, reference_of: dict[int, ShardedVariable]) -> None:
         """Reshards the variables of an optimizer that is built: slots, by `id`, as their parameters."""

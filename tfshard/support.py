@@ -218,6 +218,8 @@ _ready: "weakref.WeakKeyDictionary[keras.Model, int]" = weakref.WeakKeyDictionar
 
 def check_ready(model: keras.Model, strategy: Any) -> None:
     """Raises unless the model can run under the strategy: layers, layout map, no XLA compilation."""
+    if _private.is_eager():
+        strategy.adopt_global_seed()
     if _ready.get(model) == id(strategy):
         return
     if model.compiled and model.jit_compile:

@@ -57,6 +57,12 @@ class _Distributed:
         if model.built:
             strategy.group(model)
 
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        # Where Keras shows the model what counts the steps of its epochs (resume.py).
+        if iterator is not None:
+            data.note_epochs(self, iterator)
+        super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)  # type: ignore[misc]
+
     def make_train_function(self, force=False):
         super().make_train_function(force)  # type: ignore[misc]
         self.train_function = _on_mesh(self, self.train_function, _private.make_step_function(self, "train_step"))

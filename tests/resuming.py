@@ -1,0 +1,99 @@
+"""A training script that can be stopped: run whole, or in two parts."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfshard
+from tfshard import training_state
+
+RS = np.random.RandomState(0)
+X, Y = RS.normal(size=(44, 13)).astype("float32"), RS.normal(size=(44, 3)).astype("float32")
+
+
+class Stopped(Exception):
+    """The script was interrupted."""
+
+
+class Steps(keras.callbacks.Callback):
+    """Notes the loss after each step, and interrupts the script after some."""
+
+    def __init__(self, stop_after: int | None):
+        super().__init__()
+        self.stop_after = stop_after
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(float(logs["loss"]))
+        if len(self.losses) == self.stop_after:
+            raise Stopped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a script left behind: values by key, and losses; None where it was interrupted."""
+
+    model: keras.Model
+    values: dict[str, np.ndarray]
+    losses: list[float]
+    history: dict | None
+
+
+def values(model: keras.Model) -> dict[str, np.ndarray]:
+    """Every variable of a training run, by its key in a checkpoint."""
+    found = training_state.collect(model)
+    return {variable.key: np.array(variable.value.numpy()) for variable in found if variable.value is not None}
+
+
+def assert_same_bits(ours: dict, expected: dict) -> None:
+    assert ours.keys() == expected.keys()
+    for key, value in expected.items():
+        assert value.dtype == ours[key].dtype, key
+        np.testing.assert_array_equal(ours[key], value, err_msg=key, strict=True)
+
+
+def build() -> keras.Model:
+    return tfshard.Sequential(
+        [
+            keras.Input((13,)),
+            keras.layers.Dense(17, activation="relu"),
+            keras.layers.Dropout(0.5),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+def dataset(kind: str):
+    """Arguments of `fit` for data of a kind."""
+    samples = tf.data.Dataset.from_tensor_slices((X, Y))
+    if kind == "arrays":
+        return {"x": X, "y": Y, "batch_size": 8}
+    if kind == "tf.data":
+        return {"x": samples.shuffle(30, seed=7).batch(8).prefetch(2), "shuffle": False}
+    if kind == "tf.data of unknown length":
+        return {"x": samples.filter(lambda x, y: x[0] > -1e9).shuffle(30, seed=7).batch(8), "shuffle": False}
+    assert kind == "tf.data with steps_per_epoch"
+    return {"x": samples.shuffle(30, seed=7).repeat().batch(8), "steps_per_epoch": 4, "shuffle": False}
+
+
+def script(kind: str, directory=None, *, stop_after=None, epochs: int = 2, every_steps: int = 2, **options) -> Run:
+    """Trains from the beginning or, where the directory has checkpoints, from the last one."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(5)
+    model = build()
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    model.compile(keras.optimizers.Adam(1e-2), "mse", metrics=["mae"], strategy=strategy)
+    steps = Steps(stop_after)
+    callbacks: list = [steps]
+    if directory is not None:
+        saving = tfshard.CheckpointCallback(directory, every_steps=every_steps, **options)
+        callbacks.insert(0, saving)
+    history = None
+    try:
+        history = model.fit(**dataset(kind), epochs=epochs, verbose=0, callbacks=callbacks).history
+    except Stopped:
+        saving.manager.wait()
+    return Run(model=model, values=values(model), losses=steps.losses, history=history)

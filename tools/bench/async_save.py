@@ -1,0 +1,78 @@
+"""What saving costs a training step: none, asynchronous and synchronous saves of one GPT, in turn in one run.
+
+    python tools/bench/async_save.py
+    python tools/bench/async_save.py --every_steps=50 --layers=8 --width=512
+
+A block is `every_steps` steps with one save before the first of them; what the save still does in the background
+when the block ends is waited for within it. Blocks with no, an asynchronous and a synchronous save take turns, so that
+a machine whose speed drifts slows all of them. Figures are medians over the rounds, and ratios to no save.
+"""
+
+import pathlib
+import statistics
+import tempfile
+import time
+
+import common
+from absl import app, flags
+
+_LAYERS = flags.DEFINE_integer("layers", 4, "Transformer blocks.")
+_WIDTH = flags.DEFINE_integer("width", 256, "Width of the model.")
+_HEADS = flags.DEFINE_integer("heads", 4, "Attention heads.")
+_VOCABULARY = flags.DEFINE_integer("vocabulary", 8000, "Tokens of the vocabulary.")
+_SEQUENCE = flags.DEFINE_integer("sequence_length", 128, "Tokens of a sample.")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Samples of a step.")
+_EVERY_STEPS = flags.DEFINE_integer("every_steps", 20, "Steps of a block, with one save.")
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds.")
+_STAGE = flags.DEFINE_integer("zero_stage", 3, "ZeRO stage.")
+_DIRECTORY = flags.DEFINE_string("directory", None, "Where to save; by default a temporary directory.")
+
+WAYS = ("none", "async", "sync")
+
+
+def main(argv):
+    del argv
+    import keras
+
+    import tfshard
+
+    with common.scope(f"stage {_STAGE.value}"):
+        model, (x, y) = common.gpt2(
+            layers=_LAYERS.value, width=_WIDTH.value, heads=_HEADS.value, vocabulary=_VOCABULARY.value,
+            sequence=_SEQUENCE.value, samples=_BATCH_SIZE.value,
+        )  # fmt: skip
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    times = {way: [] for way in WAYS}
+    blocked = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory(dir=_DIRECTORY.value) as directory:
+        manager = tfshard.CheckpointManager(directory, keep=1)
+        # The first step traces, the first save compiles the reading of each layout.
+        model.train_on_batch(x, y)
+        path = manager.save(model, 0)
+        size = sum(file.stat().st_size for file in pathlib.Path(path).iterdir())
+        step = 0
+        for _ in range(_ROUNDS.value):
+            for way in WAYS:
+                begin = time.perf_counter()
+                if way != "none":
+                    manager.save(model, step, wait=way == "sync")
+                blocked[way].append(time.perf_counter() - begin)
+                for _ in range(_EVERY_STEPS.value):
+                    model.train_on_batch(x, y)
+                    step += 1
+                manager.wait()
+                times[way].append((time.perf_counter() - begin) / _EVERY_STEPS.value)
+    print(f"{common.origin()}, median of {_ROUNDS.value} rounds")
+    print(
+        f"{model.count_params():,} parameters, checkpoint of {size / 1e6:.0f} MB, stage {_STAGE.value}, "
+        f"one save every {_EVERY_STEPS.value} steps of {_BATCH_SIZE.value} x {_SEQUENCE.value}"
+    )
+    print(f"{'':>6} {'step ms':>8} {'/ none':>7} {'save holds up ms':>17}")
+    none = statistics.median(times["none"])
+    for way in WAYS:
+        found = statistics.median(times[way])
+        print(f"{way:>6} {1e3 * found:8.1f} {found / none:7.3f} {1e3 * statistics.median(blocked[way]):17.1f}")
+
+
+if __name__ == "__main__":
+    app.run(main)
