@@ -46,6 +46,7 @@ from keras.src.backend.common.name_scope import current_path  # noqa: E402
 from keras.src.models.functional import Functional  # noqa: E402
 from keras.src.models.model import functional_init_arguments  # noqa: E402
 from keras.src.saving import object_registration as _object_registration  # noqa: E402
+from keras.src.utils import rng_utils as _rng_utils  # noqa: E402
 from tensorflow.dtensor.python import accelerator_util as _accelerator_util  # noqa: E402
 from tensorflow.python.eager import context as _context  # noqa: E402
 from tensorflow.python.eager import record as _record  # noqa: E402
@@ -66,6 +67,16 @@ def context_is_initialized() -> bool:
 def dtensor_is_initialized() -> bool:
     """Whether DTensor's accelerator system was started (`accelerator_util.is_initialized`)."""
     return bool(_accelerator_util.is_initialized())
+
+
+def package_version(package: str) -> str:
+    """The version of an installed package."""
+    return importlib.metadata.version(package)
+
+
+def wait_for_devices() -> None:
+    """Returns when all operations that were started have ended (`context.async_wait`)."""
+    _context.async_wait()
 
 
 def record_variable_access(variable) -> None:
@@ -253,6 +264,11 @@ def uses_weight_decay(optimizer, fn, variable):
 def optimizer_references(optimizer) -> list:
     """The trainable variables that an optimizer was built with (`BaseOptimizer._trainable_variables`)."""
     return list(getattr(optimizer, "_trainable_variables", []))
+
+
+def random_seed_is_set() -> bool:
+    """Whether `keras.utils.set_random_seed` was called (`rng_utils.get_random_seed`)."""
+    return _rng_utils.get_random_seed() is not None
 
 
 def register_same_name(cls, original) -> None:

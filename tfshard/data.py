@@ -1,5 +1,7 @@
 """Batches from the host to the mesh."""
 
+import dataclasses
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -7,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, placement
+from tfshard import _private, clients, placement
 from tfshard.errors import StrategyError
 from tfshard.layouts import Axes
 from tfshard.mesh import BATCH_AXIS, axis_sizes
@@ -25,9 +27,41 @@ def batch_axes(shape: tuple[int, ...], mesh: dtensor.Mesh) -> Axes:
     return (batch, *(None,) * (len(shape) - 1))
 
 
-def to_mesh(value: Any, mesh: dtensor.Mesh) -> Any:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputShard:
+    """Which part of each batch a client of a launched run feeds, with `ShardedStrategy(already_sharded=True)`.
+
+    Clients that differ in model axes only have the same part. In a process that was not launched it is everything.
+
+    Attributes:
+        index: The part, from 0, in the order of the samples of a batch.
+        count: How many parts there are: `dataset.shard(count, index)`.
+    """
+
+    index: int
+    count: int
+
+    @classmethod
+    def of(cls, mesh: dtensor.Mesh) -> "InputShard":
+        """The part of this client.
+
+        Raises:
+            StrategyError: The clients' parts overlap.
+        """
+        places = [location.get(BATCH_AXIS, 0) for location in mesh.local_device_locations()]
+        size = axis_sizes(mesh).get(BATCH_AXIS, 1)
+        first, held = min(places), len(set(places))
+        if size % held or first % held or max(places) - first + 1 != held:
+            raise StrategyError(
+                "Already sharded input needs a mesh in which each client holds its own part of the batch axis, equally "
+                f"large. Change the order or the sizes of the axes. Received: mesh={axis_sizes(mesh)}"
+            )
+        return cls(index=first // held, count=size // held)
+
+
+def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> Any:
     """One leaf of a batch as a DTensor; None and what is one already stay as they are."""
-    if value is None or placement.is_dtensor(value) or isinstance(value, tf.experimental.Optional):
+    if _stays(value):
         return value
     if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
         raise StrategyError(
@@ -36,7 +70,29 @@ def to_mesh(value: Any, mesh: dtensor.Mesh) -> Any:
             f"shape={value.shape}"
         )
     host = _host_array(value)
+    if already_sharded and host.ndim:
+        return _own_part_to_mesh(host, mesh)
     return placement.host_to_mesh(host, batch_axes(host.shape, mesh), mesh)
+
+
+def _stays(value: Any) -> bool:
+    return value is None or placement.is_dtensor(value) or isinstance(value, tf.experimental.Optional)
+
+
+def _own_part_to_mesh(rows: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
+    """This client's rows of a batch to its devices."""
+    if BATCH_AXIS not in mesh.dim_names:
+        return placement.host_to_mesh(rows, (None,) * rows.ndim, mesh)
+    places = [location[BATCH_AXIS] for location in mesh.local_device_locations()]
+    held = len(set(places))
+    if rows.shape[0] == 0 or rows.shape[0] % held:
+        raise StrategyError(
+            f"Already sharded input: the batch of a client must be a multiple of its {held} places on the batch axis. "
+            f"Use drop_remainder=True and another batch size. Received: a batch of shape={rows.shape}"
+        )
+    parts = np.split(rows, held)
+    pieces = [tf.constant(parts[place - min(places)]) for place in places]
+    return dtensor.pack(pieces, placement.layout((BATCH_AXIS, *(None,) * (rows.ndim - 1)), mesh))
 
 
 def _host_array(value: Any) -> np.ndarray:
@@ -49,9 +105,38 @@ def _host_array(value: Any) -> np.ndarray:
     return array
 
 
-def batch_to_mesh(batch: Any, mesh: dtensor.Mesh) -> Any:
-    """A (nested) batch as DTensors."""
-    return tf.nest.map_structure(lambda leaf: to_mesh(leaf, mesh), batch)
+def batch_to_mesh(batch: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> Any:
+    """A (nested) batch as DTensors.
+
+    Args:
+        batch: The whole batch, the same on every client of a launched run: each takes its rows.
+        mesh: The mesh.
+        already_sharded: The batch holds the rows of this client only.
+    """
+    if already_sharded:
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if not _stays(leaf)]
+        shapes = [[list(np.shape(leaf)), np.asarray(leaf).dtype.name] for leaf in leaves]
+        clients.agree("the shapes of a batch", {"shapes and dtypes": shapes}, error=StrategyError)
+    return tf.nest.map_structure(lambda leaf: to_mesh(leaf, mesh, already_sharded), batch)
+
+
+def end_of_data() -> None:
+    """Already sharded input has ended on this client; it must have ended on all of them.
+
+    Raises:
+        StrategyError: It has not.
+    """
+    clients.agree("the shapes of a batch", {"shapes and dtypes": "none: the end of the data"}, error=StrategyError)
+
+
+def digest(batch: Any) -> int:
+    """A checksum of a batch on the host, by which the launcher sees whether all clients were given the same."""
+    result = 0
+    for leaf in tf.nest.flatten(batch):
+        if not _stays(leaf) and not isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
+            array = np.ascontiguousarray(_host_array(leaf))
+            result = zlib.crc32(array.reshape(-1).view(np.uint8).data, zlib.crc32(str(array.shape).encode(), result))
+    return result
 
 
 def is_whole(batch: Any, mesh: dtensor.Mesh) -> bool:
@@ -67,9 +152,10 @@ class ShardedDataset:
     Iterate it in eager Python code; each batch is the whole (global) batch.
     """
 
-    def __init__(self, dataset: Iterable, mesh: dtensor.Mesh):
+    def __init__(self, dataset: Iterable, mesh: dtensor.Mesh, already_sharded: bool = False):
         self._dataset = dataset
         self._mesh = mesh
+        self._already_sharded = already_sharded
 
     def __iter__(self) -> Iterator:
         if not _private.is_eager():
@@ -77,7 +163,13 @@ class ShardedDataset:
                 "A sharded dataset is iterated in Python, not inside a tf.function. Move the loop over batches out "
                 "of the tf.function, and pass each batch to it."
             )
-        return (batch_to_mesh(batch, self._mesh) for batch in self._dataset)
+        return self._batches()
+
+    def _batches(self) -> Iterator:
+        for batch in self._dataset:
+            yield batch_to_mesh(batch, self._mesh, self._already_sharded)
+        if self._already_sharded:
+            end_of_data()
 
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]

@@ -42,3 +42,15 @@ class PlanMismatchError(ShardingError):
 
 class ConsistencyError(ShardingError):
     """Devices that should hold the same values do not."""
+
+
+class ClientError(ShardingError):
+    """Clients of a launched run disagree, or one of them did not come."""
+
+
+class CollectiveError(ShardingError):
+    """A value that a collective cannot take, or that differs in shape or dtype from client to client."""
+
+
+class LaunchError(ShardingError):
+    """A run that cannot be launched as asked."""

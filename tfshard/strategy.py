@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, data, layouts, optimizers, placement, runtime, support, updates
+from tfshard import _private, clients, data, layouts, optimizers, placement, runtime, support, updates
 from tfshard.analyzer import DEFAULT, ParameterAnalyzer, plan
 from tfshard.errors import MeshError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
@@ -34,6 +34,8 @@ class ShardedStrategy(tf.distribute.Strategy):
             2: and gradients, reduce-scattered as soon as they exist; 3: and parameters.
         analyzer: Which small variables share a buffer, so that they are gathered, reduced and updated together; a
             `tfshard.ParameterAnalyzer`, such as one of `tfshard.presets`. None: each variable by itself.
+        already_sharded: In a launched run, whether each client feeds its own part of every batch, which `input_shard`
+            names. By default each client is given the whole batch, the same on all of them, and takes its rows.
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
@@ -61,6 +63,7 @@ class ShardedStrategy(tf.distribute.Strategy):
         layout_map: Any = None,
         zero_stage: int = 3,
         analyzer: ParameterAnalyzer | None = DEFAULT,
+        already_sharded: bool = False,
     ):
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
             raise MeshError(
@@ -82,7 +85,12 @@ class ShardedStrategy(tf.distribute.Strategy):
         self.layout_map = layout_map
         self.zero_stage = zero_stage
         self.analyzer = analyzer
+        self.already_sharded = already_sharded
+        settings = {"zero_stage": zero_stage, "layout_map": repr(layout_map), "analyzer": repr(analyzer),
+                    "mesh": self.mesh_shape, "already_sharded": already_sharded}  # fmt: skip
+        clients.agree("the strategy", settings, error=StrategyError)
         self._functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()
         super().__init__(_ShardedExtended(self))
 
     def __repr__(self) -> str:
@@ -135,12 +143,38 @@ class ShardedStrategy(tf.distribute.Strategy):
             raise ValueError(f"Positional args must be a list or tuple. Received: args={args!r} (of type {type(args)})")
         support.check_step_function(fn, self)
         if _private.is_eager():
-            args, kwargs = data.batch_to_mesh((args, kwargs or {}), self.mesh)
-            if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-                with support.translated_errors(f"Step function {fn!r}"):
-                    return self._inside(fn)(*args, **kwargs)
+            batch = (args, kwargs or {})
+            with self.operation(fn, "step", batch):
+                args, kwargs = data.batch_to_mesh(batch, self.mesh, self.already_sharded)
+                if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+                    with support.translated_errors(f"Step function {fn!r}"):
+                        return self._inside(fn)(*args, **kwargs)
+                with self.scope():
+                    return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
         with self.scope():
             return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
+
+    @contextlib.contextmanager
+    def operation(self, function: Any, kind: str, batch: Any):
+        """A step in eager code, told to the launcher of a launched run. Its operations have ended when it ends.
+
+        Args:
+            function: What is run.
+            kind: Such as `"training step"`, for messages.
+            batch: What it is run on, on the host.
+        """
+        client = clients.current()
+        if client is None:
+            yield
+            return
+        # A new shape is traced and compiled.
+        shapes = str([getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batch)])
+        seen = self._seen.setdefault(function, set())
+        first, digest = shapes not in seen, None if self.already_sharded else data.digest(batch)
+        seen.add(shapes)
+        with client.operation(f"{kind} {client.count(kind)}", first=first, digest=digest):
+            yield
+            _private.wait_for_devices()
 
     def _inside(self, fn: Any) -> Any:
         """A tf.function's Python function with the step opened inside of the trace, where its writes are."""
@@ -181,7 +215,12 @@ class ShardedStrategy(tf.distribute.Strategy):
         A batch that the axis does not divide is whole on every device.
         """
         del options
-        return data.ShardedDataset(dataset, self.mesh)
+        return data.ShardedDataset(dataset, self.mesh, self.already_sharded)
+
+    @property
+    def input_shard(self) -> data.InputShard:
+        """Which part of each batch this client feeds, with `already_sharded=True`."""
+        return data.InputShard.of(self.mesh)
 
     # --- models ---------------------------------------------------------------------------------------
 
@@ -256,6 +295,8 @@ class ShardedStrategy(tf.distribute.Strategy):
             current = _private.backend_variable(variable)
             if isinstance(current, ShardedVariable):
                 variables.append(current)
+        # Before the first collective: clients with other variables would hang in it.
+        self._agree_on_values(model)
         layouts = [self.plan_variable(variable.layout.spec) for variable in variables]
         if self.analyzer is not None and support.can_group(model):
             layouts = list(self.analyzer.group(layouts, mesh_shape=self.mesh_shape))
@@ -275,6 +316,25 @@ class ShardedStrategy(tf.distribute.Strategy):
             for key, slot in slots.items():
                 slot_layout = layout.slot(slot.layout.spec)
                 slot.move(slot_layout, _slot_storage(variable, key, slot_layout))
+
+    def _agree_on_values(self, model: keras.Model) -> None:
+        """Checks that all clients of a launched run made the same variables with the same initial values."""
+        if clients.current() is None:
+            return
+        values: dict[str, Any] = {}
+        for variable in [v for v, _ in support.owned_variables(model)] + support.optimizer_variables(model):
+            current = _private.backend_variable(variable)
+            found = current.storage.pop_checksum(current.index) if isinstance(current, ShardedVariable) else None
+            if found is not None:
+                spec = current.layout.spec
+                values[f"variable {len(values)}"] = [spec.path, list(spec.shape), spec.dtype, found]
+        if values:
+            clients.agree(
+                f"the initial values of model '{model.name}' (set the same seed on all clients, with "
+                "keras.utils.set_random_seed, and build the same model)",
+                {"number of variables": len(values), **values},
+                error=StrategyError,
+            )
 
     def _shard(self, current: tf.Variable, layout: VariableLayout) -> ShardedVariable:
         return ShardedVariable(
@@ -499,12 +559,16 @@ class _ShardedExtended(tf.distribute.StrategyExtended):
         return [value for value, _ in value_destination_pairs]
 
     def _experimental_distribute_values_from_function(self, value_fn):
-        return data.batch_to_mesh(value_fn(_ValueContext()), self._strategy().mesh)
+        strategy = self._strategy()
+        return data.batch_to_mesh(value_fn(_ValueContext()), strategy.mesh, strategy.already_sharded)
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         del options
-        dataset = dataset_fn(tf.distribute.InputContext())
-        return data.ShardedDataset(dataset, self._strategy().mesh)
+        strategy, context = self._strategy(), tf.distribute.InputContext()
+        if strategy.already_sharded:
+            part = strategy.input_shard
+            context = tf.distribute.InputContext(num_input_pipelines=part.count, input_pipeline_id=part.index)
+        return data.ShardedDataset(dataset_fn(context), strategy.mesh, strategy.already_sharded)
 
     # --- what it is
 
