@@ -4,6 +4,8 @@
 
 Where to look:
 
+    control       the control channel of a launched run
+    clients       a client of a launched run: its settings, and what it tells its launcher
     runtime       initialize: the one place that sets environment switches and starts DTensor
     mesh          create_mesh: axis names to a mesh
     layout_map    LayoutMap: path patterns to column, row and other layouts
@@ -19,16 +21,26 @@ Where to look:
     strategy      ShardedStrategy: a tf.distribute strategy over the layers above
     report        what every device holds
     trainer       as_distributed, Model, Sequential
-    cli           the command line: tfshard plan, tfshard doctor
+    collectives   rank, barrier, all_reduce and others, on values of the clients of a launched run
+    network       profile_network: latency and bandwidth of the collectives
+    agreements    what clients agree on, as their launcher sees it
+    processes     the processes of a launched run on this machine
+    hosts         where the launchers of a run are
+    launcher      tfshard launch: starts, watches, ends and restarts the clients
+    cli           the command line: tfshard plan, launch, doctor, profile-network
     _private      every private TensorFlow and Keras name
 """
 
-from tfshard import _private, presets  # _private first: it checks the versions of TensorFlow and Keras.
+from tfshard import _private, collectives, presets  # _private first: it checks the versions of TensorFlow and Keras.
 from tfshard.advice import Advice, advise
 from tfshard.analyzer import ParameterAnalyzer, plan
+from tfshard.data import InputShard
 from tfshard.errors import (
+    ClientError,
+    CollectiveError,
     ConsistencyError,
     InitializationError,
+    LaunchError,
     LayoutError,
     MeshError,
     PlanMismatchError,
@@ -39,6 +51,7 @@ from tfshard.errors import (
 )
 from tfshard.layout_map import LayoutMap
 from tfshard.mesh import create_mesh
+from tfshard.network import NetworkProfile, profile_network
 from tfshard.planning import Collective, ShardingPlan, abstract_model
 from tfshard.profiling import StepProfile, assert_matches_plan, profile_step
 from tfshard.report import Report
@@ -52,12 +65,17 @@ __version__ = "0.1.0"
 __all__ = [
     "ConsistencyError",
     "Advice",
+    "ClientError",
     "Collective",
+    "CollectiveError",
     "InitializationError",
+    "InputShard",
+    "LaunchError",
     "LayoutError",
     "LayoutMap",
     "MeshError",
     "Model",
+    "NetworkProfile",
     "PlanMismatchError",
     "ParameterAnalyzer",
     "Report",
@@ -75,8 +93,10 @@ __all__ = [
     "advise",
     "as_distributed",
     "assert_matches_plan",
+    "collectives",
     "create_mesh",
     "initialize",
+    "profile_network",
     "profile_step",
     "plan",
     "presets",

@@ -41,6 +41,7 @@ if keras.backend.backend() != "tensorflow":
     )
 
 import tensorflow as tf  # noqa: E402
+from absl import logging as _absl_logging  # noqa: E402
 from keras.src.backend.common import global_state as _global_state  # noqa: E402
 from keras.src.backend.common.name_scope import current_path  # noqa: E402
 from keras.src.models.functional import Functional  # noqa: E402
@@ -72,6 +73,17 @@ def dtensor_is_initialized() -> bool:
 def package_version(package: str) -> str:
     """The version of an installed package."""
     return importlib.metadata.version(package)
+
+
+@contextlib.contextmanager
+def without_log():
+    """A context in which TensorFlow does not log what it sets up (`absl.logging`, which has no such context)."""
+    before = _absl_logging.get_verbosity()
+    _absl_logging.set_verbosity(_absl_logging.WARNING)
+    try:
+        yield
+    finally:
+        _absl_logging.set_verbosity(before)
 
 
 def wait_for_devices() -> None:

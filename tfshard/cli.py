@@ -5,6 +5,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import pathlib
 import platform
@@ -19,7 +20,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import tfshard
-from tfshard import hosts, launcher, planning, runtime
+from tfshard import hosts, launcher, network, planning, runtime
 from tfshard.errors import ShardingError
 
 
@@ -231,6 +232,33 @@ def parity() -> float:
     return max(float(np.max(np.abs(ours - theirs))) for ours, theirs in zip(*runs, strict=True))
 
 
+# --- tfshard profile-network -------------------------------------------------------------------------
+
+
+def _network_flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_integer("num_devices", None, "Devices of the whole run. By default all.", flag_values=values)
+    sizes = [str(size) for size in network.SIZES]
+    flags.DEFINE_list("sizes", sizes, "Bytes of the messages.", flag_values=values)
+    flags.DEFINE_integer("repeats", 10, "How often each is measured.", flag_values=values)
+    flags.DEFINE_string("plot", None, "Draw a picture to this file. Needs matplotlib.", flag_values=values)
+    flags.DEFINE_boolean("json", False, "Print JSON instead of a table.", flag_values=values)
+    return values
+
+
+def _profile_network(values: flags.FlagValues, arguments: list[str]) -> int:
+    del arguments
+    if not all(size.isdecimal() for size in values.sizes):
+        raise UsageError(f"--sizes must be numbers of bytes. Received: sizes={values.sizes}")
+    started = tfshard.initialize(num_devices=values.num_devices)
+    profile = tfshard.profile_network([int(size) for size in values.sizes], values.repeats)
+    if started.client_id == 0:
+        print(json.dumps(profile.to_dict(), indent=2) if values.json else profile)
+        if values.plot:
+            profile.plot(values.plot)
+    return 0
+
+
 # --- the command line --------------------------------------------------------------------------------
 
 COMMANDS: Mapping[str, Command] = {
@@ -248,6 +276,11 @@ COMMANDS: Mapping[str, Command] = {
         summary="Run a script in several processes that train together, here or on several hosts.",
     ),
     "doctor": Command(run=_doctor, summary="Check versions, devices and switches, and train a tiny model sharded."),
+    "profile-network": Command(
+        run=_profile_network,
+        options=_network_flags,
+        summary="Measure latency and bandwidth of each collective; in processes with tfshard launch --module tfshard.",
+    ),
 }
 
 

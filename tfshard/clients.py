@@ -8,14 +8,12 @@ heartbeat. When the connection closes the launcher is gone, and the client ends 
 import atexit
 import contextlib
 import dataclasses
-import json
 import os
 import queue
 import socket
 import sys
 import threading
 import traceback
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -147,6 +145,7 @@ class Client:
         value: Mapping[str, Any],
         *,
         error: type[ShardingError] = ClientError,
+        hint: str = "",
         timeout: float | None = None,
     ) -> None:
         """Waits for all clients and checks that they give the same values.
@@ -155,6 +154,7 @@ class Client:
             what: What they agree on, for the message.
             value: Names to JSON values; each has to be the same on all clients that give it.
             error: What to raise when they differ.
+            hint: What to do then, for the message.
             timeout: Seconds to wait; by default what the first step may take.
         """
         number, self._agreements = self._agreements, self._agreements + 1
@@ -164,7 +164,8 @@ class Client:
             self._connection.send("agree", number=number, what=what, value=dict(value), timeout=wait)
             reply = self._replies.get()
         if reply["fault"] is not None:
-            raise (ClientError if reply["missing"] else error)(reply["fault"])
+            missing = reply["missing"]
+            raise (ClientError if missing else error)(f"{reply['fault']} {'' if missing else hint}".rstrip())
 
     @contextlib.contextmanager
     def operation(
@@ -277,15 +278,10 @@ def operation(label: str, *, first: bool = False, limit: float | None = None, di
     return _client.operation(label, first=first, limit=limit, digest=digest)
 
 
-def agree(what: str, value: Mapping[str, Any], *, error: type[ShardingError] = ClientError) -> None:
+def agree(what: str, value: Mapping[str, Any], *, error: type[ShardingError] = ClientError, hint: str = "") -> None:
     """`Client.agree`, or nothing in a process that was not launched."""
     if _client is not None:
-        _client.agree(what, value, error=error)
-
-
-def checksum(value: Any) -> str:
-    """A short checksum of JSON data, to compare lists of names between clients."""
-    return f"{zlib.crc32(json.dumps(value).encode()):08x}"
+        _client.agree(what, value, error=error, hint=hint)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
 """Names and sizes of axes to a DTensor mesh."""
 
 import math
+from collections.abc import Mapping
 
 from tensorflow.experimental import dtensor
 
-from tfshard import clients, runtime
+from tfshard import _private, clients, runtime
 from tfshard.errors import MeshError
 
 BATCH_AXIS = "batch"
@@ -74,15 +75,23 @@ def create_mesh(**axes: int) -> dtensor.Mesh:
 
 def _distributed_mesh(axes: dict[str, int], started: runtime.Runtime) -> dtensor.Mesh:
     """A mesh over all clients: as many devices of each, those of client 0 first."""
-    local, rest = divmod(math.prod(axes.values()), started.num_clients)
-    if rest:
+    if math.prod(axes.values()) % started.num_clients:
         raise MeshError(
             f"A mesh has equally many devices of each of the {started.num_clients} clients. Received: axes={axes}"
         )
     clients.agree("the mesh", {"axes": list(axes.items())}, error=MeshError)
+    return distributed_mesh(axes, started)
+
+
+def distributed_mesh(axes: Mapping[str, int], started: runtime.Runtime) -> dtensor.Mesh:
+    """A mesh over all clients, without a check that they all make it."""
+    local = math.prod(axes.values()) // started.num_clients
     # A TPU mesh takes all devices; not run on this hardware.
     devices = None if started.device_type == "TPU" else [f"{started.device_type}:{i}" for i in range(local)]
-    return dtensor.create_distributed_mesh(list(axes.items()), local_devices=devices, device_type=started.device_type)
+    with _private.without_log():
+        return dtensor.create_distributed_mesh(
+            list(axes.items()), local_devices=devices, device_type=started.device_type
+        )
 
 
 def _default_devices(size: int) -> int | None:

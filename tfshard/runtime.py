@@ -207,7 +207,8 @@ def _start(num_devices: int, device_type: str) -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
     # TensorFlow's coordination service did not end a run whose peer had died, and made it deaf to SIGTERM: the launcher
     # watches the clients instead.
-    dtensor.initialize_accelerator_system(device_type, enable_coordination_service=False)
+    with _private.without_log():
+        dtensor.initialize_accelerator_system(device_type, enable_coordination_service=False)
 
 
 def _adopt_running_context(num_devices: int, device_type: str) -> None:

@@ -330,10 +330,10 @@ class ShardedStrategy(tf.distribute.Strategy):
                 values[f"variable {len(values)}"] = [spec.path, list(spec.shape), spec.dtype, found]
         if values:
             clients.agree(
-                f"the initial values of model '{model.name}' (set the same seed on all clients, with "
-                "keras.utils.set_random_seed, and build the same model)",
+                f"the initial values of model '{model.name}'",
                 {"number of variables": len(values), **values},
                 error=StrategyError,
+                hint="Build the same model on all clients, after keras.utils.set_random_seed with the same number.",
             )
 
     def _shard(self, current: tf.Variable, layout: VariableLayout) -> ShardedVariable:

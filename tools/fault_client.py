@@ -3,8 +3,8 @@
     tfshard launch --num_processes=2 tools/fault_client.py --steps=20
     tfshard launch --num_processes=2 tools/fault_client.py --fault=raise --client=1 --at_step=5
 
-It prints its process id and each step, writes its state after each step to a file where it is asked to, and goes on from
-there when it is restarted.
+It prints its process id and each step, writes its state after each step to a file where it is asked to, and goes on
+from there when it is restarted.
 """
 
 import json
@@ -16,25 +16,25 @@ import time
 from absl import app, flags
 
 _STEPS = flags.DEFINE_integer("steps", 1000000, "Training steps.")
-_FAULT = flags.DEFINE_string("fault", "", "What happens: see _at_step and main.")
-_CLIENT = flags.DEFINE_integer("client", 1, "In which client.")
+_FAULT = flags.DEFINE_list("fault", [], "What happens (main, _at_step), in the first start and in each restart.")
+_CLIENT = flags.DEFINE_integer("client", 1, "In which client, by its place on its host.")
 _AT_STEP = flags.DEFINE_integer("at_step", 5, "After which step, for faults in training.")
-_IN_RESTART = flags.DEFINE_integer("in_restart", 0, "In which start of the run; -1: in each.")
 _STATE = flags.DEFINE_string("state", "", "A directory for the state, to go on from after a restart.")
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.0, "Sleep after each step.")
 _MODEL_AXIS = flags.DEFINE_integer("model_axis", 1, "Size of the model axis, across clients.")
 
 
-def _is_faulty() -> bool:
-    number, restart = int(os.environ["TFSHARD_CLIENT_ID"]), int(os.environ["TFSHARD_RESTART"])
-    # By place: ids are given anew when a client is left out.
-    local = int(os.environ["TFSHARD_LOCAL_INDEX"]) if _IN_RESTART.value < 0 else number
-    return local == _CLIENT.value and _IN_RESTART.value in (-1, restart)
+def _fault() -> str:
+    """What happens in this process."""
+    restart = int(os.environ["TFSHARD_RESTART"])
+    if int(os.environ["TFSHARD_LOCAL_INDEX"]) != _CLIENT.value or restart >= len(_FAULT.value):
+        return ""
+    return _FAULT.value[restart]
 
 
 def main(argv: list[str]) -> None:
     del argv
-    fault = _FAULT.value if _is_faulty() else ""
+    fault = _fault()
     print(f"pid {os.getpid()}", flush=True)
     if fault == "never":
         time.sleep(10000)
@@ -62,6 +62,8 @@ def main(argv: list[str]) -> None:
     done = 0
     if state is not None and state.exists():
         done = json.loads(state.with_name("step.json").read_text())["step"]
+        with strategy.scope():
+            model.optimizer.build(model.trainable_variables)
         model.load_weights(state)
         print(f"resumed after step {done}", flush=True)
     while done < _STEPS.value:

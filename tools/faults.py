@@ -287,7 +287,7 @@ def faults(num_processes: int) -> dict[str, Fault]:
         ),
         "never": Fault(
             flags=("--fault=never",),
-            cause=rf"Clients \(1,\) did not call tfshard.initialize\(\) within {REGISTRATION_TIMEOUT} s after the first",
+            cause=rf"Clients \(1,\) did not call tfshard.initialize\(\) within {REGISTRATION_TIMEOUT} s after",
             limit=_IMPORTS + REGISTRATION_TIMEOUT + MARGIN,
         ),
         "gone": Fault(
