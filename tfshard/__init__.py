@@ -26,7 +26,10 @@ Where to look:
     agreements    what clients agree on, as their launcher sees it
     processes     the processes of a launched run on this machine
     hosts         where the launchers of a run are
-    launcher      tfshard launch: starts, watches, ends and restarts the clients
+    launch_options  Launch: what is launched
+    leader        the launcher that leads a run: it watches, ends and restarts the clients
+    follower      the launcher of another host
+    launcher      launch: leads or follows
     cli           the command line: tfshard plan, launch, doctor, profile-network
     _private      every private TensorFlow and Keras name
 """

@@ -20,7 +20,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import tfshard
-from tfshard import hosts, launcher, network, planning, runtime
+from tfshard import hosts, launch_options, launcher, network, planning, runtime
 from tfshard.errors import ShardingError
 
 
@@ -134,7 +134,7 @@ def _launch_flags() -> flags.FlagValues:
         flags.DEFINE_integer(name, default, text, flag_values=values)
 
     def seconds(name: str, text: str) -> None:
-        flags.DEFINE_float(name, getattr(launcher.Launch, name), text, flag_values=values)
+        flags.DEFINE_float(name, getattr(launch_options.Launch, name), text, flag_values=values)
 
     integer("num_processes", 1, "Clients on each host.")
     integer("devices_per_process", None, "Devices of each client. By default the script's choice.")
@@ -149,7 +149,7 @@ def _launch_flags() -> flags.FlagValues:
     flags.DEFINE_list("hosts", None, "Names of all hosts, the same list on each.", flag_values=values)
     integer("host_index", None, "Which of the hosts this is, from 0.")
     flags.DEFINE_string("address", None, "Where host 0 listens; by default its name in --hosts.", flag_values=values)
-    integer("port", 0, f"Its port. By default a free one; with several hosts {launcher.DEFAULT_PORT}.")
+    integer("port", 0, f"Its port. By default a free one; with several hosts {launch_options.DEFAULT_PORT}.")
     integer("client_port", 0, "The first client's port on each host, others follow. By default free ones.")
     flags.DEFINE_string("secret_file", None, "A file (mode 600) with the secret of several hosts.", flag_values=values)
     flags.DEFINE_boolean("allow_public_address", False, "Listen on a public address.", flag_values=values)
@@ -161,9 +161,9 @@ def _launch(values: flags.FlagValues, arguments: list[str]) -> int:
     if not values.module and not os.path.isfile(script):
         raise UsageError(f"There is no such file. (A module is launched with --module.) Received: {script}")
     found = hosts.find_hosts(values.hosts, values.host_index)
-    names = {field.name for field in dataclasses.fields(launcher.Launch)} & set(values)
+    names = {field.name for field in dataclasses.fields(launch_options.Launch)} & set(values)
     given: dict[str, Any] = {name: values[name].value for name in names - {"hosts", "host_index"}}
-    options = launcher.Launch(
+    options = launch_options.Launch(
         command=(sys.executable, *(["-m"] if values.module else []), script, *rest),
         hosts=found.names,
         host_index=found.index,

@@ -237,7 +237,10 @@ class Client:
             if not issubclass(kind, KeyboardInterrupt) and not self._leaving:
                 text = "".join(traceback.format_exception_only(kind, value)).strip()[:4000]
                 with contextlib.suppress(OSError):
-                    self._connection.send("failed", client=self.settings.client_id, error=kind.__name__, text=text)
+                    self._connection.send(
+                        "failed", client=self.settings.client_id, restart=self.settings.restart, error=kind.__name__,
+                        text=text,
+                    )  # fmt: skip
                 self._leaving = True
             before(kind, value, trace)
 

@@ -70,7 +70,8 @@ def create_mesh(**axes: int) -> dtensor.Mesh:
     if started.num_clients > 1:
         return _distributed_mesh(axes, started)
     devices = [f"{started.device_type}:{i}" for i in range(size)]
-    return dtensor.create_mesh(list(axes.items()), devices=devices, device_type=started.device_type)
+    with _private.without_log():
+        return dtensor.create_mesh(list(axes.items()), devices=devices, device_type=started.device_type)
 
 
 def _distributed_mesh(axes: dict[str, int], started: runtime.Runtime) -> dtensor.Mesh:

@@ -103,6 +103,8 @@ class Run:
         """Until all launchers have ended; returns the seconds it took."""
         begin = time.monotonic()
         for launcher in self.launchers:
+            if is_stopped(launcher.pid):
+                continue
             try:
                 launcher.wait(max(0.0, timeout - (time.monotonic() - begin)))
             except subprocess.TimeoutExpired:
@@ -141,11 +143,26 @@ class Run:
 
 
 def is_alive(pid: int) -> bool:
+    return _state(pid) not in ("", "Z")
+
+
+def is_stopped(pid: int) -> bool:
+    return _state(pid) == "T"
+
+
+def _state(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
+            return file.read().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return sock.getsockname()[1]
 
 
 def listening_ports(pid: int) -> set[int]:
@@ -183,7 +200,8 @@ class Fault:
         bring_about: What is done to the run from outside; it returns when the fault has happened.
         limit: Within how many seconds everything has ended.
         cause: What the launcher's message has to match; `N` is the number of the client.
-        code: The exit code.
+        code: The exit code, of the first host's launcher.
+        hosts: How many launchers there are, each of which stands for a host.
     """
 
     cause: str
@@ -192,6 +210,7 @@ class Fault:
     bring_about: Callable[[Run], None] = lambda run: run.wait_for("CLIENT pid")
     limit: float = DEATH_LIMIT
     code: int = 1
+    hosts: int = 1
 
 
 def _in_training(run: Run) -> None:
@@ -225,6 +244,14 @@ def _after_step_5(run: Run) -> None:
 
 def _registered(run: Run) -> None:
     run.wait_for("CLIENT pid")
+
+
+def _signal_launcher(host: int, number: int) -> Callable[[Run], None]:
+    def bring_about(run: Run) -> None:
+        _in_training(run)
+        run.launchers[host].send_signal(number)
+
+    return bring_about
 
 
 _TAKEN = socket.socket()
@@ -333,6 +360,40 @@ def faults(num_processes: int) -> dict[str, Fault]:
             bring_about=_after_step_5,
             cause=r"has come to .* while client \d was in .*every client has to do the same in the same order",
         ),
+        "hosts_kill_0": Fault(
+            hosts=2,
+            bring_about=_signal_client(0, signal.SIGKILL),
+            cause=r"Client 0 was killed by signal 9 \(SIGKILL\) (in|after) training step \d+.*Client 0 was killed",
+            code=137,
+        ),
+        "hosts_kill_1": Fault(
+            hosts=2,
+            bring_about=_signal_client(1, signal.SIGKILL),
+            cause=r"Client 1 was killed by signal 9 \(SIGKILL\) (in|after) training step \d+.*Client 1 was killed",
+            code=137,
+        ),
+        "hosts_stop": Fault(
+            hosts=2,
+            bring_about=_signal_client(1, signal.SIGSTOP),
+            cause=r"[Cc]lients? \(?1,?\)? .*(stuck|training step)",
+            limit=STEP_TIMEOUT + MARGIN,
+        ),
+        "hosts_kill_launcher_1": Fault(
+            hosts=2,
+            bring_about=_signal_launcher(1, signal.SIGKILL),
+            cause=r"The launcher of host 1 \(127.0.0.2\), with clients \(1,\), closed its connection",
+        ),
+        "hosts_stop_launcher_1": Fault(
+            hosts=2,
+            bring_about=_signal_launcher(1, signal.SIGSTOP),
+            cause=r"The launcher of host 1 \(127.0.0.2\), with clients \(1,\), sent no heartbeat for 8 s",
+        ),
+        "hosts_kill_launcher_0": Fault(
+            hosts=2,
+            bring_about=_signal_launcher(0, signal.SIGKILL),
+            cause="The launcher of host 0 closed its connection: all clients of this host are ended",
+            code=-9,
+        ),
         "kill_launcher": Fault(bring_about=_kill_launcher, cause="", code=-9),
         "interrupt": Fault(bring_about=_interrupt_launcher, cause="Ended by SIGTERM", code=143),
     }
@@ -342,10 +403,20 @@ def run_fault(fault: Fault, num_processes: int, *flags_: str) -> float:
     """Brings a fault about and checks what follows; returns the seconds from the fault to the end."""
     taken = str(_taken_port()) if any("TAKEN" in flag for flag in fault.launch_flags) else ""
     launch_flags = [flag.replace("TAKEN", taken) for flag in fault.launch_flags]
-    with running(
-        f"--num_processes={num_processes}", f"--step_timeout={STEP_TIMEOUT}",
-        f"--registration_timeout={REGISTRATION_TIMEOUT}", *launch_flags, CLIENT, *fault.flags, *flags_,
-    ) as run:  # fmt: skip
+    command = [
+        f"--step_timeout={STEP_TIMEOUT}", f"--registration_timeout={REGISTRATION_TIMEOUT}", *launch_flags,
+    ]  # fmt: skip
+    environment = {"TFSHARD_SECRET": os.urandom(32).hex()}
+    if fault.hosts == 1:
+        command.append(f"--num_processes={num_processes}")
+    else:
+        names = ",".join(f"127.0.0.{host + 1}" for host in range(fault.hosts))
+        command += [f"--hosts={names}", f"--port={free_port()}"]
+    program = [CLIENT, *fault.flags, *flags_]
+    first = [*command, *(["--host_index=0"] if fault.hosts > 1 else []), *program]
+    with running(*first, environment=environment) as run:
+        for host in range(1, fault.hosts):
+            run.launch(*command, f"--host_index={host}", *program, environment=environment)
         fault.bring_about(run)
         took = run.wait(fault.limit)
         end = time.monotonic() + DEATH_LIMIT
