@@ -88,13 +88,11 @@ def expand_nodes(text: str) -> list[str]:
     Raises:
         LaunchError: It cannot be understood.
     """
-    nodes = []
     # Commas inside of brackets do not separate names.
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        nodes += _expand(part)
-    if not nodes or any(re.search(r"[\[\]\s]", node) for node in nodes):
+    name = r"(?:[\w.-]|\[[\d,-]+\])+"
+    if not re.fullmatch(f"{name}(?:,{name})*", text):
         raise LaunchError(f"SLURM's list of nodes cannot be understood. Received: {text!r}")
-    return nodes
+    return [node for part in re.findall(name, text) for node in _expand(part)]
 
 
 def _expand(part: str) -> list[str]:

@@ -57,6 +57,7 @@ class Run:
         self.ports: set[int] = set()
         self._new: queue.Queue[str] = queue.Queue()
         self.launchers: list[subprocess.Popen] = []
+        self._readers: list[threading.Thread] = []
         self.launch(*command, environment=environment)
 
     def launch(self, *command: str, environment: dict[str, str] | None = None) -> None:
@@ -67,12 +68,15 @@ class Run:
             env={"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, **(environment or {})},
         )  # fmt: skip
         self.launchers.append(launcher)
-        threading.Thread(target=self._read, args=(launcher,), daemon=True).start()
+        reader = threading.Thread(target=self._read, args=(launcher,), daemon=True)
+        reader.start()
+        self._readers.append(reader)
 
     def _read(self, launcher: subprocess.Popen) -> None:
         assert launcher.stdout is not None
-        for line in launcher.stdout:
-            self._new.put(line.rstrip("\n"))
+        with launcher.stdout:
+            for line in launcher.stdout:
+                self._new.put(line.rstrip("\n"))
 
     def _take(self, timeout: float) -> str | None:
         try:
@@ -127,6 +131,8 @@ class Run:
         for pid in self.all_pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for reader in self._readers:
+            reader.join(5.0)
 
     @property
     def text(self) -> str:
