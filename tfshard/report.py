@@ -33,8 +33,8 @@ class VariableReport:
         group: The number of the group whose buffer it shares, or None.
         shards: Into how many different pieces it is cut.
         bytes_whole: Bytes of the whole variable.
-        bytes_per_device: Bytes that the fullest device of this process holds, read from the device's tensor; of a group's tensor, this
-            variable's part.
+        bytes_per_device: Bytes that the fullest device of this process holds, read from the device's tensor; of a
+            group's tensor, this variable's part.
     """
 
     path: str
