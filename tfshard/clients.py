@@ -274,6 +274,16 @@ def current() -> Client | None:
     return _client
 
 
+def rank() -> int:
+    """This process's number among the clients, from 0; 0 when it was not launched."""
+    return 0 if _client is None else _client.settings.client_id
+
+
+def count() -> int:
+    """How many clients there are; 1 when this process was not launched."""
+    return 1 if _client is None else _client.settings.num_clients
+
+
 def operation(label: str, *, first: bool = False, limit: float | None = None, digest: int | None = None) -> Any:
     """`Client.operation`, or nothing in a process that was not launched."""
     if _client is None:

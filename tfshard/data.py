@@ -63,7 +63,7 @@ def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> An
     """One leaf of a batch as a DTensor; None and what is one already stay as they are."""
     if _stays(value):
         return value
-    if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
+    if isinstance(value, _NOT_DENSE):
         raise StrategyError(
             "Sparse and ragged batches cannot be put on a mesh. Make them dense in the input pipeline, for example "
             f"with tf.sparse.to_dense or RaggedTensor.to_tensor. Received: a {type(value).__name__} of "
@@ -72,7 +72,15 @@ def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> An
     host = _host_array(value)
     if already_sharded and host.ndim:
         return _own_part_to_mesh(host, mesh)
-    return placement.host_to_mesh(host, batch_axes(host.shape, mesh), mesh)
+    tensor = placement.host_to_mesh(host, batch_axes(host.shape, mesh), mesh)
+    if clients.current() is not None:
+        setattr(tensor, _DIGEST, zlib.crc32(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data))
+    return tensor
+
+
+_NOT_DENSE = (tf.SparseTensor, tf.RaggedTensor)
+# Where a tensor that was put on the mesh in a launched run keeps the checksum of its whole value.
+_DIGEST = "_tfshard_digest"
 
 
 def _stays(value: Any) -> bool:
@@ -113,9 +121,9 @@ def batch_to_mesh(batch: Any, mesh: dtensor.Mesh, already_sharded: bool = False)
         mesh: The mesh.
         already_sharded: The batch holds the rows of this client only.
     """
-    if already_sharded:
-        leaves = [leaf for leaf in tf.nest.flatten(batch) if not _stays(leaf)]
-        shapes = [[list(np.shape(leaf)), np.asarray(leaf).dtype.name] for leaf in leaves]
+    dense = [leaf for leaf in tf.nest.flatten(batch) if not _stays(leaf) and not isinstance(leaf, _NOT_DENSE)]
+    if already_sharded and dense:
+        shapes = [[list(np.shape(leaf)), np.asarray(leaf).dtype.name] for leaf in dense]
         clients.agree("the shapes of a batch", {"shapes and dtypes": shapes}, error=StrategyError)
     return tf.nest.map_structure(lambda leaf: to_mesh(leaf, mesh, already_sharded), batch)
 
@@ -130,13 +138,8 @@ def end_of_data() -> None:
 
 
 def digest(batch: Any) -> int:
-    """A checksum of a batch on the host, by which the launcher sees whether all clients were given the same."""
-    result = 0
-    for leaf in tf.nest.flatten(batch):
-        if not _stays(leaf) and not isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
-            array = np.ascontiguousarray(_host_array(leaf))
-            result = zlib.crc32(array.reshape(-1).view(np.uint8).data, zlib.crc32(str(array.shape).encode(), result))
-    return result
+    """A checksum of a batch on the mesh, by which the launcher sees whether all clients were given the same."""
+    return zlib.crc32(str([getattr(leaf, _DIGEST, None) for leaf in tf.nest.flatten(batch)]).encode())
 
 
 def is_whole(batch: Any, mesh: dtensor.Mesh) -> bool:

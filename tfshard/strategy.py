@@ -143,9 +143,8 @@ class ShardedStrategy(tf.distribute.Strategy):
             raise ValueError(f"Positional args must be a list or tuple. Received: args={args!r} (of type {type(args)})")
         support.check_step_function(fn, self)
         if _private.is_eager():
-            batch = (args, kwargs or {})
-            with self.operation(fn, "step", batch):
-                args, kwargs = data.batch_to_mesh(batch, self.mesh, self.already_sharded)
+            args, kwargs = data.batch_to_mesh((args, kwargs or {}), self.mesh, self.already_sharded)
+            with self.operation(fn, "step", (args, kwargs)):
                 if isinstance(fn, tf.types.experimental.PolymorphicFunction):
                     with support.translated_errors(f"Step function {fn!r}"):
                         return self._inside(fn)(*args, **kwargs)
@@ -161,7 +160,7 @@ class ShardedStrategy(tf.distribute.Strategy):
         Args:
             function: What is run.
             kind: Such as `"training step"`, for messages.
-            batch: What it is run on, on the host.
+            batch: What it is run on, on the mesh.
         """
         client = clients.current()
         if client is None:
@@ -170,9 +169,9 @@ class ShardedStrategy(tf.distribute.Strategy):
         # A new shape is traced and compiled.
         shapes = str([getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batch)])
         seen = self._seen.setdefault(function, set())
-        first, digest = shapes not in seen, None if self.already_sharded else data.digest(batch)
+        first = shapes not in seen
         seen.add(shapes)
-        with client.operation(f"{kind} {client.count(kind)}", first=first, digest=digest):
+        with client.operation(f"{kind} {client.count(kind)}", first=first, digest=data.digest(batch)):
             yield
             _private.wait_for_devices()
 

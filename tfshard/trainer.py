@@ -132,18 +132,18 @@ def _on_mesh(model: Any, function: Any, kind: str, for_whole_batches: Any = None
         # One execution's worth: Keras hands over the epoch's iterator and leaves the rest for later executions.
         batches = list(itertools.islice(batches, model.steps_per_execution))
         if not batches:
-            if strategy.already_sharded:
-                data.end_of_data()
             raise StopIteration
-        given = batches
-        batches = [data.batch_to_mesh(batch, strategy.mesh, strategy.already_sharded) for batch in given]
+        batches = [data.batch_to_mesh(batch, strategy.mesh, strategy.already_sharded) for batch in batches]
         if not to_host:
             whole = for_whole_batches is not None and data.is_whole(batches, strategy.mesh)
-            with strategy.operation(on_mesh, kind, given), support.translated_errors(f"A step of model '{model.name}'"):
+            with (
+                strategy.operation(on_mesh, kind, batches),
+                support.translated_errors(f"A step of model '{model.name}'"),
+            ):
                 return (for_whole_batches if whole else function)(batches)
         # Each device keeps its samples: the pieces meet on the host, not on every device.
         with strategy.extended.results_stay_sharded(), support.translated_errors(f"predict of model '{model.name}'"):
-            with strategy.operation(on_mesh, kind, given):
+            with strategy.operation(on_mesh, kind, batches):
                 outputs = function(batches)
         return placement.map_tensors(lambda output: tf.constant(placement.to_host(output)), outputs)
 
