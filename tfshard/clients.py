@@ -157,6 +157,11 @@ class Client:
             hint: What to do then, for the message.
             timeout: Seconds to wait; by default what the first step may take.
         """
+        if threading.current_thread() is not threading.main_thread():
+            raise ClientError(
+                f"Only the main thread of a client can come to {what}: other threads have no order that all clients "
+                f"share. Received: thread '{threading.current_thread().name}'"
+            )
         number, self._agreements = self._agreements, self._agreements + 1
         wait = self.settings.first_step_timeout if timeout is None else timeout
         # The launcher ends the wait; its own limit comes later, for when this does not work.
@@ -186,13 +191,15 @@ class Client:
         number, self._operations = self._operations, self._operations + 1
         if first:
             limit = max(limit or 0.0, self.settings.first_step_timeout)
-        self._inside = True
+        self._inside, failed = True, True
+        self._send("begin", number=number, label=label, limit=limit, digest=digest)
         try:
-            self._send("begin", number=number, label=label, limit=limit, digest=digest)
             yield
-            self._send("end", number=number)
+            failed = False
         finally:
             self._inside = False
+            # Also after an error, which the script may catch.
+            self._send("end", number=number, failed=failed)
 
     def count(self, kind: str) -> int:
         """1, 2, ... for each operation of a kind."""
@@ -284,6 +291,17 @@ def count() -> int:
     return 1 if _client is None else _client.settings.num_clients
 
 
+def barrier(mesh: Any, name: str) -> None:
+    """Waits until every client has come here; nothing in a process that was not launched.
+
+    Args:
+        mesh: Not used: the launcher watches who comes.
+        name: What is waited for, for messages.
+    """
+    del mesh
+    agree(name, {})
+
+
 def operation(label: str, *, first: bool = False, limit: float | None = None, digest: int | None = None) -> Any:
     """`Client.operation`, or nothing in a process that was not launched."""
     if _client is None:
@@ -306,6 +324,8 @@ def _reserve_port(settings: Settings) -> Iterator[int]:
     """
     family = socket.AF_INET6 if ":" in settings.address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as held:
+        # The connections of a run that was restarted do not hold the port; a server does.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             # On all interfaces, as TensorFlow's server: see docs/security.md. Nothing listens on it.
             held.bind(("", settings.client_port))

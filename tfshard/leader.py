@@ -76,10 +76,16 @@ class _Watched:
     label: str = ""
     since: float = 0.0
     inside: bool = False
+    # Whether the last one ended with an error.
+    broken: bool = False
     limit: float = 0.0
     leaving: bool = False
     left: float | None = None
     status: int | None = None
+
+    def where(self) -> str:
+        """The last operation, for messages."""
+        return f" {'in' if self.inside or self.broken else 'after'} {self.label}" if self.label else ""
 
     def doing(self, now: float) -> str:
         """What it does, for messages."""
@@ -323,7 +329,7 @@ class Leader:
         if kind == "begin":
             self._begin(client, message)
         elif kind == "end":
-            client.inside, client.since = False, self._clock.now
+            client.inside, client.broken, client.since = False, message["failed"], self._clock.now
         elif kind == "agree":
             for number, reply in self._agreements.add(client.client_id, message, self._clock.now):
                 self._reply(number, reply)
@@ -405,6 +411,7 @@ class Leader:
         number, label, digest = message["number"], message["label"], message["digest"]
         client.operations, client.label, client.inside = number + 1, label, True
         client.since, client.limit = self._clock.now, message["limit"] or self._options.step_timeout
+        client.broken = False
         other_label, other_digest, other = self._begun.setdefault(number, (label, digest, client.client_id))
         if label != other_label:
             self._fail(
@@ -429,9 +436,8 @@ class Leader:
         client = self._clients.get(message["client"])
         if client is None or client.connection not in (None, connection) or message["restart"] != self._restart:
             return
-        where = f" in {client.label}" if client.inside else f" after {client.label}" if client.label else ""
         self._fail(
-            f"Client {client.client_id} failed{where}:\n{message['text']}",
+            f"Client {client.client_id} failed{client.where()}:\n{message['text']}",
             clients=(client.client_id,),
             consequence=message["error"] in _CONSEQUENCES,
             retry=message["error"] not in _NO_RETRY,
@@ -442,7 +448,7 @@ class Leader:
         client = self._clients.get(client_id)
         if client is None or status is None or restart not in (None, self._restart):
             return
-        where = f" {'in' if client.inside else 'after'} {client.label}" if client.label else ""
+        where = client.where()
         client.status, client.inside = status, False
         if status == 0 and (client.facts or self._first_registered is None):
             return

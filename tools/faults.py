@@ -88,8 +88,9 @@ class Run:
         if match:
             self.pids[int(match.group(1))] = int(match.group(2))
             self.all_pids.add(int(match.group(2)))
-        for pid in [*self.pids.values(), *(launcher.pid for launcher in self.launchers)] if "step" in line else []:
-            self.ports |= listening_ports(pid)
+        if re.search(r" step [12] ", line):
+            for pid in (*self.pids.values(), *(launcher.pid for launcher in self.launchers)):
+                self.ports |= listening_ports(pid)
         return line
 
     def wait_for(self, text: str, timeout: float = 240.0) -> None:
