@@ -88,8 +88,14 @@ def test_help_names_every_command_and_flag(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("plam",), "Unknown command. Commands: ('plan', 'doctor'). Received: plam"),
+        (("plam",), "Unknown command. Commands: ('plan', 'launch', 'doctor', 'profile-network'). Received: plam"),
         (("plan", "--mesh=batch:4"), "takes 1 positional arguments"),
+        (("launch",), "takes 1 positional arguments ('SCRIPT',)"),
+        (("launch", "nowhere.py"), "There is no such file."),
+        (("launch", "--num_processes=0", "SCRIPT"), "num_processes must be at least 1"),
+        (("launch", "--hosts=a,b", "SCRIPT"), "Which of the hosts is this?"),
+        (("launch", "--steps=3", "SCRIPT"), "Unknown command line flag 'steps'"),
+        (("profile-network", "--sizes=1k"), "--sizes must be numbers of bytes"),
         (("plan", "SCRIPT:build", "--mash=batch:4"), "Unknown command line flag 'mash'"),
         (("plan", "SCRIPT:build"), "--mesh must be axes with sizes"),
         (("plan", "SCRIPT:build", "--mesh=batch:four"), "Received: mesh='batch:four'"),

@@ -2,52 +2,36 @@
 
     model.compile(optimizer, loss, strategy=tfshard.ShardedStrategy(...))
 
-Where to look:
+Where to look; docs/design.md says what each module does:
 
-    runtime       initialize: the one place that sets environment switches and starts DTensor
-    mesh          create_mesh: axis names to a mesh
-    layers        SketchedDense: a linear layer through random sketches
-    layout_map    LayoutMap: path patterns to column, row and other layouts
-    layouts       where each variable rests; pure Python
-    placement     tensors to devices and back
-    rewrites      operations that DTensor expands wrongly, exchanged for others
-    variables     ShardedVariable: two layouts, deferred writes (why: its note)
-    data          batches to the mesh
-    support       checks on models before anything is done
-    planning      ShardingPlan: what will be stored and sent; abstract_model
-    analyzer      ParameterAnalyzer: which variables share a buffer; plan
-    presets       analyzers for networks
-    advice        advise: which mesh and stage fit
-    strategy      ShardedStrategy: a tf.distribute strategy over the layers above
-    report        what every device holds
-    generation    KerasHub's generate() on a sharded model
-    trainer       as_distributed, Model, Sequential
-    clients       which client of how many this process is
-    boxes         which part of which variable a device holds
-    manifest      what a checkpoint holds, as JSON
-    files         the files of a checkpoint
-    training_state  every variable of a training run, by key
-    pieces        pieces out of the devices' tensors, and back
-    saving        a training run to a checkpoint (why it is whole or not there: its note)
-    restoring     Checkpoint: compared before it is used
-    checkpoint    CheckpointManager: a training run to disk and back, on any mesh
-    resume        CheckpointCallback: fit that goes on where it was killed
-    exporting     export, import_weights: Keras's own files
-    cli           the command line: tfshard plan, tfshard doctor
-    _private      every private TensorFlow and Keras name
+    starting         runtime, mesh, control, clients
+    layouts          layout_map, layouts, layers
+    tensors          placement, rewrites, steps, storage, variables, data
+    model's graph    model_graph, flow, auto_layout, activations, linter, vocabulary, sequence
+    plans            planning, analyzer, presets, advice, report, profiling
+    training         optimizers, updates, support, strategy, generation, trainer
+    checkpoints      checkpoint, saving, restoring, resume, exporting; boxes, manifest, files, training_state, pieces
+    several clients  launcher, leader, follower, launch_options, agreements, processes, hosts, collectives, network
+    commands         cli
+    private names    _private: every private TensorFlow and Keras name
 """
 
-from tfshard import _private, layers, presets  # _private first: it checks the versions of TensorFlow and Keras.
+# _private first: it checks the versions of TensorFlow and Keras.
+from tfshard import _private, collectives, layers, presets
 from tfshard.advice import Advice, advise
 from tfshard.analyzer import ParameterAnalyzer, plan
 from tfshard.auto_layout import auto_layout_map
 from tfshard.checkpoint import Checkpoint, CheckpointManager
+from tfshard.data import InputShard
 from tfshard.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
+    ClientError,
+    CollectiveError,
     ConsistencyError,
     InitializationError,
+    LaunchError,
     LayoutError,
     LayoutWarning,
     MeshError,
@@ -61,6 +45,7 @@ from tfshard.exporting import export, import_weights
 from tfshard.layout_map import LayoutMap
 from tfshard.linter import Finding, lint
 from tfshard.mesh import create_mesh
+from tfshard.network import NetworkProfile, profile_network
 from tfshard.planning import Collective, ShardingPlan, abstract_model
 from tfshard.profiling import StepProfile, assert_matches_plan, profile_step
 from tfshard.report import Report
@@ -80,17 +65,22 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "CheckpointMismatchError",
-    "ConsistencyError",
+    "ClientError",
     "Collective",
+    "CollectiveError",
+    "ConsistencyError",
+    "Finding",
     "InitializationError",
+    "InputShard",
+    "LaunchError",
     "LayoutError",
     "LayoutMap",
     "LayoutWarning",
-    "Finding",
     "MeshError",
     "Model",
-    "PlanMismatchError",
+    "NetworkProfile",
     "ParameterAnalyzer",
+    "PlanMismatchError",
     "Report",
     "Runtime",
     "Sequential",
@@ -98,24 +88,26 @@ __all__ = [
     "ShardedVariable",
     "ShardingError",
     "ShardingPlan",
+    "StepProfile",
     "StrategyError",
     "UnsupportedLayerError",
     "UnsupportedOperationError",
-    "StepProfile",
     "abstract_model",
     "advise",
     "as_distributed",
     "assert_matches_plan",
     "auto_layout_map",
+    "collectives",
     "create_mesh",
     "export",
     "import_weights",
     "initialize",
-    "lint",
     "layers",
-    "profile_step",
+    "lint",
     "plan",
     "presets",
+    "profile_network",
+    "profile_step",
 ]
 
 del _private

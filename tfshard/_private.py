@@ -45,6 +45,7 @@ if keras.backend.backend() != "tensorflow":
 
 import h5py  # noqa: E402
 import tensorflow as tf  # noqa: E402
+from absl import logging as _absl_logging  # noqa: E402
 from keras.src.backend.common import global_state as _global_state  # noqa: E402
 from keras.src.backend.common.name_scope import current_path  # noqa: E402
 from keras.src.layers.convolutional.base_conv import BaseConv  # noqa: E402
@@ -58,6 +59,7 @@ from keras.src.saving import object_registration as _object_registration  # noqa
 from keras.src.saving import saving_lib as _saving_lib  # noqa: E402
 from keras.src.trainers import data_adapters as _data_adapters  # noqa: E402
 from keras.src.utils import naming as _naming  # noqa: E402
+from keras.src.utils import rng_utils as _rng_utils  # noqa: E402
 from tensorflow.dtensor.python import accelerator_util as _accelerator_util  # noqa: E402
 from tensorflow.python.eager import context as _context  # noqa: E402
 from tensorflow.python.eager import record as _record  # noqa: E402
@@ -79,6 +81,27 @@ def context_is_initialized() -> bool:
 def dtensor_is_initialized() -> bool:
     """Whether DTensor's accelerator system was started (`accelerator_util.is_initialized`)."""
     return bool(_accelerator_util.is_initialized())
+
+
+def package_version(package: str) -> str:
+    """The version of an installed package."""
+    return importlib.metadata.version(package)
+
+
+@contextlib.contextmanager
+def without_log():
+    """A context in which TensorFlow does not log what it sets up (`absl.logging`, which has no such context)."""
+    before = _absl_logging.get_verbosity()
+    _absl_logging.set_verbosity(_absl_logging.WARNING)
+    try:
+        yield
+    finally:
+        _absl_logging.set_verbosity(before)
+
+
+def wait_for_devices() -> None:
+    """Returns when all operations that were started have ended (`context.async_wait`)."""
+    _context.async_wait()
 
 
 def record_variable_access(variable) -> None:
@@ -402,6 +425,11 @@ class EpochIterator:
                     yield begin, end, iterator
 
         epochs._enumerate_iterator = enumerate_rest
+
+
+def random_seed_is_set() -> bool:
+    """Whether `keras.utils.set_random_seed` was called (`rng_utils.get_random_seed`)."""
+    return _rng_utils.get_random_seed() is not None
 
 
 def register_same_name(cls, original) -> None:

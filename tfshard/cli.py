@@ -1,10 +1,11 @@
-"""The command line: `tfshard plan` and `tfshard doctor`, also as `python -m tfshard`."""
+"""The command line: `tfshard plan`, `launch`, `doctor` and `profile-network`, also as `python -m tfshard`."""
 
 import dataclasses
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import pathlib
 import platform
@@ -19,7 +20,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import tfshard
-from tfshard import auto_layout, linter, planning, runtime
+from tfshard import auto_layout, hosts, launch_options, launcher, linter, network, planning, runtime
 from tfshard.errors import ShardingError
 
 
@@ -35,12 +36,14 @@ class Command:
         run: Gets the parsed flags and the positional arguments; returns the exit code.
         arguments: The names of its positional arguments.
         options: Makes its flags. Each command has its own, so that they do not clash with those of a user's module.
+        program: Whether the first positional argument is a program, to which everything behind it belongs.
         summary: What it does, in one line.
     """
 
     run: Callable[[flags.FlagValues, list[str]], int]
     arguments: tuple[str, ...] = ()
     options: Callable[[], flags.FlagValues] = flags.FlagValues
+    program: bool = False
     summary: str
 
 
@@ -149,6 +152,55 @@ def _lint(values: flags.FlagValues, arguments: list[str]) -> int:
     return int(any(finding.is_error for finding in findings))
 
 
+# --- tfshard launch ----------------------------------------------------------------------------------
+
+
+def _launch_flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+
+    def integer(name: str, default: int | None, text: str) -> None:
+        flags.DEFINE_integer(name, default, text, flag_values=values)
+
+    def seconds(name: str, text: str) -> None:
+        flags.DEFINE_float(name, getattr(launch_options.Launch, name), text, flag_values=values)
+
+    integer("num_processes", 1, "Clients on each host.")
+    integer("devices_per_process", None, "Devices of each client. By default the script's choice.")
+    seconds("step_timeout", "Seconds that a step may take, or a client be silent.")
+    seconds("first_step_timeout", "Seconds that the first step of a kind, which is compiled, may take.")
+    seconds("startup_timeout", "Seconds from the start until every client has called tfshard.initialize().")
+    seconds("registration_timeout", "Seconds from the first client's tfshard.initialize() until the last one's.")
+    seconds("grace", "Seconds from SIGTERM to SIGKILL, when the clients are ended.")
+    integer("max_restarts", 0, "How often to restart all clients when one dies or hangs.")
+    integer("elastic_min", None, "Go on with at least so many clients when one cannot come back.")
+    flags.DEFINE_boolean("module", False, "SCRIPT is a module, as in python -m.", flag_values=values)
+    flags.DEFINE_list("hosts", None, "Names of all hosts, the same list on each.", flag_values=values)
+    integer("host_index", None, "Which of the hosts this is, from 0.")
+    flags.DEFINE_string("address", None, "Where host 0 listens; by default its name in --hosts.", flag_values=values)
+    integer("port", 0, f"Its port. By default a free one; with several hosts {launch_options.DEFAULT_PORT}.")
+    integer("client_port", 0, "The first client's port on each host, others follow. By default free ones.")
+    flags.DEFINE_string("secret_file", None, "A file (mode 600) with the secret of several hosts.", flag_values=values)
+    flags.DEFINE_boolean("allow_public_address", False, "Listen on a public address.", flag_values=values)
+    return values
+
+
+def _launch(values: flags.FlagValues, arguments: list[str]) -> int:
+    script, *rest = arguments
+    if not values.module and not os.path.isfile(script):
+        raise UsageError(f"There is no such file. (A module is launched with --module.) Received: {script}")
+    found = hosts.find_hosts(values.hosts, values.host_index)
+    names = {field.name for field in dataclasses.fields(launch_options.Launch)} & set(values)
+    given: dict[str, Any] = {name: values[name].value for name in names - {"hosts", "host_index"}}
+    options = launch_options.Launch(
+        command=(sys.executable, *(["-m"] if values.module else []), script, *rest),
+        hosts=found.names,
+        host_index=found.index,
+        secret=hosts.read_secret(values.secret_file),
+        **given,
+    )
+    return launcher.launch(options)
+
+
 # --- tfshard doctor ----------------------------------------------------------------------------------
 
 
@@ -208,6 +260,33 @@ def parity() -> float:
     return max(float(np.max(np.abs(ours - theirs))) for ours, theirs in zip(*runs, strict=True))
 
 
+# --- tfshard profile-network -------------------------------------------------------------------------
+
+
+def _network_flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_integer("num_devices", None, "Devices of the whole run. By default all.", flag_values=values)
+    sizes = [str(size) for size in network.SIZES]
+    flags.DEFINE_list("sizes", sizes, "Bytes of the messages.", flag_values=values)
+    flags.DEFINE_integer("repeats", 10, "How often each is measured.", flag_values=values)
+    flags.DEFINE_string("plot", None, "Draw a picture to this file. Needs matplotlib.", flag_values=values)
+    flags.DEFINE_boolean("json", False, "Print JSON instead of a table.", flag_values=values)
+    return values
+
+
+def _profile_network(values: flags.FlagValues, arguments: list[str]) -> int:
+    del arguments
+    if not all(size.isdecimal() for size in values.sizes):
+        raise UsageError(f"--sizes must be numbers of bytes. Received: sizes={values.sizes}")
+    started = tfshard.initialize(num_devices=values.num_devices)
+    profile = tfshard.profile_network([int(size) for size in values.sizes], values.repeats)
+    if started.client_id == 0:
+        print(json.dumps(profile.to_dict(), indent=2) if values.json else profile)
+        if values.plot:
+            profile.plot(values.plot)
+    return 0
+
+
 # --- the command line --------------------------------------------------------------------------------
 
 COMMANDS: Mapping[str, Command] = {
@@ -223,7 +302,19 @@ COMMANDS: Mapping[str, Command] = {
         options=_lint_flags,
         summary="Check a layout map against the Keras model that FUNCTION builds; exits with 1 for errors.",
     ),
+    "launch": Command(
+        run=_launch,
+        arguments=("SCRIPT",),
+        options=_launch_flags,
+        program=True,
+        summary="Run a script in several processes that train together, here or on several hosts.",
+    ),
     "doctor": Command(run=_doctor, summary="Check versions, devices and switches, and train a tiny model sharded."),
+    "profile-network": Command(
+        run=_profile_network,
+        options=_network_flags,
+        summary="Measure latency and bandwidth of each collective; in processes with tfshard launch --module tfshard.",
+    ),
 }
 
 
@@ -250,10 +341,10 @@ def _run(argv: list[str]) -> int:
         raise UsageError(f"Unknown command. Commands: {tuple(COMMANDS)}. Received: {name}")
     command = COMMANDS[name]
     options = command.options()
-    # Flags may also stand behind the positional arguments.
-    options.set_gnu_getopt(True)
+    # Flags may also stand behind the positional arguments, unless those are a program with flags of its own.
+    options.set_gnu_getopt(not command.program)
     _, *arguments = options([name, *rest])
-    if len(arguments) != len(command.arguments):
+    if len(arguments) != len(command.arguments) and not (command.program and arguments):
         raise UsageError(
             f"'tfshard {name}' takes {len(command.arguments)} positional arguments {command.arguments}. "
             f"Received: {arguments}"

@@ -1,21 +1,338 @@
-"""Which client of how many this process is: the one place that asks DTensor."""
+"""A client of a launched run: its settings, and what it tells the launcher and hears from it.
 
-from tensorflow.experimental import dtensor
+The launcher (launcher.py) starts the clients with the settings in their environment. `runtime.initialize` registers
+with it before DTensor is started; from then on the client reports what it is doing, and a thread of it sends a
+heartbeat. When the connection closes the launcher is gone, and the client ends with it.
+"""
 
-BARRIER_SECONDS = 600
+import atexit
+import contextlib
+import dataclasses
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tfshard.control import Connection, ControlError
+from tfshard.errors import ClientError, InitializationError, ShardingError
+
+HEARTBEAT_SECONDS = 1.0
+# What a client that lost its launcher ends with.
+LOST_EXIT_CODE = 75
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `tfshard launch` tells a client, in environment variables of the same names, `TFSHARD_CLIENT_ID` etc.
+
+    Attributes:
+        client_id: This client, from 0.
+        num_clients: How many there are.
+        local_index: This client among those of its host, from 0; the same in every restart.
+        restart: How often the run was restarted.
+        control: `host:port` of the control channel.
+        secret: The run's secret.
+        address: Where the other clients reach this one.
+        devices_per_process: How many devices each client has; None for its own choice.
+        client_port: The port of this client's TensorFlow server; 0 for any free one.
+        first_step_timeout: Seconds that the first step, and what goes before it, may take.
+    """
+
+    client_id: int
+    num_clients: int
+    local_index: int
+    restart: int
+    control: str
+    secret: str
+    address: str
+    devices_per_process: int | None
+    client_port: int
+    first_step_timeout: float
+
+    def to_environment(self) -> dict[str, str]:
+        """The environment variables of a client."""
+        values = dataclasses.asdict(self)
+        return {f"TFSHARD_{name.upper()}": "" if value is None else str(value) for name, value in values.items()}
+
+    @classmethod
+    def from_environment(cls) -> "Settings | None":
+        """The settings of this process, None when it was not launched.
+
+        Raises:
+            InitializationError: They are not complete.
+        """
+        if "TFSHARD_CONTROL" not in os.environ:
+            return None
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            name = f"TFSHARD_{field.name.upper()}"
+            text = os.environ.get(name)
+            kind = {"client_id": int, "num_clients": int, "local_index": int, "restart": int, "client_port": int,
+                    "devices_per_process": int, "first_step_timeout": float}.get(field.name, str)  # fmt: skip
+            try:
+                values[field.name] = None if text == "" and field.name == "devices_per_process" else kind(text)
+            except (TypeError, ValueError):
+                raise InitializationError(
+                    f"The environment variable {name} must be what 'tfshard launch' sets. Received: {text!r}"
+                ) from None
+        return cls(**values)
+
+
+class Client:
+    """This process's connection to the launcher.
+
+    Attributes:
+        settings: Its `Settings`.
+    """
+
+    def __init__(self, settings: Settings):
+        """Connects.
+
+        Raises:
+            InitializationError: The launcher cannot be reached, or has another secret.
+        """
+        self.settings = settings
+        self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._operations = self._agreements = 0
+        self._inside = False
+        self._leaving = False
+        self._counts: dict[str, int] = {}
+        try:
+            self._connection = Connection.open(settings.control, settings.secret, timeout=10.0)
+        except (OSError, ControlError, ValueError) as error:
+            raise InitializationError(
+                f"The launcher cannot be reached on its control channel: {error}. "
+                f"Received: TFSHARD_CONTROL={settings.control}"
+            ) from None
+        threading.Thread(target=self._receive, name="tfshard-control", daemon=True).start()
+        self._report_failures()
+
+    def register(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Tells the launcher that this client is there, and waits for all others.
+
+        Args:
+            facts: What has to be the same on all clients.
+
+        Returns:
+            `jobs`, the `host:port` of the clients' TensorFlow servers, and `seed`, a random number.
+
+        Raises:
+            InitializationError: The port is taken, or the launcher refuses.
+        """
+        with _reserve_port(self.settings) as port:
+            host = self.settings.address
+            job = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            self._connection.send(
+                "register", client=self.settings.client_id, restart=self.settings.restart, pid=os.getpid(), job=job,
+                facts=dict(facts),
+            )  # fmt: skip
+            threading.Thread(target=self._beat, name="tfshard-heartbeat", daemon=True).start()
+            reply = self._replies.get()
+        if reply["kind"] == "refused":
+            self._leaving = True
+            raise InitializationError(reply["reason"])
+        # Last of the functions that run at exit: those registered later come first.
+        atexit.register(self._leave)
+        return reply
+
+    def agree(
+        self,
+        what: str,
+        value: Mapping[str, Any],
+        *,
+        error: type[ShardingError] = ClientError,
+        hint: str = "",
+        timeout: float | None = None,
+    ) -> None:
+        """Waits for all clients and checks that they give the same values.
+
+        Args:
+            what: What they agree on, for the message.
+            value: Names to JSON values; each has to be the same on all clients that give it.
+            error: What to raise when they differ.
+            hint: What to do then, for the message.
+            timeout: Seconds to wait; by default what the first step may take.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise ClientError(
+                f"Only the main thread of a client can come to {what}: other threads have no order that all clients "
+                f"share. Received: thread '{threading.current_thread().name}'"
+            )
+        number, self._agreements = self._agreements, self._agreements + 1
+        wait = self.settings.first_step_timeout if timeout is None else timeout
+        # The launcher ends the wait; its own limit comes later, for when this does not work.
+        with self.operation(what, limit=wait + 10.0):
+            self._connection.send("agree", number=number, what=what, value=dict(value), timeout=wait)
+            reply = self._replies.get()
+        if reply["fault"] is not None:
+            missing = reply["missing"]
+            raise (ClientError if missing else error)(f"{reply['fault']} {'' if missing else hint}".rstrip())
+
+    @contextlib.contextmanager
+    def operation(
+        self, label: str, *, first: bool = False, limit: float | None = None, digest: int | None = None
+    ) -> Iterator[None]:
+        """Something that all clients do together, and that none can end alone.
+
+        Args:
+            label: What it is; the same on all clients.
+            first: Whether something is compiled in it, so that it may take as long as a first step.
+            limit: Seconds that it may take; by default the launcher's limit for a step.
+            digest: A checksum of what has to be the same on all clients.
+        """
+        # Other threads have no order that clients could share.
+        if self._inside or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        number, self._operations = self._operations, self._operations + 1
+        if first:
+            limit = max(limit or 0.0, self.settings.first_step_timeout)
+        self._inside, failed = True, True
+        self._send("begin", number=number, label=label, limit=limit, digest=digest)
+        try:
+            yield
+            failed = False
+        finally:
+            self._inside = False
+            # Also after an error, which the script may catch.
+            self._send("end", number=number, failed=failed)
+
+    def count(self, kind: str) -> int:
+        """1, 2, ... for each operation of a kind."""
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        return self._counts[kind]
+
+    # --- the connection -------------------------------------------------------------------------------
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        try:
+            self._connection.send(kind, **fields)
+        except OSError:
+            self._end_with_launcher()
+
+    def _beat(self) -> None:
+        wait = threading.Event()
+        while not self._leaving:
+            self._send("beat")
+            wait.wait(HEARTBEAT_SECONDS)
+
+    def _receive(self) -> None:
+        try:
+            while (message := self._connection.receive()) is not None:
+                self._replies.put(message)
+        except (ControlError, OSError, ValueError):
+            pass  # As good as closed.
+        self._end_with_launcher()
+
+    def _end_with_launcher(self) -> None:
+        """Ends the process: the main thread may hang in a collective, where it hears no signal and no exception."""
+        if self._leaving:
+            return
+        print(f"tfshard: client {self.settings.client_id} lost its launcher and ends.", file=sys.stderr, flush=True)
+        os._exit(LOST_EXIT_CODE)
+
+    # --- the end --------------------------------------------------------------------------------------
+
+    def _report_failures(self) -> None:
+        before = sys.excepthook
+
+        def report(kind, value, trace):
+            if not issubclass(kind, KeyboardInterrupt) and not self._leaving:
+                text = "".join(traceback.format_exception_only(kind, value)).strip()[:4000]
+                with contextlib.suppress(OSError):
+                    self._connection.send(
+                        "failed", client=self.settings.client_id, restart=self.settings.restart, error=kind.__name__,
+                        text=text,
+                    )  # fmt: skip
+                self._leaving = True
+            before(kind, value, trace)
+
+        sys.excepthook = report
+
+    def _leave(self) -> None:
+        """Waits for the others: those that still end their last step read from this client's memory."""
+        if self._leaving:
+            return
+        self._connection.send("leave")
+        while self._replies.get()["kind"] != "left":
+            pass  # A reply to an agreement that was given up.
+        self._leaving = True
+
+
+_client: Client | None = None
+
+
+def connect(settings: Settings) -> Client:
+    """Connects this process to its launcher, and hides the run's secret from the processes that it starts."""
+    global _client
+    assert _client is None
+    for name in ("TFSHARD_CONTROL", "TFSHARD_SECRET"):
+        del os.environ[name]
+    _client = Client(settings)
+    return _client
+
+
+def current() -> Client | None:
+    """This process's connection to its launcher; None when it was not launched."""
+    return _client
 
 
 def rank() -> int:
-    """The number of this client, from 0; 0 before DTensor is started."""
-    return dtensor.client_id()
+    """This process's number among the clients, from 0; 0 when it was not launched."""
+    return 0 if _client is None else _client.settings.client_id
 
 
 def count() -> int:
-    """How many clients (processes) share the mesh."""
-    return dtensor.num_clients()
+    """How many clients there are; 1 when this process was not launched."""
+    return 1 if _client is None else _client.settings.num_clients
 
 
-def barrier(mesh: dtensor.Mesh, name: str) -> None:
-    """Waits until every client has come here. With one client nothing is done."""
-    if count() > 1:
-        dtensor.barrier(mesh.host_mesh(), name, BARRIER_SECONDS)
+def barrier(mesh: Any, name: str) -> None:
+    """Waits until every client has come here; nothing in a process that was not launched.
+
+    Args:
+        mesh: Not used: the launcher watches who comes.
+        name: What is waited for, for messages.
+    """
+    del mesh
+    agree(name, {})
+
+
+def operation(label: str, *, first: bool = False, limit: float | None = None, digest: int | None = None) -> Any:
+    """`Client.operation`, or nothing in a process that was not launched."""
+    if _client is None:
+        return contextlib.nullcontext()
+    return _client.operation(label, first=first, limit=limit, digest=digest)
+
+
+def agree(what: str, value: Mapping[str, Any], *, error: type[ShardingError] = ClientError, hint: str = "") -> None:
+    """`Client.agree`, or nothing in a process that was not launched."""
+    if _client is not None:
+        _client.agree(what, value, error=error, hint=hint)
+
+
+@contextlib.contextmanager
+def _reserve_port(settings: Settings) -> Iterator[int]:
+    """Holds a port for TensorFlow's server, which is started when all clients are there.
+
+    Raises:
+        InitializationError: It is taken.
+    """
+    family = socket.AF_INET6 if ":" in settings.address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as held:
+        # The connections of a run that was restarted do not hold the port; a server does.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            # On all interfaces, as TensorFlow's server: see docs/security.md. Nothing listens on it.
+            held.bind(("", settings.client_port))
+        except OSError as error:
+            raise InitializationError(
+                f"Client {settings.client_id} cannot have port {settings.client_port} for its TensorFlow server: "
+                f"{error.strerror}. End the program that holds it, or choose others with --client_port. "
+                f"Received: client_port={settings.client_port}"
+            ) from None
+        yield held.getsockname()[1]

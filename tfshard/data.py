@@ -1,6 +1,8 @@
 """Batches from the host to the mesh."""
 
+import dataclasses
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -8,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, placement
+from tfshard import _private, clients, placement
 from tfshard.errors import CheckpointError, StrategyError
 from tfshard.layouts import Axes
 from tfshard.mesh import BATCH_AXIS, axis_sizes
@@ -26,18 +28,80 @@ def batch_axes(shape: tuple[int, ...], mesh: dtensor.Mesh) -> Axes:
     return (batch, *(None,) * (len(shape) - 1))
 
 
-def to_mesh(value: Any, mesh: dtensor.Mesh) -> Any:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputShard:
+    """Which part of each batch a client of a launched run feeds, with `ShardedStrategy(already_sharded=True)`.
+
+    Clients that differ in model axes only have the same part. In a process that was not launched it is everything.
+
+    Attributes:
+        index: The part, from 0, in the order of the samples of a batch.
+        count: How many parts there are: `dataset.shard(count, index)`.
+    """
+
+    index: int
+    count: int
+
+    @classmethod
+    def of(cls, mesh: dtensor.Mesh) -> "InputShard":
+        """The part of this client.
+
+        Raises:
+            StrategyError: The clients' parts overlap.
+        """
+        places = [location.get(BATCH_AXIS, 0) for location in mesh.local_device_locations()]
+        size = axis_sizes(mesh).get(BATCH_AXIS, 1)
+        first, held = min(places), len(set(places))
+        if size % held or first % held or max(places) - first + 1 != held:
+            raise StrategyError(
+                "Already sharded input needs a mesh in which each client holds its own part of the batch axis, equally "
+                f"large. Change the order or the sizes of the axes. Received: mesh={axis_sizes(mesh)}"
+            )
+        return cls(index=first // held, count=size // held)
+
+
+def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> Any:
     """One leaf of a batch as a DTensor; None and what is one already stay as they are."""
-    if value is None or placement.is_dtensor(value) or isinstance(value, tf.experimental.Optional):
+    if _stays(value):
         return value
-    if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
+    if isinstance(value, _NOT_DENSE):
         raise StrategyError(
             "Sparse and ragged batches cannot be put on a mesh. Make them dense in the input pipeline, for example "
             f"with tf.sparse.to_dense or RaggedTensor.to_tensor. Received: a {type(value).__name__} of "
             f"shape={value.shape}"
         )
     host = _host_array(value)
-    return placement.host_to_mesh(host, batch_axes(host.shape, mesh), mesh)
+    if already_sharded and host.ndim:
+        return _own_part_to_mesh(host, mesh)
+    tensor = placement.host_to_mesh(host, batch_axes(host.shape, mesh), mesh)
+    if clients.current() is not None:
+        setattr(tensor, _DIGEST, zlib.crc32(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data))
+    return tensor
+
+
+_NOT_DENSE = (tf.SparseTensor, tf.RaggedTensor)
+# Where a tensor that was put on the mesh in a launched run keeps the checksum of its whole value.
+_DIGEST = "_tfshard_digest"
+
+
+def _stays(value: Any) -> bool:
+    return value is None or placement.is_dtensor(value) or isinstance(value, tf.experimental.Optional)
+
+
+def _own_part_to_mesh(rows: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
+    """This client's rows of a batch to its devices."""
+    if BATCH_AXIS not in mesh.dim_names:
+        return placement.host_to_mesh(rows, (None,) * rows.ndim, mesh)
+    places = [location[BATCH_AXIS] for location in mesh.local_device_locations()]
+    held = len(set(places))
+    if rows.shape[0] == 0 or rows.shape[0] % held:
+        raise StrategyError(
+            f"Already sharded input: the batch of a client must be a multiple of its {held} places on the batch axis. "
+            f"Use drop_remainder=True and another batch size. Received: a batch of shape={rows.shape}"
+        )
+    parts = np.split(rows, held)
+    pieces = [tf.constant(parts[place - min(places)]) for place in places]
+    return dtensor.pack(pieces, placement.layout((BATCH_AXIS, *(None,) * (rows.ndim - 1)), mesh))
 
 
 def _host_array(value: Any) -> np.ndarray:
@@ -50,9 +114,33 @@ def _host_array(value: Any) -> np.ndarray:
     return array
 
 
-def batch_to_mesh(batch: Any, mesh: dtensor.Mesh) -> Any:
-    """A (nested) batch as DTensors."""
-    return tf.nest.map_structure(lambda leaf: to_mesh(leaf, mesh), batch)
+def batch_to_mesh(batch: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> Any:
+    """A (nested) batch as DTensors.
+
+    Args:
+        batch: The whole batch, the same on every client of a launched run: each takes its rows.
+        mesh: The mesh.
+        already_sharded: The batch holds the rows of this client only.
+    """
+    dense = [leaf for leaf in tf.nest.flatten(batch) if not _stays(leaf) and not isinstance(leaf, _NOT_DENSE)]
+    if already_sharded and dense:
+        shapes = [[list(np.shape(leaf)), np.asarray(leaf).dtype.name] for leaf in dense]
+        clients.agree("the shapes of a batch", {"shapes and dtypes": shapes}, error=StrategyError)
+    return tf.nest.map_structure(lambda leaf: to_mesh(leaf, mesh, already_sharded), batch)
+
+
+def end_of_data() -> None:
+    """Already sharded input has ended on this client; it must have ended on all of them.
+
+    Raises:
+        StrategyError: It has not.
+    """
+    clients.agree("the shapes of a batch", {"shapes and dtypes": "none: the end of the data"}, error=StrategyError)
+
+
+def digest(batch: Any) -> int:
+    """A checksum of a batch on the mesh, by which the launcher sees whether all clients were given the same."""
+    return zlib.crc32(str([getattr(leaf, _DIGEST, None) for leaf in tf.nest.flatten(batch)]).encode())
 
 
 def is_whole(batch: Any, mesh: dtensor.Mesh) -> bool:
@@ -70,10 +158,11 @@ class ShardedIterator:
         exhausted: Whether it has come to its end.
     """
 
-    def __init__(self, host: Iterator, mesh: dtensor.Mesh):
+    def __init__(self, host: Iterator, mesh: dtensor.Mesh, already_sharded: bool = False):
         self.host = host
         self.exhausted = False
         self._mesh = mesh
+        self._already_sharded = already_sharded
         self._ahead: list = []
 
     def __iter__(self) -> "ShardedIterator":
@@ -82,7 +171,7 @@ class ShardedIterator:
     def __next__(self) -> Any:
         if self.is_at_end():
             raise StopIteration
-        return batch_to_mesh(self._ahead.pop(), self._mesh)
+        return batch_to_mesh(self._ahead.pop(), self._mesh, self._already_sharded)
 
     def is_at_end(self) -> bool:
         """Whether there is no further batch. To know that, the next one is read."""
@@ -91,6 +180,8 @@ class ShardedIterator:
                 self._ahead.append(next(self.host))
             except StopIteration:
                 self.exhausted = True
+                if self._already_sharded:
+                    end_of_data()
         return not self._ahead
 
 
@@ -105,11 +196,12 @@ class ShardedDataset:
         note_start: Called with each new iterator of the dataset, before it is used, if it is set.
     """
 
-    def __init__(self, dataset: Iterable, mesh: dtensor.Mesh):
+    def __init__(self, dataset: Iterable, mesh: dtensor.Mesh, already_sharded: bool = False):
         self.host = dataset
         self.current: ShardedIterator | None = None
         self.note_start: Callable[[Iterator], Any] | None = None
         self._mesh = mesh
+        self._already_sharded = already_sharded
         self._next: Iterator | None = None
 
     def continue_with(self, host: Iterator) -> None:
@@ -127,7 +219,7 @@ class ShardedDataset:
             host = iter(self.host)
             if self.note_start is not None:
                 self.note_start(host)
-        self.current = ShardedIterator(host, self._mesh)
+        self.current = ShardedIterator(host, self._mesh, self._already_sharded)
         return self.current
 
     def __len__(self) -> int:

@@ -58,3 +58,15 @@ class CheckpointCorruptError(CheckpointError):
 
 class CheckpointMismatchError(CheckpointError):
     """A checkpoint, or a file of weights, does not fit the model. No variable was changed."""
+
+
+class ClientError(ShardingError):
+    """Clients of a launched run disagree, or one of them did not come."""
+
+
+class CollectiveError(ShardingError):
+    """A value that a collective cannot take, or that differs in shape or dtype from client to client."""
+
+
+class LaunchError(ShardingError):
+    """A run that cannot be launched as asked."""

@@ -1,10 +1,11 @@
 """Names and sizes of axes to a DTensor mesh."""
 
 import math
+from collections.abc import Mapping
 
 from tensorflow.experimental import dtensor
 
-from tfshard import runtime
+from tfshard import _private, clients, runtime
 from tfshard.errors import MeshError
 
 BATCH_AXIS = "batch"
@@ -16,7 +17,8 @@ def create_mesh(**axes: int) -> dtensor.Mesh:
 
     The axis named `batch` carries data parallelism and the ZeRO stages; every other axis (by custom `model`)
     carries the layout map. Without an earlier `tfshard.initialize()`, it starts DTensor with as many devices
-    as the mesh has.
+    as the mesh has. In a launched run the devices are those of all clients, client 0's first: the last axes lie
+    within a client, the first ones across clients.
 
     Args:
         **axes: Size of each axis, a positive integer; one axis may be -1 for "the remaining devices".
@@ -26,7 +28,7 @@ def create_mesh(**axes: int) -> dtensor.Mesh:
 
     Raises:
         MeshError: No axis, a size that is not a positive integer or -1, more than one -1, or a mesh larger
-            than the devices.
+            than the devices; in a launched run also clients that ask for different meshes.
 
     Example:
 
@@ -65,8 +67,32 @@ def create_mesh(**axes: int) -> dtensor.Mesh:
             f"Make the mesh smaller, or call tfshard.initialize(num_devices={size}) at the start of the program. "
             f"Received: axes={axes}"
         )
+    if started.num_clients > 1:
+        return _distributed_mesh(axes, started)
     devices = [f"{started.device_type}:{i}" for i in range(size)]
-    return dtensor.create_mesh(list(axes.items()), devices=devices, device_type=started.device_type)
+    with _private.without_log():
+        return dtensor.create_mesh(list(axes.items()), devices=devices, device_type=started.device_type)
+
+
+def _distributed_mesh(axes: dict[str, int], started: runtime.Runtime) -> dtensor.Mesh:
+    """A mesh over all clients: as many devices of each, those of client 0 first."""
+    if math.prod(axes.values()) % started.num_clients:
+        raise MeshError(
+            f"A mesh has equally many devices of each of the {started.num_clients} clients. Received: axes={axes}"
+        )
+    clients.agree("the mesh", {"axes": list(axes.items())}, error=MeshError)
+    return distributed_mesh(axes, started)
+
+
+def distributed_mesh(axes: Mapping[str, int], started: runtime.Runtime) -> dtensor.Mesh:
+    """A mesh over all clients, without a check that they all make it."""
+    local = math.prod(axes.values()) // started.num_clients
+    # A TPU mesh takes all devices; not run on this hardware.
+    devices = None if started.device_type == "TPU" else [f"{started.device_type}:{i}" for i in range(local)]
+    with _private.without_log():
+        return dtensor.create_distributed_mesh(
+            list(axes.items()), local_devices=devices, device_type=started.device_type
+        )
 
 
 def _default_devices(size: int) -> int | None:

@@ -1,5 +1,6 @@
 """Tensors to devices and back: the few DTensor calls that everything above shares."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
+from tfshard import clients
 from tfshard.layouts import (
     Axes,
     FlatForm,
@@ -59,27 +61,78 @@ def zeros(shape: tuple[int, ...], dtype: tf.DType, axes: Axes, mesh: dtensor.Mes
 
 
 def mesh_to_host(tensor: tf.Tensor) -> np.ndarray:
-    """The whole value of an eager DTensor, put together on the host from the devices' pieces."""
+    """The whole value of an eager DTensor, put together on the host from the devices' pieces.
+
+    Where clients of a launched run hold different pieces, they exchange them: all clients have to call this.
+    """
     found = dtensor.fetch_layout(tensor)
-    pieces = dtensor.unpack(tensor)
+    mesh, sizes = found.mesh, axis_sizes(found.mesh)
+    local = [np.asarray(piece) for piece in dtensor.unpack(tensor)]
     if found.is_fully_replicated():
-        return np.asarray(pieces[0])
-    sizes = axis_sizes(found.mesh)
-    whole: np.ndarray | None = None
-    for piece, location in zip(pieces, found.mesh.local_device_locations(), strict=True):
-        piece = np.asarray(piece)
-        if whole is None:
-            whole = np.empty(tuple(tensor.shape), piece.dtype)
+        return local[0]
+    specs = tuple(None if axis == dtensor.UNSHARDED else axis for axis in found.sharding_specs)
+    used = tuple(axis for axis in mesh.dim_names if axis in specs)
+    pieces = {}
+    for piece, location in zip(local, mesh.local_device_locations(), strict=True):
+        pieces[tuple(location[axis] for axis in used)] = piece
+    if not is_local(used, mesh):
+        pieces = _exchange(pieces, used, mesh)
+    whole = np.empty(tuple(tensor.shape), local[0].dtype)
+    for part, piece in pieces.items():
+        location = dict(zip(used, part, strict=True))
         index = []
-        for dim, axis in enumerate(found.sharding_specs):
-            if axis == dtensor.UNSHARDED:
-                index.append(slice(None))
-            else:
-                size = whole.shape[dim] // sizes[axis]
-                index.append(slice(location[axis] * size, (location[axis] + 1) * size))
+        for dim, axis in enumerate(specs):
+            size = whole.shape[dim] // sizes[axis] if axis else 0
+            index.append(slice(location[axis] * size, (location[axis] + 1) * size) if axis else slice(None))
         whole[tuple(index)] = piece
-    assert whole is not None
     return whole
+
+
+def is_local(axes: Sequence[str], mesh: dtensor.Mesh) -> bool:
+    """Whether every client holds all pieces of a tensor that `axes` shard. The same on all clients."""
+    per_client = mesh.num_local_devices()
+    if per_client == mesh.size:
+        return True
+    held: dict[int, set[tuple[int, ...]]] = {}
+    for device, location in mesh.unravel_index().items():
+        held.setdefault(device // per_client, set()).add(tuple(location[axis] for axis in axes))
+    pieces = math.prod(axis_sizes(mesh)[axis] for axis in axes)
+    return all(len(parts) == pieces for parts in held.values())
+
+
+def _exchange(
+    pieces: Mapping[tuple[int, ...], np.ndarray], used: tuple[str, ...], mesh: dtensor.Mesh
+) -> dict[tuple[int, ...], np.ndarray]:
+    """All pieces of a tensor, by place on the `used` axes, from the local ones.
+
+    They travel as words of 32 bits: all-gathers take few dtypes, and every bit arrives.
+    """
+    like = next(iter(pieces.values()))
+    rows = []
+    for location in mesh.local_device_locations():
+        piece = pieces[tuple(location[axis] for axis in used)]
+        rows.append(to_words(piece).reshape(*(1 for _ in used), -1))
+    axes: Axes = (*used, None)
+    with clients.operation(f"the exchange of {rows[0].nbytes} bytes a device", first=True):
+        gathered = dtensor.pack([tf.constant(row) for row in rows], layout(axes, mesh))
+        # One axis after the other: an eager relayout over two of them at once can fail.
+        for i in reversed(range(len(used))):
+            axes = tuple(None if dim == i else axis for dim, axis in enumerate(axes))
+            gathered = relayout(gathered, axes, mesh)
+        words = np.asarray(dtensor.unpack(gathered)[0])
+    return {part: from_words(words[part], like.shape, like.dtype) for part in np.ndindex(words.shape[:-1])}
+
+
+def to_words(value: np.ndarray) -> np.ndarray:
+    """The bytes of an array as int32, filled up with zeros."""
+    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return np.pad(data, (0, -data.size % 4)).view(np.int32)
+
+
+def from_words(words: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """The array that `to_words` took apart."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.ascontiguousarray(words).view(np.uint8)[:size].view(dtype).reshape(shape)
 
 
 def is_dtensor(value: Any) -> bool:
@@ -178,5 +231,5 @@ def map_tensors(fn: Callable[[Any], Any], structure: Any) -> Any:
 
 
 def local_bytes(tensor: tf.Tensor) -> Mapping[str, int]:
-    """Bytes that each local device really holds of an eager DTensor, by device name."""
+    """Bytes that each device of this process really holds of an eager DTensor, by device name."""
     return {piece.device: int(np.asarray(piece).nbytes) for piece in dtensor.unpack(tensor)}

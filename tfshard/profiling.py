@@ -150,7 +150,7 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
     """Trains two steps on a batch and tells what the second one sent.
 
     The steps are real ones: weights, slots and metrics change as in `train_on_batch`. The first compiles what is
-    not compiled yet.
+    not compiled yet. In a launched run all clients call it; each sees what its own devices sent.
 
     Args:
         model: A model compiled under a ShardedStrategy.

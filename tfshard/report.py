@@ -1,6 +1,7 @@
 """What every device holds, measured on the devices' own tensors."""
 
 import dataclasses
+import hashlib
 import io
 import math
 from typing import Any
@@ -11,7 +12,7 @@ import rich.console
 import rich.table
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, placement, support
+from tfshard import _private, clients, placement, support
 from tfshard.errors import ConsistencyError
 from tfshard.mesh import BATCH_AXIS
 from tfshard.variables import ShardedVariable
@@ -32,8 +33,8 @@ class VariableReport:
         group: The number of the group whose buffer it shares, or None.
         shards: Into how many different pieces it is cut.
         bytes_whole: Bytes of the whole variable.
-        bytes_per_device: Bytes that the fullest device holds, read from the device's tensor; of a group's tensor, this
-            variable's part.
+        bytes_per_device: Bytes that the fullest device of this process holds, read from the device's tensor; of a
+            group's tensor, this variable's part.
     """
 
     path: str
@@ -84,7 +85,7 @@ class Report:
         )
 
     def bytes_per_device(self, kind: str | None = None) -> int:
-        """Bytes that the fullest device holds, of one kind of variable or of all."""
+        """Bytes that the fullest device of this process holds, of one kind of variable or of all."""
         return sum(row.bytes_per_device for row in self.variables if kind in (None, row.kind))
 
     def bytes_on_one_device(self, kind: str | None = None) -> int:
@@ -223,9 +224,13 @@ def _whole_bytes(variable: ShardedVariable) -> int:
 
 
 def check_consistency(model: keras.Model, strategy: Any) -> None:
-    """Raises `ConsistencyError` unless devices that hold the same part of a variable hold the same bits."""
+    """Raises `ConsistencyError` unless devices that hold the same part of a variable hold the same bits.
+
+    In a launched run also devices of different clients; all of them have to call it.
+    """
     rows = [variable for variable, _ in support.owned_variables(model)] + support.optimizer_variables(model)
     checked = set()
+    digests: dict[str, str] = {}
     for variable in rows:
         current = _private.backend_variable(variable)
         if not isinstance(current, ShardedVariable) or id(current.storage) in checked:
@@ -244,3 +249,8 @@ def check_consistency(model: keras.Model, strategy: Any) -> None:
                     "and is not. Load a checkpoint, or set the weights again (model.set_weights). "
                     f"Received: storage layout {current.layout.storage}"
                 )
+        if clients.current() is not None:
+            for part, (_, data) in first.items():
+                digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+                digests[f"{variable.path}, storage {len(checked)}, part {part}"] = digest
+    clients.agree("copies of variables", digests, error=ConsistencyError, hint="Load a checkpoint.")

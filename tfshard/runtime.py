@@ -3,10 +3,11 @@
 import dataclasses
 import os
 
+import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private
+from tfshard import _private, clients
 from tfshard.errors import InitializationError
 
 # Why each switch has its value: docs/design.md, "Switches".
@@ -33,11 +34,20 @@ class Runtime:
 
     Attributes:
         device_type: `"CPU"`, `"GPU"` or `"TPU"`.
-        num_devices: Devices of that type in this process.
+        num_devices: Devices of that type that a mesh can have; those of all clients in a launched run.
+        client_id: This process among the clients of a launched run, from 0.
+        num_clients: How many clients there are; 1 in a process that was not launched.
     """
 
     device_type: str
     num_devices: int
+    client_id: int = dataclasses.field(default=0, repr=False)
+    num_clients: int = dataclasses.field(default=1, repr=False)
+
+    @property
+    def local_devices(self) -> int:
+        """Devices in this process."""
+        return self.num_devices // self.num_clients
 
 
 _runtime: Runtime | None = None
@@ -49,6 +59,10 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
     Call it before TensorFlow creates its first tensor: TensorFlow fixes its devices then. A second call
     that agrees with the first does nothing.
 
+    In a run that `tfshard launch` started, it waits for all clients and connects their devices; the arguments then
+    speak of the devices of the whole run, so that a script runs alone and launched. Keras's random seed is set to the
+    same number on all clients, unless it is set already.
+
     Args:
         num_devices: How many devices to use. Accelerators: all of them by default. CPU: the number of
             processor cores by default; each device is a logical one on the same processor.
@@ -59,7 +73,8 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
 
     Raises:
         InitializationError: An unknown device type, fewer devices than asked for, a second call that
-            differs from the first, or TensorFlow has already fixed its devices.
+            differs from the first, TensorFlow has already fixed its devices, or the clients of a run differ in
+            their devices or versions.
 
     Example:
 
@@ -86,6 +101,16 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
         )
     _check_switches()
     device_type = device_type or dtensor.preferred_device_type()
+    settings = clients.Settings.from_environment()
+    if settings is not None:
+        _runtime = _join(settings, num_devices, device_type)
+        return _runtime
+    if os.environ.get("DTENSOR_JOBS"):
+        raise InitializationError(
+            "DTENSOR_JOBS is set, but the process was not started by 'tfshard launch'. Without a launcher nothing ends "
+            "the other clients when one dies. Start the run with 'tfshard launch' (docs/launching.md), or unset it. "
+            f"Received: DTENSOR_JOBS={os.environ['DTENSOR_JOBS']}"
+        )
     num_devices = _validate_num_devices(num_devices, device_type)
     if _private.context_is_initialized():
         _adopt_running_context(num_devices, device_type)
@@ -133,12 +158,57 @@ def _validate_num_devices(num_devices: int | None, device_type: str) -> int:
     return num_devices or available
 
 
+def _join(settings: clients.Settings, num_devices: int | None, device_type: str) -> Runtime:
+    """Starts DTensor as one client of a launched run, when all are there."""
+    local = settings.devices_per_process
+    total = None if local is None else local * settings.num_clients
+    if num_devices is not None and (num_devices % settings.num_clients or total not in (None, num_devices)):
+        raise InitializationError(
+            f"In a launched run num_devices is the number of devices of all {settings.num_clients} clients"
+            f"{'' if local is None else f' with {local} devices each'}. Leave it out to take the launcher's settings. "
+            f"Received: num_devices={num_devices}"
+        )
+    local = local or (num_devices // settings.num_clients if num_devices else None)
+    local = _validate_num_devices(local, device_type)
+    if _private.context_is_initialized():
+        raise InitializationError(
+            "TensorFlow has already fixed its devices, so this process cannot become a client any more. Call "
+            "tfshard.initialize() first thing in the program, before the first tensor, variable or model."
+        )
+    client = clients.connect(settings)
+    from tfshard import __version__  # Here: the package is complete now.
+
+    versions = {name: _private.package_version(name) for name in ("tensorflow", "keras", "numpy")}
+    start = client.register({"device type": device_type, "devices": local, "tfshard": __version__, **versions})
+    os.environ.update(
+        DTENSOR_CLIENT_ID=str(settings.client_id),
+        DTENSOR_NUM_CLIENTS=str(settings.num_clients),
+        DTENSOR_JOB_NAME="worker",
+        DTENSOR_JOBS=",".join(start["jobs"]),
+    )
+    with client.operation("the start of DTensor"):
+        _start(local, device_type)
+    # All servers are up from here on.
+    client.agree("the start of DTensor", {})
+    if not _private.random_seed_is_set():
+        keras.utils.set_random_seed(start["seed"])
+    return Runtime(
+        device_type=device_type,
+        num_devices=local * settings.num_clients,
+        client_id=settings.client_id,
+        num_clients=settings.num_clients,
+    )
+
+
 def _start(num_devices: int, device_type: str) -> None:
     _set_switches(device_type)
     if device_type == "CPU":
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
-    dtensor.initialize_accelerator_system(device_type)
+    # TensorFlow's coordination service did not end a run whose peer had died, and made it deaf to SIGTERM: the launcher
+    # watches the clients instead.
+    with _private.without_log():
+        dtensor.initialize_accelerator_system(device_type, enable_coordination_service=False)
 
 
 def _adopt_running_context(num_devices: int, device_type: str) -> None:

@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import weakref
+import zlib
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, placement, steps
+from tfshard import _private, clients, placement, steps
 from tfshard.errors import StrategyError
 from tfshard.layouts import Axes, FlatForm, VariableLayout
 from tfshard.steps import Recorded
@@ -72,6 +73,7 @@ class Storage:
         self._trainable = trainable
         self._options = options or {}
         self._host: dict[int, np.ndarray] = {}
+        self._checksums: dict[int, int] = {}
         self._buffer: dtensor.DVariable | None = None
         self._version = 0
         self._eager_cache: tuple[int, dict] = (0, {})
@@ -97,6 +99,8 @@ class Storage:
 
     def fill(self, index: int, value: np.ndarray) -> None:
         """Sets a member from the host. The buffer is made when it is first used, from what was filled by then."""
+        if clients.current() is not None:
+            self._checksums[index] = zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         if self._buffer is None:
             self._host[index] = value
             return
@@ -107,6 +111,10 @@ class Storage:
         values = self.host_values()
         values[index] = value
         self._buffer.assign(self._pack_host(values), read_value=False)
+
+    def pop_checksum(self, index: int) -> int | None:
+        """Of the value that a member was last filled with, in a launched run; None when it was asked for already."""
+        return self._checksums.pop(index, None)
 
     @property
     def buffer(self) -> dtensor.DVariable:

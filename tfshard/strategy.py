@@ -13,6 +13,7 @@ from tensorflow.experimental import dtensor
 from tfshard import (
     _private,
     auto_layout,
+    clients,
     data,
     layouts,
     linter,
@@ -56,6 +57,8 @@ class ShardedStrategy(tf.distribute.Strategy):
             sharded along the sequence over the model axis: residuals, normalizations, dropout (Korthikanti et al. 2022,
             "Reducing Activation Recomputation in Large Transformer Models"). Lengths that the axis does not divide
             stay whole.
+        already_sharded: In a launched run, whether each client feeds its own part of every batch, which `input_shard`
+            names. By default each client is given the whole batch, the same on all of them, and takes its rows.
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
@@ -84,6 +87,7 @@ class ShardedStrategy(tf.distribute.Strategy):
         zero_stage: int = 3,
         analyzer: ParameterAnalyzer | None = DEFAULT,
         sequence_parallel: bool = False,
+        already_sharded: bool = False,
     ):
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
             raise MeshError(
@@ -107,7 +111,13 @@ class ShardedStrategy(tf.distribute.Strategy):
         self.zero_stage = zero_stage
         self.analyzer = analyzer
         self.sequence_parallel = sequence_parallel
+        self.already_sharded = already_sharded
+        settings = {"zero_stage": zero_stage, "layout_map": auto_layout.AUTO if self.auto else repr(layout_map),
+                    "analyzer": repr(analyzer), "mesh": self.mesh_shape, "already_sharded": already_sharded,
+                    "sequence_parallel": sequence_parallel}  # fmt: skip
+        clients.agree("the strategy", settings, error=StrategyError)
         self._functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._found_maps: weakref.WeakKeyDictionary[keras.Model, LayoutMap] = weakref.WeakKeyDictionary()
         super().__init__(_ShardedExtended(self))
@@ -184,12 +194,37 @@ class ShardedStrategy(tf.distribute.Strategy):
         support.check_step_function(fn, self)
         if _private.is_eager():
             self.adopt_global_seed()
-            args, kwargs = data.batch_to_mesh((args, kwargs or {}), self.mesh)
-            if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-                with support.translated_errors(f"Step function {fn!r}"):
-                    return self._inside(fn)(*args, **kwargs)
+            args, kwargs = data.batch_to_mesh((args, kwargs or {}), self.mesh, self.already_sharded)
+            with self.operation(fn, "step", (args, kwargs)):
+                if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+                    with support.translated_errors(f"Step function {fn!r}"):
+                        return self._inside(fn)(*args, **kwargs)
+                with self.scope():
+                    return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
         with self.scope():
             return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
+
+    @contextlib.contextmanager
+    def operation(self, function: Any, kind: str, batch: Any):
+        """A step in eager code, told to the launcher of a launched run. Its operations have ended when it ends.
+
+        Args:
+            function: What is run.
+            kind: Such as `"training step"`, for messages.
+            batch: What it is run on, on the mesh.
+        """
+        client = clients.current()
+        if client is None:
+            yield
+            return
+        # A new shape is traced and compiled.
+        shapes = str([getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batch)])
+        seen = self._seen.setdefault(function, set())
+        first = shapes not in seen
+        seen.add(shapes)
+        with client.operation(f"{kind} {client.count(kind)}", first=first, digest=data.digest(batch)):
+            yield
+            _private.wait_for_devices()
 
     def _inside(self, fn: Any) -> Any:
         """A tf.function's Python function with the step opened inside of the trace, where its writes are."""
@@ -230,7 +265,12 @@ class ShardedStrategy(tf.distribute.Strategy):
         A batch that the axis does not divide is whole on every device.
         """
         del options
-        return data.ShardedDataset(dataset, self.mesh)
+        return data.ShardedDataset(dataset, self.mesh, self.already_sharded)
+
+    @property
+    def input_shard(self) -> data.InputShard:
+        """Which part of each batch this client feeds, with `already_sharded=True`."""
+        return data.InputShard.of(self.mesh)
 
     # --- models ---------------------------------------------------------------------------------------
 
@@ -323,6 +363,8 @@ class ShardedStrategy(tf.distribute.Strategy):
                 spec = dataclasses.replace(current.layout.spec, path=variable.path, layer=layer)
                 variables.append(current)
                 layouts.append(self.plan_variable(spec, layout_map=layout_map))
+        # Before the first collective: clients with other variables would hang in it.
+        self._agree_on_values(model)
         if self.analyzer is not None and support.can_group(model):
             layouts = list(self.analyzer.group(layouts, mesh_shape=self.mesh_shape))
         stale = {layout.group for variable, layout in zip(variables, layouts, strict=True) if variable.layout != layout}
@@ -344,6 +386,25 @@ class ShardedStrategy(tf.distribute.Strategy):
         vocabulary.install(model, [variable for variable, _ in support.owned_variables(model)], self.mesh)
         if self.sequence_parallel:
             sequence.install(model, self.mesh)
+
+    def _agree_on_values(self, model: keras.Model) -> None:
+        """Checks that all clients of a launched run made the same variables with the same initial values."""
+        if clients.current() is None:
+            return
+        values: dict[str, Any] = {}
+        for variable in [v for v, _ in support.owned_variables(model)] + support.optimizer_variables(model):
+            current = _private.backend_variable(variable)
+            found = current.storage.pop_checksum(current.index) if isinstance(current, ShardedVariable) else None
+            if found is not None:
+                spec = current.layout.spec
+                values[f"variable {len(values)}"] = [spec.path, list(spec.shape), spec.dtype, found]
+        if values:
+            clients.agree(
+                f"the initial values of model '{model.name}'",
+                {"number of variables": len(values), **values},
+                error=StrategyError,
+                hint="Build the same model on all clients, after keras.utils.set_random_seed with the same number.",
+            )
 
     def _shard(self, current: tf.Variable, layout: VariableLayout) -> ShardedVariable:
         return ShardedVariable(
@@ -576,12 +637,16 @@ class _ShardedExtended(tf.distribute.StrategyExtended):
         return [value for value, _ in value_destination_pairs]
 
     def _experimental_distribute_values_from_function(self, value_fn):
-        return data.batch_to_mesh(value_fn(_ValueContext()), self._strategy().mesh)
+        strategy = self._strategy()
+        return data.batch_to_mesh(value_fn(_ValueContext()), strategy.mesh, strategy.already_sharded)
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         del options
-        dataset = dataset_fn(tf.distribute.InputContext())
-        return data.ShardedDataset(dataset, self._strategy().mesh)
+        strategy, context = self._strategy(), tf.distribute.InputContext()
+        if strategy.already_sharded:
+            part = strategy.input_shard
+            context = tf.distribute.InputContext(num_input_pipelines=part.count, input_pipeline_id=part.index)
+        return data.ShardedDataset(dataset_fn(context), strategy.mesh, strategy.already_sharded)
 
     # --- what it is
 

@@ -1,13 +1,17 @@
 """The ways into a sharded model: as_distributed, tfshard.Model, tfshard.Sequential."""
 
+import contextlib
 import functools
 import itertools
+import pathlib
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfshard import _private, data, generation, placement, support
+from tfshard import _private, clients, data, generation, placement, support
 from tfshard.errors import StrategyError
 from tfshard.strategy import ShardedStrategy
 from tfshard.variables import ShardedVariable
@@ -65,15 +69,25 @@ class _Distributed:
 
     def make_train_function(self, force=False):
         super().make_train_function(force)  # type: ignore[misc]
-        self.train_function = _on_mesh(self, self.train_function, _private.make_step_function(self, "train_step"))
+        again = _private.make_step_function(self, "train_step")
+        self.train_function = _on_mesh(self, self.train_function, "training step", again)
 
     def make_test_function(self, force=False):
         super().make_test_function(force)  # type: ignore[misc]
-        self.test_function = _on_mesh(self, self.test_function, _private.make_step_function(self, "test_step"))
+        again = _private.make_step_function(self, "test_step")
+        self.test_function = _on_mesh(self, self.test_function, "evaluation step", again)
 
     def make_predict_function(self, force=False):
         super().make_predict_function(force)  # type: ignore[misc]
-        self.predict_function = _on_mesh(self, self.predict_function, to_host=True)
+        self.predict_function = _on_mesh(self, self.predict_function, "prediction step", to_host=True)
+
+    def save(self, filepath, *args, **kwargs):
+        with _written_once(filepath) as path:
+            super().save(path, *args, **kwargs)  # type: ignore[misc]
+
+    def save_weights(self, filepath, *args, **kwargs):
+        with _written_once(filepath) as path:
+            super().save_weights(path, *args, **kwargs)  # type: ignore[misc]
 
 
 def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
@@ -84,12 +98,32 @@ def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
     return None
 
 
-def _on_mesh(model: Any, function: Any, for_whole_batches: Any = None, *, to_host: bool = False) -> Any:
+@contextlib.contextmanager
+def _written_once(path: Any) -> Iterator[Any]:
+    """Where this client writes a file that the clients of a launched run write together: client 0 to its place.
+
+    All clients take part, because reading the variables takes all of them; what the others write is thrown away. The
+    file is complete on all clients when this ends.
+    """
+    client = clients.current()
+    if client is None:
+        yield path
+        return
+    if client.settings.client_id == 0:
+        yield path
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            yield pathlib.Path(directory) / pathlib.Path(path).name
+    client.agree("a saved model", {})
+
+
+def _on_mesh(model: Any, function: Any, kind: str, for_whole_batches: Any = None, *, to_host: bool = False) -> Any:
     """A Keras step function that puts its batches on the mesh and, for predictions, brings results back.
 
     Args:
         model: The model.
         function: What Keras made.
+        kind: What it does, for messages.
         for_whole_batches: The same once more, for batches that the batch axis does not divide: traced apart, so
             that the trace for full batches keeps its static shape.
         to_host: Whether the results are per-sample values that go to the host.
@@ -105,14 +139,18 @@ def _on_mesh(model: Any, function: Any, for_whole_batches: Any = None, *, to_hos
         batches = list(itertools.islice(batches, model.steps_per_execution))
         if not batches:
             raise StopIteration
-        batches = [data.batch_to_mesh(batch, strategy.mesh) for batch in batches]
+        batches = [data.batch_to_mesh(batch, strategy.mesh, strategy.already_sharded) for batch in batches]
         if not to_host:
             whole = for_whole_batches is not None and data.is_whole(batches, strategy.mesh)
-            with support.translated_errors(f"A step of model '{model.name}'"):
+            with (
+                strategy.operation(on_mesh, kind, batches),
+                support.translated_errors(f"A step of model '{model.name}'"),
+            ):
                 return (for_whole_batches if whole else function)(batches)
         # Each device keeps its samples: the pieces meet on the host, not on every device.
         with strategy.extended.results_stay_sharded(), support.translated_errors(f"predict of model '{model.name}'"):
-            outputs = function(batches)
+            with strategy.operation(on_mesh, kind, batches):
+                outputs = function(batches)
         return placement.map_tensors(lambda output: tf.constant(placement.to_host(output)), outputs)
 
     on_mesh._tfshard_on_mesh = True  # type: ignore[attr-defined]

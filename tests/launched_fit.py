@@ -1,0 +1,113 @@
+"""Trains, measures, predicts and saves in every way; run alone and launched by test_launch.py. Prints what it found."""
+
+import json
+import os
+import pathlib
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfshard
+
+
+def main(options: dict) -> None:
+    started = tfshard.initialize(num_devices=options.get("devices"), device_type="CPU")
+    keras.utils.set_random_seed(0)
+    random = np.random.RandomState(0)
+    # Batches of 8, 8 and 5: the last one is whole on every device.
+    x, y = random.randn(21, 6).astype("float32"), random.randint(0, 3, 21)
+    mesh = tfshard.create_mesh(**options["mesh"])
+    layout_map = tfshard.LayoutMap()
+    if "model" in options["mesh"]:
+        layout_map.column(".*/up")
+        layout_map.row(".*/down")
+    strategy = tfshard.ShardedStrategy(mesh, layout_map, zero_stage=options["stage"])
+    model = build(strategy)
+    found: dict = {"clients": started.num_clients, "local devices": len(mesh.local_devices())}
+    found["kernel on"] = str(model.layers[0].kernel.value.layout.storage)
+    fit = model.fit(x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x, y))
+    found["fit"] = fit.history
+    found["evaluate"] = model.evaluate(x, y, verbose=0, batch_size=8)
+    found["predict"] = model.predict(x, verbose=0, batch_size=8).tolist()
+    if options["everything"]:
+        found |= everything(strategy, model, x, y, pathlib.Path(options["directory"]))
+    strategy.check_consistency(model)
+    found["report"] = strategy.report(model).bytes_per_device()
+    found["weights"] = [weight.tolist() for weight in model.get_weights()]
+    if options.get("already_sharded"):
+        found["already sharded"] = already_sharded(mesh, x, y)
+    print(f"FOUND {json.dumps(found, default=float)}", flush=True)
+
+
+def everything(strategy, model, x, y, directory: pathlib.Path) -> dict:
+    """tf.data, single batches, a custom loop, callbacks and files."""
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(21, seed=3).batch(8)
+    found = {"dataset": model.fit(dataset, epochs=2, verbose=0, shuffle=False).history}
+    found["on_batch"] = [model.train_on_batch(x[:5], y[:5]), model.predict_on_batch(x[:5]).tolist()]
+    found["loop"] = loop(strategy, dataset)
+    checkpoint = keras.callbacks.ModelCheckpoint(str(directory / "best.keras"), monitor="loss", save_best_only=True)
+    model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=[checkpoint])
+    model.save(directory / "model.keras")
+    model.save_weights(directory / "model.weights.h5")
+    loaded = keras.models.load_model(directory / "model.keras")
+    np.testing.assert_allclose(loaded.predict(x, verbose=0), model.predict(x, verbose=0), atol=1e-5)
+    assert (directory / "best.keras").stat().st_size > 0
+    return found
+
+
+def build(strategy) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = tfshard.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(12, "tanh", name="up"),
+            keras.layers.Dense(8, name="down"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.25),
+            keras.layers.Dense(3, name="head"),
+        ],
+        name="net",
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-2), loss, metrics=["accuracy"], strategy=strategy)
+    return model
+
+
+def loop(strategy, dataset) -> list[float]:
+    """A custom training loop."""
+    with strategy.scope():
+        keras.utils.set_random_seed(2)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        optimizer = keras.optimizers.Adam(1e-2)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            per_sample = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
+            loss = tf.reduce_mean(per_sample)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    function = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
+    compiled = tf.function(step)
+    losses = [float(function(*batch)) for batch in strategy.experimental_distribute_dataset(dataset)]
+    return losses + [float(strategy.run(compiled, args=batch)) for batch in dataset.take(2)]
+
+
+def already_sharded(mesh, x, y) -> dict:
+    """Each client feeds its own rows; one process feeds all of them."""
+    strategy = tfshard.ShardedStrategy(mesh, already_sharded=True)
+    model = build(strategy)
+    part = strategy.input_shard
+    # Global batches of 8 rows, of which each part holds its own.
+    rows = np.concatenate([np.split(np.arange(i, i + 8), part.count)[part.index] for i in range(0, 16, 8)])
+    dataset = tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).batch(8 // part.count)
+    history = model.fit(dataset, epochs=2, verbose=0, shuffle=False).history
+    return {"fit": history, "predict": model.predict(dataset, verbose=0).tolist()}
+
+
+if __name__ == "__main__":
+    assert os.environ["KERAS_BACKEND"] == "tensorflow"
+    main(json.loads(sys.argv[1]))
