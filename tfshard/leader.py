@@ -553,7 +553,7 @@ class Leader:
 
     def _report(self, failure: _Failure) -> None:
         log(failure.text)
-        if failure.tail:
+        if any(failure.tail):
             log(f"its last output:\n{chr(10).join(failure.tail)}")
 
     def _stop(self) -> None:
