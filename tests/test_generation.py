@@ -109,7 +109,9 @@ def assert_same(ours: dict, theirs: dict) -> None:
         np.testing.assert_array_equal(ours[name], expected, err_msg=name)
 
 
-@pytest.mark.parametrize(("build", "mesh"), CASES, ids=lambda case: getattr(case, "__name__", " x ".join(case)))
+@pytest.mark.parametrize(
+    ("build", "mesh"), CASES, ids=lambda case: " x ".join(case) if isinstance(case, dict) else case.__name__
+)
 def test_greedy_tokens_are_those_of_one_device(build: Callable, mesh: dict):
     model = tfshard.as_distributed(made(build))
     model.compile(sampler="greedy", strategy=strategy_of(mesh, build))

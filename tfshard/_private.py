@@ -144,8 +144,10 @@ def replaced_outputs(replace: dict):
 
     def callback(op_type, inputs, attrs, outputs, op_name=None, graph=None):
         del inputs, attrs, op_name
-        if graph is None or op_type not in replace or outputs is None:
-            return outputs  # What an earlier callback made of them.
+        if graph is None or outputs is None:
+            return None
+        if op_type not in replace:
+            return list(outputs)  # What an earlier callback made of them. TensorFlow has lists here.
         return [replace[op_type](output) for output in outputs]
 
     _op_callbacks.add_op_callback(callback)
