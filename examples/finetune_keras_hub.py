@@ -55,29 +55,12 @@ def start(axes: dict[str, int]) -> None:
         tfshard.initialize(num_devices=None if -1 in axes.values() else math.prod(axes.values()))
 
 
-def make_strategy(axes: dict[str, int], backbone: keras.Model) -> tfshard.ShardedStrategy | None:
+def make_strategy(axes: dict[str, int]) -> tfshard.ShardedStrategy | None:
     """The strategy that the flags ask for, None for one device."""
     if not axes:
         return None
-    mesh = tfshard.create_mesh(**axes)
-    layout_map = make_layout_map(backbone, mesh.shape(), mesh.dim_names) if "model" in axes else None
-    return tfshard.ShardedStrategy(mesh, layout_map, zero_stage=_ZERO_STAGE.value)
-
-
-def make_layout_map(
-    backbone: keras.Model, shape: list[int], axis_names: list[str]
-) -> keras.distribution.LayoutMap | tfshard.LayoutMap:
-    """The backbone's own layout map when KerasHub ships one, else column and row rules for its blocks."""
-    if hasattr(backbone, "get_layout_map") and {"batch", "model"} <= set(axis_names):
-        # Only the names of the axes are looked at: the devices are tfshard's affair.
-        devices = [f"cpu:{i}" for i in range(math.prod(shape))]
-        return backbone.get_layout_map(keras.distribution.DeviceMesh(shape, axis_names, devices))
-    layout_map = tfshard.LayoutMap()
-    layout_map.column(".*attention.*/(query|key|value)")
-    layout_map.row(".*attention.*/attention_output")
-    layout_map.column(".*feedforward_intermediate_dense")
-    layout_map.row(".*feedforward_output_dense")
-    return layout_map
+    layout_map = "auto" if "model" in axes else None
+    return tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=_ZERO_STAGE.value)
 
 
 def make_backbone() -> keras.Model:
@@ -134,7 +117,7 @@ def main(argv: list[str]) -> int:
     start(axes)  # First: TensorFlow fixes its devices at the first tensor.
     keras.utils.set_random_seed(_SEED.value)
     backbone = make_backbone()
-    strategy = make_strategy(axes, backbone)
+    strategy = make_strategy(axes)
     random = np.random.default_rng(_SEED.value)
     train = make_sequences(_STEPS.value * _BATCH_SIZE.value, list(backbone.input), random)
     held_out = make_sequences(HELD_OUT, list(backbone.input), random)

@@ -49,16 +49,8 @@ def make_strategy() -> tfshard.ShardedStrategy | None:
     if not axes:
         return None
     tfshard.initialize(num_devices=None if -1 in axes.values() else math.prod(axes.values()))
-    layout_map = make_layout_map() if "model" in axes else None
+    layout_map = "auto" if "model" in axes else None
     return tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=_ZERO_STAGE.value)
-
-
-def make_layout_map() -> tfshard.LayoutMap:
-    """The two dense layers over the model axis: the first by columns, the second by rows."""
-    layout_map = tfshard.LayoutMap()
-    layout_map.column("digits/hidden")
-    layout_map.row("digits/logits")
-    return layout_map
 
 
 def make_model() -> keras.Model:

@@ -100,18 +100,8 @@ def make_strategy() -> tfshard.ShardedStrategy | None:
         return None
     size = None if -1 in axes.values() else math.prod(axes.values())
     tfshard.initialize(num_devices=_NUM_DEVICES.value or size)
-    layout_map = make_layout_map() if "model" in axes else None
+    layout_map = "auto" if "model" in axes else None
     return tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=_ZERO_STAGE.value)
-
-
-def make_layout_map() -> tfshard.LayoutMap:
-    """Tensor parallelism in the manner of Megatron-LM: two all-reduces a block, forward and backward each."""
-    layout_map = tfshard.LayoutMap()
-    layout_map.column("block_.*/attention/(query|key|value)")
-    layout_map.row("block_.*/attention/attention_output")
-    layout_map.column("block_.*/up")
-    layout_map.row("block_.*/down")
-    return layout_map
 
 
 def make_model() -> keras.Model:

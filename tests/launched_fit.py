@@ -23,6 +23,7 @@ def main(options: dict) -> None:
     if "model" in options["mesh"]:
         layout_map.column(".*/up")
         layout_map.row(".*/down")
+        layout_map.whole(".*", optional=True)
     strategy = tfshard.ShardedStrategy(mesh, layout_map, zero_stage=options["stage"])
     model = build(strategy)
     found: dict = {"clients": started.num_clients, "local devices": len(mesh.local_devices())}

@@ -33,6 +33,7 @@ def compiled(stage: int = 3, grouped: bool = True, seed: int = 0, optimizer=None
         hidden = [keras.layers.Dense(16, name="wide"), keras.layers.Dropout(0.5)]
         model = tfshard.Sequential([keras.Input((13,)), *hidden, keras.layers.Dense(3)])
         layout_map.column(".*wide")
+        layout_map.whole(".*")
     options = {} if grouped else {"analyzer": None}
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**(axes or {"batch": 4})), layout_map, stage, **options)
     model.compile(optimizer or keras.optimizers.Adam(1e-2), "mse", strategy=strategy)
@@ -137,7 +138,7 @@ def test_the_next_step_on_another_mesh_has_the_same_loss(tmp_path):
         model = tfshard.Sequential(
             [keras.Input((13,)), keras.layers.Dense(17, activation="tanh"), keras.layers.Dense(3)]
         )
-        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), zero_stage=stage)
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), {".*": ()}, zero_stage=stage)
         model.compile(keras.optimizers.Adam(1e-2), "mse", strategy=strategy)
         return model
 

@@ -88,7 +88,10 @@ def test_help_names_every_command_and_flag(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("plam",), "Unknown command. Commands: ('plan', 'launch', 'doctor', 'profile-network'). Received: plam"),
+        (
+            ("plam",),
+            "Unknown command. Commands: ('plan', 'lint', 'launch', 'doctor', 'profile-network'). Received: plam",
+        ),
         (("plan", "--mesh=batch:4"), "takes 1 positional arguments"),
         (("launch",), "takes 1 positional arguments ('SCRIPT',)"),
         (("launch", "nowhere.py"), "There is no such file."),

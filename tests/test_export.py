@@ -21,7 +21,7 @@ def compiled(seed: int = 0, stage: int = 3, **axes: int) -> keras.Model:
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
     model = build()
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**(axes or {"batch": 4})), zero_stage=stage)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**(axes or {"batch": 4})), {".*": ()}, zero_stage=stage)
     model.compile(keras.optimizers.Adam(1e-2), "mse", strategy=strategy)
     return model
 

@@ -55,6 +55,7 @@ def main(argv: list[str]) -> None:
     layout_map = tfshard.LayoutMap()
     if _MODEL_AXIS.value > 1:
         layout_map.column(".*/up")
+    layout_map.whole(".*", optional=True)
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map)
     model = tfshard.Sequential([keras.Input((16,)), keras.layers.Dense(32, "tanh", name="up"), keras.layers.Dense(1)])
     model.compile(keras.optimizers.Adam(1e-2), "mse", strategy=strategy)
