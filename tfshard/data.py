@@ -106,7 +106,7 @@ class ShardedDataset:
     """
 
     def __init__(self, dataset: Iterable, mesh: dtensor.Mesh):
-        self.host = dataset
+        self.host: Any = dataset
         self.current: ShardedIterator | None = None
         self.note_start: Callable[[Iterator], Any] | None = None
         self._mesh = mesh
@@ -131,11 +131,11 @@ class ShardedDataset:
         return self.current
 
     def __len__(self) -> int:
-        return len(self.host)  # type: ignore[arg-type]
+        return len(self.host)
 
     @property
     def element_spec(self):
-        return self.host.element_spec  # type: ignore[attr-defined]
+        return self.host.element_spec
 
 
 # What counts the steps of the epochs of a model's `fit`: Keras's epoch iterator.
