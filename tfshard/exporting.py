@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfshard import _private, clients
+from tfshard import _private, clients, training_state
 from tfshard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 # What a file may hold beyond the variables themselves: names, and the tree in which HDF5 keeps them.
@@ -58,6 +58,9 @@ def export(model: keras.Model, path: str | os.PathLike[str]) -> pathlib.Path:
     """
     path = _checked_path(path)
     _check_built(model)
+    if path.suffix == ".keras":
+        # The optimizer that Keras makes when it loads the model is built, and has to find its state.
+        training_state.build_optimizer(model)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         if clients.rank() > 0:
