@@ -75,7 +75,7 @@ def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> An
         return _own_part_to_mesh(host, mesh)
     tensor = placement.host_to_mesh(host, batch_axes(host.shape, mesh), mesh)
     if clients.current() is not None:
-        setattr(tensor, _DIGEST, zlib.crc32(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data))
+        setattr(tensor, _DIGEST, placement.checksum(host))
     return tensor
 
 
@@ -139,7 +139,7 @@ def end_of_data() -> None:
 
 
 def digest(batch: Any) -> int:
-    """A checksum of a batch on the mesh, by which the launcher sees whether all clients were given the same."""
+    """A checksum of a whole batch that was put on the mesh, by which the launcher sees whether all clients were given the same."""
     return zlib.crc32(str([getattr(leaf, _DIGEST, None) for leaf in tf.nest.flatten(batch)]).encode())
 
 

@@ -1,6 +1,7 @@
 """Tensors to devices and back: the few DTensor calls that everything above shares."""
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -133,6 +134,13 @@ def from_words(words: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndar
     """The array that `to_words` took apart."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     return np.ascontiguousarray(words).view(np.uint8)[:size].view(dtype).reshape(shape)
+
+
+def checksum(value: np.ndarray) -> int:
+    """CRC-32 of an array's elements."""
+    if value.dtype.hasobject:  # Strings.
+        return zlib.crc32(repr(value.tolist()).encode())
+    return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 
 def is_dtensor(value: Any) -> bool:

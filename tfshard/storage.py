@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import weakref
-import zlib
 from typing import Any
 
 import numpy as np
@@ -100,7 +99,7 @@ class Storage:
     def fill(self, index: int, value: np.ndarray) -> None:
         """Sets a member from the host. The buffer is made when it is first used, from what was filled by then."""
         if clients.current() is not None:
-            self._checksums[index] = zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+            self._checksums[index] = placement.checksum(value)
         if self._buffer is None:
             self._host[index] = value
             return

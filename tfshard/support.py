@@ -263,6 +263,9 @@ def check_optimizer(model: keras.Model) -> None:
             )
 
 
+_LOST_PEER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+
+
 @contextlib.contextmanager
 def translated_errors(step: str):
     """Names the operation that DTensor could not expand, instead of its compiler's text.
@@ -273,7 +276,8 @@ def translated_errors(step: str):
     try:
         yield
     except tf.errors.OpError as error:
-        if "dtensor" not in str(error).lower():
+        # A client that lost another one is told in the words of the operation that was running.
+        if "dtensor" not in str(error).lower() or isinstance(error, _LOST_PEER):
             raise
         first = str(error).partition("\n")[0]
         operation = re.search(r"'tf\.(\w+)' op", str(error))

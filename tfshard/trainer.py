@@ -81,10 +81,12 @@ class _Distributed:
         super().make_predict_function(force)  # type: ignore[misc]
         self.predict_function = _on_mesh(self, self.predict_function, "prediction step", to_host=True)
 
+    @functools.wraps(keras.Model.save)
     def save(self, filepath, *args, **kwargs):
         with _written_once(filepath) as path:
             super().save(path, *args, **kwargs)  # type: ignore[misc]
 
+    @functools.wraps(keras.Model.save_weights)
     def save_weights(self, filepath, *args, **kwargs):
         with _written_once(filepath) as path:
             super().save_weights(path, *args, **kwargs)  # type: ignore[misc]
