@@ -139,7 +139,7 @@ def end_of_data() -> None:
 
 
 def digest(batch: Any) -> int:
-    """A checksum of a whole batch that was put on the mesh, by which the launcher sees whether all clients were given the same."""
+    """A checksum of a whole batch on the mesh, by which the launcher sees whether all clients were given the same."""
     return zlib.crc32(str([getattr(leaf, _DIGEST, None) for leaf in tf.nest.flatten(batch)]).encode())
 
 
