@@ -122,7 +122,8 @@ def test_every_layout_restores_bit_for_bit_on_another_slots_included(layouts, tm
     expected = without_metrics(values(model))
     assert any(key.endswith("velocity") and value.any() for key, value in expected.items())
     managers = []
-    for number, layout in enumerate([*layouts[1:], layouts[0]]):
+    # After the second lap each was restored from each.
+    for number, layout in enumerate([*layouts[1:], layouts[0]] * (2 if SWEEP else 1)):
         managers.append(tfshard.CheckpointManager(tmp_path / str(number)))
         managers[-1].save(model, 6)
         model = compiled(seed=number + 1, **layout)
