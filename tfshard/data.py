@@ -138,7 +138,7 @@ def end_of_data() -> None:
 
 
 def digest(batch: Any) -> int:
-    """A checksum of a whole batch that was put on the mesh, by which the launcher sees whether all clients were given the same."""
+    """A checksum of a batch that was put on the mesh: the launcher sees by it whether clients were given the same."""
     return zlib.crc32(str([getattr(leaf, _DIGEST, None) for leaf in tf.nest.flatten(batch)]).encode())
 
 
