@@ -38,8 +38,9 @@ from tfshard.launch_options import (
 )
 from tfshard.processes import Processes, describe, exit_code
 
-# A client that has ended its script is missed by the others after so long.
-_MISSED_SECONDS = 5.0
+# A client that has ended its script is missed by the others after so long, and has so long to end.
+_MISSED_SECONDS = 3.0
+_ENDING_SECONDS = 8.0
 # How long to wait for the cause of an error that may be the consequence of another client's.
 _SETTLE_SECONDS = 0.5
 _CONSEQUENCE_SECONDS = 3.0
@@ -517,7 +518,8 @@ class Leader:
                         f"{client.client_id} is in {client.label}: all clients have to run the same steps.",
                         clients=(other.client_id,), retry=False,
                     )  # fmt: skip
-        if waited <= client.limit:
+        ending = any(c.left is not None and self._clock.now - c.left < _ENDING_SECONDS for c in behind)
+        if waited <= client.limit or (ending and waited <= client.limit + _ENDING_SECONDS):
             return
         # Those that are in it, and say nothing, hold it up; else those that have not come to it; else nobody in
         # particular.
