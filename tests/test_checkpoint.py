@@ -31,9 +31,9 @@ def compiled(stage: int = 3, grouped: bool = True, seed: int = 0, optimizer=None
     if "model" in axes:
         # The model axis has to divide what it shards.
         hidden = [keras.layers.Dense(16, name="wide"), keras.layers.Dropout(0.5)]
-        model = tfshard.Sequential([keras.Input((13,)), *hidden, keras.layers.Dense(3)])
+        model = tfshard.Sequential([keras.Input((13,)), *hidden, keras.layers.Dense(3, name="narrow")])
         layout_map.column(".*wide")
-        layout_map.whole(".*")
+        layout_map.row(".*narrow")
     options = {} if grouped else {"analyzer": None}
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**(axes or {"batch": 4})), layout_map, stage, **options)
     model.compile(optimizer or keras.optimizers.Adam(1e-2), "mse", strategy=strategy)
