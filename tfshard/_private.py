@@ -272,6 +272,15 @@ def is_convolution(layer) -> bool:
     return isinstance(layer, (BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv))
 
 
+def can_shard_convolution(layer) -> bool:
+    """Whether a layer convolves through `BaseConv.convolution_op`, so that tfshard can do it with a sharded kernel.
+
+    Conv1D calls the operation itself; groups mix channels in blocks.
+    """
+    plain = isinstance(layer, (keras.layers.Conv2D, keras.layers.Conv3D))
+    return plain and layer.groups == 1 and layer.data_format == "channels_last"
+
+
 def own_variables(layer) -> list:
     """The variables that belong to this layer itself, without those of its sublayers.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfshard import layouts
+from tfshard import _private, layouts
 from tfshard.errors import LayoutError
 from tfshard.flow import Blocked, Contracted, Lookup, advance, rearranged
 from tfshard.layout_map import LayoutMap, VariableSpec, layer_dim
@@ -241,6 +241,9 @@ def _candidates(travels: Iterable[Travel], specs: Mapping[str, VariableSpec], to
     for travel in travels:
         spec = specs[travel.source[0]]
         table = isinstance(spec.layer, keras.layers.Embedding)
+        layers = [specs[path].layer for path, _ in travel.places]
+        if any(_private.is_convolution(each) and not _private.can_shard_convolution(each) for each in layers):
+            travel.blocked = "of convolutions, only Conv2D and Conv3D without groups can be sharded"
         if travel.blocked:
             continue
         if travel.looked_up:

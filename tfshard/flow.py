@@ -301,10 +301,18 @@ def _einsum(operation: tf.Operation, number: int, dim: int, devices: int) -> Out
 
 
 def _conv(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    if b"NC" in operation.get_attr("data_format"):
+        return Blocked(reason=f"convolution '{operation.name}' has its channels first")
+    last = len(operation.outputs[0].shape) - 1
     if number == 0 and dim == 0:
         return Flow(outputs=((0, 0),))
-    # "Filter for convolution must have fully replicated layout" (TensorFlow's conv_spmd_expander.cc).
-    return Blocked(reason=f"DTensor expands no convolution over sharded channels ('{operation.name}')")
+    if operation.inputs[0].shape[last] != operation.inputs[1].shape[last - 1]:
+        return Blocked(reason=f"convolution '{operation.name}' has groups")
+    if number == 0:
+        return Contracted(other=1, dim=last - 1) if dim == last else _reduced(operation)
+    if dim == last:
+        return Flow(outputs=((0, last),))
+    return Contracted(other=0, dim=last) if dim == last - 1 else _reduced(operation)
 
 
 def _batch_norm(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:

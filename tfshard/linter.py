@@ -43,7 +43,7 @@ def lint(model: keras.Model, mesh: Any, layout_map: Any, *, inputs: Any = None) 
     """Looks a layout map over for a model, without a device.
 
     Errors: a pattern that matches nothing, two rules for one weight (also under the names of two layers that share
-    it), a dim that its axis does not divide, the kernel of a convolution (DTensor expands none that is sharded), a
+    it), a dim that its axis does not divide, the kernel of a convolution other than Conv2D and Conv3D, a
     matrix of more than 2% of the model's bytes that no rule mentions. Warnings, from the model's graph: a kernel
     sharded by column whose input is sharded already, where a row rule would save collectives; a kernel sharded along
     another dim than its neighbours ask for (transposed); sharding that the next operation undoes.
@@ -114,9 +114,11 @@ def _rule_findings(
         except LayoutError as e:
             findings.append(Finding(kind="indivisible", is_error=True, where=spec.path, message=str(e)))
             continue
-        if _private.is_convolution(spec.layer) and len(spec.shape) > 1 and any(planned.compute):
+        refused = _private.is_convolution(spec.layer) and not _private.can_shard_convolution(spec.layer)
+        if refused and len(spec.shape) > 1 and any(planned.compute):
             text = (
-                "DTensor expands no convolution whose kernel is sharded over a model axis. Leave it whole there: "
+                "of convolutions, only Conv2D and Conv3D without groups and with channels last can have kernels that "
+                "are sharded over a model axis: DTensor expands none of them. Leave it whole there: "
                 f"layout_map.whole('{re.escape(spec.path)}'); ZeRO shards it over the batch axis all the same."
             )
             findings.append(Finding(kind="unsupported", is_error=True, where=spec.path, message=text))

@@ -14,6 +14,7 @@ from tfshard import (
     _private,
     auto_layout,
     clients,
+    convolution,
     data,
     layouts,
     linter,
@@ -384,6 +385,7 @@ class ShardedStrategy(tf.distribute.Strategy):
                 slot_layout = layout.slot(slot.layout.spec)
                 slot.move(slot_layout, _slot_storage(variable, key, slot_layout))
         vocabulary.install(model, [variable for variable, _ in support.owned_variables(model)], self.mesh)
+        convolution.install(model)
         if self.sequence_parallel:
             sequence.install(model, self.mesh)
 

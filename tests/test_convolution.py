@@ -1,0 +1,83 @@
+"""Convolutions with kernels sharded over a model axis: the numbers of one device, and a pair's two all-reduces."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import parity
+import tfshard
+from tfshard import convolution
+
+MESHES = {"model4": {"model": 4}, "batch2_model2": {"batch": 2, "model": 2}}
+RS = np.random.RandomState(0)
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+@pytest.mark.parametrize(
+    ("size", "kernel", "strides", "dilation"),
+    [
+        ((9, 8), (3, 3), (1, 1), (1, 1)),
+        ((9, 8), (3, 2), (2, 3), (1, 1)),
+        ((9, 8), (2, 3), (1, 1), (2, 1)),
+        ((5, 5), (1, 1), (2, 2), (1, 1)),
+        ((4, 5, 6), (2, 3, 2), (1, 2, 1), (1, 1, 1)),
+    ],
+)
+def test_sums_of_products_are_tensorflows_convolution(size, kernel, strides, dilation, padding):
+    x = tf.constant(RS.randn(2, *size, 3), tf.float32)
+    w = tf.constant(RS.randn(*kernel, 3, 4), tf.float32)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch([x, w])
+        ours = convolution.convolve(x, w, strides=strides, dilation=dilation, same=padding == "same")
+        theirs = tf.nn.convolution(x, w, strides=strides, padding=padding.upper(), dilations=dilation)
+        weight = tf.constant(RS.randn(*theirs.shape), tf.float32)
+        losses = tf.reduce_sum(ours * weight), tf.reduce_sum(theirs * weight)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    for mine, reference in zip(tape.gradient(losses[0], [x, w]), tape.gradient(losses[1], [x, w]), strict=True):
+        np.testing.assert_allclose(mine, reference, rtol=1e-4, atol=1e-4)
+
+
+def residual() -> keras.Model:
+    """A bottleneck as in a residual network: the pair's input is trained and goes on beside it."""
+    inputs = keras.Input((8, 8, 3))
+    x = keras.layers.Conv2D(16, 3, padding="same", strides=2, name="stem")(inputs)
+    y = keras.layers.Conv2D(32, 3, padding="same", use_bias=False, name="expand")(x)
+    y = keras.layers.ReLU()(keras.layers.BatchNormalization(name="norm")(y))
+    y = keras.layers.Conv2D(16, 3, padding="same", name="contract")(y)
+    x = keras.layers.GlobalAveragePooling2D()(keras.layers.LayerNormalization()(x + y))
+    return keras.Model(inputs, keras.layers.Dense(3, name="head")(x))
+
+
+def test_pairs_of_convolutions_are_recognised():
+    found = tfshard.auto_layout_map(residual(), {"model": 4})
+    assert found["expand"].kind == "column"
+    assert found["contract"].kind == "row"
+    assert found["norm/gamma"].axes == found["norm/moving_mean"].axes == ("model",)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_residual_network_matches_one_device(mesh, stage):
+    batches = [(RS.randn(8, 8, 8, 3).astype("float32"), RS.randint(0, 3, 8))]
+    settings = {
+        "optimizer": lambda: keras.optimizers.Adam(1e-3, epsilon=1e-4),
+        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    }
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), "auto", zero_stage=stage)
+    run = parity.train(residual, batches, strategy=strategy, **settings)
+    assert run.model.get_layer("expand").kernel.value.layout.compute == (None, None, None, "model")
+    parity.assert_same(run, parity.train(residual, batches, **settings), rtol=0, atol=2e-5)
+    if mesh == "model4":
+        profile = tfshard.profile_step(run.model, batches[0])
+        # Forward behind the row kernel, backward in front of the column kernel.
+        assert len(profile.collectives) == profile.count("all-reduce") == 2
+
+
+def test_outside_of_steps_and_without_a_layout_keras_convolves():
+    model = tfshard.as_distributed(residual())
+    x = RS.randn(2, 8, 8, 3).astype("float32")
+    expected = np.array(model(x))
+    model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(model=4), "auto"))
+    np.testing.assert_allclose(model(x), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=1e-4, atol=1e-5)
