@@ -51,24 +51,8 @@ FEW = [*itertools.product((llama, gpt2), MESHES[:2]), (gemma, MESHES[1]), (llama
 CASES = list(itertools.product((llama, gemma, gpt2), MESHES)) if SWEEP else FEW
 
 
-def megatron(build: Callable) -> tfshard.LayoutMap:
-    layout_map = tfshard.LayoutMap()
-    layout_map["token_embedding/embeddings"] = ("model", None)
-    if build is gemma:  # Its kernels have the heads first.
-        layout_map[".*/query/kernel"] = layout_map[".*attention_output/kernel"] = ("model", None, None)
-        layout_map.column(".*ffw_gating.*")
-        layout_map.row(".*ffw_linear")
-        return layout_map
-    layout_map.add("token_embedding/reverse_embeddings", (None, "model"), optional=True)
-    layout_map.column(".*self_attention/(query|key|value)")
-    layout_map.row(".*self_attention/attention_output")
-    layout_map.column(".*feedforward_(intermediate|gate)_dense")
-    layout_map.row(".*feedforward_output_dense")
-    return layout_map
-
-
-def strategy_of(mesh: dict, build: Callable = llama, stage: int = 3) -> tfshard.ShardedStrategy:
-    layout_map = megatron(build) if "model" in mesh else None
+def strategy_of(mesh: dict, stage: int = 3) -> tfshard.ShardedStrategy:
+    layout_map = "auto" if "model" in mesh else None
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map, zero_stage=stage)
     assert strategy.mesh.size == 4
     return strategy
@@ -114,7 +98,7 @@ def assert_same(ours: dict, theirs: dict) -> None:
 )
 def test_greedy_tokens_are_those_of_one_device(build: Callable, mesh: dict):
     model = tfshard.as_distributed(made(build))
-    model.compile(sampler="greedy", strategy=strategy_of(mesh, build))
+    model.compile(sampler="greedy", strategy=strategy_of(mesh))
     assert parity.shard_axes(model) == set(mesh)
     assert_same(generated(model), on_one_device(build))
 
@@ -198,7 +182,7 @@ def test_a_model_that_is_not_sharded_generates_as_keras_hub_does():
 def test_samplers_that_reorder_the_cache_are_refused(sampler: str):
     model = tfshard.as_distributed(made(gpt2))
     chosen = {"beam": keras_hub.samplers.BeamSampler(), "contrastive": keras_hub.samplers.ContrastiveSampler()}[sampler]
-    model.compile(sampler=chosen, strategy=strategy_of({"model": 4}, gpt2))
+    model.compile(sampler=chosen, strategy=strategy_of({"model": 4}))
     with pytest.raises(tfshard.UnsupportedOperationError, match="choose from one position's probabilities: greedy"):
         generated(model)
 

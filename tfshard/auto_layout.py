@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfshard import _private, layouts
 from tfshard.errors import LayoutError
-from tfshard.flow import Blocked, Contracted, Lookup, advance, rearranged
+from tfshard.flow import Blocked, Contracted, Lookup, advance, elementwise_sources, rearranged
 from tfshard.layout_map import LayoutMap, VariableSpec, layer_dim
 from tfshard.mesh import BATCH_AXIS, MODEL_AXIS
 from tfshard.model_graph import ModelGraph, trace
@@ -218,8 +219,9 @@ def _follow(graph: ModelGraph, name: str, dim: int, devices: int, origins: Mappi
         else:
             for other_number, other_dim in outcome.aligned:
                 other = (operation.inputs[other_number].name, other_dim)
-                if other in origins:
-                    travel.joined.add(origins[other])
+                joined = _variables_of(operation.inputs[other_number], other_dim, origins)
+                if joined is not None:
+                    travel.joined |= joined
                 elif other not in known:
                     travel.meets.add(other)
             for output, to in outcome.outputs:
@@ -233,6 +235,25 @@ def _follow(graph: ModelGraph, name: str, dim: int, devices: int, origins: Mappi
                     heapq.heappush(waiting, (consumer, consumer_number, to))
     travel.joined.discard(travel.source)
     return travel
+
+
+def _variables_of(tensor: tf.Tensor, dim: int, origins: Mapping[Place, Place]) -> set[Place] | None:
+    """The dims of variables that a dim of a tensor consists of, element by element (the scale of a normalization);
+    None when anything else is in it."""
+    if (tensor.name, dim) in origins:
+        return {origins[tensor.name, dim]}
+    if tensor.op.type == "Const":
+        return set()
+    sources = elementwise_sources(tensor.op, dim)
+    if not sources:
+        return None
+    found: set[Place] = set()
+    for number, place in sources:
+        variables = _variables_of(tensor.op.inputs[number], place, origins)
+        if variables is None:
+            return None
+        found |= variables
+    return found
 
 
 def _candidates(travels: Iterable[Travel], specs: Mapping[str, VariableSpec], total: int) -> list[Travel]:

@@ -74,6 +74,20 @@ def rearranged(operation: tf.Operation, number: int, dim: int) -> tuple[tuple[st
     return tuple((operation.outputs[output].name, to) for output, to in outcome.outputs)
 
 
+def elementwise_sources(operation: tf.Operation, dim: int) -> tuple[tuple[int, int], ...] | None:
+    """(Number of the input, dim) of what dim `dim` of the result comes from, element by element; None for operations
+    that work otherwise."""
+    if _RULES.get(operation.type) is not _elementwise or operation.outputs[0].shape.rank is None:
+        return None
+    rank = operation.outputs[0].shape.rank
+    found = []
+    for number, tensor in enumerate(operation.inputs):
+        place = dim - (rank - (tensor.shape.rank or 0))
+        if place >= 0 and tensor.shape[place] == operation.outputs[0].shape[dim]:
+            found.append((number, place))
+    return tuple(found)
+
+
 # --- The rules ---------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,9 @@ def lookup(table: tf.Tensor, ids: tf.Tensor, *, axis: str, mesh: dtensor.Mesh) -
     rows, width = table.shape[0] // devices, table.shape[1]
     of_ids = _batch_axes(ids, mesh)
     row = ids % rows
-    owner = placement.relayout(tf.one_hot(ids // rows, devices, dtype=table.dtype), (*of_ids, axis), mesh)
+    # DTensor expands no one_hot with a sharded depth.
+    numbers = placement.relayout(tf.range(devices, dtype=ids.dtype), (axis,), mesh)
+    owner = placement.relayout(tf.cast((ids // rows)[..., None] == numbers, table.dtype), (*of_ids, axis), mesh)
 
     def gradient(upstream):
         # The devices are a dim behind that of the segments, which DTensor keeps sharded; the segments themselves
