@@ -348,7 +348,7 @@ def faults(num_processes: int) -> dict[str, Fault]:
         "exit": Fault(
             flags=("--fault=exit",),
             bring_about=_after_step_5,
-            cause=r"Client 1 ended its script, with exit code 0, while client 0 is in training step 6",
+            cause=r"Client 1 ended its script, with exit code 0, while client 0 was in training step 6",
         ),
         "exit3": Fault(
             flags=("--fault=exit3",),
