@@ -1,7 +1,6 @@
-"""Trains, measures, predicts and saves in every way; run alone and launched by test_launch.py. Prints what it found."""
+"""Trains, measures, predicts and saves in every way; run by test_launch.py in its own process, and launched."""
 
 import json
-import os
 import pathlib
 import sys
 
@@ -12,7 +11,8 @@ import tensorflow as tf
 import tfshard
 
 
-def main(options: dict) -> None:
+def main(options: dict) -> dict:
+    """What it finds, as plain data."""
     started = tfshard.initialize(num_devices=options.get("devices"), device_type="CPU")
     keras.utils.set_random_seed(0)
     random = np.random.RandomState(0)
@@ -39,7 +39,7 @@ def main(options: dict) -> None:
     found["weights"] = [weight.tolist() for weight in model.get_weights()]
     if options.get("already_sharded"):
         found["already sharded"] = already_sharded(mesh, x, y)
-    print(f"FOUND {json.dumps(found, default=float)}", flush=True)
+    return json.loads(json.dumps(found, default=float))
 
 
 def everything(strategy, model, x, y, directory: pathlib.Path) -> dict:
@@ -110,5 +110,4 @@ def already_sharded(mesh, x, y) -> dict:
 
 
 if __name__ == "__main__":
-    assert os.environ["KERAS_BACKEND"] == "tensorflow"
-    main(json.loads(sys.argv[1]))
+    print(f"FOUND {json.dumps(main(json.loads(sys.argv[1])))}", flush=True)

@@ -15,6 +15,7 @@ from queue import Queue
 import numpy as np
 import pytest
 
+import launched_fit
 import tfshard
 from tfshard import agreements, control, hosts
 from tfshard.launch_options import Launch
@@ -67,9 +68,8 @@ def test_clients_train_to_the_numbers_of_one_process(case, tmp_path):
     (tmp_path / "one").mkdir()
     options = {"mesh": mesh, "stage": stage, "everything": clients == 2, "already_sharded": "model" not in mesh}
     script = str(HERE / "launched_fit.py")
-    one = run(script, json.dumps({**options, "devices": 4, "directory": str(tmp_path / "one")}))
-    assert one.returncode == 0, one.stderr
-    (expected,) = [json.loads(text) for text in lines(one.stdout, "FOUND ")]
+    expected = launched_fit.main({**options, "devices": 4, "directory": str(tmp_path / "one")})
+    assert (expected["clients"], expected["local devices"]) == (1, 4)
     launched = launch(
         f"--num_processes={clients}", f"--devices_per_process={4 // clients}", script,
         json.dumps({**options, "directory": str(tmp_path)}),

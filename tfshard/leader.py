@@ -82,6 +82,9 @@ class _Watched:
     limit: float = 0.0
     leaving: bool = False
     left: float | None = None
+    # What another client was doing, when this one was let go before all had come to the end.
+    missed_in: str = ""
+    reported: bool = False
     status: int | None = None
 
     def where(self) -> str:
@@ -437,6 +440,7 @@ class Leader:
         client = self._clients.get(message["client"])
         if client is None or client.connection not in (None, connection) or message["restart"] != self._restart:
             return
+        client.reported = True
         self._fail(
             f"Client {client.client_id} failed{client.where()}:\n{message['text']}",
             clients=(client.client_id,),
@@ -451,7 +455,9 @@ class Leader:
             return
         where = client.where()
         client.status, client.inside = status, False
-        if status == 0 and (client.facts or self._first_registered is None):
+        if status == 0 and client.missed_in:
+            self._ended_early(client)
+        if client.reported or (status == 0 and (client.facts or self._first_registered is None)):
             return
         before = "" if client.facts else ", before it called tfshard.initialize()"
         self._fail(
@@ -510,14 +516,11 @@ class Leader:
         behind = [c for c in self._clients.values() if c.operations < client.operations]
         if waited > _MISSED_SECONDS:
             for other in behind:
+                other.missed_in = other.missed_in or f"client {client.client_id} was in {client.label}"
                 if other.leaving:
                     self._release(other)  # Its exit code tells more.
                 if other.status == 0:
-                    self._fail(
-                        f"Client {other.client_id} ended its script, with exit code 0, while client "
-                        f"{client.client_id} is in {client.label}: all clients have to run the same steps.",
-                        clients=(other.client_id,), retry=False,
-                    )  # fmt: skip
+                    self._ended_early(other)
         ending = any(c.left is not None and self._clock.now - c.left < _ENDING_SECONDS for c in behind)
         if waited <= client.limit or (ending and waited <= client.limit + _ENDING_SECONDS):
             return
@@ -531,6 +534,14 @@ class Leader:
         self._fail(
             f"Clients {numbers} {what} {client.label} within {client.limit:.0f} s: stuck ({doing}).", clients=numbers
         )
+
+    def _ended_early(self, client: _Watched) -> None:
+        code = "" if client.status is None else ", with exit code 0,"
+        self._fail(
+            f"Client {client.client_id} ended its script{code} while {client.missed_in}: all clients have to run the "
+            "same steps.",
+            clients=(client.client_id,), retry=False,
+        )  # fmt: skip
 
     # --- failures -------------------------------------------------------------------------------------
 
@@ -549,6 +560,12 @@ class Leader:
         """The failure to report, once others had time to turn out to be its cause."""
         waited = self._clock.now - self._failures[0].at
         causes = [failure for failure in self._failures if not failure.consequence]
+        ending = [c for c in self._clients.values() if c.missed_in and c.left is not None and c.status is None]
+        if not causes and ending:
+            # Let go, it takes the others down with it: its exit code tells why.
+            if waited >= _ENDING_SECONDS:
+                self._ended_early(ending[0])
+            return None
         if causes and waited >= _SETTLE_SECONDS:
             return next((failure for failure in causes if failure.code > 128), causes[0])
         return self._failures[0] if waited >= _CONSEQUENCE_SECONDS else None

@@ -129,7 +129,7 @@ class Run:
         for launcher in self.launchers:
             launcher.kill()
             launcher.wait()
-        for pid in self.all_pids:
+        for pid in filter(is_client, self.all_pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for reader in self._readers:
@@ -141,7 +141,7 @@ class Run:
 
     def check_nothing_is_left(self) -> None:
         """No process of the run lives and none of its ports is held."""
-        alive = [pid for pid in self.all_pids if is_alive(pid)]
+        alive = [pid for pid in self.all_pids if is_client(pid)]
         assert not alive, f"Processes {alive} are left:\n{self.text}"
         for port in self.ports:
             with socket.socket() as sock:
@@ -149,8 +149,13 @@ class Run:
                 sock.bind(("", port))
 
 
-def is_alive(pid: int) -> bool:
-    return _state(pid) not in ("", "Z")
+def is_client(pid: int) -> bool:
+    """Whether a process is a client of this program that has not ended; ids are given to others after that."""
+    try:
+        with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
+            return CLIENT in file.read() and _state(pid) != "Z"
+    except OSError:
+        return False
 
 
 def is_stopped(pid: int) -> bool:
@@ -348,7 +353,7 @@ def faults(num_processes: int) -> dict[str, Fault]:
         "exit": Fault(
             flags=("--fault=exit",),
             bring_about=_after_step_5,
-            cause=r"Client 1 ended its script, with exit code 0, while client 0 is in training step 6",
+            cause=r"Client 1 ended its script, with exit code 0, while client 0 was in training step 6",
         ),
         "exit3": Fault(
             flags=("--fault=exit3",),
@@ -427,7 +432,7 @@ def run_fault(fault: Fault, num_processes: int, *flags_: str) -> float:
         fault.bring_about(run)
         took = run.wait(fault.limit)
         end = time.monotonic() + DEATH_LIMIT
-        while any(is_alive(pid) for pid in run.all_pids) and time.monotonic() < end:
+        while any(is_client(pid) for pid in run.all_pids) and time.monotonic() < end:
             time.sleep(0.1)
         run.check_nothing_is_left()
         assert run.launchers[0].returncode == fault.code, (run.launchers[0].returncode, run.text)
