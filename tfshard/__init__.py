@@ -7,7 +7,7 @@ Where to look; docs/design.md says what each module does:
     starting         runtime, mesh, control, clients
     layouts          layout_map, layouts, layers
     tensors          placement, rewrites, steps, storage, variables, data
-    model's graph    model_graph, flow, auto_layout, activations, linter, vocabulary, sequence
+    model's graph    model_graph, flow, auto_layout, activations, linter, vocabulary, sequence, convolution
     plans            planning, analyzer, presets, advice, report, profiling
     training         optimizers, updates, support, strategy, generation, trainer
     checkpoints      checkpoint, saving, restoring, resume, exporting; boxes, manifest, files, training_state, pieces

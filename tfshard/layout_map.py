@@ -149,8 +149,8 @@ class LayoutMap(Mapping):
     def column(self, pattern: str, *, axis: str = MODEL_AXIS, optional: bool = False) -> None:
         """Shards the output dim of the kernels, and the biases, of the layers whose path `pattern` matches.
 
-        Known layers: Dense, EinsumDense (its first output-only dim), Conv1D to Conv3D and their transposes,
-        DepthwiseConv, Embedding (the vector dim), `tfshard.layers.SketchedDense`.
+        Known layers: Dense, EinsumDense (its first output-only dim), Conv2D and Conv3D, Embedding (the vector dim),
+        `tfshard.layers.SketchedDense`.
 
         Args:
             pattern: Regular expression that must match the whole path of the layer, such as `".*/query"`.
