@@ -204,6 +204,13 @@ def _same_size(operation: tf.Operation, number: int, dim: int, devices: int) -> 
     return Flow(outputs=((0, dim),))
 
 
+def _batch_only(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    """What DTensor expands over the batch dim only (dataparallel_spmd_expander.cc)."""
+    if number == 0 and dim == 0:
+        return Flow(outputs=((0, 0),))
+    return Blocked(reason=f"DTensor expands operation '{operation.name}' ({operation.type}) over the batch dim only")
+
+
 def _broadcast_to(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
     to = dim + len(operation.outputs[0].shape) - len(operation.inputs[0].shape)
     same = operation.inputs[0].shape[dim] == operation.outputs[0].shape[to]
@@ -329,18 +336,6 @@ def _conv(operation: tf.Operation, number: int, dim: int, devices: int) -> Outco
     return Contracted(other=0, dim=last) if dim == last - 1 else _reduced(operation)
 
 
-def _batch_norm(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
-    channel = len(operation.inputs[0].shape) - 1
-    if number == 0 and dim not in (0, channel):
-        return _reduced(operation)
-    if number == 0 and dim == 0:
-        return _reduced(operation) if operation.get_attr("is_training") else Flow(outputs=((0, 0),))
-    rest = tuple((i, 0) for i in range(1, 5) if i != number)
-    return Flow(
-        outputs=((0, channel), *((i, 0) for i in range(1, 5))), aligned=rest if number == 0 else ((0, channel),)
-    )
-
-
 Rule = Callable[[tf.Operation, int, int, int], Outcome]
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(
@@ -363,21 +358,8 @@ _RULES: dict[str, Rule] = {
     "ConcatV2": _concat,
     "Split": _split,
     "SplitV": _split,
-    **dict.fromkeys(
-        (
-            "Tile",
-            "Slice",
-            "Pad",
-            "PadV2",
-            "MirrorPad",
-            "Cumsum",
-            "MaxPool",
-            "AvgPool",
-            "ResizeBilinear",
-            "ResizeNearestNeighbor",
-        ),
-        _same_size,
-    ),  # fmt: skip
+    **dict.fromkeys(("Tile", "Slice", "Pad", "PadV2", "Cumsum"), _same_size),
+    **dict.fromkeys(("MaxPool", "AvgPool", "ResizeBilinear", "ResizeNearestNeighbor", "FusedBatchNormV3"), _batch_only),
     "BroadcastTo": _broadcast_to,
     "StridedSlice": _strided_slice,
     "GatherV2": _gather,
@@ -388,7 +370,6 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _batch_matmul),
     "Einsum": _einsum,
     **dict.fromkeys(("Conv2D", "Conv3D"), _conv),
-    "FusedBatchNormV3": _batch_norm,
 }
 _REARRANGING = frozenset(
     ("Cast", "ExpandDims", "Identity", "IdentityN", "Reshape", "Squeeze", "StopGradient", "Transpose")
