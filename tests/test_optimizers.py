@@ -70,6 +70,7 @@ def strategy(mesh: str, stage: int) -> tfshard.ShardedStrategy:
     if "model" in MESHES[mesh]:
         layout_map.column("up")
         layout_map.row("down")
+        layout_map.whole(".*")
     return tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), layout_map, zero_stage=stage)
 
 

@@ -208,7 +208,8 @@ def test_an_unknown_optimizer_is_refused():
     ("stage", "axes"), [(0, {"batch": 4}), (1, {"batch": 4}), (3, {"batch": 4}), (3, {"batch": 2, "model": 2})]
 )
 def test_without_groups_the_plan_is_what_the_devices_hold(stage, axes):
-    layout_map = {"net/up/kernel": (None, "model"), "net/up/bias": ("model",)} if "model" in axes else None
+    pair = {"net/up/kernel": (None, "model"), "net/up/bias": ("model",), "net/down/kernel": ("model", None)}
+    layout_map = pair if "model" in axes else None
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=stage, analyzer=None)
     model = tfshard.as_distributed(build())
     plan = tfshard.plan(model, axes, layout_map, stage, analyzer=None, optimizer=keras.optimizers.Adam())

@@ -70,9 +70,10 @@ class SketchedDense(keras.layers.Layer):
     >>> import keras, tfshard
     >>> _ = tfshard.initialize(num_devices=4, device_type="CPU")
     >>> sketched = tfshard.layers.SketchedDense(64, sketch_size=8, name="sketched")
-    >>> model = tfshard.Sequential([keras.Input((64,)), sketched, keras.layers.Dense(1)])
+    >>> model = tfshard.Sequential([keras.Input((64,)), sketched, keras.layers.Dense(1, name="head")])
     >>> layout_map = tfshard.LayoutMap()
     >>> layout_map.column(".*/sketched")
+    >>> layout_map.row(".*head")
     >>> model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(model=4), layout_map))
     >>> sketched.output_kernel.value.layout.compute
     (None, 'model')

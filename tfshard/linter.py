@@ -10,6 +10,7 @@ import keras
 
 from tfshard import _private, activations, auto_layout, layouts, planning
 from tfshard.errors import LayoutError, LayoutWarning
+from tfshard.layers import SketchedDense
 from tfshard.layout_map import LayoutMap, VariableSpec
 from tfshard.mesh import BATCH_AXIS
 from tfshard.model_graph import ModelGraph, trace
@@ -223,7 +224,11 @@ def _axis_findings(graph: ModelGraph, dims: Mapping[str, int], axis: str, size: 
         return str(tuple(axis if i == dim else None for i in range(len(shapes[path]))))
 
     findings: dict[str, Finding] = {}
+    # A SketchedDense has pairs inside of it, which can be sharded instead.
+    sketched = {spec.path for spec in graph.variables.values() if isinstance(spec.layer, SketchedDense)}
     for path, dim in dims.items():
+        if path in sketched:
+            continue
         if path in asked and asked[path] != dim and path not in findings:
             text = (
                 f"it is sharded along dim {dim} of {shapes[path]}, and what the model computes asks for dim "
