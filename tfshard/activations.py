@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfshard import layouts
-from tfshard.auto_layout import Place, variable_places
+from tfshard.auto_layout import variable_places
 from tfshard.errors import LayoutError
 from tfshard.flow import Blocked, Contracted, Flow, Lookup, advance, rearranged
 from tfshard.layouts import VariableLayout
@@ -110,7 +110,7 @@ def plan(
         inputs: What a step calls the model on, for bytes.
     """
     dims = {
-        axis: {layout.spec.path: layout.compute.index(axis) for layout in planned if axis in layout.compute}
+        axis: layouts.sharded_dims(planned, axis)
         for axis, size in mesh_shape.items()
         if axis != BATCH_AXIS and size > 1
     }
@@ -184,8 +184,8 @@ _NO_GRADIENT = frozenset(
 class _Prediction:
     def __init__(self, graph: ModelGraph, dims: Mapping[str, int], devices: int):
         self.graph, self.dims, self.devices = graph, dims, devices
-        self.origins: dict[Place, Place] = variable_places(graph)
-        self.is_variable = {name for name, _ in self.origins}
+        # The path of the variable that a tensor is, by the tensor's name.
+        self.variable_of = {name: path for (name, _), (path, _) in variable_places(graph).items()}
         self.sharded: dict[str, int] = {
             name: dims[spec.path] for name, spec in graph.variables.items() if spec.path in dims
         }
@@ -231,18 +231,18 @@ class _Prediction:
             if isinstance(outcome, Flow):
                 for output, to in outcome.outputs:
                     self.sharded.setdefault(operation.outputs[output].name, to)
-                if operation.inputs[number].name not in self.is_variable:
+                if operation.inputs[number].name not in self.variable_of:
                     self._cut(operation, outcome)
                 if outcome.statistics and outcome.outputs:
                     output, to = outcome.outputs[0]
                     shape = tuple(n for i, n in enumerate(operation.outputs[output].shape) if i != to)
                     self._note("all-reduce", operation.name, "softmax", shape, outcome.statistics)
             elif isinstance(outcome, Lookup):
-                path = self._variable_of(operation, number)
+                path = self.variable_of.get(operation.inputs[number].name)
                 reduced = _sent("all-reduce", path or operation.name, "lookup", operation.outputs[0])
             elif isinstance(outcome, Contracted):
-                kernel = next((n for n in (number, outcome.other) if operation.inputs[n].name in self.is_variable), 0)
-                path = self._variable_of(operation, kernel)
+                kernel = next((n for n in (number, outcome.other) if operation.inputs[n].name in self.variable_of), 0)
+                path = self.variable_of.get(operation.inputs[kernel].name)
                 both = self.sharded.get(operation.inputs[outcome.other].name) == outcome.dim
                 if both or number == kernel:
                     reduced = _sent("all-reduce", path or operation.name, "row", operation.outputs[0])
@@ -263,13 +263,13 @@ class _Prediction:
         """A whole activation that is cut along with a sharded one: its gradient is gathered again."""
         for other, _ in flow.aligned:
             tensor = operation.inputs[other]
-            trained = tensor.name in self.graph.trained and tensor.name not in self.is_variable
+            trained = tensor.name in self.graph.trained and tensor.name not in self.variable_of
             if trained and tensor.name not in self.sharded and tensor.name not in self.collected:
                 self.collected.add(tensor.name)
                 self.sent.append(_sent("all-gather", operation.name, "cut", self.base.get(tensor.name, tensor)))
         for other in flow.repeated:
             tensor = self.base.get(operation.inputs[other].name, operation.inputs[other])
-            trained = tensor.name in self.graph.trained and tensor.name not in self.is_variable
+            trained = tensor.name in self.graph.trained and tensor.name not in self.variable_of
             if trained and tensor.name not in self.sharded and tensor.name not in self.collected | self.columns.keys():
                 self.collected.add(tensor.name)
                 self.sent.append(_sent("all-reduce", operation.name, "cut", tensor))
@@ -279,7 +279,7 @@ class _Prediction:
         """The gradient of a whole activation that meets a kernel sharded by column."""
         for number, kernel in enumerate(operation.inputs):
             dim = self.sharded.get(kernel.name)
-            if dim is None or kernel.name not in self.is_variable or len(operation.inputs) != 2:
+            if dim is None or kernel.name not in self.variable_of or len(operation.inputs) != 2:
                 continue
             outcome = advance(operation, number, dim, self.devices)
             other = operation.inputs[1 - number]
@@ -289,7 +289,7 @@ class _Prediction:
                 base = self.base.get(other.name, other)
                 step = self.step.get(other.name, operation)
                 if base.name not in self.columns:
-                    path = self._variable_of(operation, number)
+                    path = self.variable_of.get(operation.inputs[number].name)
                     self.columns[base.name] = (len(self.sent), set(), 0)
                     self.sent.append(_sent("all-reduce", path or operation.name, "column", base))
                 place, users, count = self.columns[base.name]
@@ -308,26 +308,22 @@ class _Prediction:
                 self.sent[place] = dataclasses.replace(self.sent[place], bytes=count * self.sent[place].bytes)
 
     def _losses(self) -> None:
-        for name in sorted(self.graph.outputs):
-            tensor = next((t for op in self.graph.operations for t in op.outputs if t.name == name), None)
-            if tensor is not None and self.sharded.get(name) == tensor.shape.rank - 1:
+        outputs = {t.name: t for op in self.graph.operations for t in op.outputs if t.name in self.graph.outputs}
+        for name, tensor in sorted(outputs.items()):
+            if self.sharded.get(name) == tensor.shape.rank - 1:
                 self._note("all-reduce", f"output {name}", "loss", tuple(tensor.shape[:-1]), 3)
 
     def _note(self, kind: str, what: str, why: str, shape: tuple[int, ...], count: int) -> None:
         self.sent.append(Sent(kind=kind, what=what, why=why, shape=shape, bytes=4 * math.prod(shape), count=count))
 
     def _note_base(self, operation: tf.Operation) -> None:
-        if not operation.inputs or operation.inputs[0].name in self.is_variable:
+        if not operation.inputs or operation.inputs[0].name in self.variable_of:
             return
         source = operation.inputs[0]
         if any(rearranged(operation, 0, dim) for dim in range(source.shape.rank or 0)):
             for output in operation.outputs:
                 self.base[output.name] = self.base.get(source.name, source)
                 self.step[output.name] = self.step.get(source.name, operation)
-
-    def _variable_of(self, operation: tf.Operation, number: int) -> str | None:
-        name = operation.inputs[number].name
-        return next((path for (tensor, _), (path, _) in self.origins.items() if tensor == name), None)
 
 
 def _sent(kind: str, what: str, why: str, tensor: tf.Tensor) -> Sent:

@@ -153,7 +153,7 @@ def advise(
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise StrategyError(f"{name} must be a positive integer. Received: {name}={number!r}")
-    automatic = isinstance(layout_map, str) and layout_map == auto_layout.AUTO
+    automatic = auto_layout.is_auto(layout_map)
     if not automatic:
         layout_map = LayoutMap.from_any(layout_map)
         layout_map.check_axes({BATCH_AXIS: 1, MODEL_AXIS: 1})

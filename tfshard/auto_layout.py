@@ -37,8 +37,6 @@ class Travel:
         first: The place of the first operation that uses it, for an order.
         partners: Dims of other variables with which it is summed over: kernels to be sharded by rows.
         joined: Dims of other variables that are cut along with it: biases, scales.
-        tensors: The dims of activations that are sharded with it.
-        meets: Dims of activations that would be cut along with it.
         looked_up: Whether rows are picked along it.
         returned: Whether it reaches an output of the model.
         blocked: Why it cannot be sharded; empty when it can.
@@ -48,8 +46,6 @@ class Travel:
     first: int
     partners: set[Place] = dataclasses.field(default_factory=set)
     joined: set[Place] = dataclasses.field(default_factory=set)
-    tensors: set[Place] = dataclasses.field(default_factory=set)
-    meets: set[Place] = dataclasses.field(default_factory=set)
     looked_up: bool = False
     returned: bool = False
     blocked: str = ""
@@ -108,13 +104,18 @@ def auto_layout_map(model: keras.Model, mesh: Any, *, inputs: Any = None) -> Lay
     return _as_layout_map(list(graph.variables.values()), chosen, reasons, axis)
 
 
+def is_auto(layout_map: Any) -> bool:
+    """Whether a layout map, as the user gave it, is `"auto"`."""
+    return isinstance(layout_map, str) and layout_map == AUTO
+
+
 def resolve(layout_map: Any, model: Any, mesh: Any) -> LayoutMap:
     """A layout map as the user gave it: `"auto"` becomes the one found for the model.
 
     Raises:
         LayoutError: Not a layout map, or `"auto"` without a model.
     """
-    if not isinstance(layout_map, str) or layout_map != AUTO:
+    if not is_auto(layout_map):
         return LayoutMap.from_any(layout_map)
     if not isinstance(model, keras.Model):
         raise LayoutError(f"layout_map='auto' needs a keras.Model, whose graph it looks at. Received: {model!r}")
@@ -218,18 +219,12 @@ def _follow(graph: ModelGraph, name: str, dim: int, devices: int, origins: Mappi
                 travel.partners.add(origins[other])
         else:
             for other_number, other_dim in outcome.aligned:
-                other = (operation.inputs[other_number].name, other_dim)
-                joined = _variables_of(operation.inputs[other_number], other_dim, origins)
-                if joined is not None:
-                    travel.joined |= joined
-                elif other not in known:
-                    travel.meets.add(other)
+                travel.joined |= _variables_of(operation.inputs[other_number], other_dim, origins) or set()
             for output, to in outcome.outputs:
                 tensor = operation.outputs[output]
                 if (tensor.name, to) in known:
                     continue
                 known.add((tensor.name, to))
-                travel.tensors.add((tensor.name, to))
                 travel.returned |= tensor.name in graph.outputs
                 for consumer, consumer_number in graph.consumers.get(tensor.name, ()):
                     heapq.heappush(waiting, (consumer, consumer_number, to))

@@ -50,23 +50,25 @@ class Command:
 # --- tfshard plan ------------------------------------------------------------------------------------
 
 
-def _plan_flags() -> flags.FlagValues:
+def _layout_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("mesh", None, "The axes of the mesh, such as batch:8,model:4.", flag_values=values)
+    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
+    return values
+
+
+def _plan_flags() -> flags.FlagValues:
+    values = _layout_flags()
     flags.DEFINE_integer("zero_stage", 3, "ZeRO stage: 0, 1, 2 or 3.", flag_values=values)
     flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer, for its slots.", flag_values=values)
-    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
     flags.DEFINE_boolean("json", False, "Print JSON instead of a table.", flag_values=values)
     return values
 
 
 def _plan(values: flags.FlagValues, arguments: list[str]) -> int:
     mesh = parse_mesh(values.mesh)
-    build = _load(arguments[0])
-    if not callable(build):
-        raise UsageError(f"MODULE:FUNCTION must name a function. Received: {arguments[0]}")
     plan = tfshard.plan(
-        planning.abstract_model(build),
+        _built(arguments[0]),
         mesh,
         layout_map=_layout_map(values.layout_map),
         zero_stage=values.zero_stage,
@@ -89,6 +91,14 @@ def parse_mesh(text: str | None) -> dict[str, int]:
             raise UsageError(f"--mesh must be axes with sizes, such as --mesh=batch:8,model:4. Received: mesh={text!r}")
         axes[name] = int(size)
     return axes
+
+
+def _built(target: str) -> Any:
+    """The model, without values, that the function `MODULE:FUNCTION` builds."""
+    build = _load(target)
+    if not callable(build):
+        raise UsageError(f"MODULE:FUNCTION must name a function. Received: {target}")
+    return planning.abstract_model(build)
 
 
 def _load(target: str) -> Any:
@@ -132,19 +142,9 @@ def _layout_map(target: str | None) -> Any:
 # --- tfshard lint ------------------------------------------------------------------------------------
 
 
-def _lint_flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE_string("mesh", None, "The axes of the mesh, such as batch:8,model:4.", flag_values=values)
-    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
-    return values
-
-
 def _lint(values: flags.FlagValues, arguments: list[str]) -> int:
     mesh = parse_mesh(values.mesh)
-    build = _load(arguments[0])
-    if not callable(build):
-        raise UsageError(f"MODULE:FUNCTION must name a function. Received: {arguments[0]}")
-    findings = linter.lint(planning.abstract_model(build), mesh, _layout_map(values.layout_map))
+    findings = linter.lint(_built(arguments[0]), mesh, _layout_map(values.layout_map))
     for finding in findings:
         print(finding)
     if not findings:
@@ -299,7 +299,7 @@ COMMANDS: Mapping[str, Command] = {
     "lint": Command(
         run=_lint,
         arguments=("MODULE:FUNCTION",),
-        options=_lint_flags,
+        options=_layout_flags,
         summary="Check a layout map against the Keras model that FUNCTION builds; exits with 1 for errors.",
     ),
     "launch": Command(

@@ -258,6 +258,11 @@ def itemsize(dtype: str) -> int:
     return np.dtype(name).itemsize
 
 
+def sharded_dims(planned: Iterable[VariableLayout], axis: str) -> dict[str, int]:
+    """The dim that layers compute with sharded over an axis, of the variables that have one, by path."""
+    return {layout.spec.path: layout.compute.index(axis) for layout in planned if axis in layout.compute}
+
+
 def spec_bytes(spec: VariableSpec) -> int:
     """Bytes of the whole variable."""
     return math.prod(spec.shape) * itemsize(spec.dtype)

@@ -203,7 +203,7 @@ def _graph_findings(
     findings: list[Finding] = []
     graph: ModelGraph | None = None
     for axis, size in sizes.items():
-        dims = {layout.spec.path: layout.compute.index(axis) for layout in planned if axis in layout.compute}
+        dims = layouts.sharded_dims(planned, axis)
         if axis == BATCH_AXIS or size == 1 or not dims:
             continue
         if graph is None:

@@ -100,7 +100,7 @@ class ShardedStrategy(tf.distribute.Strategy):
                 "analyzer must be a tfshard.ParameterAnalyzer, or None for no groups. "
                 f"Received: analyzer={analyzer!r} (of type {type(analyzer)})"
             )
-        self.auto = isinstance(layout_map, str) and layout_map == auto_layout.AUTO
+        self.auto = auto_layout.is_auto(layout_map)
         mesh = mesh or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
         layout_map = LayoutMap.from_any(None if self.auto else layout_map)
         if runtime.current() is None:
