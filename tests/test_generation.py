@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,11 +14,11 @@ from tensorflow.experimental import dtensor
 
 import parity
 import tfshard
+from sweeps import SWEEP
 from tfshard import generation
 
 VOCABULARY, LENGTH, SEED = 32, 10, 3
 MESHES = [{"batch": 2, "model": 2}, {"model": 4}, {"batch": 4}]
-SWEEP = os.environ.get("TFSHARD_SWEEP") == "1"
 
 
 def gpt2() -> keras.Model:

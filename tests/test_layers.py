@@ -1,7 +1,6 @@
 """Which built-in Keras layers train under a ShardedStrategy: docs/layers.md is written from the tables here."""
 
 import dataclasses
-import os
 import pathlib
 import re
 
@@ -12,6 +11,7 @@ import tensorflow as tf
 
 import parity
 import tfshard
+from sweeps import SWEEP
 
 BATCH = 8
 # The models end in Flatten, after a layer that makes a mask too.
@@ -373,7 +373,6 @@ NOT_LAYERS = {"Layer", "Wrapper", "InputSpec", "InputLayer", "JaxLayer", "FlaxLa
 # Refused without a second try in the sweep: one hung while it was compiled, the others cannot be fed from numpy.
 NOT_RETRIED = ("RandomElasticTransform", "StringLookup", "TextVectorization")
 
-SWEEP = os.environ.get("TFSHARD_SWEEP") == "1"
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "layers.md"
 MARK = "<!-- The table below is written by TFSHARD_SWEEP=1 pytest tests/test_layers.py -->\n"
 
