@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfshard
+from tfshard import clients, training_state
 
 
 def main(options: dict) -> dict:
@@ -34,11 +35,12 @@ def main(options: dict) -> dict:
     found["predict"] = model.predict(x, verbose=0, batch_size=8).tolist()
     if options["everything"]:
         found |= everything(strategy, model, x, y, pathlib.Path(options["directory"]))
+    found["checkpoint"] = checkpoint(strategy, model, pathlib.Path(options["directory"]) / "checkpoints")
     strategy.check_consistency(model)
     found["report"] = strategy.report(model).bytes_per_device()
     found["weights"] = [weight.tolist() for weight in model.get_weights()]
     if options.get("already_sharded"):
-        found["already sharded"] = already_sharded(mesh, x, y)
+        found["already sharded"] = already_sharded(mesh, x, y, pathlib.Path(options["directory"]) / "parts")
     return json.loads(json.dumps(found, default=float))
 
 
@@ -55,7 +57,28 @@ def everything(strategy, model, x, y, directory: pathlib.Path) -> dict:
     loaded = keras.models.load_model(directory / "model.keras")
     np.testing.assert_allclose(loaded.predict(x, verbose=0), model.predict(x, verbose=0), atol=1e-5)
     assert (directory / "best.keras").stat().st_size > 0
+    for name in ("export.keras", "export.weights.h5"):
+        tfshard.export(model, directory / name)
+        other = build(tfshard.ShardedStrategy(strategy.mesh, strategy.layout_map, zero_stage=1))
+        tfshard.import_weights(other, directory / name)
+        for ours, theirs in zip(other.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
     return found
+
+
+def checkpoint(strategy, model, directory: pathlib.Path) -> list:
+    """Saves and restores, also at another stage; the manifest says who wrote what."""
+    manager = tfshard.CheckpointManager(directory)
+    manager.save(model, 1, wait=False)
+    manager.save(model, 2)
+    other = build(tfshard.ShardedStrategy(strategy.mesh, strategy.layout_map, zero_stage=1))
+    for step in (1, 2):
+        manager.restore(other, step)
+        theirs = training_state.collect(model, metrics=False)
+        for ours, expected in zip(training_state.collect(other, metrics=False), theirs, strict=True):
+            assert ours.key == expected.key
+            np.testing.assert_array_equal(ours.value.numpy(), expected.value.numpy(), err_msg=ours.key)
+    return manager.steps()
 
 
 def build(strategy) -> keras.Model:
@@ -97,7 +120,7 @@ def loop(strategy, dataset) -> list[float]:
     return losses + [float(strategy.run(compiled, args=batch)) for batch in dataset.take(2)]
 
 
-def already_sharded(mesh, x, y) -> dict:
+def already_sharded(mesh, x, y, directory: pathlib.Path) -> dict:
     """Each client feeds its own rows; one process feeds all of them."""
     strategy = tfshard.ShardedStrategy(mesh, already_sharded=True)
     model = build(strategy)
@@ -106,6 +129,13 @@ def already_sharded(mesh, x, y) -> dict:
     rows = np.concatenate([np.split(np.arange(i, i + 8), part.count)[part.index] for i in range(0, 16, 8)])
     dataset = tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).batch(8 // part.count)
     history = model.fit(dataset, epochs=2, verbose=0, shuffle=False).history
+    # Each client goes on in its own part.
+    for epochs in (1, 2):
+        resumed = build(tfshard.ShardedStrategy(mesh, already_sharded=True))
+        saving = tfshard.CheckpointCallback(directory, every_steps=1)
+        second = resumed.fit(dataset, epochs=epochs, verbose=0, shuffle=False, callbacks=[saving]).history
+    assert second == {name: values[1:] for name, values in history.items()}
+    assert saving.manager.open().position.clients == clients.count()
     return {"fit": history, "predict": model.predict(dataset, verbose=0).tolist()}
 
 

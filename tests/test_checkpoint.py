@@ -19,19 +19,21 @@ import tensorflow as tf
 import resuming
 import tfshard
 from resuming import X, Y, assert_same_bits, build, script, values
+from sweeps import SWEEP, sweep
 from tfshard import boxes, clients, files, manifest, saving
 
-SWEEP = os.environ.get("TFSHARD_SWEEP") == "1"
 
-
-def compiled(stage: int = 3, grouped: bool = True, seed: int = 0, optimizer=None, **axes: int) -> keras.Model:
+def compiled(
+    stage: int = 3, grouped: bool = True, seed: int = 0, optimizer=None, even: bool = False, **axes: int
+) -> keras.Model:
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
     model, layout_map = build(), tfshard.LayoutMap()
-    if "model" in axes:
+    if even:
         # The model axis has to divide what it shards.
         hidden = [keras.layers.Dense(16, name="wide"), keras.layers.Dropout(0.5)]
         model = tfshard.Sequential([keras.Input((13,)), *hidden, keras.layers.Dense(3, name="narrow")])
+    if "model" in axes:
         layout_map.column(".*wide")
         layout_map.row(".*narrow")
     options = {} if grouped else {"analyzer": None}
@@ -108,28 +110,62 @@ LAYOUTS = [
     {"batch": 2, "stage": 3},
 ]
 TENSOR_PARALLEL = [
-    {"batch": 2, "model": 2, "stage": 3},
-    {"batch": 2, "model": 2, "stage": 0, "grouped": False},
-    {"batch": 1, "model": 4, "stage": 1},
-    {"batch": 2, "model": 2, "stage": 1},
+    {"even": True, **layout}
+    for layout in [
+        {"batch": 2, "model": 2, "stage": 3},
+        {"batch": 4, "stage": 3},
+        {"batch": 2, "model": 2, "stage": 0, "grouped": False},
+        {"batch": 1, "model": 4, "stage": 1},
+        {"batch": 2, "stage": 1, "grouped": False},
+        {"batch": 2, "model": 2, "stage": 1},
+        {"batch": 1, "stage": 0},
+    ]
+]
+
+
+# What the sweep goes through.
+MESHES = [{"batch": 1}, {"batch": 2}, {"batch": 4}, {"batch": 2, "model": 2}, {"batch": 1, "model": 4}]
+EVERY_LAYOUT = [
+    {"even": True, "stage": stage, "grouped": grouped, **axes}
+    for axes in MESHES
+    for stage in (0, 1, 3)
+    for grouped in (True, False)
 ]
 
 
 @pytest.mark.parametrize("layouts", [LAYOUTS, TENSOR_PARALLEL], ids=["batch", "batch and model"])
 def test_every_layout_restores_bit_for_bit_on_another_slots_included(layouts, tmp_path):
-    """Each to the next; with TFSHARD_SWEEP=1, each to each."""
+    """Each to the next."""
     model = trained(**layouts[0])
     expected = without_metrics(values(model))
     assert any(key.endswith("velocity") and value.any() for key, value in expected.items())
+    for number, layout in enumerate([*layouts[1:], layouts[0]]):
+        manager = tfshard.CheckpointManager(tmp_path / str(number))
+        manager.save(model, 6)
+        model = compiled(seed=number + 1, **layout)
+        assert manager.restore(model).step == 6
+        assert_same_bits(without_metrics(values(model)), expected)
+
+
+@sweep
+@pytest.mark.parametrize("layouts", [LAYOUTS, EVERY_LAYOUT], ids=["uneven", "all"])
+def test_every_layout_restores_bit_for_bit_on_every_other_slots_included(layouts, tmp_path):
+    """Each to each."""
+    model = trained(**layouts[0])
+    expected = without_metrics(values(model))
     managers = []
-    # After the second lap each was restored from each.
-    for number, layout in enumerate([*layouts[1:], layouts[0]] * (2 if SWEEP else 1)):
+    for number in range(len(layouts)):
         managers.append(tfshard.CheckpointManager(tmp_path / str(number)))
         managers[-1].save(model, 6)
-        model = compiled(seed=number + 1, **layout)
-        for manager in managers if SWEEP else managers[-1:]:
-            assert manager.restore(model).step == 6
+        model = compiled(seed=number + 1, **layouts[(number + 1) % len(layouts)])
+        managers[-1].restore(model)
+    for number, layout in enumerate(layouts):
+        model = compiled(seed=number + 100, **layout)
+        for manager in managers:
+            manager.restore(model)
             assert_same_bits(without_metrics(values(model)), expected)
+            for variable in model.trainable_variables:
+                variable.assign(np.full(variable.shape, 7.0))
 
 
 def test_the_next_step_on_another_mesh_has_the_same_loss(tmp_path):
@@ -771,5 +807,5 @@ def test_a_loop_of_your_own_resumes_where_its_iterator_was(tmp_path):
     assert [float(other.train_on_batch(*batch)) for batch in batches] == losses[7:]
     assert_same_bits(values(other), values(model))
     manager.save(other, 8)
-    with pytest.raises(tfshard.CheckpointError, match="position of 0 iterators"):
+    with pytest.raises(tfshard.CheckpointError, match="saved without an iterator"):
         manager.restore(other, iterator=iter(tf.data.Dataset.range(3)))

@@ -17,14 +17,13 @@ import pytest
 
 import launched_fit
 import tfshard
+from sweeps import sweep
 from tfshard import agreements, control, hosts
 from tfshard.launch_options import Launch
 from tools import faults
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent
-SWEEP = os.environ.get("TFSHARD_SWEEP") == "1"
-sweep = pytest.mark.skipif(not SWEEP, reason="set TFSHARD_SWEEP=1")
 
 
 def run(*command: str, timeout: float = 300) -> subprocess.CompletedProcess:
@@ -85,6 +84,13 @@ def test_clients_train_to_the_numbers_of_one_process(case, tmp_path):
         for key, value in client.items():
             if key != "kernel on":
                 np.testing.assert_allclose(flat(value), flat(expected[key]), rtol=2e-5, atol=2e-5, err_msg=key)
+    # What the clients wrote together, one process reads.
+    manager = tfshard.CheckpointManager(tmp_path / "checkpoints")
+    written = [path.name for path in manager.open().directory.iterdir() if path.name.startswith("data.data-")]
+    assert len(written) == clients
+    model = launched_fit.build(tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    manager.restore(model)
+    np.testing.assert_array_equal(flat([weight.tolist() for weight in model.get_weights()]), flat(found[0]["weights"]))
 
 
 LM = [
@@ -130,26 +136,41 @@ def steps(text: str, client: int) -> list[tuple[int, str, int]]:
     return [(int(step), loss, int(clients)) for step, loss, clients in re.findall(pattern, text)]
 
 
-@pytest.mark.parametrize("elastic", [True, pytest.param(False, marks=sweep)])
-def test_a_run_goes_on_from_its_last_state_after_a_kill(elastic, tmp_path):
-    # With elastic_min the killed client does not come back: it is left out.
-    flags = ["--max_restarts=2", "--elastic_min=1"] if elastic else ["--max_restarts=1"]
-    fault = "--fault=kill,gone" if elastic else "--fault=kill"
+@pytest.mark.parametrize("how", ["sync", pytest.param("async", marks=sweep)])
+def test_a_killed_run_goes_on_from_its_last_checkpoint_also_with_a_client_fewer(how, tmp_path):
+    """Client 1 is killed twice, and then does not come back."""
+    two = ("--num_processes=2", "--devices_per_process=2")
+    whole = launch(*two, faults.CLIENT, "--steps=9")
+    assert whole.returncode == 0, whole.stderr
+    expected = {step: loss for step, loss, _ in steps(whole.stdout, 0)}
+    assert list(expected) == list(range(1, 10))
     done = launch(
-        "--num_processes=2", "--devices_per_process=2", *flags,
-        faults.CLIENT, fault, "--at_step=3", "--steps=6", f"--state={tmp_path}",
+        *two, "--max_restarts=3", "--elastic_min=1", faults.CLIENT, "--fault=kill,kill,gone", "--at_step=5,7",
+        "--steps=9", f"--state={tmp_path}", "--every_steps=2", f"--{'no' if how == 'sync' else ''}async_save",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "Client 1 was killed by signal 9 (SIGKILL) after training step 3." in done.stderr
+    for step in (5, 7):
+        assert f"Client 1 was killed by signal 9 (SIGKILL) after training step {step}." in done.stderr
+    assert "Client 1 ended with exit code 7, before it called tfshard.initialize()" in done.stderr
+    assert "restart 3 of 3, with 1 clients" in done.stderr
     found = steps(done.stdout, 0)
-    # Step 3 was not saved: it is the only one that is done again, and to the same loss.
-    assert [step for step, _, _ in found] == [1, 2, 3, 3, 4, 5, 6]
-    assert abs(float(found[2][1]) - float(found[3][1])) < 1e-4
-    assert [clients for _, _, clients in found] == [2] * 3 + [1 if elastic else 2] * 4
-    assert "resumed after step 2" in done.stdout
-    if elastic:
-        assert "Client 1 ended with exit code 7, before it called tfshard.initialize()" in done.stderr
-        assert "restart 2 of 2, with 1 clients" in done.stderr
+    resumed = [int(step) for step in re.findall(r"\[client 0\] resumes after step (\d+)", done.stdout)]
+    if how == "sync":
+        # A save that is due is made before the next step.
+        assert resumed == [4, 6]
+    else:
+        # It may be the one before: it is committed when the next one begins.
+        assert resumed[0] in (2, 4) and resumed[1] in (4, 6)
+    # What was not saved is done again, and nothing that was.
+    again = [range(1, 6), range(resumed[0] + 1, 8), range(resumed[1] + 1, 10)]
+    assert [(step, clients) for step, _, clients in found] == [
+        (step, clients) for part, clients in zip(again, (2, 2, 1), strict=True) for step in part
+    ]
+    for step, loss, clients in found:
+        if clients == 2:
+            assert loss == expected[step], step
+        else:
+            assert abs(float(loss) - float(expected[step])) < 1e-4 * float(loss)
 
 
 def test_a_process_that_was_not_launched_opens_no_port():
@@ -312,6 +333,25 @@ def test_slurm_needs_one_launcher_on_each_node():
         hosts.expand_nodes("n[1-")
     with pytest.raises(tfshard.LaunchError, match="Which of the hosts is this"):
         hosts.find_hosts(["a", "b"], None, {})
+
+
+@pytest.mark.parametrize("system", ["SLURM", pytest.param("Kubernetes", marks=sweep)])
+def test_launchers_find_each_other_by_the_variables_of_a_cluster(system):
+    """Two addresses of this machine are the two hosts."""
+    flags, variables, index = [f"--port={faults.free_port()}", "--num_processes=1"], {}, "JOB_COMPLETION_INDEX"
+    if system == "SLURM":
+        variables, index = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.[1-2]"}, "SLURM_PROCID"
+    else:
+        flags.append("--hosts=127.0.0.1,127.0.0.2")
+    environment = {"TFSHARD_SECRET": os.urandom(32).hex(), "PYTHONPATH": str(ROOT), **variables}
+    command = [*flags, faults.CLIENT, "--steps=3"]
+    with faults.running(*command, environment={**environment, index: "0"}) as run:
+        run.launch(*command, environment={**environment, index: "1"})
+        run.wait(240)
+        run.check_nothing_is_left()
+    assert [launcher.returncode for launcher in run.launchers] == [0, 0], run.text
+    for client in (0, 1):
+        assert [(step, clients) for step, _, clients in steps(run.text, client)] == [(1, 2), (2, 2), (3, 2)]
 
 
 def test_the_file_of_the_secret_is_private(tmp_path):

@@ -95,7 +95,8 @@ class CheckpointManager:
         position, states = None, []
         if iterator is not None:
             states = [data.iterator_state(iterator)]
-            position = Position(epoch=0, step=None, consumed=0, num_batches=None, fresh=False, clients=clients.count())
+            savers = data.iterator_savers(_private.distribute_strategy(model))
+            position = Position(epoch=0, step=None, consumed=0, num_batches=None, fresh=False, clients=savers)
         return self.save_at(model, step, position=position, states=states, wait=wait)
 
     def save_at(
@@ -196,7 +197,7 @@ class CheckpointManager:
         self.wait()
         checkpoint = self.open(step)
         self.restore_from(
-            checkpoint, model, lambda: None if iterator is None else checkpoint.restore_iterators([iterator])
+            checkpoint, model, lambda: None if iterator is None else checkpoint.restore_iterators([iterator], model)
         )
         return checkpoint
 
@@ -220,3 +221,4 @@ class CheckpointManager:
         if seed in stored and stored[seed].kind == "seed" and all(v.key != seed for v in variables):
             training_state.make_global_seed(model)
         checkpoint.assign(training_state.collect(model))
+        clients.count_from("training step", checkpoint.step)

@@ -206,6 +206,10 @@ class Client:
         self._counts[kind] = self._counts.get(kind, 0) + 1
         return self._counts[kind]
 
+    def count_from(self, kind: str, done: int) -> None:
+        """The next `count` of a kind comes after `done`: a run goes on that did so many before."""
+        self._counts[kind] = done
+
     # --- the connection -------------------------------------------------------------------------------
 
     def _send(self, kind: str, **fields: Any) -> None:
@@ -300,6 +304,12 @@ def barrier(mesh: Any, name: str) -> None:
     """
     del mesh
     agree(name, {})
+
+
+def count_from(kind: str, done: int) -> None:
+    """`Client.count_from`, or nothing in a process that was not launched."""
+    if _client is not None:
+        _client.count_from(kind, done)
 
 
 def operation(label: str, *, first: bool = False, limit: float | None = None, digest: int | None = None) -> Any:

@@ -245,6 +245,11 @@ def epochs_of(model: Any) -> Any:
     return None if found is None else found()
 
 
+def iterator_savers(strategy: Any) -> int:
+    """How many clients save the state of their iterator: each feeds its own part of a batch, or all feed the same."""
+    return clients.count() if getattr(strategy, "already_sharded", False) else 1
+
+
 def host_iterator(iterator: Any) -> tf.data.Iterator:
     """The `tf.data` iterator under an iterator over sharded batches.
 

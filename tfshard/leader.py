@@ -47,7 +47,15 @@ _CONSEQUENCE_SECONDS = 3.0
 # What TensorFlow raises in a client that lost another one.
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError", "InternalError")
 # Errors of a client that will come again.
-_NO_RETRY = ("MeshError", "InitializationError", "StrategyError", "LayoutError", "UnsupportedLayerError")
+_NO_RETRY = (
+    "MeshError",
+    "InitializationError",
+    "StrategyError",
+    "LayoutError",
+    "UnsupportedLayerError",
+    "CheckpointCorruptError",
+    "CheckpointMismatchError",
+)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

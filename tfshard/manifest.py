@@ -87,7 +87,8 @@ class Position:
             a longer dataset.
         num_batches: How many the dataset has, where the run knows it.
         fresh: Whether the next step takes its batch from a new iterator, whose seeds follow those of the saved one.
-        clients: How many clients saved the state of an iterator; 0 for none.
+        clients: How many clients saved the state of their iterator: all where each feeds its own part of a batch, the
+            first where all feed the same; 0 for none.
     """
 
     epoch: int

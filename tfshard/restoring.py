@@ -12,12 +12,13 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfshard import _private, boxes, clients, data, files, manifest, pieces
 from tfshard.boxes import Box
-from tfshard.errors import CheckpointCorruptError, CheckpointError
+from tfshard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from tfshard.manifest import Manifest, Position, StoredPiece, StoredVariable
 from tfshard.training_state import StateVariable
 
@@ -223,25 +224,34 @@ class Checkpoint:
         ]
         pieces.assign(fitting, lambda variable, box: self.read(variable.key, box))
 
-    def restore_iterators(self, iterators: Sequence[Any]) -> None:
+    def restore_iterators(self, iterators: Sequence[Any], model: keras.Model) -> None:
         """Brings `tf.data` iterators, new and of the same dataset, to where those were whose states were saved.
 
         Args:
             iterators: One for each state, in the same order.
+            model: What is trained with them; its strategy says whether each client feeds its own part of a batch.
 
         Raises:
             CheckpointError: There are no such states, or they are not of this dataset.
+            CheckpointMismatchError: Each client saved its own, and there are not as many clients.
         """
         saved = 0 if self.position is None else self.position.clients
-        if saved != clients.count():
+        if not saved:
             raise CheckpointError(
-                f"The checkpoint of step {self.step} holds the position of {saved} iterators, one for each client, and "
-                f"there are {clients.count()} clients. Received: {self.directory}"
+                f"The checkpoint of step {self.step} was saved without an iterator: give `save` the one to restore. "
+                f"Received: {self.directory}"
+            )
+        savers = data.iterator_savers(_private.distribute_strategy(model))
+        if saved != savers:
+            raise CheckpointMismatchError(
+                f"The checkpoint of step {self.step} holds the positions of {saved} clients in their data, and this "
+                f"run has {savers}. With already_sharded=True, go on with as many clients as saved it; without it, all "
+                f"clients have one position and any number can go on. Received: {self.directory}"
             )
         try:
             with tf.device("CPU:0"):
                 states = tf.raw_ops.RestoreV2(
-                    prefix=str(self.directory / files.iterator_prefix(clients.rank())),
+                    prefix=str(self.directory / files.iterator_prefix(clients.rank() % saved)),
                     tensor_names=[files.state_name(i) for i in range(len(iterators))],
                     shape_and_slices=[""] * len(iterators),
                     dtypes=[tf.variant] * len(iterators),

@@ -23,7 +23,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfshard import _private, clients, data, training_state
+from tfshard import _private, data, training_state
 from tfshard.checkpoint import Checkpoint, CheckpointManager
 from tfshard.errors import CheckpointError
 from tfshard.manifest import Position
@@ -99,7 +99,7 @@ class CheckpointCallback(keras.callbacks.Callback):
                 "CheckpointCallback needs a model that was compiled with strategy=tfshard.ShardedStrategy(...). "
                 f"Received: model={self.model!r}"
             )
-        self._run = _Run(epochs)
+        self._run = _Run(self.model, epochs)
         self._run.check(in_epoch=self.every_steps is not None)
         if self.manager.latest_step() is None:
             return
@@ -175,7 +175,7 @@ class _Run:
         resumed: The checkpoint that it goes on from, until the first epoch has begun.
     """
 
-    def __init__(self, epochs: Any):
+    def __init__(self, model: keras.Model, epochs: Any):
         self.epoch = 0
         self.step = 0
         self.saved = 0
@@ -183,6 +183,7 @@ class _Run:
         self.begun = 0
         self.trained = False
         self.resumed: Checkpoint | None = None
+        self._model = model
         self._epochs = _private.EpochIterator(epochs)
         # An iterator that is never used: at their end the others have forgotten the seeds of their dataset.
         self._spare: Any = None
@@ -275,7 +276,7 @@ class _Run:
             consumed=consumed,
             num_batches=self._epochs.num_batches,
             fresh=fresh,
-            clients=clients.count() if states else 0,
+            clients=data.iterator_savers(_private.distribute_strategy(self._model)) if states else 0,
         )
         return position, states
 
@@ -288,7 +289,7 @@ class _Run:
         if position.clients:
             host, self._spare = iter(self._dataset.host), iter(self._dataset.host)
             # Last the one that is never used: it sets the seeds that the next iterator draws.
-            checkpoint.restore_iterators([host, self._spare])
+            checkpoint.restore_iterators([host, self._spare], self._model)
             if not position.fresh:
                 self._dataset.continue_with(host)
         self._epochs.start_at(step=position.step, consumed=position.consumed, num_batches=position.num_batches)

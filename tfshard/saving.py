@@ -159,7 +159,7 @@ class Writing:
                 tf.raw_ops.SaveV2(
                     prefix=str(self._prefix()), tensor_names=names, shape_and_slices=specs, tensors=tensors
                 )
-            if snapshot.states:
+            if snapshot.position is not None and clients.rank() < snapshot.position.clients:
                 tf.raw_ops.SaveV2(
                     prefix=str(self.temporary / files.iterator_prefix(clients.rank())),
                     tensor_names=[files.state_name(i) for i in range(len(snapshot.states))],

@@ -3,38 +3,39 @@
     tfshard launch --num_processes=2 tools/fault_client.py --steps=20
     tfshard launch --num_processes=2 tools/fault_client.py --fault=raise --client=1 --at_step=5
 
-It prints its process id and each step, writes its state after each step to a file where it is asked to, and goes on
-from there when it is restarted.
+It prints its process id and each step. With --state it saves checkpoints, and goes on from the last one when it is
+restarted. Every step has a batch of its own, the same in every run.
 """
 
-import json
 import os
-import pathlib
 import sys
 import time
+from typing import Any
 
 from absl import app, flags
 
 _STEPS = flags.DEFINE_integer("steps", 1000000, "Training steps.")
 _FAULT = flags.DEFINE_list("fault", [], "What happens (main, _at_step), in the first start and in each restart.")
 _CLIENT = flags.DEFINE_integer("client", 1, "In which client, by its place on its host.")
-_AT_STEP = flags.DEFINE_integer("at_step", 5, "After which step, for faults in training.")
-_STATE = flags.DEFINE_string("state", "", "A directory for the state, to go on from after a restart.")
+_AT_STEP = flags.DEFINE_list("at_step", ["5"], "After which step, for faults in training; a step for each start.")
+_STATE = flags.DEFINE_string("state", "", "A directory for checkpoints, to go on from after a restart.")
+_EVERY_STEPS = flags.DEFINE_integer("every_steps", 1, "Steps from one checkpoint to the next.")
+_ASYNC = flags.DEFINE_bool("async_save", False, "Write checkpoints in a thread.")
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.0, "Sleep after each step.")
 _MODEL_AXIS = flags.DEFINE_integer("model_axis", 1, "Size of the model axis, across clients.")
 
 
-def _fault() -> str:
-    """What happens in this process."""
+def _fault() -> tuple[str, int]:
+    """What happens in this process, and after which step."""
     restart = int(os.environ["TFSHARD_RESTART"])
     if int(os.environ["TFSHARD_LOCAL_INDEX"]) != _CLIENT.value or restart >= len(_FAULT.value):
-        return ""
-    return _FAULT.value[restart]
+        return "", 0
+    return _FAULT.value[restart], int(_AT_STEP.value[min(restart, len(_AT_STEP.value) - 1)])
 
 
 def main(argv: list[str]) -> None:
     del argv
-    fault = _fault()
+    fault, at_step = _fault()
     print(f"pid {os.getpid()}", flush=True)
     if fault == "never":
         time.sleep(10000)
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> None:
 
     started = tfshard.initialize()
     import keras
-    import numpy as np
+    import tensorflow as tf
 
     keras.utils.set_random_seed(1 if fault == "seed" else 0)
     axes = {"model": _MODEL_AXIS.value, "batch": -1} if _MODEL_AXIS.value > 1 else {"batch": -1}
@@ -59,26 +60,31 @@ def main(argv: list[str]) -> None:
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map)
     model = tfshard.Sequential([keras.Input((16,)), keras.layers.Dense(32, "tanh", name="up"), keras.layers.Dense(1)])
     model.compile(keras.optimizers.Adam(1e-2), "mse", strategy=strategy)
-    state = pathlib.Path(_STATE.value) / "state.weights.h5" if _STATE.value else None
-    done = 0
-    if state is not None and state.exists():
-        done = json.loads(state.with_name("step.json").read_text())["step"]
-        with strategy.scope():
-            model.optimizer.build(model.trainable_variables)
-        model.load_weights(state)
-        print(f"resumed after step {done}", flush=True)
-    while done < _STEPS.value:
-        # A batch of its own for each step, the same in every run.
-        random = np.random.RandomState(done + (1000 if fault == "batches" and done >= _AT_STEP.value else 0))
-        x = random.randn(24, 16).astype("float32")
-        loss = model.train_on_batch(x, x.sum(axis=1, keepdims=True))
-        done += 1
-        print(f"step {done} loss {float(loss):.6f} clients {started.num_clients}", flush=True)
-        if fault and done == _AT_STEP.value:
-            _at_step(fault, model)
-        if state is not None:
-            _save(model, state, done, started.client_id)
-        time.sleep(_STEP_SECONDS.value)
+    wrong_from = at_step if fault == "batches" else _STEPS.value
+
+    def batch(step, number):
+        seed = tf.where(step < wrong_from, number, number + 1_000_000)
+        x = tf.random.stateless_normal((24, 16), tf.stack([seed, 0]))
+        return x, tf.reduce_sum(x, axis=1, keepdims=True)
+
+    callbacks: list[Any] = []
+    if _STATE.value:
+        saving = tfshard.CheckpointCallback(_STATE.value, _EVERY_STEPS.value, async_save=_ASYNC.value)
+        callbacks.append(saving)
+        print(f"resumes after step {saving.manager.latest_step()}", flush=True)
+
+    class Progress(keras.callbacks.Callback):
+        """Prints each step, and does what the flags ask for."""
+
+        def on_train_batch_end(self, step, logs=None):
+            print(f"step {step + 1} loss {float(logs['loss']):.9g} clients {started.num_clients}", flush=True)
+            if fault and step + 1 == at_step:
+                _at_step(fault, model)
+            time.sleep(_STEP_SECONDS.value)
+
+    callbacks.append(Progress())
+    dataset = tf.data.Dataset.range(_STEPS.value).shuffle(64, seed=0).enumerate().map(batch)
+    model.fit(dataset, shuffle=False, verbose=0, callbacks=callbacks)
 
 
 def _at_step(fault: str, model) -> None:
@@ -97,15 +103,6 @@ def _at_step(fault: str, model) -> None:
     if fault == "loop":
         while True:
             pass
-
-
-def _save(model, state: pathlib.Path, step: int, client_id: int) -> None:
-    """All clients take part; the file is complete when `save_weights` returns."""
-    written = state.with_name("new.weights.h5")
-    model.save_weights(written)
-    if client_id == 0:
-        os.replace(written, state)
-        state.with_name("step.json").write_text(json.dumps({"step": step}))
 
 
 if __name__ == "__main__":
