@@ -57,6 +57,9 @@ def everything(strategy, model, x, y, directory: pathlib.Path) -> dict:
     loaded = keras.models.load_model(directory / "model.keras")
     np.testing.assert_allclose(loaded.predict(x, verbose=0), model.predict(x, verbose=0), atol=1e-5)
     assert (directory / "best.keras").stat().st_size > 0
+    model.export(directory / "served", verbose=False)
+    served = tf.saved_model.load(directory / "served")
+    np.testing.assert_allclose(served.serve(x), model.predict(x, verbose=0), atol=1e-5)
     for name in ("export.keras", "export.weights.h5"):
         tfshard.export(model, directory / name)
         other = build(tfshard.ShardedStrategy(strategy.mesh, strategy.layout_map, zero_stage=1))

@@ -252,6 +252,34 @@ def test_keras_file_and_weights_go_both_ways(tmp_path):
     assert_same_history(fits[2], fits[1])
 
 
+@pytest.mark.parametrize("kind", ["sequential", "functional, tensor-parallel", "subclassed"])
+def test_an_export_serves_what_predict_gives(kind, tmp_path):
+    class Custom(keras.Model):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+    if kind == "functional, tensor-parallel":
+        inputs = keras.Input(X.shape[1:])
+        hidden = keras.layers.Dense(8, "relu", name="up")(inputs)
+        model = tfshard.Model(inputs, keras.layers.Dense(3, name="down")(hidden))
+        chosen = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), "auto")
+    else:
+        model = tfshard.as_distributed(build() if kind == "sequential" else Custom())
+        chosen = strategy()
+    model.compile("adam", LOSS, strategy=chosen)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert {"batch", *chosen.mesh_shape} == parity.shard_axes(model)
+    expected = model.predict(X, verbose=0)
+    model.export(tmp_path / "served", verbose=False)
+    served = tf.saved_model.load(tmp_path / "served")
+    np.testing.assert_allclose(served.serve(X), expected, atol=1e-5)
+    np.testing.assert_array_equal(model.predict(X, verbose=0), expected)
+
+
 def test_custom_train_step_matches_one_device():
     class Custom(keras.Model):
         def __init__(self):

@@ -48,6 +48,7 @@ import tensorflow as tf  # noqa: E402
 from absl import logging as _absl_logging  # noqa: E402
 from keras.src.backend.common import global_state as _global_state  # noqa: E402
 from keras.src.backend.common.name_scope import current_path  # noqa: E402
+from keras.src.export.export_utils import get_input_signature as input_signature  # noqa: E402, F401
 from keras.src.layers.convolutional.base_conv import BaseConv  # noqa: E402
 from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose  # noqa: E402
 from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv  # noqa: E402

@@ -61,6 +61,12 @@ class _Distributed:
         if model.built:
             strategy.group(model)
 
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        model: Any = self
+        if model.built and model.optimizer is not None:
+            model.optimizer.build(model.trainable_variables)
+
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # Where Keras shows the model what counts the steps of its epochs (resume.py).
         if iterator is not None:
@@ -91,6 +97,17 @@ class _Distributed:
         with _written_once(filepath) as path:
             super().save_weights(path, *args, **kwargs)  # type: ignore[misc]
 
+    @functools.wraps(keras.Model.export)
+    def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        model: Any = self
+        if not isinstance(_private.distribute_strategy(model), ShardedStrategy):
+            super().export(filepath, *args, **kwargs)  # type: ignore[misc]
+            return
+        # What serves is not sharded.
+        copy = _plain_copy(model)
+        with _written_once(filepath) as path:
+            copy.export(path, *args, **kwargs)
+
 
 def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
     """The ShardedStrategy whose scope is open, or the one the model is under."""
@@ -98,6 +115,17 @@ def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
         if isinstance(strategy, ShardedStrategy):
             return strategy
     return None
+
+
+def _plain_copy(model: keras.Model) -> keras.Model:
+    """The same model with whole weights on the host, under no strategy."""
+    copy = keras.models.clone_model(model)
+    # A subclassed model is built by its first call, and Keras exports none that was not called.
+    signature = _private.input_signature(model)
+    copy(*keras.tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), signature))
+    for ours, theirs in zip(copy.weights, model.weights, strict=True):
+        ours.assign(theirs.numpy())
+    return copy
 
 
 @contextlib.contextmanager
