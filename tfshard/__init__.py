@@ -8,7 +8,7 @@ Where to look; docs/design.md says what each module does:
     layouts          layout_map, layouts, layers
     tensors          placement, rewrites, steps, storage, variables, data
     model's graph    model_graph, flow, auto_layout, activations, linter, vocabulary, sequence, convolution
-    plans            planning, analyzer, presets, advice, report, profiling
+    plans            planning, analyzer, presets, advice, report, profiling, tables
     training         optimizers, updates, support, strategy, generation, trainer
     checkpoints      checkpoint, saving, restoring, resume, exporting; boxes, manifest, files, training_state, pieces
     several clients  launcher, leader, follower, launch_options, agreements, processes, hosts, collectives, network

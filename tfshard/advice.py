@@ -1,15 +1,13 @@
 """advise: which mesh and ZeRO stage fit a model in the memory of the devices, with the reasons."""
 
 import dataclasses
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import rich.box
-import rich.console
 import rich.table
 
-from tfshard import auto_layout, planning
+from tfshard import auto_layout, planning, tables
 from tfshard.analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
@@ -86,11 +84,7 @@ class Advice:
             cells = [f"{number / (1 << 20):,.1f}" for number in numbers] or [""] * 6
             verdict = each.problem or ("fits" if each.fits else "too large")
             table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
-        out = io.StringIO()
-        console = rich.console.Console(file=out, width=120)
-        console.print(*self.reasons, sep="\n", highlight=False)
-        console.print(table)
-        return out.getvalue()
+        return tables.as_text(*self.reasons, table)
 
 
 def advise(

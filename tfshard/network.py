@@ -1,7 +1,6 @@
 """profile_network: how long each collective takes, by the size of its message."""
 
 import dataclasses
-import io
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -9,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import rich.box
-import rich.console
 import rich.table
 import tensorflow as tf
 
-from tfshard import _private, clients, collectives, mesh, placement, runtime
+from tfshard import _private, clients, collectives, mesh, placement, runtime, tables
 from tfshard.errors import CollectiveError
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))
@@ -97,9 +95,7 @@ class NetworkProfile:
         return table
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        rich.console.Console(file=out, width=120).print(self.table())
-        return out.getvalue()
+        return tables.as_text(self.table())
 
     def plot(self, path: str) -> None:
         """Draws latency and bandwidth over the size. Needs matplotlib (`pip install tfshard[plots]`).

@@ -7,7 +7,6 @@ and with `abstract_model` for models larger than its memory.
 import collections
 import dataclasses
 import functools
-import io
 import json
 import math
 import re
@@ -16,12 +15,11 @@ from typing import Any
 
 import keras
 import rich.box
-import rich.console
 import rich.table
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, layouts, runtime, support
+from tfshard import _private, layouts, runtime, support, tables
 from tfshard.errors import LayoutError, MeshError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts import Axes, VariableLayout
@@ -485,13 +483,8 @@ class ShardingPlan:
         return self._storage_table(), self._collectives_table()
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        console = rich.console.Console(file=out, width=120)
-        for table in self.tables():
-            console.print(table)
-        if self.unknown:
-            console.print(f"Not predicted: {self.unknown}", markup=False)
-        return out.getvalue()
+        notes = [f"Not predicted: {self.unknown}"] if self.unknown else []
+        return tables.as_text(*self.tables(), *notes)
 
     def _storage_table(self) -> rich.table.Table:
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())

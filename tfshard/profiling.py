@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import io
 import math
 import pathlib
 import tempfile
@@ -11,11 +10,10 @@ from typing import Any
 
 import keras
 import rich.box
-import rich.console
 import rich.table
 import tensorflow as tf
 
-from tfshard import _private, placement, support
+from tfshard import _private, placement, support, tables
 from tfshard.errors import PlanMismatchError, StrategyError
 from tfshard.variables import ShardedVariable
 
@@ -119,9 +117,7 @@ class StepProfile:
         return table
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        rich.console.Console(file=out, width=120).print(self.table())
-        return out.getvalue()
+        return tables.as_text(self.table())
 
     def plot(self, path: str) -> None:
         """Draws the collectives on a timeline, a lane for each thread. Needs matplotlib (`pip install tfshard[plots]`).

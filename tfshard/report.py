@@ -2,17 +2,15 @@
 
 import dataclasses
 import hashlib
-import io
 import math
 from typing import Any
 
 import keras
 import rich.box
-import rich.console
 import rich.table
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, clients, placement, support
+from tfshard import _private, clients, placement, support, tables
 from tfshard.errors import ConsistencyError
 from tfshard.mesh import BATCH_AXIS
 from tfshard.variables import ShardedVariable
@@ -135,9 +133,7 @@ class Report:
         return table
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        rich.console.Console(file=out, width=120).print(self.table())
-        return out.getvalue()
+        return tables.as_text(self.table())
 
 
 def _measure(variable: keras.Variable, kind: str, strategy: Any) -> VariableReport | None:

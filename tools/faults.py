@@ -4,6 +4,7 @@
     python tools/faults.py --runs=20
     python tools/faults.py --only=kill_1,stop --num_processes=4
     python tools/faults.py --calm_minutes=10            # no fault, both cores loaded: no false alarm
+    python tools/faults.py --recoveries=5               # a kill, and how long it takes until training goes on
 
 After each run no process of it is left and no port is held. Nothing else may be run beside it on a small machine: the
 limits are seconds of wall time.
@@ -31,6 +32,7 @@ _RUNS = flags.DEFINE_integer("runs", 3, "How often to run each fault.", 1)
 _ONLY = flags.DEFINE_list("only", [], "Names of the faults to run; by default all.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 2, "Clients.", 2)
 _CALM_MINUTES = flags.DEFINE_float("calm_minutes", 0.0, "Train for so long without a fault, with all cores loaded.")
+_RECOVERIES = flags.DEFINE_integer("recoveries", 0, "How often to kill a client of a run that is then restarted.")
 
 CLIENT = str(pathlib.Path(__file__).with_name("fault_client.py"))
 STEP_TIMEOUT = 8
@@ -464,8 +466,38 @@ def run_calm(minutes: float, num_processes: int) -> None:
             process.wait()
 
 
+def run_recovery(num_processes: int) -> tuple[float, int]:
+    """Kills a client; returns the seconds until the next step after the restart, and how many steps are done again."""
+    every_steps = 5
+    with tempfile.TemporaryDirectory() as state:
+        command = [f"--num_processes={num_processes}", "--max_restarts=1", CLIENT, f"--state={state}"]
+        with running(*command, f"--every_steps={every_steps}", "--async_save") as run:
+            _in_training(run)
+            os.kill(run.pids[1], signal.SIGKILL)
+            begin = time.monotonic()
+            run.wait_for("restart 1 of 1")
+            before = run.text
+            run.wait_for(r"\[client 0\] resumes after step ")
+            resumed = re.search(r"resumes after step (\w+)", run.lines[-1])
+            run.wait_for(r"\[client 0\] step ")
+            took = time.monotonic() - begin
+            run.launchers[0].send_signal(signal.SIGTERM)
+            run.wait(DEATH_LIMIT)
+            run.check_nothing_is_left()
+    assert resumed is not None
+    done = max(int(step) for step in re.findall(r"\[client 0\] step (\d+) ", before))
+    again = done - (int(resumed.group(1)) if resumed.group(1) != "None" else 0)
+    assert 0 <= again <= 2 * every_steps, (done, resumed.group(0))
+    return took, again
+
+
 def main(argv: list[str]) -> None:
     del argv
+    if _RECOVERIES.value:
+        found = [run_recovery(_NUM_PROCESSES.value) for _ in range(_RECOVERIES.value)]
+        text = ", ".join(f"{seconds:.1f} s ({again} steps again)" for seconds, again in found)
+        print(f"recovery, from the kill to the next step: {text}")
+        return
     if _CALM_MINUTES.value:
         run_calm(_CALM_MINUTES.value, _NUM_PROCESSES.value)
         return
