@@ -90,7 +90,7 @@ class _Watched:
     limit: float = 0.0
     leaving: bool = False
     left: float | None = None
-    # What another client was doing, when this one was let go before all had come to the end.
+    # What another client has been waiting in, as long as this one has not come to it.
     missed_in: str = ""
     reported: bool = False
     status: int | None = None
@@ -423,7 +423,7 @@ class Leader:
         number, label, digest = message["number"], message["label"], message["digest"]
         client.operations, client.label, client.inside = number + 1, label, True
         client.since, client.limit = self._clock.now, message["limit"] or self._options.step_timeout
-        client.broken = False
+        client.broken, client.missed_in = False, ""
         other_label, other_digest, other = self._begun.setdefault(number, (label, digest, client.client_id))
         if label != other_label:
             self._fail(

@@ -73,6 +73,17 @@ class _Distributed:
             data.note_epochs(self, iterator)
         super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)  # type: ignore[misc]
 
+    @functools.wraps(keras.Model.fit)
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        if clients.current() is not None:
+            for callback in keras.tree.flatten(kwargs.get("callbacks")):
+                if isinstance(callback, keras.callbacks.BackupAndRestore):
+                    raise StrategyError(
+                        "The clients of a launched run would overwrite each other's backups. Use "
+                        f"tfshard.CheckpointCallback, which also restores. Received: callback={callback!r}"
+                    )
+        return super().fit(*args, **kwargs)  # type: ignore[misc]
+
     def make_train_function(self, force=False):
         super().make_train_function(force)  # type: ignore[misc]
         again = _private.make_step_function(self, "train_step")

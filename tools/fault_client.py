@@ -100,6 +100,8 @@ def _at_step(fault: str, model) -> None:
         os.kill(os.getpid(), 9)
     if fault == "alone":
         model.get_weights()
+    if fault == "slow":
+        time.sleep(5)
     if fault == "loop":
         while True:
             pass
