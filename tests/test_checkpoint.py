@@ -1,6 +1,5 @@
 """Checkpoints: whole or not there, on any mesh, and checked before they are used."""
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -20,7 +19,7 @@ import resuming
 import tfshard
 from resuming import X, Y, assert_same_bits, build, script, values
 from sweeps import SWEEP, sweep
-from tfshard import boxes, clients, files, manifest, saving
+from tfshard import boxes, data, files, manifest, saving
 
 
 def compiled(
@@ -395,41 +394,6 @@ def test_wrong_arguments_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_clients_write_their_pieces_and_the_first_commits(tmp_path, monkeypatch):
-    """Two clients are played by two threads, each with half of the pieces."""
-    model = trained()
-    local = threading.local()
-    meeting = threading.Barrier(2)
-    monkeypatch.setattr(clients, "rank", lambda: getattr(local, "rank", 0))
-    monkeypatch.setattr(clients, "count", lambda: 2)
-    monkeypatch.setattr(clients, "barrier", lambda mesh, name: meeting.wait())
-    snapshot = saving.Snapshot.take(model, 6, None, [])
-    assert len(snapshot.held) > 10
-    errors = []
-
-    def client(rank):
-        local.rank = rank
-        try:
-            writing = saving.Writing(tmp_path, 3, 6)
-            writing.begin(None)
-            writing.run(dataclasses.replace(snapshot, held=snapshot.held[rank::2]))
-            writing.end(failed=False)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=client, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    monkeypatch.undo()
-    assert errors == []
-    assert len([p for p in (tmp_path / "step-00000006").iterdir() if "data.data-" in p.name]) == 2
-    other = compiled(batch=2, stage=1, seed=9)
-    tfshard.CheckpointManager(tmp_path).restore(other)
-    assert_same_bits(without_metrics(values(other)), without_metrics(values(model)))
-
-
 # --- refusals ------------------------------------------------------------------------------------------
 
 
@@ -752,7 +716,7 @@ def test_data_whose_position_cannot_be_saved_are_refused_before_training(tmp_pat
     model = compiled()
     expected = values(model)
     every = {"every_epochs": 1}
-    for data, options, message in (
+    for given, options, message in (
         ({"x": python(), "shuffle": False}, every, "data of GeneratorDataAdapter"),
         ({"x": Batches()}, every, "PyDataset"),
         ({"x": Batches(), "shuffle": False}, {"every_steps": 1}, "PyDataset"),
@@ -766,7 +730,7 @@ def test_data_whose_position_cannot_be_saved_are_refused_before_training(tmp_pat
         ({"x": samples.batch(8).with_options(symbolic), "shuffle": False}, every, "symbolic_checkpoint"),
     ):
         with pytest.raises(tfshard.CheckpointError, match=message):
-            model.fit(**data, verbose=0, callbacks=[tfshard.CheckpointCallback(tmp_path, **options)])
+            model.fit(**given, verbose=0, callbacks=[tfshard.CheckpointCallback(tmp_path, **options)])
     assert_unchanged(model, expected)
     model.fit(Batches(), shuffle=False, verbose=0, callbacks=[tfshard.CheckpointCallback(tmp_path, every_epochs=1)])
     assert tfshard.CheckpointManager(tmp_path).steps() == [3]
@@ -787,7 +751,7 @@ def test_another_dataset_is_refused_before_a_variable_changes(tmp_path):
     assert_unchanged(model, expected)
 
 
-def test_a_loop_of_your_own_resumes_where_its_iterator_was(tmp_path):
+def test_a_loop_of_your_own_resumes_where_its_iterator_was(tmp_path, monkeypatch):
     def begin():
         model = compiled()
         samples = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(30, seed=7).batch(8).repeat(2)
@@ -806,6 +770,10 @@ def test_a_loop_of_your_own_resumes_where_its_iterator_was(tmp_path):
     assert manager.restore(other, iterator=batches).step == 7
     assert [float(other.train_on_batch(*batch)) for batch in batches] == losses[7:]
     assert_same_bits(values(other), values(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "iterator_savers", lambda strategy: 3)  # As with already_sharded=True and three clients.
+        with pytest.raises(tfshard.CheckpointMismatchError, match="positions of 1 clients in their data, .* has 3"):
+            manager.restore(other, iterator=begin()[1])
     manager.save(other, 8)
     with pytest.raises(tfshard.CheckpointError, match="saved without an iterator"):
         manager.restore(other, iterator=iter(tf.data.Dataset.range(3)))
