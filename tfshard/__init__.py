@@ -11,7 +11,8 @@ Where to look; docs/design.md says what each module does:
     plans            planning, analyzer, presets, advice, report, profiling, tables
     training         optimizers, updates, support, strategy, generation, trainer
     checkpoints      checkpoint, saving, restoring, resume, exporting; boxes, manifest, files, training_state, pieces
-    several clients  launcher, leader, follower, launch_options, agreements, processes, hosts, collectives, network
+    several clients  launcher, leader, watchdog, follower, launch_options, agreements, processes, hosts; collectives,
+                     network
     commands         cli
     private names    _private: every private TensorFlow and Keras name
 """

@@ -123,6 +123,10 @@ class Processes:
             del self.running[process.client_id]
         return ended
 
+    def is_stopped(self, client_id: int) -> bool:
+        """Whether a client of this machine was stopped by a signal or a debugger."""
+        return client_id in self.running and self.running[client_id].is_stopped()
+
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Asks all to end; `poll` makes them."""
         if self._kill_at is None:
