@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfshard
-from tfshard import layouts, planning
+from tfshard import layouts, model_specs
 from tfshard.layout_map import VariableSpec
 from tfshard.layouts import FlatForm, VariableLayout
 
@@ -29,7 +29,7 @@ class Case:
         layout_map = tfshard.LayoutMap({})
         layout_map.add("columns_.*", (None, "model"), optional=True)
         layout_map.add("rows_.*", ("model",), optional=True)
-        return planning.plan_layouts(self.specs, mesh_shape=self.mesh, layout_map=layout_map, zero_stage=self.stage)
+        return model_specs.plan_layouts(self.specs, mesh_shape=self.mesh, layout_map=layout_map, zero_stage=self.stage)
 
     def grouped(self) -> tuple[VariableLayout, ...]:
         return self.analyzer.group(self.planned(), mesh_shape=self.mesh)

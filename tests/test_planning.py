@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tfshard
-from tfshard import _private, planning
+from tfshard import _private, model_specs
 from tfshard.layout_map import VariableSpec
 
 MEBI = 1 << 20
@@ -49,7 +49,7 @@ def test_an_abstract_model_has_the_variables_of_a_real_one_and_no_values():
     abstract = tfshard.abstract_model(build)
     keras.backend.clear_session()
     real = build()
-    assert planning.specs_of(abstract) == planning.specs_of(real)
+    assert model_specs.specs_of(abstract) == model_specs.specs_of(real)
     assert len(abstract.variables) > 8
     assert all(_private.backend_variable(variable) is None for variable in abstract.variables)
 
@@ -159,9 +159,9 @@ OPTIMIZERS = [
 SCALARS = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 
 
-def assert_slots_are_those_of(optimizer: keras.optimizers.Optimizer) -> tuple[planning.SlotSpec, ...]:
+def assert_slots_are_those_of(optimizer: keras.optimizers.Optimizer) -> tuple[model_specs.SlotSpec, ...]:
     model = build()
-    slots = planning.slots_of(optimizer, planning.specs_of(model))
+    slots = model_specs.slots_of(optimizer, model_specs.specs_of(model))
     assert not optimizer.built
     optimizer.build(model.trainable_variables)
     real = [v for part in _private.optimizer_chain(optimizer) for v in _private.optimizer_own_variables(part)]

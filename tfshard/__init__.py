@@ -8,7 +8,7 @@ Where to look; docs/design.md says what each module does:
     layouts          layout_map, layouts, layers
     tensors          placement, rewrites, steps, storage, variables, data
     model's graph    model_graph, flow, auto_layout, activations, linter, vocabulary, sequence, convolution
-    plans            planning, analyzer, presets, advice, report, profiling, tables
+    plans            model_specs, variable_traffic, planning, analyzer, presets, advice, report, profiling, tables
     training         optimizers, updates, support, strategy, generation, trainer
     checkpoints      checkpoint, saving, restoring, resume, exporting; boxes, manifest, files, training_state, pieces
     several clients  launcher, leader, watchdog, follower, launch_options, agreements, processes, hosts; collectives,
@@ -46,14 +46,16 @@ from tfshard.exporting import export, import_weights
 from tfshard.layout_map import LayoutMap
 from tfshard.linter import Finding, lint
 from tfshard.mesh import create_mesh
+from tfshard.model_specs import abstract_model
 from tfshard.network import NetworkProfile, profile_network
-from tfshard.planning import Collective, ShardingPlan, abstract_model
+from tfshard.planning import ShardingPlan
 from tfshard.profiling import StepProfile, assert_matches_plan, profile_step
 from tfshard.report import Report
 from tfshard.resume import CheckpointCallback
 from tfshard.runtime import Runtime, initialize
 from tfshard.strategy import ShardedStrategy
 from tfshard.trainer import Model, Sequential, as_distributed
+from tfshard.variable_traffic import Collective
 from tfshard.variables import ShardedVariable
 
 __version__ = "0.1.0"

@@ -15,7 +15,7 @@ from tfshard.flow import Blocked, Contracted, Flow, Lookup, advance, rearranged
 from tfshard.layouts import VariableLayout
 from tfshard.mesh import BATCH_AXIS
 from tfshard.model_graph import ModelGraph, trace
-from tfshard.planning import Collective
+from tfshard.variable_traffic import Collective
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

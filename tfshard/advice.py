@@ -7,12 +7,13 @@ from typing import Any
 import rich.box
 import rich.table
 
-from tfshard import auto_layout, planning, tables
+from tfshard import auto_layout, model_specs, tables, variable_traffic
 from tfshard.analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.layout_map import LayoutMap, VariableSpec
 from tfshard.mesh import BATCH_AXIS, MODEL_AXIS
-from tfshard.planning import ShardingPlan, SlotSpec
+from tfshard.model_specs import SlotSpec
+from tfshard.planning import ShardingPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,8 +153,8 @@ def advise(
         layout_map = LayoutMap.from_any(layout_map)
         layout_map.check_axes({BATCH_AXIS: 1, MODEL_AXIS: 1})
     has_model_axis = automatic or any(MODEL_AXIS in rule.axes for rule in layout_map.values())
-    specs = planning.specs_of(model)
-    slots = planning.slots_of(optimizer, specs)
+    specs = model_specs.specs_of(model)
+    slots = model_specs.slots_of(optimizer, specs)
     sizes = [size for size in range(1, devices + 1) if devices % size == 0] if has_model_axis else [1]
     candidates = []
     for size in sizes:
@@ -181,7 +182,7 @@ def _measure(
 ) -> Candidate:
     mesh_shape, stage = empty.mesh_shape, empty.zero_stage
     try:
-        planned = planning.plan_layouts(specs, mesh_shape=mesh_shape, layout_map=layout_map, zero_stage=stage)
+        planned = model_specs.plan_layouts(specs, mesh_shape=mesh_shape, layout_map=layout_map, zero_stage=stage)
     except LayoutError as e:
         return dataclasses.replace(empty, problem=str(e))
     if analyzer is not None:
@@ -190,8 +191,8 @@ def _measure(
     return dataclasses.replace(
         empty,
         stored_bytes=sum(plan.bytes_per_device(kind) for kind in ("parameter", "state", "slot")),
-        updated_bytes=plan.bytes_per_device("slot") + planning.updated_bytes(planned, mesh_shape=mesh_shape),
-        gathered_bytes=planning.gathered_bytes(planned, mesh_shape=mesh_shape, zero_stage=stage),
+        updated_bytes=plan.bytes_per_device("slot") + variable_traffic.updated_bytes(planned, mesh_shape=mesh_shape),
+        gathered_bytes=variable_traffic.gathered_bytes(planned, mesh_shape=mesh_shape, zero_stage=stage),
         gradient_bytes=plan.bytes_per_device("gradient"),
         activation_bytes=activation_bytes,
     )

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfshard import activations, auto_layout, layouts, planning
+from tfshard import activations, auto_layout, layouts, model_specs
 from tfshard.errors import StrategyError
 from tfshard.layouts import FlatForm, FlatMember, VariableLayout
 from tfshard.mesh import BATCH_AXIS
@@ -214,15 +214,15 @@ def plan(
         raise StrategyError(
             f"analyzer must be a tfshard.ParameterAnalyzer, or None for no groups. Received: analyzer={analyzer!r}"
         )
-    sizes = planning.mesh_sizes(mesh_shape)
-    specs = planning.specs_of(model_or_specs)
+    sizes = model_specs.mesh_sizes(mesh_shape)
+    specs = model_specs.specs_of(model_or_specs)
     layout_map = auto_layout.resolve(layout_map, model_or_specs, sizes)
-    planned = planning.plan_layouts(specs, mesh_shape=sizes, layout_map=layout_map, zero_stage=zero_stage)
+    planned = model_specs.plan_layouts(specs, mesh_shape=sizes, layout_map=layout_map, zero_stage=zero_stage)
     if analyzer is not None:
         planned = analyzer.group(planned, mesh_shape=sizes)
     if optimizer is None:
         optimizer = getattr(model_or_specs, "optimizer", None)
-    slots = planning.slots_of(optimizer, specs)
+    slots = model_specs.slots_of(optimizer, specs)
     sent = activations.plan(model_or_specs, planned, sizes, inputs)
     return ShardingPlan.from_layouts(
         planned,

@@ -16,7 +16,7 @@ from tfshard.flow import Blocked, Contracted, Lookup, advance, elementwise_sourc
 from tfshard.layout_map import LayoutMap, VariableSpec, layer_dim
 from tfshard.mesh import BATCH_AXIS, MODEL_AXIS
 from tfshard.model_graph import ModelGraph, trace
-from tfshard.planning import mesh_sizes
+from tfshard.model_specs import mesh_sizes
 
 # A variable with a larger share of a model's bytes than this is worth sharding, also as an output by itself.
 LARGE_SHARE = 0.02

@@ -20,7 +20,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import tfshard
-from tfshard import auto_layout, hosts, launch_options, launcher, linter, network, planning, runtime
+from tfshard import auto_layout, hosts, launch_options, launcher, linter, model_specs, network, runtime
 from tfshard.errors import ShardingError
 
 
@@ -98,7 +98,7 @@ def _built(target: str) -> Any:
     build = _load(target)
     if not callable(build):
         raise UsageError(f"MODULE:FUNCTION must name a function. Received: {target}")
-    return planning.abstract_model(build)
+    return model_specs.abstract_model(build)
 
 
 def _load(target: str) -> Any:

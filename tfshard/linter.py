@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfshard import _private, activations, auto_layout, layouts, planning
+from tfshard import _private, activations, auto_layout, layouts, model_specs
 from tfshard.errors import LayoutError, LayoutWarning
 from tfshard.layers import SketchedDense
 from tfshard.layout_map import LayoutMap, VariableSpec
@@ -74,10 +74,10 @@ def lint(model: keras.Model, mesh: Any, layout_map: Any, *, inputs: Any = None) 
     ...     print(finding.kind, finding.where)
     column after column down/kernel
     """
-    sizes = planning.mesh_sizes(mesh)
+    sizes = model_specs.mesh_sizes(mesh)
     layout_map = auto_layout.resolve(layout_map, model, sizes)
     layout_map.check_axes(sizes)
-    specs = planning.specs_of(model)
+    specs = model_specs.specs_of(model)
     findings = _rule_findings(model, specs, layout_map, sizes)
     findings += _whole_findings(specs, layout_map, sizes)
     if not any(finding.is_error for finding in findings):
@@ -199,7 +199,7 @@ def _graph_findings(
     inputs: Any,
 ) -> list[Finding]:
     """What the layouts make of the model's graph."""
-    planned = planning.plan_layouts(specs, mesh_shape=sizes, layout_map=layout_map, zero_stage=0)
+    planned = model_specs.plan_layouts(specs, mesh_shape=sizes, layout_map=layout_map, zero_stage=0)
     findings: list[Finding] = []
     graph: ModelGraph | None = None
     for axis, size in sizes.items():

@@ -8,7 +8,7 @@ import re
 import keras
 import tensorflow as tf
 
-from tfshard import _private, planning, support
+from tfshard import _private, model_specs, support
 from tfshard.errors import CheckpointError
 
 GLOBAL_SEED = "seed/global"
@@ -125,7 +125,7 @@ def _of_optimizer(model: keras.Model, keys: _Keys, owners: dict[str, str]) -> li
         return keys.key("optimizer", name if owner is None else owners[owner] + name[len(owner) :])
 
     if not optimizer.built:
-        specs = [slot.spec for slot in planning.slots_of(optimizer, planning.specs_of(model))]
+        specs = [slot.spec for slot in model_specs.slots_of(optimizer, model_specs.specs_of(model))]
         return [
             StateVariable(
                 key=key(spec.path), kind="slot", path=spec.path, shape=spec.shape, dtype=spec.dtype, value=None
