@@ -9,7 +9,7 @@ Where to look; docs/design.md says what each module does:
     tensors          placement, rewrites, steps, storage, variables, data
     model's graph    model_graph, flow, auto_layout, activations, linter, vocabulary, sequence, convolution
     plans            model_specs, variable_traffic, planning, analyzer, presets, advice, report, profiling, tables
-    training         optimizers, updates, support, strategy, generation, trainer
+    training         optimizers, updates, support, extended, strategy, generation, trainer
     checkpoints      checkpoint, saving, restoring, resume, exporting; boxes, manifest, files, training_state, pieces
     several clients  launcher, leader, watchdog, follower, launch_options, agreements, processes, hosts; collectives,
                      network
