@@ -62,8 +62,13 @@ class _Distributed:
             strategy.group(model)
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
-        self.compile(**keras.saving.deserialize_keras_object(config))
         model: Any = self
+        own = super().compile_from_config  # type: ignore[misc]
+        if own.__func__ is not keras.Model.compile_from_config:
+            own(config)
+            return
+        # Keras's own does nothing for a class with another `compile`.
+        self.compile(**keras.saving.deserialize_keras_object(config))
         if model.built and model.optimizer is not None:
             model.optimizer.build(model.trainable_variables)
 
