@@ -35,6 +35,8 @@ def main(options: dict) -> dict:
     found["predict"] = model.predict(x, verbose=0, batch_size=8).tolist()
     if options["everything"]:
         found |= everything(strategy, model, x, y, pathlib.Path(options["directory"]))
+    if options["ways"]:
+        found["ways"] = ways(mesh, x, y)
     found["checkpoint"] = checkpoint(strategy, model, pathlib.Path(options["directory"]) / "checkpoints")
     strategy.check_consistency(model)
     found["report"] = strategy.report(model).bytes_per_device()
@@ -67,6 +69,58 @@ def everything(strategy, model, x, y, directory: pathlib.Path) -> dict:
         for ours, theirs in zip(other.get_weights(), model.get_weights(), strict=True):
             np.testing.assert_array_equal(ours, theirs)
     return found
+
+
+def ways(mesh, x, y) -> dict:
+    """Every kind of data, and of training in `fit`."""
+
+    class Subclassed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.up, self.head = keras.layers.Dense(12, "relu"), keras.layers.Dense(3)
+
+        def call(self, inputs):
+            return self.head(self.up(inputs))
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return x[index * 8 : index * 8 + 8], y[index * 8 : index * 8 + 8]
+
+    def generator():
+        yield from (Batches()[index] for index in range(2))
+
+    def compiled(model=None, optimizer=None, **options) -> keras.Model:
+        keras.utils.set_random_seed(1)
+        model = tfshard.as_distributed(
+            model() if model else keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        strategy = tfshard.ShardedStrategy(mesh, {".*": ()})
+        model.compile(optimizer or "adam", loss, metrics=["accuracy"], strategy=strategy, **options)
+        return model
+
+    arrays = {"x": x, "y": y, "batch_size": 8}
+    callbacks = [
+        keras.callbacks.EarlyStopping("loss", patience=1),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.9 * rate),
+    ]
+    runs = {
+        "subclassed": (compiled(Subclassed), arrays),
+        "two steps in one": (compiled(steps_per_execution=2), arrays),
+        "eager": (compiled(run_eagerly=True), arrays),
+        "accumulated": (compiled(optimizer=keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2)), arrays),
+        "averaged": (compiled(optimizer=keras.optimizers.SGD(1e-2, use_ema=True, momentum=0.9)), arrays),
+        "class weights": (compiled(), {**arrays, "class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}),
+        "sample weights": (compiled(), {**arrays, "sample_weight": np.linspace(0, 1, len(y))}),
+        "validation split, callbacks": (compiled(), {**arrays, "validation_split": 0.4, "callbacks": callbacks}),
+        "PyDataset": (compiled(), {"x": Batches()}),
+        "generator": (compiled(), {"x": generator(), "epochs": 1, "steps_per_epoch": 2, "shuffle": False}),
+    }
+    return {name: model.fit(**{"epochs": 2, "verbose": 0, **how}).history for name, (model, how) in runs.items()}
 
 
 def checkpoint(strategy, model, directory: pathlib.Path) -> list:

@@ -65,7 +65,10 @@ USUAL = list(CASES)[:2]
 def test_clients_train_to_the_numbers_of_one_process(case, tmp_path):
     clients, mesh, stage = CASES[case]
     (tmp_path / "one").mkdir()
-    options = {"mesh": mesh, "stage": stage, "everything": clients == 2, "already_sharded": "model" not in mesh}
+    options = {
+        "mesh": mesh, "stage": stage, "everything": clients == 2, "already_sharded": "model" not in mesh,
+        "ways": stage == 0,
+    }  # fmt: skip
     script = str(HERE / "launched_fit.py")
     expected = launched_fit.main({**options, "devices": 4, "directory": str(tmp_path / "one")})
     assert (expected["clients"], expected["local devices"]) == (1, 4)
