@@ -177,6 +177,29 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_also_with_a_client_fewer(
             assert abs(float(loss) - float(expected[step])) < 1e-4 * float(loss)
 
 
+@sweep
+def test_a_host_that_is_lost_is_left_out(tmp_path, monkeypatch):
+    """Two launchers on two addresses of this machine; the one that does not lead is killed."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    flags = [
+        "--hosts=127.0.0.1,127.0.0.2", f"--port={faults.free_port()}", "--num_processes=1", "--devices_per_process=2",
+        "--max_restarts=1", "--elastic_min=1", "--registration_timeout=10",
+    ]  # fmt: skip
+    program = [faults.CLIENT, f"--state={tmp_path}", "--every_steps=20"]
+    environment = {"TFSHARD_SECRET": os.urandom(32).hex()}
+    with faults.running(*flags, "--host_index=0", *program, environment=environment) as run:
+        run.launch(*flags, "--host_index=1", *program, environment=environment)
+        run.wait_for("step 50 ")
+        run.launchers[1].kill()
+        run.wait_for(r"restart 1 of 1, with 1 clients", 60)
+        run.wait_for(r"resumes after step (40|60|80)", 60)
+        run.wait_for(r"\[client 0\] step \d+ loss \S+ clients 1", 60)
+        run.launchers[0].terminate()
+        run.wait(20)
+        run.check_nothing_is_left()
+    assert "The launcher of host 1 (127.0.0.2), with clients (1,), closed its connection." in run.text
+
+
 def test_a_process_that_was_not_launched_opens_no_port():
     code = f"""
 import os, sys

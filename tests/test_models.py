@@ -127,7 +127,7 @@ def cases():
         yield from ((name, mesh, stage) for mesh, stage in (every if SWEEP else few))
 
 
-@pytest.mark.parametrize(("name", "mesh", "stage"), cases())
+@pytest.mark.parametrize(("name", "mesh", "stage"), list(cases()))
 def test_model_matches_one_device(name, mesh, stage):
     layout_map = "auto" if "model" in MESHES[mesh] else None
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), layout_map, zero_stage=stage)

@@ -83,7 +83,7 @@ def cases():
         yield from ((name, mesh, stage) for mesh, stage in (every if SWEEP else few))
 
 
-@pytest.mark.parametrize(("name", "mesh", "stage"), cases())
+@pytest.mark.parametrize(("name", "mesh", "stage"), list(cases()))
 def test_ten_steps_match_one_device(name, mesh, stage):
     assert len(tf.config.list_logical_devices("CPU")) >= 4
     run = parity.train(build, batches(), optimizer=OPTIMIZERS[name], loss=LOSS, strategy=strategy(mesh, stage))
