@@ -116,8 +116,6 @@ def reference(name: str) -> parity.Run:
     return parity.train(BUILDERS[name], batches(name), optimizer=optimizer, loss=LOSS)
 
 
-# T5's attention layers pass no mask on and say so, on one device as well.
-@pytest.mark.filterwarnings("ignore:.*does not support masking:UserWarning")
 def cases():
     """With TFSHARD_SWEEP=1 all; else stage 3, and stage 0 on one mesh with a batch axis."""
     for number, name in enumerate(BUILDERS):
@@ -127,6 +125,8 @@ def cases():
         yield from ((name, mesh, stage) for mesh, stage in (every if SWEEP else few))
 
 
+# T5's attention layers pass no mask on and say so, on one device as well.
+@pytest.mark.filterwarnings("ignore:.*does not support masking:UserWarning")
 @pytest.mark.parametrize(("name", "mesh", "stage"), list(cases()))
 def test_model_matches_one_device(name, mesh, stage):
     layout_map = "auto" if "model" in MESHES[mesh] else None
