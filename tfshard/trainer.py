@@ -133,9 +133,13 @@ def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
     return None
 
 
-def _plain_copy(model: keras.Model) -> keras.Model:
+def _plain_copy(model: Any) -> Any:
     """The same model with whole weights on the host, under no strategy."""
-    copy = keras.models.clone_model(model)
+    compiled, model.compiled = model.compiled, False
+    try:
+        copy = keras.models.clone_model(model)  # Without an optimizer and its slots.
+    finally:
+        model.compiled = compiled
     # A subclassed model is built by its first call, and Keras exports none that was not called.
     signature = _private.input_signature(model)
     copy(*keras.tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), signature))
