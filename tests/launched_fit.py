@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfshard
+from resuming import Batches
 from tfshard import clients, training_state
 
 
@@ -82,21 +83,17 @@ def ways(mesh, x, y) -> dict:
         def call(self, inputs):
             return self.head(self.up(inputs))
 
-    class Batches(keras.utils.PyDataset):
-        def __len__(self):
-            return 2
-
-        def __getitem__(self, index):
-            return x[index * 8 : index * 8 + 8], y[index * 8 : index * 8 + 8]
+    batches = Batches(x, y, 2)
 
     def generator():
-        yield from (Batches()[index] for index in range(2))
+        yield from (batches[index] for index in range(2))
 
-    def compiled(model=None, optimizer=None, **options) -> keras.Model:
+    def dense() -> keras.Model:
+        return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+
+    def compiled(build=dense, optimizer=None, **options) -> keras.Model:
         keras.utils.set_random_seed(1)
-        model = tfshard.as_distributed(
-            model() if model else keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
-        )
+        model = tfshard.as_distributed(build())
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         strategy = tfshard.ShardedStrategy(mesh, {".*": ()})
         model.compile(optimizer or "adam", loss, metrics=["accuracy"], strategy=strategy, **options)
@@ -117,7 +114,7 @@ def ways(mesh, x, y) -> dict:
         "class weights": (compiled(), {**arrays, "class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}),
         "sample weights": (compiled(), {**arrays, "sample_weight": np.linspace(0, 1, len(y))}),
         "validation split, callbacks": (compiled(), {**arrays, "validation_split": 0.4, "callbacks": callbacks}),
-        "PyDataset": (compiled(), {"x": Batches()}),
+        "PyDataset": (compiled(), {"x": batches}),
         "generator": (compiled(), {"x": generator(), "epochs": 1, "steps_per_epoch": 2, "shuffle": False}),
     }
     return {name: model.fit(**{"epochs": 2, "verbose": 0, **how}).history for name, (model, how) in runs.items()}

@@ -13,6 +13,20 @@ RS = np.random.RandomState(0)
 X, Y = RS.normal(size=(44, 13)).astype("float32"), RS.normal(size=(44, 3)).astype("float32")
 
 
+class Batches(keras.utils.PyDataset):
+    """The first batches of 8 of arrays."""
+
+    def __init__(self, x, y, count: int):
+        super().__init__()
+        self.arrays, self.count = (x, y), count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return tuple(array[8 * index : 8 * index + 8] for array in self.arrays)
+
+
 class Stopped(Exception):
     """The script was interrupted."""
 
@@ -97,3 +111,38 @@ def script(kind: str, directory=None, *, stop_after=None, epochs: int = 2, every
     except Stopped:
         saving.manager.wait()
     return Run(model=model, values=values(model), losses=steps.losses, history=history)
+
+
+def compiled(
+    stage: int = 3, grouped: bool = True, seed: int = 0, optimizer=None, even: bool = False, **axes: int
+) -> keras.Model:
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(seed)
+    model, layout_map = build(), tfshard.LayoutMap()
+    if even:
+        # The model axis has to divide what it shards.
+        hidden = [keras.layers.Dense(16, name="wide"), keras.layers.Dropout(0.5)]
+        model = tfshard.Sequential([keras.Input((13,)), *hidden, keras.layers.Dense(3, name="narrow")])
+    if "model" in axes:
+        layout_map.column(".*wide")
+        layout_map.row(".*narrow")
+    options = {} if grouped else {"analyzer": None}
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**(axes or {"batch": 4})), layout_map, stage, **options)
+    model.compile(optimizer or keras.optimizers.Adam(1e-2), "mse", strategy=strategy)
+    return model
+
+
+def trained(**kwargs) -> keras.Model:
+    model = compiled(**kwargs)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    return model
+
+
+def assert_unchanged(model: keras.Model, expected: dict) -> None:
+    """Keras may have built the optimizer since."""
+    found = values(model)
+    assert_same_bits({key: found[key] for key in expected}, expected)
+
+
+def without_metrics(found: dict) -> dict:
+    return {key: value for key, value in found.items() if not key.startswith("metric/")}

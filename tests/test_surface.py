@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import parity
 import tfshard
+from resuming import Batches
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 RS = np.random.RandomState(0)
@@ -120,14 +121,6 @@ def test_sample_and_class_weights_in_fit_match_one_device():
         assert_same_history(result, expected)
 
 
-class Batches(keras.utils.PyDataset):
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, index):
-        return X[index * 8 : index * 8 + 8], Y[index * 8 : index * 8 + 8]
-
-
 def generator():
     for start in range(0, 24, 8):
         yield X[start : start + 8], Y[start : start + 8]
@@ -140,7 +133,7 @@ def test_inputs_of_every_kind_match_one_device(kind):
             dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
             return model.fit(dataset, validation_data=dataset, epochs=2, shuffle=False, verbose=0)
         if kind == "PyDataset":
-            return model.fit(Batches(), epochs=2, shuffle=False, verbose=0)
+            return model.fit(Batches(X, Y, 3), epochs=2, shuffle=False, verbose=0)
         if kind == "generator":
             return model.fit(generator(), shuffle=False, verbose=0, steps_per_epoch=3)
         dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).repeat()
