@@ -62,10 +62,12 @@ from keras.src.trainers import data_adapters as _data_adapters  # noqa: E402
 from keras.src.utils import naming as _naming  # noqa: E402
 from keras.src.utils import rng_utils as _rng_utils  # noqa: E402
 from tensorflow.dtensor.python import accelerator_util as _accelerator_util  # noqa: E402
+from tensorflow.dtensor.python import api as _dtensor_api  # noqa: E402
 from tensorflow.python.eager import context as _context  # noqa: E402
 from tensorflow.python.eager import record as _record  # noqa: E402
 from tensorflow.python.eager import tape as _tape  # noqa: E402
 from tensorflow.python.framework import op_callbacks as _op_callbacks  # noqa: E402
+from tensorflow.python.framework import ops as _ops  # noqa: E402
 from tensorflow.tsl.profiler.protobuf import xplane_pb2 as _xplane_pb2  # noqa: E402
 
 __all__ = ["Functional", "current_path", "functional_init_arguments"]
@@ -82,6 +84,25 @@ def context_is_initialized() -> bool:
 def dtensor_is_initialized() -> bool:
     """Whether DTensor's accelerator system was started (`accelerator_util.is_initialized`)."""
     return bool(_accelerator_util.is_initialized())
+
+
+def dtensor_has_device() -> bool:
+    """Whether DTensor operations have run in this process already (`api._dtensor_singleton`)."""
+    return _dtensor_api._dtensor_singleton is not None
+
+
+def make_dtensor_synchronous() -> None:
+    """Makes every DTensor operation end before the call that started it returns (`_reset_dtensor_device`).
+
+    By default DTensor's device threads run up to eight operations behind Python, and a failure in one of them stays in
+    the handles of its results: whoever does not read those never hears of it.
+    """
+    tf.experimental.dtensor._reset_dtensor_device(is_async=False)
+
+
+def next_number() -> int:
+    """TensorFlow's count of operations and functions, which is in the names of functions (`ops.uid`)."""
+    return _ops.uid()
 
 
 def package_version(package: str) -> str:

@@ -1,5 +1,6 @@
 """Tensors to devices and back: the few DTensor calls that everything above shares."""
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,32 @@ from tfshard.layouts import (
     unflatten_host_value,
 )
 from tfshard.mesh import axis_sizes
+
+_met: set[str] = set()
+
+
+def meet(mesh: dtensor.Mesh) -> None:
+    """Makes the devices of a mesh meet once, in each group of devices that a collective can take. Eager only.
+
+    TensorFlow forms such a group at its first collective. If an operation fails on one device before that, the group
+    stays cancelled for as long as the process lives: every later step fails, and the error is not the first one's.
+    """
+    if mesh.to_string() in _met:
+        return
+    axes = [name for name, size in axis_sizes(mesh).items() if size > 1]
+    groups = [group for count in range(1, len(axes) + 1) for group in itertools.combinations(axes, count)]
+    tensors = [
+        host_to_mesh(np.zeros([axis_sizes(mesh)[axis] for axis in group], np.float32), group, mesh) for group in groups
+    ]
+
+    @tf.function
+    def reduce(tensors):
+        return [relayout(tf.reduce_sum(tensor), (), mesh) for tensor in tensors]
+
+    if groups:
+        with clients.operation("the first meeting of the devices of a mesh", first=True):
+            reduce(tensors)
+    _met.add(mesh.to_string())
 
 
 def layout(axes: Axes, mesh: dtensor.Mesh) -> dtensor.Layout:

@@ -209,6 +209,7 @@ def _start(num_devices: int, device_type: str) -> None:
     # watches the clients instead.
     with _private.without_log():
         dtensor.initialize_accelerator_system(device_type, enable_coordination_service=False)
+    _private.make_dtensor_synchronous()
 
 
 def _adopt_running_context(num_devices: int, device_type: str) -> None:
@@ -220,4 +221,11 @@ def _adopt_running_context(num_devices: int, device_type: str) -> None:
             "set up any more. Call tfshard.initialize() first thing in the program, before the first tensor, "
             f"variable or model. Received: num_devices={num_devices}, device_type={device_type!r}"
         )
+    if _private.dtensor_has_device():
+        raise InitializationError(
+            "DTensor has run operations in this process already, on a device that does not report failures. Call "
+            "tfshard.initialize() before the first DTensor operation, right after (or in place of) "
+            f"dtensor.initialize_accelerator_system(). Received: num_devices={num_devices}, device_type={device_type!r}"
+        )
     _set_switches(device_type)
+    _private.make_dtensor_synchronous()

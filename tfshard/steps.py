@@ -22,9 +22,11 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
-from tfshard import _private
+from tfshard import _private, failures, placement
 from tfshard.errors import StrategyError
 
 if TYPE_CHECKING:
@@ -139,11 +141,18 @@ class Step:
             storage.write(recorded)
         self._postponed.clear()
 
-    def flush(self) -> None:
-        """Writes each storage once. Last in the step: a read after this would be stale."""
-        for storage in self._to_flush:
-            storage.write(self._recorded[self.graph][storage])
+    def flush(self) -> dict["Storage", tf.Tensor]:
+        """Writes each storage once. Last in the step: a read after this would be stale.
+
+        Returns:
+            What was written.
+        """
+        values = {storage: storage.at_rest(self._recorded[self.graph][storage]) for storage in self._to_flush}
         self._to_flush.clear()
+        values = _small_copies_last(values)
+        for storage, value in values.items():
+            storage.write_at_rest(value)
+        return values
 
     def _graphs(self) -> list:
         """The graphs from the one being built out to the step's own."""
@@ -165,6 +174,45 @@ class Step:
         if since is None:
             return False
         return any(op.type in _BRANCH_OPS for op in graph.get_operations()[since:])
+
+
+def _small_copies_last(values: dict["Storage", tf.Tensor]) -> dict["Storage", tf.Tensor]:
+    """The same values, of which those of counters, seeds, statistics and metrics exist when the others do.
+
+    They depend on little. In a step that fails on one device, others would have counted it by then, and this one not:
+    devices that should hold the same would not. So they wait for each other, and for the first of the others: that
+    is of the first layer, whose gradient comes last.
+
+    An IdentityN waits for all of its inputs. DTensor drops an input whose output is not used, and TensorFlow's
+    dependency optimizer takes an IdentityN away unless its first input is the read of a variable
+    (`DependencyOptimizer::SafeToRemoveIdentity`): hence the token, a number that nobody looks at.
+    """
+    small = [storage for storage, value in values.items() if _is_small_copy(storage, value)]
+    if _private.is_eager() or not small:
+        return values  # In eager code a failure ends the step before the first write.
+    waiting = small + [storage for storage in values if storage not in small][:1]
+    token = _token(small[0].mesh)
+    tied = tf.raw_ops.IdentityN(input=[token.value(), *(values[storage] for storage in waiting)])
+    token.assign(tied[0], read_value=False)
+    return values | dict(zip(waiting, tied[1:], strict=True))
+
+
+_tokens: dict[str, dtensor.DVariable] = {}
+
+
+def _token(mesh: dtensor.Mesh) -> dtensor.DVariable:
+    key = mesh.to_string()
+    if key not in _tokens:
+        with tf.init_scope():
+            _tokens[key] = dtensor.DVariable(placement.host_to_mesh(np.zeros((), np.float32), (), mesh))
+    return _tokens[key]
+
+
+_SMALL_BYTES = 1 << 20
+
+
+def _is_small_copy(storage: "Storage", value: tf.Tensor) -> bool:
+    return not any(storage.layout.rest) and value.shape.num_elements() * value.dtype.size < _SMALL_BYTES
 
 
 _BRANCH_OPS = ("If", "StatelessIf", "Case", "PartitionedCall", "StatefulPartitionedCall")
@@ -229,7 +277,9 @@ def step_scope():
     _state.step = Step(None if _private.is_eager() else tf.compat.v1.get_default_graph())
     try:
         yield
-        _state.step.flush()
+        written = _state.step.flush()
+        if _state.step.graph is not None:
+            failures.note_step(_state.step.graph, written)
     finally:
         _state.step = None
 

@@ -165,13 +165,37 @@ class Storage:
         self._version += 1
         self.buffer.assign(value, read_value=False)
 
+    def equalize(self) -> bool:
+        """Gives devices of this client that should hold the same the value of the first. Eager only.
+
+        Returns:
+            Whether they differed.
+        """
+        first: dict[tuple, np.ndarray] = {}
+        pieces, differed = [], False
+        for location, tensor in self.local_tensors():
+            part = tuple(location[axis] for axis in self.layout.rest if axis is not None)
+            piece = tensor.numpy()
+            pieces.append(first.setdefault(part, piece))
+            differed |= piece.tobytes() != pieces[-1].tobytes()
+        if differed:
+            self.set_local(pieces)
+        return differed
+
     def write(self, recorded: Recorded) -> None:
-        """Assigns the buffer now, in its layout at rest. For `Step` and eager code."""
-        value = self._value(recorded)
+        """Assigns the buffer now. For `Step` and eager code."""
+        self.write_at_rest(self.at_rest(recorded))
+
+    def at_rest(self, recorded: Recorded) -> tf.Tensor:
+        """What is recorded, as the buffer in its layout at rest."""
+        return placement.relayout(self._value(recorded), self.layout.rest, self.mesh)
+
+    def write_at_rest(self, value: tf.Tensor) -> None:
+        """Assigns the buffer what `at_rest` made."""
         self._version += 1
         if steps.current() is None and not _private.is_eager():
             self._written_in(tf.compat.v1.get_default_graph()).add(self)
-        self.buffer.assign(placement.relayout(value, self.layout.rest, self.mesh), read_value=False)
+        self.buffer.assign(value, read_value=False)
 
     # --- values ------------------------------------------------------------------------------------------
 

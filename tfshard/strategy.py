@@ -15,6 +15,7 @@ from tfshard import (
     clients,
     convolution,
     data,
+    failures,
     layouts,
     linter,
     placement,
@@ -113,6 +114,7 @@ class ShardedStrategy(tf.distribute.Strategy):
                     "analyzer": repr(analyzer), "mesh": self.mesh_shape, "already_sharded": already_sharded,
                     "sequence_parallel": sequence_parallel}  # fmt: skip
         clients.agree("the strategy", settings, error=StrategyError)
+        placement.meet(mesh)
         self._functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[keras.Model] = weakref.WeakSet()
@@ -212,14 +214,18 @@ class ShardedStrategy(tf.distribute.Strategy):
         """
         client = clients.current()
         if client is None:
-            yield
+            with failures.explained(f"A {kind}"):
+                yield
             return
         # A new shape is traced and compiled.
         shapes = str([getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batch)])
         seen = self._seen.setdefault(function, set())
         first = shapes not in seen
         seen.add(shapes)
-        with client.operation(f"{kind} {client.count(kind)}", first=first, digest=data.digest(batch)):
+        with (
+            client.operation(f"{kind} {client.count(kind)}", first=first, digest=data.digest(batch)),
+            failures.explained(f"A {kind}"),
+        ):
             yield
             _private.wait_for_devices()
 
