@@ -146,6 +146,25 @@ def outer_graph(graph):
     return getattr(graph, "outer_graph", None)
 
 
+def captured_resources(graph) -> list:
+    """The eager resources, such as variables' handles, that a `FuncGraph` takes from outside (`captures`)."""
+    return [
+        captured
+        for captured, _ in graph.captures
+        if captured.dtype == tf.resource and isinstance(captured, tf.__internal__.EagerTensor)
+    ]
+
+
+def resource_name(handle) -> str:
+    """The Keras path or the name of the variable of a handle, for an error: all objects are searched."""
+    objects = gc.get_objects()
+    kinds = (tf.Variable, keras.Variable)
+    variables = [o for o in objects if issubclass(type(o), kinds) and getattr(o, "_handle", None) is handle]
+    owners = [o for o in objects if issubclass(type(o), keras.Variable) and any(o._value is v for v in variables)]
+    names = [owner.path for owner in owners] or [variable.name for variable in variables]
+    return f"'{names[0]}'" if names else "a resource without a name"
+
+
 def func_graph(name: str):
     """A graph that takes eager tensors in as constants of its own (`tf.__internal__.FuncGraph`)."""
     return tf.__internal__.FuncGraph(name)
@@ -270,6 +289,11 @@ def make_step_function(model, name: str):
     return model._make_function(getattr(model, name))
 
 
+def forget_functions(model) -> None:
+    """Makes a model trace its step functions anew (`Trainer.train_function` and its kin)."""
+    model.train_function = model.test_function = model.predict_function = None
+
+
 def flatten_layers(model) -> list:
     """A model and every layer below it, each once, in the order in which they were made (`Layer._layers`).
 
@@ -282,6 +306,14 @@ def flatten_layers(model) -> list:
             found[id(layer)] = layer
             waiting += reversed(layer._layers)
     return list(found.values())
+
+
+def structure(model) -> tuple:
+    """What changes when a layer below a model is added, built or gets a variable; quick to make."""
+    return tuple(
+        (id(layer), layer.built, len(layer._trainable_variables), len(layer._non_trainable_variables))
+        for layer in flatten_layers(model)
+    )
 
 
 def layer_uses(layer) -> list:

@@ -148,6 +148,8 @@ class ShardedExtended(tf.distribute.StrategyExtended):
             return fn(*args, **(kwargs or {}))  # From within merge_call: the step is open.
         with strategy.scope(), _ReplicaContext(strategy), step_scope(), rewrites.exchanged(strategy.mesh):
             result = fn(*args, **(kwargs or {}))
+            if not _private.is_eager():
+                support.check_captures(tf.compat.v1.get_default_graph())
             if self._results_stay_sharded:
                 return result
             return placement.map_tensors(strategy.extended.make_whole, result)

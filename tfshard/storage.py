@@ -75,6 +75,7 @@ class Storage:
         self._checksums: dict[int, int] = {}
         self._buffer: dtensor.DVariable | None = None
         self._version = 0
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._eager_cache: tuple[int, dict] = (0, {})
 
     @property
@@ -124,7 +125,13 @@ class Storage:
                     self._first_value, trainable=self._trainable, name=self.name.replace("/", "_"), **self._options
                 )
             self._host.clear()
+        if not _private.is_eager():
+            self._graphs.add(tf.compat.v1.get_default_graph())
         return self._buffer
+
+    def is_traced(self) -> bool:
+        """Whether a function that was traced, and is still there, uses the buffer."""
+        return bool(self._graphs)
 
     def _first_value(self) -> tf.Tensor:
         dtype = next(iter(self._host.values())).dtype

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import weakref
 from typing import Any
 
@@ -298,6 +299,11 @@ class ShardedStrategy(tf.distribute.Strategy):
         # All pieces are made before the first variable changes, so that a failure leaves the model whole.
         for variable, sharded in replaced:
             _private.set_backend_variable(variable, sharded)
+        if replaced:
+            # What models inside of this one have traced would go on with the variables that were replaced.
+            for layer in _private.flatten_layers(model):
+                if isinstance(layer, keras.Model) and layer is not model:
+                    _private.forget_functions(layer)
 
     def adopt(self, variables: list) -> None:
         """Reshards variables that belong neither to a layer nor to a parameter: of a metric or an optimizer."""
@@ -318,28 +324,53 @@ class ShardedStrategy(tf.distribute.Strategy):
             layout = self.plan_variable(support.variable_spec(generator.state, None))
             _private.set_backend_variable(generator.state, self._shard(current, layout))
 
-    def adopt_slots(self, optimizer: Any, reference_of: dict[int, ShardedVariable]) -> None:
-        """Reshards the variables of an optimizer that is built: slots, by `id`, as their parameters."""
-        for variable in _private.optimizer_own_variables(optimizer):
-            current = _private.backend_variable(variable)
-            if current is None or isinstance(current, ShardedVariable):
-                continue
-            spec = support.variable_spec(variable, None)
-            sharded = self.create_slot(
-                placement.to_host(current), spec, reference_of.get(id(variable)), optimizer, **_options(current)
-            )
-            _private.set_backend_variable(variable, sharded)
+    def adopt_model(self, model: keras.Model) -> None:
+        """Brings to the mesh whatever a step of a model uses and is not there yet: variables, optimizers, metrics.
+
+        Raises:
+            StrategyError, LayoutError, UnsupportedLayerError: As `distribute`.
+        """
+        self.distribute(model)
+        for optimizer in support.optimizers(model):
+            self.adopt_optimizer(optimizer)
+        for metric in _private.compiled_metrics(model):
+            self.adopt(metric.variables)
+
+    def adopt_optimizer(self, optimizer: Any) -> None:
+        """Brings an optimizer that was made outside the scope, perhaps trained already, to the mesh.
+
+        Slots of variables that are on the mesh come to the layouts of their variables.
+        """
+        for part in _private.optimizer_chain(optimizer):
+            _private.set_distribute_strategy(part, self)
+            references = {}
+            for variable in _private.optimizer_references(part):
+                references[variable.path.replace("/", "_")] = _private.backend_variable(variable)
+            for variable in _private.optimizer_own_variables(part):
+                current = _private.backend_variable(variable)
+                owner = _private.slot_owner(variable.name, references)
+                reference = None if owner is None else references[owner]
+                if not isinstance(reference, ShardedVariable):
+                    reference = None
+                if current is None or (
+                    # A slot may have been born on the mesh before its variable came there.
+                    isinstance(current, ShardedVariable) and (reference is None or self._is_slot_of(current, reference))
+                ):
+                    continue
+                spec = support.variable_spec(variable, None)
+                sharded = self.create_slot(placement.to_host(current), spec, reference, part, **_options(current))
+                _private.set_backend_variable(variable, sharded)
+
+    @staticmethod
+    def _is_slot_of(slot: ShardedVariable, reference: ShardedVariable) -> bool:
+        """Whether a slot is where `create_slot` puts it."""
+        return not _follows(slot.layout.spec, reference) or any(known is slot for known in reference.slots.values())
 
     def create_slot(
         self, value: Any, spec: VariableSpec, reference: ShardedVariable | None, optimizer: Any, **options: Any
     ) -> ShardedVariable:
         """A variable of an optimizer; as the parameter it belongs to, when it has its shape."""
-        # Accumulators are reset one by one in a tf.cond, which would write a group's buffer once for each of them.
-        if (
-            reference is None
-            or reference.layout.spec.shape != spec.shape
-            or (reference.layout.grouped and spec.path.endswith("gradient_accumulator"))
-        ):
+        if reference is None or not _follows(spec, reference):
             layout = self.plan_variable(spec, slot=True)
             return ShardedVariable(value, layout=layout, mesh=self.mesh, trainable=False, **options)
         number = sum(owner == id(optimizer) for owner, _ in reference.slots)
@@ -368,13 +399,13 @@ class ShardedStrategy(tf.distribute.Strategy):
                 layouts.append(self.plan_variable(spec, layout_map=layout_map))
         # Before the first collective: clients with other variables would hang in it.
         self._agree_on_values(model)
-        if self.analyzer is not None and support.can_group(model):
-            layouts = list(self.analyzer.group(layouts, mesh_shape=self.mesh_shape))
+        layouts = self._group_layouts(model, variables, layouts)
         stale = {layout.group for variable, layout in zip(variables, layouts, strict=True) if variable.layout != layout}
         storages: dict[int, Storage] = {}
         for variable, layout in zip(variables, layouts, strict=True):
             if variable.layout == layout and layout.group not in stale - {None}:
                 continue
+            assert not variable.storage.is_traced()
             storage = None
             if layout.group is not None:
                 if layout.group not in storages:
@@ -390,6 +421,36 @@ class ShardedStrategy(tf.distribute.Strategy):
         convolution.install(model)
         if self.sequence_parallel:
             sequence.install(model, self.mesh)
+
+    def _group_layouts(
+        self, model: keras.Model, variables: list[ShardedVariable], layouts: list[VariableLayout]
+    ) -> list[VariableLayout]:
+        """The layouts of variables with those of groups.
+
+        What a function that was traced already uses (one of a model around this one, say) stays where it is: the
+        function would go on with the storage that the variable left.
+        """
+        if self.analyzer is None or not support.can_group(model):
+            grouped = layouts
+        else:
+            grouped = list(self.analyzer.group(layouts, mesh_shape=self.mesh_shape))
+        pairs = list(zip(variables, grouped, strict=True))
+        if not any(variable.layout != layout and variable.storage.is_traced() for variable, layout in pairs):
+            return grouped
+        gc.collect()  # Functions of an earlier compile() are in cycles.
+        stays = [variable.storage.is_traced() for variable in variables]
+        if not any(stays) or all(variable.layout == layout for variable, layout in pairs):
+            return grouped
+        free = [layout for layout, stay in zip(layouts, stays, strict=True) if not stay]
+        taken = [variable.layout.group for variable, stay in zip(variables, stays, strict=True) if stay]
+        if self.analyzer is not None and support.can_group(model):
+            first = 1 + max((group for group in taken if group is not None), default=-1)
+            free = [
+                layout if layout.group is None else dataclasses.replace(layout, group=first + layout.group)
+                for layout in self.analyzer.group(free, mesh_shape=self.mesh_shape)
+            ]
+        rest = iter(free)
+        return [variable.layout if stay else next(rest) for variable, stay in zip(variables, stays, strict=True)]
 
     def _agree_on_values(self, model: keras.Model) -> None:
         """Checks that all clients of a launched run made the same variables with the same initial values."""
@@ -457,6 +518,13 @@ def _options(current: tf.Variable) -> dict[str, Any]:
         "unique_id": current._unique_id,
         "options": {"aggregation": current.aggregation, "synchronization": current.synchronization},
     }
+
+
+def _follows(spec: VariableSpec, reference: ShardedVariable) -> bool:
+    """Whether an optimizer's variable takes the layout of the parameter that it belongs to."""
+    # Accumulators are reset one by one in a tf.cond, which would write a group's buffer once for each of them.
+    accumulates = reference.layout.grouped and spec.path.endswith("gradient_accumulator")
+    return reference.layout.spec.shape == spec.shape and not accumulates
 
 
 def _slot_storage(reference: ShardedVariable, key: Any, layout: VariableLayout) -> Storage | None:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfshard import _private
+from tfshard import _private, placement
 from tfshard.errors import StrategyError, UnsupportedLayerError, UnsupportedOperationError
 from tfshard.layout_map import VariableSpec
 from tfshard.variables import ShardedVariable
@@ -178,6 +178,15 @@ def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
     return [variable for part in chain for variable in _private.optimizer_own_variables(part)]
 
 
+def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """The optimizer that a model is compiled with, and those that it has as attributes, such as a GAN's two."""
+    found: dict[int, Any] = {}
+    for value in [getattr(model, "optimizer", None), *vars(model).values()]:
+        if isinstance(value, keras.optimizers.Optimizer):
+            found[id(value)] = value
+    return list(found.values())
+
+
 def variable_spec(variable: keras.Variable, layer: keras.Layer | None) -> VariableSpec:
     """What a layout is decided from, for a Keras variable."""
     return VariableSpec(
@@ -213,14 +222,19 @@ def check_step_function(fn: Callable, strategy: Any) -> None:
         check_ready(model, strategy)
 
 
-_ready: "weakref.WeakKeyDictionary[keras.Model, int]" = weakref.WeakKeyDictionary()
+_ready: "weakref.WeakKeyDictionary[keras.Model, tuple]" = weakref.WeakKeyDictionary()
 
 
 def check_ready(model: keras.Model, strategy: Any) -> None:
-    """Raises unless the model can run under the strategy: layers, layout map, no XLA compilation."""
+    """Raises unless the model can run under the strategy: layers, layout map, no XLA compilation.
+
+    In eager code it also brings to the mesh what the model has got since it was compiled: variables of layers that were
+    built or added, an optimizer's, a metric's.
+    """
     if _private.is_eager():
         strategy.adopt_global_seed()
-    if _ready.get(model) == id(strategy):
+    seen = (id(strategy), *_private.structure(model), *map(id, optimizers(model)))
+    if _ready.get(model) == seen:
         return
     if model.compiled and model.jit_compile:
         raise_jit_compile(model)
@@ -228,8 +242,9 @@ def check_ready(model: keras.Model, strategy: Any) -> None:
     check_optimizer(model)
     strategy.check_layouts(model)
     if _private.is_eager() and model.built:
+        strategy.adopt_model(model)
         strategy.group(model)
-        _ready[model] = id(strategy)
+        _ready[model] = seen
 
 
 def forget_ready(model: keras.Model) -> None:
@@ -275,6 +290,13 @@ def translated_errors(step: str):
     """
     try:
         yield
+    except RuntimeError as error:
+        if "Mixing different tf.distribute.Strategy" not in str(error):
+            raise
+        raise StrategyError(
+            f"{step} uses an optimizer that belongs to another strategy, or to none. Make the optimizer under "
+            "strategy.scope(), or make it an attribute of the model before compile."
+        ) from error
     except tf.errors.OpError as error:
         # A client that lost another one is told in the words of the operation that was running.
         if "dtensor" not in str(error).lower() or isinstance(error, _LOST_PEER):
@@ -294,6 +316,21 @@ def raise_jit_compile(model: keras.Model) -> None:
         f"Model '{model.name}' cannot be compiled with jit_compile=True under a ShardedStrategy: XLA does not see "
         "the mesh, DTensor compiles the step itself. Leave jit_compile out. Received: jit_compile=True"
     )
+
+
+def check_captures(graph: Any) -> None:
+    """Raises `StrategyError` for a variable that a step uses and that is not on the mesh.
+
+    DTensor would let every device read and write it by itself, in no certain order.
+    """
+    with tf.init_scope():
+        strangers = [handle for handle in _private.captured_resources(graph) if not placement.is_dtensor(handle)]
+    if strangers:
+        raise StrategyError(
+            f"A step uses variable {_private.resource_name(strangers[0])}, which is not on the mesh. Make what owns it "
+            "(an optimizer, a metric, a layer, or the tf.Variable itself) under strategy.scope(), or make it an "
+            "attribute of the model before compile."
+        )
 
 
 # --- Models born under `strategy.scope()` -----------------------------------------------------------
@@ -316,5 +353,6 @@ def adopt_models(strategy: Any) -> None:
     for model in _private.live_models(strategy):
         for adopt in model_adopters:
             adopt(model)
+        strategy.adopt_model(model)
         if model.built:
             strategy.group(model)

@@ -14,7 +14,6 @@ import tensorflow as tf
 from tfshard import _private, clients, data, generation, placement, support
 from tfshard.errors import StrategyError
 from tfshard.strategy import ShardedStrategy
-from tfshard.variables import ShardedVariable
 
 
 class _Distributed:
@@ -54,10 +53,8 @@ class _Distributed:
             super().compile(*args, **kwargs)  # type: ignore[misc]
         if model.jit_compile:
             support.raise_jit_compile(model)
-        _adopt_optimizer(model.optimizer, strategy)
-        for metric in _private.compiled_metrics(model):
-            strategy.adopt(metric.variables)
         support.forget_ready(model)
+        strategy.adopt_model(model)
         if model.built:
             strategy.group(model)
 
@@ -205,21 +202,6 @@ def _on_mesh(model: Any, function: Any, kind: str, for_whole_batches: Any = None
 
     on_mesh._tfshard_on_mesh = True  # type: ignore[attr-defined]
     return on_mesh
-
-
-def _adopt_optimizer(optimizer: Any, strategy: ShardedStrategy) -> None:
-    """Brings an optimizer that was made outside the scope, perhaps trained already, under the strategy."""
-    for part in _private.optimizer_chain(optimizer):
-        _private.set_distribute_strategy(part, strategy)
-        references = {}
-        for variable in _private.optimizer_references(part):
-            references[variable.path.replace("/", "_")] = _private.backend_variable(variable)
-        reference_of: dict[int, ShardedVariable] = {}
-        for slot in _private.optimizer_own_variables(part):
-            owner = _private.slot_owner(slot.name, references)
-            if owner is not None:
-                reference_of[id(slot)] = references[owner]
-        strategy.adopt_slots(part, reference_of)
 
 
 @functools.cache
