@@ -323,11 +323,14 @@ def set_metric_function(metric, function) -> None:
 
 
 def optimizer_chain(optimizer) -> list:
-    """The optimizer and those it wraps (`LossScaleOptimizer.inner_optimizer`)."""
-    chain = []
-    while optimizer is not None:
-        chain.append(optimizer)
-        optimizer = getattr(optimizer, "inner_optimizer", None)
+    """The optimizer and those it wraps (`LossScaleOptimizer.inner_optimizer`, `MultiOptimizer.optimizers`)."""
+    chain: list = []
+    waiting = [optimizer]
+    while waiting:
+        part = waiting.pop(0)
+        if part is not None and all(part is not known for known in chain):
+            chain.append(part)
+            waiting += [getattr(part, "inner_optimizer", None), *getattr(part, "optimizers", [])]
     return chain
 
 

@@ -74,8 +74,8 @@ class Storage:
         self._host: dict[int, np.ndarray] = {}
         self._checksums: dict[int, int] = {}
         self._buffer: dtensor.DVariable | None = None
-        self._version = 0
-        self._eager_cache: tuple[int, dict] = (0, {})
+        # What the last eager step read, while a tape keeps it: a gradient may be asked for after the step.
+        self._last_whole: weakref.WeakValueDictionary[int, tf.Tensor] = weakref.WeakValueDictionary()
 
     @property
     def form(self) -> FlatForm | None:
@@ -103,7 +103,6 @@ class Storage:
         if self._buffer is None:
             self._host[index] = value
             return
-        self._version += 1
         if self.form is None:
             self._buffer.assign(placement.host_to_mesh(value, self.layout.rest, self.mesh), read_value=False)
             return
@@ -162,13 +161,11 @@ class Storage:
         """Sets what each device of this client holds, in the order of `local_tensors`. Eager only."""
         tensors = [tf.constant(piece) for piece in pieces]
         value = dtensor.pack(tensors, placement.layout(self.layout.rest, self.mesh))
-        self._version += 1
         self.buffer.assign(value, read_value=False)
 
     def write(self, recorded: Recorded) -> None:
         """Assigns the buffer now, in its layout at rest. For `Step` and eager code."""
         value = self._value(recorded)
-        self._version += 1
         if steps.current() is None and not _private.is_eager():
             self._written_in(tf.compat.v1.get_default_graph()).add(self)
         self.buffer.assign(placement.relayout(value, self.layout.rest, self.mesh), read_value=False)
@@ -233,7 +230,12 @@ class Storage:
 
         The tape differentiates with respect to it (`ShardedVariable.handle`), so it need not have seen it being made.
         """
-        return self._member(self.recorded(), index)
+        if steps.is_outside() and index in self._last_whole:
+            return self._last_whole[index]
+        value = self._member(self.recorded(), index)
+        if _private.is_eager():
+            self._last_whole[index] = value
+        return value
 
     def _member(self, recorded: Recorded | None, index: int) -> tf.Tensor:
         if recorded is not None and index in recorded.written:
@@ -279,9 +281,9 @@ class Storage:
 
     def _cache(self, graph: Any) -> dict:
         if graph is None:
-            if self._eager_cache[0] != self._version:
-                self._eager_cache = (self._version, {})
-            return self._eager_cache[1]
+            # An eager step's own: a compiled one may write the buffer between two of them.
+            step = steps.current()
+            return {} if step is None else step.eager_cache
         if not hasattr(graph, "_tfshard_whole_values"):
             graph._tfshard_whole_values = {}
         return graph._tfshard_whole_values
