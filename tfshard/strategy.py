@@ -39,8 +39,8 @@ class ShardedStrategy(tf.distribute.Strategy):
     """Stores every variable sharded, computes as if there were one device.
 
     Args:
-        mesh: A mesh from `tfshard.create_mesh`. By default that of a `keras.distribution` layout map, else all devices
-            on the batch axis.
+        mesh: A mesh from `tfshard.create_mesh`. By default that of the layout map, if it was made for one, else all
+            devices on the batch axis.
         layout_map: Which dims of which variables the model axes shard: a `tfshard.LayoutMap`, a
             `keras.distribution.LayoutMap` or `ModelParallel`, such as KerasHub's backbones give with
             `get_layout_map(device_mesh)`, a mapping from pattern to axes, or `"auto"` for what
@@ -97,7 +97,7 @@ class ShardedStrategy(tf.distribute.Strategy):
                 f"Received: analyzer={analyzer!r} (of type {type(analyzer)})"
             )
         self.auto = auto_layout.is_auto(layout_map)
-        mesh = mesh or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
+        mesh = mesh or getattr(layout_map, "mesh", None) or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
         layout_map = LayoutMap.from_any(None if self.auto else layout_map)
         if runtime.current() is None:
             runtime.initialize()
@@ -161,10 +161,14 @@ class ShardedStrategy(tf.distribute.Strategy):
         """Looks the layout map over for a built model, once (`tfshard.lint`).
 
         Raises:
-            LayoutError: It does not fit the model, or leaves a large matrix whole that it does not mention.
+            LayoutError: It does not fit the model, or leaves a large matrix whole that it does not mention. With
+                `layout_map="auto"`: it found nothing to shard over a model axis.
         """
-        if model.built and not self.auto and model not in self._checked:
-            linter.check(model, self.mesh_shape, self.layout_map)
+        if model.built and model not in self._checked:
+            if self.auto:
+                linter.check_found(model, self.mesh_shape, self.layout_map_for(model))
+            else:
+                linter.check(model, self.mesh_shape, self.layout_map)
             self._checked.add(model)
 
     def scope(self):
