@@ -15,6 +15,7 @@ from tfshard.layouts import Axes, VariableLayout
 from tfshard.mesh import BATCH_AXIS, axis_sizes
 from tfshard.steps import Recorded
 from tfshard.storage import Storage, StorageLayout
+from tfshard.variable_surface import VariableSurface
 
 
 def _relayout_both_ways(value: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -70,7 +71,7 @@ def _scatter_gradient(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mes
 _serial = itertools.count()
 
 
-class ShardedVariable(tf.Variable):
+class ShardedVariable(VariableSurface):
     """A `tf.Variable` of which each device holds a piece.
 
     It has the shape of the whole variable. Reading it (`value()`, any operation on it) gives the whole value
@@ -276,11 +277,12 @@ class ShardedVariable(tf.Variable):
         """The whole value on the host, put together from the devices' pieces. Eager only."""
         if not _private.is_eager():
             raise NotImplementedError("numpy() is only available when eager execution is enabled.")
-        return self.storage.host_value(self.index)
+        if self.storage.recorded() is not None:
+            return placement.to_host(self.value())[()]  # What the eager step has written so far.
+        return self.storage.host_value(self.index)[()]  # A scalar is NumPy's, as of other variables.
 
     def __array__(self, dtype=None, copy=None):
-        value = self.numpy()
-        return value if dtype is None else value.astype(dtype)
+        return np.asarray(self.numpy(), dtype)
 
     def _dense_var_to_tensor(self, dtype=None, name=None, as_ref=False):
         del name
@@ -298,12 +300,6 @@ class ShardedVariable(tf.Variable):
 
     def _as_graph_element(self):
         return None
-
-    def sparse_read(self, indices, name=None):
-        return tf.gather(self.value(), indices, name=name)
-
-    def gather_nd(self, indices, name=None):
-        return tf.gather_nd(self.value(), indices, name=name)
 
     def is_initialized(self, name=None):
         del name
@@ -356,16 +352,6 @@ class ShardedVariable(tf.Variable):
             host = np.asarray(delta, self.dtype.as_numpy_dtype)
             return placement.host_to_mesh(host, (None,) * host.ndim, self.mesh)
         return tf.cast(delta, self.dtype)
-
-    def scatter_add(self, sparse_delta, use_locking=False, name=None):
-        return self.assign_add(tf.convert_to_tensor(sparse_delta))
-
-    def scatter_sub(self, sparse_delta, use_locking=False, name=None):
-        return self.assign_sub(tf.convert_to_tensor(sparse_delta))
-
-    def scatter_update(self, sparse_delta, use_locking=False, name=None):
-        indices = tf.expand_dims(sparse_delta.indices, -1)
-        return self.assign(tf.tensor_scatter_nd_update(self.value(), indices, sparse_delta.values))
 
     # --- TensorFlow checkpoints -----------------------------------------------------------------------
 
