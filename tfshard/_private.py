@@ -48,6 +48,7 @@ import tensorflow as tf  # noqa: E402
 from absl import logging as _absl_logging  # noqa: E402
 from keras.src.backend.common import global_state as _global_state  # noqa: E402
 from keras.src.backend.common.name_scope import current_path  # noqa: E402
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # noqa: E402
 from keras.src.export.export_utils import get_input_signature as input_signature  # noqa: E402, F401
 from keras.src.layers.convolutional.base_conv import BaseConv  # noqa: E402
 from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose  # noqa: E402
@@ -68,7 +69,7 @@ from tensorflow.python.eager import tape as _tape  # noqa: E402
 from tensorflow.python.framework import op_callbacks as _op_callbacks  # noqa: E402
 from tensorflow.tsl.profiler.protobuf import xplane_pb2 as _xplane_pb2  # noqa: E402
 
-__all__ = ["Functional", "current_path", "functional_init_arguments"]
+__all__ = ["Functional", "current_path", "functional_init_arguments", "in_symbolic_scope"]
 
 
 # --- TensorFlow ---------------------------------------------------------------------------------

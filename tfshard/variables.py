@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, placement, steps
+from tfshard import _private, outside, placement, steps
 from tfshard.errors import LayoutError
 from tfshard.layouts import Axes, VariableLayout
 from tfshard.mesh import BATCH_AXIS, axis_sizes
@@ -203,6 +203,8 @@ class ShardedVariable(VariableSurface):
         read = None if step is None else step.last_read(self)
         if read is not None:
             return read
+        if outside.is_here():
+            outside.refuse_gradient(self)
         return self.buffer.handle if self._is_direct() else self.storage.whole(self.index)
 
     def _is_direct(self) -> bool:
@@ -224,6 +226,8 @@ class ShardedVariable(VariableSurface):
         """
         if steps.is_outside():
             return tf.constant(self.numpy())
+        if outside.is_here():
+            return outside.read(self)
         if self._is_updated_as_buffer():
             return self.storage.update_value()
         if self._is_direct():
@@ -319,6 +323,10 @@ class ShardedVariable(VariableSurface):
                 return self
             value = placement.host_to_mesh(host, self.layout.compute, self.mesh)
         value = tf.cast(tf.convert_to_tensor(value), self.dtype)
+        if outside.is_here():
+            self._check_shape(value.shape, self.layout.spec.shape)
+            outside.write(self, value)
+            return self
         as_buffer = self.storage.form is not None and self._is_updated_as_buffer()
         self._check_shape(value.shape, self.layout.storage_shape if as_buffer else self.layout.spec.shape)
         step = steps.current()
