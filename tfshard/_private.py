@@ -67,6 +67,7 @@ from tensorflow.python.eager import context as _context  # noqa: E402
 from tensorflow.python.eager import record as _record  # noqa: E402
 from tensorflow.python.eager import tape as _tape  # noqa: E402
 from tensorflow.python.framework import op_callbacks as _op_callbacks  # noqa: E402
+from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops  # noqa: E402
 from tensorflow.tsl.profiler.protobuf import xplane_pb2 as _xplane_pb2  # noqa: E402
 
 __all__ = ["Functional", "current_path", "functional_init_arguments", "in_symbolic_scope"]
@@ -225,6 +226,11 @@ def stand_in(path: str, shape: tuple, dtype: str):
 def backend_variable(variable):
     """The tf.Variable inside a Keras variable, None while it is not built (`Variable._value`)."""
     return variable._value
+
+
+def is_resource_variable(variable) -> bool:
+    """Whether it is a variable of TensorFlow's own, on one device (`BaseResourceVariable`)."""
+    return isinstance(variable, _resource_variable_ops.BaseResourceVariable)
 
 
 def set_backend_variable(variable, value) -> None:
@@ -630,6 +636,13 @@ def read_trace(file) -> list:
 def is_eager() -> bool:
     """Whether operations run now rather than being traced."""
     return tf.executing_eagerly()
+
+
+def traced_models() -> list:
+    """The Keras models that have made a step function (`Trainer.train_function` and its like)."""
+    names = ("train_function", "test_function", "predict_function")
+    models = [found for found in gc.get_objects() if issubclass(type(found), keras.Model)]
+    return [model for model in models if any(getattr(model, name, None) is not None for name in names)]
 
 
 def live_models(strategy) -> list:

@@ -80,7 +80,7 @@ def write(variable: "ShardedVariable", value: tf.Tensor) -> None:
 def refuse_gradient(variable: "ShardedVariable") -> None:
     """Raises `StrategyError`: a gradient is asked for outside of a step, where none flows to the variable."""
     raise StrategyError(
-        f"Variable '{variable.path}' is sharded, and is to be trained in a function that no ShardedStrategy runs. "
+        f"Variable '{variable.path}' is sharded, and its gradient is asked for where no ShardedStrategy runs the step. "
         f"{_HOW_TO_RUN} If it is not to be trained: layer.trainable = False. Received: {variable!r}"
     )
 

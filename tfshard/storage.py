@@ -50,6 +50,7 @@ class Storage:
     Attributes:
         layout: Its `StorageLayout`.
         mesh: The mesh.
+        members: The variables that live in it.
         root: The storage of the parameters that these slots belong to; itself for parameters.
         slots: The storages of slots in the same form, by optimizer and number of the slot.
     """
@@ -74,6 +75,10 @@ class Storage:
         self._host: dict[int, np.ndarray] = {}
         self._checksums: dict[int, int] = {}
         self._buffer: dtensor.DVariable | None = None
+        # The variables that live here, by their places.
+        self.members: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # Whether a gradient may be asked for: an eager step has read it.
+        self.read_by_eager_step = False
         # What the last eager step read, while a tape keeps it: a gradient may be asked for after the step.
         self._last_whole: weakref.WeakValueDictionary[int, tf.Tensor] = weakref.WeakValueDictionary()
 
@@ -233,9 +238,16 @@ class Storage:
         if steps.is_outside() and index in self._last_whole:
             return self._last_whole[index]
         value = self._member(self.recorded(), index)
-        if _private.is_eager():
+        if steps.current() is not None and _private.is_eager():
             self._last_whole[index] = value
+            self.read_by_eager_step = True
         return value
+
+    def empty(self) -> None:
+        """Frees what a storage holds that its variables have left: a function that still reads it fails."""
+        if self._buffer is not None:
+            for handle in dtensor.unpack(self._buffer.handle):
+                empty(handle, self._buffer.dtype, self._buffer.shape.rank)
 
     def _member(self, recorded: Recorded | None, index: int) -> tf.Tensor:
         if recorded is not None and index in recorded.written:
@@ -287,6 +299,15 @@ class Storage:
         if not hasattr(graph, "_tfshard_whole_values"):
             graph._tfshard_whole_values = {}
         return graph._tfshard_whole_values
+
+
+def empty(handle: tf.Tensor, dtype: tf.DType, rank: int) -> None:
+    """Leaves a variable of TensorFlow's without elements. Whoever reads it by mistake fails rather than goes on with
+    an old value. A scalar keeps its value."""
+    if rank:
+        with tf.device(handle.device):
+            nothing = tf.zeros((0,) * rank, dtype)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=nothing, validate_shape=False)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from tfshard import (
     placement,
     runtime,
     sequence,
+    storage,
     support,
     vocabulary,
 )
@@ -116,6 +117,8 @@ class ShardedStrategy(tf.distribute.Strategy):
         self._functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        # How often variables went to other storages: functions that were traced before read the old ones.
+        self.moves = 0
         self._found_maps: weakref.WeakKeyDictionary[keras.Model, LayoutMap] = weakref.WeakKeyDictionary()
         super().__init__(ShardedExtended(self))
 
@@ -295,7 +298,9 @@ class ShardedStrategy(tf.distribute.Strategy):
             replaced.append((variable, self._shard(current, planned[id(variable)])))
         # All pieces are made before the first variable changes, so that a failure leaves the model whole.
         for variable, sharded in replaced:
-            _private.set_backend_variable(variable, sharded)
+            _replace(variable, sharded)
+        if replaced:
+            support.forget_functions(model)
 
     def adopt(self, variables: list) -> None:
         """Reshards variables that belong neither to a layer nor to a parameter: of a metric or an optimizer."""
@@ -303,7 +308,7 @@ class ShardedStrategy(tf.distribute.Strategy):
             current = _private.backend_variable(variable)
             if current is not None and not isinstance(current, ShardedVariable):
                 spec = support.variable_spec(variable, None)
-                _private.set_backend_variable(variable, self._shard(current, self.plan_variable(spec)))
+                _replace(variable, self._shard(current, self.plan_variable(spec)))
 
     def adopt_global_seed(self) -> None:
         """Brings Keras's generator of seeds for random operations without one to the mesh, if it was made elsewhere.
@@ -326,7 +331,7 @@ class ShardedStrategy(tf.distribute.Strategy):
             sharded = self.create_slot(
                 placement.to_host(current), spec, reference_of.get(id(variable)), optimizer, **_options(current)
             )
-            _private.set_backend_variable(variable, sharded)
+            _replace(variable, sharded)
 
     def create_slot(
         self, value: Any, spec: VariableSpec, reference: ShardedVariable | None, optimizer: Any, **options: Any
@@ -343,8 +348,8 @@ class ShardedStrategy(tf.distribute.Strategy):
         number = sum(owner == id(optimizer) for owner, _ in reference.slots)
         key = (id(optimizer), number)
         layout = reference.layout.slot(spec)
-        storage = _slot_storage(reference, key, layout)
-        slot = ShardedVariable(value, layout=layout, mesh=self.mesh, trainable=False, storage=storage, **options)
+        place = _slot_storage(reference, key, layout)
+        slot = ShardedVariable(value, layout=layout, mesh=self.mesh, trainable=False, storage=place, **options)
         reference.slots[key] = slot
         return slot
 
@@ -353,7 +358,8 @@ class ShardedStrategy(tf.distribute.Strategy):
         paths, and small ones into the groups that the analyzer gives them.
 
         With `layout_map="auto"`, variables that were born before the model's map was known come to their layouts too.
-        Does nothing for those that are there already.
+        Does nothing for those that are there already. Those that are in a group, of another model that has them too,
+        stay in it, so that functions that were traced before go on.
         """
         layout_map = self.layout_map_for(model)
         variables, layouts = [], []
@@ -366,28 +372,45 @@ class ShardedStrategy(tf.distribute.Strategy):
                 layouts.append(self.plan_variable(spec, layout_map=layout_map))
         # Before the first collective: clients with other variables would hang in it.
         self._agree_on_values(model)
+        alone = list(layouts)
         if self.analyzer is not None and support.can_group(model):
-            layouts = list(self.analyzer.group(layouts, mesh_shape=self.mesh_shape))
+            layouts = _group_others(self.analyzer, variables, layouts, self.mesh_shape)
+        for variable, layout in zip(variables, alone, strict=True):
+            variable.alone = layout
         stale = {layout.group for variable, layout in zip(variables, layouts, strict=True) if variable.layout != layout}
         storages: dict[int, Storage] = {}
+        left: set[Storage] = set()
         for variable, layout in zip(variables, layouts, strict=True):
             if variable.layout == layout and layout.group not in stale - {None}:
                 continue
-            storage = None
+            place = None
             if layout.group is not None:
                 if layout.group not in storages:
                     name = f"group_{layout.group}"
                     storages[layout.group] = Storage(StorageLayout.of(layout), self.mesh, name=name)
-                storage = storages[layout.group]
+                place = storages[layout.group]
             slots = dict(variable.slots)
-            variable.move(layout, storage)
+            left |= {variable.storage, *(slot.storage for slot in slots.values())}
+            variable.move(layout, place)
             for key, slot in slots.items():
                 slot_layout = layout.slot(slot.layout.spec)
                 slot.move(slot_layout, _slot_storage(variable, key, slot_layout))
+        self._forget_left(left, model)
         vocabulary.install(model, [variable for variable, _ in support.owned_variables(model)], self.mesh)
         convolution.install(model)
         if self.sequence_parallel:
             sequence.install(model, self.mesh)
+
+    def _forget_left(self, left: set[Storage], model: keras.Model) -> None:
+        """Makes sure that nothing goes on with storages that variables have left."""
+        if not left:
+            return
+        self.moves += 1
+        self._functions.clear()
+        support.forget_functions(model)
+        for each in left:
+            if not each.members:
+                each.empty()
 
     def _agree_on_values(self, model: keras.Model) -> None:
         """Checks that all clients of a launched run made the same variables with the same initial values."""
@@ -455,6 +478,37 @@ def _options(current: tf.Variable) -> dict[str, Any]:
         "unique_id": current._unique_id,
         "options": {"aggregation": current.aggregation, "synchronization": current.synchronization},
     }
+
+
+def _group_others(
+    analyzer: ParameterAnalyzer, variables: list[ShardedVariable], alone: list[VariableLayout], sizes: dict[str, int]
+) -> list[VariableLayout]:
+    """The layouts of variables with groups for those that are in none yet.
+
+    Args:
+        analyzer: Makes the groups.
+        variables: All variables of a model.
+        alone: The layout of each by itself.
+        sizes: Axis name to size.
+    """
+    settled = [v.layout.grouped and v.alone == layout for v, layout in zip(variables, alone, strict=True)]
+    found = iter(analyzer.group([a for a, stays in zip(alone, settled, strict=True) if not stays], mesh_shape=sizes))
+    first = 1 + max((v.layout.group or 0 for v, stays in zip(variables, settled, strict=True) if stays), default=-1)
+    layouts = []
+    for variable, stays in zip(variables, settled, strict=True):
+        layout = variable.layout if stays else next(found)
+        if not stays and layout.group is not None:
+            layout = dataclasses.replace(layout, group=first + layout.group)
+        layouts.append(layout)
+    return layouts
+
+
+def _replace(variable: keras.Variable, sharded: ShardedVariable) -> None:
+    """Puts a sharded variable in the place of a plain one, which is emptied: a function that reads it fails."""
+    before = _private.backend_variable(variable)
+    _private.set_backend_variable(variable, sharded)
+    if _private.is_resource_variable(before):
+        storage.empty(before.handle, before.dtype, before.shape.rank)
 
 
 def _slot_storage(reference: ShardedVariable, key: Any, layout: VariableLayout) -> Storage | None:

@@ -182,9 +182,13 @@ def _on_mesh(model: Any, function: Any, kind: str, for_whole_batches: Any = None
     if not isinstance(strategy, ShardedStrategy) or getattr(function, "_tfshard_on_mesh", False):
         return function
 
+    places = support.Places()
+
     @functools.wraps(function)
     def on_mesh(batches):
         support.check_ready(model, strategy)
+        if places.changed(model, strategy):
+            return _made_anew(model, kind)(batches)
         # One execution's worth: Keras hands over the epoch's iterator and leaves the rest for later executions.
         batches = list(itertools.islice(batches, model.steps_per_execution))
         if not batches:
@@ -205,6 +209,15 @@ def _on_mesh(model: Any, function: Any, kind: str, for_whole_batches: Any = None
 
     on_mesh._tfshard_on_mesh = True  # type: ignore[attr-defined]
     return on_mesh
+
+
+_NAMES = {"training step": "train", "evaluation step": "test", "prediction step": "predict"}
+
+
+def _made_anew(model: Any, kind: str) -> Any:
+    """The function of a kind, to be traced again."""
+    getattr(model, f"make_{_NAMES[kind]}_function")(force=True)
+    return getattr(model, f"{_NAMES[kind]}_function")
 
 
 def _adopt_optimizer(optimizer: Any, strategy: ShardedStrategy) -> None:

@@ -82,6 +82,7 @@ class ShardedVariable(VariableSurface):
     Attributes:
         path: The Keras path, for messages.
         layout: Its `VariableLayout`.
+        alone: The one that it would have in no group.
         mesh: The mesh it lives on.
         storage: The `Storage` it lives in, alone or with others.
         index: Its place among the members of the storage.
@@ -125,9 +126,10 @@ class ShardedVariable(VariableSurface):
         self._own_id = unique_id or f"{self._own_name}_{next(_serial)}"
         self._own_dtype = tf.as_dtype(initial_value.dtype)
         self._options = options or {}
-        self.layout = layout
+        self.layout = self.alone = layout
         self.index = layout.member
         self.storage = storage or self._own_storage(layout)
+        self.storage.members[self.index] = self
         self.storage.fill(self.index, initial_value)
         if storage is None:
             _ = self.buffer  # Made now: nothing is waited for.
@@ -142,8 +144,10 @@ class ShardedVariable(VariableSurface):
     def move(self, layout: VariableLayout, storage: Storage | None = None) -> None:
         """Takes the value to another storage, or to one of its own. Eager only."""
         value = np.array(self.numpy())
+        del self.storage.members[self.index]
         self.path, self.layout, self.index = layout.spec.path, layout, layout.member
         self.storage = storage or self._own_storage(layout)
+        self.storage.members[self.index] = self
         self.storage.fill(self.index, value)
 
     # --- what it is ---------------------------------------------------------------------------------
@@ -203,7 +207,7 @@ class ShardedVariable(VariableSurface):
         read = None if step is None else step.last_read(self)
         if read is not None:
             return read
-        if outside.is_here():
+        if outside.is_here() or (steps.is_outside() and not self.storage.read_by_eager_step):
             outside.refuse_gradient(self)
         return self.buffer.handle if self._is_direct() else self.storage.whole(self.index)
 
@@ -262,6 +266,8 @@ class ShardedVariable(VariableSurface):
         backward = layout.compute
         if layout.reduce_scatter and layout.sharded is not None:
             backward = layout.sharded
+        if _private.is_eager():
+            self.storage.read_by_eager_step = True
         with steps.reading_scope():
             stored = self.buffer.value()
             self._note_read(self.buffer.handle)
