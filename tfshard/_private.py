@@ -10,6 +10,7 @@ import functools
 import gc
 import importlib.metadata
 import math
+import sys
 import tempfile
 import zipfile
 
@@ -249,6 +250,18 @@ def set_distribute_strategy(owner, strategy) -> None:
 def distribute_strategy(model):
     """The strategy that a Keras model was built or compiled under, or None."""
     return getattr(model, "_distribute_strategy", None)
+
+
+def clone_being_made():
+    """To be called by a model's `get_compile_config`: the clone of the model that `keras.models.clone_model` will compile
+    with it (a local variable of `cloning._clone_sequential_model` and `_clone_functional_model`), True for one that does
+    not exist yet (`clone_model` calls `serialize_keras_object`), or None when the model is not being cloned."""
+    caller = sys._getframe(2)
+    name = {"_clone_sequential_model": "cloned_model", "_clone_functional_model": "new_model"}.get(caller.f_code.co_name)
+    if name is not None and caller.f_globals.get("__name__") == "keras.src.models.cloning":
+        return caller.f_locals[name]
+    above = [caller.f_back, caller.f_back and caller.f_back.f_back]
+    return True if any(frame and frame.f_code is keras.models.clone_model.__code__ for frame in above) else None
 
 
 def make_step_function(model, name: str):

@@ -61,6 +61,17 @@ class _Distributed:
         if model.built:
             strategy.group(model)
 
+    def get_compile_config(self) -> Any:
+        model: Any = self
+        strategy, clone = _private.distribute_strategy(model), _private.clone_being_made()
+        if clone is None or not isinstance(strategy, ShardedStrategy):
+            return super().get_compile_config()  # type: ignore[misc]
+        if not isinstance(clone, keras.Model):
+            return None  # Of a subclassed model, which Keras makes from its config: not compiled rather than not sharded.
+        # What follows is clone.compile_from_config(), which shards it.
+        _private.set_distribute_strategy(as_distributed(clone), strategy)
+        return super().get_compile_config()  # type: ignore[misc]
+
     def compile_from_config(self, config: dict[str, Any]) -> None:
         model: Any = self
         own = super().compile_from_config  # type: ignore[misc]
@@ -70,7 +81,9 @@ class _Distributed:
         # Keras's own does nothing for a class with another `compile`.
         self.compile(**keras.saving.deserialize_keras_object(config))
         if model.built and model.optimizer is not None:
-            model.optimizer.build(model.trainable_variables)
+            strategy = _private.distribute_strategy(model)
+            with strategy.scope() if isinstance(strategy, ShardedStrategy) else contextlib.nullcontext():
+                model.optimizer.build(model.trainable_variables)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # Where Keras shows the model what counts the steps of its epochs (resume.py).
