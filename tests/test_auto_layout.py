@@ -282,3 +282,26 @@ def test_a_step_sends_the_activations_that_were_planned(family, mesh, stage):
         # Megatron's count, with loss and metrics in the rest; and nothing as large as whole logits.
         assert len(profile.collectives) == profile.count("all-reduce") <= 4 * LAYERS + 6
         assert max(c.bytes or 0 for c in profile.collectives) < BATCH * LENGTH * VOCABULARY * 4 / 8
+
+
+def odd(strategy: tfshard.ShardedStrategy) -> keras.Model:
+    model = tfshard.Sequential([keras.Input((6,)), keras.layers.Dense(7, name="up"), keras.layers.Dense(3)])
+    model.compile("sgd", "mse", strategy=strategy)
+    return model
+
+
+def test_auto_that_finds_nothing_to_shard_is_an_error_as_a_written_map_is():
+    mesh = tfshard.create_mesh(batch=2, model=2)
+    text = "found nothing to shard over it.*Leave the axis out of the mesh.*layout_map={'.*': .*up/kernel': dim 0"
+    with pytest.raises(tfshard.LayoutError, match="'model'.*" + text):
+        odd(tfshard.ShardedStrategy(mesh, "auto"))
+    # As much as a model that its first step builds.
+    late = tfshard.Sequential([keras.layers.Dense(7, name="up"), keras.layers.Dense(3)])
+    late.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(mesh, "auto"))
+    late.build((None, 6))
+    with pytest.raises(tfshard.LayoutError, match=text):
+        late.fit(np.ones((8, 6)), np.ones((8, 3)), verbose=0)
+    (finding,) = tfshard.lint(odd(tfshard.ShardedStrategy(mesh, {".*": ()})), mesh, "auto")
+    assert (finding.kind, finding.is_error, finding.where) == ("left whole", True, "axis 'model'")
+    # Without such an axis there is nothing to find.
+    odd(tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), "auto"))

@@ -160,3 +160,26 @@ def test_a_device_mesh_without_the_axis_is_refused():
         plan.to_keras_layout_map(mesh)
     with pytest.raises(tfshard.LayoutError, match="must be a keras.distribution.DeviceMesh"):
         plan.to_keras_layout_map({"model": 4})
+
+
+def test_a_layout_map_is_made_of_the_mesh_as_keras_distributions_is():
+    mesh = tfshard.create_mesh(batch=2, model=2)
+    devices = keras.distribution.DeviceMesh((2, 2), ("data", "model"), devices=[f"cpu:{i}" for i in range(4)])
+    for given in (mesh, devices):
+        layout_map = tfshard.LayoutMap(given)
+        layout_map[".*up/kernel"] = (None, "model")
+        layout_map.row(".*down")
+        strategy = tfshard.ShardedStrategy(layout_map=layout_map)
+        assert strategy.mesh_shape == {"batch": 2, "model": 2}
+        model = tfshard.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(8, name="up"), keras.layers.Dense(4, name="down")]
+        )
+        model.compile("sgd", "mse", strategy=strategy)
+        assert [v.value.layout.compute for v in model.variables[::2]] == [(None, "model"), ("model", None)]
+        with pytest.raises(tfshard.LayoutError, match=r"Axis 'modle' is not in the mesh.*\('batch', 'model'\)"):
+            layout_map.column(".*other", axis="modle")
+    renamed = tfshard.LayoutMap(devices)
+    renamed["up/kernel"] = ("data", "model")
+    assert renamed["up/kernel"].axes == ("batch", "model")  # The axis that shards the data, by the name it has here.
+    with pytest.raises(tfshard.LayoutError, match="Received: 3"):
+        tfshard.LayoutMap(3)

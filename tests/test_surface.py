@@ -396,3 +396,46 @@ def test_mixed_float16_trains():
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-2)), LOSS, strategy=strategy())
     losses = model.fit(X, Y, batch_size=8, epochs=5, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
+
+
+def multi_ema() -> keras.optimizers.Optimizer:
+    def ema(rate, momentum):
+        return keras.optimizers.Adam(rate, use_ema=True, ema_momentum=momentum)
+
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(ema(0.02, 0.5), {".*/bias": ema(0.05, 0.7)}))
+
+
+GROUPED = tfshard.ParameterAnalyzer()
+
+
+@pytest.mark.parametrize(("stage", "optimizer", "analyzer"), [
+    (0, "one", GROUPED), (1, "several", None), (2, "one", GROUPED), (3, "one", None), (3, "several", GROUPED),
+])  # fmt: skip
+def test_swapped_ema_weights_are_those_of_one_device(stage, optimizer, analyzer):
+    """Three swaps back and forth: after each step the averages are others (a swap that reads old values shows)."""
+
+    def fit(chosen):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        model = tfshard.as_distributed(
+            keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)])
+        )
+        one = keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.5)
+        model.compile(one if optimizer == "one" else multi_ema(), LOSS, strategy=chosen)
+        history = model.fit(
+            X[:24], Y[:24], batch_size=12, epochs=3, shuffle=False, verbose=0, validation_data=(X[:8], Y[:8]),
+            callbacks=[keras.callbacks.SwapEMAWeights()],
+        )  # fmt: skip
+        return model, history
+
+    chosen = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=stage, analyzer=analyzer)
+    (model, result), (reference, expected) = fit(chosen), fit(None)
+    averages = [a for part in getattr(model.optimizer, "optimizers", [model.optimizer])
+                for a in part._model_variables_moving_average]  # fmt: skip
+    assert len(averages) == len(model.trainable_variables)
+    assert {v.value.layout.group is not None for v in model.trainable_variables} == {analyzer is not None}
+    assert ("batch" in {axis for a in averages for axis in a.value.layout.storage}) == (stage > 0)
+    assert len(set(np.round(expected.history["val_loss"], 3))) == 3, "premise: every swap shows"
+    assert_same_history(result, expected)
+    for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)

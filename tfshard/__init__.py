@@ -6,7 +6,7 @@ Where to look; docs/design.md says what each module does:
 
     starting         runtime, mesh, control, clients
     layouts          layout_map, layouts, layers
-    tensors          placement, rewrites, steps, storage, variables, data
+    tensors          placement, rewrites, steps, storage, outside, variable_surface, variables, data
     model's graph    model_graph, flow, auto_layout, activations, linter, vocabulary, sequence, convolution
     plans            model_specs, variable_traffic, planning, analyzer, presets, advice, report, profiling, tables
     training         optimizers, updates, support, extended, strategy, generation, trainer

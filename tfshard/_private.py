@@ -10,6 +10,7 @@ import functools
 import gc
 import importlib.metadata
 import math
+import sys
 import tempfile
 import zipfile
 
@@ -48,6 +49,7 @@ import tensorflow as tf  # noqa: E402
 from absl import logging as _absl_logging  # noqa: E402
 from keras.src.backend.common import global_state as _global_state  # noqa: E402
 from keras.src.backend.common.name_scope import current_path  # noqa: E402
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # noqa: E402
 from keras.src.export.export_utils import get_input_signature as input_signature  # noqa: E402, F401
 from keras.src.layers.convolutional.base_conv import BaseConv  # noqa: E402
 from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose  # noqa: E402
@@ -68,9 +70,10 @@ from tensorflow.python.eager import record as _record  # noqa: E402
 from tensorflow.python.eager import tape as _tape  # noqa: E402
 from tensorflow.python.framework import op_callbacks as _op_callbacks  # noqa: E402
 from tensorflow.python.framework import ops as _ops  # noqa: E402
+from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops  # noqa: E402
 from tensorflow.tsl.profiler.protobuf import xplane_pb2 as _xplane_pb2  # noqa: E402
 
-__all__ = ["Functional", "current_path", "functional_init_arguments"]
+__all__ = ["Functional", "current_path", "functional_init_arguments", "in_symbolic_scope"]
 
 
 # --- TensorFlow ---------------------------------------------------------------------------------
@@ -266,6 +269,11 @@ def backend_variable(variable):
     return variable._value
 
 
+def is_resource_variable(variable) -> bool:
+    """Whether it is a variable of TensorFlow's own, on one device (`BaseResourceVariable`)."""
+    return isinstance(variable, _resource_variable_ops.BaseResourceVariable)
+
+
 def set_backend_variable(variable, value) -> None:
     """Puts another tf.Variable into a Keras variable (`Variable._value`)."""
     variable._value = value
@@ -284,14 +292,23 @@ def distribute_strategy(model):
     return getattr(model, "_distribute_strategy", None)
 
 
+def clone_being_made():
+    """To be called by a model's `get_compile_config`: the clone of the model that `keras.models.clone_model` will compile
+    with it (a local variable of `cloning._clone_sequential_model` and `_clone_functional_model`), True for one that does
+    not exist yet (`clone_model` calls `serialize_keras_object`), or None when the model is not being cloned."""
+    caller = sys._getframe(2)
+    name = {"_clone_sequential_model": "cloned_model", "_clone_functional_model": "new_model"}.get(
+        caller.f_code.co_name
+    )
+    if name is not None and caller.f_globals.get("__name__") == "keras.src.models.cloning":
+        return caller.f_locals[name]
+    above = [caller.f_back, caller.f_back and caller.f_back.f_back]
+    return True if any(frame and frame.f_code is keras.models.clone_model.__code__ for frame in above) else None
+
+
 def make_step_function(model, name: str):
     """What Keras calls for one execution of `model.train_step` or `test_step` (`Trainer._make_function`)."""
     return model._make_function(getattr(model, name))
-
-
-def forget_functions(model) -> None:
-    """Makes a model trace its step functions anew (`Trainer.train_function` and its kin)."""
-    model.train_function = model.test_function = model.predict_function = None
 
 
 def flatten_layers(model) -> list:
@@ -376,11 +393,14 @@ def set_metric_function(metric, function) -> None:
 
 
 def optimizer_chain(optimizer) -> list:
-    """The optimizer and those it wraps (`LossScaleOptimizer.inner_optimizer`)."""
-    chain = []
-    while optimizer is not None:
-        chain.append(optimizer)
-        optimizer = getattr(optimizer, "inner_optimizer", None)
+    """The optimizer and those it wraps (`LossScaleOptimizer.inner_optimizer`, `MultiOptimizer.optimizers`)."""
+    chain: list = []
+    waiting = [optimizer]
+    while waiting:
+        part = waiting.pop(0)
+        if part is not None and all(part is not known for known in chain):
+            chain.append(part)
+            waiting += [getattr(part, "inner_optimizer", None), *getattr(part, "optimizers", [])]
     return chain
 
 
@@ -679,6 +699,13 @@ def read_trace(file) -> list:
 def is_eager() -> bool:
     """Whether operations run now rather than being traced."""
     return tf.executing_eagerly()
+
+
+def traced_models() -> list:
+    """The Keras models that have made a step function (`Trainer.train_function` and its like)."""
+    names = ("train_function", "test_function", "predict_function")
+    models = [found for found in gc.get_objects() if issubclass(type(found), keras.Model)]
+    return [model for model in models if any(getattr(model, name, None) is not None for name in names)]
 
 
 def live_models(strategy) -> list:

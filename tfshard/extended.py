@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfshard import _private, data, optimizers, placement, rewrites, support, updates
 from tfshard.layout_map import VariableSpec
-from tfshard.steps import state, step_scope, update_scope
+from tfshard.steps import is_outside, state, step_scope, update_scope
 from tfshard.variables import ShardedVariable
 
 if TYPE_CHECKING:
@@ -115,6 +115,10 @@ class ShardedExtended(tf.distribute.StrategyExtended):
         del group
         if not isinstance(var, ShardedVariable):
             return fn(var, *args, **(kwargs or {}))
+        if is_outside():
+            # A callback, or the end of fit: variables are read and set on the host, and so is what comes with them.
+            args, kwargs = placement.map_tensors(_on_host, (args, kwargs or {}))
+            return fn(var, *args, **kwargs)
         callers = _private.scope_callers()
         optimizer = next((c for c in reversed(callers) if isinstance(c, keras.optimizers.Optimizer)), None)
         if kwargs:
@@ -227,6 +231,11 @@ class ShardedExtended(tf.distribute.StrategyExtended):
     @property
     def _in_multi_worker_mode(self):
         return False
+
+
+def _on_host(tensor):
+    """A tensor that is on the mesh as one on the host; others, and variables, as they are."""
+    return tf.constant(placement.to_host(tensor)) if placement.is_dtensor(tensor) else tensor
 
 
 class _ValueContext(tf.distribute.experimental.ValueContext):

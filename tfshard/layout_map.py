@@ -5,15 +5,16 @@ Pure Python: no TensorFlow operation runs here.
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
+from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.errors import LayoutError
 from tfshard.layers import SketchedDense
-from tfshard.mesh import BATCH_AXIS, MODEL_AXIS
+from tfshard.mesh import BATCH_AXIS, MODEL_AXIS, axis_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,13 +73,33 @@ class LayoutMap(Mapping):
     ['block_.*/up', 'block_.*/down', 'token_embedding/embeddings']
     """
 
-    def __init__(self, rules: Mapping | None = None):
+    def __init__(self, rules: Any = None):
         """Args:
-        rules: Initial entries, pattern to tuple of axis names; also a `keras.distribution.LayoutMap`.
+        rules: Initial entries, pattern to tuple of axis names; also a `keras.distribution.LayoutMap`. Or, as
+            `keras.distribution.LayoutMap` takes it, the mesh that the rules are for: a mesh from
+            `tfshard.create_mesh` or a `keras.distribution.DeviceMesh`. The axes of every rule are then checked as it
+            is added, and a strategy without a mesh takes this one.
+
+        Raises:
+            LayoutError: `rules` is neither a mapping nor a mesh, or a rule does not fit.
         """
         self._rules: dict[str, Rule] = {}
-        for pattern, axes in (rules or {}).items():
-            self[pattern] = axes
+        self._mesh: dtensor.Mesh | None = rules if isinstance(rules, dtensor.Mesh) else None
+        self._mesh_axes: dict[str, int] = {} if self._mesh is None else axis_sizes(self._mesh)
+        # The mesh's names of the axes to ours.
+        self._names: dict[str, str] = {}
+        if isinstance(rules, keras.distribution.DeviceMesh):
+            self._names = _keras_axis_names(rules)
+            self._mesh_axes = {self._names[axis]: int(size) for axis, size in zip(rules.axis_names, rules.shape)}
+        elif self._mesh is None and rules is not None:
+            if not isinstance(rules, Mapping):
+                raise LayoutError(
+                    "A LayoutMap is made of nothing, of a mapping from pattern to axes, or of the mesh that it is for "
+                    "(tfshard.create_mesh(...) or a keras.distribution.DeviceMesh). "
+                    f"Received: {rules!r} (of type {type(rules)})"
+                )
+            for pattern, axes in rules.items():
+                self[pattern] = axes
 
     @classmethod
     def from_any(cls, layout_map: Any) -> "LayoutMap":
@@ -112,8 +133,10 @@ class LayoutMap(Mapping):
 
     @staticmethod
     def mesh_axes_of(layout_map: Any) -> dict[str, int] | None:
-        """The axes of the mesh that a `keras.distribution` object brings, by name as `from_any` has them, to size;
-        None for anything else."""
+        """The axes of the mesh that a layout map brings, by name as `from_any` has them, to size: of a
+        `keras.distribution` object, or of a `LayoutMap` that was made of a mesh; None for anything else."""
+        if isinstance(layout_map, LayoutMap):
+            return dict(layout_map._mesh_axes) or None
         names, mesh = _keras_axis_names(layout_map), _keras_mesh(layout_map)
         return (
             {names[axis]: int(size) for axis, size in zip(mesh.axis_names, mesh.shape, strict=True)} if mesh else None
@@ -122,7 +145,9 @@ class LayoutMap(Mapping):
     def __setitem__(self, pattern: str, axes: Any) -> None:
         """Shards the dims of the variables whose path `pattern` matches over `axes`."""
         axes = getattr(axes, "axes", axes)  # keras.distribution.TensorLayout
-        if isinstance(axes, str) or not all(axis is None or isinstance(axis, str) for axis in axes):
+        if not isinstance(axes, Iterable) or isinstance(axes, str) or not all(
+            axis is None or isinstance(axis, str) for axis in axes
+        ):
             raise LayoutError(
                 "A layout is a tuple with one mesh axis name or None for each dim, such as (None, 'model'). "
                 f"Received: axes={axes!r} for pattern '{pattern}'"
@@ -178,6 +203,10 @@ class LayoutMap(Mapping):
             re.compile(pattern)
         except re.error as e:
             raise LayoutError(f"'{pattern}' is not a regular expression: {e}.") from None
+        if self._mesh_axes:
+            renamed = tuple(None if axis is None else self._names.get(axis, axis) for axis in rule.axes)
+            rule = dataclasses.replace(rule, axes=renamed)
+            _check_axes(pattern, rule, self._mesh_axes)
         self._rules[pattern] = rule
 
     def __delitem__(self, pattern: str) -> None:
@@ -192,6 +221,11 @@ class LayoutMap(Mapping):
     def __len__(self) -> int:
         return len(self._rules)
 
+    @property
+    def mesh(self) -> dtensor.Mesh | None:
+        """The mesh from `tfshard.create_mesh` that the map was made of, or None."""
+        return self._mesh
+
     def __repr__(self) -> str:
         lines = [f"  {pattern!r}: {_describe(rule)}," for pattern, rule in self._rules.items()]
         return "\n".join(["LayoutMap({", *lines, "})"])
@@ -199,12 +233,7 @@ class LayoutMap(Mapping):
     def check_axes(self, mesh_shape: Mapping[str, int]) -> None:
         """Raises `LayoutError` when a rule names an axis that the mesh does not have."""
         for pattern, rule in self._rules.items():
-            for axis in rule.axes:
-                if axis is not None and axis not in mesh_shape:
-                    raise LayoutError(
-                        f"Axis '{axis}' is not in the mesh. Mesh axes: {tuple(mesh_shape)}. "
-                        f"Received: axes={rule.axes} for pattern '{pattern}'"
-                    )
+            _check_axes(pattern, rule, mesh_shape)
 
     def match(self, spec: VariableSpec) -> "tuple[str, tuple[str | None, ...]] | None":
         """The pattern that applies to a variable and the axes it gives, or None.
@@ -250,8 +279,19 @@ class LayoutMap(Mapping):
         return matching[0] if matching else None
 
 
+def _check_axes(pattern: str, rule: Rule, mesh_shape: Mapping[str, int]) -> None:
+    for axis in rule.axes:
+        if axis is not None and axis not in mesh_shape:
+            raise LayoutError(
+                f"Axis '{axis}' is not in the mesh. Mesh axes: {tuple(mesh_shape)}. "
+                f"Received: axes={rule.axes} for pattern '{pattern}'"
+            )
+
+
 def _keras_mesh(layout_map: Any) -> Any:
-    """The `keras.distribution.DeviceMesh` of a layout map or distribution, or None."""
+    """The `keras.distribution.DeviceMesh` of a layout map or distribution, itself, or None."""
+    if isinstance(layout_map, keras.distribution.DeviceMesh):
+        return layout_map
     if isinstance(layout_map, (keras.distribution.LayoutMap, keras.distribution.ModelParallel)):
         return layout_map.device_mesh
     return None

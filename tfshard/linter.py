@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -75,10 +75,12 @@ def lint(model: keras.Model, mesh: Any, layout_map: Any, *, inputs: Any = None) 
     column after column down/kernel
     """
     sizes = model_specs.mesh_sizes(mesh)
+    automatic = auto_layout.is_auto(layout_map)
     layout_map = auto_layout.resolve(layout_map, model, sizes)
     layout_map.check_axes(sizes)
     specs = model_specs.specs_of(model)
-    findings = _rule_findings(model, specs, layout_map, sizes)
+    findings = _found_findings(layout_map, sizes) if automatic else []
+    findings += _rule_findings(model, specs, layout_map, sizes)
     findings += _whole_findings(specs, layout_map, sizes)
     if not any(finding.is_error for finding in findings):
         findings += _graph_findings(model, specs, layout_map, sizes, inputs)
@@ -88,14 +90,38 @@ def lint(model: keras.Model, mesh: Any, layout_map: Any, *, inputs: Any = None) 
 def check(model: keras.Model, mesh_shape: Mapping[str, int], layout_map: LayoutMap) -> None:
     """What compile does: raises `LayoutError` with all errors at once, and warns of the rest (`LayoutWarning`)."""
     findings = lint(model, mesh_shape, layout_map)
+    _raise_errors(model, findings)
+    for finding in findings:
+        warnings.warn(f"{finding.kind}: {finding.where}: {finding.message}", LayoutWarning, stacklevel=4)
+
+
+def check_found(model: keras.Model, mesh_shape: Mapping[str, int], layout_map: LayoutMap) -> None:
+    """What compile does with `layout_map="auto"`: raises `LayoutError` when `layout_map`, which was found for the
+    model, shards nothing."""
+    _raise_errors(model, _found_findings(layout_map, mesh_shape))
+
+
+def _raise_errors(model: keras.Model, findings: Iterable[Finding]) -> None:
     errors = [finding for finding in findings if finding.is_error]
     if errors:
         lines = [f"- {finding.where}: {finding.message}" for finding in errors[:_SHOWN]]
         if len(errors) > _SHOWN:
             lines.append(f"- and {len(errors) - _SHOWN} more: see tfshard.lint(model, mesh, layout_map)")
         raise LayoutError(f"The layout map does not fit model '{model.name}':\n" + "\n".join(lines))
-    for finding in findings:
-        warnings.warn(f"{finding.kind}: {finding.where}: {finding.message}", LayoutWarning, stacklevel=4)
+
+
+def _found_findings(layout_map: LayoutMap, sizes: Mapping[str, int]) -> list[Finding]:
+    """That `layout_map="auto"` found nothing to shard over a model axis."""
+    axis = auto_layout.model_axis(sizes)
+    if axis is None or sizes[axis] == 1 or any(any(rule.axes) for rule in layout_map.values()):
+        return []
+    reasons = [f"'{pattern}': {rule.reason}" for pattern, rule in layout_map.items() if rule.reason][:_SHOWN]
+    text = (
+        "layout_map='auto' found nothing to shard over it: each of its devices would hold and compute the same. Leave "
+        f"the axis out of the mesh, such as create_mesh(batch=...), choose another size than {sizes[axis]}, write a "
+        "layout map, or allow it with layout_map={'.*': ()}. " + ("; ".join(reasons) or "The model has no matrices.")
+    )
+    return [Finding(kind="left whole", is_error=True, where=f"axis '{axis}'", message=text)]
 
 
 def _rule_findings(

@@ -51,6 +51,8 @@ class Step:
 
     def __init__(self, graph: tf.Graph | None):
         self.graph = graph
+        # Whole values that an eager step has gathered (storage.py).
+        self.eager_cache: dict = {}
         # What a gradient is taken with respect to, by variable: the tensor or handle of its last read, also after
         # another value was recorded. With the variable, so that its id stays its own.
         self._last_read: dict[int, tuple[Any, Any]] = {}

@@ -50,6 +50,7 @@ class Storage:
     Attributes:
         layout: Its `StorageLayout`.
         mesh: The mesh.
+        members: The variables that live in it.
         root: The storage of the parameters that these slots belong to; itself for parameters.
         slots: The storages of slots in the same form, by optimizer and number of the slot.
     """
@@ -74,9 +75,12 @@ class Storage:
         self._host: dict[int, np.ndarray] = {}
         self._checksums: dict[int, int] = {}
         self._buffer: dtensor.DVariable | None = None
-        self._version = 0
-        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._eager_cache: tuple[int, dict] = (0, {})
+        # The variables that live here, by their places.
+        self.members: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # Whether a gradient may be asked for: an eager step has read it.
+        self.read_by_eager_step = False
+        # What the last eager step read, while a tape keeps it: a gradient may be asked for after the step.
+        self._last_whole: weakref.WeakValueDictionary[int, tf.Tensor] = weakref.WeakValueDictionary()
 
     @property
     def form(self) -> FlatForm | None:
@@ -104,7 +108,6 @@ class Storage:
         if self._buffer is None:
             self._host[index] = value
             return
-        self._version += 1
         if self.form is None:
             self._buffer.assign(placement.host_to_mesh(value, self.layout.rest, self.mesh), read_value=False)
             return
@@ -125,13 +128,7 @@ class Storage:
                     self._first_value, trainable=self._trainable, name=self.name.replace("/", "_"), **self._options
                 )
             self._host.clear()
-        if not _private.is_eager():
-            self._graphs.add(tf.compat.v1.get_default_graph())
         return self._buffer
-
-    def is_traced(self) -> bool:
-        """Whether a function that was traced, and is still there, uses the buffer."""
-        return bool(self._graphs)
 
     def _first_value(self) -> tf.Tensor:
         dtype = next(iter(self._host.values())).dtype
@@ -169,7 +166,6 @@ class Storage:
         """Sets what each device of this client holds, in the order of `local_tensors`. Eager only."""
         tensors = [tf.constant(piece) for piece in pieces]
         value = dtensor.pack(tensors, placement.layout(self.layout.rest, self.mesh))
-        self._version += 1
         self.buffer.assign(value, read_value=False)
 
     def equalize(self) -> bool:
@@ -199,7 +195,6 @@ class Storage:
 
     def write_at_rest(self, value: tf.Tensor) -> None:
         """Assigns the buffer what `at_rest` made."""
-        self._version += 1
         if steps.current() is None and not _private.is_eager():
             self._written_in(tf.compat.v1.get_default_graph()).add(self)
         self.buffer.assign(value, read_value=False)
@@ -264,7 +259,19 @@ class Storage:
 
         The tape differentiates with respect to it (`ShardedVariable.handle`), so it need not have seen it being made.
         """
-        return self._member(self.recorded(), index)
+        if steps.is_outside() and index in self._last_whole:
+            return self._last_whole[index]
+        value = self._member(self.recorded(), index)
+        if steps.current() is not None and _private.is_eager():
+            self._last_whole[index] = value
+            self.read_by_eager_step = True
+        return value
+
+    def empty(self) -> None:
+        """Frees what a storage holds that its variables have left: a function that still reads it fails."""
+        if self._buffer is not None:
+            for handle in dtensor.unpack(self._buffer.handle):
+                empty(handle, self._buffer.dtype, self._buffer.shape.rank)
 
     def _member(self, recorded: Recorded | None, index: int) -> tf.Tensor:
         if recorded is not None and index in recorded.written:
@@ -310,12 +317,21 @@ class Storage:
 
     def _cache(self, graph: Any) -> dict:
         if graph is None:
-            if self._eager_cache[0] != self._version:
-                self._eager_cache = (self._version, {})
-            return self._eager_cache[1]
+            # An eager step's own: a compiled one may write the buffer between two of them.
+            step = steps.current()
+            return {} if step is None else step.eager_cache
         if not hasattr(graph, "_tfshard_whole_values"):
             graph._tfshard_whole_values = {}
         return graph._tfshard_whole_values
+
+
+def empty(handle: tf.Tensor, dtype: tf.DType, rank: int) -> None:
+    """Leaves a variable of TensorFlow's without elements. Whoever reads it by mistake fails rather than goes on with
+    an old value. A scalar keeps its value."""
+    if rank:
+        with tf.device(handle.device):
+            nothing = tf.zeros((0,) * rank, dtype)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=nothing, validate_shape=False)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 import weakref
 from typing import Any
 
@@ -22,6 +21,7 @@ from tfshard import (
     placement,
     runtime,
     sequence,
+    storage,
     support,
     vocabulary,
 )
@@ -41,8 +41,8 @@ class ShardedStrategy(tf.distribute.Strategy):
     """Stores every variable sharded, computes as if there were one device.
 
     Args:
-        mesh: A mesh from `tfshard.create_mesh`. By default that of a `keras.distribution` layout map, else all devices
-            on the batch axis.
+        mesh: A mesh from `tfshard.create_mesh`. By default that of the layout map, if it was made for one, else all
+            devices on the batch axis.
         layout_map: Which dims of which variables the model axes shard: a `tfshard.LayoutMap`, a
             `keras.distribution.LayoutMap` or `ModelParallel`, such as KerasHub's backbones give with
             `get_layout_map(device_mesh)`, a mapping from pattern to axes, or `"auto"` for what
@@ -99,7 +99,11 @@ class ShardedStrategy(tf.distribute.Strategy):
                 f"Received: analyzer={analyzer!r} (of type {type(analyzer)})"
             )
         self.auto = auto_layout.is_auto(layout_map)
-        mesh = mesh or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
+        mesh = (
+            mesh
+            or getattr(layout_map, "mesh", None)
+            or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
+        )
         layout_map = LayoutMap.from_any(None if self.auto else layout_map)
         if runtime.current() is None:
             runtime.initialize()
@@ -119,6 +123,8 @@ class ShardedStrategy(tf.distribute.Strategy):
         self._functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Any, set] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        # How often variables went to other storages: functions that were traced before read the old ones.
+        self.moves = 0
         self._found_maps: weakref.WeakKeyDictionary[keras.Model, LayoutMap] = weakref.WeakKeyDictionary()
         super().__init__(ShardedExtended(self))
 
@@ -164,10 +170,14 @@ class ShardedStrategy(tf.distribute.Strategy):
         """Looks the layout map over for a built model, once (`tfshard.lint`).
 
         Raises:
-            LayoutError: It does not fit the model, or leaves a large matrix whole that it does not mention.
+            LayoutError: It does not fit the model, or leaves a large matrix whole that it does not mention. With
+                `layout_map="auto"`: it found nothing to shard over a model axis.
         """
-        if model.built and not self.auto and model not in self._checked:
-            linter.check(model, self.mesh_shape, self.layout_map)
+        if model.built and model not in self._checked:
+            if self.auto:
+                linter.check_found(model, self.mesh_shape, self.layout_map_for(model))
+            else:
+                linter.check(model, self.mesh_shape, self.layout_map)
             self._checked.add(model)
 
     def scope(self):
@@ -298,12 +308,9 @@ class ShardedStrategy(tf.distribute.Strategy):
             replaced.append((variable, self._shard(current, planned[id(variable)])))
         # All pieces are made before the first variable changes, so that a failure leaves the model whole.
         for variable, sharded in replaced:
-            _private.set_backend_variable(variable, sharded)
+            _replace(variable, sharded)
         if replaced:
-            # What models inside of this one have traced would go on with the variables that were replaced.
-            for layer in _private.flatten_layers(model):
-                if isinstance(layer, keras.Model) and layer is not model:
-                    _private.forget_functions(layer)
+            support.forget_functions(model)
 
     def adopt(self, variables: list) -> None:
         """Reshards variables that belong neither to a layer nor to a parameter: of a metric or an optimizer."""
@@ -311,7 +318,7 @@ class ShardedStrategy(tf.distribute.Strategy):
             current = _private.backend_variable(variable)
             if current is not None and not isinstance(current, ShardedVariable):
                 spec = support.variable_spec(variable, None)
-                _private.set_backend_variable(variable, self._shard(current, self.plan_variable(spec)))
+                _replace(variable, self._shard(current, self.plan_variable(spec)))
 
     def adopt_global_seed(self) -> None:
         """Brings Keras's generator of seeds for random operations without one to the mesh, if it was made elsewhere.
@@ -359,7 +366,7 @@ class ShardedStrategy(tf.distribute.Strategy):
                     continue
                 spec = support.variable_spec(variable, None)
                 sharded = self.create_slot(placement.to_host(current), spec, reference, part, **_options(current))
-                _private.set_backend_variable(variable, sharded)
+                _replace(variable, sharded)
 
     @staticmethod
     def _is_slot_of(slot: ShardedVariable, reference: ShardedVariable) -> bool:
@@ -376,8 +383,8 @@ class ShardedStrategy(tf.distribute.Strategy):
         number = sum(owner == id(optimizer) for owner, _ in reference.slots)
         key = (id(optimizer), number)
         layout = reference.layout.slot(spec)
-        storage = _slot_storage(reference, key, layout)
-        slot = ShardedVariable(value, layout=layout, mesh=self.mesh, trainable=False, storage=storage, **options)
+        place = _slot_storage(reference, key, layout)
+        slot = ShardedVariable(value, layout=layout, mesh=self.mesh, trainable=False, storage=place, **options)
         reference.slots[key] = slot
         return slot
 
@@ -386,7 +393,8 @@ class ShardedStrategy(tf.distribute.Strategy):
         paths, and small ones into the groups that the analyzer gives them.
 
         With `layout_map="auto"`, variables that were born before the model's map was known come to their layouts too.
-        Does nothing for those that are there already.
+        Does nothing for those that are there already. Those that are in a group, of another model that has them too,
+        stay in it, so that functions that were traced before go on.
         """
         layout_map = self.layout_map_for(model)
         variables, layouts = [], []
@@ -399,58 +407,45 @@ class ShardedStrategy(tf.distribute.Strategy):
                 layouts.append(self.plan_variable(spec, layout_map=layout_map))
         # Before the first collective: clients with other variables would hang in it.
         self._agree_on_values(model)
-        layouts = self._group_layouts(model, variables, layouts)
+        alone = list(layouts)
+        if self.analyzer is not None and support.can_group(model):
+            layouts = _group_others(self.analyzer, variables, layouts, self.mesh_shape)
+        for variable, layout in zip(variables, alone, strict=True):
+            variable.alone = layout
         stale = {layout.group for variable, layout in zip(variables, layouts, strict=True) if variable.layout != layout}
         storages: dict[int, Storage] = {}
+        left: set[Storage] = set()
         for variable, layout in zip(variables, layouts, strict=True):
             if variable.layout == layout and layout.group not in stale - {None}:
                 continue
-            assert not variable.storage.is_traced()
-            storage = None
+            place = None
             if layout.group is not None:
                 if layout.group not in storages:
                     name = f"group_{layout.group}"
                     storages[layout.group] = Storage(StorageLayout.of(layout), self.mesh, name=name)
-                storage = storages[layout.group]
+                place = storages[layout.group]
             slots = dict(variable.slots)
-            variable.move(layout, storage)
+            left |= {variable.storage, *(slot.storage for slot in slots.values())}
+            variable.move(layout, place)
             for key, slot in slots.items():
                 slot_layout = layout.slot(slot.layout.spec)
                 slot.move(slot_layout, _slot_storage(variable, key, slot_layout))
+        self._forget_left(left, model)
         vocabulary.install(model, [variable for variable, _ in support.owned_variables(model)], self.mesh)
         convolution.install(model)
         if self.sequence_parallel:
             sequence.install(model, self.mesh)
 
-    def _group_layouts(
-        self, model: keras.Model, variables: list[ShardedVariable], layouts: list[VariableLayout]
-    ) -> list[VariableLayout]:
-        """The layouts of variables with those of groups.
-
-        What a function that was traced already uses (one of a model around this one, say) stays where it is: the
-        function would go on with the storage that the variable left.
-        """
-        if self.analyzer is None or not support.can_group(model):
-            grouped = layouts
-        else:
-            grouped = list(self.analyzer.group(layouts, mesh_shape=self.mesh_shape))
-        pairs = list(zip(variables, grouped, strict=True))
-        if not any(variable.layout != layout and variable.storage.is_traced() for variable, layout in pairs):
-            return grouped
-        gc.collect()  # Functions of an earlier compile() are in cycles.
-        stays = [variable.storage.is_traced() for variable in variables]
-        if not any(stays) or all(variable.layout == layout for variable, layout in pairs):
-            return grouped
-        free = [layout for layout, stay in zip(layouts, stays, strict=True) if not stay]
-        taken = [variable.layout.group for variable, stay in zip(variables, stays, strict=True) if stay]
-        if self.analyzer is not None and support.can_group(model):
-            first = 1 + max((group for group in taken if group is not None), default=-1)
-            free = [
-                layout if layout.group is None else dataclasses.replace(layout, group=first + layout.group)
-                for layout in self.analyzer.group(free, mesh_shape=self.mesh_shape)
-            ]
-        rest = iter(free)
-        return [variable.layout if stay else next(rest) for variable, stay in zip(variables, stays, strict=True)]
+    def _forget_left(self, left: set[Storage], model: keras.Model) -> None:
+        """Makes sure that nothing goes on with storages that variables have left."""
+        if not left:
+            return
+        self.moves += 1
+        self._functions.clear()
+        support.forget_functions(model)
+        for each in left:
+            if not each.members:
+                each.empty()
 
     def _agree_on_values(self, model: keras.Model) -> None:
         """Checks that all clients of a launched run made the same variables with the same initial values."""
@@ -525,6 +520,37 @@ def _follows(spec: VariableSpec, reference: ShardedVariable) -> bool:
     # Accumulators are reset one by one in a tf.cond, which would write a group's buffer once for each of them.
     accumulates = reference.layout.grouped and spec.path.endswith("gradient_accumulator")
     return reference.layout.spec.shape == spec.shape and not accumulates
+
+
+def _group_others(
+    analyzer: ParameterAnalyzer, variables: list[ShardedVariable], alone: list[VariableLayout], sizes: dict[str, int]
+) -> list[VariableLayout]:
+    """The layouts of variables with groups for those that are in none yet.
+
+    Args:
+        analyzer: Makes the groups.
+        variables: All variables of a model.
+        alone: The layout of each by itself.
+        sizes: Axis name to size.
+    """
+    settled = [v.layout.grouped and v.alone == layout for v, layout in zip(variables, alone, strict=True)]
+    found = iter(analyzer.group([a for a, stays in zip(alone, settled, strict=True) if not stays], mesh_shape=sizes))
+    first = 1 + max((v.layout.group or 0 for v, stays in zip(variables, settled, strict=True) if stays), default=-1)
+    layouts = []
+    for variable, stays in zip(variables, settled, strict=True):
+        layout = variable.layout if stays else next(found)
+        if not stays and layout.group is not None:
+            layout = dataclasses.replace(layout, group=first + layout.group)
+        layouts.append(layout)
+    return layouts
+
+
+def _replace(variable: keras.Variable, sharded: ShardedVariable) -> None:
+    """Puts a sharded variable in the place of a plain one, which is emptied: a function that reads it fails."""
+    before = _private.backend_variable(variable)
+    _private.set_backend_variable(variable, sharded)
+    if _private.is_resource_variable(before):
+        storage.empty(before.handle, before.dtype, before.shape.rank)
 
 
 def _slot_storage(reference: ShardedVariable, key: Any, layout: VariableLayout) -> Storage | None:

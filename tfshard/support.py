@@ -252,6 +252,33 @@ def forget_ready(model: keras.Model) -> None:
     _ready.pop(model, None)
 
 
+def forget_functions(model: keras.Model) -> None:
+    """Has other models that share layers with a model, inside of it or around it, make their functions anew: what
+    those read has moved."""
+    shared = {id(layer) for layer in _private.flatten_layers(model)}
+    for other in _private.traced_models():
+        if other is not model and any(id(layer) in shared for layer in _private.flatten_layers(other)):
+            other.train_function = other.test_function = other.predict_function = None
+
+
+class Places:
+    """Where the variables of a model were when a function was traced that reads them."""
+
+    def __init__(self) -> None:
+        self._moves = -1
+        self._storages: dict[int, Any] = {}
+
+    def changed(self, model: keras.Model, strategy: Any) -> bool:
+        """Whether any variable has moved since this was asked last: compiling another model with some of them did it."""
+        if strategy.moves == self._moves:
+            return False
+        self._moves, before = strategy.moves, self._storages
+        variables = [variable for variable, _ in owned_variables(model)] + optimizer_variables(model)
+        # With the storages themselves, so that their ids stay their own.
+        self._storages = {id(v): getattr(_private.backend_variable(v), "storage", None) for v in variables}
+        return any(self._storages.get(key, storage) is not storage for key, storage in before.items())
+
+
 def can_group(model: keras.Model) -> bool:
     """Whether small variables may share buffers under the model's optimizer.
 

@@ -58,6 +58,17 @@ class _Distributed:
         if model.built:
             strategy.group(model)
 
+    def get_compile_config(self) -> Any:
+        model: Any = self
+        strategy, clone = _private.distribute_strategy(model), _private.clone_being_made()
+        if clone is None or not isinstance(strategy, ShardedStrategy):
+            return super().get_compile_config()  # type: ignore[misc]
+        if not isinstance(clone, keras.Model):
+            return None  # Of a subclassed model, which Keras makes from its config: not compiled rather than not sharded.
+        # What follows is clone.compile_from_config(), which shards it.
+        _private.set_distribute_strategy(as_distributed(clone), strategy)
+        return super().get_compile_config()  # type: ignore[misc]
+
     def compile_from_config(self, config: dict[str, Any]) -> None:
         model: Any = self
         own = super().compile_from_config  # type: ignore[misc]
@@ -67,7 +78,9 @@ class _Distributed:
         # Keras's own does nothing for a class with another `compile`.
         self.compile(**keras.saving.deserialize_keras_object(config))
         if model.built and model.optimizer is not None:
-            model.optimizer.build(model.trainable_variables)
+            strategy = _private.distribute_strategy(model)
+            with strategy.scope() if isinstance(strategy, ShardedStrategy) else contextlib.nullcontext():
+                model.optimizer.build(model.trainable_variables)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # Where Keras shows the model what counts the steps of its epochs (resume.py).
@@ -179,9 +192,13 @@ def _on_mesh(model: Any, function: Any, kind: str, for_whole_batches: Any = None
     if not isinstance(strategy, ShardedStrategy) or getattr(function, "_tfshard_on_mesh", False):
         return function
 
+    places = support.Places()
+
     @functools.wraps(function)
     def on_mesh(batches):
         support.check_ready(model, strategy)
+        if places.changed(model, strategy):
+            return _made_anew(model, kind)(batches)
         # One execution's worth: Keras hands over the epoch's iterator and leaves the rest for later executions.
         batches = list(itertools.islice(batches, model.steps_per_execution))
         if not batches:
@@ -202,6 +219,15 @@ def _on_mesh(model: Any, function: Any, kind: str, for_whole_batches: Any = None
 
     on_mesh._tfshard_on_mesh = True  # type: ignore[attr-defined]
     return on_mesh
+
+
+_NAMES = {"training step": "train", "evaluation step": "test", "prediction step": "predict"}
+
+
+def _made_anew(model: Any, kind: str) -> Any:
+    """The function of a kind, to be traced again."""
+    getattr(model, f"make_{_NAMES[kind]}_function")(force=True)
+    return getattr(model, f"{_NAMES[kind]}_function")
 
 
 @functools.cache

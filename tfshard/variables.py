@@ -9,12 +9,13 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, placement, steps
+from tfshard import _private, outside, placement, steps
 from tfshard.errors import LayoutError
 from tfshard.layouts import Axes, VariableLayout
 from tfshard.mesh import BATCH_AXIS, axis_sizes
 from tfshard.steps import Recorded
 from tfshard.storage import Storage, StorageLayout
+from tfshard.variable_surface import VariableSurface
 
 
 def _relayout_both_ways(value: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -70,7 +71,7 @@ def _scatter_gradient(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mes
 _serial = itertools.count()
 
 
-class ShardedVariable(tf.Variable):
+class ShardedVariable(VariableSurface):
     """A `tf.Variable` of which each device holds a piece.
 
     It has the shape of the whole variable. Reading it (`value()`, any operation on it) gives the whole value
@@ -81,6 +82,7 @@ class ShardedVariable(tf.Variable):
     Attributes:
         path: The Keras path, for messages.
         layout: Its `VariableLayout`.
+        alone: The one that it would have in no group.
         mesh: The mesh it lives on.
         storage: The `Storage` it lives in, alone or with others.
         index: Its place among the members of the storage.
@@ -124,9 +126,10 @@ class ShardedVariable(tf.Variable):
         self._own_id = unique_id or f"{self._own_name}_{next(_serial)}"
         self._own_dtype = tf.as_dtype(initial_value.dtype)
         self._options = options or {}
-        self.layout = layout
+        self.layout = self.alone = layout
         self.index = layout.member
         self.storage = storage or self._own_storage(layout)
+        self.storage.members[self.index] = self
         self.storage.fill(self.index, initial_value)
         if storage is None:
             _ = self.buffer  # Made now: nothing is waited for.
@@ -141,8 +144,10 @@ class ShardedVariable(tf.Variable):
     def move(self, layout: VariableLayout, storage: Storage | None = None) -> None:
         """Takes the value to another storage, or to one of its own. Eager only."""
         value = np.array(self.numpy())
+        del self.storage.members[self.index]
         self.path, self.layout, self.index = layout.spec.path, layout, layout.member
         self.storage = storage or self._own_storage(layout)
+        self.storage.members[self.index] = self
         self.storage.fill(self.index, value)
 
     # --- what it is ---------------------------------------------------------------------------------
@@ -202,6 +207,8 @@ class ShardedVariable(tf.Variable):
         read = None if step is None else step.last_read(self)
         if read is not None:
             return read
+        if outside.is_here() or (steps.is_outside() and not self.storage.read_by_eager_step):
+            outside.refuse_gradient(self)
         return self.buffer.handle if self._is_direct() else self.storage.whole(self.index)
 
     def _is_direct(self) -> bool:
@@ -223,6 +230,8 @@ class ShardedVariable(tf.Variable):
         """
         if steps.is_outside():
             return tf.constant(self.numpy())
+        if outside.is_here():
+            return outside.read(self)
         if self._is_updated_as_buffer():
             return self.storage.update_value()
         if self._is_direct():
@@ -257,6 +266,8 @@ class ShardedVariable(tf.Variable):
         backward = layout.compute
         if layout.reduce_scatter and layout.sharded is not None:
             backward = layout.sharded
+        if _private.is_eager():
+            self.storage.read_by_eager_step = True
         with steps.reading_scope():
             stored = self.buffer.value()
             self._note_read(self.buffer.handle)
@@ -276,11 +287,12 @@ class ShardedVariable(tf.Variable):
         """The whole value on the host, put together from the devices' pieces. Eager only."""
         if not _private.is_eager():
             raise NotImplementedError("numpy() is only available when eager execution is enabled.")
-        return self.storage.host_value(self.index)
+        if self.storage.recorded() is not None:
+            return placement.to_host(self.value())[()]  # What the eager step has written so far.
+        return self.storage.host_value(self.index)[()]  # A scalar is NumPy's, as of other variables.
 
     def __array__(self, dtype=None, copy=None):
-        value = self.numpy()
-        return value if dtype is None else value.astype(dtype)
+        return np.asarray(self.numpy(), dtype)
 
     def _dense_var_to_tensor(self, dtype=None, name=None, as_ref=False):
         del name
@@ -298,12 +310,6 @@ class ShardedVariable(tf.Variable):
 
     def _as_graph_element(self):
         return None
-
-    def sparse_read(self, indices, name=None):
-        return tf.gather(self.value(), indices, name=name)
-
-    def gather_nd(self, indices, name=None):
-        return tf.gather_nd(self.value(), indices, name=name)
 
     def is_initialized(self, name=None):
         del name
@@ -323,6 +329,10 @@ class ShardedVariable(tf.Variable):
                 return self
             value = placement.host_to_mesh(host, self.layout.compute, self.mesh)
         value = tf.cast(tf.convert_to_tensor(value), self.dtype)
+        if outside.is_here():
+            self._check_shape(value.shape, self.layout.spec.shape)
+            outside.write(self, value)
+            return self
         as_buffer = self.storage.form is not None and self._is_updated_as_buffer()
         self._check_shape(value.shape, self.layout.storage_shape if as_buffer else self.layout.spec.shape)
         step = steps.current()
@@ -356,16 +366,6 @@ class ShardedVariable(tf.Variable):
             host = np.asarray(delta, self.dtype.as_numpy_dtype)
             return placement.host_to_mesh(host, (None,) * host.ndim, self.mesh)
         return tf.cast(delta, self.dtype)
-
-    def scatter_add(self, sparse_delta, use_locking=False, name=None):
-        return self.assign_add(tf.convert_to_tensor(sparse_delta))
-
-    def scatter_sub(self, sparse_delta, use_locking=False, name=None):
-        return self.assign_sub(tf.convert_to_tensor(sparse_delta))
-
-    def scatter_update(self, sparse_delta, use_locking=False, name=None):
-        indices = tf.expand_dims(sparse_delta.indices, -1)
-        return self.assign(tf.tensor_scatter_nd_update(self.value(), indices, sparse_delta.values))
 
     # --- TensorFlow checkpoints -----------------------------------------------------------------------
 

@@ -1,0 +1,156 @@
+"""What a tf.Variable does besides being read and written, in terms of `value`, `numpy` and `assign`."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfshard.errors import StrategyError
+
+
+def _in_place(operator: str, instead: str):
+    def refuse(self: Any, other: Any) -> Any:
+        del other
+        raise RuntimeError(
+            f"`variable {operator} value` is not supported, as for every tf.Variable: it would make a tensor of it. Use "
+            f"`{instead}`. Received: variable '{self.path}'"
+        )
+
+    return refuse
+
+
+def _unsupported(method: str, instead: str):
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        raise StrategyError(
+            f"A sharded variable has no {method}(). Use {instead}. Received: {method}() of variable '{self.path}'"
+        )
+
+    return refuse
+
+
+class VariableSurface(tf.Variable):
+    """Mixed into `ShardedVariable`: conversions to Python, copies, and writes to parts of the value.
+
+    A part is written by writing the whole value with that part changed.
+    """
+
+    path: str
+
+    # --- as a Python value, outside of a traced function -------------------------------------------------
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __complex__(self) -> complex:
+        return complex(self.numpy())
+
+    def __bool__(self) -> bool:
+        return bool(self.value())
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> tf.Variable:
+        copied = self._as_plain_variable()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce__(self) -> Any:
+        return _plain_variable, (self.numpy(), self.trainable, self.name.partition(":")[0])
+
+    def _as_plain_variable(self) -> tf.Variable:
+        """A variable of this value that is on no mesh: a copy may outlive it."""
+        return _plain_variable(self.numpy(), self.trainable, self.name.partition(":")[0])
+
+    # --- TensorFlow asks for these -----------------------------------------------------------------------
+
+    @property
+    def initializer(self) -> None:
+        return None
+
+    @property
+    def op(self):
+        raise AttributeError(f"A sharded variable has no op. Received: variable '{self.path}'")
+
+    @property
+    def graph(self):
+        raise AttributeError(f"A sharded variable belongs to no graph. Received: variable '{self.path}'")
+
+    def set_shape(self, shape: Any) -> None:
+        """Checks that the shape is the one that it has."""
+        if not self.shape.is_compatible_with(shape):
+            raise ValueError(
+                f"The shape of variable '{self.path}' cannot be changed. Its shape: {self.shape}. Received: {shape}"
+            )
+
+    # --- reading and writing parts -----------------------------------------------------------------------
+
+    def sparse_read(self, indices, name=None):
+        return tf.gather(self.value(), indices, name=name)
+
+    def gather_nd(self, indices, name=None):
+        return tf.gather_nd(self.value(), indices, name=name)
+
+    def scatter_add(self, sparse_delta, use_locking=False, name=None):
+        return self.assign_add(self._dense(sparse_delta))
+
+    def scatter_sub(self, sparse_delta, use_locking=False, name=None):
+        return self.assign_sub(self._dense(sparse_delta))
+
+    def _dense(self, sparse: Any) -> tf.Tensor:
+        """IndexedSlices as a tensor of the variable's shape, rows that occur twice added up."""
+        if isinstance(sparse, tf.IndexedSlices):
+            sparse = tf.IndexedSlices(sparse.values, sparse.indices, tf.constant(self.shape.as_list(), tf.int64))
+        return tf.convert_to_tensor(sparse)
+
+    def scatter_update(self, sparse_delta, use_locking=False, name=None):
+        return self._write(tf.tensor_scatter_nd_update, sparse_delta)
+
+    def scatter_max(self, sparse_delta, use_locking=False, name=None):
+        return self._write(tf.tensor_scatter_nd_max, sparse_delta)
+
+    def scatter_min(self, sparse_delta, use_locking=False, name=None):
+        return self._write(tf.tensor_scatter_nd_min, sparse_delta)
+
+    def _write(self, function: Any, sparse: tf.IndexedSlices) -> Any:
+        return self.assign(function(self.value(), tf.expand_dims(sparse.indices, -1), sparse.values))
+
+    def scatter_nd_update(self, indices, updates, name=None):
+        return self.assign(tf.tensor_scatter_nd_update(self.value(), indices, updates))
+
+    def scatter_nd_add(self, indices, updates, name=None):
+        return self.assign(tf.tensor_scatter_nd_add(self.value(), indices, updates))
+
+    def scatter_nd_sub(self, indices, updates, name=None):
+        return self.assign(tf.tensor_scatter_nd_sub(self.value(), indices, updates))
+
+    def _strided_slice_assign(self, begin, end, strides, value, name, **masks):
+        """`variable[begin:end].assign(value)`."""
+        whole = self.value()
+        value = tf.convert_to_tensor(value, whole.dtype)
+        return self.assign(
+            tf.raw_ops.TensorStridedSliceUpdate(
+                input=whole, begin=begin, end=end, strides=strides, value=value, name=name, **masks
+            )
+        )
+
+    __iadd__ = _in_place("+=", "variable.assign_add(value)")
+    __isub__ = _in_place("-=", "variable.assign_sub(value)")
+    __imul__ = _in_place("*=", "variable.assign(variable * value)")
+    __itruediv__ = _in_place("/=", "variable.assign(variable / value)")
+    __ipow__ = _in_place("**=", "variable.assign(variable ** value)")
+
+    scatter_mul = _unsupported("scatter_mul", "assign() with a whole value")
+    scatter_div = _unsupported("scatter_div", "assign() with a whole value")
+    batch_scatter_update = _unsupported("batch_scatter_update", "scatter_nd_update()")
+    count_up_to = _unsupported("count_up_to", "assign_add(1)")
+    load = _unsupported("load", "assign()")
+    eval = _unsupported("eval", "numpy()")
+
+
+def _plain_variable(value: np.ndarray, trainable: bool, name: str) -> tf.Variable:
+    return tf.Variable(value, trainable=trainable, name=name)
