@@ -23,3 +23,19 @@ def test_a_forbidden_switch_is_refused():
     code = "import os; os.environ['DTENSOR_ENABLE_MULTI_DEVICE_EXPANSION'] = '1'; import tfshard; tfshard.initialize(2)"
     done = run(code)
     assert "DTENSOR_ENABLE_MULTI_DEVICE_EXPANSION must not be set" in done.stderr
+
+
+def test_dtensor_that_ran_operations_before_is_refused_because_its_failures_would_not_be_seen():
+    code = (
+        "import tensorflow as tf, tfshard; from tensorflow.experimental import dtensor\n"
+        "cpu = tf.config.list_physical_devices('CPU')[0]\n"
+        "tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)\n"
+        "dtensor.initialize_accelerator_system('CPU')\n"
+        "mesh = dtensor.create_mesh([('batch', 2)])\n"
+        "if {early}: dtensor.copy_to_mesh(tf.zeros(2), dtensor.Layout.replicated(mesh, 1))\n"
+        "print(tfshard.initialize(num_devices=2, device_type='CPU'))\n"
+    )
+    done = run(code.format(early=True))
+    assert "InitializationError: DTensor has run operations in this process already" in done.stderr
+    done = run(code.format(early=False))
+    assert "Runtime(device_type='CPU', num_devices=2)" in done.stdout, done.stderr

@@ -112,7 +112,7 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
             f"Received: DTENSOR_JOBS={os.environ['DTENSOR_JOBS']}"
         )
     num_devices = _validate_num_devices(num_devices, device_type)
-    if _private.context_is_initialized():
+    if _private.context_is_initialized() or _private.dtensor_is_initialized():
         _adopt_running_context(num_devices, device_type)
     else:
         _start(num_devices, device_type)
