@@ -20,13 +20,18 @@ COMPUTED_WHOLE = (
     "NonMaxSuppressionV4",
     "NonMaxSuppressionV5",
     "CombinedNonMaxSuppression",
+    # What is done with tensors of such shapes.
+    "Size",
+    "ConcatOffset",
+    "Empty",
+    "EnsureShape",
     # Scatters, and sums and extrema of segments.
     "TensorScatterSub",
     "TensorScatterMax",
     "TensorScatterMin",
     "DynamicStitch",
     "ParallelDynamicStitch",
-    "SegmentSumV2",
+    "SegmentSum",
     "SegmentMean",
     "UnsortedSegmentMax",
     "UnsortedSegmentMin",
@@ -37,6 +42,11 @@ COMPUTED_WHOLE = (
     "Bucketize",
     "LowerBound",
     "UpperBound",
+    # Diagonals.
+    "MatrixDiagV3",
+    "MatrixDiagPartV3",
+    "MatrixSetDiagV3",
+    "MatrixBandPart",
     # Order.
     "ReverseV2",
     "ReverseSequence",

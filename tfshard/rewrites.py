@@ -10,7 +10,7 @@ from collections.abc import Callable
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, placement, scatters, slices
+from tfshard import _private, placement, scatters, slices, unsized
 from tfshard.layouts import Axes
 from tfshard.mesh import BATCH_AXIS, axis_sizes
 
@@ -21,6 +21,15 @@ _SLICES: dict[str, Exchange] = {
     "StridedSlice": slices.full_slice,
     "StridedSliceGrad": slices.full_slice_gradient,
     "XlaDynamicUpdateSlice": slices.slice_update,
+}
+# Of tensors whose shape is not known while a step is traced.
+_UNSIZED: dict[str, Exchange] = {
+    "Reshape": unsized.reshape,
+    "Tile": unsized.tile,
+    "BroadcastTo": unsized.broadcast,
+    "Fill": unsized.fill,
+    "Slice": unsized.part,
+    "Sum": unsized.summed,
 }
 _SCATTERS: dict[str, Callable[..., tf.Tensor | list[tf.Tensor] | None]] = {
     "ScatterNd": scatters.scatter,
@@ -37,6 +46,8 @@ _SCATTERS: dict[str, Callable[..., tf.Tensor | list[tf.Tensor] | None]] = {
 def exchanged(mesh: dtensor.Mesh):
     """A context for a step on a mesh: while it is traced, or run in eager code."""
     exchange = dict(_SLICES)
+    if not _private.is_eager():
+        exchange |= _UNSIZED
     for operation, function in _SCATTERS.items():
         exchange[operation] = functools.partial(function, mesh=mesh)
     if sum(size > 1 for size in axis_sizes(mesh).values()) > 1 and not _private.is_eager():

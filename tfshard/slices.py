@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfshard import _private
+from tfshard import _private, unsized
 from tfshard.errors import UnsupportedOperationError
 
 
@@ -75,7 +75,7 @@ def _check_ranges(vectors: list, masks: dict[str, int], given: int) -> None:
 
     DTensor gives a tensor without elements for it. An index by itself is right.
     """
-    if all(_is_known(vector) for vector in vectors):
+    if all(unsized.is_known(vector) for vector in vectors):
         return
     for i in range(given):
         whole = masks["begin"] >> i & 1 and masks["end"] >> i & 1
@@ -87,23 +87,6 @@ def _check_ranges(vectors: list, masks: dict[str, int], given: int) -> None:
             )
 
 
-def _is_known(tensor: tf.Tensor) -> bool:
-    """Whether a value follows from constants and static shapes."""
-    if tf.executing_eagerly():
-        return True
-    seen, waiting = set(), [tensor.op]
-    while waiting:
-        operation = waiting.pop()
-        known_shape = operation.type in ("Shape", "Size", "Rank") and operation.inputs[0].shape.is_fully_defined()
-        if operation in seen or operation.type == "Const" or known_shape:
-            continue
-        if not operation.inputs:
-            return False
-        seen.add(operation)
-        waiting += [each.op for each in operation.inputs]
-    return True
-
-
 def _entries(vector: tf.Tensor, entries: list[int | None], other: int) -> Any:
     """The elements of `vector` with these numbers; `other` for None."""
     known = tf.get_static_value(vector)
@@ -113,28 +96,93 @@ def _entries(vector: tf.Tensor, entries: list[int | None], other: int) -> Any:
     return tf.stack([tf.constant(other, vector.dtype) if i is None else parts[i] for i in entries])
 
 
+def _forwards(call: _private.Call, sizes: list[int | None]) -> tuple[_private.Call, list[int]]:
+    """A slice, or its gradient, of a tensor of these sizes without strides below zero, and which of its result's dims
+    have to be reversed: DTensor reverses each device's piece by itself, and leaves the pieces where they are."""
+    strides = tf.get_static_value(call.inputs[3])
+    if strides is None or min(strides, default=1) > 0:
+        return call, []
+    names = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    masks = {name: call.get_attr(f"{name}_mask") for name in names}
+    begin, end = (tf.get_static_value(vector) for vector in call.inputs[1:3])
+    taken = sum(not (masks["ellipsis"] | masks["new_axis"]) >> i & 1 for i in range(len(strides)))
+    new: list[Any] = [None if each is None else each.copy() for each in (begin, end, strides)]
+    dim = result = 0
+    reversed_dims = []
+    for i, stride in enumerate(strides):
+        bit = 1 << i
+        if masks["ellipsis"] & bit:
+            dim, result = dim + len(sizes) - taken, result + len(sizes) - taken
+            continue
+        if masks["new_axis"] & bit:
+            result += 1
+            continue
+        if stride < 0 and not masks["shrink_axis"] & bit:
+            size = sizes[dim]
+            if begin is None or end is None or size is None:
+                raise UnsupportedOperationError(
+                    "A slice with a stride below zero needs numbers for its begin and end, and a dim whose size is "
+                    f"known before the step runs. Use tf.gather. Received: entry {i} of a slice of a tensor of {sizes}"
+                )
+            bounds = [None if masks[name] & bit else int(v[i]) for name, v in (("begin", begin), ("end", end))]
+            places = range(size)[bounds[0] : bounds[1] : int(stride)]
+            ends = (places[-1], places[0] + 1) if places else (0, 0)
+            for vector, number in zip(new, (*ends, -stride), strict=True):
+                vector[i] = number
+            masks["begin"], masks["end"] = masks["begin"] & ~bit, masks["end"] & ~bit
+            reversed_dims.append(result)
+        dim, result = dim + 1, result + (not masks["shrink_axis"] & bit)
+    vectors = [old if each is None else tf.constant(each) for old, each in zip(call.inputs[1:4], new, strict=True)]
+    changed = dataclasses.replace(
+        call,
+        inputs=(call.inputs[0], *vectors, *call.inputs[4:]),
+        get_attr=lambda name: masks[name.removesuffix("_mask")],
+    )
+    return changed, reversed_dims
+
+
+def _reversed(tensor: tf.Tensor, dims: list[int]) -> tf.Tensor:
+    for dim in dims:
+        tensor = tf.gather(tensor, np.arange(tensor.shape[dim])[::-1], axis=dim)
+    return tensor
+
+
+def _as_it_is(call: _private.Call) -> dict[str, Any]:
+    masks = {f"{name}_mask" for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
+    vectors = dict(zip(("begin", "end", "strides"), call.inputs[1:4], strict=True))
+    return {**vectors, **{mask: call.get_attr(mask) for mask in masks}}
+
+
 def full_slice(call: _private.Call) -> tf.Tensor | None:
     """A StridedSlice with an entry for each dim."""
-    tensor, *vectors = call.inputs
-    full = None if tensor.shape.rank is None else _FullSlice.of(call, vectors, tensor.shape.rank)
-    if full is None:
+    if not call.inputs[0].shape.is_fully_defined():
+        return unsized.slice_of(call)
+    forwards, backwards = _forwards(call, list(call.inputs[0].shape))
+    tensor, *vectors = forwards.inputs
+    full = _FullSlice.of(forwards, vectors, tensor.shape.rank)
+    if full is None and forwards is call:
         return None
-    result = tf.raw_ops.StridedSlice(input=tensor, **full.arguments)
-    for axis in full.new_axes:
+    result = tf.raw_ops.StridedSlice(input=tensor, **(_as_it_is(forwards) if full is None else full.arguments))
+    for axis in full.new_axes if full else ():
         result = tf.expand_dims(result, axis)
-    return result
+    return _reversed(result, backwards)
 
 
 def full_slice_gradient(call: _private.Call) -> tf.Tensor | None:
     """The gradient of a StridedSlice, with an entry for each dim."""
-    shape, *vectors, upstream = call.inputs
-    rank = shape.shape[0]
-    full = None if rank is None else _FullSlice.of(call, vectors, rank)
-    if full is None:
+    if not call.is_eager and not unsized.is_known(call.inputs[0]):
+        return unsized.gradient_of_slice(call)
+    sizes = tf.get_static_value(call.inputs[0])
+    forwards, backwards = _forwards(call, [None] * call.inputs[0].shape[0] if sizes is None else sizes.tolist())
+    shape, *vectors, upstream = forwards.inputs
+    full = _FullSlice.of(forwards, vectors, shape.shape[0])
+    if full is None and forwards is call:
         return None
-    if full.new_axes:
+    upstream = _reversed(upstream, backwards)
+    if full and full.new_axes:
         upstream = tf.squeeze(upstream, full.new_axes)
-    return tf.raw_ops.StridedSliceGrad(shape=shape, dy=upstream, **full.arguments)
+    arguments = _as_it_is(forwards) if full is None else full.arguments
+    return tf.raw_ops.StridedSliceGrad(shape=shape, dy=upstream, **arguments)
 
 
 def slice_update(call: _private.Call) -> tf.Tensor:
