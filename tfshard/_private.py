@@ -179,7 +179,7 @@ _eager_restore: Any = None
 
 
 @contextlib.contextmanager
-def exchanged_operations(exchange: dict, bring: Callable[[Any], Any]):
+def exchanged_operations(exchange: dict, bring: Callable[[Any], Any], note: Callable[[Any], None]):
     """A context in which operations of the types in `exchange` are given to `exchange[type](call)`, with a `Call`.
 
     It gives the tensors that stand for the operation's outputs, or None to leave the operation as it is. What it
@@ -191,17 +191,20 @@ def exchanged_operations(exchange: dict, bring: Callable[[Any], Any]):
     while a thread is in the context; other threads are passed on. Functions run in eager code too
     (`tf.config.run_functions_eagerly`): one that was traced before is not in terms of what is exchanged.
 
+    Every operation that is added to a graph is given to `note`.
+
     A tensor that an eager operation takes next to tensors on a mesh, and that DTensor does not bring there by itself,
-    is replaced by `bring(tensor)`.
+    is replaced by `bring(tensor)`; so are sharded tensors that an operation without an expansion takes.
     """
 
     def callback(op_type, inputs, attrs, outputs, op_name=None, graph=None):
         del attrs
         if graph is None or outputs is None:
             return None
+        operation = outputs[0].op if outputs else graph.get_operation_by_name(op_name)
+        note(operation)
         if op_type not in exchange:
             return list(outputs)  # What an earlier callback made of them. TensorFlow has lists here.
-        operation = graph.get_operation_by_name(op_name)
         call = Call(type=op_type, inputs=tuple(inputs), get_attr=operation.get_attr, outputs=tuple(outputs))
         replaced = exchange[op_type](call)
         return list(outputs if replaced is None else replaced)
@@ -240,6 +243,21 @@ def _eager_exchange(exchange: dict, bring: Callable[[Any], Any]):
 _OFF_MESH = re.compile(r"got a regular tensor for input (\d+) .*but was expecting a DTensor")
 
 
+# And for an operation that it does not expand: it runs on the host, if every device has the same.
+_SHARDED = "Trying to copy a non-single-device and non-replicated DTensor"
+
+
+def _bring(inputs: list, numbers, sharded: bool):
+    """The inputs, by number, that `bring` makes others of."""
+    for number in numbers if _eager_exchanges.bring is not None else ():
+        is_on_mesh = _dtensor_api.is_dtensor(inputs[number])
+        if is_on_mesh == sharded and not (
+            is_on_mesh and _dtensor_api.fetch_layout(inputs[number]).is_fully_replicated()
+        ):
+            with stop_recording():
+                yield number, _eager_exchanges.bring(inputs[number])
+
+
 def _install_eager_exchange():
     """Replaces the two functions, and returns what puts them back."""
     fast, slow = _pywrap_tfe.TFE_Py_FastPathExecute, _execute.execute
@@ -255,7 +273,8 @@ def _install_eager_exchange():
         try:
             return fast(context, op_name, *args)
         except _core._NotOkStatusException as error:
-            if _eager_exchanges.bring is not None and _OFF_MESH.search(error.message):
+            message = error.message
+            if _eager_exchanges.bring is not None and (_OFF_MESH.search(message) or _SHARDED in message):
                 raise other_way(op_name) from error
             raise
 
@@ -278,12 +297,12 @@ def _install_eager_exchange():
             try:
                 return slow(op_name, num_outputs, inputs, attrs, ctx, name)
             except tf.errors.UnimplementedError as error:
-                found = _OFF_MESH.search(error.message)
-                number = int(found[1]) if found else -1
-                if _eager_exchanges.bring is None or not found or _dtensor_api.is_dtensor(inputs[number]):
+                off_mesh, sharded = _OFF_MESH.search(error.message), _SHARDED in error.message
+                numbers = [int(off_mesh[1])] if off_mesh else range(len(inputs)) if sharded else []
+                brought = dict(_bring(inputs, numbers, sharded))
+                if not brought:
                     raise
-                with stop_recording():
-                    inputs[number] = _eager_exchanges.bring(inputs[number])
+                inputs = [brought.get(number, each) for number, each in enumerate(inputs)]
 
     def restore():
         _pywrap_tfe.TFE_Py_FastPathExecute, _execute.execute = fast, slow

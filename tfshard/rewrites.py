@@ -10,7 +10,8 @@ from collections.abc import Callable
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, placement, scatters, slices, unsized
+from tfshard import _private, origins, placement, scatters, slices, unsized
+from tfshard.errors import UnsupportedOperationError
 from tfshard.layouts import Axes
 from tfshard.mesh import BATCH_AXIS, axis_sizes
 
@@ -48,6 +49,7 @@ def exchanged(mesh: dtensor.Mesh):
     exchange = dict(_SLICES)
     if not _private.is_eager():
         exchange |= _UNSIZED
+        exchange.update(dict.fromkeys(_REFUSED, _refuse))
     for operation, function in _SCATTERS.items():
         exchange[operation] = functools.partial(function, mesh=mesh)
     if sum(size > 1 for size in axis_sizes(mesh).values()) > 1 and not _private.is_eager():
@@ -58,11 +60,32 @@ def exchanged(mesh: dtensor.Mesh):
         return [result] if tf.is_tensor(result) else result
 
     def bring(tensor: tf.Tensor) -> tf.Tensor:
+        if placement.is_dtensor(tensor):
+            return placement.whole(tensor, mesh)
         return dtensor.copy_to_mesh(tensor, placement.layout((None,) * tensor.shape.rank, mesh))
 
     table = {op: functools.partial(listed, function) for op, function in exchange.items()}
-    with _private.exchanged_operations(table, bring):
+    origins.forget()
+    with _private.exchanged_operations(table, bring, origins.note):
         yield
+
+
+_EAGERLY = "Compile the model with run_eagerly=True"
+_REFUSED = {
+    "PrintV2": f"tf.print: every device would print. {_EAGERLY}, where it prints once, or print in a callback",
+    **dict.fromkeys(
+        ("PyFunc", "PyFuncStateless", "EagerPyFunc"),
+        "a Python function (tf.py_function, tf.numpy_function): every device would call it, with its part of the "
+        "values. Write it with TensorFlow operations, or do it in the input pipeline",
+    ),
+}
+
+
+def _refuse(call: _private.Call) -> None:
+    place = origins.find(call.type)
+    raise UnsupportedOperationError(
+        f"A compiled step on a mesh cannot have {_REFUSED[call.type]}. It is in {place[-1] if place else 'the step'}"
+    )
 
 
 # --- Random numbers -------------------------------------------------------------------------------------
