@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfshard
+from sweeps import SWEEP
 from tfshard import expansions, placement
 
 VALUES = np.random.RandomState(0).permutation(24).reshape(8, 3).astype("float32") / 24
@@ -159,7 +160,8 @@ def test_an_operation_and_its_gradient_are_those_of_one_device(name: str):
     assert set(types) <= {operation.type for operation in plain.graph.get_operations()}
     expected = [np.asarray(tf.convert_to_tensor(each)) for each in tf.nest.flatten(plain(VALUES, IDS, BOXES))]
     sharded = [on_mesh(value, strategy.mesh) for value in (VALUES, IDS, BOXES)]
-    for run in (tf.function(step), step):  # A compiled step and an eager one.
+    # In a compiled step, and in an eager one: there, DTensor expands most of these, or runs them on the host.
+    for run in (tf.function(step), step) if SWEEP or "Where" in types or not types else (tf.function(step),):
         with strategy.extended.results_stay_sharded():
             results = tf.nest.flatten(strategy.run(run, args=tuple(sharded)))
         results = [placement.to_host(tf.convert_to_tensor(each)) for each in results]
