@@ -1,6 +1,7 @@
-"""Slices and slice updates in a step, which DTensor by itself expands to wrong numbers or not at all."""
+"""Slices and slice updates in steps, which DTensor by itself expands to wrong numbers or not at all; eager steps."""
 
 import itertools
+import threading
 
 import keras
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfshard
+from sweeps import SWEEP
 from tfshard import placement
 
 SHAPE = (4, 2, 6, 4)
@@ -29,7 +31,13 @@ SLICES = {
     "t[..., None]": lambda t: t[..., None],
     "t[:, None, 1, ..., None]": lambda t: t[:, None, 1, ..., None],
     "t[:, 1, :, :]": lambda t: t[:, 1, :, :],
+    "t[::-1]": lambda t: t[::-1],
+    "t[:, 0, ::-1]": lambda t: t[:, 0, ::-1],
+    "t[..., -2::-2]": lambda t: t[..., -2::-2],
+    "t[2:0:-1, None, ..., ::-1]": lambda t: t[2:0:-1, None, ..., ::-1],
 }
+# Those that are taken in eager steps too, in an ordinary run.
+EAGER = ("t[1]", "t[:, -1, 2:]", "t[..., 1]", "t[:, None]", "t[:, None, 1, ..., None]", "t[2:0:-1, None, ..., ::-1]")
 LAYOUTS = [(None, None, None, None), ("batch", None, None, None), ("batch", None, None, "model"),
            ("batch", None, "model", None), (None, None, "model", None), ("model", None, None, "batch")]  # fmt: skip
 
@@ -63,16 +71,18 @@ def test_a_slice_and_its_gradient_are_those_of_one_device(name: str):
 
     expected = slice_and_gradient(tf.constant(value()))
     for layout in LAYOUTS:
-        step = tf.function(slice_and_gradient)
         sharded = placement.host_to_mesh(value(), layout, chosen.mesh)
-        for ours, theirs in zip(run(chosen, step, sharded), expected, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-6, err_msg=f"{name} of {layout}")
+        for step in [tf.function(slice_and_gradient)] + [slice_and_gradient] * (SWEEP or name in EAGER):
+            for ours, theirs in zip(run(chosen, step, sharded), expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-6, err_msg=f"{name} of {layout}, {step}")
 
 
 def test_a_slice_at_an_index_that_is_a_tensor_is_that_of_one_device():
     chosen = strategy()
-    step = tf.function(lambda t, i: (t[:, i], t[i, ..., i][:, :2]))
-    for index, layout in itertools.product((0, 1), [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]]):
+    eager = lambda t, i: (t[:, i], t[i, ..., i][:, :2])  # noqa: E731
+    compiled = tf.function(eager)
+    layouts = [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]]
+    for index, layout, step in itertools.product((0, 1), layouts, (compiled, eager)):
         sharded = placement.host_to_mesh(value(), layout, chosen.mesh)
         first, second = run(chosen, step, sharded, np.int32(index))
         np.testing.assert_array_equal(first, value()[:, index])
@@ -101,6 +111,63 @@ def test_a_slice_update_is_that_of_one_device_also_where_it_would_not_fit(start:
         arguments = (placement.host_to_mesh(v, layout, chosen.mesh) for v in (value(), updates))
         (updated,) = run(chosen, step, *arguments, np.int32(start))
         np.testing.assert_array_equal(updated, expected)
+
+
+def test_a_slice_update_in_an_eager_step_is_that_of_one_device():
+    chosen = strategy()
+    updates = value((4, 2, 2, 4), seed=1)
+    expected = keras.ops.slice_update(tf.constant(value()), [0, 0, 3, 0], tf.constant(updates))
+    arguments = (placement.host_to_mesh(v, LAYOUTS[2], chosen.mesh) for v in (value(), updates))
+    (updated,) = run(chosen, lambda t, u, i: keras.ops.slice_update(t, [0, 0, i, 0], u), *arguments, np.int32(3))
+    np.testing.assert_array_equal(updated, expected)
+
+
+def test_other_threads_and_what_comes_after_an_eager_step_are_left_alone():
+    chosen, seen = strategy(), []
+    before = tf.raw_ops.StridedSlice, tf.config.functions_run_eagerly()
+
+    def step(t):
+        thread = threading.Thread(target=lambda: seen.append(tf.constant(value())[:, 1].numpy()))
+        thread.start()
+        thread.join()
+        assert tf.config.functions_run_eagerly()
+        # A function that was traced before would not be in terms of what is exchanged.
+        return traced(t)
+
+    traced = tf.function(lambda t: t[:, 1])
+    np.testing.assert_array_equal(traced(tf.constant(value())), value()[:, 1])
+    (sliced,) = run(chosen, step, placement.host_to_mesh(value(), LAYOUTS[3], chosen.mesh))
+    np.testing.assert_array_equal(sliced, value()[:, 1])
+    np.testing.assert_array_equal(seen, [value()[:, 1]])
+    assert (tf.raw_ops.StridedSlice, tf.config.functions_run_eagerly()) == before
+    with pytest.raises(ZeroDivisionError):
+        chosen.run(lambda t: 1 / 0, args=(placement.host_to_mesh(value(), LAYOUTS[3], chosen.mesh),))
+    assert not tf.config.functions_run_eagerly()
+
+
+def test_an_eager_step_trains_with_the_numbers_of_one_device_with_dropout_of_equal_masks():
+    """Of what layers take from outside of the mesh, such as a constant, every device has all."""
+
+    def build():
+        inputs = keras.Input((6, 4))
+        x = keras.layers.Dense(8, activation="tanh", name="up")(inputs)
+        x = keras.layers.Lambda(lambda t: t[:, ::-1][:, 1:, None] * np.linspace(0, 1, 8, dtype="float32"))(x)
+        x = keras.layers.Dropout(0.5, seed=1)(x)
+        return keras.Model(inputs, keras.layers.Dense(3)(x[:, -1, 0]))
+
+    x, y = value((4, 6, 4)), value((4, 3))
+    losses = []
+    for options in ({}, {"layout_map": {".*up/kernel": (None, "model")}}):
+        keras.utils.set_random_seed(0)
+        model = build()
+        if options:
+            mesh = tfshard.create_mesh(batch=2, model=2)
+            sharded = tfshard.ShardedStrategy(mesh, zero_stage=2, layout_map=tfshard.LayoutMap(options["layout_map"]))
+            tfshard.as_distributed(model).compile(keras.optimizers.SGD(0.1), "mse", strategy=sharded, run_eagerly=True)
+        else:
+            model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        losses.append([float(model.train_on_batch(x, y)) for _ in range(2)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 def test_dtensor_by_itself_gives_wrong_numbers_for_a_slice_before_a_sharded_dim():

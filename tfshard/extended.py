@@ -162,7 +162,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):
         """A result of a step, the same on every device, so that `.numpy()` and the next step can use it."""
         if not isinstance(value, tf.Tensor) or value.shape.rank is None:
             return value
-        return placement.relayout(value, (None,) * value.shape.rank, self._strategy().mesh)
+        return placement.whole(value, self._strategy().mesh)
 
     def _local_results(self, val):
         return (val,)

@@ -14,16 +14,14 @@ finds them in the graph, and the message names them.
 import contextlib
 import dataclasses
 import linecache
-import pathlib
 import re
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import keras
 import tensorflow as tf
 
-from tfshard import _private, clients
+from tfshard import _private, clients, origins
 
 if TYPE_CHECKING:
     from tfshard.storage import Storage
@@ -98,7 +96,7 @@ class _Failed:
     def origin(self) -> str:
         scope = self.operation.name.rpartition("/")[0]
         where = f" in '{scope}'" if scope else ""
-        frame = _user_frame(self.operation)
+        frame = origins.user_frame(self.operation)
         line = ""
         if frame is not None:
             code = linecache.getline(frame.filename, frame.lineno).strip()
@@ -134,12 +132,3 @@ def _find(message: str) -> _Failed | None:
                 except (KeyError, ValueError):
                     continue
     return None
-
-
-_NOT_THE_USERS = tuple(str(pathlib.Path(path).parent) for path in (keras.__file__, tf.__file__, __file__))
-
-
-def _user_frame(operation: tf.Operation) -> Any:
-    """The innermost line of code that made an operation and is neither TensorFlow's nor Keras's nor tfshard's."""
-    frames = [frame for frame in operation.traceback if not frame.filename.startswith(_NOT_THE_USERS)]
-    return frames[-1] if frames else None

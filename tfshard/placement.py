@@ -19,7 +19,7 @@ from tfshard.layouts import (
     split_host_value,
     unflatten_host_value,
 )
-from tfshard.mesh import axis_sizes
+from tfshard.mesh import BATCH_AXIS, axis_sizes
 
 _met: set[str] = set()
 
@@ -56,6 +56,39 @@ def layout(axes: Axes, mesh: dtensor.Mesh) -> dtensor.Layout:
 def relayout(tensor: Any, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     """Brings a DTensor to the layout `axes`, with the communication that it takes."""
     return dtensor.relayout(tensor, layout(axes, mesh))
+
+
+def whole(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """A tensor of a step, the same on every device: pinned there in a graph, brought there in eager code."""
+    return _in_turn(tensor, (None,) * tensor.shape.rank, mesh)
+
+
+def by_sample(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """A tensor of a step, sharded over the batch axis in its first dim if that divides it, and whole otherwise."""
+    batch = axis_sizes(mesh).get(BATCH_AXIS, 1)
+    size = tensor.shape[0] if tensor.shape.rank else None
+    axis = BATCH_AXIS if batch > 1 and size is not None and size % batch == 0 else None
+    return _in_turn(tensor, tuple(None if dim else axis for dim in range(tensor.shape.rank)), mesh)
+
+
+def _in_turn(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """`relayout` to a layout without other axes than one for the first dim.
+
+    With CollectiveGatherV2, a gather over two axes at once is refused, so all dims but the first come first. Two of
+    them that are sharded, and not the first, stay an error in a graph, which does not know its tensors' layouts.
+    """
+    if tf.executing_eagerly():
+        if not is_dtensor(tensor):
+            return tensor
+        specs = list(dtensor.fetch_layout(tensor).sharding_specs)
+        for dim in range(1, len(specs)):
+            if specs[dim] != dtensor.UNSHARDED:
+                specs[dim] = dtensor.UNSHARDED
+                tensor = dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
+    elif tensor.shape.rank > 1 and sum(size > 1 for size in axis_sizes(mesh).values()) > 1:
+        specs = [dtensor.MATCH] + [dtensor.UNSHARDED] * (tensor.shape.rank - 1)
+        tensor = dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
+    return relayout(tensor, axes, mesh)
 
 
 def scatter(tensor: Any, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:

@@ -1,45 +1,103 @@
-"""Operations that DTensor expands to wrong numbers or not at all, exchanged for others while a step is traced.
+"""Operations that DTensor expands to wrong numbers or not at all, exchanged for others in a step.
 
-Each is exchanged where it is added to a graph, so that layers, losses and gradients need not know.
+Each is exchanged where it is added to a graph or run in eager code, so that layers, losses and gradients need not know.
 """
 
 import contextlib
-import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, placement
+from tfshard import _private, origins, placement, scatters, slices, unsized
 from tfshard.errors import UnsupportedOperationError
 from tfshard.layouts import Axes
 from tfshard.mesh import BATCH_AXIS, axis_sizes
 
+# What stands for the output of an operation, or None to leave the operation as it is.
+Exchange = Callable[[_private.Call], tf.Tensor | list[tf.Tensor] | None]
+
+_SLICES: dict[str, Exchange] = {
+    "StridedSlice": slices.full_slice,
+    "StridedSliceGrad": slices.full_slice_gradient,
+    "XlaDynamicUpdateSlice": slices.slice_update,
+}
+# Of tensors whose shape is not known while a step is traced.
+_UNSIZED: dict[str, Exchange] = {
+    "Reshape": unsized.reshape,
+    "Tile": unsized.tile,
+    "BroadcastTo": unsized.broadcast,
+    "Fill": unsized.fill,
+    "Slice": unsized.part,
+    "Sum": unsized.summed,
+}
+_SCATTERS: dict[str, Callable[..., tf.Tensor | list[tf.Tensor] | None]] = {
+    "ScatterNd": scatters.scatter,
+    "TensorScatterUpdate": scatters.tensor_scatter,
+    "TensorScatterAdd": scatters.tensor_scatter,
+    "GatherNd": scatters.gather,
+    "GatherV2": scatters.gather_with_batch_dims,
+    "TopKV2": scatters.top_k,
+    "Where": scatters.where,
+}
+
 
 @contextlib.contextmanager
 def exchanged(mesh: dtensor.Mesh):
-    """A context for tracing a step on a mesh."""
-    if _private.is_eager():
-        yield
-        return
-    exchange: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
-        "StridedSlice": full_slice,
-        "StridedSliceGrad": full_slice_gradient,
-        "XlaDynamicUpdateSlice": slice_update,
-    }
-    sizes = axis_sizes(mesh)
-    if sum(size > 1 for size in sizes.values()) > 1:
+    """A context for a step on a mesh: while it is traced, or run in eager code."""
+    exchange = dict(_SLICES)
+    if not _private.is_eager():
+        exchange |= _UNSIZED
+        exchange.update(dict.fromkeys(_REFUSED, _refuse))
+    for operation, function in _SCATTERS.items():
+        exchange[operation] = functools.partial(function, mesh=mesh)
+    if sum(size > 1 for size in axis_sizes(mesh).values()) > 1 and not _private.is_eager():
+        exchange.update(dict.fromkeys(_private.RANDOM_OPS, functools.partial(_pin_random, mesh=mesh)))
 
-        def pin(random: tf.Tensor) -> tf.Tensor:
-            if not random.shape.is_fully_defined():
-                return random  # DTensor refuses it.
-            return placement.relayout(random, random_axes(tuple(random.shape), sizes), mesh)
+    def listed(function: Exchange, call: _private.Call) -> list[tf.Tensor] | None:
+        result = function(call)
+        return [result] if tf.is_tensor(result) else result
 
-        exchange.update(dict.fromkeys(_private.RANDOM_OPS, pin))
-    with _private.replaced_outputs(exchange):
+    def bring(tensor: tf.Tensor) -> tf.Tensor:
+        if placement.is_dtensor(tensor):
+            return placement.whole(tensor, mesh)
+        return dtensor.copy_to_mesh(tensor, placement.layout((None,) * tensor.shape.rank, mesh))
+
+    table = {op: functools.partial(listed, function) for op, function in exchange.items()}
+    origins.forget()
+    with _private.exchanged_operations(table, bring, origins.note):
         yield
+
+
+_EAGERLY = "Compile the model with run_eagerly=True"
+_REFUSED = {
+    "PrintV2": f"tf.print: every device would print. {_EAGERLY}, where it prints once, or print in a callback",
+    **dict.fromkeys(
+        ("PyFunc", "PyFuncStateless", "EagerPyFunc"),
+        "a Python function (tf.py_function, tf.numpy_function): every device would call it, with its part of the "
+        "values. Write it with TensorFlow operations, or do it in the input pipeline",
+    ),
+}
+
+
+def _refuse(call: _private.Call) -> None:
+    place = origins.find(call.type)
+    raise UnsupportedOperationError(
+        f"A compiled step on a mesh cannot have {_REFUSED[call.type]}. It is in {place[-1] if place else 'the step'}"
+    )
+
+
+# --- Random numbers -------------------------------------------------------------------------------------
+
+
+def _pin_random(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
+    """In eager code there is nothing to pin: what one operation draws is not sharded."""
+    assert call.outputs is not None
+    (random,) = call.outputs
+    if not random.shape.is_fully_defined():
+        return None  # DTensor refuses it.
+    return placement.relayout(random, random_axes(tuple(random.shape), axis_sizes(mesh)), mesh)
 
 
 def random_axes(shape: tuple[int, ...], mesh_shape: dict[str, int]) -> Axes:
@@ -60,143 +118,3 @@ def random_axes(shape: tuple[int, ...], mesh_shape: dict[str, int]) -> Axes:
     batch = mesh_shape.get(BATCH_AXIS)
     divides = batch is not None and bool(shape) and shape[0] % batch == 0
     return tuple(BATCH_AXIS if dim == 0 and divides else None for dim in range(len(shape)))
-
-
-# --- Slices --------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _FullSlice:
-    """The arguments of a StridedSlice with an entry for each dim of the tensor, and what it does to the shape.
-
-    DTensor's expansion matches entries and dims by their numbers. With an ellipsis, a new axis, or fewer entries than
-    dims, what it says of the dims after them is wrong if one before them is taken away: the numbers are wrong, without
-    an error, where one of them is sharded (tests/test_rewrites.py).
-
-    Attributes:
-        arguments: Those of `tf.raw_ops.StridedSlice`, without the tensor.
-        new_axes: Where the result has new axes.
-    """
-
-    arguments: dict[str, Any]
-    new_axes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, operation: tf.Operation, vectors: list, rank: int) -> "_FullSlice | None":
-        """What a StridedSlice or its gradient does; None if it has an entry for each dim already."""
-        names = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
-        masks = {name: operation.get_attr(f"{name}_mask") for name in names}
-        given = vectors[0].shape[0]
-        if given is None:
-            return None
-        _check_ranges(vectors, masks, given)
-        if given == rank and not masks["ellipsis"] and not masks["new_axis"]:
-            return None
-
-        def has(name: str, i: int) -> bool:
-            return bool(masks[name] >> i & 1)
-
-        taken = sum(not has("ellipsis", i) and not has("new_axis", i) for i in range(given))
-        entries: list[int | None] = []
-        new_axes, result = [], 0
-        ellipsis = next((i for i in range(given) if has("ellipsis", i)), given)
-        for i in range(given + (ellipsis == given)):
-            if i == ellipsis:
-                entries += [None] * (rank - taken)
-                result += rank - taken
-            elif has("new_axis", i):
-                new_axes.append(result)
-                result += 1
-            else:
-                entries.append(i)
-                result += not has("shrink_axis", i)
-        bits = {
-            name: sum(
-                1 << dim for dim, i in enumerate(entries) if (name in ("begin", "end") if i is None else has(name, i))
-            )
-            for name in ("begin", "end", "shrink_axis")
-        }
-        full = [_entries(vector, entries, other) for vector, other in zip(vectors, (0, 0, 1), strict=True)]
-        arguments = dict(zip(("begin", "end", "strides"), full, strict=True))
-        arguments |= {f"{name}_mask": value for name, value in bits.items()}
-        return cls(arguments=arguments, new_axes=tuple(new_axes))
-
-
-def _check_ranges(vectors: list, masks: dict[str, int], given: int) -> None:
-    """Raises `UnsupportedOperationError` for a range in a slice one of whose indices is not known before the step runs.
-
-    DTensor gives a tensor without elements for it. An index by itself is right.
-    """
-    if all(_is_known(vector) for vector in vectors):
-        return
-    for i in range(given):
-        whole = masks["begin"] >> i & 1 and masks["end"] >> i & 1
-        if not whole and not any(masks[name] >> i & 1 for name in ("ellipsis", "new_axis", "shrink_axis")):
-            raise UnsupportedOperationError(
-                "A slice cannot have a range, such as 1:3, together with an index that is a tensor: DTensor gives an "
-                "empty result for it. Use two slices one after the other, or keras.ops.slice for a range that begins "
-                f"at a tensor. Received: a slice of {given} entries, of which number {i} is a range"
-            )
-
-
-def _is_known(tensor: tf.Tensor) -> bool:
-    """Whether a value follows from constants and static shapes."""
-    seen, waiting = set(), [tensor.op]
-    while waiting:
-        operation = waiting.pop()
-        known_shape = operation.type in ("Shape", "Size", "Rank") and operation.inputs[0].shape.is_fully_defined()
-        if operation in seen or operation.type == "Const" or known_shape:
-            continue
-        if not operation.inputs:
-            return False
-        seen.add(operation)
-        waiting += [each.op for each in operation.inputs]
-    return True
-
-
-def _entries(vector: tf.Tensor, entries: list[int | None], other: int) -> Any:
-    """The elements of `vector` with these numbers; `other` for None."""
-    known = tf.get_static_value(vector)
-    if known is not None:
-        return np.array([other if i is None else known[i] for i in entries], known.dtype)
-    parts = tf.unstack(vector)
-    return tf.stack([tf.constant(other, vector.dtype) if i is None else parts[i] for i in entries])
-
-
-def full_slice(output: tf.Tensor) -> tf.Tensor:
-    """A StridedSlice with an entry for each dim."""
-    tensor, *vectors = output.op.inputs
-    full = None if tensor.shape.rank is None else _FullSlice.of(output.op, vectors, tensor.shape.rank)
-    if full is None:
-        return output
-    result = tf.raw_ops.StridedSlice(input=tensor, **full.arguments)
-    for axis in full.new_axes:
-        result = tf.expand_dims(result, axis)
-    return result
-
-
-def full_slice_gradient(output: tf.Tensor) -> tf.Tensor:
-    """The gradient of a StridedSlice, with an entry for each dim."""
-    shape, *vectors, upstream = output.op.inputs
-    rank = shape.shape[0]
-    full = None if rank is None else _FullSlice.of(output.op, vectors, rank)
-    if full is None:
-        return output
-    if full.new_axes:
-        upstream = tf.squeeze(upstream, full.new_axes)
-    return tf.raw_ops.StridedSliceGrad(shape=shape, dy=upstream, **full.arguments)
-
-
-def slice_update(output: tf.Tensor) -> tf.Tensor:
-    """What XlaDynamicUpdateSlice computes: a tensor with `updates` in it from `start` on, moved so that they fit in."""
-    tensor, updates, start = output.op.inputs
-    inside: Any = True
-    for dim, (size, count) in enumerate(zip(tensor.shape, updates.shape, strict=True)):
-        if size == count:
-            continue
-        offset = tf.range(size) - tf.clip_by_value(tf.cast(start[dim], tf.int32), 0, size - count)
-        shape = [size if i == dim else 1 for i in range(tensor.shape.rank)]
-        inside = tf.logical_and(inside, tf.reshape((offset >= 0) & (offset < count), shape))
-        if count > 1:
-            updates = tf.gather(updates, tf.clip_by_value(offset, 0, count - 1), axis=dim)
-    return tf.identity(updates) if inside is True else tf.where(inside, updates, tensor)

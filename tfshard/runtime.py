@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, clients
+from tfshard import _private, clients, expansions
 from tfshard.errors import InitializationError
 
 # Why each switch has its value: docs/design.md, "Switches".
@@ -141,7 +141,8 @@ def _check_switches() -> None:
 
 
 def _set_switches(device_type: str) -> None:
-    for name, value in {**_SWITCHES, **(_GPU_SWITCHES if device_type == "GPU" else {})}.items():
+    chosen = {**_SWITCHES, **(_GPU_SWITCHES if device_type == "GPU" else {}), **expansions.switches()}
+    for name, value in chosen.items():
         # A user may turn a switch off to look into a problem.
         os.environ.setdefault(name, value)
 

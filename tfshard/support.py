@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfshard import _private, placement
+from tfshard import _private, origins, placement
 from tfshard.errors import StrategyError, UnsupportedLayerError, UnsupportedOperationError
 from tfshard.layout_map import VariableSpec
 from tfshard.variables import ShardedVariable
@@ -329,12 +329,15 @@ def translated_errors(step: str):
         if "dtensor" not in str(error).lower() or isinstance(error, _LOST_PEER):
             raise
         first = str(error).partition("\n")[0]
-        operation = re.search(r"'tf\.(\w+)' op", str(error))
+        # The operation that is refused, or the one that was being expanded.
+        found = re.search(r"'tf\.(\w+)' op|\"tf\.(\w+)\"\(", str(error))
+        operation = (found.group(1) or found.group(2)) if found else "?"
+        places = origins.find(operation)
+        made = f" It is made by: {'; '.join(places)}." if places else ""
         raise UnsupportedOperationError(
-            f"{step} cannot be expanded to the mesh: DTensor refuses TensorFlow operation "
-            f"'{operation.group(1) if operation else '?'}'. Replace it in the layer, loss or metric that makes it (the "
-            "message below begins with the line of code), or do that part in the input pipeline. docs/layers.md lists "
-            f"what works. The process and the model can be used on. Received from DTensor: {first}"
+            f"{step} cannot be expanded to the mesh: DTensor refuses TensorFlow operation '{operation}'.{made} "
+            "Replace it in the layer, loss or metric that makes it, or do that part in the input pipeline. "
+            f"docs/layers.md lists what works. The process and the model can be used on. Received from DTensor: {first}"
         ) from error
 
 
