@@ -79,6 +79,22 @@ def context_is_initialized() -> bool:
     return bool(_context.context()._initialized)
 
 
+def before_first_use(callback) -> None:
+    """`callback()` is called before TensorFlow fixes its devices (`Context.ensure_initialized`, in the one context that
+    there is); None: it is not called any more."""
+    context = _context.context()
+    vars(context).pop("ensure_initialized", None)
+    if callback is None or context._initialized:
+        return
+
+    def ensure_initialized():
+        before_first_use(None)
+        callback()
+        context.ensure_initialized()
+
+    context.ensure_initialized = ensure_initialized
+
+
 def dtensor_is_initialized() -> bool:
     """Whether DTensor's accelerator system was started (`accelerator_util.is_initialized`)."""
     return bool(_accelerator_util.is_initialized())

@@ -1,7 +1,9 @@
 """CheckpointManager: training runs to disk and back. A checkpoint is whole or not there (why: saving.py)."""
 
+import atexit
 import os
 import pathlib
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -121,6 +123,7 @@ class CheckpointManager:
             self.wait()
         else:
             # Not a daemon: a program that ends waits for its last checkpoint.
+            _look_at_the_end()
             self._thread = threading.Thread(target=self._write, args=(writing, snapshot), name="tfshard-checkpoint")
             self._thread.start()
         return writing.final
@@ -128,9 +131,10 @@ class CheckpointManager:
     def _write(self, writing: Writing, snapshot: Snapshot) -> None:
         try:
             writing.run(snapshot)
-        except BaseException as error:  # Of a thread: raised by the next `wait`.
+        except BaseException as error:  # Of a thread: raised by the next `wait`, or at the end of the program.
             writing.end(failed=True)
             self._error = error
+            _failed.add(self)
         else:
             writing.end(failed=False)
 
@@ -153,6 +157,7 @@ class CheckpointManager:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
+            _failed.discard(self)
             self._raise_unwritten(error)
 
     def open(self, step: int | None = None) -> Checkpoint:
@@ -222,3 +227,42 @@ class CheckpointManager:
             training_state.make_global_seed(model)
         checkpoint.assign(training_state.collect(model))
         clients.count_from("training step", checkpoint.step)
+
+
+# --- a checkpoint that failed after the last `wait` of the program
+
+# Strong: a manager that nobody holds any more is told of, too.
+_failed: set[CheckpointManager] = set()
+_exit_code = 0
+_looks = False
+
+
+def _look_at_the_end() -> None:
+    """What fails in a thread is told at the end of the program, once before its clients part (`Client._leave`)."""
+    global _looks
+    if not _looks:
+        _looks = True
+        atexit.register(_tell)
+
+
+def _tell() -> None:
+    """Tells of checkpoints that could not be written and that nobody waited for, as of an uncaught exception."""
+    global _exit_code
+    for manager in list(_failed):
+        try:
+            manager.wait()
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            _exit_code = 1
+
+
+def _exit_with_error() -> None:
+    if _exit_code:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        # The interpreter's own exit code is decided before the functions that run at exit.
+        os._exit(_exit_code)
+
+
+# When tfshard is imported, so that it comes after what is registered later: what runs at exit does so backwards.
+atexit.register(_exit_with_error)

@@ -124,9 +124,33 @@ def batch_to_mesh(batch: Any, mesh: dtensor.Mesh, already_sharded: bool = False)
     """
     dense = [leaf for leaf in tf.nest.flatten(batch) if not _stays(leaf) and not isinstance(leaf, _NOT_DENSE)]
     if already_sharded and dense:
-        shapes = [[list(np.shape(leaf)), np.asarray(leaf).dtype.name] for leaf in dense]
-        clients.agree("the shapes of a batch", {"shapes and dtypes": shapes}, error=StrategyError)
+        _agree_on_parts(dense, mesh)
     return tf.nest.map_structure(lambda leaf: to_mesh(leaf, mesh, already_sharded), batch)
+
+
+# Already sharded input: each client tells what it feeds in a step.
+_PARTS = "their parts of a batch"
+
+
+def _agree_on_parts(leaves: list, mesh: dtensor.Mesh) -> None:
+    """Raises on all clients unless already sharded rows fit together: before a device is touched.
+
+    Clients that have the same part of the batch, because they differ in model axes only, have to feed the same rows.
+    """
+    if clients.current() is None:
+        return
+    arrays = [_host_array(leaf) for leaf in leaves]
+    told: dict[str, Any] = {"shapes and dtypes": [[list(array.shape), array.dtype.name] for array in arrays]}
+    part = InputShard.of(mesh)
+    if part.count < clients.count():
+        rows = zlib.crc32(str([placement.checksum(array) for array in arrays]).encode())
+        told[f"checksum of the rows of part {part.index} (from 0) of {part.count}"] = rows
+    clients.agree(
+        _PARTS, told, error=StrategyError,
+        hint="Batches have the same shapes on all clients, and clients with the same part of the batch "
+        "(strategy.input_shard.index) feed the same rows: dataset.shard(part.count, part.index), with the same seed for "
+        "shuffling.",
+    )  # fmt: skip
 
 
 def end_of_data() -> None:
@@ -135,7 +159,7 @@ def end_of_data() -> None:
     Raises:
         StrategyError: It has not.
     """
-    clients.agree("the shapes of a batch", {"shapes and dtypes": "none: the end of the data"}, error=StrategyError)
+    clients.agree(_PARTS, {"shapes and dtypes": "none: the end of the data"}, error=StrategyError)
 
 
 def digest(batch: Any) -> int:

@@ -157,6 +157,7 @@ class Leader:
             devices_per_process=options.devices_per_process,
             client_port=options.client_port + client.local_index if options.client_port else 0,
             first_step_timeout=options.first_step_timeout,
+            seed=self._seed,
         )
         width = len(str(len(self._places) - 1))
         if client.host == 0:
@@ -333,7 +334,7 @@ class Leader:
         if all(other.facts for other in clients.values()):
             jobs = [other.job for other in clients.values()]
             for each in clients.values():
-                self._reply(each, {"kind": "start", "jobs": jobs, "seed": self._seed})
+                self._reply(each, {"kind": "start", "jobs": jobs})
 
     # --- failures -------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, placement, steps
+from tfshard import _private, clients, placement, steps
 from tfshard.errors import LayoutError
 from tfshard.layouts import Axes, VariableLayout
 from tfshard.mesh import BATCH_AXIS, axis_sizes
@@ -276,7 +276,8 @@ class ShardedVariable(tf.Variable):
         """The whole value on the host, put together from the devices' pieces. Eager only."""
         if not _private.is_eager():
             raise NotImplementedError("numpy() is only available when eager execution is enabled.")
-        return self.storage.host_value(self.index)
+        with clients.purpose(f"the value of variable '{self.path}'"):
+            return self.storage.host_value(self.index)
 
     def __array__(self, dtype=None, copy=None):
         value = self.numpy()

@@ -32,6 +32,12 @@ _NO_RETRY = (
     "CheckpointCorruptError",
     "CheckpointMismatchError",
 )
+# What to do about clients that do different things.
+_TAKES_ALL = (
+    "Steps, and everything that needs whole values of sharded variables (model.save, save_weights, export, get_weights, "
+    "variable.numpy(), checkpoints, report), take all clients; of a file that they save together only client 0 writes. "
+    "Call these on every client, not under an 'if rank == 0'."
+)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -163,8 +169,7 @@ class Watchdog:
         if label != other_label:
             self.fail(
                 f"Client {client.client_id} has come to {label} while client {other} was in {other_label}: every "
-                "client has to do the same in the same order. Steps, whole values of sharded variables and saving take "
-                "all clients, so they must not depend on the client's number.",
+                f"client has to do the same in the same order. {_TAKES_ALL}",
                 clients=(client.client_id,), retry=False,
             )  # fmt: skip
         elif digest != other_digest:
@@ -297,7 +302,7 @@ class Watchdog:
         code = "" if client.status is None else ", with exit code 0,"
         self.fail(
             f"Client {client.client_id} ended its script{code} while {client.missed_in}: all clients have to run the "
-            "same steps.",
+            f"same steps. {_TAKES_ALL}",
             clients=(client.client_id,), retry=False,
         )  # fmt: skip
 
