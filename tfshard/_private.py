@@ -10,6 +10,7 @@ import functools
 import gc
 import importlib.metadata
 import math
+import re
 import tempfile
 import zipfile
 
@@ -173,6 +174,9 @@ def replaced_outputs(replace: dict):
     finally:
         _op_callbacks.remove_op_callback(callback)
 
+
+# What attributes begin with in which TensorFlow keeps what it tracks of an object (`AutoTrackable`).
+TRACKING_ATTRIBUTE = "_self_"
 
 # The values of TensorFlow's SerializationOptions.ExternalStatePolicy.
 _IGNORE_STATE, _FAIL_ON_STATE = 1, 2
@@ -374,6 +378,12 @@ def optimizer_references(optimizer) -> list:
 def auto_name(layer) -> str:
     """The name that Keras gives a layer, metric or seed generator without one, before it is counted."""
     return _naming.to_snake_case(type(layer).__name__)
+
+
+def given_name(optimizer) -> str:
+    """The name that an optimizer was given; else that of its class, without the number that Keras counts it with."""
+    base = auto_name(optimizer)
+    return base if re.fullmatch(rf"{re.escape(base)}(_\d+)?", optimizer.name) else optimizer.name
 
 
 def global_seed_generator(create: bool = False):

@@ -73,8 +73,7 @@ class Settings:
         for field in dataclasses.fields(cls):
             name = f"TFSHARD_{field.name.upper()}"
             text = os.environ.get(name)
-            kind = {"client_id": int, "num_clients": int, "local_index": int, "restart": int, "client_port": int,
-                    "devices_per_process": int, "first_step_timeout": float, "seed": int}.get(field.name, str)  # fmt: skip
+            kind = {"control": str, "secret": str, "address": str, "first_step_timeout": float}.get(field.name, int)
             try:
                 values[field.name] = None if text == "" and field.name == "devices_per_process" else kind(text)
             except (TypeError, ValueError):

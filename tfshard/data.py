@@ -147,9 +147,9 @@ def _agree_on_parts(leaves: list, mesh: dtensor.Mesh) -> None:
         told[f"checksum of the rows of part {part.index} (from 0) of {part.count}"] = rows
     clients.agree(
         _PARTS, told, error=StrategyError,
-        hint="Batches have the same shapes on all clients, and clients with the same part of the batch "
-        "(strategy.input_shard.index) feed the same rows: dataset.shard(part.count, part.index), with the same seed for "
-        "shuffling.",
+        hint="Batches have to have the same shapes on all clients, and clients with the same part of the batch "
+        "(strategy.input_shard.index) to feed the same rows: dataset.shard(part.count, part.index), and the same seed "
+        "for shuffling.",
     )  # fmt: skip
 
 

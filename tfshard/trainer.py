@@ -54,7 +54,9 @@ class _Distributed:
             super().compile(*args, **kwargs)  # type: ignore[misc]
         if model.jit_compile:
             support.raise_jit_compile(model)
-        _adopt_optimizer(model.optimizer, strategy)
+        support.note_compiled(model.optimizer)
+        for optimizer in (model.optimizer, *support.attribute_optimizers(model).values()):
+            adopt_optimizer(optimizer, strategy)
         for metric in _private.compiled_metrics(model):
             strategy.adopt(metric.variables)
         support.forget_ready(model)
@@ -213,7 +215,7 @@ def _on_mesh(model: Any, function: Any, kind: str, for_whole_batches: Any = None
     return on_mesh
 
 
-def _adopt_optimizer(optimizer: Any, strategy: ShardedStrategy) -> None:
+def adopt_optimizer(optimizer: Any, strategy: ShardedStrategy) -> None:
     """Brings an optimizer that was made outside the scope, perhaps trained already, under the strategy."""
     for part in _private.optimizer_chain(optimizer):
         _private.set_distribute_strategy(part, strategy)

@@ -34,9 +34,9 @@ _NO_RETRY = (
 )
 # What to do about clients that do different things.
 _TAKES_ALL = (
-    "Steps, and everything that needs whole values of sharded variables (model.save, save_weights, export, get_weights, "
-    "variable.numpy(), checkpoints, report), take all clients; of a file that they save together only client 0 writes. "
-    "Call these on every client, not under an 'if rank == 0'."
+    "Steps, and everything that needs whole values of sharded variables (model.save, save_weights, export, "
+    "get_weights, variable.numpy(), checkpoints, report), take all clients; a file that they save together is written "
+    "by client 0 only. Call these on every client, not under an 'if rank == 0'."
 )
 
 
