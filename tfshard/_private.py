@@ -190,6 +190,22 @@ def iterator_state(iterator, *, ignore_random: bool):
     )
 
 
+def stateful_operations(iterator) -> list:
+    """The names of the operations with variables and random states that the functions of a `tf.data` iterator's dataset
+    run (`OwnedIterator._dataset`, `DatasetV2._functions` and `_inputs`)."""
+    found, waiting = [], [getattr(iterator, "_dataset", None)]
+    while waiting:
+        dataset = waiting.pop()
+        if dataset is None:
+            continue
+        for wrapped in dataset._functions():
+            for operation in wrapped.function.graph.get_operations():
+                if operation.op_def.is_stateful and not operation.type.startswith("LookupTable"):
+                    found.append(operation.name)
+        waiting += dataset._inputs()
+    return found
+
+
 def restore_iterator(iterator, state) -> None:
     """Brings a `tf.data` iterator to a state (`OwnedIterator._iterator_resource`)."""
     tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
@@ -378,6 +394,11 @@ def optimizer_references(optimizer) -> list:
 def auto_name(layer) -> str:
     """The name that Keras gives a layer, metric or seed generator without one, before it is counted."""
     return _naming.to_snake_case(type(layer).__name__)
+
+
+def is_seed_state(variable) -> bool:
+    """Whether a Keras variable is the state of a seed generator, by its name (`SeedGenerator.state`)."""
+    return variable.name == "seed_generator_state"
 
 
 def given_name(optimizer) -> str:

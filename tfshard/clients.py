@@ -197,15 +197,18 @@ class Client:
             label = f"{label}, for {self._purposes[0]}"
         if first:
             limit = max(limit or 0.0, self.settings.first_step_timeout)
-        self._inside, failed = True, True
+        self._inside, failed, text = True, True, ""
         self._send("begin", number=number, label=label, limit=limit, digest=digest)
         try:
             yield
             failed = False
+        except BaseException as error:
+            text = _text_of(error)
+            raise
         finally:
             self._inside = False
             # Also after an error, which the script may catch.
-            self._send("end", number=number, failed=failed)
+            self._send("end", number=number, failed=failed, error=text)
 
     def note_start(self, *, by_script: bool) -> None:
         """It is started; unless the script asked for that, it has to do something together with the others."""
@@ -272,8 +275,7 @@ class Client:
 
         def report(kind, value, trace):
             if not issubclass(kind, KeyboardInterrupt) and not self._leaving:
-                text = "".join(traceback.format_exception_only(kind, value)).strip()[:4000]
-                self._send_failure(kind.__name__, text)
+                self._send_failure(kind.__name__, _text_of(value))
             before(kind, value, trace)
 
         sys.excepthook = report
@@ -301,6 +303,11 @@ class Client:
         while self._replies.get()["kind"] != "left":
             pass  # A reply to an agreement that was given up.
         self._leaving = True
+
+
+def _text_of(error: BaseException) -> str:
+    """An error as Python prints it, without where it was raised."""
+    return "".join(traceback.format_exception_only(error)).strip()[:4000]
 
 
 _client: Client | None = None

@@ -303,10 +303,13 @@ def iterator_state(iterator: Any, *, ignore_random: bool = False) -> tf.Tensor:
     try:
         return _private.iterator_state(host, ignore_random=ignore_random)
     except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
+        operations = _private.stateful_operations(host)
         raise CheckpointError(
             "The position in this tf.data dataset cannot be saved, because it would not go on with the same batches: "
-            f"{str(error).partition('}} ')[2].partition(' [Op:')[0] or error}. Instead of Python code "
-            "(from_generator, py_function) use tf.data operations, instead of tf.random operations those of "
-            "tf.random.stateless_* with seeds from tf.data.Dataset.random(seed) or a counter; shuffle() can be saved. "
+            f"{(str(error).partition('}} ')[2].partition(' [Op:')[0] or str(error)).rstrip('.')}. "
+            f"{f'Its functions run {operations[:4]}. ' if operations else ''}Keras layers that draw random numbers "
+            "belong into tfshard.random_map(dataset, function, seed=...) instead of dataset.map(function). Instead of "
+            "Python code (from_generator, py_function) use tf.data operations, instead of tf.random operations those "
+            "of tf.random.stateless_* with seeds from tf.data.Dataset.random(seed); shuffle() can be saved. "
             f"Received: a dataset of {host.element_spec}"
         ) from error

@@ -256,7 +256,7 @@ class Leader:
             fields = {name: message[name] for name in ("number", "label", "limit", "digest")}
             self._watchdog.begin(client, **fields)
         elif kind == "end":
-            self._watchdog.end(client, failed=message["failed"])
+            self._watchdog.end(client, failed=message["failed"], error=message["error"])
         elif kind == "agree":
             for number, reply in self._agreements.add(client.client_id, message, self._clock.now):
                 self._reply(self._watchdog.clients[number], reply)

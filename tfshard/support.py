@@ -49,6 +49,7 @@ def _is_dilated(layer: Any) -> bool:
 
 
 _PIPELINE = "apply it in the input pipeline, with dataset.map"
+_RANDOM_PIPELINE = "apply it in the input pipeline, with tfshard.random_map"
 _FROZEN = "or pass trainable=False if neither it nor a layer before it is to be trained"
 # In this order: the first that fits is reported.
 _REFUSED = (
@@ -131,16 +132,16 @@ _REFUSED = (
         remedy=_PIPELINE,
     ),
     _refused("MelSpectrogram", reason=_cannot("padding (MirrorPad)"), remedy=_PIPELINE),
-    _refused("RandomFlip", reason=_cannot("ReverseV2"), remedy=_PIPELINE),
-    _refused("RandomHue", "RandomSaturation", reason=_cannot("RGBToHSV"), remedy=_PIPELINE),
-    _refused("RandomPerspective", reason=_cannot("MatrixSolve"), remedy=_PIPELINE),
+    _refused("RandomFlip", reason=_cannot("ReverseV2"), remedy=_RANDOM_PIPELINE),
+    _refused("RandomHue", "RandomSaturation", reason=_cannot("RGBToHSV"), remedy=_RANDOM_PIPELINE),
+    _refused("RandomPerspective", reason=_cannot("MatrixSolve"), remedy=_RANDOM_PIPELINE),
     _refused(
         *("RandAugment", "RandomRotation", "RandomShear", "RandomTranslation", "RandomZoom"),
         reason=_cannot("ImageProjectiveTransformV3"),
-        remedy=_PIPELINE,
+        remedy=_RANDOM_PIPELINE,
     ),
-    _refused("AugMix", "CutMix", "MixUp", reason=_cannot("StatelessRandomGammaV3"), remedy=_PIPELINE),
-    _refused("RandomElasticTransform", reason="DTensor did not finish compiling it", remedy=_PIPELINE),
+    _refused("AugMix", "CutMix", "MixUp", reason=_cannot("StatelessRandomGammaV3"), remedy=_RANDOM_PIPELINE),
+    _refused("RandomElasticTransform", reason="DTensor did not finish compiling it", remedy=_RANDOM_PIPELINE),
 )
 
 
