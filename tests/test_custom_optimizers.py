@@ -182,13 +182,16 @@ class GAN(keras.Model):
         return {"d": d_loss, "g": g_loss}
 
 
-def train_gan(chosen, epochs: int, directory=None) -> tuple[GAN, list]:
+def train_gan(chosen, epochs: int, directory=None, *, late: bool = False) -> tuple[GAN, list]:
+    """Losses of a GAN whose optimizers are given to `compile`, or set after it."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     gan = GAN()
     options = {} if chosen is None else {"strategy": chosen}
     model = gan if chosen is None else tfshard.as_distributed(gan)
-    model.compile(keras.optimizers.Adam(1e-2), keras.optimizers.Adam(2e-2), **options)
+    optimizers = keras.optimizers.Adam(1e-2), keras.optimizers.Adam(2e-2)
+    model.compile(*([None, None] if late else optimizers), **options)
+    gan.d_optimizer, gan.g_optimizer = optimizers
     losses: list[tuple[float, float]] = []
     note = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: losses.append((float(logs["d"]), float(logs["g"])))
@@ -208,7 +211,7 @@ def test_a_gan_with_two_optimizers_resumes_and_has_the_numbers_of_one_device(tmp
     keys = list(tfshard.CheckpointManager(tmp_path / "same").open().manifest.variables)
     for name in ("d_optimizer", "g_optimizer"):
         assert len([key for key in keys if key.startswith(f"optimizers/{name}/")]) == 2 + 2 * 4
-    resumed, losses = train_gan(strategy(), 3, tmp_path / "same")
+    resumed, losses = train_gan(strategy(), 3, tmp_path / "same", late=True)
     assert losses == whole[2:]
     for name in ("d_optimizer", "g_optimizer"):
         assert int(getattr(resumed, name).iterations.numpy()) == 6

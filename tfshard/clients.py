@@ -347,17 +347,6 @@ def count() -> int:
     return 1 if _client is None else _client.settings.num_clients
 
 
-def barrier(mesh: Any, name: str) -> None:
-    """Waits until every client has come here; nothing in a process that was not launched.
-
-    Args:
-        mesh: Not used: the launcher watches who comes.
-        name: What is waited for, for messages.
-    """
-    del mesh
-    agree(name, {})
-
-
 def count_from(kind: str, done: int) -> None:
     """`Client.count_from`, or nothing in a process that was not launched."""
     if _client is not None:

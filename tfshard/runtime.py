@@ -186,8 +186,8 @@ def _join(settings: clients.Settings, num_devices: int | None, device_type: str)
     local = _validate_num_devices(local, device_type)
     if _private.context_is_initialized():
         raise InitializationError(
-            "TensorFlow has already fixed its devices, so this process cannot become a client any more. Call "
-            "tfshard.initialize() first thing in the program, before the first tensor, variable or model."
+            "TensorFlow has already fixed its devices, so this process cannot become a client any more. Import tfshard "
+            "before the first tensor, variable or model: then that starts the client."
         )
     client = clients.connect(settings)
     from tfshard import __version__  # Here: the package is complete now.

@@ -92,6 +92,11 @@ class _Distributed:
         return super().fit(*args, **kwargs)  # type: ignore[misc]
 
     def make_train_function(self, force=False):
+        strategy = _private.distribute_strategy(self)
+        if isinstance(strategy, ShardedStrategy):
+            # A subclass sets its attributes after the `compile` of its parent.
+            for optimizer in support.attribute_optimizers(self).values():
+                adopt_optimizer(optimizer, strategy)
         super().make_train_function(force)  # type: ignore[misc]
         again = _private.make_step_function(self, "train_step")
         self.train_function = _on_mesh(self, self.train_function, "training step", again)
