@@ -121,6 +121,19 @@ def test_an_error_without_another_cause_is_reported_after_a_while(run):
     assert failure.consequence and failure.text == "Client 0 failed in step 0:\nUnavailableError: the network"
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_client_whose_script_goes_on_after_an_error_in_a_step_is_to_blame(run, goes_on):
+    for client in (0, 1):
+        run.begin(client, 0)
+    run.watchdog.end(run.clients[1], failed=True, error="InvalidArgumentError: bad input")
+    if goes_on:
+        run.begin(1, 1)
+    failure = run.wait(30)
+    assert 20 <= failure.at <= 20.2 and failure.clients == (1,)
+    assert "Client 1 failed in an operation that takes all clients, and its script went on" in failure.text
+    assert "client 0: in step 0 since" in failure.text and failure.text.endswith("InvalidArgumentError: bad input")
+
+
 @pytest.mark.parametrize(
     ("error", "retry"), [("MeshError", False), ("CheckpointMismatchError", False), ("OSError", True)]
 )

@@ -6,7 +6,7 @@ Where to look; docs/design.md says what each module does:
 
     starting         runtime, mesh, control, clients
     layouts          layout_map, layouts, layers
-    tensors          placement, rewrites, steps, storage, outside, variable_surface, variables, data
+    tensors          placement, rewrites, steps, storage, outside, variable_surface, variables, data, pipelines
     model's graph    model_graph, flow, auto_layout, activations, linter, vocabulary, sequence, convolution
     plans            model_specs, variable_traffic, planning, analyzer, presets, advice, report, profiling, tables
     training         optimizers, updates, support, extended, strategy, generation, trainer
@@ -48,6 +48,7 @@ from tfshard.linter import Finding, lint
 from tfshard.mesh import create_mesh
 from tfshard.model_specs import abstract_model
 from tfshard.network import NetworkProfile, profile_network
+from tfshard.pipelines import random_map
 from tfshard.planning import ShardingPlan
 from tfshard.profiling import StepProfile, assert_matches_plan, profile_step
 from tfshard.report import Report
@@ -111,6 +112,7 @@ __all__ = [
     "presets",
     "profile_network",
     "profile_step",
+    "random_map",
 ]
 
 del _private

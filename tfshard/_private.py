@@ -91,6 +91,22 @@ def context_is_initialized() -> bool:
     return bool(_context.context()._initialized)
 
 
+def before_first_use(callback) -> None:
+    """`callback()` is called before TensorFlow fixes its devices (`Context.ensure_initialized`, in the one context that
+    there is); None: it is not called any more."""
+    context = _context.context()
+    vars(context).pop("ensure_initialized", None)
+    if callback is None or context._initialized:
+        return
+
+    def ensure_initialized():
+        before_first_use(None)
+        callback()
+        context.ensure_initialized()
+
+    context.ensure_initialized = ensure_initialized
+
+
 def dtensor_is_initialized() -> bool:
     """Whether DTensor's accelerator system was started (`accelerator_util.is_initialized`)."""
     return bool(_accelerator_util.is_initialized())
@@ -354,6 +370,8 @@ def _install_eager_exchange():
     tf.config.run_functions_eagerly(True)
     return restore
 
+# What attributes begin with in which TensorFlow keeps what it tracks of an object (`AutoTrackable`).
+TRACKING_ATTRIBUTE = "_self_"
 
 # The values of TensorFlow's SerializationOptions.ExternalStatePolicy.
 _IGNORE_STATE, _FAIL_ON_STATE = 1, 2
@@ -365,6 +383,22 @@ def iterator_state(iterator, *, ignore_random: bool):
         resource_handle=iterator._iterator_resource,
         external_state_policy=_IGNORE_STATE if ignore_random else _FAIL_ON_STATE,
     )
+
+
+def stateful_operations(iterator) -> list:
+    """The names of the operations with variables and random states that the functions of a `tf.data` iterator's dataset
+    run (`OwnedIterator._dataset`, `DatasetV2._functions` and `_inputs`)."""
+    found, waiting = [], [getattr(iterator, "_dataset", None)]
+    while waiting:
+        dataset = waiting.pop()
+        if dataset is None:
+            continue
+        for wrapped in dataset._functions():
+            for operation in wrapped.function.graph.get_operations():
+                if operation.op_def.is_stateful and not operation.type.startswith("LookupTable"):
+                    found.append(operation.name)
+        waiting += dataset._inputs()
+    return found
 
 
 def restore_iterator(iterator, state) -> None:
@@ -585,6 +619,17 @@ def optimizer_references(optimizer) -> list:
 def auto_name(layer) -> str:
     """The name that Keras gives a layer, metric or seed generator without one, before it is counted."""
     return _naming.to_snake_case(type(layer).__name__)
+
+
+def is_seed_state(variable) -> bool:
+    """Whether a Keras variable is the state of a seed generator, by its name (`SeedGenerator.state`)."""
+    return variable.name == "seed_generator_state"
+
+
+def given_name(optimizer) -> str:
+    """The name that an optimizer was given; else that of its class, without the number that Keras counts it with."""
+    base = auto_name(optimizer)
+    return base if re.fullmatch(rf"{re.escape(base)}(_\d+)?", optimizer.name) else optimizer.name
 
 
 def global_seed_generator(create: bool = False):

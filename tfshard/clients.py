@@ -40,6 +40,7 @@ class Settings:
         devices_per_process: How many devices each client has; None for its own choice.
         client_port: The port of this client's TensorFlow server; 0 for any free one.
         first_step_timeout: Seconds that the first step, and what goes before it, may take.
+        seed: Keras's random seed, the same on all clients, unless the script sets another.
     """
 
     client_id: int
@@ -52,6 +53,7 @@ class Settings:
     devices_per_process: int | None
     client_port: int
     first_step_timeout: float
+    seed: int
 
     def to_environment(self) -> dict[str, str]:
         """The environment variables of a client."""
@@ -71,8 +73,7 @@ class Settings:
         for field in dataclasses.fields(cls):
             name = f"TFSHARD_{field.name.upper()}"
             text = os.environ.get(name)
-            kind = {"client_id": int, "num_clients": int, "local_index": int, "restart": int, "client_port": int,
-                    "devices_per_process": int, "first_step_timeout": float}.get(field.name, str)  # fmt: skip
+            kind = {"control": str, "secret": str, "address": str, "first_step_timeout": float}.get(field.name, int)
             try:
                 values[field.name] = None if text == "" and field.name == "devices_per_process" else kind(text)
             except (TypeError, ValueError):
@@ -100,6 +101,8 @@ class Client:
         self._operations = self._agreements = 0
         self._inside = False
         self._leaving = False
+        self._purposes: list[str] = []
+        self._is_alone = False
         self._counts: dict[str, int] = {}
         try:
             self._connection = Connection.open(settings.control, settings.secret, timeout=10.0)
@@ -118,7 +121,7 @@ class Client:
             facts: What has to be the same on all clients.
 
         Returns:
-            `jobs`, the `host:port` of the clients' TensorFlow servers, and `seed`, a random number.
+            `jobs`, the `host:port` of the clients' TensorFlow servers.
 
         Raises:
             InitializationError: The port is taken, or the launcher refuses.
@@ -188,18 +191,44 @@ class Client:
         if self._inside or threading.current_thread() is not threading.main_thread():
             yield
             return
+        self._is_alone = False
         number, self._operations = self._operations, self._operations + 1
+        if self._purposes:
+            label = f"{label}, for {self._purposes[0]}"
         if first:
             limit = max(limit or 0.0, self.settings.first_step_timeout)
-        self._inside, failed = True, True
+        self._inside, failed, text = True, True, ""
         self._send("begin", number=number, label=label, limit=limit, digest=digest)
         try:
             yield
             failed = False
+        except BaseException as error:
+            text = _text_of(error)
+            raise
         finally:
             self._inside = False
             # Also after an error, which the script may catch.
-            self._send("end", number=number, failed=failed)
+            self._send("end", number=number, failed=failed, error=text)
+
+    def note_start(self, *, by_script: bool) -> None:
+        """It is started; unless the script asked for that, it has to do something together with the others."""
+        self._is_alone = not by_script
+
+    @contextlib.contextmanager
+    def purpose(self, what: str) -> Iterator[None]:
+        """Operations in this context are done for this, which their labels say: what a user's script called.
+
+        Args:
+            what: Such as `"model.save of model 'net'"`; the same on all clients. The outermost one counts.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._purposes.append(what)
+        try:
+            yield
+        finally:
+            self._purposes.pop()
 
     def count(self, kind: str) -> int:
         """1, 2, ... for each operation of a kind."""
@@ -246,25 +275,39 @@ class Client:
 
         def report(kind, value, trace):
             if not issubclass(kind, KeyboardInterrupt) and not self._leaving:
-                text = "".join(traceback.format_exception_only(kind, value)).strip()[:4000]
-                with contextlib.suppress(OSError):
-                    self._connection.send(
-                        "failed", client=self.settings.client_id, restart=self.settings.restart, error=kind.__name__,
-                        text=text,
-                    )  # fmt: skip
-                self._leaving = True
+                self._send_failure(kind.__name__, _text_of(value))
             before(kind, value, trace)
 
         sys.excepthook = report
+
+    def _send_failure(self, error: str, text: str) -> None:
+        """Tells what ends this client, which leaves without waiting for the others."""
+        with contextlib.suppress(OSError):
+            self._connection.send(
+                "failed", client=self.settings.client_id, restart=self.settings.restart, error=error, text=text
+            )
+        self._leaving = True
 
     def _leave(self) -> None:
         """Waits for the others: those that still end their last step read from this client's memory."""
         if self._leaving:
             return
+        if self._is_alone:
+            self._send_failure(
+                "StrategyError",
+                "The script ended without a tfshard.ShardedStrategy and without a collective, so the clients trained "
+                "nothing together. Compile the model with strategy=tfshard.ShardedStrategy(...).",
+            )
+            return
         self._connection.send("leave")
         while self._replies.get()["kind"] != "left":
             pass  # A reply to an agreement that was given up.
         self._leaving = True
+
+
+def _text_of(error: BaseException) -> str:
+    """An error as Python prints it, without where it was raised."""
+    return "".join(traceback.format_exception_only(error)).strip()[:4000]
 
 
 _client: Client | None = None
@@ -278,6 +321,15 @@ def connect(settings: Settings) -> Client:
         del os.environ[name]
     _client = Client(settings)
     return _client
+
+
+# The process that the launcher started: those that it starts itself have the same environment.
+PID_VARIABLE = "TFSHARD_PID"
+
+
+def is_to_join() -> bool:
+    """Whether this process is a client that a launcher started, and has not registered with it yet."""
+    return _client is None and "TFSHARD_CONTROL" in os.environ and os.environ.get(PID_VARIABLE) == str(os.getpid())
 
 
 def current() -> Client | None:
@@ -295,17 +347,6 @@ def count() -> int:
     return 1 if _client is None else _client.settings.num_clients
 
 
-def barrier(mesh: Any, name: str) -> None:
-    """Waits until every client has come here; nothing in a process that was not launched.
-
-    Args:
-        mesh: Not used: the launcher watches who comes.
-        name: What is waited for, for messages.
-    """
-    del mesh
-    agree(name, {})
-
-
 def count_from(kind: str, done: int) -> None:
     """`Client.count_from`, or nothing in a process that was not launched."""
     if _client is not None:
@@ -317,6 +358,11 @@ def operation(label: str, *, first: bool = False, limit: float | None = None, di
     if _client is None:
         return contextlib.nullcontext()
     return _client.operation(label, first=first, limit=limit, digest=digest)
+
+
+def purpose(what: str) -> Any:
+    """`Client.purpose`, or nothing in a process that was not launched."""
+    return contextlib.nullcontext() if _client is None else _client.purpose(what)
 
 
 def agree(what: str, value: Mapping[str, Any], *, error: type[ShardingError] = ClientError, hint: str = "") -> None:

@@ -124,9 +124,33 @@ def batch_to_mesh(batch: Any, mesh: dtensor.Mesh, already_sharded: bool = False)
     """
     dense = [leaf for leaf in tf.nest.flatten(batch) if not _stays(leaf) and not isinstance(leaf, _NOT_DENSE)]
     if already_sharded and dense:
-        shapes = [[list(np.shape(leaf)), np.asarray(leaf).dtype.name] for leaf in dense]
-        clients.agree("the shapes of a batch", {"shapes and dtypes": shapes}, error=StrategyError)
+        _agree_on_parts(dense, mesh)
     return tf.nest.map_structure(lambda leaf: to_mesh(leaf, mesh, already_sharded), batch)
+
+
+# Already sharded input: each client tells what it feeds in a step.
+_PARTS = "their parts of a batch"
+
+
+def _agree_on_parts(leaves: list, mesh: dtensor.Mesh) -> None:
+    """Raises on all clients unless already sharded rows fit together: before a device is touched.
+
+    Clients that have the same part of the batch, because they differ in model axes only, have to feed the same rows.
+    """
+    if clients.current() is None:
+        return
+    arrays = [_host_array(leaf) for leaf in leaves]
+    told: dict[str, Any] = {"shapes and dtypes": [[list(array.shape), array.dtype.name] for array in arrays]}
+    part = InputShard.of(mesh)
+    if part.count < clients.count():
+        rows = zlib.crc32(str([placement.checksum(array) for array in arrays]).encode())
+        told[f"checksum of the rows of part {part.index} (from 0) of {part.count}"] = rows
+    clients.agree(
+        _PARTS, told, error=StrategyError,
+        hint="Batches have to have the same shapes on all clients, and clients with the same part of the batch "
+        "(strategy.input_shard.index) to feed the same rows: dataset.shard(part.count, part.index), and the same seed "
+        "for shuffling.",
+    )  # fmt: skip
 
 
 def end_of_data() -> None:
@@ -135,7 +159,7 @@ def end_of_data() -> None:
     Raises:
         StrategyError: It has not.
     """
-    clients.agree("the shapes of a batch", {"shapes and dtypes": "none: the end of the data"}, error=StrategyError)
+    clients.agree(_PARTS, {"shapes and dtypes": "none: the end of the data"}, error=StrategyError)
 
 
 def digest(batch: Any) -> int:
@@ -279,10 +303,13 @@ def iterator_state(iterator: Any, *, ignore_random: bool = False) -> tf.Tensor:
     try:
         return _private.iterator_state(host, ignore_random=ignore_random)
     except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
+        operations = _private.stateful_operations(host)
         raise CheckpointError(
             "The position in this tf.data dataset cannot be saved, because it would not go on with the same batches: "
-            f"{str(error).partition('}} ')[2].partition(' [Op:')[0] or error}. Instead of Python code "
-            "(from_generator, py_function) use tf.data operations, instead of tf.random operations those of "
-            "tf.random.stateless_* with seeds from tf.data.Dataset.random(seed) or a counter; shuffle() can be saved. "
+            f"{(str(error).partition('}} ')[2].partition(' [Op:')[0] or str(error)).rstrip('.')}. "
+            f"{f'Its functions run {operations[:4]}. ' if operations else ''}Keras layers that draw random numbers "
+            "belong into tfshard.random_map(dataset, function, seed=...) instead of dataset.map(function). Instead of "
+            "Python code (from_generator, py_function) use tf.data operations, instead of tf.random operations those "
+            "of tf.random.stateless_* with seeds from tf.data.Dataset.random(seed); shuffle() can be saved. "
             f"Received: a dataset of {host.element_spec}"
         ) from error

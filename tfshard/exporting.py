@@ -61,6 +61,12 @@ def export(model: keras.Model, path: str | os.PathLike[str]) -> pathlib.Path:
     if path.suffix == ".keras":
         # The optimizer that Keras makes when it loads the model is built, and has to find its state.
         training_state.build_optimizer(model)
+    with clients.purpose(f"tfshard.export of model '{model.name}'"):
+        _export_together(model, path)
+    return path
+
+
+def _export_together(model: keras.Model, path: pathlib.Path) -> None:
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         if clients.rank() > 0:
@@ -80,7 +86,6 @@ def export(model: keras.Model, path: str | os.PathLike[str]) -> pathlib.Path:
         with contextlib.suppress(OSError):
             temporary.unlink()
     clients.agree("an exported model", {})  # It is there for all of them.
-    return path
 
 
 def import_weights(model: keras.Model, path: str | os.PathLike[str]) -> None:

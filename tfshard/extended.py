@@ -87,6 +87,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):
         optimizer = next((c for c in callers if isinstance(c, keras.optimizers.Optimizer)), None)
         if optimizer is not None:
             reference = colocate_with if isinstance(colocate_with, ShardedVariable) else None
+            support.note_optimizer(callers)
             return strategy.create_slot(host, spec, reference, optimizer, name=name, options=options)
         support.note_created(strategy)
         layout = strategy.plan_variable(spec)
@@ -120,6 +121,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):
             args, kwargs = placement.map_tensors(_on_host, (args, kwargs or {}))
             return fn(var, *args, **kwargs)
         callers = _private.scope_callers()
+        support.note_optimizer(callers)
         optimizer = next((c for c in reversed(callers) if isinstance(c, keras.optimizers.Optimizer)), None)
         if kwargs:
             fn = functools.partial(fn, **kwargs)

@@ -157,6 +157,7 @@ class Leader:
             devices_per_process=options.devices_per_process,
             client_port=options.client_port + client.local_index if options.client_port else 0,
             first_step_timeout=options.first_step_timeout,
+            seed=self._seed,
         )
         width = len(str(len(self._places) - 1))
         if client.host == 0:
@@ -255,7 +256,7 @@ class Leader:
             fields = {name: message[name] for name in ("number", "label", "limit", "digest")}
             self._watchdog.begin(client, **fields)
         elif kind == "end":
-            self._watchdog.end(client, failed=message["failed"])
+            self._watchdog.end(client, failed=message["failed"], error=message["error"])
         elif kind == "agree":
             for number, reply in self._agreements.add(client.client_id, message, self._clock.now):
                 self._reply(self._watchdog.clients[number], reply)
@@ -333,7 +334,7 @@ class Leader:
         if all(other.facts for other in clients.values()):
             jobs = [other.job for other in clients.values()]
             for each in clients.values():
-                self._reply(each, {"kind": "start", "jobs": jobs, "seed": self._seed})
+                self._reply(each, {"kind": "start", "jobs": jobs})
 
     # --- failures -------------------------------------------------------------------------------------
 

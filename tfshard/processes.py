@@ -175,7 +175,8 @@ def _become(arguments: list[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit("tfshard launch: the launcher has ended.")  # Before the kernel was asked.
-    os.execv(command[0], command)
+    # clients.PID_VARIABLE: what the program starts itself is no client.
+    os.execve(command[0], command, {**os.environ, "TFSHARD_PID": str(os.getpid())})
 
 
 if __name__ == "__main__":

@@ -224,6 +224,11 @@ def check_consistency(model: keras.Model, strategy: Any) -> None:
 
     In a launched run also devices of different clients; all of them have to call it.
     """
+    with clients.purpose(f"check_consistency of model '{model.name}'"):
+        _check_consistency(model, strategy)
+
+
+def _check_consistency(model: keras.Model, strategy: Any) -> None:
     rows = [variable for variable, _ in support.owned_variables(model)] + support.optimizer_variables(model)
     checked = set()
     digests: dict[str, str] = {}

@@ -9,14 +9,14 @@ import itertools
 import os
 import pathlib
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfshard import _private, boxes, clients, data, files, manifest, pieces
+from tfshard import _private, boxes, clients, data, files, manifest, pieces, training_state
 from tfshard.boxes import Box
 from tfshard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from tfshard.manifest import Manifest, Position, StoredPiece, StoredVariable
@@ -24,6 +24,11 @@ from tfshard.training_state import StateVariable
 
 # How many bytes of pieces are read at once to be verified.
 _CHUNK_BYTES = 1 << 26
+
+
+def _names(optimizers: Set[str]) -> list[str]:
+    """Names of optimizers for messages; the compiled one has none."""
+    return [name or "(the compiled one)" for name in sorted(optimizers)]
 
 
 class Checkpoint:
@@ -193,17 +198,33 @@ class Checkpoint:
             return np.zeros(box.shape, tf.as_dtype(stored.dtype).as_numpy_dtype)
         return self._read([(key, stored, box)])[0]
 
-    def mismatches(self, variables: Iterable[StateVariable], *, optimizer: bool) -> list[str]:
+    def mismatches(self, variables: Iterable[StateVariable], optimizers: Set[str], *, left_out: bool) -> list[str]:
         """How the checkpoint differs from the variables of a model.
 
         Args:
             variables: What `training_state.collect` found.
-            optimizer: Whether the model has an optimizer: without one, the checkpoint's slots are not needed.
+            optimizers: The names of the optimizers among them. Without a compiled one, that of the checkpoint is not
+                needed.
+            left_out: Whether other optimizers of the checkpoint are not wanted.
         """
         found = {v.key: v for v in variables if v.kind not in ("metric", "seed")}
+        theirs = {name for key in self.manifest.variables if (name := training_state.optimizer_of(key)) is not None}
         lines = []
+        for name in sorted(optimizers - theirs - {""}):
+            lines.append(
+                f"optimizer '{name}' is not in the checkpoint, which has optimizers {_names(theirs)}: give restore "
+                "those that save was given (optimizers=), or optimizers=() for none"
+            )
+        for name in sorted(theirs - optimizers - {""}) if not left_out else ():
+            count = sum(training_state.optimizer_of(key) == name for key in self.manifest.variables)
+            lines.append(
+                f"optimizer '{name}' ({count} variables) is in the checkpoint, and the model has optimizers "
+                f"{_names(optimizers)}: give it to restore (optimizers={{'{name}': ...}}), or leave it (optimizers=())"
+            )
         for key, variable in found.items():
             stored = self.manifest.variables.get(key)
+            if (training_state.optimizer_of(key) or "") not in theirs | {""}:
+                continue
             if stored is None:
                 lines.append(f"'{key}' of shape={variable.shape} is not in the checkpoint")
             elif stored.shape != variable.shape:
@@ -211,7 +232,7 @@ class Checkpoint:
             elif stored.dtype != variable.dtype:
                 lines.append(f"'{key}' is {stored.dtype} in the checkpoint and {variable.dtype} in the model")
         for key, stored in self.manifest.variables.items():
-            needed = stored.kind in ("parameter", "state") or (stored.kind == "slot" and optimizer)
+            needed = stored.kind in ("parameter", "state") or training_state.optimizer_of(key) in optimizers
             if needed and key not in found:
                 lines.append(f"'{key}' of shape={stored.shape} is not in the model")
         return lines

@@ -43,6 +43,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         every_epochs: Save after so many epochs. The end of the last epoch is saved in any case.
         async_save: Whether a thread writes while training goes on. The values are those at the end of the step.
         keep: How many steps are kept.
+        optimizers: Optimizers beside the one that the model is compiled with and attributes of the model, as in
+            `CheckpointManager.save`.
 
     Raises:
         CheckpointError: Neither `every_steps` nor `every_epochs`, or not positive integers. In `fit`: a checkpoint
@@ -75,6 +77,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         every_epochs: int | None = None,
         async_save: bool = True,
         keep: int | None = 3,
+        optimizers: Any = None,
     ):
         super().__init__()
         for name, value in (("every_steps", every_steps), ("every_epochs", every_epochs)):
@@ -89,6 +92,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         self.every_steps = every_steps
         self.every_epochs = every_epochs
         self.async_save = async_save
+        self.optimizers = optimizers
         self._run: _Run | None = None
 
     def on_train_begin(self, logs=None):
@@ -106,7 +110,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         checkpoint = self.manager.open()
         self._run.check_position(checkpoint)
         # Everything that can be refused is refused before a variable is changed.
-        self.manager.restore_from(checkpoint, self.model, lambda: self._run.go_to(checkpoint))
+        self.manager.restore_from(checkpoint, self.model, lambda: self._run.go_to(checkpoint), self.optimizers)
         _private.set_initial_epoch(self.model, checkpoint.position.epoch)
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -158,7 +162,10 @@ class CheckpointCallback(keras.callbacks.Callback):
         found = run.position(epoch, step)
         if found is not None:
             position, states = found
-            self.manager.save_at(self.model, run.step, position=position, states=states, wait=not self.async_save)
+            self.manager.save_at(
+                self.model, run.step, position=position, states=states, optimizers=self.optimizers,
+                wait=not self.async_save,
+            )  # fmt: skip
             run.saved, run.due = run.step, False
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import threading
 
 import keras
 import tensorflow as tf
@@ -51,6 +52,8 @@ class Runtime:
 
 
 _runtime: Runtime | None = None
+# Whether a client of a launched run was started because its script made a tensor.
+_started_by_tensor = False
 
 
 def initialize(num_devices: int | None = None, device_type: str | None = None) -> Runtime:
@@ -60,8 +63,9 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
     that agrees with the first does nothing.
 
     In a run that `tfshard launch` started, it waits for all clients and connects their devices; the arguments then
-    speak of the devices of the whole run, so that a script runs alone and launched. Keras's random seed is set to the
-    same number on all clients, unless it is set already.
+    speak of the devices of the whole run, so that a script runs alone and launched. There it is called, without
+    arguments, when the script creates its first tensor, if the script has not called it. Keras's random seed is set to
+    the same number on all clients when tfshard is imported, unless it is set already.
 
     Args:
         num_devices: How many devices to use. Accelerators: all of them by default. CPU: the number of
@@ -91,9 +95,19 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
                 f"Unknown device type. Device types: {_DEVICE_TYPES}. Received: device_type={device_type!r}"
             )
         device_type = device_type.upper()
+    _private.before_first_use(None)
     if _runtime is not None:
         if num_devices in (None, _runtime.num_devices) and device_type in (None, _runtime.device_type):
+            if (client := clients.current()) is not None:
+                client.note_start(by_script=True)
             return _runtime
+        if _started_by_tensor:
+            raise InitializationError(
+                f"The client was started when TensorFlow was first used, with {_runtime}, and cannot be started again. "
+                "Call tfshard.initialize() before the first tensor, variable or model, or launch the run with "
+                "--devices_per_process, which fixes the number of devices. "
+                f"Received: num_devices={num_devices}, device_type={device_type!r}"
+            )
         raise InitializationError(
             f"DTensor is already started with {_runtime}, and a process can start it once. Start a new process, "
             f"or call initialize() with the same arguments. "
@@ -173,8 +187,8 @@ def _join(settings: clients.Settings, num_devices: int | None, device_type: str)
     local = _validate_num_devices(local, device_type)
     if _private.context_is_initialized():
         raise InitializationError(
-            "TensorFlow has already fixed its devices, so this process cannot become a client any more. Call "
-            "tfshard.initialize() first thing in the program, before the first tensor, variable or model."
+            "TensorFlow has already fixed its devices, so this process cannot become a client any more. Import tfshard "
+            "before the first tensor, variable or model: then that starts the client."
         )
     client = clients.connect(settings)
     from tfshard import __version__  # Here: the package is complete now.
@@ -191,14 +205,33 @@ def _join(settings: clients.Settings, num_devices: int | None, device_type: str)
         _start(local, device_type)
     # All servers are up from here on.
     client.agree("the start of DTensor", {})
-    if not _private.random_seed_is_set():
-        keras.utils.set_random_seed(start["seed"])
+    client.note_start(by_script=not _started_by_tensor)
     return Runtime(
         device_type=device_type,
         num_devices=local * settings.num_clients,
         client_id=settings.client_id,
         num_clients=settings.num_clients,
     )
+
+
+def _prepare_client() -> None:
+    """In a client that a launcher started: layers that are made before `initialize` have the same seeds everywhere,
+    and the first tensor starts the client, because it fixes TensorFlow's devices."""
+    if not clients.is_to_join():
+        return
+    settings = clients.Settings.from_environment()
+    assert settings is not None
+    if not _private.random_seed_is_set():
+        keras.utils.set_random_seed(settings.seed)
+    _private.before_first_use(_start_by_tensor)
+
+
+def _start_by_tensor() -> None:
+    global _started_by_tensor
+    # Other threads have no order that clients could share.
+    if clients.is_to_join() and threading.current_thread() is threading.main_thread():
+        _started_by_tensor = True
+        initialize()
 
 
 def _start(num_devices: int, device_type: str) -> None:
@@ -230,3 +263,6 @@ def _adopt_running_context(num_devices: int, device_type: str) -> None:
         )
     _set_switches(device_type)
     _private.make_dtensor_synchronous()
+
+
+_prepare_client()

@@ -19,13 +19,14 @@ import os
 import pathlib
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfshard import _private, clients, files, manifest, pieces, training_state
+from tfshard import _private, clients, files, manifest, pieces
 from tfshard.errors import CheckpointError
 from tfshard.manifest import Manifest, Position, StoredFile, StoredPiece, StoredVariable
 from tfshard.strategy import ShardedStrategy
@@ -57,9 +58,15 @@ class Snapshot:
     states: Sequence[tf.Tensor]
 
     @classmethod
-    def take(cls, model: keras.Model, step: int, position: Position | None, states: Sequence[tf.Tensor]) -> "Snapshot":
+    def take(
+        cls,
+        model: keras.Model,
+        variables: Sequence[StateVariable],
+        step: int,
+        position: Position | None,
+        states: Sequence[tf.Tensor],
+    ) -> "Snapshot":
         """The values now."""
-        variables = training_state.collect(model)
         return cls(
             step=step,
             plan=_plan(model),
@@ -98,8 +105,12 @@ class Writing:
     def final(self) -> pathlib.Path:
         return self.root / files.name_of(self.step, self._generation)
 
-    def begin(self, mesh: Any) -> None:
-        """Makes room: the first client clears what earlier writers left, the others wait for it."""
+    def begin(self, keys: Sequence[str]) -> None:
+        """Makes room: the first client clears what earlier writers left, the others wait for it.
+
+        Args:
+            keys: Of the variables; the same on all clients.
+        """
         if clients.rank() == 0:
             self.root.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -107,8 +118,8 @@ class Writing:
                 if name.startswith(files.TEMPORARY):
                     shutil.rmtree(self.root / name)
             self.temporary.mkdir()
-        if clients.count() > 1:
-            clients.barrier(mesh, f"checkpoint-{self.step}")
+        told = {"variables": len(keys), "their names": zlib.crc32("\n".join(keys).encode())}
+        clients.agree(f"checkpoint-{self.step}", told, error=CheckpointError)
         there = files.committed(self.root)
         self._generation = there[self.step] + 1 if self.step in there else 0
 

@@ -338,7 +338,7 @@ class ShardedStrategy(tf.distribute.Strategy):
             StrategyError, LayoutError, UnsupportedLayerError: As `distribute`.
         """
         self.distribute(model)
-        for optimizer in support.optimizers(model):
+        for optimizer in (getattr(model, "optimizer", None), *support.attribute_optimizers(model).values()):
             self.adopt_optimizer(optimizer)
         for metric in _private.compiled_metrics(model):
             self.adopt(metric.variables)

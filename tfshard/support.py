@@ -2,15 +2,16 @@
 
 import contextlib
 import dataclasses
+import gc
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfshard import _private, origins, placement
+from tfshard import _private, clients, origins, placement
 from tfshard.errors import StrategyError, UnsupportedLayerError, UnsupportedOperationError
 from tfshard.layout_map import VariableSpec
 from tfshard.variables import ShardedVariable
@@ -48,6 +49,7 @@ def _is_dilated(layer: Any) -> bool:
 
 
 _PIPELINE = "apply it in the input pipeline, with dataset.map"
+_RANDOM_PIPELINE = "apply it in the input pipeline, with tfshard.random_map"
 _FROZEN = "or pass trainable=False if neither it nor a layer before it is to be trained"
 # In this order: the first that fits is reported.
 _REFUSED = (
@@ -130,16 +132,16 @@ _REFUSED = (
         remedy=_PIPELINE,
     ),
     _refused("MelSpectrogram", reason=_cannot("padding (MirrorPad)"), remedy=_PIPELINE),
-    _refused("RandomFlip", reason=_cannot("ReverseV2"), remedy=_PIPELINE),
-    _refused("RandomHue", "RandomSaturation", reason=_cannot("RGBToHSV"), remedy=_PIPELINE),
-    _refused("RandomPerspective", reason=_cannot("MatrixSolve"), remedy=_PIPELINE),
+    _refused("RandomFlip", reason=_cannot("ReverseV2"), remedy=_RANDOM_PIPELINE),
+    _refused("RandomHue", "RandomSaturation", reason=_cannot("RGBToHSV"), remedy=_RANDOM_PIPELINE),
+    _refused("RandomPerspective", reason=_cannot("MatrixSolve"), remedy=_RANDOM_PIPELINE),
     _refused(
         *("RandAugment", "RandomRotation", "RandomShear", "RandomTranslation", "RandomZoom"),
         reason=_cannot("ImageProjectiveTransformV3"),
-        remedy=_PIPELINE,
+        remedy=_RANDOM_PIPELINE,
     ),
-    _refused("AugMix", "CutMix", "MixUp", reason=_cannot("StatelessRandomGammaV3"), remedy=_PIPELINE),
-    _refused("RandomElasticTransform", reason="DTensor did not finish compiling it", remedy=_PIPELINE),
+    _refused("AugMix", "CutMix", "MixUp", reason=_cannot("StatelessRandomGammaV3"), remedy=_RANDOM_PIPELINE),
+    _refused("RandomElasticTransform", reason="DTensor did not finish compiling it", remedy=_RANDOM_PIPELINE),
 )
 
 
@@ -173,18 +175,83 @@ def owned_variables(model: keras.Model) -> list[tuple[keras.Variable, keras.Laye
 
 
 def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
-    """The variables of a model's optimizer and of those it wraps; none when it is not compiled."""
-    chain = _private.optimizer_chain(getattr(model, "optimizer", None))
-    return [variable for part in chain for variable in _private.optimizer_own_variables(part)]
+    """The variables of the optimizers that train a model, and of those that they wrap."""
+    parts = [part for optimizer in optimizers_of(model) for part in _private.optimizer_chain(optimizer)]
+    return [variable for part in parts for variable in _private.optimizer_own_variables(part)]
 
 
-def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The optimizer that a model is compiled with, and those that it has as attributes, such as a GAN's two."""
-    found: dict[int, Any] = {}
-    for value in [getattr(model, "optimizer", None), *vars(model).values()]:
-        if isinstance(value, keras.optimizers.Optimizer):
-            found[id(value)] = value
-    return list(found.values())
+# --- The optimizers of a model ----------------------------------------------------------------------
+
+# Optimizers that have updated sharded variables or hold slots of them, in the order in which they came.
+_seen_optimizers: "weakref.WeakKeyDictionary[Any, None]" = weakref.WeakKeyDictionary()
+# Those with which some model was compiled: they belong to that one, also after it was compiled with another.
+_compiled_optimizers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def note_optimizer(callers: Iterable[Any]) -> None:
+    """Remembers the outermost optimizer among those that are running."""
+    optimizer = next((caller for caller in callers if isinstance(caller, keras.optimizers.Optimizer)), None)
+    if optimizer is not None and optimizer not in _seen_optimizers:
+        _seen_optimizers[optimizer] = None
+
+
+def note_compiled(optimizer: Any) -> None:
+    """Remembers that a model was compiled with an optimizer."""
+    _compiled_optimizers.update(_private.optimizer_chain(optimizer))
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """The optimizers that train a model: the compiled one, its attributes, and those of custom loops."""
+    own = getattr(model, "optimizer", None)
+    found = [] if own is None else [own]
+    return [*found, *attribute_optimizers(model).values(), *loop_optimizers(model)]
+
+
+def attribute_optimizers(model: keras.Model) -> dict[str, Any]:
+    """Optimizers that are attributes of a model, such as a GAN's two, by name; without the compiled one."""
+    found: dict[str, Any] = {}
+    seen = {id(part) for part in _private.optimizer_chain(getattr(model, "optimizer", None))}
+    for name, value in sorted(vars(model).items()):
+        if name.startswith(_private.TRACKING_ATTRIBUTE):
+            continue
+        members: Iterable[tuple[Any, Any]] = [("", value)]
+        if isinstance(value, (list, tuple)):
+            members = enumerate(value)
+        elif isinstance(value, dict):
+            members = value.items()
+        for key, member in members:
+            if isinstance(member, keras.optimizers.Optimizer) and id(member) not in seen:
+                seen |= {id(part) for part in _private.optimizer_chain(member)}
+                found[name if member is value else f"{name}/{key}"] = member
+    return found
+
+
+def loop_optimizers(model: keras.Model) -> list[Any]:
+    """Optimizers of custom training loops that were built for variables of a model; without its attributes."""
+    known = [getattr(model, "optimizer", None), *attribute_optimizers(model).values()]
+    taken = {id(part) for optimizer in known for part in _private.optimizer_chain(optimizer)}
+    owned = {id(variable) for variable, _ in owned_variables(model)}
+
+    def find() -> list[Any]:
+        return [
+            optimizer
+            for optimizer in list(_seen_optimizers)
+            if optimizer not in _compiled_optimizers
+            and id(optimizer) not in taken
+            and any(
+                id(variable) in owned
+                for part in _private.optimizer_chain(optimizer)
+                for variable in _private.optimizer_references(part)
+            )
+        ]
+
+    found = find()
+    if len(found) > 1 or (found and clients.current() is not None):
+        # One that is not used any more may still be there, for as long as Python likes.
+        found.clear()
+        gc.collect()
+        found = find()
+    return found
 
 
 def variable_spec(variable: keras.Variable, layer: keras.Layer | None) -> VariableSpec:
@@ -233,7 +300,8 @@ def check_ready(model: keras.Model, strategy: Any) -> None:
     """
     if _private.is_eager():
         strategy.adopt_global_seed()
-    seen = (id(strategy), *_private.structure(model), *map(id, optimizers(model)))
+    optimizers = (getattr(model, "optimizer", None), *attribute_optimizers(model).values())
+    seen = (id(strategy), *_private.structure(model), *map(id, optimizers))
     if _ready.get(model) == seen:
         return
     if model.compiled and model.jit_compile:
@@ -241,9 +309,10 @@ def check_ready(model: keras.Model, strategy: Any) -> None:
     check_layers(model)
     check_optimizer(model)
     strategy.check_layouts(model)
-    if _private.is_eager() and model.built:
+    if _private.is_eager():
         strategy.adopt_model(model)
-        strategy.group(model)
+        if model.built:
+            strategy.group(model)
         _ready[model] = seen
 
 
@@ -291,6 +360,7 @@ def can_group(model: keras.Model) -> bool:
 
 def check_optimizer(model: keras.Model) -> None:
     """Raises `StrategyError` for gradient accumulation together with what reads the weights after it in one step."""
+    note_compiled(getattr(model, "optimizer", None))
     for optimizer in _private.optimizer_chain(getattr(model, "optimizer", None)):
         if not getattr(optimizer, "gradient_accumulation_steps", None):
             continue

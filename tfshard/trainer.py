@@ -53,6 +53,7 @@ class _Distributed:
             super().compile(*args, **kwargs)  # type: ignore[misc]
         if model.jit_compile:
             support.raise_jit_compile(model)
+        support.note_compiled(model.optimizer)
         support.forget_ready(model)
         strategy.adopt_model(model)
         if model.built:
@@ -115,12 +116,12 @@ class _Distributed:
 
     @functools.wraps(keras.Model.save)
     def save(self, filepath, *args, **kwargs):
-        with _written_once(filepath) as path:
+        with _written_once(self, "save", filepath) as path:
             super().save(path, *args, **kwargs)  # type: ignore[misc]
 
     @functools.wraps(keras.Model.save_weights)
     def save_weights(self, filepath, *args, **kwargs):
-        with _written_once(filepath) as path:
+        with _written_once(self, "save_weights", filepath) as path:
             super().save_weights(path, *args, **kwargs)  # type: ignore[misc]
 
     @functools.wraps(keras.Model.export)
@@ -129,10 +130,15 @@ class _Distributed:
         if not isinstance(_private.distribute_strategy(model), ShardedStrategy):
             super().export(filepath, *args, **kwargs)  # type: ignore[misc]
             return
-        # What serves is not sharded.
-        copy = _plain_copy(model)
-        with _written_once(filepath) as path:
-            copy.export(path, *args, **kwargs)
+        with _written_once(model, "export", filepath) as path:
+            # What serves is not sharded.
+            _plain_copy(model).export(path, *args, **kwargs)
+
+    @functools.wraps(keras.Model.get_weights)
+    def get_weights(self):
+        model: Any = self
+        with clients.purpose(f"get_weights of model '{model.name}'"):
+            return super().get_weights()  # type: ignore[misc]
 
 
 def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
@@ -159,7 +165,7 @@ def _plain_copy(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _written_once(path: Any) -> Iterator[Any]:
+def _written_once(model: Any, method: str, path: Any) -> Iterator[Any]:
     """Where this client writes a file that the clients of a launched run write together: client 0 to its place.
 
     All clients take part, because reading the variables takes all of them; what the others write is thrown away. The
@@ -169,12 +175,13 @@ def _written_once(path: Any) -> Iterator[Any]:
     if client is None:
         yield path
         return
-    if client.settings.client_id == 0:
-        yield path
-    else:
-        with tempfile.TemporaryDirectory() as directory:
-            yield pathlib.Path(directory) / pathlib.Path(path).name
-    client.agree("a saved model", {})
+    with client.purpose(f"{method} of model '{model.name}'"):
+        if client.settings.client_id == 0:
+            yield path
+        else:
+            with tempfile.TemporaryDirectory() as directory:
+                yield pathlib.Path(directory) / pathlib.Path(path).name
+        client.agree("a saved model", {})
 
 
 def _on_mesh(model: Any, function: Any, kind: str, for_whole_batches: Any = None, *, to_host: bool = False) -> Any:

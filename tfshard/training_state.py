@@ -4,12 +4,15 @@ import collections
 import contextlib
 import dataclasses
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfshard import _private, model_specs, support
 from tfshard.errors import CheckpointError
+from tfshard.strategy import ShardedStrategy
 
 GLOBAL_SEED = "seed/global"
 
@@ -33,6 +36,127 @@ class StateVariable:
     shape: tuple[int, ...]
     dtype: str
     value: tf.Variable | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class NamedOptimizer:
+    """An optimizer of a training run.
+
+    Attributes:
+        name: What it is called in a checkpoint; empty for the one that the model is compiled with.
+        optimizer: The `keras.optimizers.Optimizer`.
+        variables: What it is to be built for, if it is not built; None: it stays as it is.
+    """
+
+    name: str
+    optimizer: Any
+    variables: tuple[keras.Variable, ...] | None
+
+    def prefix(self) -> str:
+        """What the keys of its variables begin with."""
+        return f"{_OPTIMIZERS}{self.name}/" if self.name else "optimizer/"
+
+
+_OPTIMIZERS = "optimizers/"
+
+
+def optimizer_of(key: str) -> str | None:
+    """The name of the optimizer that a key belongs to; empty for the compiled one, None for other keys.
+
+    >>> optimizer_of("optimizers/d_optimizer/dense_kernel_momentum")
+    'd_optimizer'
+    >>> optimizer_of("optimizer/iterations"), optimizer_of("model/dense/kernel")
+    ('', None)
+    """
+    if key.startswith("optimizer/"):
+        return ""
+    return key.removeprefix(_OPTIMIZERS).rpartition("/")[0] if key.startswith(_OPTIMIZERS) else None
+
+
+def optimizers(model: keras.Model, given: Any = None, stored: Iterable[str] | None = None) -> list[NamedOptimizer]:
+    """The optimizers of a training run, by the names that they have in a checkpoint.
+
+    Those that are attributes of the model are called like them. Others are called as in `given`, or else after their
+    class, or by the name that they were given.
+
+    Args:
+        model: A built model.
+        given: An optimizer, a list of them, or a mapping from name to optimizer: those that are not the model's
+            attributes. None: those of custom loops that have slots of the model's variables. Empty: the compiled one
+            only.
+        stored: The keys of a checkpoint, from which is seen what an optimizer that is not built is to be built for.
+
+    Raises:
+        CheckpointError: Not optimizers, or two of one name.
+    """
+    own = getattr(model, "optimizer", None)
+    found: dict[str, Any] = {} if own is None else {"": own}
+    wanted = _given(given)
+    if wanted is None or wanted:
+        found |= support.attribute_optimizers(model)
+    known = {id(part) for optimizer in found.values() for part in _private.optimizer_chain(optimizer)}
+    if wanted is None or not isinstance(given, Mapping):
+        others = support.loop_optimizers(model) if wanted is None else wanted.values()
+        names: collections.Counter[str] = collections.Counter()
+        wanted = {}
+        for optimizer in others:
+            if id(optimizer) in known:
+                continue
+            name = _private.given_name(optimizer)
+            names[name] += 1
+            if given is None and names[name] > 1:
+                raise CheckpointError(
+                    f"Model '{model.name}' is trained by several optimizers of the name '{name}', so a checkpoint "
+                    "could not tell them apart. Make them attributes of the model (model.d_optimizer = ...), or name "
+                    "them: save(..., optimizers={'discriminator': ..., 'generator': ...}), and the same in restore. "
+                    f"Received: {[type(each).__name__ for each in others]}"
+                )
+            wanted[name if names[name] == 1 else f"{name}_{names[name] - 1}"] = optimizer
+    for name, optimizer in wanted.items():
+        if id(optimizer) in known:
+            continue
+        if name in found:
+            raise CheckpointError(
+                f"Two optimizers are called '{name}': an attribute of model '{model.name}' and one of optimizers=. "
+                f"Give the second another name. Received: optimizers={list(wanted)}"
+            )
+        found[name] = optimizer
+    return [
+        NamedOptimizer(name=name, optimizer=optimizer, variables=_to_build(model, name, optimizer, stored))
+        for name, optimizer in found.items()
+    ]
+
+
+def _given(given: Any) -> dict[str, Any] | None:
+    """The optimizers that a user gave, by any name."""
+    if given is None:
+        return None
+    if isinstance(given, keras.optimizers.Optimizer):
+        given = [given]
+    valid = isinstance(given, (list, tuple, Mapping))
+    named = dict(given) if isinstance(given, Mapping) else dict(enumerate(given)) if valid else {}
+    wrong = [value for value in named.values() if not isinstance(value, keras.optimizers.Optimizer)]
+    if not valid or wrong or not all(isinstance(name, int) or (isinstance(name, str) and name) for name in named):
+        raise CheckpointError(
+            "optimizers must be a keras.optimizers.Optimizer, a list of them, a mapping from name to optimizer, or "
+            f"None for those that are found. Received: optimizers={given!r}"
+        )
+    return {str(name): optimizer for name, optimizer in named.items()}
+
+
+def _to_build(
+    model: keras.Model, name: str, optimizer: Any, stored: Iterable[str] | None
+) -> tuple[keras.Variable, ...] | None:
+    if optimizer.built:
+        return None
+    keys = _Keys(model)
+    owners = {keys.path(variable.path).replace("/", "_"): variable for variable in model.trainable_variables}
+    slots = [key.rpartition("/")[2] for key in stored or () if optimizer_of(key) == name]
+    found = {_private.slot_owner(slot, owners) for slot in slots} - {None}
+    # `compile` gives every model an optimizer, also one that trains with its attributes.
+    if not name and (found or not support.attribute_optimizers(model)):
+        return tuple(model.trainable_variables)
+    return tuple(variable for owner, variable in owners.items() if owner in found) or None
 
 
 class _Keys:
@@ -65,21 +189,29 @@ class _Keys:
         return key if self._used[key] == 1 else f"{key}#{self._used[key]}"
 
 
-def collect(model: keras.Model, *, metrics: bool = True) -> list[StateVariable]:
-    """The variables of a built model, of its optimizer (also when that is not built yet), seeds and metrics.
-
-    Args:
-        model: A built model.
-        metrics: Whether to collect the state of metrics, the mean of the loss over the epoch among them.
-
-    Raises:
-        CheckpointError: The model is not built.
-    """
+def check_built(model: Any) -> None:
+    """Raises `CheckpointError` unless `model` is a built `keras.Model`."""
     if not isinstance(model, keras.Model) or not model.built:
         raise CheckpointError(
             "A checkpoint needs a keras.Model that is built: give it a keras.Input, or call model.build(input_shape). "
             f"Received: model={model!r}"
         )
+
+
+def collect(
+    model: keras.Model, *, metrics: bool = True, named: Iterable[NamedOptimizer] | None = None
+) -> list[StateVariable]:
+    """The variables of a built model, of its optimizers (also when they are not built yet), seeds and metrics.
+
+    Args:
+        model: A built model.
+        metrics: Whether to collect the state of metrics, the mean of the loss over the epoch among them.
+        named: Its optimizers; by default those that `optimizers` finds.
+
+    Raises:
+        CheckpointError: The model is not built.
+    """
+    check_built(model)
     keys = _Keys(model)
     trained = {id(variable) for variable in model.trainable_variables}
     of_metrics = {id(variable): metric for metric in model.metrics for variable in metric.variables}
@@ -91,7 +223,8 @@ def collect(model: keras.Model, *, metrics: bool = True) -> list[StateVariable]:
         path = keys.path(variable.path)
         owners[variable.path.replace("/", "_")] = path.replace("/", "_")
         found.append(_of(variable, keys.key("model", path), "parameter" if id(variable) in trained else "state"))
-    found += _of_optimizer(model, keys, owners)
+    for each in optimizers(model) if named is None else named:
+        found += _of_optimizer(model, each, keys, owners)
     generator = _private.global_seed_generator()
     if generator is not None:
         found.append(_of(generator.state, GLOBAL_SEED, "seed"))
@@ -114,35 +247,47 @@ def _of(variable: keras.Variable, key: str, kind: str) -> StateVariable:
     )
 
 
-def _of_optimizer(model: keras.Model, keys: _Keys, owners: dict[str, str]) -> list[StateVariable]:
+def _of_optimizer(
+    model: keras.Model, named: NamedOptimizer, keys: _Keys, owners: dict[str, str]
+) -> list[StateVariable]:
     """Slots by their parameter's path and not by their number, so that freezing a layer does not mix them up."""
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        return []
+    optimizer = named.optimizer
 
     def key(name: str) -> str:
         owner = _private.slot_owner(name, owners)
-        return keys.key("optimizer", name if owner is None else owners[owner] + name[len(owner) :])
+        return keys.key(named.prefix()[:-1], name if owner is None else owners[owner] + name[len(owner) :])
 
-    if not optimizer.built:
-        specs = [slot.spec for slot in model_specs.slots_of(optimizer, model_specs.specs_of(model))]
+    if named.variables is not None:
+        wanted = {variable.path for variable in named.variables}
+        specs = [spec for spec in model_specs.specs_of(model) if spec.path in wanted]
         return [
             StateVariable(
-                key=key(spec.path), kind="slot", path=spec.path, shape=spec.shape, dtype=spec.dtype, value=None
+                key=key(slot.spec.path), kind="slot", path=slot.spec.path, shape=slot.spec.shape, dtype=slot.spec.dtype,
+                value=None,
             )
-            for spec in specs
-        ]
-    return [_of(variable, key(variable.name), "slot") for variable in support.optimizer_variables(model)]
+            for slot in model_specs.slots_of(optimizer, specs)
+        ]  # fmt: skip
+    parts = _private.optimizer_chain(optimizer)
+    variables = [variable for part in parts for variable in _private.optimizer_own_variables(part)]
+    return [_of(variable, key(variable.name), "slot") for variable in variables]
+
+
+def build_optimizers(model: keras.Model, named: Iterable[NamedOptimizer]) -> None:
+    """Gives optimizers their slots, those that have none yet and are to have some."""
+    strategy = _private.distribute_strategy(model)
+    for each in named:
+        if each.optimizer.built or each.variables is None:
+            continue
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            each.optimizer.build(list(each.variables))
+        if isinstance(strategy, ShardedStrategy):
+            # It may have been made outside of the scope.
+            strategy.adopt_optimizer(each.optimizer)
 
 
 def build_optimizer(model: keras.Model) -> None:
-    """Gives the optimizer its slots, if it has none yet."""
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or optimizer.built:
-        return
-    strategy = _private.distribute_strategy(model)
-    with strategy.scope() if strategy is not None else contextlib.nullcontext():
-        optimizer.build(model.trainable_variables)
+    """Gives the optimizer that a model is compiled with its slots, if it has none yet."""
+    build_optimizers(model, [each for each in optimizers(model, ()) if not each.name])
 
 
 def make_global_seed(model: keras.Model) -> StateVariable:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, outside, placement, steps
+from tfshard import _private, clients, outside, placement, steps
 from tfshard.errors import LayoutError
 from tfshard.layouts import Axes, VariableLayout
 from tfshard.mesh import BATCH_AXIS, axis_sizes
@@ -289,7 +289,8 @@ class ShardedVariable(VariableSurface):
             raise NotImplementedError("numpy() is only available when eager execution is enabled.")
         if self.storage.recorded() is not None:
             return placement.to_host(self.value())[()]  # What the eager step has written so far.
-        return self.storage.host_value(self.index)[()]  # A scalar is NumPy's, as of other variables.
+        with clients.purpose(f"the value of variable '{self.path}'"):
+            return self.storage.host_value(self.index)[()]  # A scalar is NumPy's, as of other variables.
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self.numpy(), dtype)

@@ -32,6 +32,12 @@ _NO_RETRY = (
     "CheckpointCorruptError",
     "CheckpointMismatchError",
 )
+# What to do about clients that do different things.
+_TAKES_ALL = (
+    "Steps, and everything that needs whole values of sharded variables (model.save, save_weights, export, "
+    "get_weights, variable.numpy(), checkpoints, report), take all clients; a file that they save together is written "
+    "by client 0 only. Call these on every client, not under an 'if rank == 0'."
+)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -52,6 +58,8 @@ class WatchedClient:
         since: When it began or ended it.
         inside: Whether it is in it.
         broken: Whether it ended with an error.
+        error: The error of the last operation that ended with one, which the script may have caught.
+        failed_in: The number of that operation.
         limit: Seconds that it may take.
         leaving: Whether it has come to the end of its script.
         left: When it was let go.
@@ -73,6 +81,8 @@ class WatchedClient:
     since: float = 0.0
     inside: bool = False
     broken: bool = False
+    error: str = ""
+    failed_in: int | None = None
     limit: float = 0.0
     leaving: bool = False
     left: float | None = None
@@ -163,24 +173,25 @@ class Watchdog:
         if label != other_label:
             self.fail(
                 f"Client {client.client_id} has come to {label} while client {other} was in {other_label}: every "
-                "client has to do the same in the same order. Steps, whole values of sharded variables and saving take "
-                "all clients, so they must not depend on the client's number.",
+                f"client has to do the same in the same order. {_TAKES_ALL}",
                 clients=(client.client_id,), retry=False,
             )  # fmt: skip
         elif digest != other_digest:
             self.fail(
                 f"Clients {other} and {client.client_id} were given different batches in {label}. Every client has to "
-                "be given the same batches, of which it takes its rows: seed the shuffling and keep the order of "
-                "parallel maps (deterministic=True), or let each client feed its own part "
-                "(ShardedStrategy(already_sharded=True)).",
+                "be given the same batches, of which it takes its rows: seed the shuffling, keep the order of parallel "
+                "maps (deterministic=True), and map random Keras layers with tfshard.random_map instead of "
+                "dataset.map; or let each client feed its own part (ShardedStrategy(already_sharded=True)).",
                 clients=(client.client_id,), retry=False,
             )  # fmt: skip
         for old in [n for n in self._begun if n < min(c.operations for c in self.clients.values())]:
             del self._begun[old]
 
-    def end(self, client: WatchedClient, *, failed: bool) -> None:
+    def end(self, client: WatchedClient, *, failed: bool, error: str = "") -> None:
         """It ends its operation, perhaps with an error."""
         client.inside, client.broken, client.since = False, failed, self._clock.now
+        if failed:
+            client.error, client.failed_in = error, client.operations - 1
 
     def leave(self, client: WatchedClient) -> list[WatchedClient]:
         """It has come to the end of its script; returns those to let go, when all have."""
@@ -277,6 +288,15 @@ class Watchdog:
         # Those that are in it, and say nothing, hold it up; else those that have not come to it; else nobody in
         # particular.
         silent = [c for c in self.clients.values() if now - c.heard > 5 * HEARTBEAT_SECONDS]
+        if not silent and (failed := self._failed_where_others_are(client, behind)):
+            self.fail(
+                f"Client {failed.client_id} failed in an operation that takes all clients, and its script went on "
+                f"({self._describe(failed.client_id)}), while others wait in it "
+                f"({self._doing(c.client_id for c in self.clients.values() if c is not failed)}). Its error:\n"
+                f"{failed.error}",
+                clients=(failed.client_id,),
+            )
+            return released
         blamed = silent or behind or list(self.clients.values())
         numbers = tuple(c.client_id for c in blamed)
         what = "did not come to" if blamed is behind else "did not end"
@@ -285,6 +305,11 @@ class Watchdog:
             clients=numbers,
         )
         return released
+
+    def _failed_where_others_are(self, client: WatchedClient, behind: Iterable[WatchedClient]) -> WatchedClient | None:
+        """Who ended with an error the operation in which `client`, or one that is behind it, is."""
+        held_up = {c.operations - 1 for c in (client, *behind) if c.inside}
+        return next((c for c in self.clients.values() if c.failed_in in held_up and not c.left), None)
 
     def _let_go(self, client: WatchedClient) -> bool:
         """Notes that a client that waits at the end of its script may end; whether it is waiting there."""
@@ -297,7 +322,7 @@ class Watchdog:
         code = "" if client.status is None else ", with exit code 0,"
         self.fail(
             f"Client {client.client_id} ended its script{code} while {client.missed_in}: all clients have to run the "
-            "same steps.",
+            f"same steps. {_TAKES_ALL}",
             clients=(client.client_id,), retry=False,
         )  # fmt: skip
 

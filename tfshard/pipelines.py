@@ -1,0 +1,93 @@
+"""random_map: random Keras layers in an input pipeline, with the same batches on all clients and after a restart.
+
+A random layer draws from a variable, the state of its seed generator. In `dataset.map` that variable is outside of the
+dataset: its value depends on how far the pipeline has read ahead and in which order parallel calls came to it. So two
+clients get different batches, and the position in the data does not hold it. `random_map` gives each element a number
+of its own, from a dataset of random numbers, and the layers draw from that.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.errors import StrategyError
+
+# The seeds of the generators of one element are so far apart: no generator is drawn from as often for an element.
+_APART = 1 << 20
+
+
+def random_map(
+    dataset: tf.data.Dataset, function: Callable, *, seed: int, num_parallel_calls: int | None = None
+) -> tf.data.Dataset:
+    """`dataset.map(function)` for functions with Keras layers that draw random numbers, such as augmentation.
+
+    What is drawn depends on `seed`, the epoch and the place of the element in the dataset, and on nothing else: it is
+    the same on all clients of a launched run, with any number of parallel calls, and in a run that is resumed. Each
+    epoch draws other numbers. The states of the layers' own seed generators are neither used nor changed.
+
+    Args:
+        dataset: Any `tf.data.Dataset`. Behind `batch`, the elements are batches.
+        function: As in `dataset.map`. Layers in it that have weights must be built, and not write any.
+        seed: Of all that is drawn.
+        num_parallel_calls: As in `dataset.map`, `tf.data.AUTOTUNE` for as many as there are cores. The order of the
+            elements is kept.
+
+    Raises:
+        StrategyError: `seed` is no integer, or `function` writes a variable.
+
+    Example:
+
+    >>> import keras, numpy as np, tensorflow as tf, tfshard
+    >>> augment = keras.Sequential([keras.layers.RandomFlip("horizontal"), keras.layers.RandomRotation(0.1)])
+    >>> samples = tf.data.Dataset.from_tensor_slices((np.random.rand(12, 8, 8, 3), np.arange(12)))
+    >>> batches = samples.shuffle(12, seed=0).batch(4)
+    >>> batches = tfshard.random_map(batches, lambda x, y: (augment(x, training=True), y), seed=1)
+    >>> [tuple(x.shape) for x, y in batches]
+    [(4, 8, 8, 3), (4, 8, 8, 3), (4, 8, 8, 3)]
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise StrategyError(
+            "random_map needs an integer as seed, the same on all clients and in each start of a run. "
+            f"Received: seed={seed!r}"
+        )
+
+    def seeded(number: tf.Tensor, element: Any) -> Any:
+        with _Seeds(number):
+            # As tf.data does.
+            return function(*element) if type(element) is tuple else function(element)
+
+    numbers = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True)
+    # TensorFlow warns of an order that is asked for where there is no other.
+    order = {} if num_parallel_calls is None else {"deterministic": True}
+    return tf.data.Dataset.zip(numbers, dataset).map(seeded, num_parallel_calls=num_parallel_calls, **order)
+
+
+class _Seeds(keras.StatelessScope):
+    """Seed generators begin at a number of this element, each at one of its own."""
+
+    def __init__(self, number: tf.Tensor):
+        super().__init__()
+        self._number = number
+        self._generators = 0
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        found = super().get_current_value(variable)
+        if found is None and _private.is_seed_state(variable):
+            seeds = tf.stack([self._number, tf.constant(self._generators * _APART, self._number.dtype)])
+            self._generators += 1
+            found = tf.cast(seeds, variable.dtype)
+            super().add_update((variable, found))
+        return found
+
+    def add_update(self, update: Any) -> None:
+        variable, _ = update
+        if not _private.is_seed_state(variable):
+            raise StrategyError(
+                f"The function of random_map writes variable '{variable.path}', which an input pipeline cannot do in a "
+                "certain order. Call its layer with training=False, or put it into the model. "
+                f"Received: {variable!r}"
+            )
+        super().add_update(update)

@@ -1,0 +1,78 @@
+"""What it costs that failures of a step are raised at that step: DTensor synchronous, and small copies written last.
+
+    python tools/bench/failure_cost.py --rounds=15
+    python tools/bench/failure_cost.py --layers=12 --width=128 --vocabulary=1500 --batch_size=8
+
+Two copies of one GPT in one process, one on a DTensor device that runs behind Python as it does by default and does not
+notice failures, trained in turn, an epoch each. The figure is the median of the rounds' ratios.
+"""
+
+import statistics
+import time
+
+import common
+from absl import app, flags
+
+_LAYERS = flags.DEFINE_integer("layers", 4, "Transformer blocks.")
+_WIDTH = flags.DEFINE_integer("width", 256, "Width of the model.")
+_HEADS = flags.DEFINE_integer("heads", 4, "Attention heads.")
+_VOCABULARY = flags.DEFINE_integer("vocabulary", 8000, "Tokens of the vocabulary.")
+_SEQUENCE = flags.DEFINE_integer("sequence_length", 128, "Tokens of a sample.")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Samples of a step.")
+_STEPS = flags.DEFINE_integer("steps", 8, "Steps of an epoch.")
+_ROUNDS = flags.DEFINE_integer("rounds", 15, "Rounds.")
+_ZERO_STAGE = flags.DEFINE_integer("zero_stage", 3, "ZeRO stage.")
+
+
+def main(argv):
+    del argv
+    import keras
+    from tensorflow.dtensor.python import api
+
+    import tfshard
+    from tfshard import _private, steps
+
+    tfshard.initialize(num_devices=common.DEVICES, device_type="CPU")
+    small_copies_last, token = steps._small_copies_last, dict(steps._tokens)
+    ways = {}
+    for name, watched in (("unwatched", False), ("watched", True)):
+        if watched:
+            _private.make_dtensor_synchronous()
+            steps._small_copies_last = small_copies_last
+        else:
+            api.reset_dtensor_device(is_async=True)
+            steps._small_copies_last = lambda values: values
+        steps._tokens.clear()
+        steps._tokens.update(token)
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=common.DEVICES), zero_stage=_ZERO_STAGE.value)
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model, data = common.gpt2(
+                layers=_LAYERS.value, width=_WIDTH.value, heads=_HEADS.value, vocabulary=_VOCABULARY.value,
+                sequence=_SEQUENCE.value, samples=_BATCH_SIZE.value * _STEPS.value,
+            )  # fmt: skip
+            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        ways[name] = (model, api._dtensor_singleton)
+        model.fit(*data, batch_size=_BATCH_SIZE.value, epochs=1, verbose=0)
+
+    def epoch(name: str) -> float:
+        model, api._dtensor_singleton = ways[name]
+        begin = time.perf_counter()
+        model.fit(*data, batch_size=_BATCH_SIZE.value, epochs=1, verbose=0)
+        _private.wait_for_devices()
+        return (time.perf_counter() - begin) / _STEPS.value
+
+    times = {name: [] for name in ways}
+    for number in range(_ROUNDS.value):
+        for name in sorted(ways, reverse=number % 2 == 1):  # Neither is always the first.
+            times[name].append(epoch(name))
+    ratios = [a / b for a, b in zip(times["watched"], times["unwatched"], strict=True)]
+    print(f"{common.origin()}, median of {_ROUNDS.value} rounds of {_STEPS.value} steps, stage {_ZERO_STAGE.value}")
+    for name, found in times.items():
+        print(f"{name:>10} {1e3 * statistics.median(found):8.1f} ms a step")
+    quartiles = statistics.quantiles(ratios, n=4)
+    print(f"watched / unwatched {statistics.median(ratios):.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f})")
+
+
+if __name__ == "__main__":
+    app.run(main)
