@@ -278,11 +278,10 @@ def build_optimizers(model: keras.Model, named: Iterable[NamedOptimizer]) -> Non
     for each in named:
         if each.optimizer.built or each.variables is None:
             continue
+        if isinstance(strategy, ShardedStrategy):
+            strategy.adopt_optimizer(each.optimizer)  # It may have been made outside of the scope.
         with strategy.scope() if strategy is not None else contextlib.nullcontext():
             each.optimizer.build(list(each.variables))
-        if isinstance(strategy, ShardedStrategy):
-            # It may have been made outside of the scope.
-            strategy.adopt_optimizer(each.optimizer)
 
 
 def build_optimizer(model: keras.Model) -> None:
