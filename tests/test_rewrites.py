@@ -153,11 +153,11 @@ def test_an_eager_step_trains_with_the_numbers_of_one_device_with_dropout_of_equ
         x = keras.layers.Dense(8, activation="tanh", name="up")(inputs)
         x = keras.layers.Lambda(lambda t: t[:, ::-1][:, 1:, None] * np.linspace(0, 1, 8, dtype="float32"))(x)
         x = keras.layers.Dropout(0.5, seed=1)(x)
-        return keras.Model(inputs, keras.layers.Dense(3)(x[:, -1, 0]))
+        return keras.Model(inputs, keras.layers.Dense(3, name="down")(x[:, -1, 0]))
 
     x, y = value((4, 6, 4)), value((4, 3))
     losses = []
-    for options in ({}, {"layout_map": {".*up/kernel": (None, "model")}}):
+    for options in ({}, {"layout_map": {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}}):
         keras.utils.set_random_seed(0)
         model = build()
         if options:

@@ -4,9 +4,10 @@
 
 Where to look; docs/design.md says what each module does:
 
-    starting         runtime, mesh, control, clients
+    starting         runtime, mesh, control, clients, expansions
     layouts          layout_map, layouts, layers
-    tensors          placement, rewrites, steps, storage, outside, variable_surface, variables, data, pipelines
+    tensors          placement, steps, failures, storage, outside, variable_surface, variables, data, pipelines
+    operations       rewrites, slices, scatters, unsized, origins
     model's graph    model_graph, flow, auto_layout, activations, linter, vocabulary, sequence, convolution
     plans            model_specs, variable_traffic, planning, analyzer, presets, advice, report, profiling, tables
     training         optimizers, updates, support, extended, strategy, generation, trainer

@@ -237,7 +237,7 @@ _eager_restore: Any = None
 
 
 @contextlib.contextmanager
-def exchanged_operations(exchange: dict, bring: Callable[[Any], Any], note: Callable[[Any], None]):
+def exchanged_operations(exchange: dict, bring: Any = None, note: Callable[[Any], None] = lambda operation: None):
     """A context in which operations of the types in `exchange` are given to `exchange[type](call)`, with a `Call`.
 
     It gives the tensors that stand for the operation's outputs, or None to leave the operation as it is. What it
@@ -252,7 +252,7 @@ def exchanged_operations(exchange: dict, bring: Callable[[Any], Any], note: Call
     Every operation that is added to a graph is given to `note`.
 
     A tensor that an eager operation takes next to tensors on a mesh, and that DTensor does not bring there by itself,
-    is replaced by `bring(tensor)`; so are sharded tensors that an operation without an expansion takes.
+    is replaced by `bring(tensor)`, if it is given; so are sharded tensors that an operation without an expansion takes.
     """
 
     def callback(op_type, inputs, attrs, outputs, op_name=None, graph=None):
@@ -279,7 +279,7 @@ def exchanged_operations(exchange: dict, bring: Callable[[Any], Any], note: Call
 
 
 @contextlib.contextmanager
-def _eager_exchange(exchange: dict, bring: Callable[[Any], Any]):
+def _eager_exchange(exchange: dict, bring: Any):
     global _eager_users, _eager_restore
     with _eager_lock:
         _eager_users += 1

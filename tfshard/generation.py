@@ -93,9 +93,13 @@ def _forward_step(model: Any, forward: Any, mesh: dtensor.Mesh) -> Any:
     def pin(cache: tf.Tensor) -> tf.Tensor:
         return placement.relayout(cache, _cache_axes(reference(), tuple(cache.shape), mesh), mesh)
 
+    def pinned(call: _private.Call) -> list[tf.Tensor]:
+        assert call.outputs is not None  # What rewrites.exchanged has made of it.
+        return [pin(output) for output in call.outputs]
+
     def step(*args, **kwargs):
         # Left to propagation, a model's own transposes may meet layouts that DTensor cannot transpose.
-        with _private.replaced_outputs({"XlaDynamicUpdateSlice": pin}):
+        with _private.exchanged_operations({"XlaDynamicUpdateSlice": pinned}):
             logits, hidden_states, cache = function(reference(), *args, **kwargs)
         return logits, hidden_states, pin(cache)
 
