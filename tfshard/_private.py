@@ -342,6 +342,13 @@ def set_metric_function(metric, function) -> None:
     metric._fn = function
 
 
+def optimizers_of(model) -> list:
+    """The optimizer of a compiled model, and others that its class keeps as attributes (a GAN's), each once."""
+    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    optimizers = {id(each): each for each in found if isinstance(each, keras.optimizers.Optimizer)}
+    return list(optimizers.values())
+
+
 def optimizer_chain(optimizer) -> list:
     """The optimizer and those it wraps (`LossScaleOptimizer.inner_optimizer`, `MultiOptimizer.optimizers`)."""
     chain: list = []

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from typing import Any
 
@@ -162,6 +163,14 @@ class Storage:
         pieces = dtensor.unpack(self.buffer.value())
         return list(zip(self.mesh.local_device_locations(), pieces, strict=True))
 
+    @functools.cached_property
+    def handles(self) -> list[tuple[dict[str, int], tf.Tensor]]:
+        """The resource of each device of this client's piece, with its location. The same objects each time: by them
+        TensorFlow orders what a function reads and writes."""
+        with tf.init_scope():
+            handles = dtensor.unpack(self.buffer.handle)
+        return list(zip(self.mesh.local_device_locations(), handles, strict=True))
+
     def set_local(self, pieces: list[np.ndarray]) -> None:
         """Sets what each device of this client holds, in the order of `local_tensors`. Eager only."""
         tensors = [tf.constant(piece) for piece in pieces]
@@ -246,7 +255,7 @@ class Storage:
     def empty(self) -> None:
         """Frees what a storage holds that its variables have left: a function that still reads it fails."""
         if self._buffer is not None:
-            for handle in dtensor.unpack(self._buffer.handle):
+            for _, handle in self.handles:
                 empty(handle, self._buffer.dtype, self._buffer.shape.rank)
 
     def _member(self, recorded: Recorded | None, index: int) -> tf.Tensor:

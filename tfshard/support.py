@@ -232,6 +232,16 @@ def check_ready(model: keras.Model, strategy: Any) -> None:
         _ready[model] = id(strategy)
 
 
+def is_ready(model: keras.Model, strategy: Any) -> bool:
+    """Whether `check_ready` has found nothing against running the model under the strategy."""
+    return _ready.get(model) == id(strategy)
+
+
+def has_no_call(model: Any) -> bool:
+    """Whether a model cannot be called: its `train_step` calls the models inside of it (a VAE, a GAN)."""
+    return type(model).call is keras.Model.call
+
+
 def forget_ready(model: keras.Model) -> None:
     """The model was compiled anew: `check_ready` looks at it again."""
     _ready.pop(model, None)

@@ -54,9 +54,7 @@ class _Distributed:
             super().compile(*args, **kwargs)  # type: ignore[misc]
         if model.jit_compile:
             support.raise_jit_compile(model)
-        _adopt_optimizer(model.optimizer, strategy)
-        for metric in _private.compiled_metrics(model):
-            strategy.adopt(metric.variables)
+        _adopt_compiled(model, strategy)
         support.forget_ready(model)
         if model.built:
             strategy.group(model)
@@ -89,6 +87,8 @@ class _Distributed:
         # Where Keras shows the model what counts the steps of its epochs (resume.py).
         if iterator is not None:
             data.note_epochs(self, iterator)
+        if support.has_no_call(self):
+            return  # Its steps call the models inside of it.
         super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)  # type: ignore[misc]
 
     @functools.wraps(keras.Model.fit)
@@ -199,6 +199,10 @@ def _on_mesh(model: Any, function: Any, kind: str, for_whole_batches: Any = None
 
     @functools.wraps(function)
     def on_mesh(batches):
+        if support.has_no_call(model) and not support.is_ready(model, strategy):
+            # A compile of its own may have made optimizers and metrics after Keras's.
+            strategy.distribute(model)
+            _adopt_compiled(model, strategy)
         support.check_ready(model, strategy)
         if places.changed(model, strategy):
             return _made_anew(model, kind)(batches)
@@ -231,6 +235,16 @@ def _made_anew(model: Any, kind: str) -> Any:
     """The function of a kind, to be traced again."""
     getattr(model, f"make_{_NAMES[kind]}_function")(force=True)
     return getattr(model, f"{_NAMES[kind]}_function")
+
+
+def _adopt_compiled(model: Any, strategy: ShardedStrategy) -> None:
+    """Brings what a model is compiled with under the strategy: optimizers, also those of a compile of its own, metrics."""
+    for optimizer in _private.optimizers_of(model):
+        _adopt_optimizer(optimizer, strategy)
+    for metric in _private.compiled_metrics(model):
+        strategy.adopt(metric.variables)
+    if support.has_no_call(model) and all(layer.built for layer in model.layers):
+        model.built = True  # Keras builds a model by calling it.
 
 
 def _adopt_optimizer(optimizer: Any, strategy: ShardedStrategy) -> None:
