@@ -264,6 +264,11 @@ def clone_being_made():
     return True if any(frame and frame.f_code is keras.models.clone_model.__code__ for frame in above) else None
 
 
+def unpickle_model(file):
+    """What a pickled Keras model is loaded with (`KerasSaveable._unpickle_model`)."""
+    return keras.Model._unpickle_model(file)
+
+
 def make_step_function(model, name: str):
     """What Keras calls for one execution of `model.train_step` or `test_step` (`Trainer._make_function`)."""
     return model._make_function(getattr(model, name))

@@ -11,7 +11,6 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private, clients, placement, steps
-from tfshard.errors import StrategyError
 from tfshard.layouts import Axes, FlatForm, VariableLayout
 from tfshard.steps import Recorded
 
@@ -180,8 +179,6 @@ class Storage:
     def write(self, recorded: Recorded) -> None:
         """Assigns the buffer now, in its layout at rest. For `Step` and eager code."""
         value = self._value(recorded)
-        if steps.current() is None and not _private.is_eager():
-            self._written_in(tf.compat.v1.get_default_graph()).add(self)
         self.buffer.assign(placement.relayout(value, self.layout.rest, self.mesh), read_value=False)
 
     # --- values ------------------------------------------------------------------------------------------
@@ -189,21 +186,7 @@ class Storage:
     def recorded(self) -> Recorded | None:
         """What the open step has written here."""
         step = steps.current()
-        if step is not None:
-            return step.find(self)
-        if not _private.is_eager() and self in self._written_in(tf.compat.v1.get_default_graph()):
-            raise StrategyError(
-                f"Variable '{self.name}' is read after it was written in a traced function that no "
-                "ShardedStrategy runs, where the read may see the old value. Call the function with strategy.run(...)."
-            )
-        return None
-
-    @staticmethod
-    def _written_in(graph: Any) -> set:
-        """The storages that were written in a graph outside of a step."""
-        if not hasattr(graph, "_tfshard_written"):
-            graph._tfshard_written = set()
-        return graph._tfshard_written
+        return None if step is None else step.find(self)
 
     def update_value(self) -> tf.Tensor:
         """The buffer in the layout in which it is updated."""

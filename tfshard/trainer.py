@@ -89,7 +89,8 @@ class _Distributed:
             data.note_epochs(self, iterator)
         if support.has_no_call(self):
             return  # Its steps call the models inside of it.
-        super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)  # type: ignore[misc]
+        with contextlib.suppress(StopIteration):  # No data: what follows says so as Keras does.
+            super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)  # type: ignore[misc]
 
     @functools.wraps(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,6 +137,23 @@ class _Distributed:
         copy = _plain_copy(model)
         with _written_once(filepath) as path:
             copy.export(path, *args, **kwargs)
+
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        model: Any = self
+        if save_type == "savedmodel" and isinstance(_private.distribute_strategy(model), ShardedStrategy):
+            # tf.saved_model.save: what serves is not sharded. It asks more than once, and means the same children.
+            cache = kwargs.get("cache")
+            known = cache if isinstance(cache, dict) else {}
+            if (model, "tfshard") not in known:
+                known[model, "tfshard"] = _plain_copy(model)
+            return known[model, "tfshard"]._trackable_children(save_type, **kwargs)
+        return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        # What is unpickled is a plain model, as what is loaded from a file.
+        _, arguments = super().__reduce__()  # type: ignore[misc]
+        return _private.unpickle_model, arguments
 
 
 def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
