@@ -284,9 +284,14 @@ def can_group(model: keras.Model) -> bool:
     return not any(part.use_ema and part.ema_overwrite_frequency for part in chain)
 
 
-def check_optimizer(model: keras.Model) -> None:
-    """Raises `StrategyError` for gradient accumulation together with what reads the weights after it in one step."""
-    for optimizer in _private.optimizer_chain(getattr(model, "optimizer", None)):
+def check_optimizer(model: keras.Model, optimizer: Any = None) -> None:
+    """Raises `StrategyError` for gradient accumulation together with what reads the weights after it in one step.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer; by default the model's own.
+    """
+    for optimizer in _private.optimizer_chain(optimizer or getattr(model, "optimizer", None)):
         if not getattr(optimizer, "gradient_accumulation_steps", None):
             continue
         constrained = [v.path for v in model.trainable_variables if v.constraint is not None]
