@@ -129,7 +129,8 @@ def compiled(build, options, way: str | None) -> keras.Model:
 
 
 def fit(model: keras.Model) -> dict:
-    return model.fit(tf.data.Dataset.from_tensor_slices((X, NOISE)).batch(8), epochs=2, shuffle=False, verbose=0).history
+    dataset = tf.data.Dataset.from_tensor_slices((X, NOISE)).batch(8)
+    return model.fit(dataset, epochs=2, shuffle=False, verbose=0).history
 
 
 @pytest.mark.parametrize("build", [vae, gan])

@@ -307,7 +307,8 @@ COMMANDS: Mapping[str, Command] = {
         run=_lint,
         arguments=("MODULE:FUNCTION",),
         options=_lint_flags,
-        summary="Check a layout map, and what cannot be sharded at all, against the Keras model that FUNCTION builds; exits with 1 for errors.",
+        summary="Check a layout map against the Keras model that FUNCTION builds, and the model itself; exits with 1 for "
+        "errors.",
     ),
     "launch": Command(
         run=_launch,

@@ -24,8 +24,9 @@ class Finding:
     """One fault of a layout map.
 
     Attributes:
-        kind: `"cannot be expanded"`, `"optimizer"`, `"jit_compile"`, `"unmatched"`, `"tied"`, `"ambiguous"`, `"indivisible"`, `"unsupported"`, `"left whole"`,
-            `"column after column"`, `"transposed"` or `"unused sharding"`.
+        kind: `"cannot be expanded"`, `"optimizer"`, `"jit_compile"`, `"unmatched"`, `"tied"`, `"ambiguous"`,
+            `"indivisible"`, `"unsupported"`, `"left whole"`, `"column after column"`, `"transposed"` or
+            `"unused sharding"`.
         is_error: Whether `compile` refuses it; else it warns.
         where: The pattern, the path of the variable, or the name of the layer, optimizer or model.
         message: The fault and its fix.
@@ -45,12 +46,12 @@ def lint(
 ) -> tuple[Finding, ...]:
     """Says what `compile` would refuse of a model and a layout map, and what is slow, without a device.
 
-    Errors of the model: layers that DTensor cannot expand, and, if it is compiled, an optimizer or `jit_compile=True`
-    that cannot be used. Errors of the map: a pattern that matches nothing, two rules for one weight (also under the names of two layers that share
-    it), a dim that its axis does not divide, the kernel of a convolution other than Conv2D and Conv3D, a
-    matrix of more than 2% of the model's bytes that no rule mentions. Warnings, from the model's graph: a kernel
-    sharded by column whose input is sharded already, where a row rule would save collectives; a kernel sharded along
-    another dim than its neighbours ask for (transposed); sharding that the next operation undoes.
+    Errors of the model: layers that DTensor cannot expand, and an optimizer or `jit_compile=True` that cannot be used.
+    Errors of the map: a pattern that matches nothing, two rules for one weight (also under the names of two layers that
+    share it), a dim that its axis does not divide, the kernel of a convolution other than Conv2D and Conv3D, a matrix of
+    more than 2% of the model's bytes that no rule mentions, `"auto"` that finds nothing. Warnings, from the model's graph:
+    a kernel sharded by column whose input is sharded already, where a row rule would save collectives; a kernel sharded
+    along another dim than its neighbours ask for (transposed); sharding that the next operation undoes.
 
     Args:
         model: A built model, also one from `tfshard.abstract_model`.
@@ -90,7 +91,12 @@ def lint(
 
 
 def refusals(
-    model: keras.Model, sizes: Mapping[str, int], layout_map: LayoutMap, *, automatic: bool = False, optimizer: Any = None
+    model: keras.Model,
+    sizes: Mapping[str, int],
+    layout_map: LayoutMap,
+    *,
+    automatic: bool = False,
+    optimizer: Any = None,
 ) -> list[Finding]:
     """What compile and the first step would refuse.
 
@@ -147,7 +153,8 @@ def model_findings(model: keras.Model, optimizer: Any = None) -> list[Finding]:
         reason = support.unsupported_reason(layer)
         if reason is not None:
             text = f"a {type(layer).__name__} cannot be sharded: {reason}. See docs/layers.md."
-            findings.append(Finding(kind="cannot be expanded", is_error=True, where=f"layer '{layer.name}'", message=text))
+            where = f"layer '{layer.name}'"
+            findings.append(Finding(kind="cannot be expanded", is_error=True, where=where, message=text))
     chosen = getattr(model, "optimizer", None) if optimizer is None else keras.optimizers.get(optimizer)
     checks = [("optimizer", lambda: support.check_optimizer(model, chosen))]
     if model.compiled and model.jit_compile:

@@ -36,8 +36,8 @@ def read(variable: "ShardedVariable") -> tf.Tensor:
     storage = variable.storage
     if clients.current() is not None and not placement.is_local(_used_axes(storage), storage.mesh):
         raise StrategyError(
-            f"Variable '{variable.path}' is read in a function that no ShardedStrategy runs, and no client of a launched "
-            f"run holds all of it. {_HOW_TO_RUN}"
+            f"Variable '{variable.path}' is read in a function that no ShardedStrategy runs, and no client of a "
+            f"launched run holds all of it. {_HOW_TO_RUN}"
         )
     stored = _assembled(storage)
     if storage.form is None:
@@ -109,7 +109,8 @@ def _assembled(storage: "Storage") -> tf.Tensor:
                 pieces[part] = tf.raw_ops.ReadVariableOp(resource=handle, dtype=storage.buffer.dtype)
     # The last axis first: what is left are pieces by the axes before it.
     for number in reversed(range(len(used))):
-        dim, joined = storage.layout.rest.index(used[number]), {}
+        dim = storage.layout.rest.index(used[number])
+        joined: dict[tuple[int, ...], list[tf.Tensor]] = {}
         for part in sorted(pieces):
             joined.setdefault(part[:number], []).append(pieces[part])
         pieces = {part: tf.concat(parts, axis=dim) for part, parts in joined.items()}

@@ -98,7 +98,8 @@ class ShardedStrategy(tf.distribute.Strategy):
                 f"Received: analyzer={analyzer!r} (of type {type(analyzer)})"
             )
         self.auto = auto_layout.is_auto(layout_map)
-        mesh = mesh or getattr(layout_map, "mesh", None) or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
+        mesh = mesh or getattr(layout_map, "mesh", None)
+        mesh = mesh or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
         layout_map = LayoutMap.from_any(None if self.auto else layout_map)
         if runtime.current() is None:
             runtime.initialize()

@@ -264,7 +264,7 @@ class Places:
         self._storages: dict[int, Any] = {}
 
     def changed(self, model: keras.Model, strategy: Any) -> bool:
-        """Whether any variable has moved since this was asked last: compiling another model with some of them did it."""
+        """Whether any variable has moved since this was asked last, when another model that has it was compiled."""
         if strategy.moves == self._moves:
             return False
         self._moves, before = strategy.moves, self._storages
@@ -291,7 +291,8 @@ def check_optimizer(model: keras.Model, optimizer: Any = None) -> None:
         model: The model.
         optimizer: The optimizer; by default the model's own.
     """
-    for optimizer in _private.optimizer_chain(optimizer or getattr(model, "optimizer", None)):
+    chosen = getattr(model, "optimizer", None) if optimizer is None else optimizer
+    for optimizer in _private.optimizer_chain(chosen):
         if not getattr(optimizer, "gradient_accumulation_steps", None):
             continue
         constrained = [v.path for v in model.trainable_variables if v.constraint is not None]

@@ -65,7 +65,8 @@ class _Distributed:
         if clone is None or not isinstance(strategy, ShardedStrategy):
             return super().get_compile_config()  # type: ignore[misc]
         if not isinstance(clone, keras.Model):
-            return None  # Of a subclassed model, which Keras makes from its config: not compiled rather than not sharded.
+            # Of a subclassed model, which Keras makes from its config: not compiled rather than not sharded.
+            return None
         # What follows is clone.compile_from_config(), which shards it.
         _private.set_distribute_strategy(as_distributed(clone), strategy)
         return super().get_compile_config()  # type: ignore[misc]
@@ -138,7 +139,6 @@ class _Distributed:
         with _written_once(filepath) as path:
             copy.export(path, *args, **kwargs)
 
-
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         model: Any = self
         if save_type == "savedmodel" and isinstance(_private.distribute_strategy(model), ShardedStrategy):
@@ -152,8 +152,8 @@ class _Distributed:
 
     def __reduce__(self) -> Any:
         # What is unpickled is a plain model, as what is loaded from a file.
-        _, arguments = super().__reduce__()  # type: ignore[misc]
-        return _private.unpickle_model, arguments
+        reduced: Any = super().__reduce__()
+        return _private.unpickle_model, reduced[1]
 
 
 def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
@@ -256,7 +256,7 @@ def _made_anew(model: Any, kind: str) -> Any:
 
 
 def _adopt_compiled(model: Any, strategy: ShardedStrategy) -> None:
-    """Brings what a model is compiled with under the strategy: optimizers, also those of a compile of its own, metrics."""
+    """Brings optimizers, also those of a compile of the model's own, and metrics under the strategy."""
     for optimizer in _private.optimizers_of(model):
         _adopt_optimizer(optimizer, strategy)
     for metric in _private.compiled_metrics(model):
