@@ -307,7 +307,7 @@ COMMANDS: Mapping[str, Command] = {
         run=_lint,
         arguments=("MODULE:FUNCTION",),
         options=_lint_flags,
-        summary="Check a layout map against the Keras model that FUNCTION builds, and the model itself; exits with 1 for "
+        summary="Check a layout map against the Keras model that FUNCTION builds, and the model; exits with 1 for "
         "errors.",
     ),
     "launch": Command(

@@ -47,9 +47,9 @@ def lint(
     """Says what `compile` would refuse of a model and a layout map, and what is slow, without a device.
 
     Errors of the model: layers that DTensor cannot expand, and an optimizer or `jit_compile=True` that cannot be used.
-    Errors of the map: a pattern that matches nothing, two rules for one weight (also under the names of two layers that
-    share it), a dim that its axis does not divide, the kernel of a convolution other than Conv2D and Conv3D, a matrix of
-    more than 2% of the model's bytes that no rule mentions, `"auto"` that finds nothing. Warnings, from the model's graph:
+    Errors of the map: a pattern that matches nothing, two rules for one weight (also by the names of two layers that
+    share it), a dim that its axis does not divide, the kernel of a convolution but Conv2D and Conv3D, a matrix of
+    more than 2% of the model's bytes without a rule, `"auto"` that finds nothing. Warnings, from its graph:
     a kernel sharded by column whose input is sharded already, where a row rule would save collectives; a kernel sharded
     along another dim than its neighbours ask for (transposed); sharding that the next operation undoes.
 

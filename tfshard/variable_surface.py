@@ -69,7 +69,7 @@ class VariableSurface(tf.Variable):
     def _export_to_saved_model_graph(self, object_map=None, tensor_map=None, options=None, **kwargs):
         del object_map, tensor_map, options, kwargs
         raise StrategyError(
-            f"Variable '{self.path}' is sharded, and a SavedModel holds whole variables. Save the model that it belongs "
+            f"Variable '{self.path}' is sharded, and a SavedModel holds whole variables. Save the model it belongs "
             "to with model.export(path), or model.save(path), load that without a strategy, and use what was loaded "
             f"(ExportArchive, tf.saved_model.save, a converter). Received: {self!r}"
         )
