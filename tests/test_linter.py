@@ -1,5 +1,7 @@
 """The layout linter: each mistake is found before a step runs, with its fix."""
 
+import re
+
 import keras
 import keras_hub
 import numpy as np
@@ -173,3 +175,49 @@ def test_a_sharded_convolution_that_cannot_be_is_an_error_before_dtensor_refuses
     assert finding.is_error
     assert "layout_map.whole('conv/kernel')" in finding.message
     assert "only Conv2D and Conv3D" in tfshard.auto_layout_map(model, MESH)["conv/kernel"].reason
+
+
+# --- What is refused whatever the layout map --------------------------------------------------------------
+
+
+def recurrent() -> keras.Model:
+    inputs = keras.Input((4, 6))
+    return keras.Model(inputs, keras.layers.LSTM(8, name="lstm")(inputs))
+
+
+def constrained() -> keras.Model:
+    inputs = keras.Input((8,))
+    return keras.Model(inputs, keras.layers.Dense(8, kernel_constraint=keras.constraints.MaxNorm(1.0))(inputs))
+
+
+@pytest.mark.parametrize("kind", ["cannot be expanded", "optimizer", "jit_compile", "left whole"])
+def test_lint_and_plan_say_what_compile_and_the_first_step_refuse(kind):
+    model = recurrent() if kind == "cannot be expanded" else constrained()
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2 if kind == "optimizer" else None)
+    mesh = {"batch": 2, "model": 2} if kind == "left whole" else {"batch": 4}
+    jit_compile = kind == "jit_compile"
+    if kind != "cannot be expanded":
+        assert tfshard.lint(model, {"batch": 4}, None) == (), "premise: the model itself is right"
+    if jit_compile:
+        model.compile(optimizer, "mse", jit_compile=True)
+    (finding,) = tfshard.lint(model, mesh, None, optimizer=optimizer)
+    assert (finding.kind, finding.is_error) == (kind, True)
+    planned = tfshard.plan(model, mesh, optimizer=optimizer)
+    assert planned.refused == (str(finding),)
+    assert "cannot be trained like this: error: " + kind in " ".join(str(planned).split())
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh))
+    text = finding.message.partition(". ")[0].partition("cannot be sharded: ")
+    with pytest.raises(tfshard.ShardingError, match=re.escape(text[2] or text[0])):
+        tfshard.as_distributed(model).compile(optimizer, "mse", strategy=strategy, jit_compile=jit_compile)
+        model.fit(np.ones((8, 8)), np.ones((8, 8)), verbose=0)
+    # Of a model for planning only, too.
+    if kind == "cannot be expanded":
+        assert tfshard.lint(tfshard.abstract_model(recurrent), mesh)[0].kind == kind
+
+
+@pytest.mark.parametrize("command", ["lint", "plan"])
+def test_the_commands_say_what_cannot_be_sharded_at_all(command, capsys):
+    assert cli._run([command, "test_linter:recurrent", "--mesh=batch:4"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "error: cannot be expanded: layer 'lstm': a LSTM cannot be sharded" in printed
+    assert "unroll=True" in printed

@@ -1,5 +1,8 @@
 """The Keras surface under a strategy: fit and its relatives, inputs of every kind, callbacks, saving."""
 
+import functools
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -439,3 +442,69 @@ def test_swapped_ema_weights_are_those_of_one_device(stage, optimizer, analyzer)
     assert_same_history(result, expected)
     for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["Sequential", "functional"])
+def test_a_clone_is_sharded_under_the_strategy_and_trains_as_one_of_a_plain_model(kind):
+    def clone(chosen):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((6,))
+        model = build() if kind == "Sequential" else keras.Model(inputs, build()(inputs))
+        tfshard.as_distributed(model).compile(keras.optimizers.Adam(1e-2), LOSS, metrics=["accuracy"], strategy=chosen)
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        keras.utils.set_random_seed(1)
+        copy = keras.models.clone_model(model)
+        assert copy.optimizer is not model.optimizer
+        assert not np.allclose(copy.get_weights()[0], model.get_weights()[0])
+        return copy, copy.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+
+    (model, result), (reference, expected) = clone(strategy()), clone(None)
+    assert parity.shard_axes(model) == {"batch"}
+    assert all(isinstance(v.value, tfshard.ShardedVariable) for v in model.weights + model.optimizer.variables)
+    assert_same_history(result, expected)
+    for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_what_is_pickled_and_saved_for_serving_is_a_plain_model(tmp_path):
+    model = compiled(True)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    expected = model.predict(X, verbose=0)
+    plain = pickle.loads(pickle.dumps(model))
+    assert type(plain) is keras.Sequential
+    assert int(plain.optimizer.iterations) == int(model.optimizer.iterations) == 4
+    np.testing.assert_allclose(plain.predict(X, verbose=0), expected, atol=1e-6)
+    tf.saved_model.save(model, tmp_path / "saved")
+    (served,) = tf.saved_model.load(tmp_path / "saved").signatures["serving_default"](tf.constant(X)).values()
+    np.testing.assert_allclose(served, expected, atol=1e-6)
+    # It goes on, sharded.
+    assert parity.shard_axes(model) == {"batch"}
+    fits = [m.fit(X, Y, batch_size=8, shuffle=False, verbose=0) for m in (model, plain)]
+    assert_same_history(*fits)
+    archive = keras.export.ExportArchive()
+    archive.track(model)
+    archive.add_endpoint("serve", model.call, input_signature=[tf.TensorSpec((None, 6))])
+    with pytest.raises(tfshard.StrategyError, match=r"is sharded, and a SavedModel holds whole.*model.export\(path\)"):
+        archive.write_out(tmp_path / "archive", verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_no_data_is_what_it_is_in_keras():
+    def outcome(function, data):
+        try:
+            result = function(*data, verbose=0)
+        except ValueError as error:
+            return str(error)
+        return getattr(result, "history", result)
+
+    # With metrics, ours raises Keras's "Cannot get result()" where plain Keras returns nothing.
+    model, reference = compiled(True, metrics=None), compiled(False, metrics=None)
+    empty = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).take(0)
+    for data in ((X[:0], Y[:0]), (empty, None)):
+        results = [
+            (outcome(functools.partial(m.fit, shuffle=False), data), outcome(m.evaluate, data))
+            for m in (model, reference)
+        ]
+        assert results[0] == results[1]
+    model.fit(X, Y, verbose=0)

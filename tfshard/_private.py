@@ -370,6 +370,7 @@ def _install_eager_exchange():
     tf.config.run_functions_eagerly(True)
     return restore
 
+
 # What attributes begin with in which TensorFlow keeps what it tracks of an object (`AutoTrackable`).
 TRACKING_ATTRIBUTE = "_self_"
 
@@ -481,17 +482,21 @@ def distribute_strategy(model):
 
 
 def clone_being_made():
-    """To be called by a model's `get_compile_config`: the clone of the model that `keras.models.clone_model` will compile
-    with it (a local variable of `cloning._clone_sequential_model` and `_clone_functional_model`), True for one that does
-    not exist yet (`clone_model` calls `serialize_keras_object`), or None when the model is not being cloned."""
+    """To be called by a model's `get_compile_config`: the clone that `keras.models.clone_model` will compile with it (a
+    local variable of `cloning._clone_sequential_model` and `_clone_functional_model`), True for one that does not exist
+    yet (`clone_model` calls `serialize_keras_object`), or None when the model is not being cloned."""
     caller = sys._getframe(2)
-    name = {"_clone_sequential_model": "cloned_model", "_clone_functional_model": "new_model"}.get(
-        caller.f_code.co_name
-    )
+    names = {"_clone_sequential_model": "cloned_model", "_clone_functional_model": "new_model"}
+    name = names.get(caller.f_code.co_name)
     if name is not None and caller.f_globals.get("__name__") == "keras.src.models.cloning":
         return caller.f_locals[name]
     above = [caller.f_back, caller.f_back and caller.f_back.f_back]
     return True if any(frame and frame.f_code is keras.models.clone_model.__code__ for frame in above) else None
+
+
+def unpickle_model(file):
+    """What a pickled Keras model is loaded with (`KerasSaveable._unpickle_model`)."""
+    return keras.Model._unpickle_model(file)
 
 
 def make_step_function(model, name: str):

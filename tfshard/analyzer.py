@@ -8,7 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfshard import activations, auto_layout, layouts, model_specs
+import keras
+
+from tfshard import activations, auto_layout, layouts, linter, model_specs
 from tfshard.errors import StrategyError
 from tfshard.layouts import FlatForm, FlatMember, VariableLayout
 from tfshard.mesh import BATCH_AXIS
@@ -190,7 +192,7 @@ def plan(
             activations over a model axis. Without it only their number is predicted.
 
     Returns:
-        The `ShardingPlan`.
+        The `ShardingPlan`. What `compile` would refuse of the model is in its `refused`.
 
     Raises:
         MeshError: A mesh that cannot exist.
@@ -216,6 +218,7 @@ def plan(
         )
     sizes = model_specs.mesh_sizes(mesh_shape)
     specs = model_specs.specs_of(model_or_specs)
+    automatic = auto_layout.is_auto(layout_map)
     layout_map = auto_layout.resolve(layout_map, model_or_specs, sizes)
     planned = model_specs.plan_layouts(specs, mesh_shape=sizes, layout_map=layout_map, zero_stage=zero_stage)
     if analyzer is not None:
@@ -223,6 +226,9 @@ def plan(
     if optimizer is None:
         optimizer = getattr(model_or_specs, "optimizer", None)
     slots = model_specs.slots_of(optimizer, specs)
+    refused: list[linter.Finding] = []
+    if isinstance(model_or_specs, keras.Model):
+        refused = linter.refusals(model_or_specs, sizes, layout_map, automatic=automatic, optimizer=optimizer)
     sent = activations.plan(model_or_specs, planned, sizes, inputs)
     return ShardingPlan.from_layouts(
         planned,
@@ -232,4 +238,5 @@ def plan(
         activations=sent.collectives,
         unknown=sent.unknown,
         uses=sent.uses,
+        refused=[str(finding) for finding in refused],
     )

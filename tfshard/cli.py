@@ -57,6 +57,12 @@ def _layout_flags() -> flags.FlagValues:
     return values
 
 
+def _lint_flags() -> flags.FlagValues:
+    values = _layout_flags()
+    flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer to be compiled with.", flag_values=values)
+    return values
+
+
 def _plan_flags() -> flags.FlagValues:
     values = _layout_flags()
     flags.DEFINE_integer("zero_stage", 3, "ZeRO stage: 0, 1, 2 or 3.", flag_values=values)
@@ -75,7 +81,7 @@ def _plan(values: flags.FlagValues, arguments: list[str]) -> int:
         optimizer=values.optimizer,
     )
     print(plan.to_json(indent=2) if values.json else plan)
-    return 0
+    return int(bool(plan.refused))
 
 
 def parse_mesh(text: str | None) -> dict[str, int]:
@@ -144,7 +150,7 @@ def _layout_map(target: str | None) -> Any:
 
 def _lint(values: flags.FlagValues, arguments: list[str]) -> int:
     mesh = parse_mesh(values.mesh)
-    findings = linter.lint(_built(arguments[0]), mesh, _layout_map(values.layout_map))
+    findings = linter.lint(_built(arguments[0]), mesh, _layout_map(values.layout_map), optimizer=values.optimizer)
     for finding in findings:
         print(finding)
     if not findings:
@@ -294,13 +300,15 @@ COMMANDS: Mapping[str, Command] = {
         run=_plan,
         arguments=("MODULE:FUNCTION",),
         options=_plan_flags,
-        summary="Print the plan of the Keras model that FUNCTION builds, for a mesh of any size.",
+        summary="Print the plan of the Keras model that FUNCTION builds, for a mesh of any size; exits with 1 if it is "
+        "refused by compile.",
     ),
     "lint": Command(
         run=_lint,
         arguments=("MODULE:FUNCTION",),
-        options=_layout_flags,
-        summary="Check a layout map against the Keras model that FUNCTION builds; exits with 1 for errors.",
+        options=_lint_flags,
+        summary="Check a layout map against the Keras model that FUNCTION builds, and the model; exits with 1 for "
+        "errors.",
     ),
     "launch": Command(
         run=_launch,

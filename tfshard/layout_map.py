@@ -90,7 +90,9 @@ class LayoutMap(Mapping):
         self._names: dict[str, str] = {}
         if isinstance(rules, keras.distribution.DeviceMesh):
             self._names = _keras_axis_names(rules)
-            self._mesh_axes = {self._names[axis]: int(size) for axis, size in zip(rules.axis_names, rules.shape)}
+            self._mesh_axes = {
+                self._names[axis]: int(size) for axis, size in zip(rules.axis_names, rules.shape, strict=True)
+            }
         elif self._mesh is None and rules is not None:
             if not isinstance(rules, Mapping):
                 raise LayoutError(
@@ -145,8 +147,10 @@ class LayoutMap(Mapping):
     def __setitem__(self, pattern: str, axes: Any) -> None:
         """Shards the dims of the variables whose path `pattern` matches over `axes`."""
         axes = getattr(axes, "axes", axes)  # keras.distribution.TensorLayout
-        if not isinstance(axes, Iterable) or isinstance(axes, str) or not all(
-            axis is None or isinstance(axis, str) for axis in axes
+        if (
+            not isinstance(axes, Iterable)
+            or isinstance(axes, str)
+            or not all(axis is None or isinstance(axis, str) for axis in axes)
         ):
             raise LayoutError(
                 "A layout is a tuple with one mesh axis name or None for each dim, such as (None, 'model'). "

@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
-from tfshard import _private, activations, auto_layout, layouts, model_specs
-from tfshard.errors import LayoutError, LayoutWarning
+from tfshard import _private, activations, auto_layout, layouts, model_specs, support
+from tfshard.errors import LayoutError, LayoutWarning, StrategyError
 from tfshard.layers import SketchedDense
 from tfshard.layout_map import LayoutMap, VariableSpec
 from tfshard.mesh import BATCH_AXIS
@@ -24,10 +24,11 @@ class Finding:
     """One fault of a layout map.
 
     Attributes:
-        kind: `"unmatched"`, `"tied"`, `"ambiguous"`, `"indivisible"`, `"unsupported"`, `"left whole"`,
-            `"column after column"`, `"transposed"` or `"unused sharding"`.
+        kind: `"cannot be expanded"`, `"optimizer"`, `"jit_compile"`, `"unmatched"`, `"tied"`, `"ambiguous"`,
+            `"indivisible"`, `"unsupported"`, `"left whole"`, `"column after column"`, `"transposed"` or
+            `"unused sharding"`.
         is_error: Whether `compile` refuses it; else it warns.
-        where: The pattern, or the path of the variable.
+        where: The pattern, the path of the variable, or the name of the layer, optimizer or model.
         message: The fault and its fix.
     """
 
@@ -40,14 +41,17 @@ class Finding:
         return f"{'error' if self.is_error else 'warning'}: {self.kind}: {self.where}: {self.message}"
 
 
-def lint(model: keras.Model, mesh: Any, layout_map: Any, *, inputs: Any = None) -> tuple[Finding, ...]:
-    """Looks a layout map over for a model, without a device.
+def lint(
+    model: keras.Model, mesh: Any, layout_map: Any = None, *, inputs: Any = None, optimizer: Any = None
+) -> tuple[Finding, ...]:
+    """Says what `compile` would refuse of a model and a layout map, and what is slow, without a device.
 
-    Errors: a pattern that matches nothing, two rules for one weight (also under the names of two layers that share
-    it), a dim that its axis does not divide, the kernel of a convolution other than Conv2D and Conv3D, a
-    matrix of more than 2% of the model's bytes that no rule mentions. Warnings, from the model's graph: a kernel
-    sharded by column whose input is sharded already, where a row rule would save collectives; a kernel sharded along
-    another dim than its neighbours ask for (transposed); sharding that the next operation undoes.
+    Errors of the model: layers that DTensor cannot expand, and an optimizer or `jit_compile=True` that cannot be used.
+    Errors of the map: a pattern that matches nothing, two rules for one weight (also by the names of two layers that
+    share it), a dim that its axis does not divide, the kernel of a convolution but Conv2D and Conv3D, a matrix of
+    more than 2% of the model's bytes without a rule, `"auto"` that finds nothing. Warnings, from its graph:
+    a kernel sharded by column whose input is sharded already, where a row rule would save collectives; a kernel sharded
+    along another dim than its neighbours ask for (transposed); sharding that the next operation undoes.
 
     Args:
         model: A built model, also one from `tfshard.abstract_model`.
@@ -55,6 +59,7 @@ def lint(model: keras.Model, mesh: Any, layout_map: Any, *, inputs: Any = None) 
         layout_map: What a `ShardedStrategy` takes as its layout map.
         inputs: An example of the model's inputs, for a subclassed model; without it, and if they are not known, only
             the errors are looked for.
+        optimizer: An optimizer to be compiled with; by default the one that the model was compiled with.
 
     Returns:
         The findings, errors first.
@@ -79,17 +84,39 @@ def lint(model: keras.Model, mesh: Any, layout_map: Any, *, inputs: Any = None) 
     layout_map = auto_layout.resolve(layout_map, model, sizes)
     layout_map.check_axes(sizes)
     specs = model_specs.specs_of(model)
-    findings = _found_findings(layout_map, sizes) if automatic else []
-    findings += _rule_findings(model, specs, layout_map, sizes)
-    findings += _whole_findings(specs, layout_map, sizes)
+    findings = refusals(model, sizes, layout_map, automatic=automatic, optimizer=optimizer)
     if not any(finding.is_error for finding in findings):
         findings += _graph_findings(model, specs, layout_map, sizes, inputs)
     return tuple(sorted(findings, key=lambda finding: not finding.is_error))
 
 
+def refusals(
+    model: keras.Model,
+    sizes: Mapping[str, int],
+    layout_map: LayoutMap,
+    *,
+    automatic: bool = False,
+    optimizer: Any = None,
+) -> list[Finding]:
+    """What compile and the first step would refuse.
+
+    Args:
+        model: A built model.
+        sizes: Axis name to size.
+        layout_map: The layout map, the one found for the model if it was `"auto"`.
+        automatic: Whether it was.
+        optimizer: An optimizer to be compiled with; by default the model's own.
+    """
+    specs = model_specs.specs_of(model)
+    findings = model_findings(model, optimizer)
+    findings += _found_findings(layout_map, sizes) if automatic else []
+    findings += _rule_findings(model, specs, layout_map, sizes)
+    return findings + _whole_findings(specs, layout_map, sizes)
+
+
 def check(model: keras.Model, mesh_shape: Mapping[str, int], layout_map: LayoutMap) -> None:
     """What compile does: raises `LayoutError` with all errors at once, and warns of the rest (`LayoutWarning`)."""
-    findings = lint(model, mesh_shape, layout_map)
+    findings = tuple(found for found in lint(model, mesh_shape, layout_map) if found.kind not in _OF_THE_MODEL)
     _raise_errors(model, findings)
     for finding in findings:
         warnings.warn(f"{finding.kind}: {finding.where}: {finding.message}", LayoutWarning, stacklevel=4)
@@ -108,6 +135,36 @@ def _raise_errors(model: keras.Model, findings: Iterable[Finding]) -> None:
         if len(errors) > _SHOWN:
             lines.append(f"- and {len(errors) - _SHOWN} more: see tfshard.lint(model, mesh, layout_map)")
         raise LayoutError(f"The layout map does not fit model '{model.name}':\n" + "\n".join(lines))
+
+
+# What a model is refused for whatever the layout map.
+_OF_THE_MODEL = ("cannot be expanded", "optimizer", "jit_compile")
+
+
+def model_findings(model: keras.Model, optimizer: Any = None) -> list[Finding]:
+    """What compile and the first step refuse of a model, whatever the mesh and the layout map.
+
+    Args:
+        model: A built model.
+        optimizer: An optimizer to be compiled with; by default the model's own.
+    """
+    findings = []
+    for layer in _private.flatten_layers(model):
+        reason = support.unsupported_reason(layer)
+        if reason is not None:
+            text = f"a {type(layer).__name__} cannot be sharded: {reason}. See docs/layers.md."
+            where = f"layer '{layer.name}'"
+            findings.append(Finding(kind="cannot be expanded", is_error=True, where=where, message=text))
+    chosen = getattr(model, "optimizer", None) if optimizer is None else keras.optimizers.get(optimizer)
+    checks = [("optimizer", lambda: support.check_optimizer(model, chosen))]
+    if model.compiled and model.jit_compile:
+        checks.append(("jit_compile", lambda: support.raise_jit_compile(model)))
+    for kind, refuse in checks:
+        try:
+            refuse()
+        except StrategyError as error:
+            findings.append(Finding(kind=kind, is_error=True, where=f"model '{model.name}'", message=str(error)))
+    return findings
 
 
 def _found_findings(layout_map: LayoutMap, sizes: Mapping[str, int]) -> list[Finding]:

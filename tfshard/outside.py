@@ -5,11 +5,9 @@ and a write goes to them, as operations of the function itself: every call sees 
 TensorFlow orders reads and writes as those of any variable. Gradients are refused: who trains has to say on which mesh.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
 from tfshard import _private, clients, placement, steps
 from tfshard.errors import StrategyError
@@ -38,8 +36,8 @@ def read(variable: "ShardedVariable") -> tf.Tensor:
     storage = variable.storage
     if clients.current() is not None and not placement.is_local(_used_axes(storage), storage.mesh):
         raise StrategyError(
-            f"Variable '{variable.path}' is read in a function that no ShardedStrategy runs, and no client of a launched "
-            f"run holds all of it. {_HOW_TO_RUN}"
+            f"Variable '{variable.path}' is read in a function that no ShardedStrategy runs, and no client of a "
+            f"launched run holds all of it. {_HOW_TO_RUN}"
         )
     stored = _assembled(storage)
     if storage.form is None:
@@ -71,7 +69,7 @@ def write(variable: "ShardedVariable", value: tf.Tensor) -> None:
         before, after = rows[..., : member.offset], rows[..., member.offset + member.elements :]
         value = tf.reshape(tf.concat([before, moved, after], axis=-1), form.buffer_shape)
     sizes = axis_sizes(storage.mesh)
-    for location, handle in _pieces(storage):
+    for location, handle in storage.handles:
         piece = split_host_value(value, storage.layout.rest, sizes, location)
         with tf.device(handle.device):
             tf.raw_ops.AssignVariableOp(resource=handle, value=piece)
@@ -100,25 +98,19 @@ def _used_axes(storage: "Storage") -> tuple[str, ...]:
     return tuple(axis for axis in storage.mesh.dim_names if axis in storage.layout.rest)
 
 
-def _pieces(storage: "Storage") -> list[tuple[Mapping[str, int], Any]]:
-    """The handle of each device's piece, with the device's location."""
-    with tf.init_scope():
-        handles = dtensor.unpack(storage.buffer.handle)
-    return list(zip(storage.mesh.local_device_locations(), handles, strict=True))
-
-
 def _assembled(storage: "Storage") -> tf.Tensor:
     """The stored tensor, from one piece of each part."""
     used = _used_axes(storage)
     pieces: dict[tuple[int, ...], tf.Tensor] = {}
-    for location, handle in _pieces(storage):
+    for location, handle in storage.handles:
         part = tuple(location[axis] for axis in used)
         if part not in pieces:
             with tf.device(handle.device):
                 pieces[part] = tf.raw_ops.ReadVariableOp(resource=handle, dtype=storage.buffer.dtype)
     # The last axis first: what is left are pieces by the axes before it.
     for number in reversed(range(len(used))):
-        dim, joined = storage.layout.rest.index(used[number]), {}
+        dim = storage.layout.rest.index(used[number])
+        joined: dict[tuple[int, ...], list[tf.Tensor]] = {}
         for part in sorted(pieces):
             joined.setdefault(part[:number], []).append(pieces[part])
         pieces = {part: tf.concat(parts, axis=dim) for part, parts in joined.items()}

@@ -114,6 +114,7 @@ class ShardingPlan:
         slots: Each optimizer variable.
         collectives: What a step sends: `predict_collectives` for variables, `activations.predict` for activations.
         unknown: Why what is sent of activations could not be predicted; empty when it was.
+        refused: What `compile` or the first step would refuse of the model, with the remedies (`tfshard.lint`).
     """
 
     mesh: dict[str, int]
@@ -123,6 +124,7 @@ class ShardingPlan:
     slots: tuple[PlannedVariable, ...]
     collectives: tuple[Collective, ...]
     unknown: str = ""
+    refused: tuple[str, ...] = ()
 
     @classmethod
     def from_layouts(
@@ -135,6 +137,7 @@ class ShardingPlan:
         activations: Sequence[Collective] = (),
         unknown: str = "",
         uses: Mapping[str, int] | None = None,
+        refused: Sequence[str] = (),
     ) -> "ShardingPlan":
         """The plan of variables whose layouts, groups included, are decided.
 
@@ -149,6 +152,7 @@ class ShardingPlan:
             activations: What a step sends of activations.
             unknown: Why that is not known.
             uses: How often the forward pass uses a variable, by path, where that is known.
+            refused: What `compile` would refuse.
         """
         by_path = {layout.spec.path: layout for layout in planned if layout.spec.trainable}
         slot_layouts = [_slot_layout(slot, by_path, mesh_shape, zero_stage) for slot in slots]
@@ -173,6 +177,7 @@ class ShardingPlan:
                 *activations,
             ),
             unknown=unknown,
+            refused=tuple(refused),
         )
 
     @property
@@ -283,6 +288,7 @@ class ShardingPlan:
 
     def __str__(self) -> str:
         notes = [f"Not predicted: {self.unknown}"] if self.unknown else []
+        notes += [f"This model cannot be trained like this: {refused}" for refused in self.refused]
         return tables.as_text(*self.tables(), *notes)
 
     def _storage_table(self) -> rich.table.Table:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from typing import Any
 
@@ -10,7 +11,6 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private, clients, placement, steps
-from tfshard.errors import StrategyError
 from tfshard.layouts import Axes, FlatForm, VariableLayout
 from tfshard.steps import Recorded
 
@@ -162,6 +162,14 @@ class Storage:
         pieces = dtensor.unpack(self.buffer.value())
         return list(zip(self.mesh.local_device_locations(), pieces, strict=True))
 
+    @functools.cached_property
+    def handles(self) -> list[tuple[dict[str, int], tf.Tensor]]:
+        """The resource of each device of this client's piece, with its location. The same objects each time: by them
+        TensorFlow orders what a function reads and writes."""
+        with tf.init_scope():
+            handles = dtensor.unpack(self.buffer.handle)
+        return list(zip(self.mesh.local_device_locations(), handles, strict=True))
+
     def set_local(self, pieces: list[np.ndarray]) -> None:
         """Sets what each device of this client holds, in the order of `local_tensors`. Eager only."""
         tensors = [tf.constant(piece) for piece in pieces]
@@ -195,8 +203,6 @@ class Storage:
 
     def write_at_rest(self, value: tf.Tensor) -> None:
         """Assigns the buffer what `at_rest` made."""
-        if steps.current() is None and not _private.is_eager():
-            self._written_in(tf.compat.v1.get_default_graph()).add(self)
         self.buffer.assign(value, read_value=False)
 
     # --- values ------------------------------------------------------------------------------------------
@@ -204,21 +210,7 @@ class Storage:
     def recorded(self) -> Recorded | None:
         """What the open step has written here."""
         step = steps.current()
-        if step is not None:
-            return step.find(self)
-        if not _private.is_eager() and self in self._written_in(tf.compat.v1.get_default_graph()):
-            raise StrategyError(
-                f"Variable '{self.name}' is read after it was written in a traced function that no "
-                "ShardedStrategy runs, where the read may see the old value. Call the function with strategy.run(...)."
-            )
-        return None
-
-    @staticmethod
-    def _written_in(graph: Any) -> set:
-        """The storages that were written in a graph outside of a step."""
-        if not hasattr(graph, "_tfshard_written"):
-            graph._tfshard_written = set()
-        return graph._tfshard_written
+        return None if step is None else step.find(self)
 
     def update_value(self) -> tf.Tensor:
         """The buffer in the layout in which it is updated."""
@@ -270,7 +262,7 @@ class Storage:
     def empty(self) -> None:
         """Frees what a storage holds that its variables have left: a function that still reads it fails."""
         if self._buffer is not None:
-            for handle in dtensor.unpack(self._buffer.handle):
+            for _, handle in self.handles:
                 empty(handle, self._buffer.dtype, self._buffer.shape.rank)
 
     def _member(self, recorded: Recorded | None, index: int) -> tf.Tensor:

@@ -99,11 +99,8 @@ class ShardedStrategy(tf.distribute.Strategy):
                 f"Received: analyzer={analyzer!r} (of type {type(analyzer)})"
             )
         self.auto = auto_layout.is_auto(layout_map)
-        mesh = (
-            mesh
-            or getattr(layout_map, "mesh", None)
-            or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
-        )
+        mesh = mesh or getattr(layout_map, "mesh", None)
+        mesh = mesh or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
         layout_map = LayoutMap.from_any(None if self.auto else layout_map)
         if runtime.current() is None:
             runtime.initialize()
@@ -342,6 +339,8 @@ class ShardedStrategy(tf.distribute.Strategy):
             self.adopt_optimizer(optimizer)
         for metric in _private.compiled_metrics(model):
             self.adopt(metric.variables)
+        if support.has_no_call(model) and model.layers and all(layer.built for layer in model.layers):
+            model.built = True  # Keras builds a model by calling it.
 
     def adopt_optimizer(self, optimizer: Any) -> None:
         """Brings an optimizer that was made outside the scope, perhaps trained already, to the mesh.

@@ -316,6 +316,11 @@ def check_ready(model: keras.Model, strategy: Any) -> None:
         _ready[model] = seen
 
 
+def has_no_call(model: Any) -> bool:
+    """Whether a model cannot be called: its `train_step` calls the models inside of it (a VAE, a GAN)."""
+    return type(model).call is keras.Model.call
+
+
 def forget_ready(model: keras.Model) -> None:
     """The model was compiled anew: `check_ready` looks at it again."""
     _ready.pop(model, None)
@@ -338,7 +343,7 @@ class Places:
         self._storages: dict[int, Any] = {}
 
     def changed(self, model: keras.Model, strategy: Any) -> bool:
-        """Whether any variable has moved since this was asked last: compiling another model with some of them did it."""
+        """Whether any variable has moved since this was asked last, when another model that has it was compiled."""
         if strategy.moves == self._moves:
             return False
         self._moves, before = strategy.moves, self._storages
@@ -358,10 +363,16 @@ def can_group(model: keras.Model) -> bool:
     return not any(part.use_ema and part.ema_overwrite_frequency for part in chain)
 
 
-def check_optimizer(model: keras.Model) -> None:
-    """Raises `StrategyError` for gradient accumulation together with what reads the weights after it in one step."""
+def check_optimizer(model: keras.Model, optimizer: Any = None) -> None:
+    """Raises `StrategyError` for gradient accumulation together with what reads the weights after it in one step.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer; by default the model's own.
+    """
     note_compiled(getattr(model, "optimizer", None))
-    for optimizer in _private.optimizer_chain(getattr(model, "optimizer", None)):
+    chosen = getattr(model, "optimizer", None) if optimizer is None else optimizer
+    for optimizer in _private.optimizer_chain(chosen):
         if not getattr(optimizer, "gradient_accumulation_steps", None):
             continue
         constrained = [v.path for v in model.trainable_variables if v.constraint is not None]

@@ -65,7 +65,8 @@ class _Distributed:
         if clone is None or not isinstance(strategy, ShardedStrategy):
             return super().get_compile_config()  # type: ignore[misc]
         if not isinstance(clone, keras.Model):
-            return None  # Of a subclassed model, which Keras makes from its config: not compiled rather than not sharded.
+            # Of a subclassed model, which Keras makes from its config: not compiled rather than not sharded.
+            return None
         # What follows is clone.compile_from_config(), which shards it.
         _private.set_distribute_strategy(as_distributed(clone), strategy)
         return super().get_compile_config()  # type: ignore[misc]
@@ -87,7 +88,10 @@ class _Distributed:
         # Where Keras shows the model what counts the steps of its epochs (resume.py).
         if iterator is not None:
             data.note_epochs(self, iterator)
-        super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)  # type: ignore[misc]
+        if support.has_no_call(self):
+            return  # Its steps call the models inside of it.
+        with contextlib.suppress(StopIteration):  # No data: what follows says so as Keras does.
+            super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)  # type: ignore[misc]
 
     @functools.wraps(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,6 +143,22 @@ class _Distributed:
         model: Any = self
         with clients.purpose(f"get_weights of model '{model.name}'"):
             return super().get_weights()  # type: ignore[misc]
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        model: Any = self
+        if save_type == "savedmodel" and isinstance(_private.distribute_strategy(model), ShardedStrategy):
+            # tf.saved_model.save: what serves is not sharded. It asks more than once, and means the same children.
+            cache = kwargs.get("cache")
+            known = cache if isinstance(cache, dict) else {}
+            if (model, "tfshard") not in known:
+                known[model, "tfshard"] = _plain_copy(model)
+            return known[model, "tfshard"]._trackable_children(save_type, **kwargs)
+        return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        # What is unpickled is a plain model, as what is loaded from a file.
+        reduced: Any = super().__reduce__()
+        return _private.unpickle_model, reduced[1]
 
 
 def _current_strategy(model: keras.Model) -> ShardedStrategy | None:

@@ -12,8 +12,8 @@ def _in_place(operator: str, instead: str):
     def refuse(self: Any, other: Any) -> Any:
         del other
         raise RuntimeError(
-            f"`variable {operator} value` is not supported, as for every tf.Variable: it would make a tensor of it. Use "
-            f"`{instead}`. Received: variable '{self.path}'"
+            f"`variable {operator} value` is not supported, as for every tf.Variable: it would make a tensor of it. "
+            f"Use `{instead}`. Received: variable '{self.path}'"
         )
 
     return refuse
@@ -65,6 +65,14 @@ class VariableSurface(tf.Variable):
     def _as_plain_variable(self) -> tf.Variable:
         """A variable of this value that is on no mesh: a copy may outlive it."""
         return _plain_variable(self.numpy(), self.trainable, self.name.partition(":")[0])
+
+    def _export_to_saved_model_graph(self, object_map=None, tensor_map=None, options=None, **kwargs):
+        del object_map, tensor_map, options, kwargs
+        raise StrategyError(
+            f"Variable '{self.path}' is sharded, and a SavedModel holds whole variables. Save the model it belongs "
+            "to with model.export(path), or model.save(path), load that without a strategy, and use what was loaded "
+            f"(ExportArchive, tf.saved_model.save, a converter). Received: {self!r}"
+        )
 
     # --- TensorFlow asks for these -----------------------------------------------------------------------
 
