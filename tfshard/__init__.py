@@ -10,6 +10,7 @@ Where to look; docs/design.md says what each module does:
     model's graph    model_graph, flow, auto_layout, activations, linter, vocabulary, sequence, convolution
     plans            model_specs, variable_traffic, planning, analyzer, presets, advice, report, profiling, tables
     training         optimizers, updates, support, extended, strategy, generation, trainer
+    verifying        step_recording, operation_check, verification
     checkpoints      checkpoint, saving, restoring, resume, exporting; boxes, manifest, files, training_state, pieces
     several clients  launcher, leader, watchdog, follower, launch_options, agreements, processes, hosts; collectives,
                      network
@@ -41,6 +42,7 @@ from tfshard.errors import (
     StrategyError,
     UnsupportedLayerError,
     UnsupportedOperationError,
+    VerificationError,
 )
 from tfshard.exporting import export, import_weights
 from tfshard.layout_map import LayoutMap
@@ -57,6 +59,7 @@ from tfshard.strategy import ShardedStrategy
 from tfshard.trainer import Model, Sequential, as_distributed
 from tfshard.variable_traffic import Collective
 from tfshard.variables import ShardedVariable
+from tfshard.verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -95,6 +98,8 @@ __all__ = [
     "StrategyError",
     "UnsupportedLayerError",
     "UnsupportedOperationError",
+    "Verification",
+    "VerificationError",
     "abstract_model",
     "advise",
     "as_distributed",
@@ -111,6 +116,7 @@ __all__ = [
     "presets",
     "profile_network",
     "profile_step",
+    "verify",
 ]
 
 del _private

@@ -105,6 +105,11 @@ def wait_for_devices() -> None:
     _context.async_wait()
 
 
+def clear_device_errors() -> None:
+    """Forgets the error of an operation that failed, after all others have ended (`Context.clear_executor_errors`)."""
+    _context.context().clear_executor_errors()
+
+
 def record_variable_access(variable) -> None:
     """Tells every active gradient tape that `variable` was read (`tape.variable_accessed`)."""
     _tape.variable_accessed(variable)
@@ -135,6 +140,14 @@ RANDOM_OPS = frozenset(
     ("StatelessRandomUniform", "StatelessRandomUniformV2", "StatelessRandomUniformFullInt",
      "StatelessRandomUniformFullIntV2", "StatelessRandomUniformIntV2", "StatelessRandomNormal",
      "StatelessRandomNormalV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2")
+)  # fmt: skip
+
+
+# Those, and the others that give other numbers each time.
+ALL_RANDOM_OPS = RANDOM_OPS | frozenset(
+    ("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomGamma", "RandomShuffle",
+     "Multinomial", "StatelessMultinomial", "StatelessParameterizedTruncatedNormal", "StatelessRandomBinomial",
+     "StatelessRandomGammaV2", "StatelessRandomGammaV3", "StatelessRandomPoisson")
 )  # fmt: skip
 
 
@@ -231,6 +244,13 @@ def set_backend_variable(variable, value) -> None:
     variable._value = value
 
 
+def plain_variable(value, like):
+    """A tf.Variable on this device that optimizers take for `like` (`Variable._unique_id`)."""
+    variable = tf.Variable(value, trainable=like.trainable, name=like.name.partition(":")[0], dtype=like.dtype)
+    variable._unique_id = like._unique_id
+    return variable
+
+
 def set_distribute_strategy(owner, strategy) -> None:
     """Makes a Keras model or optimizer use `strategy` (`_distribute_strategy`, `_distribution_strategy`)."""
     if isinstance(owner, keras.optimizers.Optimizer):
@@ -240,8 +260,15 @@ def set_distribute_strategy(owner, strategy) -> None:
 
 
 def distribute_strategy(model):
-    """The strategy that a Keras model was built or compiled under, or None."""
+    """The strategy that a Keras model or optimizer was built or compiled under, or None."""
+    if isinstance(model, keras.optimizers.Optimizer):
+        return model._distribution_strategy
     return getattr(model, "_distribute_strategy", None)
+
+
+def symbolic_build(model, batch) -> None:
+    """Builds what `fit` builds before its first step (`Trainer._maybe_symbolic_build`)."""
+    model._maybe_symbolic_build(data_batch=batch)
 
 
 def make_step_function(model, name: str):

@@ -1,0 +1,584 @@
+"""verify: one training step sharded and one on one device, from the same values, and where they differ."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import rich.box
+import rich.table
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private, clients, data, operation_check, placement, support, tables
+from tfshard.errors import StrategyError, VerificationError
+from tfshard.mesh import BATCH_AXIS
+from tfshard.operation_check import Operation, Worst, worst_of
+from tfshard.operation_check import largest as _largest
+from tfshard.step_recording import (
+    Key,
+    Observed,
+    Recorder,
+    StepFailure,
+    Subject,
+    axes_of,
+    differing_copies,
+    recover,
+    run_on_one_device,
+    run_sharded,
+)
+from tfshard.strategy import ShardedStrategy
+from tfshard.variables import ShardedVariable
+
+# How much a value may differ, of the largest number of its tensor. Sums of float32 in another order differ by 1e-7 to
+# 1e-6. The coarsest type that any layer computes in decides.
+TOLERANCES: Mapping[str, float] = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
+# What an update may differ besides, in units of the variable's last place: both steps add it to the same number.
+_UNITS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Something that the sharded step does otherwise than one device.
+
+    Attributes:
+        kind: `"batch"`, `"replicas"`, `"layout"`, `"failure"`, `"random"`, `"layer"`, `"loss"`, `"gradient"`,
+            `"update"` or `"metric"`.
+        place: The layer, variable, metric or operation.
+        message: What differs, in words, with both numbers.
+        sharded: One number of the sharded step, the one that differs most; None where it is not about numbers.
+        one_device: The same number on one device.
+        index: Where in the tensor.
+        error: How much they differ, of the largest number of the tensor.
+        operation: The operation that is to blame, for the first difference in numbers; None if none was found.
+    """
+
+    kind: str
+    place: str
+    message: str
+    sharded: Any = None
+    one_device: Any = None
+    index: tuple[int, ...] = ()
+    error: float | None = None
+    operation: Operation | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}" + (f"\n    {self.operation}" if self.operation is not None else "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compared:
+    """What was compared of one kind.
+
+    Attributes:
+        kind: As in `Difference`.
+        count: How many tensors.
+        differing: How many of them differ by more than the tolerance.
+        error: The largest error of those, or of all if none does.
+        place: Where that is.
+    """
+
+    kind: str
+    count: int
+    differing: int
+    error: float
+    place: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The result of `tfshard.verify`; `print` it, or use it as data.
+
+    Attributes:
+        model: The model's name.
+        mesh: Axis name to size.
+        zero_stage: 0 to 3.
+        tolerance: How much values may differ, of the largest number of their tensor.
+        compared: What was compared, a row for each kind.
+        differences: What differs, in the order of the step: the first is where to look.
+        not_compared: What could not be compared, and why.
+    """
+
+    model: str
+    mesh: dict[str, int]
+    zero_stage: int
+    tolerance: float
+    compared: tuple[Compared, ...]
+    differences: tuple[Difference, ...]
+    not_compared: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the step was compared and nothing differs."""
+        return not self.differences and bool(self.compared)
+
+    def raise_if_different(self) -> "Verification":
+        """Itself, if nothing differs.
+
+        Raises:
+            VerificationError: With the differences.
+        """
+        if not self.ok:
+            raise VerificationError(str(self))
+        return self
+
+    def table(self) -> rich.table.Table:
+        """What was compared, as a rich table."""
+        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
+        table = rich.table.Table(
+            title=f"Model '{self.model}' on {axes}, ZeRO stage {self.zero_stage}, against one device "
+            f"(tolerance {self.tolerance:.0e})",
+            box=rich.box.SIMPLE_HEAD,
+        )
+        for column, justify in (("compared", "left"), ("tensors", "right"), ("differing", "right"),
+                                ("largest error", "right"), ("at", "left")):  # fmt: skip
+            table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        for row in self.compared:
+            table.add_row(row.kind, str(row.count), str(row.differing), f"{row.error:.1e}", row.place)
+        return table
+
+    def __str__(self) -> str:
+        lines = []
+        if self.differences:
+            first, *others = self.differences
+            lines += ["DIFFERENT. First:", f"  {first}"]
+            lines += ["Then:"] * bool(others) + [f"  {difference}" for difference in others[:_SHOWN]]
+            lines += [f"  and {len(others) - _SHOWN} more"] * (len(others) > _SHOWN)
+        else:
+            lines.append("The same as on one device." if self.ok else "NOTHING WAS COMPARED.")
+        lines += ["Not compared:"] * bool(self.not_compared) + [f"  {text}" for text in self.not_compared]
+        return tables.as_text(*([self.table()] if self.compared else []), "\n".join(lines))
+
+
+# How many differences behind the first are printed.
+_SHOWN = 8
+
+
+def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) -> Verification:
+    """Runs one training step sharded and one on one device, from the same values, and compares them.
+
+    Both steps are the model's own `train_step`, traced as `fit` does. The one on one device is given the random
+    numbers that the sharded one drew, such as dropout masks. Its optimizer is given the gradients of the sharded step,
+    after they have been compared with its own: an optimizer such as Adam makes a whole step out of the rounding error
+    of a gradient that is zero. The model, its optimizer and its metrics are then as before; what the first step builds
+    is built.
+
+    Args:
+        model: A model compiled with a `tfshard.ShardedStrategy`.
+        batch: What a dataset yields: `(x, y)`, `(x, y, sample_weight)`, or whatever the model's `train_step` takes;
+            the whole batch, of any size.
+        tolerance: How much a value may differ, of the largest number of its tensor. By default 2e-5 for float32, 1e-2
+            for float16, 5e-2 for bfloat16.
+
+    Returns:
+        A `Verification`.
+
+    Raises:
+        StrategyError: The model is not compiled with a ShardedStrategy, or this is a client of a launched run.
+        UnsupportedOperationError: The step has an operation that DTensor cannot expand.
+
+    Example:
+
+    >>> import keras, numpy as np, tfshard
+    >>> _ = tfshard.initialize(num_devices=4, device_type="CPU")
+    >>> model = tfshard.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dropout(0.5)])
+    >>> model.compile("adam", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    >>> result = tfshard.verify(model, (np.ones((8, 8), "float32"), np.ones((8, 4), "float32")))
+    >>> result.ok, [row.kind for row in result.compared]
+    (True, ['layer', 'loss', 'gradient', 'update', 'metric'])
+    """
+    strategy = _private.distribute_strategy(model)
+    if not isinstance(strategy, ShardedStrategy) or not model.compiled:
+        raise StrategyError(
+            "verify takes a model that is compiled with a ShardedStrategy: "
+            "tfshard.as_distributed(model).compile(optimizer, loss, strategy=...). "
+            f"Received: model '{getattr(model, 'name', model)}' under {strategy!r}"
+        )
+    if clients.current() is not None:
+        raise StrategyError(
+            "verify runs in one process. Start one with as many devices as the launched run has together, "
+            "tfshard.initialize(num_devices=..., device_type='CPU'): the numbers are the same."
+        )
+    if any(isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)) for leaf in tf.nest.flatten(batch)):
+        data.batch_to_mesh(batch, strategy.mesh)  # Says what to do.
+    host = tf.nest.map_structure(_host_leaf, batch)
+    _private.symbolic_build(model, host)
+    support.check_ready(model, strategy)
+    subject = Subject(model, strategy)
+    pieces = subject.snapshot()
+    try:
+        return _Comparison(subject, host, tolerance).run()
+    finally:
+        subject.restore(pieces)
+
+
+def _host_leaf(value: Any) -> Any:
+    """A part of a batch as an array in the dtype that Keras's data adapters give it."""
+    if value is None:
+        return None
+    array = placement.to_host(value)
+    return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
+
+
+class _Comparison:
+    """The two steps of one call of `verify`."""
+
+    def __init__(self, subject: Subject, batch: Any, tolerance: float | None):
+        self._subject, self._batch = subject, batch
+        self._mesh = subject.strategy.mesh
+        self._tolerance = tolerance or max(TOLERANCES.get(dtype, 0.0) for dtype in _dtypes(subject.model))
+        self._differences: list[Difference] = []
+        self._not_compared: dict[str, None] = {}
+        self._rows: list[Compared] = []
+        self._before: dict[str, np.ndarray] = {}
+        self._pieces = subject.snapshot()
+
+    def run(self) -> Verification:
+        subject = self._subject
+        self._check_storage("before the step")
+        if self._differences:
+            self._not_compared["the step: devices already hold different values before it"] = None
+            return self._result()
+        on_mesh = data.batch_to_mesh(self._batch, self._mesh, subject.strategy.already_sharded)
+        self._check_batch(on_mesh)
+        self._before = subject.values()
+        self._check_stage()
+        try:
+            sharded = run_sharded(subject, on_mesh)
+            self._check_storage("after the step")
+        except StepFailure as failure:
+            recover(self._mesh)
+            subject.restore(self._pieces)
+            self._explain(failure)
+            return self._result()
+        subject.restore(self._pieces)
+        try:
+            with subject.on_one_device():
+                alone = run_on_one_device(subject, self._host_batch(), sharded)
+        except StepFailure as failure:
+            self._not_compared[f"the step: it fails on one device. {_first_line(failure)}"] = None
+            return self._result()
+        self._not_compared |= sharded.recorder.left_out | alone.recorder.left_out
+        self._check_copies(sharded)
+        self._compare(sharded, alone)
+        self._locate_first(on_mesh, sharded)
+        return self._result()
+
+    def _result(self) -> Verification:
+        strategy = self._subject.strategy
+        kinds = ("replicas", "layout", "batch", "failure", "random", "layer", "loss", "gradient", "update", "metric")
+        return Verification(
+            model=self._subject.model.name,
+            mesh=dict(strategy.mesh_shape),
+            zero_stage=strategy.zero_stage,
+            tolerance=self._tolerance,
+            compared=tuple(self._rows),
+            differences=tuple(sorted(self._differences, key=lambda d: (kinds.index(d.kind)))),
+            not_compared=tuple(self._not_compared),
+        )
+
+    def _host_batch(self) -> Any:
+        return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.constant(leaf), self._batch)
+
+    # --- what is not a number of the step
+
+    def _check_storage(self, when: str) -> None:
+        for storage, name in self._subject.storages().items():
+            pieces = dtensor.unpack(storage.buffer.value())
+            text = differing_copies(pieces, axes_of(storage.buffer.value()), self._mesh)
+            if text is not None and all(d.place != name for d in self._differences):
+                message = f"devices hold different copies of variable '{name}' {when}: {text}"
+                self._differences.append(Difference(kind="replicas", place=name, message=message))
+
+    def _check_batch(self, on_mesh: Any) -> None:
+        leaves = zip(tf.nest.flatten(self._batch), tf.nest.flatten(on_mesh), strict=True)
+        for number, (host, sharded) in enumerate(leaves):
+            if host is None:
+                continue
+            place = f"part {number} of the batch"
+            worst = worst_of(placement.to_host(sharded), host, rtol=0.0)
+            if worst is not None:
+                self._add("batch", place, f"{place} is another one on the mesh", worst)
+
+    def _check_stage(self) -> None:
+        """Whether what the stage shards rests sharded over the batch axis."""
+        strategy = self._subject.strategy
+        for variable in self._trained().values():
+            kinds = [("parameter", variable, 3), *(("slot", slot, 1) for slot in variable.slots.values())]
+            for kind, part, stage in kinds:
+                axes = axes_of(part.buffer.value())
+                if strategy.zero_stage >= stage and self._can_shard(variable) and BATCH_AXIS not in axes:
+                    message = (
+                        f"{kind} '{part.path}' of '{variable.path}' rests whole on every device of the batch axis, "
+                        f"which stage {strategy.zero_stage} shards: its layout is {axes}"
+                    )
+                    self._differences.append(Difference(kind="layout", place=part.path, message=message))
+
+    def _trained(self) -> dict[str, ShardedVariable]:
+        found = {v.path: _private.backend_variable(v) for v in self._subject.model.trainable_variables}
+        return {path: current for path, current in found.items() if isinstance(current, ShardedVariable)}
+
+    def _can_shard(self, variable: ShardedVariable) -> bool:
+        sizes = self._subject.strategy.mesh_shape
+        return sizes.get(BATCH_AXIS, 1) > 1 and math.prod(variable.layout.spec.shape) > 1
+
+    def _check_scattered(self, sharded: Observed) -> None:
+        """Whether stages 2 and 3 keep a gradient whole on no device."""
+        trained = self._trained()
+        for key, axes in sharded.layouts.items():
+            variable = trained.get(key.path) if key.kind == "gradient" else None
+            if variable is None or variable.layout.sharded is None or variable.layout.flat is not None:
+                continue
+            if self._subject.strategy.zero_stage >= 2 and BATCH_AXIS not in axes:
+                message = (
+                    f"{key} is whole on every device when the optimizer gets it; stage "
+                    f"{self._subject.strategy.zero_stage} scatters it: its layout is {axes}"
+                )
+                self._differences.append(Difference(kind="layout", place=key.path, message=message))
+
+    def _check_copies(self, sharded: Observed) -> None:
+        graph = sharded.recorder.graph
+        for name, text in sharded.differing.items():
+            operation = graph.get_tensor_by_name(name).op
+            random = operation.type in _private.ALL_RANDOM_OPS
+            place = sharded.recorder.layer_of(operation) or operation.name
+            what = "draw different random numbers for the same elements in" if random else "compute different values in"
+            line = operation_check.line_of(operation)
+            message = f"devices that hold copies {what} {place}, operation '{operation.name}' ({operation.type})" + (
+                f", from {line}" if line else ""
+            )
+            kind = "random" if random else "replicas"
+            self._differences.append(Difference(kind=kind, place=place, message=f"{message}: {text}"))
+
+    def _explain(self, failure: StepFailure) -> None:
+        """A step that failed on the devices: where, and whether it fails on one device too."""
+        recorder = failure.recorder
+        operation = _failed_operation(str(failure), recorder.graph)
+        if operation is None:
+            place = where = "an operation that TensorFlow does not name"
+        else:
+            line = operation_check.line_of(operation)
+            place = recorder.layer_of(operation) or operation.name
+            where = f"{place}, operation '{operation.name}' ({operation.type})" + (f", from {line}" if line else "")
+        try:
+            with self._subject.on_one_device():
+                run_on_one_device(self._subject, self._host_batch(), None)
+            alone = "On one device it does not fail."
+        except StepFailure as other:
+            alone = f"On one device it fails too: {_first_line(other)}"
+        message = f"the step fails in {where}: {type(failure.error).__name__}: {_first_line(failure)}. {alone}"
+        self._differences.append(Difference(kind="failure", place=place, message=message))
+        self._not_compared["the numbers of the step: it failed"] = None
+
+    # --- numbers
+
+    def _add(self, kind: str, place: str, what: str, worst: Worst) -> None:
+        if isinstance(worst.sharded, tuple):
+            text = f"{what}: sharded shape {worst.sharded}, one device {worst.one_device}"
+        else:
+            text = f"{what}: sharded {worst.sharded}, one device {worst.one_device} at index {worst.index}"
+            if math.isfinite(worst.error):
+                text += f" (error {worst.error:.1e})"
+        difference = Difference(
+            kind=kind, place=place, message=text, sharded=worst.sharded, one_device=worst.one_device,
+            index=worst.index, error=worst.error,
+        )  # fmt: skip
+        self._differences.append(difference)
+
+    def _compare(self, sharded: Observed, alone: Observed) -> None:
+        self._check_scattered(sharded)
+        for key in [k for k in alone.values if k not in sharded.values]:
+            self._not_compared[f"{key}: the sharded step does not compute it"] = None
+        floors = {"layer": 1e-3, "loss": 1e-3, "metric": 1e-3, "gradient": 1e-2 * _largest_gradient(alone)}
+        for kind in ("layer", "loss", "gradient", "update", "metric"):
+            if kind == "update":
+                self._compare_updates(sharded, alone)
+                continue
+            worsts: list[tuple[str, Worst, str]] = []
+            for key, ours in sharded.values.items():
+                if key.kind != kind:
+                    continue
+                if key not in alone.values:
+                    self._not_compared[f"{key}: the step on one device does not compute it"] = None
+                    continue
+                worsts += self._one(key, ours, alone.values[key], floors[kind])
+            self._row(kind, worsts)
+
+    def _one(self, key: Key, ours: Any, theirs: Any, floor: float) -> Iterator[tuple[str, Worst, str]]:
+        place = f"layer '{key.path}' ({key.type})" if key.kind == "layer" else key.path or "loss"
+        if ours is None or theirs is None:
+            if ours is not theirs:
+                lost = Worst(sharded="no gradient" if ours is None else "a gradient",
+                             one_device="no gradient" if theirs is None else "a gradient",
+                             index=(), error=math.inf)  # fmt: skip
+                yield place, lost, str(key)
+            return
+        worst = operation_check.error_of(ours, theirs, floor=floor)
+        yield place, worst, f"{key}{self._ratio(ours, theirs)}"
+
+    def _ratio(self, ours: np.ndarray, theirs: np.ndarray) -> str:
+        """In words, when one tensor is the other times the number of samples or devices."""
+        if ours.shape != theirs.shape or ours.dtype.kind != "f" or not np.isfinite(ours).all() or not theirs.any():
+            return ""
+        a, b = ours.astype("float64").ravel(), theirs.astype("float64").ravel()
+        ratio = float(a @ b / (b @ b))
+        if abs(ratio - 1.0) < 10 * self._tolerance or np.abs(a - ratio * b).max() > 1e-3 * np.abs(a).max():
+            return ""
+        sizes = self._subject.strategy.mesh_shape
+        rows = [leaf.shape[0] for leaf in tf.nest.flatten(self._batch) if leaf is not None and leaf.ndim]
+        names = {rows[0]: "number of samples in the batch"} if rows else {}
+        names |= {math.prod(sizes.values()): "number of devices"}
+        names |= {size: f"size of axis '{axis}'" for axis, size in sizes.items() if size > 1}
+        for number, name in names.items():
+            if number > 1 and math.isclose(ratio, number, rel_tol=1e-3):
+                return f" is {number} times as large, the {name} (a sum where one device has a mean?)"
+            if number > 1 and math.isclose(ratio, 1 / number, rel_tol=1e-3):
+                return f" is 1/{number} of it, one over the {name} (divided once too often?)"
+        return f" is {ratio:.4g} times as large"
+
+    def _compare_updates(self, sharded: Observed, alone: Observed) -> None:
+        """What the step made of the variables: its change, by the size of the change."""
+        worsts = []
+        for name, before in self._before.items():
+            ours, theirs = sharded.after.get(name), alone.after.get(name)
+            if ours is None or theirs is None:
+                self._not_compared[f"variable '{name}': the step on one device has none"] = None
+                continue
+            if ours.dtype.kind in "biu":
+                worst = operation_check.error_of(ours, theirs)
+            else:
+                change = _largest(theirs.astype("float64") - before.astype("float64"))
+                # So that the tolerance is that of the change, or the variable's last places where those are coarser.
+                scale = max(change, _UNITS * _last_place(ours.dtype) * _largest(theirs) / self._tolerance)
+                worst = operation_check.error_of(ours, theirs, scale=scale)
+            worsts.append((name, worst, f"variable '{name}' after the step"))
+        self._row("update", worsts)
+
+    def _row(self, kind: str, worsts: list[tuple[str, Worst, str]]) -> None:
+        if not worsts:
+            return
+        exact = {True: 0.0, False: self._tolerance}
+        wrong = [w for w in worsts if w[1].error > exact[isinstance(w[1].sharded, (bool, int))]]
+        for place, worst, what in wrong:
+            self._add(kind, place, what, worst)
+        place, worst, _ = max(wrong or worsts, key=lambda each: each[1].error)
+        self._rows.append(
+            Compared(kind=kind, count=len(worsts), differing=len(wrong), error=worst.error, place=place)
+        )
+
+    # --- which operation
+
+    def _locate_first(self, on_mesh: Any, sharded: Observed) -> None:
+        """Puts the operation that is to blame into the first difference in numbers."""
+        numbers = [d for d in self._differences if d.kind in ("layer", "loss", "gradient", "update", "metric")]
+        if not numbers or any(d.kind in ("batch", "random") for d in self._differences):
+            return
+        first = self._first_target(numbers, sharded)
+        operation = self._find_operation(first, on_mesh, sharded)
+        place = self._differences.index(first)
+        self._differences.remove(first)
+        kind = min(i for i, d in enumerate(self._differences + [first]) if d.kind == first.kind or d is first)
+        self._differences.insert(min(kind, place), dataclasses.replace(first, operation=operation))
+
+    def _first_target(self, numbers: list[Difference], sharded: Observed) -> Difference:
+        """The first difference; among gradients the one that is computed first, which is that of the last layer."""
+        first = numbers[0]
+        if first.kind != "gradient":
+            return first
+        order = {op.name: i for i, op in enumerate(sharded.recorder.graph.get_operations())}
+        made = {key.path: t for key, t in sharded.recorder.values.items() if key.kind == "gradient" and t is not None}
+        gradients = [d for d in numbers if d.kind == "gradient"]
+        return min(gradients, key=lambda d: order[made[d.place].op.name] if d.place in made else -1)
+
+    def _find_operation(self, first: Difference, on_mesh: Any, sharded: Observed) -> Operation | None:
+        subject = self._subject
+        wrong = {(d.kind, d.place) for d in self._differences}
+        region: list[tf.Operation] = []
+        handles: dict[str, np.ndarray] = {}
+
+        def place_of(key: Key) -> tuple[str, str]:
+            return key.kind, f"layer '{key.path}' ({key.type})" if key.kind == "layer" else key.path or "loss"
+
+        def select(recorder: Recorder) -> list[tf.Tensor]:
+            noted = {key: tensor for key, tensor in recorder.values.items() if tensor is not None}
+            known = {tensor.name for key, tensor in noted.items() if place_of(key) not in wrong}
+            targets = [t for key, t in noted.items() if place_of(key) == (first.kind, first.place)]
+            if first.kind == "update":
+                targets = self._assigned(first.place, recorder.graph)
+            region[:] = operation_check.ancestors(targets[:1] or targets, known)
+            if len(region) > operation_check.MAX_OPERATIONS:
+                self._not_compared[f"single operations: {len(region)} come into question for {first.place}"] = None
+                region.clear()
+            handles.update(self._handles(recorder.graph))
+            tensors = {t.name: t for op in region for t in (*op.inputs, *op.outputs)}
+            return [t for t in tensors.values() if operation_check.is_fetched(t) and t.graph is recorder.graph]
+
+        again = run_sharded(subject, on_mesh, select)
+        subject.restore(self._pieces)
+        found = operation_check.first_wrong(region, again.selected, handles, self._tolerance)
+        if found is not None or not region:
+            return found
+        names = {tensor.name for op in region for tensor in op.outputs}
+
+        def same_names(recorder: Recorder) -> list[tf.Tensor]:
+            operations = {op.name: op for op in recorder.graph.get_operations()}
+            alike = [operations[op.name] for op in region if op.name in operations
+                     and operations[op.name].type == op.type]  # fmt: skip
+            return [t for op in alike for t in op.outputs if t.name in names and operation_check.is_fetched(t)]
+
+        with subject.on_one_device():
+            alone = run_on_one_device(subject, self._host_batch(), again, same_names)
+        return operation_check.first_other(region, again.selected, alone.selected, self._tolerance)
+
+    def _assigned(self, name: str, graph: Any) -> list[tf.Tensor]:
+        variable = self._subject.variables().get(name)
+        current = None if variable is None else _private.backend_variable(variable)
+        if not isinstance(current, ShardedVariable):
+            return []
+        return operation_check.assigned(graph, current.buffer.handle)[-1:]
+
+    def _handles(self, graph: Any) -> dict[str, np.ndarray]:
+        """What each variable's buffer holds before a step, by the name of its handle in the graph."""
+        outside = {id(storage.buffer.handle): storage for storage in self._subject.storages()}
+        found = {}
+        for external, internal in graph.captures:
+            if id(external) in outside:
+                with tf.init_scope():
+                    found[internal.name] = placement.to_host(outside[id(external)].buffer.value())
+        return found
+
+
+def _largest_gradient(observed: Observed) -> float:
+    gradients = [value for key, value in observed.values.items() if key.kind == "gradient" and value is not None]
+    return max((_largest(value) for value in gradients), default=0.0)
+
+
+def _last_place(dtype: np.dtype) -> float:
+    """The relative distance of two neighbouring numbers."""
+    return float(np.finfo(dtype).eps) if dtype.kind == "f" else 2.0**-7  # bfloat16 is no kind of numpy's.
+
+
+def _dtypes(model: Any) -> set[str]:
+    """The types in which the layers of a model compute."""
+    found = {str(layer.compute_dtype) for layer in _private.flatten_layers(model)} & TOLERANCES.keys()
+    return found or {"float32"}
+
+
+def _failed_operation(message: str, graph: tf.Graph) -> tf.Operation | None:
+    """The operation that an error of the devices names."""
+    operations = {operation.name: operation for operation in graph.get_operations()}
+    for name in re.findall(r"\{\{node ([^}]+)\}\}", message):
+        parts = name.split("/")
+        for begin in range(len(parts)):
+            found = operations.get("/".join(parts[begin:]))
+            if found is not None:
+                return found
+    return None
+
+
+def _first_line(failure: StepFailure) -> str:
+    text = re.sub(r"\{\{function_node [^}]*\}\}\s*", "", str(failure))
+    return next((line.strip() for line in text.splitlines() if line.strip()), "").rstrip(".")
