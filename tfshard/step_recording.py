@@ -474,15 +474,19 @@ def differing_copies(pieces: Any, axes: Axes, mesh: dtensor.Mesh) -> str | None:
     return None
 
 
-def recover(mesh: dtensor.Mesh) -> None:
+def recover(subject: Subject) -> None:
     """Makes the devices usable after an operation has failed. What they hold is kept."""
+    storage = next(iter(subject.storages()))
+    # DTensor cancels what follows a failed operation. It leaves that state when an operation fails at once, because an
+    # error is there already, and the error is cleared then. A variable is read for it: a constant that is cancelled on
+    # its way to the devices would stay in TensorFlow's cache of constants.
     for _ in range(8):
+        for _ in range(2):
+            try:
+                placement.mesh_to_host(storage.buffer.value())
+                _private.wait_for_devices()
+                return
+            except tf.errors.OpError:
+                pass
         _private.clear_device_errors()
-        try:
-            # The operations that follow a failed one are cancelled, until one of each device has been.
-            dtensor.copy_to_mesh(tf.constant(1.0), dtensor.Layout.replicated(mesh, 0)).numpy()
-            _private.wait_for_devices()
-            return
-        except tf.errors.OpError:
-            continue
     raise RuntimeError("The devices still fail after an operation failed; this process cannot be used on.")

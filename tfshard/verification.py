@@ -250,7 +250,7 @@ class _Comparison:
             sharded = run_sharded(subject, on_mesh)
             self._check_storage("after the step")
         except StepFailure as failure:
-            recover(self._mesh)
+            recover(subject)
             subject.restore(self._pieces)
             self._explain(failure)
             return self._result()
