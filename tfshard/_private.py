@@ -171,6 +171,24 @@ def replaced_outputs(replace: dict):
         _op_callbacks.remove_op_callback(callback)
 
 
+@contextlib.contextmanager
+def recorded_outputs(types, record):
+    """A context in which what uses the output of an operation of `types`, when it is added to a graph, gets
+    `record(output)` instead (`op_callbacks.add_op_callback`). It sees what callbacks added before have made of it."""
+
+    def callback(op_type, inputs, attrs, outputs, op_name=None, graph=None):
+        del inputs, attrs, op_name
+        if graph is None or outputs is None:
+            return None
+        return [record(output) for output in outputs] if op_type in types else list(outputs)
+
+    _op_callbacks.add_op_callback(callback)
+    try:
+        yield
+    finally:
+        _op_callbacks.remove_op_callback(callback)
+
+
 # The values of TensorFlow's SerializationOptions.ExternalStatePolicy.
 _IGNORE_STATE, _FAIL_ON_STATE = 1, 2
 
@@ -264,6 +282,11 @@ def distribute_strategy(model):
     if isinstance(model, keras.optimizers.Optimizer):
         return model._distribution_strategy
     return getattr(model, "_distribute_strategy", None)
+
+
+def compile_arguments(model) -> dict:
+    """What a model was compiled with, the objects themselves (`Trainer._compile_config`)."""
+    return dict(model._compile_config.config)
 
 
 def symbolic_build(model, batch) -> None:

@@ -45,6 +45,19 @@ class Operation:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """What the buffer of a variable holds before a step.
+
+    Attributes:
+        name: Of the variable, or of the first of a group.
+        value: Whole, on the host.
+    """
+
+    name: str
+    value: np.ndarray
+
+
 def is_fetched(tensor: tf.Tensor) -> bool:
     """Whether a tensor can be returned from a step and compared."""
     return tensor.dtype not in (tf.resource, tf.variant, tf.string)
@@ -104,7 +117,7 @@ def line_of(operation: tf.Operation) -> str:
 
 
 def first_wrong(
-    operations: Sequence[tf.Operation], values: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray], rtol: float
+    operations: Sequence[tf.Operation], values: Mapping[str, np.ndarray], before: Mapping[str, "Held"], rtol: float
 ) -> Operation | None:
     """The first operation whose result is not what TensorFlow computes on one device from the same inputs.
 
@@ -119,13 +132,14 @@ def first_wrong(
     order = {operation.name: i for i, operation in enumerate(operations[0].graph.get_operations())}
     alone = _Alone(operations)
     for operation in operations:
-        outputs = [tensor for tensor in operation.outputs if tensor.name in values]
         inputs = [values.get(tensor.name) for tensor in operation.inputs]
         if operation.type == "ReadVariableOp":
             writes = writes_before(operation, order)
-            found = values.get(writes[-1].inputs[1].name) if writes else before.get(operation.inputs[0].name)
+            held = before.get(operation.inputs[0].name)
+            found = values.get(writes[-1].inputs[1].name) if writes else held.value if held is not None else None
             expected = None if found is None else [found]
-            reason = "which reads a variable as it was before it was written" if writes else "which reads a variable"
+            reason = f"which reads variable '{held.name if held is not None else operation.inputs[0].name}'"
+            reason += " as it was before it was written" if writes else ""
         elif operation.type in ("Relayout", "RelayoutLike"):
             expected, reason = None if inputs[0] is None else [inputs[0]], "which only moves its input"
         elif any(value is None for value in inputs) or not operation.inputs:
@@ -136,7 +150,7 @@ def first_wrong(
             continue
         scale = max((largest(v) for v in inputs if v is not None and v.dtype.kind not in "biu"), default=0.0)
         for tensor, theirs in list(zip(operation.outputs, expected, strict=False))[: _useful(operation)]:
-            if tensor not in outputs:
+            if tensor.name not in values:
                 continue
             worst = worst_of(values[tensor.name], theirs, rtol, floor=1e-3 * scale)
             if worst is not None:
@@ -158,9 +172,27 @@ def first_other(
             if tensor.name in values and tensor.name in other:
                 worst = worst_of(values[tensor.name], other[tensor.name], rtol)
                 if worst is not None:
-                    reason = "which gets other inputs than on one device" if operation.inputs else "which is another one"
+                    reason = (
+                        "which gets other inputs than on one device" if operation.inputs else "which is another one"
+                    )
                     return _operation(operation, reason, worst)
+    for operation in operations:
+        output = next(iter(operation.outputs), None)
+        if output is None or output.name in other or output.name not in values or _is_ours(operation):
+            continue
+        first = values[output.name].reshape(-1)[:1]
+        worst = Worst(sharded=first.item() if first.size else None, one_device=None, index=(), error=float("inf"))
+        return _operation(operation, "which the step on one device does not have", worst)
     return None
+
+
+def _is_ours(operation: tf.Operation) -> bool:
+    """Whether tfshard made an operation, or it only hands its input on."""
+    if operation.type in ("Const", "Placeholder", "Relayout", "RelayoutLike", "Identity", "IdentityN"):
+        return True
+    paths = [frame.filename.replace(os.sep, "/") for frame in reversed(list(operation.traceback or ()))]
+    outside = [path for path in paths if not re.search(r"/tensorflow/|/(contextlib|functools)\.py$|^<", path)]
+    return bool(outside) and "/tfshard/" in outside[0]
 
 
 def _operation(operation: tf.Operation, reason: str, worst: "Worst") -> Operation:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private, placement, support
+from tfshard import _private, placement, rewrites, support
 from tfshard.layouts import Axes
 from tfshard.storage import Storage
 from tfshard.variables import ShardedVariable
@@ -70,9 +70,17 @@ class Recorder:
         left_out: What cannot be compared, and why.
     """
 
-    def __init__(self, subject: "Subject", *, randoms: list | None = None, gradients: Mapping[Key, Any] | None = None):
+    def __init__(
+        self,
+        subject: "Subject",
+        *,
+        pin: Callable[[tf.Tensor], tf.Tensor] | None = None,
+        randoms: list | None = None,
+        gradients: Mapping[Key, Any] | None = None,
+    ):
         """Args:
         subject: What is trained.
+        pin: Brings the result of a random operation to the layout in which it can be returned.
         randoms: Numbers that random operations give, in order, instead of their own.
         gradients: What optimizers get instead of the gradients of this step.
         """
@@ -82,7 +90,7 @@ class Recorder:
         self.spans: list[Span] = []
         self.left_out: dict[str, None] = {}
         self._subject = subject
-        self._random_numbers = randoms
+        self._pin, self._random_numbers = pin, randoms
         self._gradients = gradients
         self._calls: dict[Any, int] = {}
 
@@ -96,8 +104,7 @@ class Recorder:
             stack.enter_context(_replaced(model, "compute_loss", self._loss(model.compute_loss)))
             for optimizer in self._subject.optimizers:
                 stack.enter_context(_replaced(optimizer, "apply", self._apply(optimizer, optimizer.apply)))
-            random = dict.fromkeys(_private.ALL_RANDOM_OPS, self._random)
-            stack.enter_context(_private.replaced_outputs(random))
+            stack.enter_context(_private.recorded_outputs(_private.ALL_RANDOM_OPS, self._random))
             yield
 
     def note_metrics(self, logs: Any) -> None:
@@ -178,6 +185,8 @@ class Recorder:
             self.left_out[f"{place}: it is inside of a tf.cond or tf.while_loop, and each step draws its own"] = None
             return output
         number = len(self.randoms)
+        if self._pin is not None:
+            output = self._pin(output)
         self.randoms.append(output)
         if self._random_numbers is None:
             return output
@@ -188,6 +197,10 @@ class Recorder:
             self.left_out[f"{place}: the sharded step has another one in its place, and each draws its own"] = None
             return output
         return _constant(self._random_numbers[number])
+
+    def returned_randoms(self) -> list[tf.Tensor]:
+        """The results of random operations that can be returned from the step without changing it."""
+        return self.randoms if self._pin is not None else []
 
     def layer_of(self, operation: tf.Operation) -> str | None:
         """The innermost layer whose call made an operation, or whose operation it is the gradient of."""
@@ -243,7 +256,9 @@ class Subject:
         self.model, self.strategy = model, strategy
         self.optimizers: list[Any] = []
         for value in vars(model).values():
-            among = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            among = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
             for each in among:
                 if isinstance(each, keras.optimizers.Optimizer) and all(each is not known for known in self.optimizers):
                     self.optimizers.append(each)
@@ -316,9 +331,7 @@ class Subject:
         owners = {id(owner): (owner, _private.distribute_strategy(owner)) for owner in [self.model, *self.chain()]}
         inside = {id(variable): variable for variable in self.variables().values()}
         before = {key: _private.backend_variable(variable) for key, variable in inside.items()}
-        plain = {
-            key: _private.plain_variable(placement.to_host(current), current) for key, current in before.items()
-        }
+        plain = {key: _private.plain_variable(placement.to_host(current), current) for key, current in before.items()}
         with contextlib.ExitStack() as stack:
             for layer, name, raw in self.raw_variables():
                 value = _private.plain_variable(raw.numpy(), raw)
@@ -351,7 +364,7 @@ class Observed:
         values: The values, whole on the host.
         layouts: The layout in which each value was computed; in a sharded step.
         differing: Values of which devices hold different copies: a text for each.
-        randoms: The results of random operations.
+        randoms: The results of random operations, if they were pinned.
         selected: The tensors that were chosen, by name.
         after: The variables after the step, by name.
     """
@@ -378,15 +391,33 @@ class StepFailure(Exception):
         self.error, self.recorder = error, recorder
 
 
-def run_sharded(subject: Subject, batch: Any, select: Select | None = None) -> Observed:
-    """Runs a training step as `fit` does, on a batch on the mesh. The variables change."""
+def run_sharded(subject: Subject, batch: Any, select: Select | None = None, *, return_randoms: bool) -> Observed:
+    """Runs a training step as `fit` does, on a batch on the mesh. The variables change.
+
+    Args:
+        subject: What is trained.
+        batch: The batch, on the mesh.
+        select: Chooses what is returned besides.
+        return_randoms: Whether to return the results of random operations. A result that is returned is not laid out
+            as one that is not, so they are brought to the layout of a batch.
+    """
+    strategy = subject.strategy
+
+    def pin(output: tf.Tensor) -> tf.Tensor:
+        if not output.shape.is_fully_defined():
+            return output
+        axes = rewrites.random_axes(tuple(output.shape), strategy.mesh_shape)
+        return placement.relayout(output, axes, strategy.mesh)
+
+    def recorder(subject: Subject) -> Recorder:
+        return Recorder(subject, pin=pin if return_randoms else None)
 
     def run_step(step: Callable, data: Any) -> Any:
-        with subject.strategy.extended.results_stay_sharded():
-            return subject.strategy.run(step, args=(data,))
+        with strategy.extended.results_stay_sharded():
+            return strategy.run(step, args=(data,))
 
     with support.translated_errors(f"A step of model '{subject.model.name}'"):
-        return _run(subject, batch, run_step, Recorder, select)
+        return _run(subject, batch, run_step, recorder, select)
 
 
 def run_on_one_device(subject: Subject, batch: Any, sharded: Observed | None, select: Select | None = None) -> Observed:
@@ -414,7 +445,7 @@ def _run(subject: Subject, batch: Any, run_step: Callable, make: Callable, selec
 
         recorder.note_metrics(run_step(step, data))
         recorders.append(recorder)
-        tensors = [t for t in [*recorder.values.values(), *recorder.randoms] if t is not None]
+        tensors = [t for t in [*recorder.values.values(), *recorder.returned_randoms()] if t is not None]
         tensors += select(recorder) if select is not None else []
         chosen[id(recorder.graph)] = list({id(tensor): tensor for tensor in tensors}.values())
         return [tf.identity(tensor) if tensor.op.type == "Placeholder" else tensor
@@ -426,6 +457,8 @@ def _run(subject: Subject, batch: Any, run_step: Callable, make: Callable, selec
         results = function(*[leaf for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf)])
         _private.wait_for_devices()
     except tf.errors.OpError as error:
+        if "{{node" not in str(error):
+            raise  # It could not be compiled.
         raise StepFailure(error, recorder) from error
     hosts, layouts, differing = {}, {}, {}
     for tensor, result in zip(chosen[id(recorder.graph)], results, strict=True):
@@ -441,7 +474,7 @@ def _run(subject: Subject, batch: Any, run_step: Callable, make: Callable, selec
         values={key: None if t is None else hosts[id(t)] for key, t in recorder.values.items()},
         layouts={key: layouts[id(t)] for key, t in known.items() if id(t) in layouts},
         differing=differing,
-        randoms=[hosts[id(tensor)] for tensor in recorder.randoms],
+        randoms=[hosts[id(tensor)] for tensor in recorder.returned_randoms()],
         selected={tensor.name: hosts[id(tensor)] for tensor in chosen[id(recorder.graph)]},
         after=subject.values(),
     )

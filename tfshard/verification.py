@@ -16,7 +16,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private, clients, data, operation_check, placement, support, tables
 from tfshard.errors import StrategyError, VerificationError
 from tfshard.mesh import BATCH_AXIS
-from tfshard.operation_check import Operation, Worst, worst_of
+from tfshard.operation_check import Held, Operation, Worst, worst_of
 from tfshard.operation_check import largest as _largest
 from tfshard.step_recording import (
     Key,
@@ -247,8 +247,12 @@ class _Comparison:
         self._before = subject.values()
         self._check_stage()
         try:
-            sharded = run_sharded(subject, on_mesh)
+            sharded = run_sharded(subject, on_mesh, return_randoms=False)
+            self._check_copies(sharded)
             self._check_storage("after the step")
+            subject.restore(self._pieces)
+            if sharded.recorder.randoms:
+                sharded = run_sharded(subject, on_mesh, return_randoms=True)
         except StepFailure as failure:
             recover(subject)
             subject.restore(self._pieces)
@@ -262,21 +266,20 @@ class _Comparison:
             self._not_compared[f"the step: it fails on one device. {_first_line(failure)}"] = None
             return self._result()
         self._not_compared |= sharded.recorder.left_out | alone.recorder.left_out
-        self._check_copies(sharded)
         self._compare(sharded, alone)
         self._locate_first(on_mesh, sharded)
         return self._result()
 
     def _result(self) -> Verification:
         strategy = self._subject.strategy
-        kinds = ("replicas", "layout", "batch", "failure", "random", "layer", "loss", "gradient", "update", "metric")
+        kinds = ("batch", "failure", "random", "replicas", "layout", "layer", "loss", "gradient", "update", "metric")
         return Verification(
             model=self._subject.model.name,
             mesh=dict(strategy.mesh_shape),
             zero_stage=strategy.zero_stage,
             tolerance=self._tolerance,
             compared=tuple(self._rows),
-            differences=tuple(sorted(self._differences, key=lambda d: (kinds.index(d.kind)))),
+            differences=tuple(sorted(self._differences, key=lambda d: kinds.index(d.kind))),
             not_compared=tuple(self._not_compared),
         )
 
@@ -340,17 +343,22 @@ class _Comparison:
                 self._differences.append(Difference(kind="layout", place=key.path, message=message))
 
     def _check_copies(self, sharded: Observed) -> None:
-        graph = sharded.recorder.graph
+        """Whether devices that hold the same part of a value of the step hold the same numbers."""
+        graph, recorder = sharded.recorder.graph, sharded.recorder
+        same = {t.name for t in recorder.values.values() if t is not None and t.name not in sharded.differing}
         for name, text in sharded.differing.items():
-            operation = graph.get_tensor_by_name(name).op
-            random = operation.type in _private.ALL_RANDOM_OPS
-            place = sharded.recorder.layer_of(operation) or operation.name
-            what = "draw different random numbers for the same elements in" if random else "compute different values in"
+            tensor = graph.get_tensor_by_name(name)
+            among = operation_check.ancestors([tensor], same)
+            random = next((op for op in among if op.type in _private.ALL_RANDOM_OPS), None)
+            if random is not None and any(d.kind == "random" for d in self._differences):
+                continue  # What follows from the first.
+            operation = tensor.op if random is None else random
+            place = recorder.layer_of(operation) or operation.name
+            what = "compute different values" if random is None else "draw different random numbers"
             line = operation_check.line_of(operation)
-            message = f"devices that hold copies {what} {place}, operation '{operation.name}' ({operation.type})" + (
-                f", from {line}" if line else ""
-            )
-            kind = "random" if random else "replicas"
+            message = f"devices that hold copies {what} in {place}, operation '{operation.name}' ({operation.type})"
+            message += f", from {line}" if line else ""
+            kind = "replicas" if random is None else "random"
             self._differences.append(Difference(kind=kind, place=place, message=f"{message}: {text}"))
 
     def _explain(self, failure: StepFailure) -> None:
@@ -465,9 +473,7 @@ class _Comparison:
         for place, worst, what in wrong:
             self._add(kind, place, what, worst)
         place, worst, _ = max(wrong or worsts, key=lambda each: each[1].error)
-        self._rows.append(
-            Compared(kind=kind, count=len(worsts), differing=len(wrong), error=worst.error, place=place)
-        )
+        self._rows.append(Compared(kind=kind, count=len(worsts), differing=len(wrong), error=worst.error, place=place))
 
     # --- which operation
 
@@ -497,7 +503,7 @@ class _Comparison:
         subject = self._subject
         wrong = {(d.kind, d.place) for d in self._differences}
         region: list[tf.Operation] = []
-        handles: dict[str, np.ndarray] = {}
+        handles: dict[str, Held] = {}
 
         def place_of(key: Key) -> tuple[str, str]:
             return key.kind, f"layer '{key.path}' ({key.type})" if key.kind == "layer" else key.path or "loss"
@@ -516,7 +522,7 @@ class _Comparison:
             tensors = {t.name: t for op in region for t in (*op.inputs, *op.outputs)}
             return [t for t in tensors.values() if operation_check.is_fetched(t) and t.graph is recorder.graph]
 
-        again = run_sharded(subject, on_mesh, select)
+        again = run_sharded(subject, on_mesh, select, return_randoms=True)
         subject.restore(self._pieces)
         found = operation_check.first_wrong(region, again.selected, handles, self._tolerance)
         if found is not None or not region:
@@ -540,14 +546,16 @@ class _Comparison:
             return []
         return operation_check.assigned(graph, current.buffer.handle)[-1:]
 
-    def _handles(self, graph: Any) -> dict[str, np.ndarray]:
+    def _handles(self, graph: Any) -> dict[str, Held]:
         """What each variable's buffer holds before a step, by the name of its handle in the graph."""
-        outside = {id(storage.buffer.handle): storage for storage in self._subject.storages()}
+        outside = {id(storage.buffer.handle): (storage, name) for storage, name in self._subject.storages().items()}
         found = {}
         for external, internal in graph.captures:
             if id(external) in outside:
+                storage, name = outside[id(external)]
                 with tf.init_scope():
-                    found[internal.name] = placement.to_host(outside[id(external)].buffer.value())
+                    value = placement.to_host(storage.buffer.value())
+                found[internal.name] = Held(name=name, value=value)
         return found
 
 
