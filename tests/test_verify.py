@@ -148,7 +148,7 @@ def test_a_train_step_with_two_optimizers():
     with strategy.scope():
         model = OwnStep()
         model.compile(keras.optimizers.Adam(0.01), "mse")
-        model.build((None, WIDTH))
+        model(X)
     model.train_on_batch(X, Y)
     result = check_healthy(model, (X, Y))
     assert {row.kind: row.count for row in result.compared}["gradient"] == 4
@@ -306,7 +306,7 @@ def test_5_a_dropped_gradient(monkeypatch):
         return original(tf.zeros_like(gradient) if dropped else gradient, **layouts)
 
     monkeypatch.setattr(variables, "_scatter_gradient", scatter)
-    check_found(model, (X, Y), "gradient", "net/last/kernel", "sharded 0.0", "operation '")
+    check_found(model, (X, Y), "gradient", "net/last/kernel", "sharded 0.0", "zeros_like", "one device does not have")
 
 
 def test_5_a_dropped_gradient_of_a_group(monkeypatch):
@@ -377,7 +377,7 @@ def test_9_a_failing_kernel():
     broken[3, 0] = np.nan
     result = check_found(
         model, (broken, Y), "failure", "guard", "InvalidArgumentError", "not a number", "CheckNumerics",
-        "tf.debugging.check_numerics(x", "On one device it fails too",
+        "tf.debugging.check_numerics(x", ": not a number : Tensor had NaN values. On one device it fails too: not a number",
     )  # fmt: skip
     assert not result.compared
     check_healthy(model, (X, Y))

@@ -10,7 +10,7 @@ Where to look; docs/design.md says what each module does:
     model's graph    model_graph, flow, auto_layout, activations, linter, vocabulary, sequence, convolution
     plans            model_specs, variable_traffic, planning, analyzer, presets, advice, report, profiling, tables
     training         optimizers, updates, support, extended, strategy, generation, trainer
-    verifying        step_recording, operation_check, verification
+    verifying        operation_check, step_recording, verification
     checkpoints      checkpoint, saving, restoring, resume, exporting; boxes, manifest, files, training_state, pieces
     several clients  launcher, leader, watchdog, follower, launch_options, agreements, processes, hosts; collectives,
                      network

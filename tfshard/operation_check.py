@@ -172,10 +172,7 @@ def first_other(
             if tensor.name in values and tensor.name in other:
                 worst = worst_of(values[tensor.name], other[tensor.name], rtol)
                 if worst is not None:
-                    reason = (
-                        "which gets other inputs than on one device" if operation.inputs else "which is another one"
-                    )
-                    return _operation(operation, reason, worst)
+                    return _operation(operation, "which gets other inputs than on one device", worst)
     for operation in operations:
         output = next(iter(operation.outputs), None)
         if output is None or output.name in other or output.name not in values or _is_ours(operation):
@@ -184,6 +181,12 @@ def first_other(
         worst = Worst(sharded=first.item() if first.size else None, one_device=None, index=(), error=float("inf"))
         return _operation(operation, "which the step on one device does not have", worst)
     return None
+
+
+def alike(operation: tf.Operation, other: tf.Operation) -> bool:
+    """Whether two operations of one name in two graphs are the same: TensorFlow numbers those without a name."""
+    shapes = [[tuple(t.shape) if t.shape.rank is not None else None for t in op.outputs] for op in (operation, other)]
+    return operation.type == other.type and shapes[0] == shapes[1] and line_of(operation) == line_of(other)
 
 
 def _is_ours(operation: tf.Operation) -> bool:

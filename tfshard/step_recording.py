@@ -12,6 +12,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private, placement, rewrites, support
 from tfshard.layouts import Axes
+from tfshard.operation_check import worst_of
 from tfshard.storage import Storage
 from tfshard.variables import ShardedVariable
 
@@ -489,7 +490,7 @@ def axes_of(tensor: tf.Tensor) -> Axes:
 def differing_copies(pieces: Any, axes: Axes, mesh: dtensor.Mesh) -> str | None:
     """Which devices hold different copies of the same part of a tensor, in words, or None.
 
-    Sums may be rounded differently on each device, by a few units in the last place.
+    Sums may be rounded differently on each device.
     """
     first: dict[tuple, tuple[str, np.ndarray]] = {}
     for piece, location in zip(pieces, mesh.local_device_locations(), strict=True):
@@ -498,12 +499,10 @@ def differing_copies(pieces: Any, axes: Axes, mesh: dtensor.Mesh) -> str | None:
         expected_device, expected = first.setdefault(part, (device, value))
         if value.tobytes() == expected.tobytes():
             continue
-        ours, theirs = value.astype("complex128"), expected.astype("complex128")
-        wrong = ~(np.isclose(ours, theirs, rtol=1e-5, atol=1e-6 * np.nanmax(np.abs(theirs)), equal_nan=True))
-        if wrong.any():
-            index = tuple(int(i) for i in np.argwhere(wrong)[0])
-            return (f"device {expected_device} has {expected[index]} and device {device} has {value[index]} at index "
-                    f"{index} of the part that both hold")  # fmt: skip
+        worst = worst_of(value, expected, 1e-5 if value.dtype.itemsize >= 4 else 2e-2)
+        if worst is not None:
+            return (f"device {expected_device} has {worst.one_device} and device {device} has {worst.sharded} at index "
+                    f"{worst.index} of the part that both hold")  # fmt: skip
     return None
 
 

@@ -433,7 +433,11 @@ class _Comparison:
             return ""
         a, b = ours.astype("float64").ravel(), theirs.astype("float64").ravel()
         ratio = float(a @ b / (b @ b))
-        if abs(ratio - 1.0) < 10 * self._tolerance or np.abs(a - ratio * b).max() > 1e-3 * np.abs(a).max():
+        if (
+            abs(ratio) < 1e-3
+            or abs(ratio - 1.0) < 10 * self._tolerance
+            or np.abs(a - ratio * b).max() > 1e-3 * np.abs(a).max()
+        ):
             return ""
         sizes = self._subject.strategy.mesh_shape
         rows = [leaf.shape[0] for leaf in tf.nest.flatten(self._batch) if leaf is not None and leaf.ndim]
@@ -531,9 +535,9 @@ class _Comparison:
 
         def same_names(recorder: Recorder) -> list[tf.Tensor]:
             operations = {op.name: op for op in recorder.graph.get_operations()}
-            alike = [operations[op.name] for op in region if op.name in operations
-                     and operations[op.name].type == op.type]  # fmt: skip
-            return [t for op in alike for t in op.outputs if t.name in names and operation_check.is_fetched(t)]
+            others = [(op, operations[op.name]) for op in region if op.name in operations and op.type != "Const"]
+            found = [t for op, other in others if operation_check.alike(op, other) for t in other.outputs]
+            return [t for t in found if t.name in names and operation_check.is_fetched(t)]
 
         with subject.on_one_device():
             alone = run_on_one_device(subject, self._host_batch(), again, same_names)
@@ -588,5 +592,8 @@ def _failed_operation(message: str, graph: tf.Graph) -> tf.Operation | None:
 
 
 def _first_line(failure: StepFailure) -> str:
-    text = re.sub(r"\{\{function_node [^}]*\}\}\s*", "", str(failure))
-    return next((line.strip() for line in text.splitlines() if line.strip()), "").rstrip(".")
+    """What an operation said when it failed, without TensorFlow's account of where."""
+    lines = [re.sub(r"\{\{function_node [^}]*\}\}\s*", "", line).strip() for line in str(failure).splitlines()]
+    lines = [line for line in lines if line]
+    said = [line for line, after in zip(lines, lines[1:], strict=False) if after.startswith("[[{{node")]
+    return re.sub(r"^\(\d+\) [A-Z_]+: ", "", (said or lines or [""])[0]).rstrip(".")
