@@ -375,10 +375,9 @@ def test_9_a_failing_kernel():
     check_healthy(model, (X, Y))
     broken = X.copy()
     broken[3, 0] = np.nan
-    result = check_found(
-        model, (broken, Y), "failure", "guard", "InvalidArgumentError", "not a number", "CheckNumerics",
-        "tf.debugging.check_numerics(x", ": not a number : Tensor had NaN values. On one device it fails too: not a number",
-    )  # fmt: skip
+    said = "InvalidArgumentError: not a number : Tensor had NaN values. On one device it fails too: not a number"
+    line = "(CheckNumerics), from test_verify.py", "return tf.debugging.check_numerics(x"
+    result = check_found(model, (broken, Y), "failure", "layer 'net/guard'", said, *line)
     assert not result.compared
     check_healthy(model, (X, Y))
     assert model.fit(X, Y, batch_size=BATCH, verbose=0).history["loss"][0] > 0

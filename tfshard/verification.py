@@ -433,11 +433,8 @@ class _Comparison:
             return ""
         a, b = ours.astype("float64").ravel(), theirs.astype("float64").ravel()
         ratio = float(a @ b / (b @ b))
-        if (
-            abs(ratio) < 1e-3
-            or abs(ratio - 1.0) < 10 * self._tolerance
-            or np.abs(a - ratio * b).max() > 1e-3 * np.abs(a).max()
-        ):
+        proportional = np.abs(a - ratio * b).max() <= 1e-3 * np.abs(a).max()
+        if not proportional or abs(ratio) < 1e-3 or abs(ratio - 1.0) < 10 * self._tolerance:
             return ""
         sizes = self._subject.strategy.mesh_shape
         rows = [leaf.shape[0] for leaf in tf.nest.flatten(self._batch) if leaf is not None and leaf.ndim]
