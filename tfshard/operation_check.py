@@ -190,8 +190,10 @@ def alike(operation: tf.Operation, other: tf.Operation) -> bool:
 
 
 def _is_ours(operation: tf.Operation) -> bool:
-    """Whether tfshard made an operation, or it only hands its input on."""
-    if operation.type in ("Const", "Placeholder", "Relayout", "RelayoutLike", "Identity", "IdentityN"):
+    """Whether tfshard made an operation, or it only hands its input on, or is a shape or an index."""
+    if operation.type in ("Placeholder", "Relayout", "RelayoutLike", "Identity", "IdentityN"):
+        return True
+    if operation.type == "Const" and not operation.outputs[0].dtype.is_floating:
         return True
     paths = [frame.filename.replace(os.sep, "/") for frame in reversed(list(operation.traceback or ()))]
     outside = [path for path in paths if not re.search(r"/tensorflow/|/(contextlib|functools)\.py$|^<", path)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -131,9 +132,9 @@ class Recorder:
         self.values[key] = value
 
     def _call(self, layer: Any, call: Callable) -> Callable:
-        path = layer.path or layer.name
-
+        @functools.wraps(call)  # Keras's wrappers of layers look at the arguments.
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            path = layer.path or layer.name  # Known when the layer is built.
             number, inside = self._number("layer", path), tf.compat.v1.get_default_graph() is self.graph
             begin = len(self.graph.get_operations())
             outputs = call(*args, **kwargs)
