@@ -10,7 +10,7 @@ Where to look; docs/design.md says what each module does:
     model's graph    model_graph, flow, auto_layout, activations, linter, vocabulary, sequence, convolution
     plans            model_specs, variable_traffic, planning, analyzer, presets, advice, report, profiling, tables
     training         optimizers, updates, support, extended, strategy, generation, trainer
-    verifying        operation_check, step_recording, verification
+    verifying        operation_check, subject, step_recording, verdict, comparison, verification
     checkpoints      checkpoint, saving, restoring, resume, exporting; boxes, manifest, files, training_state, pieces
     several clients  launcher, leader, watchdog, follower, launch_options, agreements, processes, hosts; collectives,
                      network
@@ -59,7 +59,8 @@ from tfshard.strategy import ShardedStrategy
 from tfshard.trainer import Model, Sequential, as_distributed
 from tfshard.variable_traffic import Collective
 from tfshard.variables import ShardedVariable
-from tfshard.verification import Verification, verify
+from tfshard.verdict import Verification
+from tfshard.verification import verify
 
 __version__ = "0.1.0"
 

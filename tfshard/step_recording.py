@@ -6,16 +6,13 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private, placement, rewrites, support
 from tfshard.layouts import Axes
-from tfshard.operation_check import worst_of
-from tfshard.storage import Storage
-from tfshard.variables import ShardedVariable
+from tfshard.subject import Subject, axes_of, differing_copies, replaced
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +71,7 @@ class Recorder:
 
     def __init__(
         self,
-        subject: "Subject",
+        subject: Subject,
         *,
         pin: Callable[[tf.Tensor], tf.Tensor] | None = None,
         randoms: list | None = None,
@@ -102,10 +99,10 @@ class Recorder:
         model: Any = self._subject.model
         with contextlib.ExitStack() as stack:
             for layer in _private.flatten_layers(model):
-                stack.enter_context(_replaced(layer, "call", self._call(layer, layer.call)))
-            stack.enter_context(_replaced(model, "compute_loss", self._loss(model.compute_loss)))
+                stack.enter_context(replaced(layer, "call", self._call(layer, layer.call)))
+            stack.enter_context(replaced(model, "compute_loss", self._loss(model.compute_loss)))
             for optimizer in self._subject.optimizers:
-                stack.enter_context(_replaced(optimizer, "apply", self._apply(optimizer, optimizer.apply)))
+                stack.enter_context(replaced(optimizer, "apply", self._apply(optimizer, optimizer.apply)))
             stack.enter_context(_private.recorded_outputs(_private.ALL_RANDOM_OPS, self._random))
             yield
 
@@ -227,130 +224,6 @@ def _is_comparable(dtype: tf.DType) -> bool:
     return dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of this object only, without Keras taking note of it."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    vars(owner)[name] = value
-    try:
-        yield
-    finally:
-        if before is missing:
-            del vars(owner)[name]
-        else:
-            vars(owner)[name] = before
-
-
-# --- What is trained, its values, and the way back ----------------------------------------------------
-
-
-class Subject:
-    """A model under a strategy, with all that a step of it reads and writes.
-
-    Attributes:
-        model: The model.
-        strategy: Its strategy.
-        optimizers: The model's own, and those that it has as attributes.
-    """
-
-    def __init__(self, model: Any, strategy: Any):
-        self.model, self.strategy = model, strategy
-        self.optimizers: list[Any] = []
-        for value in vars(model).values():
-            among = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-            )
-            for each in among:
-                if isinstance(each, keras.optimizers.Optimizer) and all(each is not known for known in self.optimizers):
-                    self.optimizers.append(each)
-
-    def variables(self) -> dict[str, keras.Variable]:
-        """All Keras variables of layers, optimizers, metrics and seeds, each once, by a name of its own."""
-        found = [variable for variable, _ in support.owned_variables(self.model)]
-        for optimizer in self.chain():
-            found += _private.optimizer_own_variables(optimizer)
-        for metric in _private.compiled_metrics(self.model):
-            found += metric.variables
-        generator = _private.global_seed_generator()
-        found += [] if generator is None else [generator.state]
-        named: dict[str, keras.Variable] = {}
-        seen = set()
-        for variable in found:
-            if id(variable) in seen or _private.backend_variable(variable) is None:
-                continue
-            seen.add(id(variable))
-            name, number = variable.path, 1
-            while name in named:
-                number += 1
-                name = f"{variable.path} #{number}"
-            named[name] = variable
-        return named
-
-    def chain(self) -> list:
-        """The optimizers and those that they wrap."""
-        return [part for optimizer in self.optimizers for part in _private.optimizer_chain(optimizer)]
-
-    def raw_variables(self) -> list[tuple[Any, str, ShardedVariable]]:
-        """The variables that layers have without Keras: object, attribute, variable."""
-        found = []
-        for layer in _private.flatten_layers(self.model):
-            for name, value in vars(layer).items():
-                if isinstance(value, ShardedVariable):
-                    found.append((layer, name, value))
-        return found
-
-    def storages(self) -> dict[Storage, str]:
-        """Where the variables live, each once, with the name of the first."""
-        found: dict[Storage, str] = {}
-        for name, variable in self.variables().items():
-            current = _private.backend_variable(variable)
-            if isinstance(current, ShardedVariable):
-                found.setdefault(current.storage, name)
-        for _, _, raw in self.raw_variables():
-            found.setdefault(raw.storage, raw.path)
-        return found
-
-    def values(self) -> dict[str, np.ndarray]:
-        """The whole values on the host, by name."""
-        named = {name: _private.backend_variable(variable) for name, variable in self.variables().items()}
-        named |= {f"{raw.path} (of no Keras variable)": raw for _, _, raw in self.raw_variables()}
-        return {name: np.array(placement.to_host(current)) for name, current in named.items()}
-
-    def snapshot(self) -> dict[Storage, list[np.ndarray]]:
-        """What each device holds, for `restore`."""
-        return {storage: [np.array(piece) for _, piece in storage.local_tensors()] for storage in self.storages()}
-
-    def restore(self, pieces: Mapping[Storage, list[np.ndarray]]) -> None:
-        """Brings every device back to what it held."""
-        for storage, held in pieces.items():
-            storage.set_local(held)
-
-    @contextlib.contextmanager
-    def on_one_device(self) -> Iterator[None]:
-        """While it is open, variables are plain ones with the same values, and the model is under no strategy."""
-        default = tf.distribute.get_strategy()
-        owners = {id(owner): (owner, _private.distribute_strategy(owner)) for owner in [self.model, *self.chain()]}
-        inside = {id(variable): variable for variable in self.variables().values()}
-        before = {key: _private.backend_variable(variable) for key, variable in inside.items()}
-        plain = {key: _private.plain_variable(placement.to_host(current), current) for key, current in before.items()}
-        with contextlib.ExitStack() as stack:
-            for layer, name, raw in self.raw_variables():
-                value = _private.plain_variable(raw.numpy(), raw)
-                stack.enter_context(_replaced(layer, name, value))
-            try:
-                for key, variable in inside.items():
-                    _private.set_backend_variable(variable, plain[key])
-                for owner, _ in owners.values():
-                    _private.set_distribute_strategy(owner, None if owner is self.model else default)
-                yield
-            finally:
-                for key, variable in inside.items():
-                    _private.set_backend_variable(variable, before[key])
-                for owner, strategy in owners.values():
-                    _private.set_distribute_strategy(owner, strategy)
-
-
 # --- Running -----------------------------------------------------------------------------------------
 
 # Chooses tensors of a traced step that are returned too.
@@ -455,6 +328,9 @@ def _run(subject: Subject, batch: Any, run_step: Callable, make: Callable, selec
 
     function = tf.function(traced, jit_compile=False, autograph=False).get_concrete_function(batch)
     recorder = next(r for r in reversed(recorders) if r.graph is function.graph)
+    # What the step made while it was traced, such as the slots of an optimizer of a custom train_step.
+    subject.remember(function.graph.variables)
+    known = {key: tensor for key, tensor in recorder.values.items() if tensor is not None}
     try:
         results = function(*[leaf for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf)])
         _private.wait_for_devices()
@@ -470,7 +346,6 @@ def _run(subject: Subject, batch: Any, run_step: Callable, make: Callable, selec
             copies = differing_copies(dtensor.unpack(result), layouts[id(tensor)], subject.strategy.mesh)
             if copies is not None:
                 differing[tensor.name] = copies
-    known = {key: tensor for key, tensor in recorder.values.items() if tensor is not None}
     return Observed(
         recorder=recorder,
         values={key: None if t is None else hosts[id(t)] for key, t in recorder.values.items()},
@@ -480,46 +355,3 @@ def _run(subject: Subject, batch: Any, run_step: Callable, make: Callable, selec
         selected={tensor.name: hosts[id(tensor)] for tensor in chosen[id(recorder.graph)]},
         after=subject.values(),
     )
-
-
-def axes_of(tensor: tf.Tensor) -> Axes:
-    """The mesh axis, or None, of each dim of an eager DTensor."""
-    specs = dtensor.fetch_layout(tensor).sharding_specs
-    return tuple(None if axis == dtensor.UNSHARDED else axis for axis in specs)
-
-
-def differing_copies(pieces: Any, axes: Axes, mesh: dtensor.Mesh) -> str | None:
-    """Which devices hold different copies of the same part of a tensor, in words, or None.
-
-    Sums may be rounded differently on each device.
-    """
-    first: dict[tuple, tuple[str, np.ndarray]] = {}
-    for piece, location in zip(pieces, mesh.local_device_locations(), strict=True):
-        part = tuple(location[axis] for axis in axes if axis is not None)
-        value, device = np.asarray(piece), piece.device.rpartition("device:")[2]
-        expected_device, expected = first.setdefault(part, (device, value))
-        if value.tobytes() == expected.tobytes():
-            continue
-        worst = worst_of(value, expected, 1e-5 if value.dtype.itemsize >= 4 else 2e-2)
-        if worst is not None:
-            return (f"device {expected_device} has {worst.one_device} and device {device} has {worst.sharded} at index "
-                    f"{worst.index} of the part that both hold")  # fmt: skip
-    return None
-
-
-def recover(subject: Subject) -> None:
-    """Makes the devices usable after an operation has failed. What they hold is kept."""
-    storage = next(iter(subject.storages()))
-    # DTensor cancels what follows a failed operation. It leaves that state when an operation fails at once, because an
-    # error is there already, and the error is cleared then. A variable is read for it: a constant that is cancelled on
-    # its way to the devices would stay in TensorFlow's cache of constants.
-    for _ in range(8):
-        for _ in range(2):
-            try:
-                placement.mesh_to_host(storage.buffer.value())
-                _private.wait_for_devices()
-                return
-            except tf.errors.OpError:
-                pass
-        _private.clear_device_errors()
-    raise RuntimeError("The devices still fail after an operation failed; this process cannot be used on.")
