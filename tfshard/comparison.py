@@ -336,7 +336,7 @@ class Comparison:
 
         def same_names(recorder: Recorder) -> list[tf.Tensor]:
             operations = {op.name: op for op in recorder.graph.get_operations()}
-            others = [(op, operations[op.name]) for op in region if op.name in operations and op.type != "Const"]
+            others = [(op, operations[op.name]) for op in region if op.name in operations]
             found = [t for op, other in others if operation_check.alike(op, other) for t in other.outputs]
             return [t for t in found if t.name in names and operation_check.is_fetched(t)]
 

@@ -168,11 +168,13 @@ def first_other(
 ) -> Operation | None:
     """The first operation of a sharded step that gives something else than that of the same name on one device."""
     for operation in operations:
+        if operation.type == "Const" and not operation.outputs[0].dtype.is_floating:
+            continue  # A shape or an index.
         for tensor in list(operation.outputs)[: _useful(operation)]:
             if tensor.name in values and tensor.name in other:
                 worst = worst_of(values[tensor.name], other[tensor.name], rtol)
                 if worst is not None:
-                    return _operation(operation, "which gets other inputs than on one device", worst)
+                    return _operation(operation, "which gives something else on one device", worst)
     for operation in operations:
         output = next(iter(operation.outputs), None)
         if output is None or output.name in other or output.name not in values or _is_ours(operation):

@@ -1,5 +1,6 @@
 """One training step, sharded or on one device, with what it computes on the way noted for `verification`."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -23,7 +24,7 @@ class Key:
         kind: `"layer"`, `"loss"`, `"gradient"` or `"metric"`.
         path: Of the layer or the variable; the name of the metric.
         call: The how manyth call of the layer, the loss or the optimizer it comes from.
-        part: The how manyth tensor of what a layer returned.
+        part: The how manyth tensor of what a layer returned, or gradient of a variable of this path.
         type: The class of a layer.
     """
 
@@ -38,7 +39,7 @@ class Key:
         if self.kind == "loss":
             return f"the loss{call}"
         if self.kind != "layer":
-            return f"{self.kind} '{self.path}'{call}"
+            return f"{self.kind} '{self.path}'" + (f" #{self.part + 1}" if self.part else "") + call
         part = f"output {self.part + 1} of " if self.part else ""
         return f"{part}layer '{self.path}' ({self.type}){call}"
 
@@ -158,9 +159,11 @@ class Recorder:
             variables = trainable_variables
             if variables is None:
                 variables = _private.optimizer_references(optimizer)
-            given, number = list(grads), self._number("apply", id(optimizer))
+            given, number, named = list(grads), self._number("apply", id(optimizer)), collections.Counter[str]()
             for i, (gradient, variable) in enumerate(zip(given, variables, strict=True)):
-                key = Key(kind="gradient", path=getattr(variable, "path", variable.name), call=number)
+                path = getattr(variable, "path", variable.name)
+                key = Key(kind="gradient", path=path, call=number, part=named[path])
+                named[path] += 1  # Layers of one name have variables of one path.
                 if gradient is None:
                     self.values[key] = None
                     continue
