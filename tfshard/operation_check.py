@@ -12,6 +12,9 @@ import tensorflow as tf
 
 from tfshard import _private
 
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)).replace(os.sep, "/")
+# Files that call the code of others.
+_BETWEEN = re.compile(r"/tensorflow/(python|_api|dtensor)/|/(contextlib|functools)\.py$|^<")
 # Beyond this, looking at each operation takes too long.
 MAX_OPERATIONS = 5000
 
@@ -104,9 +107,9 @@ def line_of(operation: tf.Operation) -> str:
     fallback = ""
     for frame in reversed(list(operation.traceback or ())):
         path = frame.filename.replace(os.sep, "/")
-        if path.endswith("tfshard/step_recording.py") and frame.name == "traced":
+        if path == f"{_PACKAGE}/step_recording.py" and frame.name == "traced":
             break
-        if re.search(r"/(tensorflow|tfshard)/|/(contextlib|functools)\.py$|^<", path):
+        if path.startswith(f"{_PACKAGE}/") or _BETWEEN.search(path):
             continue
         text = f"{os.path.basename(path)}:{frame.lineno}: {linecache.getline(frame.filename, frame.lineno).strip()}"
         if not re.search(r"/keras(_hub)?/src/", path):
@@ -198,8 +201,8 @@ def _is_ours(operation: tf.Operation) -> bool:
     if operation.type == "Const" and not operation.outputs[0].dtype.is_floating:
         return True
     paths = [frame.filename.replace(os.sep, "/") for frame in reversed(list(operation.traceback or ()))]
-    outside = [path for path in paths if not re.search(r"/tensorflow/|/(contextlib|functools)\.py$|^<", path)]
-    return bool(outside) and "/tfshard/" in outside[0]
+    outside = [path for path in paths if not _BETWEEN.search(path)]
+    return bool(outside) and outside[0].startswith(f"{_PACKAGE}/")
 
 
 def _operation(operation: tf.Operation, reason: str, worst: "Worst") -> Operation:
