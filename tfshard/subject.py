@@ -28,6 +28,8 @@ class Subject:
     def __init__(self, model: Any, strategy: Any):
         self.model, self.strategy = model, strategy
         self._held: dict[Storage, list[np.ndarray]] = {}
+        # Variables that layers have without Keras, by path, while they are on one device.
+        self._plain: dict[str, tf.Variable] = {}
         self._others: list[tuple[Any, list[np.ndarray]]] = []
         self._before: dict[str, np.ndarray] = {}
         self.optimizers: list[Any] = []
@@ -88,7 +90,7 @@ class Subject:
     def values(self) -> dict[str, np.ndarray]:
         """The whole values on the host, by name."""
         named = {name: _private.backend_variable(variable) for name, variable in self.variables().items()}
-        named |= {f"{raw.path} (of no Keras variable)": raw for _, _, raw in self.raw_variables()}
+        named |= {raw.path: raw for _, _, raw in self.raw_variables()} | self._plain
         return {name: np.array(placement.to_host(current)) for name, current in named.items()}
 
     def remember(self, used: Iterable[Any] = ()) -> None:
@@ -129,7 +131,7 @@ class Subject:
         plain = {key: _private.plain_variable(placement.to_host(current), current) for key, current in before.items()}
         with contextlib.ExitStack() as stack:
             for layer, name, raw in self.raw_variables():
-                value = _private.plain_variable(raw.numpy(), raw)
+                value = self._plain[raw.path] = _private.plain_variable(raw.numpy(), raw)
                 stack.enter_context(replaced(layer, name, value))
             try:
                 for key, variable in inside.items():
@@ -138,6 +140,7 @@ class Subject:
                     _private.set_distribute_strategy(owner, None if owner is self.model else default)
                 yield
             finally:
+                self._plain.clear()
                 for key, variable in inside.items():
                     _private.set_backend_variable(variable, before[key])
                 for owner, strategy in owners.values():
