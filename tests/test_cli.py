@@ -90,7 +90,7 @@ def test_help_names_every_command_and_flag(capsys):
     [
         (
             ("plam",),
-            "Unknown command. Commands: ('plan', 'lint', 'launch', 'doctor', 'profile-network'). Received: plam",
+            "Unknown command. Commands: ('plan', 'lint', 'verify', 'launch', 'doctor', 'profile-network'). ",
         ),
         (("plan", "--mesh=batch:4"), "takes 1 positional arguments"),
         (("launch",), "takes 1 positional arguments ('SCRIPT',)"),

@@ -11,6 +11,7 @@ Where to look; docs/design.md says what each module does:
     model's graph    model_graph, flow, auto_layout, activations, linter, vocabulary, sequence, convolution
     plans            model_specs, variable_traffic, planning, analyzer, presets, advice, report, profiling, tables
     training         optimizers, updates, support, extended, strategy, generation, trainer
+    verifying        operation_check, subject, step_recording, verdict, comparison, verification
     checkpoints      checkpoint, saving, restoring, resume, exporting; boxes, manifest, files, training_state, pieces
     several clients  launcher, leader, watchdog, follower, launch_options, agreements, processes, hosts; collectives,
                      network
@@ -42,6 +43,7 @@ from tfshard.errors import (
     StrategyError,
     UnsupportedLayerError,
     UnsupportedOperationError,
+    VerificationError,
 )
 from tfshard.exporting import export, import_weights
 from tfshard.layout_map import LayoutMap
@@ -59,6 +61,8 @@ from tfshard.strategy import ShardedStrategy
 from tfshard.trainer import Model, Sequential, as_distributed
 from tfshard.variable_traffic import Collective
 from tfshard.variables import ShardedVariable
+from tfshard.verdict import Verification
+from tfshard.verification import verify
 
 __version__ = "0.1.0"
 
@@ -97,6 +101,8 @@ __all__ = [
     "StrategyError",
     "UnsupportedLayerError",
     "UnsupportedOperationError",
+    "Verification",
+    "VerificationError",
     "abstract_model",
     "advise",
     "as_distributed",
@@ -114,6 +120,7 @@ __all__ = [
     "profile_network",
     "profile_step",
     "random_map",
+    "verify",
 ]
 
 del _private

@@ -204,6 +204,14 @@ RANDOM_OPS = frozenset(
 )  # fmt: skip
 
 
+# Those, and the others that give other numbers each time.
+ALL_RANDOM_OPS = RANDOM_OPS | frozenset(
+    ("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomGamma", "RandomShuffle",
+     "Multinomial", "StatelessMultinomial", "StatelessParameterizedTruncatedNormal", "StatelessRandomBinomial",
+     "StatelessRandomGammaV2", "StatelessRandomGammaV3", "StatelessRandomPoisson")
+)  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
     """An operation of a step: added to a graph, or about to be run in eager code.
@@ -371,6 +379,24 @@ def _install_eager_exchange():
     return restore
 
 
+@contextlib.contextmanager
+def recorded_outputs(types, record):
+    """A context in which what uses the output of an operation of `types`, when it is added to a graph, gets
+    `record(output)` instead (`op_callbacks.add_op_callback`). It sees what callbacks added before have made of it."""
+
+    def callback(op_type, inputs, attrs, outputs, op_name=None, graph=None):
+        del inputs, attrs, op_name
+        if graph is None or outputs is None:
+            return None
+        return [record(output) for output in outputs] if op_type in types else list(outputs)
+
+    _op_callbacks.add_op_callback(callback)
+    try:
+        yield
+    finally:
+        _op_callbacks.remove_op_callback(callback)
+
+
 # What attributes begin with in which TensorFlow keeps what it tracks of an object (`AutoTrackable`).
 TRACKING_ATTRIBUTE = "_self_"
 
@@ -468,6 +494,13 @@ def set_backend_variable(variable, value) -> None:
     variable._value = value
 
 
+def plain_variable(value, like):
+    """A tf.Variable on this device that optimizers take for `like` (`Variable._unique_id`)."""
+    variable = tf.Variable(value, trainable=like.trainable, name=like.name.partition(":")[0], dtype=like.dtype)
+    variable._unique_id = like._unique_id
+    return variable
+
+
 def set_distribute_strategy(owner, strategy) -> None:
     """Makes a Keras model or optimizer use `strategy` (`_distribute_strategy`, `_distribution_strategy`)."""
     if isinstance(owner, keras.optimizers.Optimizer):
@@ -477,7 +510,9 @@ def set_distribute_strategy(owner, strategy) -> None:
 
 
 def distribute_strategy(model):
-    """The strategy that a Keras model was built or compiled under, or None."""
+    """The strategy that a Keras model or optimizer was built or compiled under, or None."""
+    if isinstance(model, keras.optimizers.Optimizer):
+        return model._distribution_strategy
     return getattr(model, "_distribute_strategy", None)
 
 
@@ -497,6 +532,16 @@ def clone_being_made():
 def unpickle_model(file):
     """What a pickled Keras model is loaded with (`KerasSaveable._unpickle_model`)."""
     return keras.Model._unpickle_model(file)
+
+
+def compile_arguments(model) -> dict:
+    """What a model was compiled with, the objects themselves (`Trainer._compile_config`)."""
+    return dict(model._compile_config.config)
+
+
+def symbolic_build(model, batch) -> None:
+    """Builds what `fit` builds before its first step (`Trainer._maybe_symbolic_build`)."""
+    model._maybe_symbolic_build(data_batch=batch)
 
 
 def make_step_function(model, name: str):

@@ -1,4 +1,4 @@
-"""The command line: `tfshard plan`, `launch`, `doctor` and `profile-network`, also as `python -m tfshard`."""
+"""The command line: `tfshard plan`, `lint`, `verify`, `launch`, `doctor`, `profile-network`; or `python -m tfshard`."""
 
 import dataclasses
 import functools
@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import platform
@@ -20,7 +21,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import tfshard
-from tfshard import auto_layout, hosts, launch_options, launcher, linter, model_specs, network, runtime
+from tfshard import _private, auto_layout, hosts, launch_options, launcher, linter, model_specs, network, runtime
 from tfshard.errors import ShardingError
 
 
@@ -101,10 +102,15 @@ def parse_mesh(text: str | None) -> dict[str, int]:
 
 def _built(target: str) -> Any:
     """The model, without values, that the function `MODULE:FUNCTION` builds."""
-    build = _load(target)
-    if not callable(build):
+    return model_specs.abstract_model(_load_function(target))
+
+
+def _load_function(target: str) -> Callable[[], Any]:
+    """The function that `MODULE:FUNCTION` names."""
+    function = _load(target)
+    if not callable(function):
         raise UsageError(f"MODULE:FUNCTION must name a function. Received: {target}")
-    return model_specs.abstract_model(build)
+    return function
 
 
 def _load(target: str) -> Any:
@@ -156,6 +162,45 @@ def _lint(values: flags.FlagValues, arguments: list[str]) -> int:
     if not findings:
         print("No findings.")
     return int(any(finding.is_error for finding in findings))
+
+
+# --- tfshard verify ----------------------------------------------------------------------------------
+
+
+def _verify_flags() -> flags.FlagValues:
+    values = _layout_flags()
+    flags.DEFINE_integer("zero_stage", 3, "ZeRO stage: 0, 1, 2 or 3.", flag_values=values)
+    flags.DEFINE_string(
+        "batch", None, "MODULE:FUNCTION that returns a batch, such as (x, y). By default FUNCTION batch of the model's "
+        "MODULE.", flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer, for a model not compiled.", flag_values=values)
+    flags.DEFINE_string("loss", None, "Name of a Keras loss, for a model that is not compiled.", flag_values=values)
+    flags.DEFINE_float("tolerance", None, "How much values may differ. By default by dtype.", flag_values=values)
+    return values
+
+
+def _verify(values: flags.FlagValues, arguments: list[str]) -> int:
+    axes = parse_mesh(values.mesh)
+    build = _load_function(arguments[0])
+    batch = _load_function(values.batch or f"{arguments[0].rpartition(':')[0]}:batch")
+    devices = math.prod(axes.values())
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    tfshard.initialize(num_devices=devices, device_type="GPU" if gpus >= devices else "CPU")
+    strategy = tfshard.ShardedStrategy(
+        tfshard.create_mesh(**axes), layout_map=_layout_map(values.layout_map), zero_stage=values.zero_stage
+    )
+    model = tfshard.as_distributed(build())
+    named = {name: values[name].value for name in ("optimizer", "loss") if values[name].value is not None}
+    if not model.compiled and not named:
+        raise UsageError(
+            f"{arguments[0]} returns a model that is not compiled. Compile it there, or give --optimizer and --loss."
+        )
+    compiled: dict[str, Any] = _private.compile_arguments(model) if model.compiled else {}
+    model.compile(**(compiled | named), strategy=strategy)
+    result = tfshard.verify(model, batch(), tolerance=values.tolerance)
+    print(result)
+    return 0 if result.ok else 1
 
 
 # --- tfshard launch ----------------------------------------------------------------------------------
@@ -309,6 +354,13 @@ COMMANDS: Mapping[str, Command] = {
         options=_lint_flags,
         summary="Check a layout map against the Keras model that FUNCTION builds, and the model; exits with 1 for "
         "errors.",
+    ),
+    "verify": Command(
+        run=_verify,
+        arguments=("MODULE:FUNCTION",),
+        options=_verify_flags,
+        summary="Run a training step of the Keras model that FUNCTION builds sharded and on one device, and compare "
+        "them; exits with 1 if they differ.",
     ),
     "launch": Command(
         run=_launch,

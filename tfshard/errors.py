@@ -44,6 +44,10 @@ class ConsistencyError(ShardingError):
     """Devices that should hold the same values do not."""
 
 
+class VerificationError(ShardingError):
+    """A sharded training step does something else than one on one device."""
+
+
 class LayoutWarning(UserWarning):
     """A layout map that works, and sends more than it has to."""
 
