@@ -187,3 +187,20 @@ def test_an_operation_that_dtensor_refuses_is_named_and_the_process_goes_on():
     model = tfshard.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
     model.compile("sgd", "mse", strategy=strategy)
     assert np.isfinite(model.train_on_batch(np.ones((8, 4)), np.ones((8, 4))))
+
+
+def test_a_tf_function_around_a_step_says_where_its_batches_and_its_loop_belong():
+    chosen = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    dataset = chosen.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(np.ones((8, 4), "f")).batch(8))
+    with chosen.scope():
+        kernel = tf.Variable(np.ones((4, 2), "float32"))
+    step = tf.function(lambda x: chosen.run(lambda x: tf.reduce_sum(x @ kernel), args=(x,)))
+    for batch in (np.ones((8, 4), "float32"), tf.ones((8, 4))):
+        with pytest.raises(
+            tfshard.StrategyError, match="batch that is not on the mesh. Take its batches from strategy.ex"
+        ):
+            step(batch)
+    assert [float(step(batch)) for batch in dataset] == [64.0]
+    for over in (lambda data: [step(batch) for batch in data], lambda data: step(next(data))):
+        with pytest.raises(tfshard.StrategyError, match="iterated in Python, not inside a tf.function"):
+            tf.function(over)(iter(dataset))

@@ -49,6 +49,7 @@ if keras.backend.backend() != "tensorflow":
     )
 
 import h5py  # noqa: E402
+import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from absl import logging as _absl_logging  # noqa: E402
 from keras.src.backend.common import global_state as _global_state  # noqa: E402
@@ -189,6 +190,29 @@ def resource_name(handle) -> str:
     owners = [o for o in objects if issubclass(type(o), keras.Variable) and any(o._value is v for v in variables)]
     names = [owner.path for owner in owners] or [variable.name for variable in variables]
     return f"'{names[0]}'" if names else "a resource without a name"
+
+
+def traced_arguments() -> list:
+    """The eager tensors and arrays with which the outermost tf.function that is being traced was called
+    (`PolymorphicFunction.__call__` among the callers)."""
+    found: list = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        function = frame.f_locals.get("self") if frame.f_code.co_name == "__call__" else None
+        if isinstance(function, tf.types.experimental.Callable):
+            arguments = frame.f_locals.get("args", ()), frame.f_locals.get("kwds", {})
+            kinds = (tf.__internal__.EagerTensor, np.ndarray)
+            found = [each for each in tf.nest.flatten(arguments) if isinstance(each, kinds)]
+        frame = frame.f_back
+    return found
+
+
+def is_called_by(module: str) -> bool:
+    """Whether a function of a module, or of one below it, is among the callers."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(module):
+        frame = frame.f_back
+    return frame is not None
 
 
 def func_graph(name: str):

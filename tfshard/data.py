@@ -174,6 +174,14 @@ def is_whole(batch: Any, mesh: dtensor.Mesh) -> bool:
     return any(dim is None or dim % size for dim in leading)
 
 
+def _check_in_python() -> None:
+    if not _private.is_eager():
+        raise StrategyError(
+            "A sharded dataset is iterated in Python, not inside a tf.function. Move the loop over batches out of the "
+            "tf.function, and pass each batch to it."
+        )
+
+
 class ShardedIterator:
     """The batches of a dataset, each put on the mesh.
 
@@ -193,6 +201,7 @@ class ShardedIterator:
         return self
 
     def __next__(self) -> Any:
+        _check_in_python()
         if self.is_at_end():
             raise StopIteration
         return batch_to_mesh(self._ahead.pop(), self._mesh, self._already_sharded)
@@ -233,11 +242,7 @@ class ShardedDataset:
         self._next = host
 
     def __iter__(self) -> ShardedIterator:
-        if not _private.is_eager():
-            raise StrategyError(
-                "A sharded dataset is iterated in Python, not inside a tf.function. Move the loop over batches out "
-                "of the tf.function, and pass each batch to it."
-            )
+        _check_in_python()
         host, self._next = self._next, None
         if host is None:
             host = iter(self.host)

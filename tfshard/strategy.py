@@ -1,5 +1,6 @@
 """ShardedStrategy: a tf.distribute strategy over a DTensor mesh."""
 
+import collections
 import contextlib
 import dataclasses
 import weakref
@@ -208,6 +209,7 @@ class ShardedStrategy(tf.distribute.Strategy):
                         return self._inside(fn)(*args, **kwargs)
                 with self.scope():
                     return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
+        support.check_traced_arguments(fn)
         with self.scope():
             return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
 
@@ -349,13 +351,16 @@ class ShardedStrategy(tf.distribute.Strategy):
         """
         for part in _private.optimizer_chain(optimizer):
             _private.set_distribute_strategy(part, self)
-            references = {}
+            references: dict[str, list] = {}
             for variable in _private.optimizer_references(part):
-                references[variable.path.replace("/", "_")] = _private.backend_variable(variable)
+                references.setdefault(variable.path.replace("/", "_"), []).append(_private.backend_variable(variable))
+            seen: collections.Counter[str] = collections.Counter()
             for variable in _private.optimizer_own_variables(part):
                 current = _private.backend_variable(variable)
                 owner = _private.slot_owner(variable.name, references)
-                reference = None if owner is None else references[owner]
+                # Variables of one path have slots of one name, in the same order.
+                reference = None if owner is None else references[owner][seen[variable.name] % len(references[owner])]
+                seen[variable.name] += 1
                 if not isinstance(reference, ShardedVariable):
                     reference = None
                 if current is None or (

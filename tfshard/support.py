@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterable
@@ -427,6 +428,23 @@ def raise_jit_compile(model: keras.Model) -> None:
         f"Model '{model.name}' cannot be compiled with jit_compile=True under a ShardedStrategy: XLA does not see "
         "the mesh, DTensor compiles the step itself. Leave jit_compile out. Received: jit_compile=True"
     )
+
+
+def check_traced_arguments(fn: Any) -> None:
+    """Raises `StrategyError` if the tf.function that is being traced around a step was called on a batch that is not on
+    the mesh: DTensor would refuse it in words of its own."""
+    with tf.init_scope():
+        for tensor in _private.traced_arguments():
+            shape = tuple(tensor.shape)  # Also of a sharded tensor, which NumPy would ask the value of.
+            # DTensor broadcasts small integers.
+            broadcast = not shape or (math.prod(shape) <= 128 and not tf.as_dtype(tensor.dtype).is_floating)
+            if not broadcast and not placement.is_dtensor(tensor):
+                raise StrategyError(
+                    "A tf.function that calls strategy.run was given a batch that is not on the mesh. Take its batches "
+                    "from strategy.experimental_distribute_dataset(dataset), or call strategy.run(step_function, "
+                    "args=(batch,)) outside of a tf.function, which puts them there. Received: a tensor of "
+                    f"shape={shape} for a function that runs {fn!r}"
+                )
 
 
 def check_captures(graph: Any) -> None:

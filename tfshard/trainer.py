@@ -90,8 +90,11 @@ class _Distributed:
             data.note_epochs(self, iterator)
         if support.has_no_call(self):
             return  # Its steps call the models inside of it.
-        with contextlib.suppress(StopIteration):  # No data: what follows says so as Keras does.
-            super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)  # type: ignore[misc]
+        build: Any = super()._maybe_symbolic_build  # type: ignore[misc]
+        try:
+            build(iterator=iterator, data_batch=data_batch)
+        except StopIteration:  # No data: what follows says so as Keras does. Metrics are built all the same.
+            build(data_batch=_private.EpochIterator(iterator).dataset.element_spec)
 
     @functools.wraps(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,12 @@
 """What a tf.Variable does besides being read and written, in terms of `value`, `numpy` and `assign`."""
 
+import warnings
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfshard import _private
 from tfshard.errors import StrategyError
 
 
@@ -68,11 +70,14 @@ class VariableSurface(tf.Variable):
 
     def _export_to_saved_model_graph(self, object_map=None, tensor_map=None, options=None, **kwargs):
         del object_map, tensor_map, options, kwargs
-        raise StrategyError(
+        message = (
             f"Variable '{self.path}' is sharded, and a SavedModel holds whole variables. Save the model it belongs "
             "to with model.export(path), or model.save(path), load that without a strategy, and use what was loaded "
-            f"(ExportArchive, tf.saved_model.save, a converter). Received: {self!r}"
+            f"(ExportArchive, tf.saved_model.save, TFLiteConverter.from_saved_model). Received: {self!r}"
         )
+        if _private.is_called_by("tensorflow.lite"):
+            warnings.warn(message, stacklevel=2)  # The converter swallows the error, and fails with another one.
+        raise StrategyError(message)
 
     # --- TensorFlow asks for these -----------------------------------------------------------------------
 
