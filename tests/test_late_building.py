@@ -63,8 +63,12 @@ def assert_trains_like(model: keras.Model, reference: keras.Model) -> None:
     assert parity.shard_axes(model) >= {"batch"}
 
 
-@pytest.mark.parametrize("way", ["tfshard", "as_distributed", "scope"])
-@pytest.mark.parametrize("late", LATE)
+# Each way and each change at least once.
+CASES = [("tfshard", "called"), ("as_distributed", "called"), ("scope", "called"), ("tfshard", "built"),
+         ("as_distributed", "added"), ("tfshard", "lora"), ("scope", "predicted")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "late"), CASES)
 def test_a_model_that_is_built_after_compile_is_sharded_and_trains_like_one_device(way: str, late: str):
     chosen = strategy()
     reference, model = build(way, None), build(way, chosen)
