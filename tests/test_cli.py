@@ -14,7 +14,7 @@ from absl import flags
 
 # A user's script may have flags of the same names.
 MESH = flags.DEFINE_string("mesh", "of the script", "")
-LAYOUT = {".*up/kernel": (None, "model")}
+LAYOUT = {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}
 NUMBER = 3
 
 def build():

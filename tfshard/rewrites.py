@@ -48,7 +48,7 @@ def exchanged(mesh: dtensor.Mesh):
     """A context for a step on a mesh: while it is traced, or run in eager code."""
     exchange = dict(_SLICES)
     if not _private.is_eager():
-        exchange |= _UNSIZED
+        exchange |= {operation: functools.partial(_if_unsized, function) for operation, function in _UNSIZED.items()}
         exchange.update(dict.fromkeys(_REFUSED, _refuse))
     for operation, function in _SCATTERS.items():
         exchange[operation] = functools.partial(function, mesh=mesh)
@@ -68,6 +68,10 @@ def exchanged(mesh: dtensor.Mesh):
     origins.forget()
     with _private.exchanged_operations(table, bring, origins.note):
         yield
+
+
+def _if_unsized(function: Exchange, call: _private.Call) -> tf.Tensor | list[tf.Tensor] | None:
+    return function(call) if unsized.depends_on_values(*call.inputs) else None
 
 
 _EAGERLY = "Compile the model with run_eagerly=True"

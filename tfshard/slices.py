@@ -156,7 +156,8 @@ def _as_it_is(call: _private.Call) -> dict[str, Any]:
 def full_slice(call: _private.Call) -> tf.Tensor | None:
     """A StridedSlice with an entry for each dim."""
     if not call.inputs[0].shape.is_fully_defined():
-        return unsized.slice_of(call)
+        if call.inputs[0].shape.rank is None or unsized.depends_on_values(call.inputs[0]):
+            return unsized.slice_of(call)
     forwards, backwards = _forwards(call, list(call.inputs[0].shape))
     tensor, *vectors = forwards.inputs
     full = _FullSlice.of(forwards, vectors, tensor.shape.rank)
@@ -170,7 +171,7 @@ def full_slice(call: _private.Call) -> tf.Tensor | None:
 
 def full_slice_gradient(call: _private.Call) -> tf.Tensor | None:
     """The gradient of a StridedSlice, with an entry for each dim."""
-    if not call.is_eager and not unsized.is_known(call.inputs[0]):
+    if not call.is_eager and not unsized.is_known(call.inputs[0]) and unsized.depends_on_values(*call.inputs):
         return unsized.gradient_of_slice(call)
     sizes = tf.get_static_value(call.inputs[0])
     forwards, backwards = _forwards(call, [None] * call.inputs[0].shape[0] if sizes is None else sizes.tolist())

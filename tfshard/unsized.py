@@ -32,6 +32,37 @@ def is_known(tensor: tf.Tensor) -> bool:
     return True
 
 
+# Operations whose results have a shape that depends on values.
+_SIZED_BY_VALUES = frozenset(
+    ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "ListDiff", "DynamicPartition",
+     "DynamicStitch", "ParallelDynamicStitch", "NonMaxSuppressionV3", "NonMaxSuppressionV4", "NonMaxSuppressionV5",
+     "NonMaxSuppressionV2", "CombinedNonMaxSuppression", "Bincount", "DenseBincount",
+     "SegmentSum", "SegmentMean", "SegmentProd", "SegmentMax", "SegmentMin")
+)  # fmt: skip
+
+
+def depends_on_values(*tensors: tf.Tensor) -> bool:
+    """Whether the shape of a tensor, or a shape that it holds, depends on values.
+
+    Others that are not known while a step is traced, such as a batch size that changes, DTensor knows when it compiles.
+    """
+    seen: set[tf.Operation] = set()
+    waiting = [tensor for tensor in tensors if _may_depend(tensor)]
+    while waiting:
+        operation = waiting.pop().op
+        if operation.type in _SIZED_BY_VALUES:
+            return True
+        if operation not in seen:
+            seen.add(operation)
+            waiting += [tensor for tensor in operation.inputs if _may_depend(tensor)]
+    return False
+
+
+def _may_depend(tensor: tf.Tensor) -> bool:
+    holds_sizes = tensor.dtype.is_integer and tensor.shape.rank in (0, 1)
+    return holds_sizes or not tensor.shape.is_fully_defined()
+
+
 def reshape(call: _private.Call) -> tf.Tensor | None:
     """Reshape: through a vector, and by index."""
     tensor, shape = call.inputs
