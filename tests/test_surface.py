@@ -510,3 +510,30 @@ def test_no_data_is_what_it_is_in_keras():
         ]
         assert results[0] == results[1]
     model.fit(X, Y, verbose=0)
+
+
+def test_batches_of_many_sizes_go_through_reshapes_and_slices_as_on_one_device():
+    """Keras traces a step with a batch size that is not known once it has seen two."""
+
+    class Parts(keras.layers.Layer):
+        def call(self, inputs):
+            flat = tf.reshape(inputs, (tf.shape(inputs)[0], -1))
+            return flat[:, 1][:, None] * flat[:, ::2][:, :1] + flat
+
+    def build():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input((3, 2)), Parts(), keras.layers.Reshape((2, 3)), keras.layers.Flatten(),
+                                 keras.layers.Dense(3)])  # fmt: skip
+
+    model, reference = tfshard.as_distributed(build()), build()
+    model.compile("sgd", LOSS, strategy=strategy())
+    reference.compile("sgd", LOSS)
+    inputs, batches = X.reshape(-1, 3, 2), [24, 8, 16, 4, 12, 5, 26]
+    for size in batches:
+        for call in ("evaluate", "fit"):
+            results = [
+                getattr(m, call)(inputs[:size], Y[:size], batch_size=size, verbose=0) for m in (model, reference)
+            ]
+            ours, theirs = (getattr(result, "history", {"loss": [result]})["loss"] for result in results)
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, err_msg=f"{call} of {size}")
+    assert parity.shard_axes(model) == {"batch"}
