@@ -7,7 +7,7 @@ step. The devices that did not fail are stopped at their next collective. A vari
 there (steps.py): one whose value depends on the operation that failed keeps its old value, on every device, because the
 dependence goes through a collective or is on the device itself. Gradients, and so weights and slots, depend on all of
 the forward pass. Counters, seeds and metrics are written after all others. What is left are variables whose values were
-complete before the failure, such as those of late layers when the gradient of an early one fails: `_not_as_before`
+complete before the failure, such as those of late layers when the gradient of an early one fails: `not_as_before`
 finds them in the graph, and the message names them.
 """
 

@@ -337,7 +337,7 @@ class ShardedStrategy(tf.distribute.Strategy):
             StrategyError, LayoutError, UnsupportedLayerError: As `distribute`.
         """
         self.distribute(model)
-        for optimizer in (getattr(model, "optimizer", None), *support.attribute_optimizers(model).values()):
+        for optimizer in support.own_optimizers(model):
             self.adopt_optimizer(optimizer)
         for metric in _private.compiled_metrics(model):
             self.adopt(metric.variables)

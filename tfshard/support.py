@@ -202,10 +202,14 @@ def note_compiled(optimizer: Any) -> None:
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """The optimizers that train a model: the compiled one, its attributes, and those of custom loops."""
-    own = getattr(model, "optimizer", None)
-    found = [] if own is None else [own]
-    return [*found, *attribute_optimizers(model).values(), *loop_optimizers(model)]
+    """The optimizers that train a model: its own, and those of custom loops."""
+    return [*own_optimizers(model), *loop_optimizers(model)]
+
+
+def own_optimizers(model: keras.Model) -> list[Any]:
+    """The optimizer that a model is compiled with, if it is, and those that are its attributes."""
+    compiled = getattr(model, "optimizer", None)
+    return [*([] if compiled is None else [compiled]), *attribute_optimizers(model).values()]
 
 
 def attribute_optimizers(model: keras.Model) -> dict[str, Any]:
@@ -229,8 +233,7 @@ def attribute_optimizers(model: keras.Model) -> dict[str, Any]:
 
 def loop_optimizers(model: keras.Model) -> list[Any]:
     """Optimizers of custom training loops that were built for variables of a model; without its attributes."""
-    known = [getattr(model, "optimizer", None), *attribute_optimizers(model).values()]
-    taken = {id(part) for optimizer in known for part in _private.optimizer_chain(optimizer)}
+    taken = {id(part) for optimizer in own_optimizers(model) for part in _private.optimizer_chain(optimizer)}
     owned = {id(variable) for variable, _ in owned_variables(model)}
 
     def find() -> list[Any]:
@@ -301,8 +304,7 @@ def check_ready(model: keras.Model, strategy: Any) -> None:
     """
     if _private.is_eager():
         strategy.adopt_global_seed()
-    optimizers = (getattr(model, "optimizer", None), *attribute_optimizers(model).values())
-    seen = (id(strategy), *_private.structure(model), *map(id, optimizers))
+    seen = (id(strategy), *_private.structure(model), *map(id, own_optimizers(model)))
     if _ready.get(model) == seen:
         return
     if model.compiled and model.jit_compile:
