@@ -11,7 +11,7 @@ from tfshard.errors import StrategyError, UnsupportedLayerError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Refused:
-    """Built-in layers that DTensor cannot expand: tests/operations/test_layers.py tries each.
+    """Built-in layers that DTensor cannot expand: tests/built_in_layers.py has each.
 
     Attributes:
         layers: Their classes.

@@ -1,0 +1,106 @@
+"""Breaks one line of tfshard at a time, in a copy of the tree, and checks that the test that guards it fails.
+
+What is broken, and which test of the ordinary run is to fail, stands in tools/mutations.py. First the tests are run on
+the unbroken copy, where all have to pass. tools/mutate.sh sets the environment up and calls this.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+from absl import app, flags
+
+from tools.mutations import MUTATIONS, Mutation
+
+_ONLY = flags.DEFINE_string("only", "", "Only mutations that have this text in their area or their file.")
+_WRITE = flags.DEFINE_bool("write", False, "Write the table of docs/testing.md, if every mutation was killed.")
+_TIMEOUT = flags.DEFINE_integer("timeout", 600, "Seconds for one run of pytest.", 1)
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs" / "testing.md"
+MARK = "<!-- The table below is written by tools/mutate.sh --write -->\n"
+
+
+def copy_tree(to: pathlib.Path) -> None:
+    """Copies the files that git knows, and those that it does not ignore."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+
+
+def run_tests(tree: pathlib.Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs tests as the ordinary run would: without the sweep."""
+    environment = {key: value for key, value in os.environ.items() if key != "TFSHARD_SWEEP"}
+    environment |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    return subprocess.run(
+        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=_TIMEOUT.value,
+    )  # fmt: skip
+
+
+def is_killed(mutation: Mutation, tree: pathlib.Path) -> bool:
+    """Breaks the copy, runs the test, and mends the copy."""
+    path = tree / mutation.file
+    text = path.read_text()
+    path.write_text(mutation.applied(text))
+    try:
+        done = run_tests(tree, [mutation.killed_by])
+    except subprocess.TimeoutExpired:
+        print(f"{mutation.title}: hung", flush=True)
+        return False
+    finally:
+        path.write_text(text)
+    # 1: tests ran and failed. Others are errors of pytest's or of a broken import.
+    if done.returncode == 1 and re.search(r"^(FAILED|ERROR) ", done.stdout, re.MULTILINE):
+        return True
+    print(f"{mutation.title}: NOT KILLED, pytest ended with {done.returncode}:\n{done.stdout[-3000:]}", flush=True)
+    return False
+
+
+def table(mutations: list[Mutation]) -> str:
+    """The table of docs/testing.md."""
+    lines = ["| Area | File | What is broken | Fails |", "|---|---|---|---|"]
+    for mutation in mutations:
+        test = mutation.killed_by.replace("|", "\\|")
+        lines.append(f"| {mutation.area} | {mutation.file} | {mutation.what} | `{test}` |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    chosen = [m for m in MUTATIONS if _ONLY.value in m.area or _ONLY.value in m.file]
+    survivors = []
+    with tempfile.TemporaryDirectory() as directory:
+        tree = pathlib.Path(directory) / "tfshard"
+        copy_tree(tree)
+        done = run_tests(tree, sorted({mutation.killed_by for mutation in chosen}))
+        if done.returncode:
+            sys.exit(f"The tests do not pass on the unbroken tree:\n{done.stdout[-5000:]}")
+        for mutation in chosen:
+            begin = time.monotonic()
+            killed = is_killed(mutation, tree)
+            survivors += [] if killed else [mutation]
+            print(
+                f"{'killed' if killed else 'SURVIVED'} in {time.monotonic() - begin:.0f} s: {mutation.title}",
+                flush=True,
+            )
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutations were killed.")
+    if survivors:
+        sys.exit(1)
+    if _WRITE.value:
+        DOCS.write_text(DOCS.read_text().partition(MARK)[0] + MARK + "\n" + table(list(MUTATIONS)))
+
+
+if __name__ == "__main__":
+    app.run(main)

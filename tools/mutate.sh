@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Breaks one line of tfshard at a time, in a copy of the tree, and checks that the test that guards it fails.
+# Arguments go to tools/mutate.py:
+#
+#   tools/mutate.sh                   # all of tools/mutations.py
+#   tools/mutate.sh --only=layouts    # those whose area or file has this in it
+#   tools/mutate.sh --write           # and write the table of docs/testing.md
+set -euo pipefail
+trap 'echo "Elapsed: $((SECONDS / 60)) min $((SECONDS % 60)) s"' EXIT
+
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+python -m tools.mutate "$@"
