@@ -175,6 +175,10 @@ def check_placement(model: keras.Model, name: str, mesh: str, stage: int, groupi
     slots = [variable for variable in model.optimizer.variables if np.prod(variable.shape) > 1]
     assert bool(slots) == (name not in WITHOUT_SLOTS)
     assert all(axes_of(variable) & {"batch"} == (batch if stage else set()) for variable in slots)
+    # Keras resets accumulated gradients one by one, so they do not share a buffer.
+    in_groups = {variable.path for variable in slots if variable.value.storage.is_group}
+    assert bool(in_groups) == bool(groups and slots)
+    assert not [path for path in in_groups if path.endswith("gradient_accumulator")]
 
 
 @sweeps.table("optimizers", ("name", "mesh", "stage", "grouping"), CASES, always=CHOSEN, sample=2)
