@@ -192,3 +192,15 @@ def test_training_matches_one_device(name, mesh, stage, grouping):
         np.testing.assert_allclose(value, weights[path], rtol=0, atol=TOLERANCE, err_msg=path)
     for ours, theirs in zip(run.slots, expected.slots, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=SLOT_TOLERANCE * np.abs(theirs).max(), err_msg="slots")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_variables_that_stand_alone_are_updated_in_pieces(stage):
+    """One gather for each variable, before its use or after its update, and none for its slots."""
+    keras.backend.clear_session()
+    model = tfshard.as_distributed(build())
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, strategy=strategy("batch4", stage, "alone"))
+    profile = tfshard.profile_step(model, batches()[0])
+    check_placement(model, "adam", "batch4", stage, "alone")
+    assert profile.count("all-gather") == len(model.trainable_variables) == 5
