@@ -52,7 +52,7 @@ QUICK = {
     # measure; and the report in test_memory.py and test_groups.py
     "test_verify.py": ("test_what_is_no_sharded_model_is_refused",),
     # training
-    "test_optimizers.py": ("test_ten_steps_match_one_device[adam-batch4-3]",),
+    "test_optimizers.py": ("test_training_matches_one_device[adam-batch4-3-grouped]",),
     "test_models.py": ("test_model_matches_one_device[mlp-batch4-3]",),
     "test_surface.py": (
         "test_evaluate_and_predict_match_one_device",

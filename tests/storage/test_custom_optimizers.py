@@ -39,12 +39,25 @@ class Loop:
         return [float(run(tf.constant(X[:8]), tf.constant(Y[:8]))) for _ in range(steps)]
 
 
-def strategy(stage: int = 3, **axes: int) -> tfshard.ShardedStrategy:
-    return tfshard.ShardedStrategy(tfshard.create_mesh(**(axes or {"batch": 4})), zero_stage=stage)
+def strategy(stage: int = 3, batch: int = 4, **options) -> tfshard.ShardedStrategy:
+    return tfshard.ShardedStrategy(tfshard.create_mesh(batch=batch), zero_stage=stage, **options)
 
 
 def slots(optimizer) -> dict[str, np.ndarray]:
     return {variable.path: np.array(variable.numpy()) for variable in optimizer.variables}
+
+
+def axes_of(variables) -> list[set]:
+    """The mesh axes that shard what the devices hold of each."""
+    return [set(variable.value.buffer.layout.sharding_specs) & {"batch"} for variable in variables]
+
+
+def assert_like_one_device(losses, expected) -> None:
+    """The same losses, of steps that each change them by far more than the tolerance."""
+    tolerance = 2e-6
+    steps = np.abs(np.diff(np.asarray(expected), axis=0)) / np.abs(expected[1:])
+    assert steps.min() > 100 * tolerance
+    np.testing.assert_allclose(losses, expected, rtol=tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +72,7 @@ def run(tmp_path_factory):
 
 def test_a_custom_loop_resumes_with_the_bits_of_one_that_was_never_interrupted(run):
     loop, manager, losses = run
-    assert {v.value.layout.storage[0] for v in loop.model.trainable_variables} == {"batch"}
+    assert axes_of(loop.model.trainable_variables) == [{"batch"}] * 4
     resumed = Loop(strategy())
     assert not resumed.optimizer.built
     manager.restore(resumed.model, optimizers=resumed.optimizer)
@@ -72,24 +85,26 @@ def test_a_custom_loop_resumes_with_the_bits_of_one_that_was_never_interrupted(r
 
 
 def test_a_custom_loop_resumes_on_another_mesh_and_plain(run, tmp_path):
-    """Without dropout: its masks are other ones on another mesh. Next to one device, plain Keras."""
+    """Without dropout: its masks are other ones on another mesh. The reference is one device, plain Keras."""
 
     def without_dropout(loop: Loop) -> Loop:
         loop.model.layers[1].rate = 0.0
         return loop
 
+    expected = without_dropout(Loop(None)).train(7)
     manager = tfshard.CheckpointManager(tmp_path)
     whole = without_dropout(Loop(strategy()))
     first = whole.train(4)
     manager.save(whole.model, 4)
-    losses = whole.train(3)
-    expected = without_dropout(Loop(None)).train(7)
-    np.testing.assert_allclose(first + losses, expected, rtol=1e-5)
-    for other in (strategy(1, batch=2), None):
+    assert_like_one_device(first + whole.train(3), expected)
+    for other in (strategy(1, batch=2, analyzer=None), None):
         resumed = without_dropout(Loop(other))
         manager.restore(resumed.model, optimizers=[resumed.optimizer])
         assert int(resumed.optimizer.iterations.numpy()) == 4
-        np.testing.assert_allclose(resumed.train(3), losses, rtol=1e-5)
+        assert_like_one_device(resumed.train(3), expected[4:])
+        if other is not None:
+            assert axes_of(resumed.model.trainable_variables) == [set()] * 4
+            assert axes_of(resumed.optimizer.variables[2:]) == [{"batch"}] * 8
 
 
 def test_the_report_counts_the_slots_of_a_custom_loop(run):
@@ -98,7 +113,8 @@ def test_the_report_counts_the_slots_of_a_custom_loop(run):
     parameters = report.bytes_on_one_device("parameter")
     # Two slots of Adam for each parameter, the count of steps and the learning rate.
     assert report.bytes_on_one_device("slot") == 2 * parameters + 8 + 4
-    assert report.bytes_per_device("slot") < 0.6 * report.bytes_on_one_device("slot")
+    # A quarter, and what fills the rows.
+    assert report.bytes_per_device("slot") < 0.3 * report.bytes_on_one_device("slot")
     loop.strategy.check_consistency(loop.model)
 
 
@@ -182,8 +198,8 @@ class GAN(keras.Model):
         return {"d": d_loss, "g": g_loss}
 
 
-def train_gan(chosen, epochs: int, directory=None, *, late: bool = False) -> tuple[GAN, list]:
-    """Losses of a GAN whose optimizers are given to `compile`, or set after it."""
+def make_gan(chosen, *, late: bool = False) -> GAN:
+    """A GAN whose optimizers are given to `compile`, or set after it."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     gan = GAN()
@@ -192,28 +208,34 @@ def train_gan(chosen, epochs: int, directory=None, *, late: bool = False) -> tup
     optimizers = keras.optimizers.Adam(1e-2), keras.optimizers.Adam(2e-2)
     model.compile(*([None, None] if late else optimizers), **options)
     gan.d_optimizer, gan.g_optimizer = optimizers
+    return gan
+
+
+def fit_gan(gan: GAN, epochs: int, directory=None, *, done: int = 0) -> list[tuple[float, float]]:
+    """The losses of the steps, two an epoch, after the epochs that are done or in the checkpoint."""
     losses: list[tuple[float, float]] = []
     note = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: losses.append((float(logs["d"]), float(logs["g"])))
     )
     callbacks = [note] if directory is None else [note, tfshard.CheckpointCallback(directory, every_steps=1)]
-    gan.fit(X, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
-    return gan, losses
+    gan.fit(X, batch_size=8, initial_epoch=done, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+    return losses
 
 
 def test_a_gan_with_two_optimizers_resumes_and_has_the_numbers_of_one_device(tmp_path):
-    _, expected = train_gan(None, 3)
-    gan, whole = train_gan(strategy(), 3)
-    assert type(gan.d_optimizer.variables[-1].value) is tfshard.storage.ShardedVariable
-    np.testing.assert_allclose(whole, expected, rtol=1e-5)
-    train_gan(strategy(), 1, tmp_path / "same")
+    expected = fit_gan(make_gan(None), 3)
+    gan = make_gan(strategy())
+    whole = fit_gan(gan, 1, tmp_path / "same")
     shutil.copytree(tmp_path / "same", tmp_path / "other")
+    whole += fit_gan(gan, 3, done=1)
+    for optimizer in (gan.d_optimizer, gan.g_optimizer):
+        assert axes_of(optimizer.variables[2:]) == [{"batch"}] * 8
+    assert_like_one_device(whole, expected)
     keys = list(tfshard.CheckpointManager(tmp_path / "same").open().manifest.variables)
     for name in ("d_optimizer", "g_optimizer"):
         assert len([key for key in keys if key.startswith(f"optimizers/{name}/")]) == 2 + 2 * 4
-    resumed, losses = train_gan(strategy(), 3, tmp_path / "same", late=True)
-    assert losses == whole[2:]
+    resumed = make_gan(strategy(), late=True)
+    assert fit_gan(resumed, 3, tmp_path / "same") == whole[2:]
     for name in ("d_optimizer", "g_optimizer"):
         assert int(getattr(resumed, name).iterations.numpy()) == 6
-    _, losses = train_gan(strategy(2, batch=2), 3, tmp_path / "other")
-    np.testing.assert_allclose(losses, whole[2:], rtol=1e-5)
+    assert_like_one_device(fit_gan(make_gan(strategy(2, batch=2)), 3, tmp_path / "other"), expected[2:])

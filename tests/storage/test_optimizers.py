@@ -1,6 +1,7 @@
-"""Every optimizer, on every mesh and at every stage: ten steps give the numbers of one device."""
+"""Every optimizer, on every mesh, at every stage, with groups and without: the numbers of one device, plain Keras."""
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -8,49 +9,62 @@ import pytest
 import tensorflow as tf
 
 import parity
+import sweeps
 import tfshard
-from sweeps import SWEEP
+from tfshard.storage.formats import Whole
 
-LEARNING_RATE = 1e-3
 MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}, "model4": {"model": 4}}
-opt = keras.optimizers
-OPTIMIZERS = {
-    "sgd": lambda: opt.SGD(LEARNING_RATE),
-    "sgd_momentum": lambda: opt.SGD(LEARNING_RATE, momentum=0.9, nesterov=True),
-    "sgd_weight_decay": lambda: opt.SGD(LEARNING_RATE, weight_decay=0.1),
-    "adam": lambda: opt.Adam(LEARNING_RATE),
-    "adam_amsgrad": lambda: opt.Adam(LEARNING_RATE, amsgrad=True),
-    "adamw": lambda: opt.AdamW(LEARNING_RATE, weight_decay=0.1),
-    "rmsprop": lambda: opt.RMSprop(LEARNING_RATE, momentum=0.5, centered=True),
-    "adagrad": lambda: opt.Adagrad(LEARNING_RATE),
-    "adamax": lambda: opt.Adamax(LEARNING_RATE),
-    "nadam": lambda: opt.Nadam(LEARNING_RATE),
-    "adadelta": lambda: opt.Adadelta(LEARNING_RATE),
-    "lion": lambda: opt.Lion(LEARNING_RATE),
-    "ftrl": lambda: opt.Ftrl(LEARNING_RATE),
-    "lamb": lambda: opt.Lamb(LEARNING_RATE),
-    "adafactor": lambda: opt.Adafactor(LEARNING_RATE),
-    "muon": lambda: opt.Muon(LEARNING_RATE),
-    "adam_ema": lambda: opt.Adam(LEARNING_RATE, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=4),
-    "adam_clipnorm": lambda: opt.Adam(LEARNING_RATE, clipnorm=0.01),
-    "adam_clipvalue": lambda: opt.Adam(LEARNING_RATE, clipvalue=0.001),
-    "adam_global_clipnorm": lambda: opt.Adam(LEARNING_RATE, global_clipnorm=0.01),
-    "adam_accumulation": lambda: opt.Adam(LEARNING_RATE, gradient_accumulation_steps=3),
-    "adam_loss_scale": lambda: opt.LossScaleOptimizer(opt.Adam(LEARNING_RATE), initial_scale=4.0),
+STAGES = (0, 1, 2, 3)
+# Which of the model's variables are in groups. Mixed: the one kernel of more than a kibibyte stands alone.
+ANALYZERS = {
+    "grouped": tfshard.ParameterAnalyzer(),
+    "alone": None,
+    "mixed": tfshard.ParameterAnalyzer(group_threshold_bytes=1024),
 }
-# Losses and weights. SGD: rounding of one addition order; the others divide by a root of small numbers.
-TOLERANCE = {"sgd": (1.3e-6, 1e-5)}
-OTHERS = (0.0, 2e-5)
+KERNEL = "up/kernel"
+opt = keras.optimizers
+# The rates are such that each variable moves far in few steps.
+OPTIMIZERS = {
+    "sgd": lambda: opt.SGD(0.1),
+    "sgd_momentum": lambda: opt.SGD(0.1, momentum=0.9, nesterov=True),
+    "sgd_weight_decay": lambda: opt.SGD(0.1, weight_decay=0.1),
+    "adam": lambda: opt.Adam(0.01),
+    "adam_amsgrad_ema": lambda: opt.Adam(0.01, amsgrad=True, use_ema=True, ema_momentum=0.5),
+    "adamw": lambda: opt.AdamW(0.01, weight_decay=0.1),
+    "rmsprop": lambda: opt.RMSprop(0.01, momentum=0.5, centered=True),
+    "adagrad": lambda: opt.Adagrad(0.1),
+    "adamax": lambda: opt.Adamax(0.01),
+    "nadam": lambda: opt.Nadam(0.01),
+    "adadelta": lambda: opt.Adadelta(10.0),
+    "lion": lambda: opt.Lion(0.01),
+    "ftrl": lambda: opt.Ftrl(0.1),
+    "lamb": lambda: opt.Lamb(0.01),
+    "adafactor": lambda: opt.Adafactor(1.0),
+    "muon": lambda: opt.Muon(0.01),
+    "adam_ema_overwrite": lambda: opt.Adam(0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "adam_clipnorm": lambda: opt.Adam(0.01, clipnorm=0.01),
+    "adam_clipvalue": lambda: opt.Adam(0.01, clipvalue=0.001),
+    "adam_global_clipnorm": lambda: opt.Adam(0.01, global_clipnorm=0.01),
+    "adam_accumulation": lambda: opt.Adam(0.01, gradient_accumulation_steps=2),
+    "adam_loss_scale": lambda: opt.LossScaleOptimizer(opt.Adam(0.01), initial_scale=4.0),
+}
+# Keras writes each variable in a tf.cond: it has no groups.
+WITHOUT_GROUPS = "adam_ema_overwrite"
+WITHOUT_SLOTS = ("sgd", "sgd_weight_decay")
+# Two updates from accumulated gradients and two overwritten averages, and a step after the last of them.
+STEPS = 5
+# Of a weight. Float32's rounding, which Newton-Schulz iterations (Muon) and normed updates (Adafactor) make larger.
+TOLERANCE = 5e-6
+# Of a slot's largest element, because many slots are smaller than the tolerance of a weight.
+SLOT_TOLERANCE = 2e-5
 
 
 def build() -> keras.Model:
-    """Dims that do not divide by 4 (7, 10, 3), an embedding, and a pair for column and row."""
+    """A matrix, a kernel and a vector that 4 does not divide, and a pair for column and row."""
     tokens = keras.Input((5,), dtype="int32")
     x = keras.layers.Embedding(7, 6, name="embed")(tokens)
-    x = keras.layers.Flatten()(x)
-    x = keras.layers.Dense(12, activation="tanh", name="up")(x)
-    x = keras.layers.Dense(10, activation="relu", name="down")(x)
-    return keras.Model(tokens, keras.layers.Dense(3, name="head")(x))
+    x = keras.layers.Dense(12, activation="tanh", name="up")(keras.layers.Flatten()(x))
+    return keras.Model(tokens, keras.layers.Dense(3, name="down")(x))
 
 
 def batches() -> list:
@@ -58,36 +72,135 @@ def batches() -> list:
     return [(rs.randint(0, 7, (8, 5)), rs.randint(0, 3, (8,))) for _ in range(3)]
 
 
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+def train(name: str, strategy: tfshard.ShardedStrategy | None = None, *, steps: int = STEPS) -> parity.Run:
+    return parity.train(
+        build,
+        batches(),
+        optimizer=OPTIMIZERS[name],
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        strategy=strategy,
+        steps=steps,
+        eager=strategy is None,
+    )
 
 
 @functools.cache
 def reference(name: str) -> parity.Run:
-    return parity.train(build, batches(), optimizer=OPTIMIZERS[name], loss=LOSS)
+    return train(name)
 
 
-def strategy(mesh: str, stage: int) -> tfshard.ShardedStrategy:
+@functools.cache
+def initial() -> dict[str, np.ndarray]:
+    return train("sgd", steps=0).weights
+
+
+def strategy(mesh: str, stage: int, grouping: str) -> tfshard.ShardedStrategy:
     layout_map = tfshard.LayoutMap()
     if "model" in MESHES[mesh]:
         layout_map.column("up")
         layout_map.row("down")
-        layout_map.whole(".*")
-    return tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), layout_map, zero_stage=stage)
+        layout_map.whole("embed.*")
+    return tfshard.ShardedStrategy(
+        tfshard.create_mesh(**MESHES[mesh]), layout_map, zero_stage=stage, analyzer=ANALYZERS[grouping]
+    )
 
 
-def cases():
-    """With TFSHARD_SWEEP=1 all; else stage 3, and the other stages on the meshes in turn."""
+def chosen_cases():
+    """The cells that each run takes, so few that every two of an optimizer, a mesh, a stage and a grouping meet.
+
+    The stages differ on meshes with a batch axis only. So an optimizer meets stages 1, 2 and 3 there, each with
+    another grouping, and model4 at stage 0. Adam, Muon and Lamb meet stage 0 with a batch axis, too, and another one on
+    model4. `test_the_chosen_cases_cover_all_pairs` says what this comes to.
+    """
+    groupings = list(ANALYZERS)
     for number, name in enumerate(OPTIMIZERS):
-        few = [("batch4", 3), ("batch2_model2", 3), (list(MESHES)[number % 3], number // 3 % 3)]
-        every = [(mesh, stage) for mesh in MESHES for stage in (0, 1, 2, 3)]
-        yield from ((name, mesh, stage) for mesh, stage in (every if SWEEP else few))
+        for stage in (1, 2, 3):
+            yield name, list(MESHES)[(number + stage) % 2], stage, groupings[(number // 2 + stage + 2) % 3]
+        yield name, "model4", 0, groupings[number % 3]
+    for number, name in enumerate(("adam", "muon", "lamb")):
+        yield name, list(MESHES)[number % 2], 0, groupings[number]
+        yield name, "model4", 1 + number, groupings[(number + 1) % 3]
 
 
-@pytest.mark.parametrize(("name", "mesh", "stage"), list(cases()))
-def test_ten_steps_match_one_device(name, mesh, stage):
-    assert len(tf.config.list_logical_devices("CPU")) >= 4
-    run = parity.train(build, batches(), optimizer=OPTIMIZERS[name], loss=LOSS, strategy=strategy(mesh, stage))
+CASES = list(itertools.product(OPTIMIZERS, MESHES, STAGES, ANALYZERS))
+CHOSEN = list(chosen_cases())
+
+
+def test_the_chosen_cases_cover_all_pairs():
+    arguments = [OPTIMIZERS, MESHES, STAGES, ANALYZERS]
+    for i, j in itertools.combinations(range(4), 2):
+        assert {(case[i], case[j]) for case in CHOSEN} == set(itertools.product(arguments[i], arguments[j]))
+    # Of those with a batch axis.
+    sharded = [case for case in CHOSEN if case[1] != "model4"]
+    assert {case[:1] + case[2:3] for case in sharded} >= set(itertools.product(OPTIMIZERS, (1, 2, 3)))
+    assert {case[:1] + case[3:] for case in sharded} == set(itertools.product(OPTIMIZERS, ANALYZERS))
+    assert {case[1:] for case in sharded} >= set(itertools.product(["batch4", "batch2_model2"], (1, 2, 3), ANALYZERS))
+    for name in ("adam", "muon", "lamb"):
+        assert {case[2] for case in sharded if case[0] == name} == set(STAGES)
+    assert len(CHOSEN) == len(set(CHOSEN)) < len(CASES) / 8
+
+
+def moved(name: str) -> dict[str, float]:
+    """How far the weight that moves furthest does, by variable."""
+    return {path: np.abs(value - initial()[path]).max() for path, value in reference(name).weights.items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_variable_moves_by_a_hundred_times_the_tolerance(name):
+    assert len(moved(name)) == 5
+    assert min(moved(name).values()) > 100 * TOLERANCE
+
+
+def axes_of(variable: keras.Variable) -> set:
+    """The mesh axes that shard what the devices hold of it."""
+    return {axis for axis in variable.value.buffer.layout.sharding_specs if axis in ("batch", "model")}
+
+
+def check_placement(model: keras.Model, name: str, mesh: str, stage: int, grouping: str) -> None:
+    """The variables are in groups, alone, or both; they and their slots are sharded as the stage says."""
     expected = {"model"} if "model" in MESHES[mesh] else set()
-    assert parity.shard_axes(run.model) == expected | ({"batch"} if stage == 3 and "batch" in MESHES[mesh] else set())
-    rtol, atol = TOLERANCE.get(name, OTHERS)
-    parity.assert_same(run, reference(name), rtol=rtol, atol=atol)
+    if stage == 3 and "batch" in MESHES[mesh]:
+        expected.add("batch")
+    assert parity.shard_axes(model) == expected
+    variables = {variable.path: variable for variable in model.trainable_variables}
+    groups = {path for path, variable in variables.items() if variable.value.storage.is_group}
+    if grouping == "alone" or name == WITHOUT_GROUPS:
+        assert not groups
+    else:
+        assert groups == variables.keys() - ({KERNEL} if grouping == "mixed" else set())
+    assert axes_of(variables[KERNEL]) == expected
+    assert (type(variables[KERNEL].value.storage.format) is Whole) == (KERNEL not in groups)
+    batch = {"batch"} & MESHES[mesh].keys()
+    assert all(axes_of(variable) & {"batch"} == (batch if stage == 3 else set()) for variable in variables.values())
+    slots = [variable for variable in model.optimizer.variables if np.prod(variable.shape) > 1]
+    assert bool(slots) == (name not in WITHOUT_SLOTS)
+    assert all(axes_of(variable) & {"batch"} == (batch if stage else set()) for variable in slots)
+    # Keras resets accumulated gradients one by one, so they do not share a buffer.
+    in_groups = {variable.path for variable in slots if variable.value.storage.is_group}
+    assert bool(in_groups) == bool(groups and slots)
+    assert not [path for path in in_groups if path.endswith("gradient_accumulator")]
+
+
+@sweeps.table("optimizers", ("name", "mesh", "stage", "grouping"), CASES, always=CHOSEN, sample=2)
+def test_training_matches_one_device(name, mesh, stage, grouping):
+    assert len(tf.config.list_logical_devices("CPU")) >= 4
+    run, expected = train(name, strategy(mesh, stage, grouping)), reference(name)
+    check_placement(run.model, name, mesh, stage, grouping)
+    np.testing.assert_allclose(run.losses, expected.losses, rtol=2e-6)
+    weights = expected.weights
+    for path, value in run.weights.items():
+        np.testing.assert_allclose(value, weights[path], rtol=0, atol=TOLERANCE, err_msg=path)
+    for ours, theirs in zip(run.slots, expected.slots, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=SLOT_TOLERANCE * np.abs(theirs).max(), err_msg="slots")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_variables_that_stand_alone_are_updated_in_pieces(stage):
+    """One gather for each variable, before its use or after its update, and none for its slots."""
+    keras.backend.clear_session()
+    model = tfshard.as_distributed(build())
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, strategy=strategy("batch4", stage, "alone"))
+    profile = tfshard.profile_step(model, batches()[0])
+    check_placement(model, "adam", "batch4", stage, "alone")
+    assert profile.count("all-gather") == len(model.trainable_variables) == 5

@@ -208,7 +208,7 @@ class ShardedVariable(VariableSurface):
         state = steps.state()
         if not state.updating:
             return False
-        return not self.storage.format.packed or self.storage.root is state.packed
+        return not self.storage.format.packed or state.packed in (self.storage, self.storage.root)
 
     def read_value(self) -> tf.Tensor:
         return self.value()
