@@ -167,7 +167,8 @@ class Waits(keras.Sequential):
 def live_bytes(model: keras.Model, batch: tuple, operation: str) -> int | None:
     """What a step has allocated and not freed, on all devices, when an operation begins for the first time.
 
-    None if the allocator does not report (oneDNN's does, pieces from 256 KiB on).
+    Without the pieces of variables that are read. None if the allocator does not report (oneDNN's does, pieces from
+    256 KiB on).
     """
     model.train_on_batch(*batch)
     with tempfile.TemporaryDirectory() as directory:
@@ -179,7 +180,7 @@ def live_bytes(model: keras.Model, batch: tuple, operation: str) -> int | None:
         return None
     live: dict[int, int] = {}
     for event in trace:
-        if event.name == "MemoryAllocation":
+        if event.name == "MemoryAllocation" and "ReadVariableOp" not in event.stats.get("tf_op", ""):
             live[event.stats["addr"]] = event.stats["requested_bytes"]
         elif event.name == "MemoryDeallocation":
             live.pop(event.stats["addr"], None)
