@@ -212,8 +212,7 @@ class ShardedVariable(VariableSurface):
         state = steps.state()
         if not state.updating:
             return False
-        # Of a parameter and its slots the parameter is updated; of an accumulated gradient, it alone.
-        return not self.storage.format.packed or state.packed in (self.storage.root, self.storage)
+        return not self.storage.format.packed or state.packed in (self.storage, self.storage.root)
 
     def read_value(self) -> tf.Tensor:
         return self.value()
