@@ -209,7 +209,7 @@ class Report:
             (label, self.bytes_on_one_device(kind), self.bytes_per_device(kind)) for kind, label in labels
         ]
         gradients = (
-            "gradients until the update",
+            "gradients, as the optimizer gets them",
             self.bytes_on_one_device("parameter"),
             self.gradient_bytes_per_device,
         )
