@@ -259,15 +259,18 @@ FOLDED = "Variables (those that are alike in one row; detail=True: each)"
 _BYTES = ("on one device", "per device")
 
 
-def totals(title: str, rows: Iterable[tuple[str, int, int]]) -> rich.table.Table:
-    """A table of sums: of what, bytes on one device without sharding, bytes that the fullest device holds."""
+def totals(title: str, rows: Iterable[tuple[str, int, int | None]]) -> rich.table.Table:
+    """A table of sums: of what, bytes on one device without sharding, bytes that the fullest device holds.
+
+    None stands for what was not measured.
+    """
     table = plain(title)
     # The title would be broken where the columns end.
     table.add_column("", min_width=max(len(title) - sum(len(name) + _GAP for name in _BYTES), 0))
     for column in _BYTES:
         table.add_column(column, justify="right", no_wrap=True)
     for label, whole, held in rows:
-        table.add_row(f"total {label}", size(whole), size(held))
+        table.add_row(f"total {label}", size(whole), "not measured" if held is None else size(held))
     return table
 
 

@@ -48,6 +48,7 @@ from tfshard._private.epochs import EpochIterator, set_initial_epoch
 from tfshard._private.exchange import ALL_RANDOM_OPS, RANDOM_OPS, Call, exchanged_operations, recorded_outputs
 from tfshard._private.graphs import (
     TRACKING_ATTRIBUTE,
+    captured,
     captured_resources,
     func_graph,
     graph_is_loop,
@@ -131,6 +132,7 @@ __all__ = [
     "backend_variable",
     "before_first_use",
     "can_shard_convolution",
+    "captured",
     "captured_resources",
     "clone_being_made",
     "compile_arguments",

@@ -36,6 +36,12 @@ def outer_graph(graph: tf.Graph) -> tf.Graph | None:
     return getattr(graph, "outer_graph", None)
 
 
+def captured(placeholder: tf.Tensor) -> tf.Tensor | None:
+    """What a placeholder of a `FuncGraph` stands for in the graph around it; None for an argument (`captures`)."""
+    pairs = getattr(placeholder.graph, "captures", ())
+    return next((outer for outer, inner in pairs if inner is placeholder), None)
+
+
 def captured_resources(graph: tf.Graph) -> list[tf.Tensor]:
     """The eager resources, such as variables' handles, that a `FuncGraph` takes from outside (`captures`)."""
     return [

@@ -90,9 +90,28 @@ def scatter(tensor: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mesh
     whatever is computed from it: a parameter of one quarter would keep four quarters alive until the next step.
     """
     tensor = relayout(tensor, axes, mesh)
-    dim = next((dim for dim, axis in enumerate(axes) if dim > 0 and axis is None and tensor.shape[dim] > 1), None)
-    if mesh.device_type().upper() != "CPU" or not axes or axes[0] is None or dim is None:
+    if mesh.device_type().upper() != "CPU" or not axes or axes[0] is None:
         return tensor
+    dim = next((dim for dim, axis in enumerate(axes) if dim > 0 and axis is None and tensor.shape[dim] > 1), None)
+    if dim is not None:
+        return _copied(tensor, dim, axes, mesh)
+    sizes = axis_sizes(mesh)
+    if axes[0] != sizes.data:
+        return tensor  # Cut along a later dim, as a row kernel: no view.
+    # Every dim is sharded, as in a column kernel: the last one of which a piece has several elements is made two, what
+    # shards it and what a piece has.
+    shares = [1 if axis is None else sizes[axis] for axis in axes]
+    dim = next((d for d in reversed(range(len(axes))) if tensor.shape[d] > shares[d]), None)
+    if dim is None:
+        return tensor
+    shape = [*tensor.shape[:dim], shares[dim], tensor.shape[dim] // shares[dim], *tensor.shape[dim + 1 :]]
+    split = (*axes[: dim + 1], None, *axes[dim + 1 :])
+    copied = _copied(relayout(tf.reshape(tensor, shape), split, mesh), dim + 1, split, mesh)
+    return relayout(tf.reshape(copied, tensor.shape), axes, mesh)
+
+
+def _copied(tensor: tf.Tensor, dim: int, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """A tensor in the layout `axes`, in memory of its own; `dim` has several elements and is not sharded."""
     # Of the operations that DTensor expands, concat is the one that never works in place.
     half = tensor.shape[dim] // 2
     halves = tf.split(tensor, [half, tensor.shape[dim] - half], axis=dim)

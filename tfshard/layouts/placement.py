@@ -146,14 +146,21 @@ def follows(spec: VariableSpec, parameter: VariableLayout) -> bool:
     One of another shape does not. Nor do the accumulated gradients of a group's members: Keras resets them one by one
     in a `tf.cond`, which would write the group's buffer once for each.
     """
-    accumulates = parameter.grouped and spec.path.endswith("gradient_accumulator")
-    return parameter.spec.shape == spec.shape and not accumulates
+    return parameter.spec.shape == spec.shape and not (parameter.grouped and _accumulates(spec))
+
+
+def _accumulates(spec: VariableSpec) -> bool:
+    """Whether a slot holds the sum of gradients (Keras's `gradient_accumulation_steps`)."""
+    return spec.path.endswith("gradient_accumulator")
 
 
 def slot_layout(
     spec: VariableSpec, parameter: VariableLayout | None, *, mesh_shape: Mapping[str, int], zero_stage: int
 ) -> VariableLayout:
     """Where a variable of an optimizer goes: after its parameter, or by itself, which no rule of a layout map names.
+
+    Accumulated gradients are read in the layout of the gradient to which they are added. Read whole, they would be
+    gathered in each step.
 
     Args:
         spec: The slot.
@@ -162,7 +169,8 @@ def slot_layout(
         zero_stage: 0 to 3.
     """
     if parameter is not None and follows(spec, parameter):
-        return parameter.slot(spec)
+        slot = parameter.slot(spec)
+        return dataclasses.replace(slot, compute=parameter.gradient) if _accumulates(spec) else slot
     return variable_layout.plan_variable(
         spec, layout_map=LayoutMap(), mesh_shape=mesh_shape, zero_stage=zero_stage, slot=True
     )

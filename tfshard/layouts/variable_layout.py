@@ -208,6 +208,15 @@ class VariableLayout:
         return self.sharded if self.update_sharded and self.sharded is not None else self.compute
 
     @property
+    def gradient(self) -> Axes:
+        """The layout in which its gradient comes out of the backward pass.
+
+        That of a variable which rests or is updated in a flat form is reduced whole, and cut when it is packed.
+        """
+        scattered = self.reduce_scatter and self.flat is None and self.sharded is not None
+        return self.sharded if scattered and self.sharded is not None else self.compute
+
+    @property
     def gathered(self) -> Axes:
         """The layout of what is stored once it is gathered over the batch axis."""
         return self.compute if self.flat is None else self.flat.gathered_axes

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import keras
@@ -46,6 +47,9 @@ class VariableReport:
         storage_layout: The mesh axis of each dim of the stored tensor (of the padded one, if padded).
         storage_shape: The shape of the stored tensor; the padded one, or that of the group's buffer.
         group: The number of the group whose buffer it shares, or None.
+        gradient_layout: The mesh axis of each dim of its gradient as the optimizer got it, in the last step that was
+            traced or ran eagerly. None before that, and without a gradient.
+        gradient_bytes_per_device: Bytes of the gradient in that layout on one device, or None.
         shards: Into how many different pieces it is cut.
         bytes_whole: Bytes of the whole variable.
         bytes_per_device: Bytes that the fullest device of this process holds, read from the device's tensor; of a
@@ -63,6 +67,8 @@ class VariableReport:
     bytes_whole: int
     bytes_per_device: int
     group: int | None = None
+    gradient_layout: Axes | None = None
+    gradient_bytes_per_device: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +79,10 @@ class Report:
         mesh: Axis name to size.
         world_size: Number of devices.
         zero_stage: 0 to 3.
-        gradients_reduce_scattered: Whether each device keeps its shard of a gradient only (stages 2 and 3).
+        gradients_reduce_scattered: Whether each device keeps its shard of a gradient only (stages 2 and 3), at least of
+            variables that stand alone and are cut along one of their dims: those of groups are reduced whole. Measured,
+            by the layouts in which the optimizer got them in the last step that was traced or ran eagerly; None
+            before that.
         variables: A `VariableReport` for each variable.
         misplaced: The paths of variables of the model that are not where its placement has them. None, unless something
             is wrong, or a variable has come since the last step.
@@ -82,14 +91,14 @@ class Report:
     mesh: dict[str, int]
     world_size: int
     zero_stage: int
-    gradients_reduce_scattered: bool
+    gradients_reduce_scattered: bool | None
     variables: tuple[VariableReport, ...]
     misplaced: tuple[str, ...] = ()
 
     @classmethod
     def from_model(cls, model: keras.Model, strategy: Strategy) -> "Report":
         """Measures a model that is built or compiled under `strategy`."""
-        rows = []
+        rows: list[VariableReport | None] = []
         trained = {id(variable) for variable in model.trainable_variables}
         for variable, _ in inventory.owned_variables(model):
             kind = "parameter" if id(variable) in trained else "state"
@@ -101,7 +110,7 @@ class Report:
             mesh=dict(strategy.mesh_shape),
             world_size=math.prod(strategy.mesh_shape.values()),
             zero_stage=strategy.zero_stage,
-            gradients_reduce_scattered=strategy.zero_stage >= 2 and strategy.mesh_shape.data_size > 1,
+            gradients_reduce_scattered=_scattered([row for row in rows if row is not None], strategy.mesh_shape.data),
             variables=tuple(row for row in rows if row is not None),
             misplaced=tuple(
                 layout.spec.path
@@ -118,14 +127,28 @@ class Report:
         """Bytes that a single device would hold without sharding."""
         return sum(row.bytes_whole for row in self.variables if kind in (None, row.kind))
 
+    @property
+    def gradient_bytes_per_device(self) -> int | None:
+        """Bytes on one device of the gradients as the optimizer got them (`VariableReport.gradient_layout`).
+
+        No sum of `bytes_per_device` has them: they do not rest between steps. None before the first step.
+        """
+        found = [row.gradient_bytes_per_device for row in self.variables if row.kind == "parameter"]
+        known = [bytes_ for bytes_ in found if bytes_ is not None]
+        return sum(known) if known else None
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data: JSON types only, apart from tuples."""
-        totals = {
+        totals: dict[str, dict[str, int | None]] = {
             kind: {
                 "bytes_per_device": self.bytes_per_device(kind),
                 "bytes_on_one_device": self.bytes_on_one_device(kind),
             }
             for kind in ("parameter", "state", "slot")
+        }
+        totals["gradient"] = {
+            "bytes_per_device": self.gradient_bytes_per_device,
+            "bytes_on_one_device": self.bytes_on_one_device("parameter"),
         }
         totals["all"] = {
             "bytes_per_device": self.bytes_per_device(),
@@ -178,13 +201,19 @@ class Report:
 
     def _totals_table(self) -> rich.table.Table:
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
-        title = f"{self.world_size} devices ({axes}), ZeRO stage {self.zero_stage}, gradients " + (
-            "reduce-scattered" if self.gradients_reduce_scattered else "all-reduced"
-        )
+        reduced = {None: "not measured yet", True: "reduce-scattered", False: "all-reduced"}
+        title = f"{self.world_size} devices ({axes}), ZeRO stage {self.zero_stage}, gradients "
+        title += reduced[self.gradients_reduce_scattered]
         labels = (("parameter", "parameters"), ("state", "untrained state"), ("slot", "optimizer slots"), (None, "all"))
-        return tables.totals(
-            title, [(label, self.bytes_on_one_device(kind), self.bytes_per_device(kind)) for kind, label in labels]
+        rows: list[tuple[str, int, int | None]] = [
+            (label, self.bytes_on_one_device(kind), self.bytes_per_device(kind)) for kind, label in labels
+        ]
+        gradients = (
+            "gradients, as the optimizer gets them",
+            self.bytes_on_one_device("parameter"),
+            self.gradient_bytes_per_device,
         )
+        return tables.totals(title, [*rows, gradients])
 
 
 def _measure(variable: keras.Variable, kind: str, mesh_shape: MeshAxes) -> VariableReport | None:
@@ -192,6 +221,8 @@ def _measure(variable: keras.Variable, kind: str, mesh_shape: MeshAxes) -> Varia
     if not isinstance(current, ShardedVariable):
         return None
     layout = current.layout
+    # Slots are given gradients too: those that accumulate them.
+    gradient = current.gradient_layout if kind == "parameter" else None
     return VariableReport(
         path=variable.path,
         kind=kind,
@@ -200,11 +231,26 @@ def _measure(variable: keras.Variable, kind: str, mesh_shape: MeshAxes) -> Varia
         compute_layout=layout.compute,
         storage_layout=layout.storage,
         storage_shape=layout.storage_shape,
-        shards=math.prod(mesh_shape[axis] for axis in layout.storage if axis is not None),
+        shards=_shards(layout.storage, mesh_shape),
         bytes_whole=variable_layout.spec_bytes(layout.spec),
         bytes_per_device=_bytes_per_device(current),
         group=layout.group,
+        gradient_layout=gradient,
+        gradient_bytes_per_device=None
+        if gradient is None
+        else variable_layout.spec_bytes(layout.spec) // _shards(gradient, mesh_shape),
     )
+
+
+def _shards(axes: Axes, mesh_shape: MeshAxes) -> int:
+    """Into how many different pieces a layout cuts."""
+    return math.prod(mesh_shape[axis] for axis in axes if axis is not None)
+
+
+def _scattered(rows: Sequence[VariableReport], data: str | None) -> bool | None:
+    """Whether gradients came to the optimizer in shards; None where none was seen."""
+    seen = [row.gradient_layout for row in rows if row.gradient_layout is not None]
+    return any(data in axes for axes in seen) if seen else None
 
 
 def _bytes_per_device(variable: ShardedVariable) -> int:

@@ -1,4 +1,5 @@
-"""Gradients of variables: how they come back from the compute layout to the one in which they are updated."""
+"""Gradients of variables: how they come back from the compute layout to the one in which they are updated, and in which
+layout they are on the way."""
 
 import functools
 from collections.abc import Callable
@@ -59,3 +60,50 @@ def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor
         scattered = step(scattered)
         scattered = transfer.relayout(scattered, (axes.data, *(None,) * (scattered.shape.rank - 1)), mesh)
     return scattered
+
+
+def layout_of(tensor: tf.Tensor | tf.IndexedSlices) -> Axes | None:
+    """The layout of a gradient that an optimizer gets.
+
+    In eager code a tensor has one. In a graph it has none yet: `both_ways` pins each gradient to one, and what is done
+    with it before the update (clipping, scaling, sums) works element by element, which DTensor computes in the layout
+    of the operands. Operands of the same shape are followed back to where they are pinned. One that is sharded makes
+    the result sharded.
+
+    Returns:
+        The mesh axis of each dim. None where the operations pin nothing, or contradict each other.
+    """
+    if not isinstance(tensor, tf.Tensor):
+        return None
+    if _private.is_eager():
+        return _axes(dtensor.fetch_layout(tensor)) if transfer.is_dtensor(tensor) else None
+    merged: list[str | None] = [None] * tensor.shape.rank
+    waiting, seen, pinned = [tensor], {tensor.ref()}, False
+    while waiting:
+        current = waiting.pop()
+        axes = _pinned_axes(current)
+        if axes is not None:
+            pinned = True
+            for dim, axis in enumerate(axes):
+                if None not in (axis, merged[dim]) and axis != merged[dim]:
+                    return None
+                merged[dim] = axis or merged[dim]
+            continue
+        sources = [_private.captured(current)] if current.op.type == "Placeholder" else current.op.inputs
+        for source in sources:
+            if source is not None and source.shape == tensor.shape and source.ref() not in seen:
+                seen.add(source.ref())
+                waiting.append(source)
+    return tuple(merged) if pinned else None
+
+
+def _pinned_axes(tensor: tf.Tensor) -> Axes | None:
+    """The layout that a tensor of a graph is pinned to, if it is."""
+    if tensor.op.type != "Relayout":
+        return None
+    axes = _axes(dtensor.Layout.from_string(tensor.op.get_attr("layout").decode()))
+    return None if dtensor.MATCH in axes else axes
+
+
+def _axes(layout: dtensor.Layout) -> Axes:
+    return tuple(None if axis == dtensor.UNSHARDED else axis for axis in layout.sharding_specs)

@@ -12,7 +12,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import clients, transfer
 from tfshard.errors import LayoutError
-from tfshard.layouts.variable_layout import VariableLayout
+from tfshard.layouts.variable_layout import Axes, VariableLayout
 from tfshard.storage import gradient, outside, steps
 from tfshard.storage.formats import StorageFormat
 from tfshard.storage.storage import SlotKey, Storage
@@ -37,6 +37,8 @@ class ShardedVariable(VariableSurface):
         storage: The `Storage` it lives in, alone or with others.
         member: Its number among the members of the storage.
         slots: Its optimizer slots, by optimizer and number of the slot.
+        gradient_layout: The layout in which an optimizer got its gradient, in the last step that was traced or ran
+            eagerly. None before that, and where it cannot be told.
     """
 
     _should_act_as_resource_variable = True
@@ -80,6 +82,7 @@ class ShardedVariable(VariableSurface):
         self._options = options or {}
         self.layout = layout
         self.member = layout.member
+        self.gradient_layout: Axes | None = None
         self.storage = storage or self._own_storage(layout)
         self.storage.members[self.member] = self
         self.storage.fill(self.member, initial_value)
@@ -98,6 +101,7 @@ class ShardedVariable(VariableSurface):
             value = np.array(self.numpy())
         del self.storage.members[self.member]
         self.path, self.layout, self.member = layout.spec.path, layout, layout.member
+        self.gradient_layout = None
         self.storage = storage or self._own_storage(layout)
         self.storage.members[self.member] = self
         self.storage.fill(self.member, value)
@@ -216,16 +220,17 @@ class ShardedVariable(VariableSurface):
     def _direct_value(self) -> tf.Tensor:
         """Reads the buffer where the tape can see it; the gradient comes back the way the value went."""
         layout = self.layout
-        # Stages 2 and 3: the gradient is scattered at once, so that nothing holds it whole.
-        backward = layout.compute
-        if layout.reduce_scatter and layout.sharded is not None:
-            backward = layout.sharded
         if _private.is_eager():
             self.storage.read_by_eager_step = True
         with steps.reading_scope():
             stored = self.buffer.value()
             self._note_read(self.buffer.handle)
-            return gradient.both_ways(stored, forward=layout.compute, backward=backward, mesh=self.mesh)
+            # Stages 2 and 3: the gradient is scattered at once, so that nothing holds it whole.
+            return gradient.both_ways(stored, forward=layout.compute, backward=layout.gradient, mesh=self.mesh)
+
+    def note_gradient(self, tensor: tf.Tensor | tf.IndexedSlices) -> None:
+        """Remembers the layout in which a gradient came to an optimizer's update."""
+        self.gradient_layout = gradient.layout_of(tensor)
 
     def to_update(self, tensor: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
         """Brings a gradient to the layout in which the variable is updated by itself; a sparse one becomes dense."""

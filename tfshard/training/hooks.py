@@ -151,6 +151,8 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         optimizer = next((c for c in reversed(callers) if isinstance(c, keras.optimizers.Optimizer)), None)
         if kwargs:
             fn = functools.partial(fn, **kwargs)
+        if optimizer is not None and args and _is_gradient(args[0], var):
+            var.note_gradient(args[0])
         if var.storage.format.packed and optimizer_kinds.is_elementwise(optimizer):
             if not var.storage.is_group:
                 return group_update.run_alone(var, fn, tuple(args), optimizer)
@@ -268,6 +270,12 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
     @property
     def _in_multi_worker_mode(self) -> bool:
         return False
+
+
+def _is_gradient(value: Any, variable: ShardedVariable) -> bool:
+    """Whether an update is given a tensor of the variable's shape. Averages that overwrite it are variables."""
+    is_tensor = tf.is_tensor(value) and not isinstance(value, (tf.Variable, keras.Variable))
+    return bool(is_tensor and value.shape == variable.shape)
 
 
 def _on_host(tensor: Any) -> Any:

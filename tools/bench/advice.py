@@ -4,6 +4,7 @@
 
 Each measurement is a process of its own. The peak of 28 Dense layers less that of 4, over the difference of their
 parameters, leaves out what TensorFlow takes by itself; a quarter of it is one device's. Two steps with Adam, no groups.
+All stages in turn, `rounds` times over; figures are medians of the rounds, with the least and the most.
 """
 
 import json
@@ -11,6 +12,8 @@ import json
 import common
 from absl import app, flags
 
+_ROUNDS = flags.DEFINE_integer("rounds", common.ROUNDS, "Rounds.", lower_bound=1)
+_LAYERS = flags.DEFINE_list("layers", ["4", "28"], "Dense layers of the small and of the large model.")
 _WAY = flags.DEFINE_string("way", None, "Measure stage:layers here, and print JSON.")
 
 WIDTH = 1024
@@ -44,17 +47,18 @@ def main(argv):
     if _WAY.value:
         print(json.dumps(measure(*(int(part) for part in _WAY.value.split(":")))))
         return
-    print(f"{'stage':>5} {'predicted':>10} {'measured':>9}   in copies of the parameters on one device")
-    for stage in range(4):
-        results = []
-        for layers in (4, 28):
-            results.append(common.run_child(f"--way={stage}:{layers}"))
-        small, large = results
-        parameters = large["parameters"] - small["parameters"]
-        measured = (large["peak"] - small["peak"]) / parameters / common.DEVICES
-        predicted = (large["predicted"] - small["predicted"]) / parameters
-        print(f"{stage:>5} {predicted:>10.2f} {measured:>9.2f}")
-    print(large["origin"])
+    measured: dict[int, list[float]] = {stage: [] for stage in range(4)}
+    predicted: dict[int, float] = {}
+    for _ in range(_ROUNDS.value):
+        for stage, found in measured.items():
+            small, large = (common.run_child(f"--way={stage}:{layers}") for layers in _LAYERS.value)
+            parameters = large["parameters"] - small["parameters"]
+            found.append((large["peak"] - small["peak"]) / parameters / common.DEVICES)
+            predicted[stage] = (large["predicted"] - small["predicted"]) / parameters
+    print(f"{large['origin']}, median (and range) of {_ROUNDS.value} rounds")
+    print(f"{'stage':>5} {'predicted':>10} {'measured':>21}   in copies of the parameters on one device")
+    for stage, found in measured.items():
+        print(f"{stage:>5} {predicted[stage]:>10.2f} {common.spread(found):>21}")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@
 
 A block is `every_steps` steps with one save before the first of them; what the save still does in the background
 when the block ends is waited for within it. Blocks with no, an asynchronous and a synchronous save take turns, so that
-a machine whose speed drifts slows all of them. Figures are medians over the rounds, and ratios to no save.
+a machine whose speed drifts slows all of them. A step's time is that of its block, a loop over one batch that is made
+before, through the number of its steps. Figures are medians of the rounds, with the least and the most; ratios are to
+no save in the same round.
 """
 
 import pathlib
-import statistics
 import tempfile
 import time
 
@@ -18,7 +19,7 @@ import gpt_flags
 from absl import app, flags
 
 _EVERY_STEPS = flags.DEFINE_integer("every_steps", 20, "Steps of a block, with one save.")
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds.")
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds.", lower_bound=1)
 _STAGE = flags.DEFINE_integer("zero_stage", 3, "ZeRO stage.")
 _DIRECTORY = flags.DEFINE_string("directory", None, "Where to save; by default a temporary directory.")
 
@@ -54,16 +55,17 @@ def main(argv):
                     step += 1
                 manager.wait()
                 times[way].append((time.perf_counter() - begin) / _EVERY_STEPS.value)
-    print(f"{common.origin()}, median of {_ROUNDS.value} rounds")
+    print(f"{common.origin()}, median (and range) of {_ROUNDS.value} rounds")
     print(
         f"{model.count_params():,} parameters, checkpoint of {size / 1e6:.0f} MB, stage {_STAGE.value}, "
         f"one save every {_EVERY_STEPS.value} steps of {gpt_flags.BATCH_SIZE.value} x {gpt_flags.SEQUENCE.value}"
     )
-    print(f"{'':>6} {'step ms':>8} {'/ none':>7} {'save holds up ms':>17}")
-    none = statistics.median(times["none"])
+    print(f"{'':>6} {'step ms':>24} {'/ none':>24} {'save holds up ms':>24}")
     for way in WAYS:
-        found = statistics.median(times[way])
-        print(f"{way:>6} {1e3 * found:8.1f} {found / none:7.3f} {1e3 * statistics.median(blocked[way]):17.1f}")
+        step = common.spread((1e3 * each for each in times[way]), ".1f")
+        ratio = common.spread((a / b for a, b in zip(times[way], times["none"], strict=True)), ".3f")
+        held = common.spread((1e3 * each for each in blocked[way]), ".1f")
+        print(f"{way:>6} {step:>24} {ratio:>24} {held:>24}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the benchmarks share: models, child processes, and the line that says where numbers come from."""
 
 import contextlib
+import itertools
 import json
 import pathlib
 import platform
@@ -8,9 +9,11 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 
 DEVICES = 4
-EPOCHS = 6  # Timed, after one more; a step's time is the median epoch's, divided by its steps.
+ROUNDS = 3  # Of every benchmark that measures times or memory, unless it is told otherwise.
+EPOCHS = 3  # Timed, after one more.
 BYTES_PER_KIBIBYTE = 1024
 
 
@@ -69,20 +72,47 @@ def gpt2(*, layers: int, width: int, heads: int, vocabulary: int, sequence: int,
     return model, ({"token_ids": tokens, "padding_mask": np.ones_like(tokens)}, tokens)
 
 
-def fit_times(model, data, *, batch_size: int, steps: int) -> dict:
-    """Seconds to the end of the first step, and of a later step."""
+def fit_times(model, data, *, batch_size: int, epochs: int = EPOCHS, waits: bool = True) -> dict:
+    """Seconds to the end of the first step, of each later one, and their median.
+
+    A step is timed from the end of the step before it in its epoch: what an epoch sets up, such as its iterator, is
+    part of no step.
+
+    Args:
+        model: A compiled model.
+        data: What `fit` takes, of two steps and more.
+        batch_size: Samples of a step.
+        epochs: How many are timed, after one that is not.
+        waits: Whether a step ends when its loss is on the host. Else when `fit` goes on to the next.
+
+    Returns:
+        `"first"`, `"steps"` and `"step"`.
+    """
     import keras
 
-    epochs, batches = [], []
+    ends: list[list[float]] = []
 
     class Clock(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            batches.append(time.perf_counter())
+        def on_epoch_begin(self, epoch, logs=None):
+            ends.append([])
 
-        def on_epoch_end(self, epoch, logs=None):
-            epochs.append(time.perf_counter())
+        def on_train_batch_end(self, batch, logs=None):
+            if waits:
+                float(logs["loss"])
+            ends[-1].append(time.perf_counter())
 
     start = time.perf_counter()
-    model.fit(*data, batch_size=batch_size, epochs=1 + EPOCHS, verbose=0, callbacks=[Clock()])
-    times = [(after - before) / steps for before, after in zip(epochs, epochs[1:], strict=False)]
-    return {"first": batches[0] - start, "step": statistics.median(times)}
+    model.fit(*data, batch_size=batch_size, epochs=1 + epochs, verbose=0, callbacks=[Clock()])
+    times = [after - before for epoch in ends[1:] for before, after in itertools.pairwise(epoch)]
+    return {"first": ends[0][0] - start, "steps": times, "step": statistics.median(times)}
+
+
+def spread(values: Iterable[float], form: str = ".2f") -> str:
+    """The median, and from the least to the most: `1.10 (1.05 to 1.31)`."""
+    values = sorted(values)
+    return f"{statistics.median(values):{form}} ({values[0]:{form}} to {values[-1]:{form}})"
+
+
+def ratios(ours: Iterable[dict], theirs: Iterable[dict], key: str = "step") -> list[float]:
+    """How ours compare with theirs, round by round: both ran in each."""
+    return [a[key] / b[key] for a, b in zip(ours, theirs, strict=True)]

@@ -2,8 +2,8 @@
 
     python tools/bench/groups.py --plot=docs/groups.png
 
-Each setting runs in a process of its own, in turn, `rounds` times over; times are medians, and ratios to
-`analyzer=None`.
+Each setting runs in a process of its own, in turn, `rounds` times over, so that a machine whose speed drifts slows all
+of them. Figures are medians of the rounds, with the least and the most; ratios to `analyzer=None` are of one round.
 """
 
 import json
@@ -12,14 +12,15 @@ import statistics
 import common
 from absl import app, flags
 
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds.")
+_ROUNDS = flags.DEFINE_integer("rounds", common.ROUNDS, "Rounds.", lower_bound=1)
+_LAYERS = flags.DEFINE_integer("layers", 12, "Transformer blocks.")
 _PLOT = flags.DEFINE_string("plot", None, "Where to save a picture of the table (needs matplotlib).")
 _WAY = flags.DEFINE_string("way", None, "Measure this one here (threshold:maximum in KiB), and print JSON.")
 
 # Threshold and maximum, in KiB; 0 is no groups.
 SETTINGS = ((0, 0), (16, 25600), (128, 25600), (1024, 512), (1024, 2048), (1024, 25600))
 BATCH = 8
-STEPS = 4
+STEPS = 8
 
 
 def measure(threshold: int, maximum: int) -> dict:
@@ -29,9 +30,11 @@ def measure(threshold: int, maximum: int) -> dict:
 
     analyzer = tfshard.ParameterAnalyzer(threshold << 10, maximum << 10) if threshold else None
     with common.scope("stage 3", analyzer=analyzer):
-        model, data = common.gpt2(layers=12, width=128, heads=4, vocabulary=1500, sequence=128, samples=BATCH * STEPS)
+        model, data = common.gpt2(
+            layers=_LAYERS.value, width=128, heads=4, vocabulary=1500, sequence=128, samples=BATCH * STEPS
+        )
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    times = common.fit_times(model, data, batch_size=BATCH, steps=STEPS)
+    times = common.fit_times(model, data, batch_size=BATCH)
     memory = common.resident_bytes()
     x, y = data
     profile = tfshard.profile_step(model, ({name: value[:BATCH] for name, value in x.items()}, y[:BATCH]))
@@ -48,20 +51,25 @@ def main(argv):
         for threshold, maximum in SETTINGS:
             results[threshold, maximum].append(common.run_child(f"--way={threshold}:{maximum}"))
     alone = results[SETTINGS[0]]
-    print(f"{alone[0]['origin']}, median of {_ROUNDS.value} rounds; GPT-2, 12 layers of width 128, batch {BATCH} x 128")
+    print(f"{alone[0]['origin']}, median (and range) of {_ROUNDS.value} rounds")
+    print(f"GPT-2, {_LAYERS.value} layers of width 128, batch {BATCH} x 128")
     print(
-        f"{'threshold':>10} {'maximum':>9} {'collectives':>12} {'step ms':>8} {'/ alone':>8} {'first s':>8} {'GB':>6}"
+        f"{'threshold':>10} {'maximum':>11} {'collectives':>11} "
+        f"{'step ms':>20} {'/ alone':>21} {'first s':>21} {'GB':>21}"
     )
     rows = []
     for setting in SETTINGS:
         runs = results[setting]
         row = {key: statistics.median(run[key] for run in runs) for key in ("step", "first", "memory", "collectives")}
-        row["ratio"] = statistics.median(ours["step"] / base["step"] for ours, base in zip(runs, alone, strict=True))
+        ratios = common.ratios(runs, alone)
+        row["ratio"] = statistics.median(ratios)
         rows.append(row)
         names = [f"{kib} KiB" if kib else "none" for kib in setting]
         print(
-            f"{names[0]:>11} {names[1]:>11} {row['collectives']:>11.0f} {1e3 * row['step']:>11.0f} "
-            f"{row['ratio']:>11.2f} {row['first']:>11.1f} {row['memory'] / 1e9:>11.2f}"
+            f"{names[0]:>10} {names[1]:>11} {row['collectives']:>11.0f} "
+            f"{common.spread((1e3 * run['step'] for run in runs), '.0f'):>20} {common.spread(ratios):>21} "
+            f"{common.spread((run['first'] for run in runs), '.1f'):>21} "
+            f"{common.spread(run['memory'] / 1e9 for run in runs):>21}"
         )
     if _PLOT.value:
         plot(rows, _PLOT.value)

@@ -2,7 +2,8 @@
 
     python tools/bench/memory.py
 
-Each strategy runs in a process of its own; the unit is one float32 copy of the parameters.
+Each strategy runs in a process of its own, in turn, `rounds` times over. The unit is one float32 copy of the
+parameters; figures are medians of the rounds, with the least and the most.
 """
 
 import json
@@ -14,6 +15,7 @@ _LAYERS = flags.DEFINE_integer("layers", 32, "Dense layers of the MLP.")
 _WIDTH = flags.DEFINE_integer("width", 2048, "Units of each.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Samples of a step.")
 _STEPS = flags.DEFINE_integer("steps", 8, "Steps.")
+_ROUNDS = flags.DEFINE_integer("rounds", common.ROUNDS, "Rounds.", lower_bound=1)
 _STRATEGY = flags.DEFINE_enum("strategy", None, ["sharded", "mirrored"], "Measure this one here, and print JSON.")
 
 
@@ -45,16 +47,19 @@ def main(argv):
     if _STRATEGY.value:
         print(json.dumps(measure(_STRATEGY.value)))
         return
-    results = {}
-    for name in ("sharded", "mirrored"):
-        results[name] = common.run_child(f"--strategy={name}")
-    unit = 4 * results["sharded"]["parameters"]
-    print(results["sharded"]["origin"])
-    print(f"{results['sharded']['parameters']:,} parameters, Adam, batch {_BATCH_SIZE.value}")
-    for name, result in results.items():
-        added = (result["resident"] - result["resident_before"]) / unit
-        print(f"{name:>9}: resident {result['resident'] / 1e9:6.2f} GB, {added:5.1f} parameter copies above the start")
-    print(f"sharded / mirrored: {results['sharded']['resident'] / results['mirrored']['resident']:.2f}")
+    results: dict = {"sharded": [], "mirrored": []}
+    for _ in range(_ROUNDS.value):
+        for name, runs in results.items():
+            runs.append(common.run_child(f"--strategy={name}"))
+    first = results["sharded"][0]
+    unit = 4 * first["parameters"]
+    print(f"{first['origin']}, median (and range) of {_ROUNDS.value} rounds")
+    print(f"{first['parameters']:,} parameters, Adam, batch {_BATCH_SIZE.value}")
+    for name, runs in results.items():
+        resident = common.spread(run["resident"] / 1e9 for run in runs)
+        added = common.spread(((run["resident"] - run["resident_before"]) / unit for run in runs), ".1f")
+        print(f"{name:>9}: resident {resident} GB, {added} parameter copies above the start")
+    print(f"sharded / mirrored: {common.spread(common.ratios(results['sharded'], results['mirrored'], 'resident'))}")
 
 
 if __name__ == "__main__":

@@ -6,18 +6,18 @@
 The second is narrow: 196 variables of 2.6M parameters, where groups matter most ("alone": without groups).
 
 Each way runs in a process of its own, in turn, `rounds` times over, so that a machine whose speed drifts slows all of
-them; figures are medians of the rounds, and ratios to one device.
+them. A round's figure is the median of its steps, each timed by itself; printed is the median of the rounds, with the
+least and the most. Ratios are of the same round.
 """
 
 import json
-import statistics
 
 import common
 import gpt_flags
 from absl import app, flags
 
-_STEPS = flags.DEFINE_integer("steps", 4, "Steps of an epoch.")
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds.")
+_STEPS = flags.DEFINE_integer("steps", 8, "Steps of an epoch.", lower_bound=2)
+_ROUNDS = flags.DEFINE_integer("rounds", common.ROUNDS, "Rounds.", lower_bound=1)
 _WAYS = flags.DEFINE_list("ways", None, "Only these ways; by default all.")
 _WAY = flags.DEFINE_string("way", None, "Measure this one here, and print JSON.")
 
@@ -32,7 +32,7 @@ def measure(way: str) -> dict:
     with common.scope(way, **options):
         model, data = gpt_flags.gpt2(steps=_STEPS.value)
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
-    times = common.fit_times(model, data, batch_size=gpt_flags.BATCH_SIZE.value, steps=_STEPS.value)
+    times = common.fit_times(model, data, batch_size=gpt_flags.BATCH_SIZE.value)
     return {**times, "parameters": model.count_params(), "origin": common.origin()}
 
 
@@ -46,21 +46,20 @@ def main(argv):
     for _ in range(_ROUNDS.value):
         for way in ways:
             results[way].append(common.run_child(f"--way={way}"))
-    first = results["one device"][0]
-    print(f"{first['origin']}, median of {_ROUNDS.value} rounds")
+    first = results[ways[0]][0]
+    print(f"{first['origin']}, median (and range) of {_ROUNDS.value} rounds")
     batch = f"{gpt_flags.BATCH_SIZE.value} x {gpt_flags.SEQUENCE.value}"
     print(f"{first['parameters']:,} parameters, batch {batch}, Adam, no XLA")
-    print(f"{'':>14} {'step ms':>8} {'/ one device':>13} {'/ mirrored':>11} {'first step s':>13}")
+    print(f"{'':>14} {'step ms':>20} {'/ one device':>21} {'/ mirrored':>21} {'first step s':>21}")
     for way in ways:
-        step = statistics.median(r["step"] for r in results[way])
-        ratios = [
-            statistics.median(
-                ours["step"] / theirs["step"] for ours, theirs in zip(results[way], results[base], strict=True)
-            )
+        runs = results[way]
+        step = common.spread((1e3 * run["step"] for run in runs), ".0f")
+        to_first = common.spread((run["first"] for run in runs), ".1f")
+        compared = [
+            common.spread(common.ratios(runs, results[base])) if base in results else "-"
             for base in ("one device", "mirrored")
         ]
-        to_first = statistics.median(r["first"] for r in results[way])
-        print(f"{way:>14} {1e3 * step:8.0f} {ratios[0]:13.2f} {ratios[1]:11.2f} {to_first:13.1f}")
+        print(f"{way:>14} {step:>20} {compared[0]:>21} {compared[1]:>21} {to_first:>21}")
 
 
 if __name__ == "__main__":

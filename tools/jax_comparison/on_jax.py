@@ -41,7 +41,7 @@ def main(argv):
     if _TIME.value:
         import common
 
-        result |= common.fit_times(model, gpt.data(config), batch_size=config.batch, steps=config.steps)
+        result |= common.fit_times(model, gpt.data(config), batch_size=config.batch)
     else:
         result["losses"] = gpt.losses(model, config)
     if _RESULT.value:

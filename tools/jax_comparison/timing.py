@@ -3,14 +3,14 @@
     tools/jax_comparison.sh timing --rounds=5
 
 Each way runs in a process of its own, in turn, `rounds` times over, so that a machine whose speed drifts slows all of
-them; figures are medians of the rounds. Adam, float32. One device is Keras on TensorFlow without tfshard, without and
+them. A round's figure is the median of its steps, each timed by itself; printed is the median of the rounds, with the
+least and the most. Adam, float32. One device is Keras on TensorFlow without tfshard, without and
 with XLA; Keras on JAX compiles with XLA.
 """
 
 import json
 import pathlib
 import pickle
-import statistics
 import sys
 import tempfile
 
@@ -18,14 +18,14 @@ import gpt
 from absl import app, flags
 
 _JAX_PYTHON = flags.DEFINE_string("jax_python", None, "Python of the environment with JAX.", required=True)
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds.")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds.", lower_bound=1)
 _LAYERS = flags.DEFINE_integer("layers", 4, "Transformer blocks.")
 _WIDTH = flags.DEFINE_integer("width", 256, "Width of the model.")
 _HEADS = flags.DEFINE_integer("heads", 4, "Attention heads.")
 _VOCABULARY = flags.DEFINE_integer("vocabulary", 8000, "Tokens of the vocabulary.")
 _SEQUENCE = flags.DEFINE_integer("sequence_length", 128, "Tokens of a sample.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Samples of a step.")
-_STEPS = flags.DEFINE_integer("steps", 4, "Steps of an epoch.")
+_STEPS = flags.DEFINE_integer("steps", 8, "Steps of an epoch.", lower_bound=2)
 _WAY = flags.DEFINE_string("way", None, "Measure this one here, and print JSON.")
 _MAP_FILE = flags.DEFINE_string("map_file", None, "With --way=plan: where the layout map for JAX goes.")
 
@@ -42,7 +42,6 @@ def _config() -> gpt.Config:
 
 def measure(way: str) -> dict:
     """Seconds to the first step, and of a later one, in this process; for `"plan"` only the layout map."""
-    sys.path.insert(0, str(gpt.HERE.parent / "bench"))
     import common
 
     config = _config()
@@ -61,11 +60,14 @@ def measure(way: str) -> dict:
     else:
         model = gpt.build(config)
     model.compile(**gpt.compile_options(), **options)
-    return common.fit_times(model, gpt.data(config), batch_size=config.batch, steps=config.steps)
+    return common.fit_times(model, gpt.data(config), batch_size=config.batch)
 
 
 def main(argv):
     del argv
+    sys.path.insert(0, str(gpt.HERE.parent / "bench"))
+    import common
+
     if _WAY.value:
         print(json.dumps(measure(_WAY.value)))
         return
@@ -81,17 +83,19 @@ def main(argv):
                 else:
                     results[way].append(gpt.run_child([sys.executable, *sys.argv, f"--way={way}"]))
     jax = results["Keras on JAX"][0]
-    print(f"{planned['origin']}; JAX {jax['jax']} with Keras {jax['keras']}; median of {_ROUNDS.value} rounds")
+    print(
+        f"{planned['origin']}; JAX {jax['jax']} with Keras {jax['keras']}; median (and range) of {_ROUNDS.value} rounds"
+    )
     sizes = f"batch {config.batch} x {config.sequence}, Adam, model axis of {gpt.DEVICES}"
     print(f"{planned['parameters']:,} parameters, {sizes}")
-    print(f"{'':>16} {'step ms':>8} {'first step s':>13}")
+    print(f"{'':>16} {'step ms':>20} {'first step s':>21}")
     for way in WAYS:
-        step, first = (statistics.median(r[key] for r in results[way]) for key in ("step", "first"))
-        print(f"{way:>16} {1e3 * step:8.0f} {first:13.1f}")
+        step = common.spread((1e3 * run["step"] for run in results[way]), ".0f")
+        first = common.spread((run["first"] for run in results[way]), ".1f")
+        print(f"{way:>16} {step:>20} {first:>21}")
     for ours, theirs, aim in AIMS:
-        pairs = zip(results[ours], results[theirs], strict=True)
-        ratio = statistics.median(a["step"] / b["step"] for a, b in pairs)
-        print(f"{ours} / {theirs}: {ratio:.2f} (aim: at most {aim})")
+        ratio = common.spread(common.ratios(results[ours], results[theirs]))
+        print(f"{ours} / {theirs}: {ratio} (aim: at most {aim})")
 
 
 if __name__ == "__main__":
