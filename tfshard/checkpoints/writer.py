@@ -267,7 +267,8 @@ class Writing:
 
     def _prune(self) -> None:
         there = files.committed(self.root)
-        kept = sorted(there)[-self.keep :] if self.keep is not None else sorted(there)
+        # A run that goes on from an older step has those after it still there: what it saves is not deleted at once.
+        kept = {self.step, *(sorted(there)[-self.keep :] if self.keep is not None else there)}
         for step, generation in files.checkpoints(self.root):
             if step not in kept or generation != there[step]:
                 files.remove(self.root / files.name_of(step, generation))
