@@ -1,6 +1,7 @@
 """A training script that can be stopped: run whole, or in two parts."""
 
 import dataclasses
+import zlib
 
 import keras
 import numpy as np
@@ -61,6 +62,22 @@ def values(model: keras.Model) -> dict[str, np.ndarray]:
     return {variable.key: np.array(variable.value.numpy()) for variable in found if variable.value is not None}
 
 
+def drawn(model: keras.Model, number: int) -> dict[str, np.ndarray]:
+    """Values number `number` of all variables of a training run, by key: the same in any layout."""
+    found = {}
+    for each in training_state.collect(model):
+        random = np.random.RandomState(zlib.crc32(f"{number} {each.key}".encode()))
+        found[each.key] = np.asarray(1000 * random.uniform(size=each.shape)).astype(each.dtype)
+    return found
+
+
+def fill(model: keras.Model, number: int) -> None:
+    """Sets all variables of a training run to values number `number`."""
+    given = drawn(model, number)
+    for each in training_state.collect(model):
+        each.value.assign(given[each.key])
+
+
 def assert_same_bits(ours: dict, expected: dict) -> None:
     assert ours.keys() == expected.keys()
     for key, value in expected.items():
@@ -68,12 +85,12 @@ def assert_same_bits(ours: dict, expected: dict) -> None:
         np.testing.assert_array_equal(ours[key], value, err_msg=key, strict=True)
 
 
-def build() -> keras.Model:
+def build(rate: float = 0.5) -> keras.Model:
     return tfshard.Sequential(
         [
             keras.Input((13,)),
             keras.layers.Dense(17, activation="relu"),
-            keras.layers.Dropout(0.5),
+            keras.layers.Dropout(rate),
             keras.layers.BatchNormalization(),
             keras.layers.Dense(3),
         ]
@@ -87,19 +104,24 @@ def dataset(kind: str):
         return {"x": X, "y": Y, "batch_size": 8}
     if kind == "tf.data":
         return {"x": samples.shuffle(30, seed=7).batch(8).prefetch(2), "shuffle": False}
+    if kind == "tf.data in one order":
+        # In every epoch, and whoever makes the iterators.
+        return {"x": samples.shuffle(30, seed=7, reshuffle_each_iteration=False).batch(8).prefetch(2), "shuffle": False}
     if kind == "tf.data of unknown length":
         return {"x": samples.filter(lambda x, y: x[0] > -1e9).shuffle(30, seed=7).batch(8), "shuffle": False}
     assert kind == "tf.data with steps_per_epoch"
     return {"x": samples.shuffle(30, seed=7).repeat().batch(8), "steps_per_epoch": 4, "shuffle": False}
 
 
-def script(kind: str, directory=None, *, stop_after=None, epochs: int = 2, every_steps: int = 2, **options) -> Run:
+def script(
+    kind: str, directory=None, *, stop_after=None, epochs: int = 2, every_steps: int = 2, rate: float = 0.5,
+    strategy=lambda: tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), **options,
+) -> Run:  # fmt: skip
     """Trains from the beginning or, where the directory has checkpoints, from the last one."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(5)
-    model = build()
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
-    model.compile(keras.optimizers.Adam(1e-2), "mse", metrics=["mae"], strategy=strategy)
+    model = build(rate)
+    model.compile(keras.optimizers.Adam(1e-2), "mse", metrics=["mae"], strategy=strategy())
     steps = Steps(stop_after)
     callbacks: list = [steps]
     if directory is not None:
@@ -132,9 +154,11 @@ def compiled(
     return model
 
 
-def trained(**kwargs) -> keras.Model:
+def filled(number: int = 1, **kwargs) -> keras.Model:
+    """A model with slots and values, as after training, and without its time."""
     model = compiled(**kwargs)
-    model.fit(X, Y, batch_size=8, verbose=0)
+    training_state.build_optimizer(model)
+    fill(model, number)
     return model
 
 

@@ -1,11 +1,14 @@
 """CheckpointCallback: a run goes on where it was interrupted, with the bits of one that never was."""
 
+import functools
 import shutil
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import resuming
+import sweeps
 import tfshard
 from resuming import (
     Batches,
@@ -19,33 +22,49 @@ from resuming import (
     values,
     without_metrics,
 )
-from sweeps import SWEEP
 from tfshard.training import datasets
 
+# Where a run of each kind is interrupted: after each checkpoint but the last. Two epochs of six steps, or of four.
+KINDS = {
+    "arrays": range(2, 12, 2),
+    "tf.data": range(2, 12, 2),
+    "tf.data of unknown length": range(2, 12, 2),
+    "tf.data with steps_per_epoch": range(2, 8, 2),
+}
 
-@pytest.mark.parametrize(
-    ("kind", "at"),
-    [
-        ("arrays", (4,)),
-        ("tf.data", (4, 8)),  # At 4 the first epoch's data were read to their end, ahead of training.
-        ("tf.data of unknown length", (6,)),
-        ("tf.data with steps_per_epoch", (4,)),
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A function: an uninterrupted run of a kind, and the checkpoints that it left."""
+
+    @functools.cache
+    def run(kind: str) -> tuple[resuming.Run, tfshard.CheckpointManager]:
+        directory = tmp_path_factory.mktemp("whole")
+        return script(kind, directory, keep=None), tfshard.CheckpointManager(directory)
+
+    return run
+
+
+@sweeps.table(
+    "runs interrupted after a checkpoint", ("kind", "at"), [(kind, at) for kind in KINDS for at in KINDS[kind]],
+    # At 4 the first epoch's data were read to their end, ahead of training.
+    always=[
+        ("arrays", 4), ("tf.data", 4), ("tf.data", 8), ("tf.data of unknown length", 6),
+        ("tf.data with steps_per_epoch", 4),
     ],
-)
+    sample=1,
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_a_resumed_run_has_the_bits_of_one_that_was_never_interrupted(kind, at, tmp_path):
-    """From some of the checkpoints that it left; with TFSHARD_SWEEP=1, from each."""
-    whole = script(kind, tmp_path / "whole", keep=None)
-    manager = tfshard.CheckpointManager(tmp_path / "whole")
-    steps = manager.steps()
-    assert len(set(whole.losses)) == len(whole.losses) == steps[-1] > 6
-    for step in steps[:-1] if SWEEP else at:
-        shutil.copytree(manager.open(step).directory, tmp_path / str(step) / manager.open(step).directory.name)
-        resumed = script(kind, tmp_path / str(step), keep=None)
-        assert_same_bits(resumed.values, whole.values)
-        assert resumed.losses == whole.losses[step:]
-        for name, logged in resumed.history.items():
-            assert logged == whole.history[name][-len(logged) :], name
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_interrupted(kind, at, whole, tmp_path):
+    run, manager = whole(kind)
+    assert len(set(run.losses)) == len(run.losses) > 6
+    assert manager.steps() == [*KINDS[kind], len(run.losses)]
+    shutil.copytree(manager.open(at).directory, tmp_path / manager.open(at).directory.name)
+    resumed = script(kind, tmp_path, keep=None)
+    assert_same_bits(resumed.values, run.values)
+    assert resumed.losses == run.losses[at:]
+    for name, logged in resumed.history.items():
+        assert logged == run.history[name][-len(logged) :], name
 
 
 def test_the_callback_changes_nothing_and_saves_the_end(tmp_path):
@@ -62,15 +81,27 @@ def test_the_callback_changes_nothing_and_saves_the_end(tmp_path):
     assert_same_bits(without_metrics(again.values), without_metrics(whole.values))
 
 
-def test_a_run_is_resumed_on_another_mesh(tmp_path):
-    script("tf.data", tmp_path, stop_after=9)
+def test_a_run_that_goes_on_on_another_mesh_has_the_losses_and_weights_of_one_device(tmp_path):
+    """Of plain Keras that is not interrupted. Without dropout: a mesh has masks of its own."""
+    plain = script("tf.data in one order", rate=0.0, strategy=lambda: None)
+    first = script("tf.data in one order", tmp_path, rate=0.0, stop_after=9)
     at = tfshard.CheckpointManager(tmp_path).open()
     assert (at.step, at.position.epoch, at.position.step) == (8, 1, 2)
-    model = compiled(batch=2, stage=1)
-    steps = resuming.Steps(None)
-    saving = tfshard.CheckpointCallback(tmp_path, every_epochs=1)
-    model.fit(**resuming.dataset("tf.data"), epochs=2, verbose=0, callbacks=[saving, steps])
-    assert len(steps.losses) == 12 - 8
+    half = lambda: tfshard.ShardedStrategy(tfshard.create_mesh(batch=2), zero_stage=1)  # noqa: E731
+    resumed = script("tf.data in one order", tmp_path, rate=0.0, strategy=half)
+    for run, mesh in ((first, {"batch": 4}), (resumed, {"batch": 2})):
+        assert run.model.distribute_strategy.mesh_shape == mesh
+        assert any("batch" in variable.value.layout.storage for variable in run.model.optimizer.variables[2:])
+    np.testing.assert_allclose(first.losses, plain.losses[:9], rtol=2e-5)
+    np.testing.assert_allclose(resumed.losses, plain.losses[8:], rtol=2e-5)
+    assert min(np.abs(np.diff(plain.losses))) > 1e-3
+    found = [key for key in plain.values if key.startswith(("model/", "optimizer/"))]
+    assert resumed.values.keys() >= set(found) and len(found) > 18
+    for key in found:
+        np.testing.assert_allclose(resumed.values[key], plain.values[key], rtol=1e-4, atol=2e-5, err_msg=key)
+        if key.startswith("model/"):
+            # The steps since the checkpoint moved it by far more.
+            assert np.abs(plain.values[key] - at.read(key)).max() > 2e-3, key
 
 
 def test_data_whose_position_cannot_be_saved_are_refused_before_training(tmp_path):

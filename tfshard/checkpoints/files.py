@@ -1,4 +1,8 @@
-"""The files of a checkpoint: their names, and the few operations on them that have to be right."""
+"""The files of a checkpoint: their names, and the few operations on them that have to be right.
+
+What changes the disk, here and in `writer`, calls functions of `os` by their names there, or one of the two operations
+with which TensorFlow writes tensors. So a test can stand before each change, and kill.
+"""
 
 import contextlib
 import hashlib
@@ -51,12 +55,28 @@ def sync(path: pathlib.Path) -> None:
         os.close(descriptor)
 
 
+def make(path: pathlib.Path) -> None:
+    """Makes a directory, with those above it that are missing, and waits until their names are on the disk."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # Another process makes it too.
+            os.mkdir(directory)
+        sync(directory.parent)
+
+
 def write(path: pathlib.Path, content: bytes) -> None:
     """Writes a new file and waits until it is on the disk."""
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        left = memoryview(content)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

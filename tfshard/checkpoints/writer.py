@@ -111,12 +111,12 @@ class Writing:
             keys: Of the variables; the same on all clients.
         """
         if self._here.rank == 0:
-            self.root.mkdir(parents=True, exist_ok=True)
+            files.make(self.root)
             self._take_lock()
             for name in os.listdir(self.root):
                 if name.startswith(files.TEMPORARY):
                     shutil.rmtree(self.root / name)
-            self.temporary.mkdir()
+            os.mkdir(self.temporary)
         told = {"variables": len(keys), "their names": checksums.of_text("\n".join(keys))}
         self._here.agree(f"checkpoint-{self.step}", told, error=CheckpointError)
         there = files.committed(self.root)
@@ -214,7 +214,7 @@ class Writing:
         self._wait_for(lambda: all(part.exists() for part in parts), "the pieces of the other clients")
         stored = manifest.decode_parts([part.read_bytes() for part in parts], str(self.temporary))
         for part in parts:
-            part.unlink()
+            os.unlink(part)
         prefixes = [str(part.with_suffix("")) for part in parts if part.with_suffix(".index").exists()]
         with tf.device("CPU:0"):
             tf.raw_ops.MergeV2Checkpoints(
@@ -267,7 +267,8 @@ class Writing:
 
     def _prune(self) -> None:
         there = files.committed(self.root)
-        kept = sorted(there)[-self.keep :] if self.keep is not None else sorted(there)
+        # A run that goes on from an older step has those after it still there: what it saves is not deleted at once.
+        kept = {self.step, *(sorted(there)[-self.keep :] if self.keep is not None else there)}
         for step, generation in files.checkpoints(self.root):
             if step not in kept or generation != there[step]:
                 files.remove(self.root / files.name_of(step, generation))
