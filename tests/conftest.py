@@ -59,5 +59,5 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{name}: {ran} of {_ALL[name]} cases ({ran / _ALL[name]:.0%})")
     if not sweeps.SWEEP:
         terminalreporter.write_line(
-            f"The others: TFSHARD_SWEEP=1. The same again: TFSHARD_SEED={sweeps.SEED}. See docs/testing.md."
+            f"The others: TFSHARD_SWEEP=1. The same again: TFSHARD_SAMPLE_SEED={sweeps.SEED}. See docs/testing.md."
         )

@@ -1,7 +1,7 @@
 """Which cases of a long table a run takes.
 
 All of them with `TFSHARD_SWEEP=1`. Else those that are always taken, and a sample that is another one each day: its
-seed is the date, is printed at the end of a run, and can be given as `TFSHARD_SEED`.
+seed is the date, is printed at the end of a run, and can be given as `TFSHARD_SAMPLE_SEED`.
 """
 
 import datetime
@@ -13,7 +13,7 @@ import pytest
 
 SWEEP = os.environ.get("TFSHARD_SWEEP") == "1"
 # In the environment, so that the processes of a run that begins before midnight take the same.
-SEED = os.environ.setdefault("TFSHARD_SEED", datetime.date.today().isoformat())
+SEED = os.environ.setdefault("TFSHARD_SAMPLE_SEED", datetime.date.today().isoformat())
 
 sweep = pytest.mark.skipif(not SWEEP, reason="a longer check: set TFSHARD_SWEEP=1")
 
