@@ -192,7 +192,7 @@ class Start:
         if self.here.rank == 0:
             plan = sweeps.taken(f"kills of {self.here.count}", found, sample=self.sample)
             (self.directory / "plan.json").write_text(json.dumps(plan))
-            print(f"PLAN {len(plan)} of {len(found)}, TFSHARD_SEED={sweeps.SEED}", flush=True)
+            print(f"PLAN {len(plan)} of {len(found)}, TFSHARD_SAMPLE_SEED={sweeps.SEED}", flush=True)
         self.here.barrier("a plan")
 
     def _copy(self, name: str) -> None:

@@ -131,7 +131,7 @@ def test_200_corruptions_are_found_before_a_variable_changes_and_training_goes_o
     random = Random(sweeps.SEED)
     bits = list(flips(whole, 120, random))
     corruptions = [*bits, *files_that_are_wrong(whole, random), *manifests_that_were_edited(whole, random)]
-    print(f"{len(corruptions)} corruptions, {len(bits)} of one bit, TFSHARD_SEED={sweeps.SEED}")
+    print(f"{len(corruptions)} corruptions, {len(bits)} of one bit, TFSHARD_SAMPLE_SEED={sweeps.SEED}")
     assert len(corruptions) == len({frozenset(damaged.items()) for _, damaged in corruptions}) >= 200
     assert whole not in [damaged for _, damaged in corruptions]
     per_file = collections.Counter(how.split()[-1] for how, _ in bits)
