@@ -6,6 +6,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
 import tfshard
 
@@ -81,3 +82,25 @@ def assert_same(run: Run, reference: Run, *, rtol: float, atol: float, slots: bo
 def shard_axes(model: keras.Model) -> set:
     """The mesh axes over which any trainable variable of the model rests sharded."""
     return {axis for v in model.trainable_variables for axis in v.value.layout.storage if axis is not None}
+
+
+def sharded_share(model: keras.Model, axis: str) -> float:
+    """Of the bytes of the trainable variables, those of variables that rest sharded over the mesh axis."""
+    sizes = {v.path: int(np.prod(v.shape)) * v.value.dtype.size for v in model.trainable_variables}
+    sharded = [v.path for v in model.trainable_variables if axis in v.value.layout.storage]
+    return sum(sizes[path] for path in sharded) / sum(sizes.values())
+
+
+def assert_moved(reference: Run, initial: dict[str, np.ndarray], *, tolerance: float, share: float = 0.9) -> None:
+    """Premise: of the trainable elements, nearly all are of variables that moved by 100 times the tolerance."""
+    sizes = {v.path: int(np.prod(v.shape)) for v in reference.model.trainable_variables}
+    moved = [p for p in sizes if np.abs(reference.weights[p] - initial[p]).max() >= 100 * tolerance]
+    assert sum(sizes[p] for p in moved) >= share * sum(sizes.values()), sizes.keys() - set(moved)
+
+
+def held_bytes(variables: list[keras.Variable]) -> int:
+    """Bytes that the fullest device holds of variables, counted in what lies on it; a shared buffer counts once."""
+    buffers = {id(v.value.buffer): v.value.buffer for v in variables}
+    pieces = [[piece.numpy().nbytes for piece in dtensor.unpack(b.value())] for b in buffers.values()]
+    assert all(len(sizes) == 4 for sizes in pieces), "premise: a piece for each of four devices"
+    return max(sum(sizes) for sizes in zip(*pieces, strict=True))

@@ -1,7 +1,7 @@
 """Groups: every variable in exactly one place, within the limits, the same for the same input."""
 
 import dataclasses
-import itertools
+import math
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import tfshard
 from tfshard.layouts import variable_layout
 from tfshard.layouts.layout_map import VariableSpec
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.variable_layout import FlatForm, VariableLayout
+from tfshard.layouts.variable_layout import VariableLayout
 
 MEBI = 1 << 20
 
@@ -53,9 +53,66 @@ def cases(draw) -> Case:
         for i, kind in enumerate(kinds)
     )
     analyzer = tfshard.ParameterAnalyzer(
-        group_threshold_bytes=draw(st.integers(0, 8000)), max_group_bytes=draw(st.integers(0, 20000))
+        group_threshold_bytes=draw(st.integers(0, 8000)),
+        # Small ones too, so that groups are closed by it.
+        max_group_bytes=draw(st.integers(0, 2000) | st.integers(0, 20000)),
     )
     return Case(specs=specs, mesh=mesh, stage=draw(st.integers(0, 3)), analyzer=analyzer)
+
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclasses.dataclass(kw_only=True)
+class ByHand:
+    """A group that is filled by the rules of the README and of docs/design.md, worked out here from shapes."""
+
+    devices: int
+    shards: int
+    itemsize: int
+    indices: list[int] = dataclasses.field(default_factory=list)
+    offsets: list[int] = dataclasses.field(default_factory=list)
+    end: int = 0
+
+    @property
+    def columns(self) -> int:
+        return math.ceil(self.end / self.devices)
+
+    def with_(self, index: int, elements: int) -> "ByHand":
+        """The group with one more, whose elements begin at a multiple of 64 bytes unless they are fewer than that."""
+        offset, align = self.end, 64 // self.itemsize
+        if elements >= align:
+            offset = math.ceil(offset / align) * align
+        return dataclasses.replace(
+            self, indices=[*self.indices, index], offsets=[*self.offsets, offset], end=offset + elements
+        )
+
+    def fits(self, case: "Case") -> bool:
+        return self.shards * self.devices * self.columns * self.itemsize <= case.analyzer.max_group_bytes
+
+
+def by_hand(case: "Case") -> list[ByHand]:
+    """Which variables share a buffer and where in it each begins: in the order of the input, as long as they fit."""
+    latest: dict[tuple, int] = {}
+    groups: list[ByHand] = []
+    for index, spec in enumerate(case.specs):
+        # Variables that are not trained would need a group of a mebibyte, which no case has.
+        if spec.dtype not in ITEMSIZE or not spec.trainable:
+            continue
+        itemsize, sharded = ITEMSIZE[spec.dtype], spec.path.startswith(("rows", "columns"))
+        if not 0 < math.prod(spec.shape) * itemsize < case.analyzer.group_threshold_bytes:
+            continue
+        shards = case.mesh["model"] if sharded else 1
+        elements, key = math.prod(spec.shape) // shards, (spec.dtype, sharded)
+        alone = ByHand(devices=case.mesh["batch"], shards=shards, itemsize=itemsize).with_(index, elements)
+        if not alone.fits(case):
+            continue
+        if key in latest and (longer := groups[latest[key]].with_(index, elements)).fits(case):
+            groups[latest[key]] = longer
+        else:
+            latest[key] = len(groups)
+            groups.append(alone)
+    return [group for group in groups if len(group.indices) > 1]
 
 
 def members(grouped) -> dict[int, list[VariableLayout]]:
@@ -88,24 +145,18 @@ def test_every_variable_is_in_exactly_one_place(case):
 
 @given(cases())
 @settings(max_examples=150, deadline=None)
-def test_no_group_is_above_its_maximum_and_no_member_above_the_threshold(case):
-    for group in members(case.grouped()).values():
-        form, itemsize = group[0].flat, variable_layout.itemsize(group[0].spec.dtype)
-        assert np.prod(form.buffer_shape) * itemsize <= case.analyzer.max_group_bytes
-        for layout in group:
-            assert np.prod(layout.spec.shape) * itemsize < case.analyzer.group_threshold_bytes
-
-
-@given(cases())
-@settings(max_examples=150, deadline=None)
-def test_offsets_are_disjoint_in_order_and_as_packed_at_once(case):
-    for group in members(case.grouped()).values():
-        form = group[0].flat
-        for before, after in itertools.pairwise(form.members):
-            assert before.end <= after.offset
-        assert form.elements <= form.rows * form.columns
-        itemsize = variable_layout.itemsize(group[0].spec.dtype)
-        assert form == FlatForm.pack([(v.spec.shape, v.compute) for v in group], case.mesh, itemsize)
+def test_groups_and_the_places_in_them_are_those_worked_out_by_hand(case):
+    expected = by_hand(case)
+    grouped = case.grouped()
+    assert [[i for i, v in enumerate(grouped) if v.group == n] for n in range(len(expected))] == [
+        group.indices for group in expected
+    ]
+    assert {v.group for v in grouped} - {None} == set(range(len(expected)))
+    for number, group in enumerate(expected):
+        form = grouped[group.indices[0]].flat
+        assert [place.offset for place in form.members] == group.offsets, number
+        assert form.buffer_shape[-2:] == (group.devices, group.columns)
+        assert math.prod(form.buffer_shape[:-2]) == group.shards
 
 
 @given(cases())
@@ -118,17 +169,15 @@ def test_members_are_alike_and_of_a_floating_dtype(case):
 
 @given(cases())
 @settings(max_examples=50, deadline=None)
-def test_the_same_input_gives_the_same_groups(case):
-    assert case.grouped() == dataclasses.replace(case, mesh=dict(case.mesh)).grouped()
-
-
-@given(cases())
-@settings(max_examples=50, deadline=None)
 def test_a_buffer_gives_back_its_members(case):
     for group in members(case.grouped()).values():
         values = [np.random.default_rng(v.member).normal(size=v.spec.shape) for v in group]
         buffer = variable_layout.flatten_host_values(values, group[0].flat)
-        assert buffer.shape == group[0].flat.buffer_shape
+        # What lies in the buffer, counted: each element once, the rest is zeros.
+        assert np.count_nonzero(buffer) == sum(value.size for value in values)
+        np.testing.assert_array_equal(
+            np.sort(buffer[buffer != 0]), np.sort(np.concatenate([v.ravel() for v in values]))
+        )
         for value, layout in zip(values, group, strict=True):
             place = layout.flat.members[layout.member]
             np.testing.assert_array_equal(variable_layout.unflatten_host_value(buffer, layout.flat, place), value)

@@ -20,16 +20,14 @@ def strategy(mesh: str, stage: int, layout_map="auto") -> tfshard.ShardedStrateg
 @pytest.mark.parametrize(("mesh", "stage"), [("model4", 0), ("batch2_model2", 3)])
 @pytest.mark.parametrize("family", ["gpt2", "bert", "llama"])
 def test_families_match_one_device(family, mesh, stage):
-    settings = {"optimizer": families.optimizer, "loss": families.LOSS}
-    build, batches = families.BUILDERS[family], families.batches(family)
-    run = parity.train(build, batches, strategy=strategy(mesh, stage), **settings)
-    assert "model" in parity.shard_axes(run.model)
-    parity.assert_same(run, families.reference(family), rtol=0, atol=2e-5)
-    # What lies between blocks is gathered in front of each: two blocks in each of two layers, and the logits.
+    run = families.train(family, strategy(mesh, stage))
+    assert parity.sharded_share(run.model, "model") > 0.5
+    parity.assert_same(run, families.reference(family), rtol=0, atol=families.TOLERANCE)
+    # What lies between blocks is gathered in front of each: two blocks of one layer, and the logits.
     size = MESHES[mesh]["model"]
-    gathers = sum(c.count for c in tfshard.profile_step(run.model, batches[0]).collectives
+    gathers = sum(c.count for c in tfshard.profile_step(run.model, families.batches(family)[0]).collectives
                   if c.kind == "all-gather" and c.group_size == size)  # fmt: skip
-    assert gathers >= 5
+    assert gathers >= 3
 
 
 def block(width: int = 16) -> keras.Model:

@@ -1,5 +1,6 @@
 """Random numbers under tensor parallelism: initial values are one device's, dropout masks are independent or equal."""
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 import parity
+import sweeps
 import tfshard
 from tfshard.devices import transfer
 
@@ -76,6 +78,7 @@ def weights_by_path(model: keras.Model) -> dict[str, np.ndarray]:
     return {v.path: np.array(keras.ops.convert_to_numpy(v)) for v in model.variables}
 
 
+@functools.cache
 def unsharded(seed: int) -> dict[str, np.ndarray]:
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
@@ -106,10 +109,13 @@ def built_by_the_first_step(strategy: tfshard.ShardedStrategy) -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize("make", [under_scope, compiled_after_build, built_by_the_first_step])
-@pytest.mark.parametrize("mesh", [{"model": 4}, {"batch": 2, "model": 2}], ids=["model", "batch x model"])
-def test_initial_values_are_those_of_the_unsharded_model(make: Callable, mesh: dict):
-    expected = unsharded(seed=7)
+MESHES = {"model": {"model": 4}, "batch x model": {"batch": 2, "model": 2}}
+INITIAL = list(itertools.product((under_scope, compiled_after_build, built_by_the_first_step), MESHES))
+
+
+@sweeps.table("initial values", ("make", "axes"), INITIAL, always=[INITIAL[1], INITIAL[2], INITIAL[5]], sample=1)
+def test_initial_values_are_those_of_the_unsharded_model(make: Callable, axes: str):
+    mesh, expected = MESHES[axes], unsharded(seed=7)
     keras.backend.clear_session()
     keras.utils.set_random_seed(7)
     model = make(strategy_of(mesh, stage=3))

@@ -97,7 +97,8 @@ def test_a_failing_kernel_raises_what_plain_keras_raises_and_training_goes_on(ki
     model.train_on_batch(good, Y)
     assert stage == 0 or parity.shard_axes(model) == {"batch"}
     for name, call in CALLS.items():
-        if name == "fit in steps of two":
+        # All of them for one kind: `fit` runs the function of `train_on_batch`.
+        if name == "fit in steps of two" or (kind == "id" and name not in ("train_on_batch", "predict")):
             continue
         before = state(model)
         with pytest.raises(tf.errors.InvalidArgumentError, match=words):

@@ -13,12 +13,12 @@ import pytest
 from tensorflow.experimental import dtensor
 
 import parity
+import sweeps
 import tfshard
-from sweeps import SWEEP
 from tfshard.training import generation
 
 VOCABULARY, LENGTH, SEED = 32, 10, 3
-MESHES = [{"batch": 2, "model": 2}, {"model": 4}, {"batch": 4}]
+MESHES = {"batch x model": {"batch": 2, "model": 2}, "model": {"model": 4}, "batch": {"batch": 4}}
 
 
 def gpt2() -> keras.Model:
@@ -44,10 +44,6 @@ def gemma() -> keras.Model:
         intermediate_dim=64, head_dim=8,
     )  # fmt: skip
     return keras_hub.models.GemmaCausalLM(backbone=backbone, preprocessor=None)
-
-
-FEW = [*itertools.product((llama, gpt2), MESHES[:2]), (gemma, MESHES[1]), (llama, MESHES[2])]
-CASES = list(itertools.product((llama, gemma, gpt2), MESHES)) if SWEEP else FEW
 
 
 def strategy_of(mesh: dict, stage: int = 3) -> tfshard.ShardedStrategy:
@@ -86,53 +82,65 @@ def on_one_device(build: Callable, sampler: Callable = lambda: "greedy", stop: i
     return generated(model, stop)
 
 
+@functools.cache
+def greedy(build: Callable, mesh: str) -> keras.Model:
+    """On a mesh: several tests use one, which none of them trains."""
+    model = tfshard.as_distributed(made(build))
+    model.compile(sampler="greedy", strategy=strategy_of(MESHES[mesh]))
+    return model
+
+
 def assert_same(ours: dict, theirs: dict) -> None:
     assert len(np.unique(theirs["token_ids"][:, 5:])) > 3, "different tokens are needed to compare"
     for name, expected in theirs.items():
         np.testing.assert_array_equal(ours[name], expected, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("build", "mesh"), CASES, ids=lambda case: " x ".join(case) if isinstance(case, dict) else case.__name__
-)
-def test_greedy_tokens_are_those_of_one_device(build: Callable, mesh: dict):
-    model = tfshard.as_distributed(made(build))
-    model.compile(sampler="greedy", strategy=strategy_of(mesh))
-    assert parity.shard_axes(model) == set(mesh)
+CASES = list(itertools.product(("llama", "gemma", "gpt2"), MESHES))
+ALWAYS = [("llama", "batch x model"), ("llama", "batch"), ("gpt2", "model"), ("gemma", "model")]
+
+
+@sweeps.table("generation", ("family", "mesh"), CASES, always=ALWAYS, sample=1)
+def test_greedy_tokens_are_those_of_one_device(family: str, mesh: str):
+    build = {"llama": llama, "gemma": gemma, "gpt2": gpt2}[family]
+    model = greedy(build, mesh)
+    assert parity.shard_axes(model) == set(MESHES[mesh])
+    assert all(parity.sharded_share(model, axis) > 0.5 for axis in MESHES[mesh])
     assert_same(generated(model), on_one_device(build))
 
 
 def test_generation_stops_at_stop_tokens_as_on_one_device():
-    model = tfshard.as_distributed(made(llama))
-    model.compile(sampler="greedy", strategy=strategy_of({"model": 4}))
+    model = greedy(llama, "batch x model")
     stop = int(on_one_device(llama)["token_ids"][0, 6])
     expected = on_one_device(llama, stop=stop)
     assert not expected["padding_mask"].all()
     assert_same(generated(model, stop), expected)
 
 
-@pytest.mark.parametrize("sampler", [
-    lambda: keras_hub.samplers.TopKSampler(k=5, seed=1),
-    lambda: keras_hub.samplers.TopPSampler(p=0.5, seed=1),
-    lambda: keras_hub.samplers.RandomSampler(seed=1, temperature=0.7),
-], ids=["top k", "top p", "random"])  # fmt: skip
-def test_a_seeded_sampler_draws_the_tokens_of_one_device(sampler: Callable):
+SAMPLERS = {
+    "top k": lambda: keras_hub.samplers.TopKSampler(k=5, seed=1),
+    "top p": lambda: keras_hub.samplers.TopPSampler(p=0.5, seed=1),
+    "random": lambda: keras_hub.samplers.RandomSampler(seed=1, temperature=0.7),
+}
+
+
+@sweeps.table("samplers", "name", SAMPLERS, always=["top p"], sample=1)
+def test_a_seeded_sampler_draws_the_tokens_of_one_device(name: str):
+    sampler = SAMPLERS[name]
     model = tfshard.as_distributed(made(llama))
     model.compile(sampler=sampler(), strategy=strategy_of({"batch": 2, "model": 2}))
     assert_same(generated(model), on_one_device(llama, sampler))
 
 
 def test_a_batch_that_the_batch_axis_does_not_divide_is_generated_on_every_device():
-    model = tfshard.as_distributed(made(llama))
-    model.compile(sampler="greedy", strategy=strategy_of({"batch": 2, "model": 2}))
+    model = greedy(llama, "batch x model")
     # Rows do not depend on each other, but generation begins after the shortest prompt.
     assert_same(generated(model, rows=3), {name: value[:3] for name, value in on_one_device(llama).items()})
 
 
 def test_the_cache_stays_on_the_mesh_sharded_by_batch_and_heads(monkeypatch: pytest.MonkeyPatch):
-    model = tfshard.as_distributed(made(llama))
-    strategy = strategy_of({"batch": 2, "model": 2})
-    model.compile(sampler="greedy", strategy=strategy)
+    model = greedy(llama, "batch x model")
+    strategy = model.distribute_strategy
     layouts = []
     run = strategy.run
 

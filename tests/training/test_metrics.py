@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import sweeps
 import tfshard
-from sweeps import SWEEP
 
 RANDOM = np.random.RandomState(0)
 INPUTS = RANDOM.rand(24, 5).astype("float32")
@@ -16,7 +16,8 @@ KINDS = {
     "yes or no": (
         1, "sigmoid", "binary_crossentropy", RANDOM.randint(0, 2, (24, 1)).astype("float32"),
         lambda m: [
-            m.AUC(name="auc"), m.AUC(curve="PR", num_thresholds=20, name="auc_pr"), m.AUC(thresholds=[0.1, 0.4, 0.45]),
+            m.AUC(name="auc"), m.AUC(curve="PR", num_thresholds=20, name="auc_pr"),
+            m.AUC(thresholds=[0.1, 0.4, 0.45], name="auc_at"),
             m.PrecisionAtRecall(0.5), m.RecallAtPrecision(0.5), m.SensitivityAtSpecificity(0.5),
             m.SpecificityAtSensitivity(0.5), m.BinaryIoU(threshold=0.6), m.Precision(), m.Recall(thresholds=[0.3, 0.5]),
             m.TruePositives(), m.FalsePositives(), m.TrueNegatives(), m.FalseNegatives(), m.BinaryAccuracy(),
@@ -50,13 +51,26 @@ KINDS = {
 }  # fmt: skip
 
 
-# What DTensor by itself refuses of them; in an ordinary run.
-ORDINARY = ("AUC", "PrecisionAtRecall", "SensitivityAtSpecificity", "BinaryIoU", "MeanIoU")
+# What DTensor by itself refuses of them.
+ORDINARY = [
+    ("yes or no", name)
+    for name in ("auc", "auc_at", "precision_at_recall", "sensitivity_at_specificity", "binary_io_u")
+] + [("one of three, by number", "mean_io_u")]
+
+
+def named(kind: str) -> dict[str, keras.metrics.Metric]:
+    """The metrics of a kind by their names, which Keras makes of their classes."""
+    keras.backend.clear_session()
+    return {metric.name: metric for metric in KINDS[kind][-1](keras.metrics)}
+
+
+ALL = [(kind, name) for kind in KINDS for name in named(kind)]
+TAKEN = sweeps.taken("metrics", ALL, always=ORDINARY, sample=2)
 
 
 def fitted(kind: str, strategy: tfshard.ShardedStrategy | None, **options) -> dict[str, np.ndarray]:
-    units, activation, loss, labels, metrics = KINDS[kind]
-    keras.backend.clear_session()
+    units, activation, loss, labels, _ = KINDS[kind]
+    chosen = [metric for name, metric in named(kind).items() if (kind, name) in TAKEN]
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(units, activation=activation)])
     if strategy is None:
@@ -64,7 +78,6 @@ def fitted(kind: str, strategy: tfshard.ShardedStrategy | None, **options) -> di
     else:
         tfshard.as_distributed(model)
         options["strategy"] = strategy
-    chosen = [m for m in metrics(keras.metrics) if SWEEP or (type(m).__name__ in ORDINARY and m.name != "auc_pr")]
     model.compile(keras.optimizers.SGD(0.1), loss, metrics=chosen, **options)
     history = model.fit(INPUTS, labels, batch_size=8, verbose=0, shuffle=False).history
     evaluated = model.evaluate(INPUTS, labels, batch_size=8, verbose=0, return_dict=True)
@@ -72,11 +85,11 @@ def fitted(kind: str, strategy: tfshard.ShardedStrategy | None, **options) -> di
     return {**{f"fit {k}": np.asarray(v) for k, v in history.items()}, **evaluated}
 
 
-@pytest.mark.parametrize("kind", KINDS if SWEEP else ["yes or no", "one of three, by number"])
+@sweeps.table("kinds of metrics", "kind", KINDS, always={kind for kind, _ in TAKEN})
 def test_metrics_of_fit_and_evaluate_are_those_of_plain_keras(kind: str):
     expected = fitted(kind, None)
     values = fitted(kind, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=1))
-    assert values.keys() == expected.keys() and len(values) >= 4
+    assert values.keys() == expected.keys() and len(values) >= 4, "loss and a metric, of fit and of evaluate"
     for name, value in values.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 

@@ -1,0 +1,113 @@
+"""What leaves a strategy is plain Keras: files, clones, copies, exports; and goes on training sharded."""
+
+import pickle
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import parity
+import tfshard
+from surface import LOSS, X, Y, assert_same_history, build, compiled, strategy
+
+
+def test_keras_file_and_weights_go_both_ways(tmp_path):
+    model = compiled(True)
+    model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    plain = keras.models.load_model(tmp_path / "model.keras")
+    assert type(plain) is keras.Sequential
+    np.testing.assert_allclose(plain.predict(X, verbose=0), model.predict(X, verbose=0), atol=1e-5)
+    other = build()
+    other.load_weights(tmp_path / "model.weights.h5")
+    for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    # The other way round: a plain file, its optimizer included, goes on training sharded.
+    resumed = tfshard.as_distributed(keras.models.load_model(tmp_path / "model.keras"))
+    resumed.compile(resumed.optimizer, LOSS, metrics=["accuracy"], strategy=strategy())
+    plain.compile(plain.optimizer, LOSS, metrics=["accuracy"], jit_compile=False)
+    fits = [m.fit(X, Y, batch_size=8, epochs=1, shuffle=False, verbose=0) for m in (resumed, plain, model)]
+    assert_same_history(fits[0], fits[1])
+    assert_same_history(fits[2], fits[1])
+
+
+@pytest.mark.parametrize("kind", ["sequential", "functional, tensor-parallel", "subclassed"])
+def test_an_export_serves_what_predict_gives(kind, tmp_path):
+    class Custom(keras.Model):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+    if kind == "functional, tensor-parallel":
+        inputs = keras.Input(X.shape[1:])
+        hidden = keras.layers.Dense(8, "relu", name="up")(inputs)
+        model = tfshard.Model(inputs, keras.layers.Dense(3, name="down")(hidden))
+        chosen = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), "auto")
+    else:
+        model = tfshard.as_distributed(build() if kind == "sequential" else Custom())
+        chosen = strategy()
+    model.compile("adam", LOSS, strategy=chosen)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert {"batch", *chosen.mesh_shape} == parity.shard_axes(model)
+    expected = model.predict(X, verbose=0)
+    model.export(tmp_path / "served", verbose=False)
+    served = tf.saved_model.load(tmp_path / "served")
+    np.testing.assert_allclose(served.serve(X), expected, atol=1e-5)
+    np.testing.assert_array_equal(model.predict(X, verbose=0), expected)
+
+
+@pytest.mark.parametrize("kind", ["Sequential", "functional"])
+def test_a_clone_is_sharded_under_the_strategy_and_trains_as_one_of_a_plain_model(kind):
+    def clone(chosen):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((6,))
+        model = build() if kind == "Sequential" else keras.Model(inputs, build()(inputs))
+        tfshard.as_distributed(model).compile(
+            keras.optimizers.Adam(1e-2), LOSS, metrics=["accuracy"], strategy=chosen, jit_compile=False
+        )
+        model.train_on_batch(X[:8], Y[:8])
+        keras.utils.set_random_seed(1)
+        copy = keras.models.clone_model(model)
+        assert copy.optimizer is not model.optimizer
+        assert not np.allclose(copy.get_weights()[0], model.get_weights()[0])
+        return copy, copy.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+
+    (model, result), (reference, expected) = clone(strategy()), clone(None)
+    assert parity.shard_axes(model) == {"batch"}
+    assert all(isinstance(v.value, tfshard.storage.ShardedVariable) for v in model.weights + model.optimizer.variables)
+    assert_same_history(result, expected)
+    for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_what_is_pickled_and_saved_for_serving_is_a_plain_model(tmp_path):
+    model = compiled(True)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    expected = model.predict(X, verbose=0)
+    plain = pickle.loads(pickle.dumps(model))
+    assert type(plain) is keras.Sequential
+    assert int(plain.optimizer.iterations) == int(model.optimizer.iterations) == 4
+    np.testing.assert_allclose(plain.predict(X, verbose=0), expected, atol=1e-6)
+    tf.saved_model.save(model, tmp_path / "saved")
+    (served,) = tf.saved_model.load(tmp_path / "saved").signatures["serving_default"](tf.constant(X)).values()
+    np.testing.assert_allclose(served, expected, atol=1e-6)
+    # It goes on, sharded.
+    assert parity.shard_axes(model) == {"batch"}
+    fits = [m.fit(X, Y, batch_size=8, shuffle=False, verbose=0) for m in (model, plain)]
+    assert_same_history(*fits)
+    archive = keras.export.ExportArchive()
+    archive.track(model)
+    archive.add_endpoint("serve", model.call, input_signature=[tf.TensorSpec((None, 6))])
+    with pytest.raises(
+        tfshard.errors.StrategyError, match=r"is sharded, and a SavedModel holds whole.*model.export\(path\)"
+    ):
+        archive.write_out(tmp_path / "archive", verbose=False)
+    # TensorFlow's converter hides the error.
+    with pytest.warns(UserWarning, match="is sharded.*TFLiteConverter.from_saved_model"), pytest.raises(TypeError):
+        tf.lite.TFLiteConverter.from_keras_model(model).convert()
