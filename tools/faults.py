@@ -338,25 +338,21 @@ def _after_step_5(run: Run) -> None:
     run.wait_for(r"\[client +1\] step 5 ")
 
 
-def _kill_importing(run: Run) -> None:
-    run.wait_for(r"\[client +1\] pid")
-    os.kill(run.pids[1], signal.SIGKILL)
-
-
 def _kill_compiling(run: Run) -> None:
     run.wait_for(r"\[client +1\] begins")
     time.sleep(run.random.random() * 0.5)
     os.kill(run.pids[1], signal.SIGKILL)
 
 
-def _goes_on_from(step: int) -> Callable[[Run], None]:
-    """Checks what follows a kill in the save after step 4: what was committed last has the values that it had."""
+def _goes_on_from(*steps: int) -> Callable[[Run], None]:
+    """Checks what follows a kill in the save after step 4: the values of the last commit, which was one of these."""
 
     def check(run: Run) -> None:
         resumed = [re.search(r"resumes after step (\w+)", line) for line in run.lines if "[client 0] resumes" in line]
-        assert [match[1] for match in resumed if match] == ["None", str(step)], run.text
+        first, step = (match[1] for match in resumed if match)
+        assert first == "None" and int(step) in steps, run.text
         found = run.steps(0)
-        assert [number for number, _, _ in found] == [1, 2, 3, 4, *range(step + 1, 7)], run.text
+        assert [number for number, _, _ in found] == [1, 2, 3, 4, *range(int(step) + 1, 7)], run.text
         # A step that is done again has the same loss to the last digit.
         before = {number: loss for number, loss, _ in found[:4]}
         again = {number: loss for number, loss, _ in found[4:]}
@@ -365,7 +361,7 @@ def _goes_on_from(step: int) -> Callable[[Run], None]:
     return check
 
 
-def _in_save(point: str, client: int, resumes: int) -> Fault:
+def _in_save(point: str, client: int, *resumes: int) -> Fault:
     return Fault(
         flags=(
             f"--fault={point}", f"--client={client}", "--at_step=4", "--state=STATE", "--every_steps=2", "--steps=6",
@@ -374,22 +370,11 @@ def _in_save(point: str, client: int, resumes: int) -> Fault:
         bring_about=lambda run: run.wait_for(r"restart 1 of 1"),
         cause=rf"Client {client} was killed by signal 9 \(SIGKILL\)",
         # It starts again, and trains to the end.
-        limit=_IMPORTS + DEATH_LIMIT,
+        limit=2 * _IMPORTS + DEATH_LIMIT,
         code=0,
-        check=_goes_on_from(resumes),
+        check=_goes_on_from(*resumes),
         bare=False,
     )  # fmt: skip
-
-
-_TAKEN = socket.socket()
-
-
-def _taken_port() -> int:
-    """A port on which this process listens."""
-    if not _TAKEN.getsockname()[1]:
-        _TAKEN.bind(("", 0))
-        _TAKEN.listen()
-    return _TAKEN.getsockname()[1]
 
 
 # The time from the start of Python to tfshard.initialize(), which imports TensorFlow.
@@ -407,7 +392,8 @@ def faults(num_processes: int) -> dict[str, Fault]:
         )
     return found | {
         "kill_importing": Fault(
-            bring_about=_kill_importing,
+            flags=("--fault=kill_importing",),
+            bring_about=lambda run: run.wait_for(r"\[client +1\] pid"),
             cause=r"Client 1 was killed by signal 9 \(SIGKILL\), before it called tfshard.initialize\(\)",
             code=137,
             servers=False,
@@ -431,6 +417,7 @@ def faults(num_processes: int) -> dict[str, Fault]:
             cause=r"Client 1 was killed by signal 9 \(SIGKILL\) in the start of DTensor\.",
             limit=_IMPORTS + DEATH_LIMIT,
             code=137,
+            servers=False,
         ),
         "kill_tracing": Fault(
             flags=("--fault=kill_tracing",),
@@ -447,7 +434,8 @@ def faults(num_processes: int) -> dict[str, Fault]:
         ),
         "save_pieces": _in_save("save_pieces", 1, 2),
         "save_written": _in_save("save_written", 1, 2),
-        "save_published": _in_save("save_published", 1, 2),
+        # The other one may commit what was written.
+        "save_published": _in_save("save_published", 1, 2, 4),
         "save_gathered": _in_save("save_gathered", 0, 2),
         "save_committed": _in_save("save_committed", 0, 4),
         "stop": Fault(
@@ -595,11 +583,7 @@ def run_fault(name: str, num_processes: int, *, seed: str, bare: bool = False) -
     """
     fault = faults(num_processes)[name]
     assert fault.bare or not bare, f"Without TensorFlow there is no fault {name}."
-    taken = str(_taken_port()) if any("TAKEN" in flag for flag in fault.launch_flags) else ""
-    launch_flags = [flag.replace("TAKEN", taken) for flag in fault.launch_flags]
-    command = [
-        f"--step_timeout={STEP_TIMEOUT}", f"--registration_timeout={REGISTRATION_TIMEOUT}", *launch_flags,
-    ]  # fmt: skip
+    command = [f"--step_timeout={STEP_TIMEOUT}", f"--registration_timeout={REGISTRATION_TIMEOUT}"]
     environment = {"TFSHARD_SECRET": os.urandom(32).hex()}
     if fault.hosts == 1:
         command.append(f"--num_processes={num_processes}")
@@ -608,7 +592,8 @@ def run_fault(name: str, num_processes: int, *, seed: str, bare: bool = False) -
         command += [f"--hosts={names}", f"--port={free_port()}", "--num_processes=1"]
     clients = num_processes if fault.hosts == 1 else fault.hosts
     ports = fault.listens + clients * fault.servers
-    with tempfile.TemporaryDirectory() as state:
+    with tempfile.TemporaryDirectory() as state, socket.create_server(("", 0)) as taken:
+        command += [flag.replace("TAKEN", str(taken.getsockname()[1])) for flag in fault.launch_flags]
         program = [BARE_CLIENT if bare else CLIENT, *(flag.replace("STATE", state) for flag in fault.flags)]
         first = [*command, *(["--host_index=0"] if fault.hosts > 1 else []), *program]
         launch = BARE_LAUNCH if bare else LAUNCH

@@ -19,6 +19,12 @@ from tfshard.errors import MeshError, StrategyError
 _FLAGS = flags.FLAGS
 
 
+def exchange(here: clients.Clients) -> None:
+    """Waits in what takes all clients."""
+    with here.operation("the exchange of 4 bytes a device"):
+        time.sleep(10000)
+
+
 def main(argv: list[str]) -> None:
     del argv
     fault, at_step = kinds.fault()
@@ -46,7 +52,7 @@ def main(argv: list[str]) -> None:
             here.agree("the gradients", {})
         print(f"step {step} loss {1 / step:.9g} clients {here.count}", flush=True)
         if fault and step == at_step:
-            kinds.in_training(fault, lambda: here.barrier("the values of a variable"))
+            kinds.in_training(fault, lambda: exchange(here))
         time.sleep(max(_FLAGS.step_seconds, 0.01))
     server.close()
 

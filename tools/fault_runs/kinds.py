@@ -41,6 +41,8 @@ def kill() -> None:
 def before_joining(fault: str) -> None:
     """Says that the process is there, and brings about what goes wrong before it is a client."""
     print(f"pid {os.getpid()}", flush=True)
+    if fault == "kill_importing":
+        kill()
     if fault == "never":
         time.sleep(10000)
     if fault == "gone":
