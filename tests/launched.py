@@ -12,7 +12,7 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent
 
 
-def run(*command: str, timeout: float = 300) -> subprocess.CompletedProcess:
+def run(*command: str, timeout: float = 900) -> subprocess.CompletedProcess:
     """A process of Python, to its end."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
     return subprocess.run(

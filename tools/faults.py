@@ -68,7 +68,7 @@ class Run:
         times: When each of them came.
         launchers: The processes of its launchers, the leader first.
         pids: The process ids of its clients, by client, of the last start.
-        ports: On which its launchers and clients were seen to listen.
+        ports: On which its launchers and clients said that they listen, or were seen to.
         random: What its random moments are drawn from.
     """
 
@@ -119,7 +119,7 @@ class Run:
                 self._new.put((time.monotonic(), line.rstrip("\n")))
 
     def _watch(self) -> None:
-        """Notes ports from the moment when a process is there: a fault may come before its first message."""
+        """Notes ports from the moment when a process is there, also those of which it says nothing."""
         while not self._closed.wait(_LOOK_SECONDS):
             for pid in self.living():
                 self.ports |= listening_ports(pid)
@@ -132,9 +132,11 @@ class Run:
             return None
         self.lines.append(line)
         self.times.append(came)
-        match = re.match(r"\[client +(\d+)\] pid (\d+)", line)
-        if match:
-            self.pids[int(match.group(1))] = int(match.group(2))
+        if match := re.match(r"\[client +(\d+)\] pid (\d+), control port (\d+)", line):
+            self.pids[int(match[1])] = int(match[2])
+            self.ports.add(int(match[3]))
+        if match := re.match(r"\[client +\d+\] port (\d+)", line):
+            self.ports.add(int(match[1]))
         return line
 
     def wait_for(self, text: str, timeout: float = 240.0) -> None:
@@ -221,10 +223,10 @@ class Run:
         return [(int(match[1]), match[2], int(match[3])) for match in found if match]
 
     def check_nothing_is_left(self, ports: int) -> None:
-        """No process of the run lives, and of its ports, of which so many were seen at least, none is held."""
+        """No process of the run lives, and of its ports, of which so many are known at least, none is held."""
         left = self._left()
         assert not left, f"Processes {left} are left:\n{self.text}"
-        assert len(self.ports) >= ports, f"Of {ports} ports only {self.ports} were seen:\n{self.text}"
+        assert len(self.ports) >= ports, f"Of {ports} ports only {self.ports} are known:\n{self.text}"
         for port in self.ports:
             with socket.socket() as sock:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -292,7 +294,7 @@ class Fault:
         limit: Within how many seconds everything has ended.
         code: The exit code, of the first host's launcher.
         hosts: How many launchers there are, each of which stands for a host.
-        servers: Whether the clients' servers were up before: then their ports are looked at, too.
+        servers: Whether the clients' servers were up before: then their ports have to be known, too.
         listens: Whether the launcher's own was.
         check: What else has to be so at the end.
         bare: Whether clients without TensorFlow can have it.

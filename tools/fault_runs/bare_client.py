@@ -34,10 +34,10 @@ def main(argv: list[str]) -> None:
     kinds.at_joining(fault, clients)
     here = clients.join(settings)
     jobs = here.register({"devices": 1})
-    # As TensorFlow's server does; and like that, it is there for a while before anything goes wrong.
+    # As TensorFlow's server does.
     server = socket.create_server(("", int(jobs[here.rank].rpartition(":")[2])))
+    print(f"port {server.getsockname()[1]}", flush=True)
     with here.operation("the start of DTensor"):
-        time.sleep(0.3)
         if fault == "kill_starting":
             kinds.kill()
     here.barrier("the start of DTensor")

@@ -40,7 +40,7 @@ def kill() -> None:
 
 def before_joining(fault: str) -> None:
     """Says that the process is there, and brings about what goes wrong before it is a client."""
-    print(f"pid {os.getpid()}", flush=True)
+    print(f"pid {os.getpid()}, control port {os.environ['TFSHARD_CONTROL'].rpartition(':')[2]}", flush=True)
     if fault == "kill_importing":
         kill()
     if fault == "never":

@@ -1,5 +1,6 @@
 """How `client.py` trains: with the faults that happen while it compiles, steps and saves."""
 
+import os
 import time
 from typing import Any
 
@@ -71,7 +72,8 @@ def train(fault: str, at_step: int) -> None:
     """Trains as the flags of `client.py` say."""
     if fault == "kill_starting":
         startup._start = lambda *args: kinds.kill()
-    tfshard.initialize()
+    started = tfshard.initialize()
+    print(f"port {os.environ['DTENSOR_JOBS'].split(',')[started.client_id].rpartition(':')[2]}", flush=True)
     if fault in SAVES:
         _kill_in_save(fault, at_step)
     keras.utils.set_random_seed(1 if fault == "seed" else 0)
