@@ -174,10 +174,12 @@ def callbacks() -> list:
 
 
 def tf_data(where: Plain) -> dict:
-    """Shuffled anew in each epoch; then single batches, which no `fit` counts."""
+    """Shuffled; then single batches, which no `fit` counts."""
     keras.utils.set_random_seed(1)
     model = where.compile(dense(), keras.optimizers.Adam(1e-2))
-    found = fitted(model, x=tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(21, seed=3).batch(8))
+    # Under a strategy, whichever, Keras looks into a dataset before it trains: shuffled anew, epochs would be others.
+    shuffled = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(21, seed=3, reshuffle_each_iteration=False)
+    found = fitted(model, x=shuffled.batch(8))
     found["on_batch"] = [model.train_on_batch(X[:5], Y[:5]), model.predict_on_batch(X[:5]).tolist()]
     return found
 
