@@ -1,198 +1,343 @@
-"""Trains, measures, predicts and saves in every way; run by test_launch.py in its own process, and launched."""
+"""Trains, measures, predicts and saves in every way: launched, on a mesh of all clients; imported, on one device.
 
+What is done to a model stands here once. `Sharded` compiles it with a strategy, and `Plain` as Keras does: the numbers
+that test_launched_fit.py compares with are those of plain Keras.
+"""
+
+import dataclasses
 import json
 import pathlib
 import sys
+from collections.abc import Callable, Iterable
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+import parity
 import tfshard
 from resuming import Batches
 from tfshard.checkpoints import training_state
 from tfshard.devices import clients
 
-
-def main(options: dict) -> dict:
-    """What it finds, as plain data."""
-    started = tfshard.initialize(num_devices=options.get("devices"), device_type="CPU")
-    keras.utils.set_random_seed(0)
-    random = np.random.RandomState(0)
-    # Batches of 8, 8 and 5: the last one is whole on every device.
-    x, y = random.randn(21, 6).astype("float32"), random.randint(0, 3, 21)
-    mesh = tfshard.create_mesh(**options["mesh"])
-    layout_map = tfshard.LayoutMap()
-    if "model" in options["mesh"]:
-        layout_map.column(".*/up")
-        layout_map.row(".*/down")
-        layout_map.whole(".*", optional=True)
-    strategy = tfshard.ShardedStrategy(mesh, layout_map, zero_stage=options["stage"])
-    model = build(strategy)
-    found: dict = {"clients": started.num_clients, "local devices": len(mesh.local_devices())}
-    found["kernel on"] = str(model.layers[0].kernel.value.layout.storage)
-    fit = model.fit(x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x, y))
-    found["fit"] = fit.history
-    found["evaluate"] = model.evaluate(x, y, verbose=0, batch_size=8)
-    found["predict"] = model.predict(x, verbose=0, batch_size=8).tolist()
-    if options["everything"]:
-        found |= everything(strategy, model, x, y, pathlib.Path(options["directory"]))
-    if options["ways"]:
-        found["ways"] = ways(mesh, x, y)
-    found["checkpoint"] = checkpoint(strategy, model, pathlib.Path(options["directory"]) / "checkpoints")
-    strategy.check_consistency(model)
-    found["report"] = strategy.report(model).bytes_per_device()
-    found["weights"] = [weight.tolist() for weight in model.get_weights()]
-    if options.get("already_sharded"):
-        found["already sharded"] = already_sharded(mesh, x, y, pathlib.Path(options["directory"]) / "parts")
-    return json.loads(json.dumps(found, default=float))
+RANDOM = np.random.RandomState(0)
+# Batches of 8, 8 and 5: the last one is whole on every device.
+X, Y = RANDOM.randn(21, 8).astype("float32"), RANDOM.randint(0, 3, 21)
+ARRAYS = {"x": X, "y": Y, "batch_size": 8}
+# Mesh and stage; the clients' devices are numbered one after the other, the last axis first.
+MESHES = {
+    "batch, stage 3": ({"batch": 4}, 3),
+    "batch, stage 1": ({"batch": 4}, 1),
+    "batch, stage 0": ({"batch": 4}, 0),
+    "model within a client, stage 3": ({"batch": 2, "model": 2}, 3),
+    "model across clients, stage 2": ({"model": 2, "batch": 2}, 2),
+}
+# On this one everything is measured.
+WHOLE = "batch, stage 3"
 
 
-def everything(strategy, model, x, y, directory: pathlib.Path) -> dict:
-    """tf.data, single batches, a custom loop, callbacks and files."""
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(21, seed=3).batch(8)
-    found = {"dataset": model.fit(dataset, epochs=2, verbose=0, shuffle=False).history}
-    found["on_batch"] = [model.train_on_batch(x[:5], y[:5]), model.predict_on_batch(x[:5]).tolist()]
-    found["loop"] = loop(strategy, dataset)
-    checkpoint = keras.callbacks.ModelCheckpoint(str(directory / "best.keras"), monitor="loss", save_best_only=True)
-    model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=[checkpoint])
-    model.save(directory / "model.keras")
-    model.save_weights(directory / "model.weights.h5")
-    loaded = keras.models.load_model(directory / "model.keras")
-    np.testing.assert_allclose(loaded.predict(x, verbose=0), model.predict(x, verbose=0), atol=1e-5)
-    assert (directory / "best.keras").stat().st_size > 0
-    model.export(directory / "served", verbose=False)
-    served = tf.saved_model.load(directory / "served")
-    np.testing.assert_allclose(served.serve(x), model.predict(x, verbose=0), atol=1e-5)
-    for name in ("export.keras", "export.weights.h5"):
-        tfshard.export(model, directory / name)
-        other = build(tfshard.ShardedStrategy(strategy.mesh, strategy.layout_map, zero_stage=1))
-        tfshard.import_weights(other, directory / name)
-        for ours, theirs in zip(other.get_weights(), model.get_weights(), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-    return found
+def loss() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def ways(mesh, x, y) -> dict:
-    """Every kind of data, and of training in `fit`."""
+class Plain:
+    """One device, without a strategy."""
 
-    class Subclassed(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.up, self.head = keras.layers.Dense(12, "relu"), keras.layers.Dense(3)
+    strategy: tfshard.ShardedStrategy | None = None
 
-        def call(self, inputs):
-            return self.head(self.up(inputs))
-
-    batches = Batches(x, y, 2)
-
-    def generator():
-        yield from (batches[index] for index in range(2))
-
-    def dense() -> keras.Model:
-        return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
-
-    def compiled(build=dense, optimizer=None, **options) -> keras.Model:
-        keras.utils.set_random_seed(1)
-        model = tfshard.as_distributed(build())
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        strategy = tfshard.ShardedStrategy(mesh, {".*": ()})
-        model.compile(optimizer or "adam", loss, metrics=["accuracy"], strategy=strategy, **options)
+    def compile(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, **options) -> keras.Model:
+        model.compile(
+            parity.dense_gradients(optimizer), loss(), metrics=["accuracy"],
+            **{"jit_compile": False, **options},
+        )  # fmt: skip
         return model
 
-    arrays = {"x": x, "y": y, "batch_size": 8}
-    callbacks = [
-        keras.callbacks.EarlyStopping("loss", patience=1),
-        keras.callbacks.ReduceLROnPlateau("loss", patience=1),
-        keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.9 * rate),
-    ]
-    runs = {
-        "subclassed": (compiled(Subclassed), arrays),
-        "two steps in one": (compiled(steps_per_execution=2), arrays),
-        "eager": (compiled(run_eagerly=True), arrays),
-        "accumulated": (compiled(optimizer=keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2)), arrays),
-        "averaged": (compiled(optimizer=keras.optimizers.SGD(1e-2, use_ema=True, momentum=0.9)), arrays),
-        "class weights": (compiled(), {**arrays, "class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}),
-        "sample weights": (compiled(), {**arrays, "sample_weight": np.linspace(0, 1, len(y))}),
-        "validation split, callbacks": (compiled(), {**arrays, "validation_split": 0.4, "callbacks": callbacks}),
-        "PyDataset": (compiled(), {"x": batches}),
-        "generator": (compiled(), {"x": generator(), "epochs": 1, "steps_per_epoch": 2, "shuffle": False}),
-    }
-    return {name: model.fit(**{"epochs": 2, "verbose": 0, **how}).history for name, (model, how) in runs.items()}
+
+@dataclasses.dataclass(frozen=True)
+class Sharded(Plain):
+    """A mesh of all clients."""
+
+    strategy: tfshard.ShardedStrategy
+
+    @classmethod
+    def on(cls, name: str) -> "Sharded":
+        axes, stage = MESHES[name]
+        layout_map = tfshard.LayoutMap()
+        if "model" in axes:
+            layout_map.column(".*/up")
+            layout_map.row(".*/down")
+        layout_map.whole(".*", optional=True)
+        return cls(tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=stage))
+
+    def compile(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, **options) -> keras.Model:
+        model = tfshard.as_distributed(model)
+        model.compile(optimizer, loss(), metrics=["accuracy"], strategy=self.strategy, **options)
+        return model
 
 
-def checkpoint(strategy, model, directory: pathlib.Path) -> list:
-    """Saves and restores, also at another stage; the manifest says who wrote what."""
-    manager = tfshard.CheckpointManager(directory)
-    manager.save(model, 1, wait=False)
-    manager.save(model, 2)
-    other = build(tfshard.ShardedStrategy(strategy.mesh, strategy.layout_map, zero_stage=1))
-    for step in (1, 2):
-        manager.restore(other, step)
-        theirs = training_state.collect(model, metrics=False)
-        for ours, expected in zip(training_state.collect(other, metrics=False), theirs, strict=True):
-            assert ours.key == expected.key
-            np.testing.assert_array_equal(ours.value.numpy(), expected.value.numpy(), err_msg=ours.key)
-    return manager.steps()
-
-
-def build(strategy) -> keras.Model:
+def build() -> keras.Model:
     keras.utils.set_random_seed(1)
-    model = tfshard.Sequential(
+    return keras.Sequential(
         [
-            keras.Input((6,)),
+            keras.Input((8,)),
             keras.layers.Dense(12, "tanh", name="up"),
-            keras.layers.Dense(8, name="down"),
+            # Without a bias, which the normalization would take away: its gradient would be rounding, and Adam's step.
+            keras.layers.Dense(8, use_bias=False, name="down"),
             keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.25),
             keras.layers.Dense(3, name="head"),
         ],
         name="net",
     )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(1e-2), loss, metrics=["accuracy"], strategy=strategy)
-    return model
 
 
-def loop(strategy, dataset) -> list[float]:
-    """A custom training loop."""
+def compiled(where: Plain) -> keras.Model:
+    return where.compile(build(), keras.optimizers.Adam(1e-2))
+
+
+def kernels(model: keras.Model) -> list[str]:
+    """How the kernels rest, if they are on a mesh."""
+    layouts = [getattr(weight.value, "layout", None) for weight in model.trainable_weights if len(weight.shape) == 2]
+    return [str(layout.storage) for layout in layouts if layout is not None]
+
+
+def values(model: keras.Model) -> list:
+    return [weight.tolist() for weight in model.get_weights()]
+
+
+def fitted(model: keras.Model, **how) -> dict:
+    """What `fit` returns and leaves behind."""
+    start = values(model)
+    history = model.fit(**{"epochs": 2, "verbose": 0, "shuffle": False, **how}).history
+    return {"kernels": kernels(model), "start": start, "history": history, "weights": values(model)}
+
+
+# --- on each mesh -------------------------------------------------------------------------------------
+
+
+def train(where: Plain, whole: bool = True) -> dict:
+    """A shuffled fit; what is measured in it and after it, or only what it predicts for one batch."""
+    model = compiled(where)
+    if not whole:
+        return {**fitted(model, **ARRAYS, shuffle=True), "predict": model.predict_on_batch(X[:5]).tolist()}
+    found = fitted(model, **ARRAYS, shuffle=True, validation_data=(X, Y))
+    found["evaluate"] = model.evaluate(X, Y, verbose=0, batch_size=8)
+    found["predict"] = model.predict(X, verbose=0, batch_size=8).tolist()
+    return found
+
+
+# --- ways ---------------------------------------------------------------------------------------------
+
+
+class Subclassed(keras.Model):
+    """Without a graph of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.head = keras.layers.Dense(12, "relu"), keras.layers.Dense(3)
+
+    def call(self, inputs):
+        return self.head(self.up(inputs))
+
+
+def dense() -> keras.Model:
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+
+
+def generator():
+    batches = Batches(X, Y, 2)
+    yield from (batches[index] for index in range(2))
+
+
+def _way(build=dense, optimizer=None, fits=({},), **options) -> Callable[[Plain], dict]:
+    """A model that is trained by some `fit`s, one after the other, whose arguments may be made by functions."""
+
+    def run(where: Plain) -> dict:
+        keras.utils.set_random_seed(1)
+        model = where.compile(build(), optimizer() if optimizer else keras.optimizers.Adam(1e-2), **options)
+        ways = [fitted(model, **{**ARRAYS, **(how() if callable(how) else how)}) for how in fits]
+        return {**ways[-1], "start": ways[0]["start"], "history": [way["history"] for way in ways]}
+
+    return run
+
+
+def _only(**how) -> dict:
+    """Arguments of `fit` in place of arrays."""
+    return {"y": None, "batch_size": None, **how}
+
+
+def callbacks() -> list:
+    return [
+        keras.callbacks.EarlyStopping("loss", patience=1),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.9 * rate),
+    ]
+
+
+def tf_data(where: Plain) -> dict:
+    """Shuffled; then single batches, which no `fit` counts."""
+    keras.utils.set_random_seed(1)
+    model = where.compile(dense(), keras.optimizers.Adam(1e-2))
+    # Under a strategy, whichever, Keras looks into a dataset before it trains: shuffled anew, epochs would be others.
+    shuffled = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(21, seed=3, reshuffle_each_iteration=False)
+    found = fitted(model, x=shuffled.batch(8))
+    found["on_batch"] = [model.train_on_batch(X[:5], Y[:5]), model.predict_on_batch(X[:5]).tolist()]
+    return found
+
+
+def loop(where: Plain) -> dict:
+    """A custom training loop, its step compiled within `run` and outside of it."""
+    strategy = where.strategy or tf.distribute.get_strategy()
     with strategy.scope():
         keras.utils.set_random_seed(2)
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        model = dense()
         optimizer = keras.optimizers.Adam(1e-2)
+    start = values(model)
 
     def step(x, y):
         with tf.GradientTape() as tape:
             per_sample = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
-            loss = tf.reduce_mean(per_sample)
-        gradients = tape.gradient(loss, model.trainable_variables)
+            value = tf.reduce_mean(per_sample)
+        gradients = tape.gradient(value, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return loss
+        return value
 
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
     function = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
-    compiled = tf.function(step)
     losses = [float(function(*batch)) for batch in strategy.experimental_distribute_dataset(dataset)]
-    return losses + [float(strategy.run(compiled, args=batch)) for batch in dataset.take(2)]
+    traced = tf.function(step)
+    losses += [float(strategy.run(traced, args=batch)) for batch in dataset.take(2)]
+    return {"kernels": kernels(model), "start": start, "losses": losses, "weights": values(model)}
 
 
-def already_sharded(mesh, x, y, directory: pathlib.Path) -> dict:
-    """Each client feeds its own rows; one process feeds all of them."""
-    strategy = tfshard.ShardedStrategy(mesh, already_sharded=True)
-    model = build(strategy)
-    part = strategy.input_shard
-    # Global batches of 8 rows, of which each part holds its own.
+WAYS = {
+    "accumulated gradients": _way(optimizer=lambda: keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2)),
+    "averaged weights": _way(optimizer=lambda: keras.optimizers.SGD(0.1, use_ema=True, momentum=0.9)),
+    "class and sample weights": _way(
+        fits=({"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}, {"sample_weight": np.linspace(0, 1, len(Y))})
+    ),
+    "generator, PyDataset": _way(
+        fits=(lambda: _only(x=generator(), epochs=1, steps_per_epoch=2), _only(x=Batches(X, Y, 2)))
+    ),
+    "tf.data": tf_data,
+    "subclassed": _way(Subclassed),
+    "two steps in one": _way(steps_per_execution=2),
+    "eager": _way(run_eagerly=True),
+    "validation split, callbacks": _way(fits=(lambda: {"validation_split": 0.4, "callbacks": callbacks()},)),
+    "loop": loop,
+}
+
+
+def rows_of_part(part: tfshard.devices.InputShard) -> tf.data.Dataset:
+    """The rows that a part has of two global batches of 8."""
     rows = np.concatenate([np.split(np.arange(i, i + 8), part.count)[part.index] for i in range(0, 16, 8)])
-    dataset = tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).batch(8 // part.count)
-    history = model.fit(dataset, epochs=2, verbose=0, shuffle=False).history
-    # Each client goes on in its own part.
+    return tf.data.Dataset.from_tensor_slices((X[rows], Y[rows])).batch(8 // part.count)
+
+
+def part_of_each(where: Plain) -> dict:
+    """Each client is given its own rows; one device has all of them."""
+    part = where.strategy.input_shard if where.strategy else tfshard.devices.InputShard(index=0, count=1)
+    model = compiled(where)
+    found = fitted(model, x=rows_of_part(part))
+    return {**found, "predict": model.predict(rows_of_part(part), verbose=0).tolist()}
+
+
+# --- what has no counterpart on one device ----------------------------------------------------------------
+
+
+def files(where: Sharded, directory: pathlib.Path) -> str:
+    """What is written together is read by plain Keras, and has the same values."""
+    model = compiled(where)
+    checkpoint = keras.callbacks.ModelCheckpoint(str(directory / "best.keras"), monitor="loss", save_best_only=True)
+    model.fit(**ARRAYS, shuffle=False, verbose=0, callbacks=[checkpoint])
+    model.save(directory / "model.keras")
+    model.save_weights(directory / "model.weights.h5")
+    expected = model.predict(X, verbose=0)
+    for name in ("model.keras", "best.keras"):
+        loaded = keras.models.load_model(directory / name)
+        np.testing.assert_allclose(loaded.predict(X, verbose=0), expected, atol=1e-5, err_msg=name)
+    plain = build()
+    plain.load_weights(directory / "model.weights.h5")
+    assert_same_weights(plain, model)
+    model.export(directory / "served", verbose=False)
+    served = tf.saved_model.load(directory / "served")
+    np.testing.assert_allclose(served.serve(X), expected, atol=1e-5)
+    other = compiled(Sharded.on("batch, stage 1"))
+    for name in ("export.keras", "export.weights.h5"):
+        tfshard.export(model, directory / name)
+        other.set_weights([0 * weight for weight in other.get_weights()])
+        tfshard.import_weights(other, directory / name)
+        assert_same_weights(other, model)
+    where.strategy.check_consistency(model)
+    return str(where.strategy.report(model).bytes_per_device())
+
+
+def assert_same_weights(ours: keras.Model, theirs: keras.Model) -> None:
+    for value, expected in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+def checkpoints(where: Sharded, directory: pathlib.Path) -> list:
+    """Saves and restores, also at another stage; returns what the last checkpoint has to hold."""
+    model = compiled(where)
+    model.train_on_batch(X[:8], Y[:8])
+    manager = tfshard.CheckpointManager(directory)
+    manager.save(model, 1, wait=False)
+    manager.save(model, 2)
+    assert manager.steps() == [1, 2]
+    other = compiled(Sharded.on("batch, stage 1"))
+    theirs = training_state.collect(model, metrics=False)
+    for step in (1, 2):
+        manager.restore(other, step)
+        for ours, expected in zip(training_state.collect(other, metrics=False), theirs, strict=True):
+            assert ours.key == expected.key
+            np.testing.assert_array_equal(ours.value.numpy(), expected.value.numpy(), err_msg=ours.key)
+    return values(model)
+
+
+def resumed_parts(where: Sharded, directory: pathlib.Path) -> list[float]:
+    """Each client goes on in its own part of the data; returns the losses after that."""
     for epochs in (1, 2):
-        resumed = build(tfshard.ShardedStrategy(mesh, already_sharded=True))
         saving = tfshard.CheckpointCallback(directory, every_steps=1)
-        second = resumed.fit(dataset, epochs=epochs, verbose=0, shuffle=False, callbacks=[saving]).history
-    assert second == {name: values[1:] for name, values in history.items()}
+        how = {"epochs": epochs, "verbose": 0, "shuffle": False, "callbacks": [saving]}
+        history = compiled(where).fit(rows_of_part(where.strategy.input_shard), **how).history
     assert saving.manager.open().position.clients == clients.here().count
-    return {"fit": history, "predict": model.predict(dataset, verbose=0).tolist()}
+    return history["loss"]
+
+
+def masks(strategy: tfshard.ShardedStrategy) -> dict:
+    """What a random layer does to ones: the rows of two steps, and what a model that has one learns."""
+    keras.utils.set_random_seed(4)
+    model = tfshard.Sequential([keras.Input((8,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse", strategy=strategy)
+    dropout = model.layers[0]
+    dropped = tf.function(lambda x: dropout(x, training=True))
+    ones = np.ones((8, 8), "float32")
+    steps = [np.array(strategy.run(dropped, args=(ones,))) for _ in range(2)]
+    return {
+        "rows": [step.tolist() for step in steps],
+        "losses": [float(model.train_on_batch(ones, ones[:, :1])) for _ in range(3)],
+    }
+
+
+def main(options: dict) -> Iterable[tuple[str, object]]:
+    """What a client finds, by name, as far as the options ask for it."""
+    started = tfshard.initialize(device_type="CPU")
+    directory = pathlib.Path(options["directory"])
+    first = Sharded.on("batch, stage 3")
+    yield "clients", [started.num_clients, len(first.strategy.mesh.local_devices())]
+    for name in options["meshes"]:
+        yield name, train(Sharded.on(name), whole=name == WHOLE)
+    for name in options.get("ways", ()):
+        yield name, WAYS[name](first)
+    if options.get("files"):
+        yield "files", files(first, directory)
+        yield "masks", masks(first.strategy)
+        parts = Sharded(tfshard.ShardedStrategy(first.strategy.mesh, already_sharded=True))
+        yield "parts", part_of_each(parts)
+        yield "resumed", resumed_parts(parts, directory / "parts")
+        yield "checkpoint", checkpoints(Sharded.on("model across clients, stage 2"), directory / "checkpoints")
 
 
 if __name__ == "__main__":
-    print(f"FOUND {json.dumps(main(json.loads(sys.argv[1])))}", flush=True)
+    for name, found in main(json.loads(sys.argv[1])):
+        print(f"FOUND {json.dumps([name, found], default=float)}", flush=True)

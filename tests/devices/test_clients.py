@@ -26,9 +26,13 @@ class Second(clients.Alone):
 
     def __init__(self):
         self.told: list[str] = []
+        self.noted: list[np.ndarray] = []
 
     def agree(self, what, value, *, error=tfshard.errors.ClientError, hint="", timeout=None):
         self.told.append(f"agree: {what}")
+
+    def note_value(self, tensor, value):
+        self.noted.append(np.array(value))
 
     def step(self, kind, batch, traced):
         self.told.append(kind)
@@ -77,6 +81,14 @@ def test_clients_agree_on_strategy_and_values_before_they_train(second):
     model.fit(np.ones((8, 8)), np.ones((8, 4)), batch_size=4, verbose=0)
     told = [line for line in second.told if not line.startswith("for")]
     assert told == ["agree: the strategy", "training step", "training step"]
+
+
+def test_the_batches_that_clients_are_given_are_noted_to_be_compared(second):
+    model = sharded()
+    x, y = np.random.RandomState(0).randn(2, 8, 8).astype("float32")
+    model.train_on_batch(x, y[:, :4])
+    for given in (x, y[:, :4]):
+        assert any(value.shape == given.shape and np.array_equal(value, given) for value in second.noted)
 
 
 def test_only_the_first_client_writes_a_file_and_all_wait_for_it(second, tmp_path):

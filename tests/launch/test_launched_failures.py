@@ -1,38 +1,25 @@
 """What goes wrong in launched runs is told by object and remedy, after what has to work. A run serves several tests."""
 
 import json
-import os
 import pathlib
 import re
 import subprocess
-import sys
 
 import pytest
 
+import launched
 import tfshard
+from launched import said
 
-HERE = pathlib.Path(__file__).parents[1]
-ROOT = HERE.parent
-SCRIPT = str(HERE / "launched_failures.py")
-
-
-def run(*command: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT
-    )
+SCRIPT = str(launched.HERE / "launched_failures.py")
 
 
-def launch(name: str, directory: pathlib.Path, *flags: str) -> subprocess.CompletedProcess:
+def launch(name: str, directory: pathlib.Path, *flags: str, num_processes: int = 2) -> subprocess.CompletedProcess:
     program = [SCRIPT] if "--module" not in flags else ["launched_failures"]
-    return run(
-        *("-m", "tfshard", "launch", "--num_processes=2", "--devices_per_process=2", *flags, *program), name,
-        str(directory),
+    return launched.launch(
+        f"--num_processes={num_processes}", "--devices_per_process=2", *flags, *program, name, str(directory),
+        bare=not flags,
     )  # fmt: skip
-
-
-def said(done: subprocess.CompletedProcess, word: str) -> list[str]:
-    return [line.partition(word)[2].strip() for line in done.stdout.splitlines() if word in line]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +31,7 @@ def model_first(tmp_path_factory):
 def test_a_script_that_builds_its_model_first_trains_launched(model_first):
     done, directory = model_first
     # In the script's own environment, as without a launcher.
-    expected = f"2 clients, argv {['model_first', str(directory)]}, main __main__, path {HERE}"
+    expected = f"2 clients, argv {['model_first', str(directory)]}, main __main__, path {launched.HERE}"
     assert said(done, "STARTED") == [expected] * 2, done.stderr
     losses = said(done, "TRAINED")
     assert len(losses) == 2 and losses[0] == losses[1] and len(set(json.loads(losses[0]))) == 2
@@ -95,18 +82,18 @@ def test_the_client_whose_step_fails_is_named_with_its_error(parts):
     assert re.search(r"/check\w*/CheckNumerics", cause), cause
 
 
-@pytest.mark.parametrize("launched", [False, True])
-def test_a_last_save_that_fails_is_told_with_an_exit_code(launched, tmp_path):
-    done = launch("last_save", tmp_path) if launched else run(SCRIPT, "last_save", str(tmp_path))
-    assert len(said(done, "END")) == 1 + launched, done.stderr
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_last_save_that_fails_is_told_with_an_exit_code(is_launched, tmp_path):
+    done = launch("last_save", tmp_path) if is_launched else launched.run(SCRIPT, "last_save", str(tmp_path))
+    assert len(said(done, "END")) == 1 + is_launched, done.stderr
     assert done.returncode == 1
     assert "CheckpointError: A checkpoint could not be written: no space left on the device" in done.stderr
-    if launched:
+    if is_launched:
         assert "tfshard launch: Client 1 failed after checkpoint-2" in done.stderr
     assert tfshard.CheckpointManager(tmp_path).steps() == [1]
 
 
 def test_a_script_that_makes_tensors_and_no_strategy_is_an_error(tmp_path):
-    done = launch("alone", tmp_path)
+    done = launch("alone", tmp_path, num_processes=1)
     assert done.returncode == 1
     assert "ended without a tfshard.ShardedStrategy and without a collective" in done.stderr

@@ -1,0 +1,201 @@
+"""The control channel: authenticated messages, and what is refused."""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from queue import Queue
+
+import pytest
+
+import sweeps
+import tfshard
+from tfshard.devices import channel
+
+SECRET = "the secret"
+MESSAGES = ({"kind": "hello", "text": "the first message of a client"}, {"kind": "beat", "number": 12345})
+
+
+@pytest.fixture
+def server():
+    events: Queue = Queue()
+    made = channel.Server("127.0.0.1", 0, "the secret", events)
+    made.events = events
+    yield made
+    made.close()
+
+
+def test_messages_go_both_ways(server):
+    connection = channel.Connection.open(server.address, "the secret", timeout=5)
+    connection.send("hello", number=1)
+    received = server.events.get(timeout=5)
+    assert received.message == {"kind": "hello", "number": 1}
+    received.connection.send("reply", text="short")
+    received.connection.send("reply", text="x" * 100_000)
+    assert connection.receive() == {"kind": "reply", "text": "short"}
+    assert connection.receive()["text"] == "x" * 100_000
+    connection.close()
+    assert server.events.get(timeout=5).message is None
+
+
+def test_a_wrong_secret_is_refused_before_a_message_is_looked_at(server):
+    connection = channel.Connection.open(server.address, "another secret", timeout=5)
+    connection.send("hello")
+    assert connection.receive() is None
+    connection.close()
+    assert "does not know the secret" in server.refused.get(timeout=5)
+    assert server.events.empty()
+
+
+def test_a_recorded_conversation_cannot_be_played_again(server):
+    """Through a proxy that records what a client sends."""
+    recorded = []
+    proxy = socket.create_server(("127.0.0.1", 0))
+
+    def relay():
+        inner, _ = proxy.accept()
+        host, port = server.address.split(":")
+        outer = socket.create_connection((host, int(port)))
+
+        def back():
+            with outer:
+                while data := outer.recv(1 << 16):
+                    inner.sendall(data)
+
+        threading.Thread(target=back, daemon=True).start()
+        with inner:
+            while data := inner.recv(1 << 16):
+                recorded.append(data)
+                outer.sendall(data)
+            outer.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=relay, daemon=True).start()
+    connection = channel.Connection.open(f"127.0.0.1:{proxy.getsockname()[1]}", "the secret", timeout=5)
+    connection.send("hello")
+    assert server.events.get(timeout=5).message == {"kind": "hello"}
+    connection.close()
+    assert server.events.get(timeout=5).message is None
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port))) as replay:
+        replay.sendall(b"".join(recorded))
+        assert "does not know the secret" in server.refused.get(timeout=5)
+    assert server.events.empty()
+    proxy.close()
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n" * 5, b"tfshard1" + bytes(32) + struct.pack(">I", 1 << 31)])
+def test_strangers_are_refused(server, data):
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(data + bytes(64))
+        assert server.refused.get(timeout=5)
+    assert server.events.empty()
+
+
+def test_a_closed_server_frees_its_port(server):
+    port = int(server.address.rpartition(":")[2])
+    with pytest.raises(tfshard.errors.LaunchError, match="Address already in use"):
+        channel.Server("127.0.0.1", port, "the secret", Queue())
+    server.close()
+    time.sleep(0.1)
+    channel.Server("127.0.0.1", port, "the secret", Queue()).close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "8.8.8.8", "::", "224.0.0.1"])
+def test_public_addresses_are_refused_unless_allowed(host):
+    with pytest.raises(tfshard.errors.LaunchError, match="loopback and private addresses only"):
+        channel.check_private(host)
+    assert channel.check_private(host, allow_public=True) == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.1.2.3", "192.168.0.4", "172.16.0.1", "::1", "localhost"])
+def test_private_addresses_are_taken(host):
+    assert channel.check_private(host)
+
+
+# --- corrupted bytes --------------------------------------------------------------------------------------
+
+
+def conversation(server_nonce: bytes, nonce: bytes) -> bytes:
+    """What a client sends: the protocol, written down a second time."""
+    key = hmac.digest(SECRET.encode(), b"to server" + nonce + server_nonce, hashlib.sha256)
+    sent = b"tfshard1" + nonce
+    for number, message in enumerate(MESSAGES):
+        text = json.dumps(message).encode()
+        sent += struct.pack(">I", len(text)) + hmac.digest(key, struct.pack(">Q", number) + text, hashlib.sha256) + text
+    return sent
+
+
+OPENING = len(b"tfshard1") + 32
+FIRST = OPENING + 4 + 32 + len(json.dumps(MESSAGES[0]))
+LENGTH = len(conversation(bytes(32), bytes(32)))
+
+
+def corruptions() -> Iterator[tuple[int, int]]:
+    """Each byte of a conversation once, and what it is changed by."""
+    drawn = random.Random(f"{sweeps.SEED} corruptions")
+    print(f"TFSHARD_SEED={sweeps.SEED}")
+    yield from ((place, drawn.randrange(1, 256)) for place in range(LENGTH))
+
+
+def say(sock: socket.socket, place: int | None, change: int = 0) -> None:
+    """Sends a conversation, one byte of it changed, and that there is no more."""
+    nonce = os.urandom(32)
+    server_nonce = sock.recv(OPENING, socket.MSG_WAITALL)[8:]
+    sent = bytearray(conversation(server_nonce, nonce))
+    if place is not None:
+        sent[place] ^= change
+    with contextlib.suppress(OSError):  # It may be refused before its end.
+        sock.sendall(sent)
+        sock.shutdown(socket.SHUT_WR)
+
+
+def received(place: int | None, change: int = 0) -> Iterator[dict]:
+    """The messages that a connection takes of it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        stranger = socket.create_connection(listening.getsockname())
+        inner, _ = listening.accept()
+    with stranger, inner:
+        thread = threading.Thread(target=say, args=(stranger, place, change))
+        thread.start()
+        try:
+            connection = channel.Connection(inner, SECRET, is_server=True)
+            while (message := connection.receive()) is not None:
+                yield message
+        finally:
+            thread.join()
+
+
+def test_a_changed_byte_is_a_control_error_and_nothing_behind_it_is_taken():
+    assert list(received(None)) == list(MESSAGES)
+    tried = list(corruptions())
+    assert len(tried) == len(set(tried)) >= 200
+    for place, change in tried:
+        taken = []
+        with pytest.raises(channel.ControlError):
+            for message in received(place, change):
+                taken.append(message)
+        assert taken == list(MESSAGES[: place >= FIRST]), place
+
+
+def test_a_server_closes_what_has_a_changed_byte_and_goes_on(server):
+    host, port = server.address.split(":")
+    for place, change in [*corruptions(), (None, 0)]:
+        with socket.create_connection((host, int(port)), timeout=30) as sock:
+            say(sock, place, change)
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        expected = list(MESSAGES[: len(MESSAGES) if place is None else place >= FIRST])
+        if expected:
+            assert [server.events.get(timeout=30).message for _ in expected] == expected
+            assert server.events.get(timeout=30).message is None
+        else:
+            assert server.refused.get(timeout=30)
+    assert server.events.empty() and server.refused.empty()

@@ -1,0 +1,165 @@
+"""Every fault of a launched run ends everywhere with its cause, and what can go on goes on (tools/faults.py)."""
+
+import concurrent.futures
+import os
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import launched
+import sweeps
+import tfshard
+from tools import faults
+from tools.fault_runs import model
+
+FAULTS = faults.faults(2)
+# Each waits most of its time.
+AT_ONCE = 6
+# Of losses.
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(launched.ROOT))
+
+
+def test_every_fault_that_needs_no_tensorflow_ends_everything_in_time_and_is_named():
+    """The package's own launchers and clients; only what a client computes is left out."""
+    names = [name for name, fault in FAULTS.items() if fault.bare]
+    assert len(names) >= 28
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        runs = {name: pool.submit(faults.run_fault, name, 2, seed=f"{sweeps.SEED} {name}", bare=True) for name in names}
+    wrong = {name: str(error) for name, run in runs.items() if (error := run.exception()) is not None}
+    assert not wrong, "\n\n".join(f"{name} (TFSHARD_SEED={sweeps.SEED}): {text}" for name, text in wrong.items())
+
+
+@sweeps.table("faults while TensorFlow computes", "name", FAULTS, sample=1)
+def test_a_fault_ends_everything_in_time_and_is_named(name):
+    faults.run_fault(name, 2, seed=f"{sweeps.SEED} {name}")
+
+
+def test_a_run_is_restarted_and_a_client_that_does_not_come_back_is_left_out():
+    """Client 1 is killed in two starts, and does not come to the third."""
+    flags = ["--num_processes=2", "--max_restarts=3", "--elastic_min=1"]
+    program = [faults.BARE_CLIENT, "--fault=kill,kill,gone", "--at_step=3,2", "--steps=4"]
+    with faults.running(*flags, *program, launch=faults.BARE_LAUNCH, num_clients=2) as run:
+        run.wait(60)
+        run.check_nothing_is_left(1)
+    assert run.launchers[0].returncode == 0, run.text
+    for step in (3, 2):
+        assert f"Client 1 was killed by signal 9 (SIGKILL) after training step {step}." in run.said
+    assert "Client 1 ended with exit code 7, before it called tfshard.initialize()" in run.said
+    assert re.findall(r"restart \d of 3, with \d clients", run.said) == [
+        "restart 1 of 3, with 2 clients", "restart 2 of 3, with 2 clients", "restart 3 of 3, with 1 clients",
+    ]  # fmt: skip
+    assert [(step, clients) for step, _, clients in run.steps(0)] == [
+        (step, clients) for last, clients in ((3, 2), (2, 2), (4, 1)) for step in range(1, last + 1)
+    ]
+
+
+@pytest.mark.parametrize(("restarts", "elastic"), [(0, 1), (3, 2)])
+def test_a_run_ends_with_the_code_of_the_failure_that_it_cannot_go_on_from(restarts, elastic):
+    """Without a restart left; with fewer clients left than asked for."""
+    flags = ["--num_processes=2", f"--max_restarts={restarts}", f"--elastic_min={elastic}"]
+    program = [faults.BARE_CLIENT, "--fault=gone,gone,gone,gone", "--steps=4"]
+    with faults.running(*flags, *program, launch=faults.BARE_LAUNCH, num_clients=2) as run:
+        run.wait(60)
+    assert run.launchers[0].returncode == 7, run.text
+    assert [int(number) for number in re.findall(r"restart (\d) of", run.said)] == list(range(1, restarts + 1))
+
+
+def test_a_host_that_is_lost_is_left_out():
+    """Two launchers on two addresses of this machine; the one that does not lead is killed."""
+    flags = [
+        "--hosts=127.0.0.1,127.0.0.2", f"--port={faults.free_port()}", "--num_processes=1", "--max_restarts=1",
+        "--elastic_min=1", "--registration_timeout=2", "--step_timeout=20",
+    ]  # fmt: skip
+    environment = {"TFSHARD_SECRET": os.urandom(32).hex()}
+    first = [*flags, "--host_index=0", faults.BARE_CLIENT]
+    with faults.running(*first, launch=faults.BARE_LAUNCH, environment=environment, num_clients=2) as run:
+        run.launch(*flags, "--host_index=1", faults.BARE_CLIENT, environment=environment)
+        run.wait_for("CLIENT step 5 ")
+        run.launchers[1].kill()
+        run.wait_for(r"restart 1 of 1, with 1 clients", 60)
+        run.wait_for(r"\[client 0\] step \d+ loss \S+ clients 1", 60)
+        run.launchers[0].terminate()
+        run.wait(20)
+        run.check_nothing_is_left(3)
+    assert "The launcher of host 1 (127.0.0.2), with clients (1,), closed its connection." in run.said
+
+
+@pytest.mark.parametrize("system", ["SLURM", "Kubernetes"])
+def test_launchers_find_each_other_by_the_variables_of_a_cluster(system):
+    """Two addresses of this machine are the two hosts."""
+    flags, variables, index = [f"--port={faults.free_port()}", "--num_processes=1"], {}, "JOB_COMPLETION_INDEX"
+    if system == "SLURM":
+        variables, index = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.[1-2]"}, "SLURM_PROCID"
+    else:
+        flags.append("--hosts=127.0.0.1,127.0.0.2")
+    environment = {"TFSHARD_SECRET": os.urandom(32).hex(), **variables}
+    command = [*flags, faults.BARE_CLIENT, "--steps=3"]
+    first = {**environment, index: "0"}
+    with faults.running(*command, launch=faults.BARE_LAUNCH, environment=first, num_clients=2) as run:
+        run.launch(*command, environment={**environment, index: "1"})
+        run.wait(60)
+        run.check_nothing_is_left(1)
+    assert [launcher.returncode for launcher in run.launchers] == [0, 0], run.text
+    for client in (0, 1):
+        assert [(step, clients) for step, _, clients in run.steps(client)] == [(1, 2), (2, 2), (3, 2)]
+
+
+def plain_losses(steps: int, rate: float = 1e-2) -> list[float]:
+    """Of plain Keras on one device."""
+    keras.utils.set_random_seed(0)
+    trained = model.build()
+    trained.compile(keras.optimizers.Adam(rate), "mse", jit_compile=False)
+    return [float(trained.train_on_batch(*batch)) for batch in model.batches(steps)]
+
+
+@sweeps.table("restarts from a checkpoint", "how", ["no", ""], always=["no"])
+def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_commit_with_the_numbers_of_one_device(how, tmp_path):
+    """Client 1 is killed when it has written its pieces, and does not come back."""
+    flags = ["--num_processes=2", "--devices_per_process=2", "--max_restarts=2", "--elastic_min=1"]
+    program = [
+        faults.CLIENT, "--fault=save_written,gone", "--at_step=4", "--steps=6", f"--state={tmp_path}",
+        "--every_steps=2", f"--{how}async_save",
+    ]  # fmt: skip
+    with faults.running(*flags, *program, launch=faults.BARE_LAUNCH, num_clients=2) as run:
+        run.wait(300)
+        run.check_nothing_is_left(3)
+    assert run.launchers[0].returncode == 0, run.text
+    assert "Client 1 was killed by signal 9 (SIGKILL)" in run.said
+    assert "restart 2 of 2, with 1 clients" in run.said
+    resumed = [line.rpartition(" ")[2] for line in run.lines if "[client 0] resumes after step" in line]
+    assert resumed == ["None", "2"]
+    found = run.steps(0)
+    done = max(step for step, _, clients in found if clients == 2)
+    # A save that is due is made before the next step, or goes on beside it.
+    assert done == 4 if how == "no" else done >= 4
+    again = [(step, 2) for step in range(1, done + 1)] + [(step, 1) for step in range(3, 7)]
+    assert [(step, clients) for step, _, clients in found] == again
+    expected = plain_losses(6)
+    # Each step's loss tells whether the steps before it were done: each batch is another one.
+    assert abs(expected[5] - plain_losses(6, rate=0.0)[5]) > 100 * TOLERANCE * expected[5]
+    for step, loss, _ in found:
+        np.testing.assert_allclose(float(loss), expected[step - 1], rtol=TOLERANCE, err_msg=f"step {step}")
+    assert tfshard.CheckpointManager(tmp_path).latest_step() == 6
+
+
+def test_a_process_that_was_not_launched_opens_no_port():
+    trained = tfshard.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    trained.compile("sgd", "mse", strategy=tfshard.ShardedStrategy())
+    trained.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    assert faults.listening_ports(os.getpid()) == set()
+
+
+def test_a_script_that_never_joins_is_an_error(tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text("print('hello')")
+    done = launched.launch("--num_processes=2", str(script))
+    assert done.returncode == 1
+    assert "ended without calling tfshard.initialize()" in done.stderr
+    assert "[client 0] hello" in done.stdout and "[client 1] hello" in done.stdout

@@ -1,0 +1,104 @@
+"""The faults that a client can bring about in itself, before it trains and between its steps; its command line.
+
+Imports neither TensorFlow nor tfshard: a client is there before it has imported them.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+
+from absl import flags
+
+flags.DEFINE_integer("steps", 1000000, "Training steps.")
+flags.DEFINE_float("seconds", 0.0, "Train for so long, in place of --steps.")
+_FAULT = flags.DEFINE_list("fault", [], "What happens, in the first start and in each restart.")
+_CLIENT = flags.DEFINE_integer("client", 1, "In which client, by its place on its host.")
+_AT_STEP = flags.DEFINE_list("at_step", ["5"], "After which step, for faults in training; a step for each start.")
+flags.DEFINE_string("state", "", "A directory for checkpoints, to go on from after a restart.")
+flags.DEFINE_integer("every_steps", 1, "Steps from one checkpoint to the next.")
+flags.DEFINE_bool("async_save", False, "Write checkpoints in a thread.")
+flags.DEFINE_float("step_seconds", 0.0, "Sleep after each step.")
+flags.DEFINE_integer("model_axis", 1, "Size of the model axis, across clients.")
+
+
+def fault() -> tuple[str, int]:
+    """What happens in this process, and after which step."""
+    restart = int(os.environ["TFSHARD_RESTART"])
+    if int(os.environ["TFSHARD_LOCAL_INDEX"]) != _CLIENT.value or restart >= len(_FAULT.value):
+        return "", 0
+    return _FAULT.value[restart], int(_AT_STEP.value[min(restart, len(_AT_STEP.value) - 1)])
+
+
+def kill() -> None:
+    """Ends this process as `kill -9` does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before_joining(fault: str) -> None:
+    """Says that the process is there, and brings about what goes wrong before it is a client."""
+    print(f"pid {os.getpid()}, control port {os.environ['TFSHARD_CONTROL'].rpartition(':')[2]}", flush=True)
+    if fault == "kill_importing":
+        kill()
+    if fault == "never":
+        time.sleep(10000)
+    if fault == "gone":
+        sys.exit(7)
+    if fault == "duplicate":
+        os.environ["TFSHARD_CLIENT_ID"] = str((_CLIENT.value + 1) % int(os.environ["TFSHARD_NUM_CLIENTS"]))
+
+
+def at_joining(fault: str, clients: types.ModuleType) -> None:
+    """Brings about what goes wrong while clients wait for each other for the first time.
+
+    Args:
+        fault: Which.
+        clients: The module of the package.
+    """
+    if "kill_registered" in _FAULT.value and not fault:
+        time.sleep(3.0)  # The other one has to wait.
+    if fault == "kill_registered":
+        threading.Thread(target=_kill_when_registered, args=(clients,), daemon=True).start()
+    if fault == "kill_agreeing":
+
+        def agree(self, what, value, **options):
+            with self.operation(what):
+                kill()
+
+        clients.Launched.agree = agree  # type: ignore[attr-defined]
+
+
+def _kill_when_registered(clients: types.ModuleType) -> None:
+    while not clients.here().is_launched:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    kill()
+
+
+def in_training(fault: str, alone: Callable[[], object]) -> None:
+    """Brings about what goes wrong after a step.
+
+    Args:
+        fault: Which.
+        alone: What takes all clients, and is done by one.
+    """
+    if fault == "raise":
+        raise RuntimeError("the disk is full")
+    if fault == "exit":
+        sys.exit(0)
+    if fault == "exit3":
+        sys.exit(3)
+    if fault == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fault == "kill":
+        kill()
+    if fault == "alone":
+        alone()
+    if fault == "slow":
+        time.sleep(5)
+    if fault == "loop":
+        while True:
+            pass

@@ -1,0 +1,23 @@
+"""The small model of `client.py` and its batches, which are the same in every run."""
+
+import keras
+import tensorflow as tf
+
+
+def batches(steps: int, wrong_from: int | None = None) -> tf.data.Dataset:
+    """The batches of a run, other ones from a step on."""
+    last = steps if wrong_from is None else wrong_from
+
+    def batch(step, number):
+        seed = tf.where(step < last, number, number + 1_000_000)
+        x = tf.random.stateless_normal((24, 16), tf.stack([seed, 0]))
+        return x, tf.reduce_sum(x, axis=1, keepdims=True)
+
+    # In one order, however often it is iterated: under a strategy Keras looks into a dataset before it trains.
+    shuffled = tf.data.Dataset.range(steps).shuffle(64, seed=0, reshuffle_each_iteration=False)
+    return shuffled.enumerate().map(batch)
+
+
+def build(up: type[keras.layers.Dense] = keras.layers.Dense) -> keras.Sequential:
+    """The model."""
+    return keras.Sequential([keras.Input((16,)), up(32, "tanh", name="up"), keras.layers.Dense(1)], name="sequential")

@@ -1,0 +1,107 @@
+"""How `client.py` trains: with the faults that happen while it compiles, steps and saves."""
+
+import os
+import time
+from typing import Any
+
+import keras
+import kinds
+import model as small
+import numpy as np
+from absl import flags
+
+import tfshard
+from tfshard.checkpoints import writer
+from tfshard.devices import clients, startup
+
+_FLAGS = flags.FLAGS
+# Where a save of several clients is cut off: before or after which function of tfshard/checkpoints/writer.py.
+SAVES = {
+    "save_pieces": ("_write_pieces", False),
+    "save_written": ("_write_pieces", True),
+    "save_published": ("_publish", True),
+    "save_gathered": ("_gather", True),
+    "save_committed": ("_commit", True),
+    "save_pruned": ("_prune", True),
+}
+# How often `--seconds` is looked at, in steps.
+_LOOK_EVERY = 20
+
+
+class Progress(keras.callbacks.Callback):
+    """Prints each step, brings a fault about after one of them, and ends the training after `--seconds`."""
+
+    def __init__(self, fault: str, at_step: int):
+        super().__init__()
+        self.fault, self.at_step = fault, at_step
+        self.begun: float | None = None
+
+    def on_train_batch_begin(self, step, logs=None):
+        if self.begun is None:
+            self.begun = time.monotonic()
+            print("begins", flush=True)
+
+    def on_train_batch_end(self, step, logs=None):
+        count = clients.here().count
+        print(f"step {step + 1} loss {float(logs['loss']):.9g} clients {count}", flush=True)
+        if self.fault and step + 1 == self.at_step:
+            kinds.in_training(self.fault, self.model.get_weights)
+        time.sleep(_FLAGS.step_seconds)
+        if _FLAGS.seconds and not step % _LOOK_EVERY:
+            # By the clock of client 0: all of them end with the same step.
+            trained = tfshard.collectives.broadcast(np.float64(time.monotonic() - self.begun))
+            self.model.stop_training = bool(trained > _FLAGS.seconds)
+
+
+def _kill_in_save(name: str, step: int) -> None:
+    """Has this process killed in the save of a step."""
+    function, after = SAVES[name]
+    whole = getattr(writer.Writing, function)
+
+    def cut_off(self, *args):
+        if self.step != step:
+            return whole(self, *args)
+        if after:
+            whole(self, *args)
+        kinds.kill()
+
+    setattr(writer.Writing, function, cut_off)
+
+
+def train(fault: str, at_step: int) -> None:
+    """Trains as the flags of `client.py` say."""
+    if fault == "kill_starting":
+        startup._start = lambda *args: kinds.kill()
+    started = tfshard.initialize()
+    print(f"port {os.environ['DTENSOR_JOBS'].split(',')[started.client_id].rpartition(':')[2]}", flush=True)
+    if fault in SAVES:
+        _kill_in_save(fault, at_step)
+    keras.utils.set_random_seed(1 if fault == "seed" else 0)
+    axes = {"model": _FLAGS.model_axis, "batch": -1} if _FLAGS.model_axis > 1 else {"batch": -1}
+    if fault == "mesh":
+        axes = {"batch": 1, "model": -1}
+    layout_map = tfshard.LayoutMap()
+    if _FLAGS.model_axis > 1:
+        layout_map.column(".*/up")
+    layout_map.whole(".*", optional=True)
+    progress = Progress(fault, at_step)
+
+    class Up(keras.layers.Dense):
+        """Kills its process when its first step is traced."""
+
+        def call(self, x):
+            if fault == "kill_tracing" and progress.begun is not None:
+                kinds.kill()
+            return super().call(x)
+
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map)
+    model = tfshard.as_distributed(small.build(Up))
+    model.compile(keras.optimizers.Adam(1e-2), "mse", strategy=strategy)
+    callbacks: list[Any] = []
+    if _FLAGS.state:
+        saving = tfshard.CheckpointCallback(_FLAGS.state, _FLAGS.every_steps, async_save=_FLAGS.async_save)
+        callbacks.append(saving)
+        print(f"resumes after step {saving.manager.latest_step()}", flush=True)
+    callbacks.append(progress)
+    data = small.batches(_FLAGS.steps, at_step if fault == "batches" else None)
+    model.fit(data, shuffle=False, verbose=0, callbacks=callbacks)
