@@ -337,6 +337,11 @@ def _signal_launcher(host: int, number: int) -> Callable[[Run], None]:
     return bring_about
 
 
+def _kill_launcher_early(run: Run) -> None:
+    run.wait_for("CLIENT pid")
+    run.launchers[0].kill()
+
+
 def _after_step_5(run: Run) -> None:
     run.wait_for("CLIENT pid")
     run.wait_for(r"\[client +1\] step 5 ")
@@ -521,7 +526,7 @@ def faults(num_processes: int) -> dict[str, Fault]:
         "segfault": Fault(
             flags=("--fault=segfault",),
             bring_about=_after_step_5,
-            cause=r"Client 1 was killed by signal 11 \(SIGSEGV\) after training step 5",
+            cause=r"Client 1 was killed by signal 11 \(SIGSEGV\) (in|after) training step 5",
             code=139,
         ),
         "alone": Fault(
@@ -564,6 +569,10 @@ def faults(num_processes: int) -> dict[str, Fault]:
             code=-9,
         ),
         "kill_launcher": Fault(bring_about=_signal_launcher(0, signal.SIGKILL), cause="", code=-9),
+        # Nothing but the kernel ends a client that has not joined.
+        "kill_launcher_early": Fault(
+            flags=("--fault=never",), bring_about=_kill_launcher_early, cause="", code=-9, servers=False,
+        ),
         "interrupt": Fault(
             bring_about=_signal_launcher(0, signal.SIGTERM), cause="Ended by SIGTERM", code=143,
         ),
