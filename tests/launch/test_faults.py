@@ -33,7 +33,7 @@ def test_every_fault_that_needs_no_tensorflow_ends_everything_in_time_and_is_nam
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         runs = {name: pool.submit(faults.run_fault, name, 2, seed=f"{sweeps.SEED} {name}", bare=True) for name in names}
     wrong = {name: str(error) for name, run in runs.items() if (error := run.exception()) is not None}
-    assert not wrong, "\n\n".join(f"{name} (TFSHARD_SEED={sweeps.SEED}): {text}" for name, text in wrong.items())
+    assert not wrong, "\n\n".join(f"{name} (TFSHARD_SAMPLE_SEED={sweeps.SEED}): {text}" for name, text in wrong.items())
 
 
 @sweeps.table("faults while TensorFlow computes", "name", FAULTS, sample=1)
