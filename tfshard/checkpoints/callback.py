@@ -12,9 +12,10 @@ never "after the last step, before the end".
 
 What shuffles keeps its own state (the seeds and the buffer of `Dataset.shuffle`, the permutation of arrays), and the
 iterator's state holds it. Each iterator draws new seeds from its dataset. So nothing here makes one that an
-uninterrupted run would not make: the callback does not change what is trained. But what has read its input to the end,
-perhaps ahead of the training, has forgotten the seeds. An iterator that is never used knows them, so one is kept (its
-draw is taken back), and its state is saved too.
+uninterrupted run would not make: the callback does not change what is trained. The first one is made when training
+begins, so that data whose position cannot be saved are refused, and the first epoch gets it. But what has read its
+input to the end, perhaps ahead of the training, has forgotten the seeds. An iterator that is never used knows them, so
+one is kept (its draw is taken back), and its state is saved too.
 """
 
 import dataclasses
@@ -259,8 +260,11 @@ class _Run:
                 "option out. Received: options().experimental_symbolic_checkpoint=True"
             )
         else:
-            self._state(self._dataset.current)  # That of the batch from which Keras built the model.
-            self._dataset.note_start = self._make_spare
+            host = iter(self._dataset.host)
+            before = self._state(host)
+            self._spare = iter(self._dataset.host)
+            _private.restore_iterator(host, before)  # Takes back the seeds that the other one drew.
+            self._dataset.continue_with(host)
 
     def start_at(self, checkpoint: Checkpoint) -> _Start:
         """Where this run goes on from a checkpoint.
@@ -282,13 +286,6 @@ class _Run:
                 f"steps_per_execution={self._epochs.steps_per_execution}"
             )
         return _Start(checkpoint=checkpoint, position=position, step=position.step)
-
-    def _make_spare(self, host: Iterator[Any]) -> None:
-        """Makes the iterator that is never used, when `host` is new. The seeds it draws are taken back."""
-        if self._spare is None:
-            before = self._state(host)
-            self._spare = iter(self._dataset.host)
-            _private.restore_iterator(host, before)
 
     def _state(self, iterator: object) -> tf.Tensor:
         # Keras's own permutation of arrays is a random operation; what it drew is part of the state.
@@ -329,6 +326,5 @@ class _Run:
             host, self._spare = iter(self._dataset.host), iter(self._dataset.host)
             # Last the one that is never used: it sets the seeds that the next iterator draws.
             checkpoint.restore_iterators([host, self._spare], self._model)
-            if not position.fresh:
-                self._dataset.continue_with(host)
+            self._dataset.continue_with(None if position.fresh else host)
         self._epochs.start_at(step=start.step, consumed=position.consumed, num_batches=position.num_batches)

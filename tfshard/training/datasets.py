@@ -1,7 +1,7 @@
 """Datasets whose batches are on the mesh; the position in them."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -66,29 +66,23 @@ class ShardedDataset:
     Attributes:
         host: The dataset.
         current: The iterator that was made last, or None.
-        note_start: Called with each new iterator of the dataset, before it is used, if it is set.
     """
 
     def __init__(self, dataset: Iterable[Any], mesh: dtensor.Mesh, already_sharded: bool = False):
         self.host: Any = dataset
         self.current: ShardedIterator | None = None
-        self.note_start: Callable[[Iterator[Any]], None] | None = None
         self._mesh = mesh
         self._already_sharded = already_sharded
         self._next: Iterator[Any] | None = None
 
-    def continue_with(self, host: Iterator[Any]) -> None:
-        """The next iterator of this dataset goes on where `host`, one of its iterators, is."""
+    def continue_with(self, host: Iterator[Any] | None) -> None:
+        """The next iterator of this dataset goes on where `host`, one of its iterators, is; None: it begins anew."""
         self._next = host
 
     def __iter__(self) -> ShardedIterator:
         _check_in_python()
         host, self._next = self._next, None
-        if host is None:
-            host = iter(self.host)
-            if self.note_start is not None:
-                self.note_start(host)
-        self.current = ShardedIterator(host, self._mesh, self._already_sharded)
+        self.current = ShardedIterator(iter(self.host) if host is None else host, self._mesh, self._already_sharded)
         return self.current
 
     def __len__(self) -> int:

@@ -104,10 +104,18 @@ class _Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         if inventory.has_no_call(self):
             return  # Its steps call the models inside of it.
         build = super()._maybe_symbolic_build
+        if iterator is None:
+            build(data_batch=data_batch)
+            return
+        spec = _private.EpochIterator(iterator).dataset.element_spec
+        if _is_known(spec):
+            # Not from a batch, as Keras would: training would see the data as after an epoch, shuffled once more.
+            build(data_batch=spec)
+            return
         try:
-            build(iterator=iterator, data_batch=data_batch)
+            build(iterator=iterator)
         except StopIteration:  # No data: what follows says so as Keras does. Metrics are built all the same.
-            build(data_batch=_private.EpochIterator(iterator).dataset.element_spec)
+            build(data_batch=spec)
 
     @functools.wraps(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
@@ -173,6 +181,11 @@ class _Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         # What is unpickled is a plain model, as what is loaded from a file.
         reduced: Any = super().__reduce__()
         return _private.unpickle_model, reduced[1]
+
+
+def _is_known(spec: Any) -> bool:
+    """Whether the specs of a dataset's elements say enough to build a model: dense tensors, each of a known rank."""
+    return all(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank is not None for leaf in tf.nest.flatten(spec))
 
 
 def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
