@@ -128,7 +128,7 @@ MUTATIONS = [
         old="elements * itemsize >= ALIGNMENT_BYTES",
         new="elements * itemsize > ALIGNMENT_BYTES",
         what="a member of 64 bytes is not aligned",
-        killed_by="tests/layouts/test_analyzer.py::test_groups_and_the_places_in_them_are_those_worked_out_by_hand",
+        killed_by="tests/layouts/test_analyzer.py::test_members_of_64_bytes_and_more_begin_at_a_multiple_of_64",
     ),
     Mutation(
         area="layouts",

@@ -234,6 +234,15 @@ def test_the_maximum_counts_every_model_shard():
     assert grouped[0].flat.buffer_shape == (3, 2, 32)
 
 
+def test_members_of_64_bytes_and_more_begin_at_a_multiple_of_64():
+    sizes = {"float32": (1, 15, 16, 1, 40), "bfloat16": (1, 31, 32, 1, 40)}
+    offsets = {"float32": [0, 1, 16, 32, 48], "bfloat16": [0, 1, 32, 64, 96]}
+    for dtype, elements in sizes.items():
+        specs = [VariableSpec(path=f"v{i}", shape=(n,), dtype=dtype) for i, n in enumerate(elements)]
+        (form,) = {layout.flat for layout in group(specs)}
+        assert [place.offset for place in form.members] == offsets[dtype]
+
+
 def test_groups_are_numbered_by_their_first_member():
     dtypes = ["float16", "float32", "float16", "float32"]
     specs = [VariableSpec(path=f"v{i}", shape=(5,), dtype=dtype) for i, dtype in enumerate(dtypes)]
