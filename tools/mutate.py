@@ -17,7 +17,9 @@ from absl import app, flags
 
 from tools.mutations import MUTATIONS, Mutation
 
-_ONLY = flags.DEFINE_string("only", "", "Only mutations that have this text in their area or their file.")
+_ONLY = flags.DEFINE_string(
+    "only", "", "Only mutations that have this text in their area, their file or what is broken."
+)
 _WRITE = flags.DEFINE_bool("write", False, "Write the table of docs/testing.md, if every mutation was killed.")
 _TIMEOUT = flags.DEFINE_integer("timeout", 600, "Seconds for one run of pytest.", 1)
 
@@ -79,7 +81,7 @@ def table(mutations: list[Mutation]) -> str:
 
 def main(argv: list[str]) -> None:
     del argv
-    chosen = [m for m in MUTATIONS if _ONLY.value in m.area or _ONLY.value in m.file]
+    chosen = [mutation for mutation in MUTATIONS if _ONLY.value in mutation.title]
     survivors = []
     with tempfile.TemporaryDirectory() as directory:
         tree = pathlib.Path(directory) / "tfshard"

@@ -3,7 +3,7 @@
 # Arguments go to tools/mutate.py:
 #
 #   tools/mutate.sh                   # all of tools/mutations.py
-#   tools/mutate.sh --only=layouts    # those whose area or file has this in it
+#   tools/mutate.sh --only=layouts    # those whose area, file or fault has this in it
 #   tools/mutate.sh --write           # and write the table of docs/testing.md
 set -euo pipefail
 trap 'echo "Elapsed: $((SECONDS / 60)) min $((SECONDS % 60)) s"' EXIT

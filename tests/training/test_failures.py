@@ -223,19 +223,18 @@ def test_an_eager_step_that_fails_raises_and_leaves_the_model():
     assert np.isfinite(model.train_on_batch(X, Y))
 
 
-def test_the_first_step_of_a_process_may_fail():
+def test_the_first_steps_of_a_process_may_fail():
     """TensorFlow forms the groups of its collectives at the first one: cancelled then, they would stay so."""
     code = (
         "import tfshard; tfshard.initialize(4, 'CPU')\nimport numpy as np, tensorflow as tf, test_failures as t\n"
         "m = t.compiled(t.checked_first, 0)\n"
-        "for _ in range(3):\n"
-        "    try: m.train_on_batch(t.NAN, t.Y); print('silent')\n"
+        "for x in [t.NAN, t.NAN, t.X] * 2:\n"
+        "    try: print('trained', np.isfinite(m.train_on_batch(x, t.Y)))\n"
         "    except tf.errors.InvalidArgumentError as e: print('raised')\n"
-        "    print('trained', np.isfinite(m.train_on_batch(t.X, t.Y)))\n"
     )
     here = pathlib.Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(here), str(here.parent)]}\n{code}"],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert done.stdout.split("\n")[:-1] == ["raised", "trained True"] * 3, done.stdout + done.stderr
+    assert done.stdout.split("\n")[:-1] == ["raised", "raised", "trained True"] * 2, done.stdout + done.stderr
