@@ -20,7 +20,9 @@ from tools.mutations import MUTATIONS, Mutation
 _ONLY = flags.DEFINE_string(
     "only", "", "Only mutations that have this text in their area, their file or what is broken."
 )
-_WRITE = flags.DEFINE_bool("write", False, "Write the table of docs/testing.md, if every mutation was killed.")
+_WRITE = flags.DEFINE_bool(
+    "write", False, "Write the table of docs/testing.md, if every mutation was killed; without --only."
+)
 _TIMEOUT = flags.DEFINE_integer("timeout", 600, "Seconds for one run of pytest.", 1)
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -100,7 +102,7 @@ def main(argv: list[str]) -> None:
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutations were killed.")
     if survivors:
         sys.exit(1)
-    if _WRITE.value:
+    if _WRITE.value and not _ONLY.value:
         DOCS.write_text(DOCS.read_text().partition(MARK)[0] + MARK + "\n" + table(list(MUTATIONS)))
 
 
