@@ -45,6 +45,11 @@ def layout(axes: Axes, mesh: dtensor.Mesh) -> dtensor.Layout:
     return dtensor.Layout([dtensor.UNSHARDED if axis is None else axis for axis in axes], mesh)
 
 
+def axes_of(layout: dtensor.Layout) -> Axes:
+    """The mesh axis, or None, of each dim of a DTensor layout: what `layout` was given."""
+    return tuple(None if axis == dtensor.UNSHARDED else axis for axis in layout.sharding_specs)
+
+
 def relayout(tensor: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     """Brings a DTensor to the layout `axes`, with the communication that it takes."""
     return dtensor.relayout(tensor, layout(axes, mesh))
@@ -153,7 +158,7 @@ def mesh_to_host(tensor: tf.Tensor) -> np.ndarray:
     local = [np.asarray(piece) for piece in dtensor.unpack(tensor)]
     if found.is_fully_replicated():
         return local[0]
-    specs = tuple(None if axis == dtensor.UNSHARDED else axis for axis in found.sharding_specs)
+    specs = axes_of(found)
     used = tuple(axis for axis in mesh.dim_names if axis in specs)
     pieces = {}
     for piece, location in zip(local, mesh.local_device_locations(), strict=True):

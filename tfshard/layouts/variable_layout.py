@@ -213,8 +213,7 @@ class VariableLayout:
 
         That of a variable which rests or is updated in a flat form is reduced whole, and cut when it is packed.
         """
-        scattered = self.reduce_scatter and self.flat is None and self.sharded is not None
-        return self.sharded if scattered and self.sharded is not None else self.compute
+        return self.sharded if self.reduce_scatter and self.sharded is not None else self.compute
 
     @property
     def gathered(self) -> Axes:

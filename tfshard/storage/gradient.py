@@ -76,7 +76,7 @@ def layout_of(tensor: tf.Tensor | tf.IndexedSlices) -> Axes | None:
     if not isinstance(tensor, tf.Tensor):
         return None
     if _private.is_eager():
-        return _axes(dtensor.fetch_layout(tensor)) if transfer.is_dtensor(tensor) else None
+        return transfer.axes_of(dtensor.fetch_layout(tensor)) if transfer.is_dtensor(tensor) else None
     merged: list[str | None] = [None] * tensor.shape.rank
     waiting, seen, pinned = [tensor], {tensor.ref()}, False
     while waiting:
@@ -101,9 +101,5 @@ def _pinned_axes(tensor: tf.Tensor) -> Axes | None:
     """The layout that a tensor of a graph is pinned to, if it is."""
     if tensor.op.type != "Relayout":
         return None
-    axes = _axes(dtensor.Layout.from_string(tensor.op.get_attr("layout").decode()))
+    axes = transfer.axes_of(dtensor.Layout.from_string(tensor.op.get_attr("layout").decode()))
     return None if dtensor.MATCH in axes else axes
-
-
-def _axes(layout: dtensor.Layout) -> Axes:
-    return tuple(None if axis == dtensor.UNSHARDED else axis for axis in layout.sharding_specs)

@@ -167,8 +167,7 @@ def _replaced(owner: keras.Layer, name: str, value: tf.Variable) -> Iterator[Non
 
 def axes_of(tensor: tf.Tensor) -> Axes:
     """The mesh axis, or None, of each dim of an eager DTensor."""
-    specs = dtensor.fetch_layout(tensor).sharding_specs
-    return tuple(None if axis == dtensor.UNSHARDED else axis for axis in specs)
+    return transfer.axes_of(dtensor.fetch_layout(tensor))
 
 
 def differing_copies(pieces: Iterable[tf.Tensor], axes: Axes, mesh: dtensor.Mesh) -> str | None:
