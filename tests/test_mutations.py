@@ -4,8 +4,7 @@ import pathlib
 
 import pytest
 
-from tools import mutate
-from tools.mutations import MUTATIONS
+from tools.mutations import DOCS, MARK, MUTATIONS, table
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -21,5 +20,5 @@ def test_a_mutation_breaks_one_place_and_names_a_test(mutation):
 
 def test_the_docs_list_them():
     assert len(MUTATIONS) >= 20
-    found = mutate.DOCS.read_text().partition(mutate.MARK)[2].strip()
-    assert found == mutate.table(MUTATIONS).strip(), "Write the table again: tools/mutate.sh --write"
+    found = DOCS.read_text().partition(MARK)[2].strip()
+    assert found == table(MUTATIONS).strip(), "Write the table again: tools/mutate.sh --write"

@@ -15,7 +15,7 @@ import time
 
 from absl import app, flags
 
-from tools.mutations import MUTATIONS, Mutation
+from tools.mutations import DOCS, MARK, MUTATIONS, Mutation, table
 
 _ONLY = flags.DEFINE_string(
     "only", "", "Only mutations that have this text in their area, their file or what is broken."
@@ -26,8 +26,6 @@ _WRITE = flags.DEFINE_bool(
 _TIMEOUT = flags.DEFINE_integer("timeout", 600, "Seconds for one run of pytest.", 1)
 
 ROOT = pathlib.Path(__file__).parents[1]
-DOCS = ROOT / "docs" / "testing.md"
-MARK = "<!-- The table below is written by tools/mutate.sh --write -->\n"
 
 
 def copy_tree(to: pathlib.Path) -> None:
@@ -72,15 +70,6 @@ def is_killed(mutation: Mutation, tree: pathlib.Path) -> bool:
     return False
 
 
-def table(mutations: list[Mutation]) -> str:
-    """The table of docs/testing.md."""
-    lines = ["| Area | File | What is broken | Fails |", "|---|---|---|---|"]
-    for mutation in mutations:
-        test = mutation.killed_by.replace("|", "\\|")
-        lines.append(f"| {mutation.area} | {mutation.file} | {mutation.what} | `{test}` |")
-    return "\n".join(lines) + "\n"
-
-
 def main(argv: list[str]) -> None:
     del argv
     chosen = [mutation for mutation in MUTATIONS if _ONLY.value in mutation.title]
@@ -103,7 +92,7 @@ def main(argv: list[str]) -> None:
     if survivors:
         sys.exit(1)
     if _WRITE.value and not _ONLY.value:
-        DOCS.write_text(DOCS.read_text().partition(MARK)[0] + MARK + "\n" + table(list(MUTATIONS)))
+        DOCS.write_text(DOCS.read_text().partition(MARK)[0] + MARK + "\n" + table(MUTATIONS))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 """What tools/mutate.sh breaks, a line at a time, and the test of the ordinary run that fails for it."""
 
 import dataclasses
+import pathlib
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs" / "testing.md"
+MARK = "<!-- The table below is written by tools/mutate.sh --write -->\n"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,15 @@ class Mutation:
         """The file's text with the broken line."""
         assert text.count(self.old) == 1, f"'{self.old}' is not once in {self.file}."
         return text.replace(self.old, self.new)
+
+
+def table(mutations: list[Mutation]) -> str:
+    """The table of docs/testing.md."""
+    lines = ["| Area | File | What is broken | Fails |", "|---|---|---|---|"]
+    for mutation in mutations:
+        test = mutation.killed_by.replace("|", "\\|")
+        lines.append(f"| {mutation.area} | {mutation.file} | {mutation.what} | `{test}` |")
+    return "\n".join(lines) + "\n"
 
 
 MUTATIONS = [
