@@ -6,6 +6,7 @@ import importlib.util
 import pathlib
 import sys
 
+import keras
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -40,6 +41,14 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """What was imported stays: garbage is no longer looked for among half a million of its objects."""
     gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heap():
+    """What a file of tests leaves behind, the models that it caches above all, is not looked through in later ones."""
+    yield
+    keras.backend.clear_session()
     gc.freeze()
 
 

@@ -6,7 +6,7 @@ import pathlib
 import subprocess
 import sys
 
-from tools import faults
+from tools.fault_runs import watched
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent
@@ -28,7 +28,7 @@ def launch(*arguments: str, bare: bool = True) -> subprocess.CompletedProcess:
         bare: By the same launcher in a process that does not import TensorFlow, which it does not need; else by the
             command line, which takes more flags.
     """
-    command = faults.BARE_LAUNCH if bare else faults.LAUNCH
+    command = watched.BARE_LAUNCH if bare else watched.LAUNCH
     return run(*command[1:], *arguments)
 
 

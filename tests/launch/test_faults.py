@@ -12,7 +12,7 @@ import launched
 import sweeps
 import tfshard
 from tools import faults
-from tools.fault_runs import model
+from tools.fault_runs import model, watched
 
 FAULTS = faults.faults(2)
 # Each waits most of its time.
@@ -44,8 +44,8 @@ def test_a_fault_ends_everything_in_time_and_is_named(name):
 def test_a_run_is_restarted_and_a_client_that_does_not_come_back_is_left_out():
     """Client 1 is killed in two starts, and does not come to the third."""
     flags = ["--num_processes=2", "--max_restarts=3", "--elastic_min=1"]
-    program = [faults.BARE_CLIENT, "--fault=kill,kill,gone", "--at_step=3,2", "--steps=4"]
-    with faults.running(*flags, *program, launch=faults.BARE_LAUNCH, num_clients=2) as run:
+    program = [watched.BARE_CLIENT, "--fault=kill,kill,gone", "--at_step=3,2", "--steps=4"]
+    with watched.running(*flags, *program, launch=watched.BARE_LAUNCH, num_clients=2) as run:
         run.wait(60)
         run.check_nothing_is_left(1)
     assert run.launchers[0].returncode == 0, run.text
@@ -65,8 +65,8 @@ def test_a_run_is_restarted_and_a_client_that_does_not_come_back_is_left_out():
 def test_a_run_ends_with_the_code_of_the_failure_that_it_cannot_go_on_from(restarts, elastic):
     """Without a restart left; with fewer clients left than asked for."""
     flags = ["--num_processes=2", f"--max_restarts={restarts}", f"--elastic_min={elastic}"]
-    program = [faults.BARE_CLIENT, "--fault=gone,gone,gone,gone", "--steps=4"]
-    with faults.running(*flags, *program, launch=faults.BARE_LAUNCH, num_clients=2) as run:
+    program = [watched.BARE_CLIENT, "--fault=gone,gone,gone,gone", "--steps=4"]
+    with watched.running(*flags, *program, launch=watched.BARE_LAUNCH, num_clients=2) as run:
         run.wait(60)
     assert run.launchers[0].returncode == 7, run.text
     assert [int(number) for number in re.findall(r"restart (\d) of", run.said)] == list(range(1, restarts + 1))
@@ -75,13 +75,13 @@ def test_a_run_ends_with_the_code_of_the_failure_that_it_cannot_go_on_from(resta
 def test_a_host_that_is_lost_is_left_out():
     """Two launchers on two addresses of this machine; the one that does not lead is killed."""
     flags = [
-        "--hosts=127.0.0.1,127.0.0.2", f"--port={faults.free_port()}", "--num_processes=1", "--max_restarts=1",
+        "--hosts=127.0.0.1,127.0.0.2", f"--port={watched.free_port()}", "--num_processes=1", "--max_restarts=1",
         "--elastic_min=1", "--registration_timeout=2", "--step_timeout=20",
     ]  # fmt: skip
     environment = {"TFSHARD_SECRET": os.urandom(32).hex()}
-    first = [*flags, "--host_index=0", faults.BARE_CLIENT]
-    with faults.running(*first, launch=faults.BARE_LAUNCH, environment=environment, num_clients=2) as run:
-        run.launch(*flags, "--host_index=1", faults.BARE_CLIENT, environment=environment)
+    first = [*flags, "--host_index=0", watched.BARE_CLIENT]
+    with watched.running(*first, launch=watched.BARE_LAUNCH, environment=environment, num_clients=2) as run:
+        run.launch(*flags, "--host_index=1", watched.BARE_CLIENT, environment=environment)
         run.wait_for("CLIENT step 5 ")
         run.launchers[1].kill()
         run.wait_for(r"restart 1 of 1, with 1 clients", 60)
@@ -95,15 +95,15 @@ def test_a_host_that_is_lost_is_left_out():
 @pytest.mark.parametrize("system", ["SLURM", "Kubernetes"])
 def test_launchers_find_each_other_by_the_variables_of_a_cluster(system):
     """Two addresses of this machine are the two hosts."""
-    flags, variables, index = [f"--port={faults.free_port()}", "--num_processes=1"], {}, "JOB_COMPLETION_INDEX"
+    flags, variables, index = [f"--port={watched.free_port()}", "--num_processes=1"], {}, "JOB_COMPLETION_INDEX"
     if system == "SLURM":
         variables, index = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.[1-2]"}, "SLURM_PROCID"
     else:
         flags.append("--hosts=127.0.0.1,127.0.0.2")
     environment = {"TFSHARD_SECRET": os.urandom(32).hex(), **variables}
-    command = [*flags, faults.BARE_CLIENT, "--steps=3"]
+    command = [*flags, watched.BARE_CLIENT, "--steps=3"]
     first = {**environment, index: "0"}
-    with faults.running(*command, launch=faults.BARE_LAUNCH, environment=first, num_clients=2) as run:
+    with watched.running(*command, launch=watched.BARE_LAUNCH, environment=first, num_clients=2) as run:
         run.launch(*command, environment={**environment, index: "1"})
         run.wait(60)
         run.check_nothing_is_left(1)
@@ -128,10 +128,10 @@ def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_commit_with_the_n
     """Client 1 is killed when it has written its pieces, and does not come back."""
     flags = ["--num_processes=2", "--devices_per_process=2", "--max_restarts=2", "--elastic_min=1"]
     program = [
-        faults.CLIENT, "--fault=save_written,gone", "--at_step=4", "--steps=6", f"--state={tmp_path}",
+        watched.CLIENT, "--fault=save_written,gone", "--at_step=4", "--steps=6", f"--state={tmp_path}",
         "--every_steps=2", f"--{how}async_save",
     ]  # fmt: skip
-    with faults.running(*flags, *program, launch=faults.BARE_LAUNCH, num_clients=2) as run:
+    with watched.running(*flags, *program, launch=watched.BARE_LAUNCH, num_clients=2) as run:
         run.wait(300)
         run.check_nothing_is_left(3)
     assert run.launchers[0].returncode == 0, run.text
@@ -157,7 +157,7 @@ def test_a_process_that_was_not_launched_opens_no_port():
     trained = tfshard.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     trained.compile("sgd", "mse", strategy=tfshard.ShardedStrategy())
     trained.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
-    assert faults.listening_ports(os.getpid()) == set()
+    assert watched.listening_ports(os.getpid()) == set()
 
 
 def test_a_script_that_never_joins_is_an_error(tmp_path):

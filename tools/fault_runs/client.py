@@ -1,4 +1,4 @@
-"""Trains a small model in a launched run, with a fault where `tools/faults.py` asks for one.
+"""Trains a small model in a launched run, with a fault where `python -m tools.faults` asks for one.
 
     tfshard launch --num_processes=2 tools/fault_runs/client.py --steps=20
     tfshard launch --num_processes=2 tools/fault_runs/client.py --fault=raise --client=1 --at_step=5

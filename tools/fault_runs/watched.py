@@ -1,0 +1,253 @@
+"""A launched run that is watched from outside: what it says, its processes, and the ports on which these listen."""
+
+import contextlib
+import os
+import pathlib
+import queue
+import random
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+_HERE = pathlib.Path(__file__).parent
+LAUNCH = (sys.executable, "-m", "tfshard", "launch")
+CLIENT = str(_HERE / "client.py")
+# The same launchers, and clients that tell them the same, without TensorFlow.
+BARE_LAUNCH = (sys.executable, str(_HERE / "bare_launch.py"))
+BARE_CLIENT = str(_HERE / "bare_client.py")
+# In the environment of every process of a run.
+_MARK = "FAULTS_RUN"
+# How often the processes of a run are looked at.
+_LOOK_SECONDS = 0.1
+# A new process has the environment of its parent for no longer.
+_EXEC_SECONDS = 1.0
+
+
+class Run:
+    """A launched run that is being watched.
+
+    Attributes:
+        lines: What its launchers have written so far.
+        times: When each of them came.
+        launchers: The processes of its launchers, the leader first.
+        pids: The process ids of its clients, by client, of the last start.
+        ports: On which its launchers and clients said that they listen, or were seen to.
+        random: What its random moments are drawn from.
+    """
+
+    def __init__(
+        self,
+        *command: str,
+        num_clients: int,
+        launch: tuple[str, ...] = LAUNCH,
+        environment: dict[str, str] | None = None,
+        seed: str = "",
+    ):
+        self.lines: list[str] = []
+        self.times: list[float] = []
+        self.launchers: list[subprocess.Popen] = []
+        self.pids: dict[int, int] = {}
+        self.ports: set[int] = set()
+        self.random = random.Random(seed)
+        self._num_clients = num_clients
+        self._command = launch
+        self._mark = secrets.token_hex(8)
+        self._new: queue.Queue[tuple[float, str]] = queue.Queue()
+        self._readers: list[threading.Thread] = []
+        # Processes of the run by their time of start, and those that are none of it by when they were first seen.
+        self._known: dict[int, int] = {}
+        self._others: dict[int, float] = {}
+        self._looking = threading.Lock()
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+        self.launch(*command, environment=environment)
+
+    def launch(self, *command: str, environment: dict[str, str] | None = None) -> None:
+        """Starts a launcher."""
+        launcher = subprocess.Popen(
+            [*self._command, *command],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            env={"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, **(environment or {}), _MARK: self._mark},
+        )  # fmt: skip
+        self.launchers.append(launcher)
+        reader = threading.Thread(target=self._read, args=(launcher,), daemon=True)
+        reader.start()
+        self._readers.append(reader)
+
+    def _read(self, launcher: subprocess.Popen) -> None:
+        assert launcher.stdout is not None
+        with launcher.stdout:
+            for line in launcher.stdout:
+                self._new.put((time.monotonic(), line.rstrip("\n")))
+
+    def _watch(self) -> None:
+        """Notes ports from the moment when a process is there, also those of which it says nothing."""
+        while not self._closed.wait(_LOOK_SECONDS):
+            for pid in self.living():
+                self.ports |= listening_ports(pid)
+
+    def take(self, timeout: float) -> str | None:
+        """The next line, None when there is none for so many seconds."""
+        try:
+            came, line = self._new.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        self.lines.append(line)
+        self.times.append(came)
+        if match := re.match(r"\[client +(\d+)\] pid (\d+), control port (\d+)", line):
+            self.pids[int(match[1])] = int(match[2])
+            self.ports.add(int(match[3]))
+        if match := re.match(r"\[client +\d+\] port (\d+)", line):
+            self.ports.add(int(match[1]))
+        return line
+
+    def wait_for(self, text: str, timeout: float = 240.0) -> None:
+        """Until a line matches, on all clients if it says so with `CLIENT`."""
+        clients = range(self._num_clients) if "CLIENT" in text else [0]
+        needed = {text.replace("CLIENT", rf"\[client +{client}\]") for client in clients}
+        deadline = time.monotonic() + timeout
+        while needed:
+            line = self.take(max(0.0, deadline - time.monotonic()))
+            if line is None:
+                raise AssertionError(f"There was no '{text}' within {timeout} s:\n{self.text}")
+            needed = {pattern for pattern in needed if not re.search(pattern, line)}
+
+    def living(self) -> set[int]:
+        """The processes of the run that have not ended: launchers, clients, and what these have started."""
+        now, listed = time.monotonic(), {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        with self._looking:
+            self._others = {pid: since for pid, since in self._others.items() if pid in listed}
+            for pid in listed - self._known.keys():
+                if now - self._others.get(pid, now) > _EXEC_SECONDS:
+                    continue
+                with contextlib.suppress(OSError):
+                    if self._is_marked(pid):
+                        self._known[pid] = process_state(pid)[1]
+                    else:
+                        self._others.setdefault(pid, now)
+            # One that is ending has no environment any more, and still has its ports.
+            states = {pid: process_state(pid) for pid in self._known.keys() & listed}
+        return {pid for pid, (state, start) in states.items() if state not in "ZX" and start == self._known[pid]}
+
+    def _is_marked(self, pid: int) -> bool:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return f"{_MARK}={self._mark}".encode() in file.read().split(b"\0")
+
+    def wait(self, timeout: float) -> float:
+        """Until all of its processes have ended, but launchers that are stopped; returns the seconds it took."""
+        begin = time.monotonic()
+        while left := self._left():
+            if time.monotonic() - begin > timeout:
+                self.drain()
+                raise AssertionError(f"Processes {left} had not ended after {timeout} s:\n{self.text}")
+            time.sleep(_LOOK_SECONDS / 2)
+        took = time.monotonic() - begin
+        for launcher in self.launchers:
+            if not is_stopped(launcher.pid):
+                launcher.wait(timeout)
+        self.drain()
+        return took
+
+    def _left(self) -> set[int]:
+        return self.living() - {launcher.pid for launcher in self.launchers if is_stopped(launcher.pid)}
+
+    def drain(self) -> None:
+        """Takes the lines that are still on their way."""
+        for reader in self._readers:
+            reader.join(0.5)
+        while self.take(0.0) is not None:
+            pass
+
+    def close(self) -> None:
+        """Ends whatever is left."""
+        for pid in self.living():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for launcher in self.launchers:
+            launcher.wait()
+        self._closed.set()
+        for thread in (*self._readers, self._watcher):
+            thread.join(5.0)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines[-60:])
+
+    @property
+    def said(self) -> str:
+        """What the launchers themselves said."""
+        return " ".join(line for line in self.lines if not line.startswith("[client"))
+
+    def steps(self, client: int) -> list[tuple[int, str, int]]:
+        """The steps of a client: number, loss, and how many clients there were."""
+        pattern = rf"\[client +{client}\] step (\d+) loss (\S+) clients (\d+)"
+        found = [re.match(pattern, line) for line in self.lines]
+        return [(int(match[1]), match[2], int(match[3])) for match in found if match]
+
+    def check_nothing_is_left(self, ports: int) -> None:
+        """No process of the run lives, and of its ports, of which so many are known at least, none is held."""
+        left = self._left()
+        assert not left, f"Processes {left} are left:\n{self.text}"
+        assert len(self.ports) >= ports, f"Of {ports} ports only {self.ports} are known:\n{self.text}"
+        for port in self.ports:
+            with socket.socket() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(("", port))
+
+
+def process_state(pid: int) -> tuple[str, int]:
+    """The state of a process, `"X"` when it is gone, and when it was started, in the kernel's ticks."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        # Its main thread may end before the others, which have the files and ports.
+        state = "R" if fields[0] == "Z" and len(os.listdir(f"/proc/{pid}/task")) > 1 else fields[0]
+    except OSError:
+        return "X", 0
+    return state, int(fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal."""
+    return process_state(pid)[0] == "T"
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return sock.getsockname()[1]
+
+
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports on which a process listens."""
+    inodes = set()
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # It was closed meanwhile.
+                link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                if link.startswith("socket:["):
+                    inodes.add(link[8:-1])
+    ports: set[int] = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError), open(table, encoding="ascii") as file:
+            rows = [line.split() for line in file.readlines()[1:]]
+            ports |= {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+    return ports
+
+
+@contextlib.contextmanager
+def running(*command: str, **options) -> Iterator[Run]:
+    """A `Run`, of which nothing is left afterwards."""
+    run = Run(*command, **options)
+    try:
+        yield run
+    finally:
+        run.close()
