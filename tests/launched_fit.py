@@ -209,12 +209,24 @@ def loop(where: Plain) -> dict:
     return {"kernels": kernels(model), "start": start, "losses": losses, "weights": values(model)}
 
 
+def _adam(**options) -> Callable[[], keras.optimizers.Optimizer]:
+    return lambda: keras.optimizers.Adam(1e-2, **options)
+
+
+CLASS_WEIGHT = {0: 1.0, 1: 2.0, 2: 0.5}
+SAMPLE_WEIGHT = np.linspace(0, 1, len(Y))
 WAYS = {
-    "accumulated gradients": _way(optimizer=lambda: keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2)),
-    "averaged weights": _way(optimizer=lambda: keras.optimizers.SGD(0.1, use_ema=True, momentum=0.9)),
-    "class and sample weights": _way(
-        fits=({"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}, {"sample_weight": np.linspace(0, 1, len(Y))})
+    "accumulated and averaged, from a generator and a PyDataset, weighted by class and by sample": _way(
+        optimizer=_adam(gradient_accumulation_steps=2, use_ema=True),
+        fits=(
+            lambda: _only(x=generator(), epochs=1, steps_per_epoch=2),
+            _only(x=Batches(X, Y, 2), class_weight=CLASS_WEIGHT),
+            {"sample_weight": SAMPLE_WEIGHT},
+        ),
     ),
+    "accumulated gradients": _way(optimizer=_adam(gradient_accumulation_steps=2)),
+    "averaged weights": _way(optimizer=lambda: keras.optimizers.SGD(0.1, use_ema=True, momentum=0.9)),
+    "class and sample weights": _way(fits=({"class_weight": CLASS_WEIGHT}, {"sample_weight": SAMPLE_WEIGHT})),
     "generator, PyDataset": _way(
         fits=(lambda: _only(x=generator(), epochs=1, steps_per_epoch=2), _only(x=Batches(X, Y, 2)))
     ),

@@ -18,9 +18,9 @@ from launched_fit import MESHES, WAYS
 
 # Of losses, metrics, weights and predictions.
 TOLERANCE = 2e-5
-MESH_CASES = {"always": ["batch, stage 3", "model across clients, stage 2"], "sample": 1}
-ALWAYS = ["accumulated gradients", "averaged weights", "class and sample weights", "generator, PyDataset"]
-WAY_CASES = {"always": ALWAYS, "sample": 1}
+# Four clients have the mesh of both axes.
+MESH_CASES = {"always": ["batch, stage 3"], "sample": 1}
+WAY_CASES = {"always": [next(iter(WAYS))], "sample": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
