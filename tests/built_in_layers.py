@@ -58,6 +58,10 @@ KINDS = {
 # kind -> calls, with `x` the input (after the stem) and `y` a second one of its shape.
 # The same losses and weights as on one device.
 SAME = {
+    "numbers": [
+        "Discretization(bin_boundaries=[-0.5, 0.0, 0.5])(x)",
+        "Discretization(bin_boundaries=[-0.5, 0.0, 0.5], output_mode='one_hot')(x)",
+    ],
     "features": [
         "Dense(4)(x)",
         "Dense(3, activation='tanh', use_bias=False)(x)",
@@ -151,6 +155,8 @@ SAME = {
         "RNN(StackedRNNCells([LSTMCell(4), GRUCell(4)]), unroll=True)(x)",
         "Bidirectional(LSTM(4, unroll=True))(x)",
         "Bidirectional(LSTM(4, unroll=True), merge_mode='sum')(x)",
+        "Bidirectional(GRU(4, unroll=True, return_sequences=True), merge_mode='sum')(x)",
+        "Bidirectional(SimpleRNN(4, unroll=True, return_sequences=True))(x)",
         "Lambda(lambda t: keras.ops.take(t, [2, 1, 0], axis=1))(SimpleRNN(4, unroll=True, "
         "return_sequences=True, go_backwards=True)(x))",
     ],
@@ -267,6 +273,8 @@ RANDOM = {
         "SpatialDropout3D(0.2)(x)",
     ],
     "pixels": [
+        "RandomFlip()(x)",
+        "RandomFlip('horizontal')(x)",
         "Solarization(threshold_factor=0.5)(x)",
         "RandomBrightness(0.2)(x)",
         "RandomColorDegeneration(0.2)(x)",
@@ -286,10 +294,6 @@ REFUSED = {
     "features": [
         "Normalization(mean=0.5, variance=2.0)(x)",
     ],
-    "numbers": [
-        "Discretization(bin_boundaries=[-0.5, 0.0, 0.5])(x)",
-        "Discretization(bin_boundaries=[-0.5, 0.0, 0.5], output_mode='one_hot')(x)",
-    ],
     "sequence": [
         "Conv1D(4, 3, padding='causal', dilation_rate=2)(x)",
         "DepthwiseConv1D(3)(x)",
@@ -299,8 +303,6 @@ REFUSED = {
         "AveragePooling1D(2)(x)",
         "AveragePooling1D(2, padding='same')(x)",
         "AdaptiveAveragePooling1D(2)(x)",
-        "Bidirectional(GRU(4, unroll=True, return_sequences=True), merge_mode='sum')(x)",
-        "Bidirectional(SimpleRNN(4, unroll=True, return_sequences=True))(x)",
         "LSTM(4)(x)",
         "GRU(4)(x)",
         "SimpleRNN(4)(x)",
@@ -362,8 +364,6 @@ REFUSED = {
         "RandAugment()(x)",
         "RandomColorJitter(brightness_factor=0.2, contrast_factor=0.2, saturation_factor=0.2, hue_factor=0.2)(x)",
         "RandomElasticTransform()(x)",
-        "RandomFlip()(x)",
-        "RandomFlip('horizontal')(x)",
         "RandomHue(0.2)(x)",
         "RandomPerspective()(x)",
         "RandomRotation(0.2)(x)",

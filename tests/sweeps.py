@@ -30,6 +30,12 @@ def taken(name: str, cases: Iterable, *, always: Iterable = (), sample: int = 0)
     return [case for case in cases if case in always or case in drawn]
 
 
+def each_value(*arguments: Iterable) -> list[tuple]:
+    """As few cells of the product of arguments as have each value of each."""
+    values = [list(argument) for argument in arguments]
+    return [tuple(each[i % len(each)] for each in values) for i in range(max(map(len, values)))]
+
+
 def table(
     name: str, arguments: str | tuple[str, ...], cases: Iterable, *, always: Iterable = (), sample: int = 0
 ) -> Callable:

@@ -16,5 +16,5 @@ fi
 ruff check .
 ruff format --check .
 mypy
-# Two processes of four logical devices each; a file's tests go to both.
-pytest --numprocesses=2 "$@"
+# Two processes of four logical devices each; what the tests of a file share is made in one of them.
+pytest --numprocesses=2 --dist=loadfile "$@"

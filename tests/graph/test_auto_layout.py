@@ -1,5 +1,6 @@
 """auto_layout_map: layouts found in what a model computes."""
 
+import itertools
 import re
 
 import keras
@@ -9,6 +10,7 @@ import pytest
 
 import parity
 import tfshard
+from sweeps import each_value, table
 from tfshard.graph import auto_layout, dim_rules, model_graph
 
 MESHES = {"model4": {"model": 4}, "batch2_model2": {"batch": 2, "model": 2}}
@@ -66,8 +68,9 @@ def test_blocks_written_by_hand_are_recognised_by_what_they_compute(kind):
     assert {p: rule for p, rule in found.items() if rule in ("column", "row")} == EXPECTED[kind]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", EXPECTED)
+@table(
+    "blocks written by hand", ("kind", "mesh"), itertools.product(EXPECTED, MESHES), always=each_value(EXPECTED, MESHES)
+)
 def test_blocks_written_by_hand_match_one_device(kind, mesh):
     rs = np.random.RandomState(0)
     batches = [(rs.randn(8, 6, 16).astype("float32"), rs.randn(8, 3).astype("float32"))]
@@ -270,10 +273,11 @@ def batch_of(family: str) -> tuple:
     return inputs, tokens
 
 
-@pytest.mark.parametrize(
-    ("family", "mesh", "stage"),
+@table(
+    "activations by trace", ("family", "mesh", "stage"),
     [("gpt2", "model4", 0), ("gpt2", "batch2_model2", 3), ("llama", "model4", 3), ("bart", "model4", 0)],
-)
+    always=[("gpt2", "batch2_model2", 3), ("llama", "model4", 3)],
+)  # fmt: skip
 def test_a_step_sends_the_activations_that_were_planned(family, mesh, stage):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), "auto", zero_stage=stage)
     model = tfshard.as_distributed(language_model(family))

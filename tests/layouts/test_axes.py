@@ -17,6 +17,7 @@ from tensorflow.experimental import dtensor
 import launched_roles
 import parity
 import tfshard
+from sweeps import table
 from tfshard.layouts.axes import MeshAxes, Role, axis_sizes
 
 ROLES = {"dp": "data", "tp": "tensor"}
@@ -151,7 +152,11 @@ def renamed(axes: tuple) -> tuple:
 OPTIONS = {"layout map": {}, "sequence": {"sequence_parallel": True}, "auto": {"layout_map": "auto"}}
 
 
-@pytest.mark.parametrize(("stage", "option"), [(0, "layout map"), (3, "layout map"), (3, "sequence"), (3, "auto")])
+@table(
+    "axes of other names", ("stage", "option"),
+    [(0, "layout map"), (3, "layout map"), (3, "sequence"), (3, "auto")],
+    always=[(0, "layout map"), (3, "sequence")],
+)  # fmt: skip
 def test_a_model_trains_on_axes_of_other_names_as_on_one_device(stage: int, option: str):
     options = OPTIONS[option]
     reference = parity.train(build, batches(), optimizer=keras.optimizers.Adam, loss=loss(), steps=6)

@@ -1,5 +1,6 @@
 """keras.distribution objects: KerasHub's own layout maps are accepted, and a plan becomes one for Keras on JAX."""
 
+import itertools
 import pickle
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import pytest
 
 import parity
 import tfshard
+from sweeps import each_value, table
 from tfshard import LayoutMap
 
 # KerasHub's maps shard query kernels along the model's width rather than along heads: test_linter.py.
@@ -70,8 +72,11 @@ def own_map(family: str, shape=(2, 2), names=("batch", "model")) -> keras.distri
 # --- Accepted as they are ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@table(
+    "layout maps of backbones", ("family", "stage"),
+    itertools.product(FAMILIES, (0, 3)),
+    always=each_value(FAMILIES, (0, 3)),
+)  # fmt: skip
 def test_a_backbone_trains_under_its_own_layout_map_as_on_one_device(family: str, stage: int):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     build = language_model(FAMILIES[family][0])

@@ -7,6 +7,7 @@ import pytest
 import families
 import parity
 import tfshard
+from sweeps import table
 
 MESHES = {"model4": {"model": 4}, "batch2_model2": {"batch": 2, "model": 2}}
 
@@ -17,8 +18,11 @@ def strategy(mesh: str, stage: int, layout_map="auto") -> tfshard.ShardedStrateg
     )
 
 
-@pytest.mark.parametrize(("mesh", "stage"), [("model4", 0), ("batch2_model2", 3)])
-@pytest.mark.parametrize("family", ["gpt2", "bert", "llama"])
+@table(
+    "sequence parallel families", ("family", "mesh", "stage"),
+    [(family, mesh, 3 if "batch" in mesh else 0) for family in ("gpt2", "bert", "llama") for mesh in MESHES],
+    always=[("gpt2", "model4", 0), ("llama", "batch2_model2", 3)],
+)  # fmt: skip
 def test_families_match_one_device(family, mesh, stage):
     run = families.train(family, strategy(mesh, stage))
     assert parity.sharded_share(run.model, "model") > 0.5

@@ -1,5 +1,6 @@
 """Vocabulary parallelism: tables, logits, losses and metrics stay sharded, and the numbers are those of one device."""
 
+import itertools
 import pathlib
 import tempfile
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 import parity
 import tfshard
+from sweeps import each_value, table
 from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.operations import vocabulary
@@ -54,8 +56,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("case", CASES)
+@table("losses of vocabularies", ("case", "mesh"), itertools.product(CASES, MESHES), always=each_value(CASES, MESHES))
 def test_losses_match_one_device(case, mesh):
     build, loss, labels = CASES[case]
     batches, settings = [(TOKENS, labels)], {"optimizer": adam, "loss": loss, "steps": 4}

@@ -1,5 +1,6 @@
 """Plans: exact for what they count, and made without allocating anything."""
 
+import itertools
 import json
 import pathlib
 import subprocess
@@ -13,6 +14,7 @@ from tensorflow.experimental import dtensor
 
 import parity
 import tfshard
+from sweeps import each_value, table
 from tfshard import _private
 from tfshard.graph import model_specs
 from tfshard.layouts.layout_map import VariableSpec
@@ -383,8 +385,11 @@ def wide() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(3200, name="alone")(x))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("mesh", PLANNED)
+@table(
+    "collectives that were planned", ("mesh", "stage"),
+    itertools.product(PLANNED, (0, 1, 2, 3)),
+    always=each_value(PLANNED, (3, 2, 1, 0)),
+)  # fmt: skip
 def test_a_step_sends_what_was_planned(mesh, stage):
     axes, pair = PLANNED[mesh]
     layout_map = tfshard.LayoutMap()

@@ -55,13 +55,6 @@ _REFUSED = (
         remedy="pass unroll=True (its number of timesteps must be fixed)",
     ),
     _refused(
-        "Bidirectional",
-        when=lambda layer: layer.return_sequences,
-        reason=_cannot("reversal of the backward sequence (ReverseV2)"),
-        remedy="use return_sequences=False, or a second layer with go_backwards=True whose output is reversed with "
-        "keras.ops.take(outputs, range(timesteps)[::-1], axis=1)",
-    ),
-    _refused(
         *("DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv1D", "SeparableConv2D"),
         when=lambda layer: layer.trainable or _is_dilated(layer),
         reason=_cannot("gradient (DepthwiseConv2dNativeBackpropFilter)"),
@@ -118,7 +111,6 @@ _REFUSED = (
         remedy="use keras.ops.max (multi-hot) or keras.ops.sum (count) of keras.ops.one_hot over axis 1, or "
         + _PIPELINE,
     ),
-    _refused("Discretization", reason=_cannot("Bucketize"), remedy=_PIPELINE),
     _refused("Hashing", reason=_cannot("AsString"), remedy=_PIPELINE),
     _refused("HashedCrossing", reason=_cannot("SparseCross"), remedy=_PIPELINE),
     _refused(
@@ -127,7 +119,6 @@ _REFUSED = (
         remedy=_PIPELINE,
     ),
     _refused("MelSpectrogram", reason=_cannot("padding (MirrorPad)"), remedy=_PIPELINE),
-    _refused("RandomFlip", reason=_cannot("ReverseV2"), remedy=_RANDOM_PIPELINE),
     _refused("RandomHue", "RandomSaturation", reason=_cannot("RGBToHSV"), remedy=_RANDOM_PIPELINE),
     _refused("RandomPerspective", reason=_cannot("MatrixSolve"), remedy=_RANDOM_PIPELINE),
     _refused(
