@@ -216,8 +216,8 @@ def _adam(**options) -> Callable[[], keras.optimizers.Optimizer]:
 CLASS_WEIGHT = {0: 1.0, 1: 2.0, 2: 0.5}
 SAMPLE_WEIGHT = np.linspace(0, 1, len(Y))
 WAYS = {
-    "accumulated and averaged, from a generator and a PyDataset, weighted by class and by sample": _way(
-        optimizer=_adam(gradient_accumulation_steps=2, use_ema=True),
+    "accumulated, from a generator and a PyDataset, weighted by class and by sample": _way(
+        optimizer=_adam(gradient_accumulation_steps=2),
         fits=(
             lambda: _only(x=generator(), epochs=1, steps_per_epoch=2),
             _only(x=Batches(X, Y, 2), class_weight=CLASS_WEIGHT),

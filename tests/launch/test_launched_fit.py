@@ -20,7 +20,7 @@ from launched_fit import MESHES, WAYS
 TOLERANCE = 2e-5
 # Four clients have the mesh of both axes.
 MESH_CASES = {"always": ["batch, stage 3"], "sample": 1}
-WAY_CASES = {"always": [next(iter(WAYS))], "sample": 1}
+WAY_CASES = {"always": [next(iter(WAYS)), "averaged weights"], "sample": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
