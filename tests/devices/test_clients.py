@@ -62,7 +62,7 @@ def test_a_process_that_was_not_launched_is_alone_and_agrees_with_everything():
     assert (type(here), here.rank, here.count, here.is_launched) == (clients.Alone, 0, 1, False)
     here.agree("anything", {"a": 1})
     here.barrier(timeout=0.001)
-    with here.purpose("anything"), here.operation("anything"), here.step("step", [], set()):
+    with here.purpose("anything"), here.operation("anything"), here.step("step", [], True):
         pass
     assert here.checksum(np.ones(3)) is None
 
@@ -160,14 +160,13 @@ def launched(monkeypatch):
     return clients.Launched(settings), channel.sent
 
 
-def test_steps_are_numbered_and_new_shapes_may_take_as_long_as_a_first_step(launched):
+def test_steps_are_numbered_and_those_that_are_compiled_may_take_longer(launched):
     client, sent = launched
-    traced: set[str] = set()
-    for rows in (4, 4, 3):
-        with client.step("training step", [np.ones((rows, 2))], traced):
+    for rows, first in ((4, True), (4, False), (3, True)):
+        with client.step("training step", [np.ones((rows, 2))], first):
             pass
     client.continue_steps("training step", 10)
-    with client.step("training step", [np.ones((3, 2))], traced), client.operation("an exchange within"):
+    with client.step("training step", [np.ones((3, 2))], False), client.operation("an exchange within"):
         pass
     begun = [message for message in sent if message["kind"] == "begin"]
     assert [message["label"] for message in begun] == [f"training step {number}" for number in (1, 2, 3, 11)]
@@ -182,7 +181,7 @@ def test_batches_are_compared_by_the_values_that_they_were_made_from(launched):
     for value in (np.ones(3), np.ones(3), np.zeros(3)):
         tensors.append(tf.constant(value))
         client.note_value(tensors[-1], value)
-        with client.step("step", tensors[-1:], set()):
+        with client.step("step", tensors[-1:], True):
             pass
     same, again, other = (message["digest"] for message in sent if message["kind"] == "begin")
     assert same == again != other

@@ -51,6 +51,15 @@ def make_dtensor_synchronous() -> None:
     _dtensor_api.reset_dtensor_device(is_async=False)
 
 
+def gradients_without_optionals() -> contextlib.AbstractContextManager[None]:
+    """A context in which the gradient of a `tf.cond` takes what the branches computed as it is (TensorFlow's `context`
+    module, temporarily_disable_optionals_in_gradients)."""
+    disable: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
+        _context, "temporarily_disable_optionals_in_gradients", contextlib.nullcontext
+    )
+    return disable()
+
+
 @contextlib.contextmanager
 def without_log() -> Iterator[None]:
     """A context in which TensorFlow does not log what it sets up (`absl.logging`, which has no such context)."""

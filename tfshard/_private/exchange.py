@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import re
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from tensorflow.python import pywrap_tfe as _pywrap_tfe
 from tensorflow.python.eager import core as _core
 from tensorflow.python.eager import execute as _execute
 from tensorflow.python.framework import op_callbacks as _op_callbacks
+from tensorflow.python.framework import op_def_registry as _op_def_registry
 
 from tfshard._private.context import is_eager
 from tfshard._private.graphs import stop_recording
@@ -51,6 +53,23 @@ class Call:
     @property
     def is_eager(self) -> bool:
         return self.outputs is None
+
+
+_RENAMED = {("Split", "split_dim"): "axis", ("SplitV", "split_dim"): "axis"}
+
+
+def same_operation(call: Call, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The same operation on other inputs (`tf.raw_ops`)."""
+    function = getattr(tf.raw_ops, call.type)
+    # Python has another name for an argument of two.
+    names = [argument.name for argument in _op_def_registry.get(call.type).input_arg]
+    names = [_RENAMED.get((call.type, name), name) for name in names]
+    attributes = {
+        name: call.get_attr(name) for name in inspect.signature(function).parameters if name not in (*names, "name")
+    }
+    attributes = {name: value.decode() if isinstance(value, bytes) else value for name, value in attributes.items()}
+    results = function(**dict(zip(names, inputs, strict=True)), **attributes)
+    return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
 # By the type of an operation: what gives the tensors that stand for its outputs, or None.

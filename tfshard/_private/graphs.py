@@ -3,13 +3,16 @@
 import contextlib
 import gc
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.dtensor.python import api as _dtensor_api
 from tensorflow.python.eager import record as _record
 from tensorflow.python.eager import tape as _tape
+from tensorflow.python.ops import handle_data_util as _handle_data_util
 
 # What attributes begin with in which TensorFlow keeps what it tracks of an object (`AutoTrackable`).
 TRACKING_ATTRIBUTE = "_self_"
@@ -40,6 +43,92 @@ def captured(placeholder: tf.Tensor) -> tf.Tensor | None:
     """What a placeholder of a `FuncGraph` stands for in the graph around it; None for an argument (`captures`)."""
     pairs = getattr(placeholder.graph, "captures", ())
     return next((outer for outer, inner in pairs if inner is placeholder), None)
+
+
+def set_captures(function: tf.types.experimental.ConcreteFunction, captures: list[tf.Tensor]) -> None:
+    """Gives a traced function other tensors for those that it takes from outside, in the order of its
+    `captured_inputs` (`ConcreteFunction.set_external_captures`)."""
+    function.set_external_captures(captures)
+
+
+def element_shape(tensor_list: tf.Tensor) -> list[int] | None:
+    """The shape of the elements of a list of tensors, -1 for an unknown size, None for an unknown rank
+    (`handle_data_util`)."""
+    data = _handle_data_util.get_resource_handle_data(tensor_list)
+    if not data.is_set or len(data.shape_and_type) != 1 or data.shape_and_type[0].shape.unknown_rank:
+        return None
+    return [dim.size for dim in data.shape_and_type[0].shape.dim]
+
+
+def know_element_shapes(loop: tf.Operation) -> None:
+    """Gives a loop that fills lists of tensors (`TensorListReserve` before it, `TensorListSetItem` in its body) others,
+    which know of which shape their elements are, where only the body tells (Operation._update_input)."""
+    body = loop.graph._get_function(loop.get_attr("body").name).graph
+    for number, (tensor, result) in enumerate(zip(loop.inputs, body.outputs, strict=True)):
+        while result.op.type == "Identity":
+            result = result.op.inputs[0]
+        if tensor.op.type != "TensorListReserve" or result.op.type != "TensorListSetItem":
+            continue
+        given, count = tensor.op.inputs
+        shape, dtype = result.op.inputs[2].shape, result.op.inputs[2].dtype
+        if given.shape.rank == 0 and shape.is_fully_defined():
+            made = tf.raw_ops.TensorListReserve(element_shape=shape.as_list(), num_elements=count, element_dtype=dtype)
+            loop._update_input(number, made)
+
+
+@contextlib.contextmanager
+def constants_brought(bring: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
+    """A context in which the `FuncGraph` that is being built takes `bring(tensor)` for an eager tensor from outside
+    (`FuncGraph.capture`), once for each. Variables' handles are left, and so are DTensors."""
+    graph = tf.compat.v1.get_default_graph()
+    capture = graph.capture
+    # With the tensors, so that their ids stay their own.
+    brought: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    def bringing(tensor: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
+        is_constant = isinstance(tensor, tf.__internal__.EagerTensor) and tensor.dtype not in (tf.resource, tf.variant)
+        if is_constant:
+            if id(tensor) not in brought:
+                with tf.init_scope():
+                    brought[id(tensor)] = tensor, tensor if _dtensor_api.is_dtensor(tensor) else bring(tensor)
+            tensor = brought[id(tensor)][1]
+        return capture(tensor, *args, **kwargs)
+
+    graph.capture = bringing
+    try:
+        yield
+    finally:
+        del graph.capture
+
+
+@contextlib.contextmanager
+def captures_brought(outer: tf.Graph, bring: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
+    """A context in which functions that are traced, and their loops and branches, take `bring(tensor)` for a tensor of
+    the graph `outer` (`FuncGraph.capture`), once for each; it is made in that graph."""
+    function_graph = tf.__internal__.FuncGraph
+    capture = function_graph.capture
+    brought: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    def bringing(graph: tf.Graph, tensor: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
+        if graph is not outer and not isinstance(tensor, tf.__internal__.EagerTensor) and tensor.graph is outer:
+            if id(tensor) not in brought:
+                with outer.as_default():
+                    brought[id(tensor)] = tensor, bring(tensor)
+            tensor = brought[id(tensor)][1]
+        return capture(graph, tensor, *args, **kwargs)
+
+    function_graph.capture = bringing
+    try:
+        yield
+    finally:
+        function_graph.capture = capture
+
+
+def operation_types(graph: tf.Graph) -> set[str]:
+    """The types of operations of a graph, and of the functions that it calls."""
+    definition = graph.as_graph_def()
+    types = {node.op for node in definition.node}
+    return types.union(node.op for function in definition.library.function for node in function.node_def)
 
 
 def captured_resources(graph: tf.Graph) -> list[tf.Tensor]:

@@ -1,11 +1,14 @@
 """Keras models, their layers and their metrics: parts, names, strategies and step functions."""
 
+import contextlib
 import gc
 import sys
-from collections.abc import Callable, Hashable
+import types
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, BinaryIO
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.layers.convolutional.base_conv import BaseConv
 from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
@@ -107,6 +110,13 @@ def can_shard_convolution(layer: keras.layers.Layer) -> bool:
     return bool(plain and layer.groups == 1 and layer.data_format == "channels_last")
 
 
+def is_dilated(layer: keras.layers.Layer) -> bool:
+    """Whether a layer convolves places that are apart; those that go the other way, transposed, do so by themselves."""
+    if not isinstance(layer, (BaseConv, BaseDepthwiseConv, BaseSeparableConv)):
+        return False
+    return any(rate > 1 for rate in keras.tree.flatten(layer.dilation_rate))
+
+
 def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
     """The variables that belong to this layer itself, without those of its sublayers.
 
@@ -179,3 +189,23 @@ def live_models(strategy: tf.distribute.Strategy) -> list[keras.Model]:
         elif isinstance(referrer, dict) and referrer.get("_distribute_strategy") is strategy:
             found += [owner for owner in gc.get_referrers(referrer) if isinstance(owner, keras.Model)]
     return found
+
+
+def lookup_table(layer: keras.layers.IntegerLookup) -> tuple[np.ndarray, np.ndarray, int]:
+    """The keys and the values of a layer's vocabulary, and the value of what is not in it."""
+    keys, values = layer.lookup_table.export()
+    return keys.numpy(), values.numpy(), layer._default_value
+
+
+@contextlib.contextmanager
+def replaced_lookup_table(
+    layer: keras.layers.IntegerLookup, lookup: Callable[[tf.Tensor], tf.Tensor]
+) -> Iterator[None]:
+    """A context in which a layer looks tokens up by a function."""
+    attributes = vars(layer)
+    table = attributes["lookup_table"]
+    attributes["lookup_table"] = types.SimpleNamespace(lookup=lookup)
+    try:
+        yield
+    finally:
+        attributes["lookup_table"] = table

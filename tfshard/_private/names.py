@@ -89,13 +89,28 @@ NAMES = (
         "python.eager.context": "async_wait context Context._initialized Context.ensure_initialized",
         "python.framework.ops": "uid",
     }),
+    Name(
+        "tensorflow.python.eager.context.temporarily_disable_optionals_in_gradients",
+        since="2.21",
+        instead="nothing: DTensor ends the process at the gradient of a tf.cond",
+    ),
+    # functions
+    *_all("tensorflow", "2.19", {
+        "python.eager.context": "Context.add_function_def Context.get_function_def Context.list_function_names "
+        "Context.remove_function context",
+        "python.framework.ops": "uid",
+    }),
     # graphs
     *_all("tensorflow", "2.19", {
+        "dtensor.python.api": "is_dtensor",
+        "python.eager.polymorphic_function.concrete_function": "ConcreteFunction.set_external_captures",
         "python.eager.polymorphic_function.polymorphic_function": "Function.__call__.args Function.__call__.kwds",
         "python.eager.record": "stop_recording",
         "python.eager.tape": "variable_accessed",
-        "python.framework.func_graph": "FuncGraph.captures FuncGraph.outer_graph",
+        "python.framework.func_graph": "FuncGraph.capture FuncGraph.captures FuncGraph.outer_graph",
+        "python.framework.ops": "Graph._get_function Operation._update_input",
         "python.ops.control_flow_v2_func_graphs": "WhileBodyFuncGraph WhileCondFuncGraph",
+        "python.ops.handle_data_util": "get_resource_handle_data",
         "python.ops.resource_variable_ops": "BaseResourceVariable._handle",
     }),
     # exchange
@@ -104,6 +119,7 @@ NAMES = (
         "python.eager.core": "_FallbackException _NotOkStatusException",
         "python.eager.execute": "execute",
         "python.framework.op_callbacks": "add_op_callback remove_op_callback",
+        "python.framework.op_def_registry": "get",
         "python.pywrap_tfe": "TFE_Py_FastPathExecute",
     }),
     # iterators
@@ -140,6 +156,7 @@ NAMES = (
         "src.layers.convolutional.base_separable_conv": "BaseSeparableConv",
         "src.layers.layer": "Layer._layers Layer._metrics Layer._non_trainable_variables Layer._seed_generators "
         "Layer._trainable_variables",
+        "src.layers.preprocessing.index_lookup": "IndexLookup._default_value",
         "src.metrics.reduction_metrics": "MeanMetricWrapper._fn",
         "src.models.cloning": "_clone_functional_model.new_model _clone_sequential_model.cloned_model",
         "src.ops.operation": "Operation._inbound_nodes",

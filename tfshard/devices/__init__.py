@@ -10,6 +10,7 @@ A *client* is one of several processes that train together; a process by itself 
     clients       who else takes part in a run, what is agreed on and done together
     channel       the control channel of a launched run: authenticated messages
     checksums     CRC-32 of what is compared
+    gathers       which collective gathers, on which mesh
     expansions    which operations without an expansion are computed whole on every device
 """
 

@@ -155,14 +155,14 @@ class Clients(abc.ABC):
         """
 
     @abc.abstractmethod
-    def step(self, kind: str, batch: Sequence[object], traced: set[str]) -> contextlib.AbstractContextManager[None]:
+    def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
         """The `operation` of a step. The steps of a kind are numbered.
 
         Args:
             kind: Such as `"training step"`.
             batch: The leaves of what it is run on; those of which `note_value` was told have to hold the same values on
                 all clients.
-            traced: The shapes that the step's function has been run on. Other ones are compiled first, and are added.
+            first: Whether the step's function has not been run on such shapes before, so that it is compiled.
         """
 
     @abc.abstractmethod
@@ -218,7 +218,7 @@ class Alone(Clients):
     ) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def step(self, kind: str, batch: Sequence[object], traced: set[str]) -> contextlib.AbstractContextManager[None]:
+    def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def continue_steps(self, kind: str, done: int) -> None:
@@ -357,10 +357,7 @@ class Launched(Clients):
             # Also after an error, which the script may catch.
             self._send("end", number=number, failed=failed, error=text)
 
-    def step(self, kind: str, batch: Sequence[object], traced: set[str]) -> contextlib.AbstractContextManager[None]:
-        shapes = str([getattr(leaf, "shape", None) for leaf in batch])
-        first = shapes not in traced
-        traced.add(shapes)
+    def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
         number = self._steps[kind] = self._steps.get(kind, 0) + 1
         digest = checksums.of_text(str([self._checksums.get(id(leaf)) for leaf in batch]))
         return self.operation(f"{kind} {number}", first=first, digest=digest)

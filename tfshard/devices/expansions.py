@@ -7,6 +7,10 @@ gather and of work that is not shared out. Only operations whose result follows 
 that draws numbers, or that holds state, would differ from device to device.
 """
 
+import os
+
+import tensorflow as tf
+
 # Each is tried in tests/operations/test_whole.py.
 COMPUTED_WHOLE = (
     # The number of results depends on values. (Unique is among those that DTensor expands; Where: scatters.py.)
@@ -54,6 +58,20 @@ COMPUTED_WHOLE = (
     "Cumprod",
     "CumulativeLogsumexp",
 )
+
+
+def allow(operation: tf.Operation) -> None:
+    """Lets DTensor compute an operation of a step whole on every device, if it has no expansion for it."""
+    if operation.type not in _allowed and not operation.op_def.is_stateful:
+        os.environ[_switch(operation.type)] = "1"
+        _allowed.add(operation.type)
+
+
+_allowed: set[str] = set()
+
+
+def _switch(name: str) -> str:
+    return f"DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF.{name.upper()}"
 
 
 def switches() -> dict[str, str]:

@@ -14,8 +14,6 @@ from tfshard.errors import InitializationError
 
 # Why each switch has its value: docs/design.md, "Switches".
 _SWITCHES = {
-    # An all-gather is one CollectiveGatherV2 rather than a zero-filled buffer and an all-reduce.
-    "LOWER_DTENSOR_GATHER_TO_COLLECTIVE_GATHER_V2": "1",
     # Independent all-reduces are merged into one. Safe because a step is pure: see steps.py.
     "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION": "1",
 }

@@ -14,7 +14,7 @@ import rich.table
 import tensorflow as tf
 
 from tfshard import _private, tables
-from tfshard.devices import transfer
+from tfshard.devices import gathers, transfer
 from tfshard.errors import PlanMismatchError, StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts.axes import MeshAxes, axis_sizes
@@ -37,7 +37,8 @@ class ProfiledCollective:
     """One collective operation of the step.
 
     Attributes:
-        kind: `"all-gather"`, `"all-reduce"`, ...; a reduce-scatter on CPU is an all-reduce and a local slice.
+        kind: `"all-gather"`, `"all-reduce"`, ...; a reduce-scatter on CPU is an all-reduce and a local slice, and an
+            all-gather on a mesh of several axes is an all-reduce of zeros and a piece.
         name: TensorFlow's name of the operation, which tells where in the model it comes from.
         group_size: How many devices take part in each.
         count: How often each device took part.
@@ -276,7 +277,8 @@ def _bytes_of_ring(chunks: list[_private.TraceEvent], events: list[_private.Trac
 def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
     """Checks that a step sent what the plan predicted: collectives of each kind, and their bytes.
 
-    On CPU a reduce-scatter is an all-reduce. Reductions of losses and metrics join those of gradients; their few bytes
+    On CPU a reduce-scatter is an all-reduce, and on meshes of several axes an all-gather is one too. Reductions of
+    losses and metrics join those of gradients; their few bytes
     are not in the plan (`SCALAR_BYTES` of slack). Bytes that the trace does not tell are bounded
     (`StepProfile.untold_bytes`), and those of activations are compared only if the plan was made with `inputs`.
     Where DTensor may merge collectives that do not depend on each other, there may be fewer than planned.
@@ -293,22 +295,28 @@ def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
             f"The profile and the plan are of different meshes. Plan: {plan.mesh}. Received: {profile.mesh}"
         )
     planned: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
-    open_ended, merging = set(), collections.Counter[str]()
+    open_ended, merging, gathered = set(), collections.Counter[str](), collections.Counter[str]()
+    by_reduction = ["reduce-scatter"] if profile.device_type == "CPU" else []
+    if not gathers.are_collectives(plan.mesh):
+        by_reduction.append("all-gather")
     for collective in plan.collectives:
-        on_cpu = profile.device_type == "CPU" and collective.kind == "reduce-scatter"
-        kind = "all-reduce" if on_cpu else collective.kind
+        kind = "all-reduce" if collective.kind in by_reduction else collective.kind
         planned[kind][0] += collective.count
         planned[kind][1] += collective.count * (collective.bytes or 0)
         if collective.bytes is None:
             open_ended.add(kind)
-        if collective.merges:
+        if collective.kind == "all-gather" and kind == "all-reduce":
+            # It merges as all-reduces do; small integers are sent as 64 bits.
+            gathered[kind] += collective.count * (collective.bytes or 0)
+            merging[kind] += collective.count
+        elif collective.merges:
             merging[kind] += collective.count
     lines = []
     for kind in sorted({*planned, *(c.kind for c in profile.collectives)}):
         count, bytes_ = planned[kind]
         sent, sent_bytes = profile.count(kind), profile.bytes(kind)
         fits = bytes_ - profile.untold_bytes(kind) <= sent_bytes
-        fits = fits and (kind in open_ended or sent_bytes <= bytes_ + SCALAR_BYTES)
+        fits = fits and (kind in open_ended or sent_bytes <= bytes_ + gathered[kind] + SCALAR_BYTES)
         counted = count - merging[kind] <= sent <= count
         if not counted or (profile.device_type == "CPU" and not fits):
             lines.append(f"- {kind}: planned {count} of {bytes_:,} bytes. Received: {sent} of {sent_bytes:,} bytes")

@@ -7,6 +7,14 @@ functions get a `LayerPatch`. Read `rewrites` first.
     slices          slices and slice updates as DTensor expands them right
     scatters        scatters, gathers by index tuples and `tf.where`, computed whole on every device
     unsized         tensors whose shape depends on values
+    dims            splits, tiles and paddings of a dim that may be sharded
+    selects         `tf.where` by one number
+    einsums         einsums with an ellipsis, by letters
+    counts          `tf.math.bincount` with a number of bins that is known
+    rows            how each device computes something with its own rows
+    row_operations  the operations that are computed so
+    loops           loops of recurrent layers, and the lists that loops fill
+    lookups         lookups of integers in a vocabulary
     origins         which layer, loss or metric made an operation, and the user's line
     layer_patch     every change to a layer or metric of a user's model, with undo
     vocabulary      lookups and metrics over a sharded vocabulary

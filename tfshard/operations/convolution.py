@@ -14,27 +14,43 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.operations import layer_patch
+from tfshard.operations import layer_patch, rows
 from tfshard.storage import steps
 from tfshard.storage.variables import ShardedVariable
 
 
-def install(model: keras.Model) -> None:
+def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
     """Lets the layers of a model that can convolve with sharded kernels do so."""
     for layer in _private.flatten_layers(model):
         if _private.can_shard_convolution(layer):
             layer_patch.apply(layer_patch.CONVOLUTION, layer, functools.partial(_convolution_op, layer))
+        if _private.is_dilated(layer):
+            layer_patch.apply(layer_patch.DILATION, layer, functools.partial(_by_rows, layer, mesh))
+
+
+def _by_rows(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
+    """A layer's `call`, on the rows of each device inside a compiled step.
+
+    TensorFlow puts a dilated convolution's places into its batch, and takes them back: over the rows of all devices
+    that is an exchange of everything.
+    """
+
+    def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if rows.can_be(inputs, mesh) and not _is_sharded(layer):
+            return rows.apply(lambda inputs: original(inputs, *args, **kwargs), [inputs], mesh)
+        return original(inputs, *args, **kwargs)
+
+    return call
 
 
 def _convolution_op(layer: keras.Layer, original: layer_patch.Method) -> layer_patch.Method:
     """A layer's `convolution_op`, by matrix products inside a step where its kernel is sharded."""
 
     def convolution_op(inputs: Any, kernel: Any) -> tf.Tensor:
-        current = _private.backend_variable(_private.own_variables(layer)[0])
-        sharded = isinstance(current, ShardedVariable) and any(current.layout.compute)
-        if not sharded or steps.current() is None:
+        if steps.current() is None or not _is_sharded(layer):
             return original(inputs, kernel)
         return convolve(
             tf.convert_to_tensor(inputs),
@@ -45,6 +61,12 @@ def _convolution_op(layer: keras.Layer, original: layer_patch.Method) -> layer_p
         )
 
     return convolution_op
+
+
+def _is_sharded(layer: keras.Layer) -> bool:
+    """Whether a model axis shards the kernel of a layer."""
+    current = _private.backend_variable(_private.own_variables(layer)[0])
+    return isinstance(current, ShardedVariable) and any(current.layout.compute)
 
 
 def convolve(

@@ -52,6 +52,24 @@ CONVOLUTION = Change(
     why="sums of matrix products, where DTensor refuses the convolution",
     module="convolution",
 )
+DILATION = Change(
+    of="layers that convolve with dilation",
+    attribute="call",
+    why="each device convolves its own rows",
+    module="convolution",
+)
+RECURRENCE = Change(
+    of="recurrent layers",
+    attribute="inner_loop",
+    why="each device does the loop with its own rows, without a collective",
+    module="loops",
+)
+LOOKUP = Change(
+    of="lookups of integers",
+    attribute="_lookup_dense",
+    why="searches the sorted vocabulary, where a table is a resource of the host",
+    module="lookups",
+)
 SEQUENCE = Change(
     of="layers with kernels, with `sequence_parallel=True`",
     attribute="call",
@@ -76,7 +94,10 @@ RECORDED_GRADIENTS = Change(
     why="notes the gradients, and gives the optimizer on one device those of the sharded step",
     module="step_recording",
 )
-CHANGES = (TABLE_READ, METRIC_UPDATE, CONVOLUTION, SEQUENCE, RECORDED_CALL, RECORDED_LOSS, RECORDED_GRADIENTS)
+CHANGES = (
+    TABLE_READ, METRIC_UPDATE, CONVOLUTION, DILATION, RECURRENCE, LOOKUP, SEQUENCE, RECORDED_CALL,
+    RECORDED_LOSS, RECORDED_GRADIENTS,
+)  # fmt: skip
 
 
 # A layer, metric, variable, optimizer or model.

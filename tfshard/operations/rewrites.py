@@ -11,11 +11,24 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import expansions, transfer
 from tfshard.errors import UnsupportedOperationError
 from tfshard.layouts.axes import MeshAxes, axis_sizes
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import origins, scatters, slices, unsized
+from tfshard.operations import (
+    counts,
+    dims,
+    einsums,
+    loops,
+    origins,
+    row_operations,
+    rows,
+    scatters,
+    selects,
+    slices,
+    unsized,
+)
+from tfshard.operations.row_operations import ROW_OPERATIONS
 
 # What stands for the output of an operation, or None to leave the operation as it is.
 Exchange = Callable[[_private.Call], tf.Tensor | list[tf.Tensor] | None]
@@ -28,11 +41,16 @@ _SLICES: dict[str, Exchange] = {
 # Of tensors whose shape is not known while a step is traced.
 _UNSIZED: dict[str, Exchange] = {
     "Reshape": unsized.reshape,
-    "Tile": unsized.tile,
     "BroadcastTo": unsized.broadcast,
     "Fill": unsized.fill,
     "Slice": unsized.part,
     "Sum": unsized.summed,
+}
+_DIMS: dict[str, Callable[..., list[tf.Tensor] | None]] = {
+    "Split": dims.split,
+    "SplitV": dims.split,
+    "Pad": dims.pad,
+    "PadV2": dims.pad,
 }
 _SCATTERS: dict[str, Callable[..., tf.Tensor | list[tf.Tensor] | None]] = {
     "ScatterNd": scatters.scatter,
@@ -48,16 +66,27 @@ _SCATTERS: dict[str, Callable[..., tf.Tensor | list[tf.Tensor] | None]] = {
 @contextlib.contextmanager
 def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
     """A context for a step on a mesh: while it is traced, or run in eager code."""
-    exchange = dict(_SLICES)
+    exchange: dict[str, Exchange] = {
+        **_SLICES, "Einsum": einsums.without_ellipsis, "Select": selects.with_dims, "SelectV2": selects.with_dims,
+    }  # fmt: skip
     if not _private.is_eager():
+        exchange.update(dict.fromkeys(ROW_OPERATIONS, functools.partial(row_operations.exchange, mesh=mesh)))
+        exchange["Tile"] = functools.partial(_tile, mesh=mesh)
         exchange |= {operation: functools.partial(_if_unsized, function) for operation, function in _UNSIZED.items()}
+        for operation, dims_of in _DIMS.items():
+            exchange[operation] = functools.partial(dims_of, mesh=mesh)
+        exchange["DenseBincount"] = functools.partial(counts.counted, mesh=mesh)
         exchange.update(dict.fromkeys(_REFUSED, _refuse))
+        exchange.update(dict.fromkeys(("Case", "StatelessCase"), _refuse_case))
     for operation, function in _SCATTERS.items():
-        exchange[operation] = functools.partial(function, mesh=mesh)
+        exchange[operation] = functools.partial(_scattered, function, mesh)
     if sum(size > 1 for size in axis_sizes(mesh).values()) > 1 and not _private.is_eager():
         exchange.update(dict.fromkeys(_private.RANDOM_OPS, functools.partial(_pin_random, mesh=mesh)))
 
     def listed(function: Exchange, call: _private.Call) -> list[tf.Tensor] | None:
+        if rows.is_inside(call):
+            # Nothing there is sharded.
+            return None
         result = function(call)
         return [result] if tf.is_tensor(result) else result
 
@@ -66,14 +95,39 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
             return transfer.whole(tensor, mesh)
         return dtensor.copy_to_mesh(tensor, transfer.layout((None,) * tensor.shape.rank, mesh))
 
-    table = {op: functools.partial(listed, function) for op, function in exchange.items()}
+    table: dict[str, Callable[[_private.Call], list[tf.Tensor] | None]] = {
+        op: functools.partial(listed, function) for op, function in exchange.items()
+    }
+    if not _private.is_eager():
+        table |= loops.EXCHANGES
+
+    def note(operation: tf.Operation) -> None:
+        origins.note(operation)
+        expansions.allow(operation)
+
     origins.forget()
-    with _private.exchanged_operations(table, bring, origins.note):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_private.exchanged_operations(table, bring, note))
+        if not _private.is_eager():
+            stack.enter_context(_private.constants_brought(bring))
+            # DTensor ends the process as it expands a tf.cond's gradient that takes tensors from optionals.
+            stack.enter_context(_private.gradients_without_optionals())
         yield
+
+
+def _scattered(
+    function: Callable[..., tf.Tensor | list[tf.Tensor] | None], mesh: dtensor.Mesh, call: _private.Call
+) -> tf.Tensor | list[tf.Tensor] | None:
+    scatters.check_ranks(call)
+    return function(call, mesh=mesh)
 
 
 def _if_unsized(function: Exchange, call: _private.Call) -> tf.Tensor | list[tf.Tensor] | None:
     return function(call) if unsized.depends_on_values(*call.inputs) else None
+
+
+def _tile(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tensor] | None:
+    return unsized.tile(call) if unsized.depends_on_values(*call.inputs) else dims.tile(call, mesh)
 
 
 _EAGERLY = "Compile the model with run_eagerly=True"
@@ -92,6 +146,15 @@ def _refuse(call: _private.Call) -> None:
     raise UnsupportedOperationError(
         f"A compiled step on a mesh cannot have {_REFUSED[call.type]}. It is in {place[-1] if place else 'the step'}"
     )
+
+
+def _refuse_case(call: _private.Call) -> None:
+    if not unsized.is_known(call.inputs[0]):
+        place = origins.find(call.type)
+        raise UnsupportedOperationError(
+            "A compiled step on a mesh cannot have a tf.switch_case (keras.ops.switch) by a tensor: DTensor has no "
+            f"expansion for it. Use tf.cond (keras.ops.cond). It is in {place[-1] if place else 'the step'}"
+        )
 
 
 # --- Random numbers -------------------------------------------------------------------------------------

@@ -40,6 +40,11 @@ def scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
 
 def tensor_scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     """TensorScatterUpdate and TensorScatterAdd: a tensor, with updates put into it or added to it."""
+    if not call.is_eager and _private.is_called_by("tensorflow.python.ops.parallel_for"):
+        raise UnsupportedOperationError(
+            "A compiled step on a mesh cannot have a tf.vectorized_map (keras.ops.fold, keras.ops.vectorized_map) of a "
+            f"scatter: DTensor ends the process at its gradient. Use tf.map_fn. Received: {call.type}"
+        )
     tensor, indices, updates = (transfer.whole(each, mesh) for each in call.inputs)
     rows, updates = _as_rows(call, indices, updates)
     operation = getattr(tf.raw_ops, call.type)
@@ -73,26 +78,30 @@ def gather_with_batch_dims(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor
 def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """TopKV2: DTensor refuses it where what is done with its result shards the last dim."""
     values, k = call.inputs
-    if values.shape.rank == 1:
-        return None
-    found = tf.raw_ops.TopKV2(input=transfer.by_sample(values, mesh), k=k, sorted=call.get_attr("sorted"))
-    return [transfer.by_sample(each, mesh) for each in found]
+    place = transfer.whole if values.shape.rank == 1 else transfer.by_sample
+    found = tf.raw_ops.TopKV2(input=place(values, mesh), k=k, sorted=call.get_attr("sorted"))
+    return [place(each, mesh) for each in found]
 
 
 def where(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     """Where: the index tuples of all elements that are not zero. DTensor expands it for a vector only."""
     (condition,) = call.inputs
+    if condition.shape.rank == 1:
+        return transfer.whole(tf.raw_ops.Where(condition=transfer.whole(condition, mesh)), mesh)
     shape = _static(call, condition.shape)
-    condition = transfer.whole(condition, mesh)
-    if len(shape) != 1:
-        condition = transfer.whole(tf.reshape(condition, [math.prod(shape)]), mesh)
+    condition = transfer.whole(tf.reshape(transfer.whole(condition, mesh), [math.prod(shape)]), mesh)
     places = transfer.whole(tf.raw_ops.Where(condition=condition), mesh)
-    if len(shape) == 1:
-        return places
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     # A scalar has no dims, and no columns.
     columns = [places // stride % max(size, 1) for stride, size in zip(strides, shape, strict=True)]
     return transfer.whole(tf.concat(columns, axis=1) if columns else places[:, :0], mesh)
+
+
+def check_ranks(call: _private.Call) -> None:
+    """Raises `UnsupportedOperationError` for an operand of which not even the number of dims is known."""
+    for tensor in call.inputs:
+        if tensor.shape.rank is None:
+            _static(call, tensor.shape)
 
 
 def _as_rows(call: _private.Call, indices: tf.Tensor, updates: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

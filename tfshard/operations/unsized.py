@@ -170,10 +170,10 @@ def slice_of(call: _private.Call) -> tf.Tensor | None:
         elif has["new_axis"] & bit:
             result, dim = tf.expand_dims(result, dim), dim + 1
         elif has["shrink_axis"] & bit:
-            size = result.shape[dim]
-            if begin[i] < 0 and size is None:
-                return None
-            result = tf.gather(result, int(begin[i]) % size if size else int(begin[i]), axis=dim)
+            size, place = result.shape[dim], int(begin[i])
+            if place < 0:
+                place += tf.gather(tf.shape(result), dim) if size is None else size
+            result = tf.gather(result, place, axis=dim)
         elif has["begin"] & has["end"] & bit and strides[i] == 1:
             dim += 1
         elif result.shape[dim] is None:

@@ -38,34 +38,14 @@ def _cannot(op: str) -> str:
     return f"DTensor cannot expand its {op}"
 
 
-def _is_dilated(layer: keras.Layer) -> bool:
-    rate = layer.dilation_rate
-    return any(r > 1 for r in (rate if isinstance(rate, tuple) else (rate,)))
-
-
 _PIPELINE = "apply it in the input pipeline, with dataset.map"
 _RANDOM_PIPELINE = "apply it in the input pipeline, with tfshard.random_map"
-_FROZEN = "or pass trainable=False if neither it nor a layer before it is to be trained"
 # In this order: the first that fits is reported.
 _REFUSED = (
     _refused(
-        "RNN",
-        when=lambda layer: not layer.unroll,
-        reason=_cannot("time loop (EmptyTensorList)"),
-        remedy="pass unroll=True (its number of timesteps must be fixed)",
-    ),
-    _refused(
-        *("DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv1D", "SeparableConv2D"),
-        when=lambda layer: layer.trainable or _is_dilated(layer),
-        reason=_cannot("gradient (DepthwiseConv2dNativeBackpropFilter)"),
-        remedy="use a Conv layer with groups= the number of input channels (for a separable one followed by a Conv "
-        f"layer with kernel_size=1), {_FROZEN}",
-    ),
-    _refused(
-        *("Conv1D", "Conv2D", "Conv3D"),
-        when=_is_dilated,
-        reason=_cannot("dilation (SpaceToBatchND)"),
-        remedy="use dilation_rate=1 with a larger kernel_size",
+        *("StringLookup", "TextVectorization"),
+        reason="a device mesh has no strings",
+        remedy=_PIPELINE,
     ),
     _refused(
         "Conv3D",
@@ -73,60 +53,7 @@ _REFUSED = (
         reason="TensorFlow has no CPU kernel for its grouped convolution outside of XLA",
         remedy="use groups=1, or a Conv3D for each group of channels",
     ),
-    _refused(
-        *("AveragePooling1D", "AveragePooling2D", "AdaptiveAveragePooling1D", "AdaptiveAveragePooling2D"),
-        when=lambda layer: layer.trainable,
-        reason=_cannot("gradient (AvgPoolGrad)"),
-        remedy="use max or global average pooling, strides in the convolution before it, or keras.ops.mean over a "
-        f"keras.ops.reshape into windows, {_FROZEN}",
-    ),
-    _refused(
-        *("AveragePooling3D", "AdaptiveAveragePooling3D"),
-        when=lambda layer: layer.trainable,
-        reason=_cannot("gradient (AvgPool3DGrad)"),
-        remedy="use max or global average pooling, strides in the convolution before it, or keras.ops.mean over a "
-        f"keras.ops.reshape into windows, {_FROZEN}",
-    ),
-    _refused(
-        *("Resizing", "UpSampling2D"),
-        when=lambda layer: layer.interpolation not in ("nearest", "bilinear"),
-        reason=_cannot("interpolation (ResizeBicubic, ScaleAndTranslate)"),
-        remedy="use interpolation='bilinear' or 'nearest'",
-    ),
-    _refused(
-        "Resizing",
-        when=lambda layer: layer.antialias,
-        reason=_cannot("antialiasing (ScaleAndTranslate)"),
-        remedy=f"use antialias=False, or {_PIPELINE}",
-    ),
-    _refused(
-        "Normalization",
-        reason="its mean and variance are constants outside of the mesh",
-        remedy="use Rescaling(1 / std, offset=-mean / std) with lists of numbers, or " + _PIPELINE,
-    ),
-    _refused(
-        "CategoryEncoding",
-        when=lambda layer: layer.output_mode != "one_hot",
-        reason=_cannot("count of categories (DenseBincount)"),
-        remedy="use keras.ops.max (multi-hot) or keras.ops.sum (count) of keras.ops.one_hot over axis 1, or "
-        + _PIPELINE,
-    ),
-    _refused("Hashing", reason=_cannot("AsString"), remedy=_PIPELINE),
     _refused("HashedCrossing", reason=_cannot("SparseCross"), remedy=_PIPELINE),
-    _refused(
-        *("IntegerLookup", "StringLookup", "TextVectorization"),
-        reason=_cannot("vocabulary lookup (LookupTableFindV2)"),
-        remedy=_PIPELINE,
-    ),
-    _refused("MelSpectrogram", reason=_cannot("padding (MirrorPad)"), remedy=_PIPELINE),
-    _refused("RandomHue", "RandomSaturation", reason=_cannot("RGBToHSV"), remedy=_RANDOM_PIPELINE),
-    _refused("RandomPerspective", reason=_cannot("MatrixSolve"), remedy=_RANDOM_PIPELINE),
-    _refused(
-        *("RandAugment", "RandomRotation", "RandomShear", "RandomTranslation", "RandomZoom"),
-        reason=_cannot("ImageProjectiveTransformV3"),
-        remedy=_RANDOM_PIPELINE,
-    ),
-    _refused("AugMix", "CutMix", "MixUp", reason=_cannot("StatelessRandomGammaV3"), remedy=_RANDOM_PIPELINE),
     _refused("RandomElasticTransform", reason="DTensor did not finish compiling it", remedy=_RANDOM_PIPELINE),
 )
 
@@ -143,6 +70,9 @@ def check_layers(model: keras.Model) -> None:
     """Raises `UnsupportedLayerError` naming every layer that DTensor cannot expand, with the remedy."""
     found = [(layer, unsupported_reason(layer)) for layer in _private.flatten_layers(model)]
     lines = [f"- '{layer.name}' ({type(layer).__name__}): {reason}" for layer, reason in found if reason]
+    for tensor in keras.tree.flatten(getattr(model, "inputs", None) or []):
+        if keras.backend.standardize_dtype(tensor.dtype) == "string":
+            lines.append(f"- '{tensor.name}' (InputLayer): a device mesh has no strings; {_PIPELINE}")
     if lines:
         raise UnsupportedLayerError(
             f"Model '{model.name}' has layers that cannot be sharded:\n" + "\n".join(lines) + "\nSee docs/layers.md."

@@ -21,7 +21,7 @@ from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts import placement
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
-from tfshard.operations import convolution, sequence, unsupported, vocabulary
+from tfshard.operations import convolution, lookups, loops, sequence, unsupported, vocabulary
 from tfshard.planning.analyzer import ParameterAnalyzer
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
@@ -204,7 +204,9 @@ class Adopter(Placer):
     def _install(self, model: keras.Model) -> None:
         """Gives layers and metrics what they need over sharded variables. After the variables are in their places."""
         vocabulary.install(model, [variable for variable, _ in inventory.owned_variables(model)], self.mesh)
-        convolution.install(model)
+        convolution.install(model, self.mesh)
+        loops.install(model, self.mesh)
+        lookups.install(model)
         if self.sequence_parallel:
             sequence.install(model, self.mesh)
 

@@ -130,17 +130,18 @@ class _Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
 
     def make_train_function(self, force: bool = False) -> None:
         super().make_train_function(force)
-        again = _private.make_step_function(self, "train_step")
+        again = functools.partial(_private.make_step_function, self, "train_step")
         self.train_function = _on_mesh(self, self.train_function, "training step", again)
 
     def make_test_function(self, force: bool = False) -> None:
         super().make_test_function(force)
-        again = _private.make_step_function(self, "test_step")
+        again = functools.partial(_private.make_step_function, self, "test_step")
         self.test_function = _on_mesh(self, self.test_function, "evaluation step", again)
 
     def make_predict_function(self, force: bool = False) -> None:
         super().make_predict_function(force)
-        self.predict_function = _on_mesh(self, self.predict_function, "prediction step", to_host=True)
+        again = functools.partial(_predict_function, self)
+        self.predict_function = _on_mesh(self, self.predict_function, "prediction step", again, to_host=True)
 
     @functools.wraps(keras.Model.save)
     def save(self, filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
@@ -232,7 +233,7 @@ def _on_mesh(
     model: keras.Model,
     function: _StepFunction,
     kind: str,
-    for_whole_batches: _StepFunction | None = None,
+    again: Callable[[], _StepFunction],
     *,
     to_host: bool = False,
 ) -> _StepFunction:
@@ -242,8 +243,8 @@ def _on_mesh(
         model: The model.
         function: What Keras made.
         kind: What it does, for messages.
-        for_whole_batches: The same once more, for batches that the batch axis does not divide: traced apart, so
-            that the trace for full batches keeps its static shape.
+        again: Makes the same once more. Batches of each shape have one of their own, so that all shapes are known
+            while it is traced: Keras's functions make sizes that differ unknown ones (reduce_retracing).
         to_host: Whether the results are per-sample values that go to the host.
     """
     strategy = _private.distribute_strategy(model)
@@ -251,6 +252,8 @@ def _on_mesh(
         return function
 
     places = readiness.Places()
+    made = {}
+    waiting = [function]
 
     @functools.wraps(function)
     def on_mesh(batches: Iterable[Any]) -> Any:
@@ -262,10 +265,11 @@ def _on_mesh(
         if not batches:
             raise StopIteration
         batches = [batching.batch_to_mesh(batch, strategy.mesh, strategy.already_sharded) for batch in batches]
+        shapes = tuple(tuple(leaf.shape) for leaf in tf.nest.flatten(batches) if tf.is_tensor(leaf))
+        if shapes not in made:
+            made[shapes] = waiting.pop() if waiting else again()
+        run = made[shapes]
         if not to_host:
-            run = function
-            if for_whole_batches is not None and batching.is_whole(batches, strategy.mesh):
-                run = for_whole_batches
             with (
                 strategy.operation(on_mesh, kind, batches),
                 failures.translated_errors(f"A step of model '{model.name}'"),
@@ -274,11 +278,22 @@ def _on_mesh(
         # Each device keeps its samples: the pieces meet on the host, not on every device.
         with strategy.extended.results_stay_sharded(), failures.translated_errors(f"predict of model '{model.name}'"):
             with strategy.operation(on_mesh, kind, batches):
-                outputs = function(batches)
+                outputs = run(batches)
         return transfer.map_tensors(lambda output: tf.constant(transfer.to_host(output)), outputs)
 
     _on_mesh_functions.add(on_mesh)
     return on_mesh
+
+
+def _predict_function(model: _Distributed) -> _StepFunction:
+    """What Keras makes for predictions."""
+    mine = model.predict_function
+    try:
+        super(_Distributed, model).make_predict_function(force=True)
+        function: _StepFunction = model.predict_function
+    finally:
+        model.predict_function = mine
+    return function
 
 
 # What `_on_mesh` has made. Keras gives a model's function back when it is not to be made anew.

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import batching, clients, startup, transfer
+from tfshard.devices import batching, clients, gathers, startup, transfer
 from tfshard.devices.mesh import create_mesh
 from tfshard.errors import MeshError, StrategyError
 from tfshard.graph import auto_layout, model_specs
@@ -111,6 +111,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                     "analyzer": repr(analyzer), "mesh": dict(self.mesh_shape), "roles": plain(self.mesh_shape.roles),
                     "already_sharded": already_sharded, "sequence_parallel": sequence_parallel}  # fmt: skip
         clients.here().agree("the strategy", settings, error=StrategyError)
+        gathers.choose(mesh)
         transfer.meet(mesh)
         # The shapes that each function has been run on.
         self._traced: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
@@ -171,10 +172,19 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             batch: What it is run on, on the mesh.
         """
         here = clients.here()
+        gathers.choose(self.mesh)
         traced = self._traced.setdefault(function, set())
-        with here.step(kind, tf.nest.flatten(batch), traced), failures.explained(f"A {kind}"):
-            yield
-            here.wait_for_devices()
+        leaves = tf.nest.flatten(batch)
+        shapes = str([getattr(leaf, "shape", None) for leaf in leaves])
+        first = shapes not in traced
+        traced.add(shapes)
+        with here.step(kind, leaves, first), failures.explained(f"A {kind}"):
+            try:
+                yield
+                here.wait_for_devices()
+            finally:
+                if first:
+                    _private.give_own_names()
 
     def _inside(self, fn: tf.types.experimental.PolymorphicFunction) -> Callable[..., Any]:
         """A tf.function's Python function with the step opened inside of the trace, where its writes are."""

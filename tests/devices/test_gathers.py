@@ -1,0 +1,67 @@
+"""Gathers over one axis of a mesh and over several at once: whole values, whichever dims were sharded."""
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfshard
+from tfshard.devices import gathers, transfer
+
+SHAPES = [(8, 6), (4, 8, 6), (1, 8, 6), (8, 2, 6), (8, 6, 1)]
+
+
+def layouts(shape: tuple[int, ...]) -> list[tuple[str | None, ...]]:
+    names = ["batch", "model", *[None] * (len(shape) - 2)]
+    found = sorted(set(itertools.permutations(names)), key=str)
+    return [axes for axes in found if all(axis is None or size > 1 for axis, size in zip(axes, shape, strict=True))]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_two_axes_shard_is_whole_after_one_gather(shape):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), zero_stage=0)
+    value = np.arange(np.prod(shape), dtype="float32").reshape(shape)
+    for axes in layouts(shape):
+        sharded = transfer.host_to_mesh(value, axes, strategy.mesh)
+        assert len(transfer.axes_of(tfshard_layout(sharded))) == len(shape)
+
+        @tf.function
+        def gathered(tensor):
+            return transfer.relayout(tensor, (None,) * tensor.shape.rank, strategy.mesh)
+
+        for piece in pieces(gathered(sharded)):
+            np.testing.assert_array_equal(piece, value, err_msg=str(axes))
+
+
+def tfshard_layout(tensor):
+    return tf.experimental.dtensor.fetch_layout(tensor)
+
+
+def pieces(tensor) -> list[np.ndarray]:
+    """What each device has."""
+    found = [piece.numpy() for piece in tf.experimental.dtensor.unpack(tensor)]
+    assert len(found) == 4
+    return found
+
+
+def test_a_mesh_of_one_axis_gathers_by_gathers_and_others_by_reductions():
+    for sizes, switch in (({"batch": 4}, "1"), ({"batch": 2, "model": 2}, None), ({"batch": 4, "model": 1}, "1")):
+        mesh = tfshard.create_mesh(**sizes)
+        tfshard.ShardedStrategy(mesh, zero_stage=0)
+        assert os.environ.get(gathers.SWITCH) == switch, sizes
+
+
+def test_steps_of_strategies_on_both_kinds_of_mesh_take_turns():
+    value = np.arange(48, dtype="float32").reshape(8, 6)
+    strategies = [
+        tfshard.ShardedStrategy(tfshard.create_mesh(**sizes), zero_stage=0)
+        for sizes in ({"batch": 4}, {"batch": 2, "model": 2})
+    ]
+    for strategy in strategies * 2:
+        axes = ("batch", None) if strategy.mesh.dim_size("batch") == 4 else ("model", "batch")
+        sharded = transfer.host_to_mesh(value, axes, strategy.mesh)
+        for function in (lambda t: tf.expand_dims(t, 0), lambda t: tf.transpose(t)[None] * 2.0):
+            ours = strategy.run(tf.function(function), args=(sharded,))
+            np.testing.assert_array_equal(transfer.to_host(ours), function(tf.constant(value)))

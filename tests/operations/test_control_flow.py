@@ -1,0 +1,127 @@
+"""Loops and branches in steps: results and gradients of one device, and any number of steps that have them."""
+
+import functools
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import parity
+import tfshard
+from sweeps import table
+from tfshard.devices import transfer
+
+VALUES = np.random.RandomState(0).uniform(0.1, 1.0, (8, 6)).astype("float32")
+
+
+def positive(t):
+    return tf.reduce_sum(t) > 0
+
+
+CASES = {
+    "cond": lambda t: tf.cond(positive(t), lambda: tf.tanh(t) * tf.exp(t), lambda: tf.sin(t) * t),
+    "cond, other branch": lambda t: tf.cond(positive(-t), lambda: tf.tanh(t) * tf.exp(t), lambda: tf.sin(t) * t),
+    "keras.ops.cond": lambda t: keras.ops.cond(positive(t), lambda: tf.tanh(t) * t, lambda: t),
+    "while_loop": lambda t: tf.while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, tf.tanh(a * a) + t), (0, t))[1],
+    "while_loop that ends by a value": lambda t: tf.while_loop(lambda a: tf.reduce_sum(a) < 90, lambda a: a * 1.5, [t]),
+    "cond in a while_loop": lambda t: tf.while_loop(
+        lambda i, a: i < 3, lambda i, a: (i + 1, tf.cond(positive(a), lambda: tf.tanh(a) * a, lambda: a)), (0, t)
+    )[1],
+    "scan": lambda t: tf.scan(lambda state, row: tf.tanh(state * row), t),
+    "map_fn": lambda t: tf.map_fn(lambda row: row * tf.reduce_sum(row), t),
+    "map_fn with a cond": lambda t: tf.map_fn(
+        lambda row: tf.cond(tf.reduce_sum(row) > 3, lambda: tf.tanh(row) * row, lambda: row), t
+    ),
+    "vectorized_map": lambda t: tf.vectorized_map(lambda row: row * tf.reduce_sum(row), t),
+    "keras.ops.scan": lambda t: keras.ops.scan(lambda c, row: (tf.tanh(c + row), c), tf.zeros(6), t)[1],
+    "keras.ops.map": lambda t: keras.ops.map(lambda row: row * tf.reduce_sum(row), t),
+    "keras.ops.fori_loop": lambda t: keras.ops.fori_loop(0, 3, lambda i, a: tf.tanh(a) * a, t),
+    "where by one number": lambda t: tf.where(positive(t), tf.tanh(t) * t, t),
+    "where by one number, of a vector": lambda t: tf.where(positive(t), tf.reduce_sum(t, 0), 1.0),
+    "where by one number, of the same": lambda t: tf.where(positive(t), t, t),
+}
+
+
+def step(function, t):
+    with tf.GradientTape() as tape:
+        tape.watch(t)
+        result = function(t)
+        loss = tf.reduce_sum(tf.square(result))
+    return result, tape.gradient(loss, t)
+
+
+MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}}
+
+
+@table(
+    "loops and branches", ("mesh", "name"), itertools.product(MESHES, CASES), sample=4,
+    always=[("batch4", name) for name in CASES],
+)  # fmt: skip
+def test_results_and_gradients_are_those_of_one_device(mesh, name):
+    sizes = MESHES[mesh]
+    function = functools.partial(step, CASES[name])
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**sizes), zero_stage=0)
+    axes = ("batch", "model" if "model" in sizes else None)
+    sharded = transfer.host_to_mesh(VALUES, axes, strategy.mesh)
+    assert tf.experimental.dtensor.fetch_layout(sharded).num_shards(0) == sizes["batch"]
+    expected = tf.function(function)(tf.constant(VALUES))
+    for ours, theirs in zip(strategy.run(tf.function(function), args=(sharded,)), expected, strict=True):
+        np.testing.assert_allclose(transfer.to_host(ours), theirs, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["while_loop", "scan", "cond"])
+def test_steps_that_are_alike_are_compiled_one_after_the_other_and_run_again(name):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
+    sharded = transfer.host_to_mesh(VALUES, ("batch", None), strategy.mesh)
+    functions = [
+        functools.partial(step, lambda t, shift=shift: CASES[name](t + shift)) for shift in (0.0, 0.1, 0.2, 0.3)
+    ]
+    traced = [tf.function(function) for function in functions]
+
+    def check():
+        for function, expected in zip(traced, functions, strict=True):
+            ours = strategy.run(function, args=(sharded,))
+            for mine, theirs in zip(ours, tf.function(expected)(tf.constant(VALUES)), strict=True):
+                np.testing.assert_allclose(transfer.to_host(mine), theirs, rtol=2e-5, atol=1e-6)
+
+    check()
+    # TensorFlow makes what runs anew, from the functions that it still has.
+    tf.compat.v1.reset_default_graph()
+    keras.backend.clear_session()
+    check()
+
+
+def language_model() -> keras.Model:
+    tokens = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(11, 6, embeddings_initializer=keras.initializers.RandomNormal(stddev=1.0))(tokens)
+    x = keras.layers.LSTM(6, return_sequences=True)(x)
+    x = keras.layers.Bidirectional(keras.layers.GRU(4, return_sequences=True))(x)
+    return keras.Model(tokens, keras.layers.Dense(11)(x))
+
+
+def test_a_recurrent_model_of_unknown_length_fits_evaluates_and_predicts_as_on_one_device():
+    rs = np.random.RandomState(0)
+    tokens, short = rs.randint(0, 11, (20, 7)), rs.randint(0, 11, (6, 4))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    runs = []
+    for strategy in (None, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        model = language_model()
+        if strategy is None:
+            model.compile(parity.dense_gradients(keras.optimizers.SGD(0.5)), loss, jit_compile=False)
+        else:
+            tfshard.as_distributed(model).compile(keras.optimizers.SGD(0.5), loss, strategy=strategy)
+        # Batches of 8, 8 and 4; validation of 6 rows, which four devices do not divide.
+        history = model.fit(
+            tokens, tokens[:, ::-1], batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(short, short)
+        ).history
+        runs.append((history, model.predict(short, verbose=0), model.evaluate(tokens, tokens, verbose=0)))
+    (plain, *theirs), (ours, *mine) = runs
+    assert plain["loss"][1] < plain["loss"][0] - 1e-3, "premise: it trains"
+    for key, values in plain.items():
+        np.testing.assert_allclose(ours[key], values, rtol=1e-6, err_msg=key)
+    for a, b in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

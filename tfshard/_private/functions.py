@@ -1,0 +1,57 @@
+"""The functions that TensorFlow's context holds, with those that DTensor makes of a step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context as _context
+from tensorflow.python.framework import ops as _ops
+
+_known: set[str] = set()
+
+
+def give_own_names() -> None:
+    """Gives the bodies of loops and branches in functions that DTensor has made since the last call names of their own.
+
+    DTensor names them after what its compiler once had at the same address in memory (the OpOrArgLocNameMapper of
+    TensorFlow's region_control_flow_to_functional.cc lives as long as its pass, and forgets no operation). A name that
+    two compilations give is an error: "Cannot add function". So none of those names is left to the next one. What runs
+    has its bodies in it already; the functions are looked up when TensorFlow forgets that
+    (`Context.add_function_def`, `get_function_def`, `list_function_names`, `remove_function`).
+    """
+    context = _context.context()
+    names = set(context.list_function_names())
+    new = {name: context.get_function_def(name) for name in names - _known}
+    owners = [name for name in new if name.startswith("_func_")]
+    bodies: dict[str, str] = {}
+    waiting = list(owners)
+    while waiting:
+        for called in _called(new[waiting.pop()]):
+            if called.name in new and called.name not in bodies:
+                bodies[called.name] = f"{called.name}_{_ops.uid()}"
+                waiting.append(called.name)
+    if bodies:
+        for name in [*bodies, *owners]:
+            try:
+                # The context removes what it was asked to add only, also where it had it and refused.
+                context.add_function_def(new[name])
+            except tf.errors.InvalidArgumentError:
+                pass
+            context.remove_function(name)
+        for name in [*bodies, *owners]:
+            for called in _called(new[name]):
+                called.name = bodies.get(called.name, called.name)
+            new[name].signature.name = bodies.get(name, name)
+            context.add_function_def(new[name])
+        names = set(context.list_function_names())
+    _known.clear()
+    _known.update(names)
+
+
+def _called(function: Any) -> Iterator[Any]:
+    """The functions that are attributes of a function's operations (`FunctionDef`)."""
+    for node in function.node_def:
+        for attribute in node.attr.values():
+            if attribute.func.name:
+                yield attribute.func
+            yield from attribute.list.func

@@ -1,0 +1,34 @@
+"""How DTensor gathers: by collectives that gather on meshes of one axis, by all-reduces of zeros and a piece on others.
+
+A `CollectiveGatherV2` sends half the bytes. Over two axes of a mesh at once TensorFlow 2.21 makes a wrong one: the
+devices of both axes are one group, in an order of their own, and the sizes of dims that are not gathered are left out.
+Mostly the step is refused then; where a dim has size 1, or where the first dim is sharded by the second axis, the
+numbers are wrong (tests/devices/test_gathers.py). Which gathers a step has, only DTensor knows.
+"""
+
+import os
+from collections.abc import Mapping
+
+from tensorflow.experimental import dtensor
+
+from tfshard.layouts.axes import axis_sizes
+
+SWITCH = "LOWER_DTENSOR_GATHER_TO_COLLECTIVE_GATHER_V2"
+# A user may turn a switch on to look into a problem.
+_is_ours = SWITCH not in os.environ
+
+
+def are_collectives(sizes: Mapping[str, int]) -> bool:
+    """Whether gathers on a mesh, of which the sizes of the axes are given, are collectives that gather."""
+    return sum(size > 1 for size in sizes.values()) <= 1
+
+
+def choose(mesh: dtensor.Mesh) -> None:
+    """Sets the switch for what DTensor compiles next, on a mesh. It reads it whenever it compiles."""
+    gathering = are_collectives(axis_sizes(mesh))
+    if not _is_ours or gathering == (SWITCH in os.environ):
+        return
+    if gathering:
+        os.environ[SWITCH] = "1"
+    else:
+        del os.environ[SWITCH]

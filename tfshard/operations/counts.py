@@ -1,0 +1,37 @@
+"""`tf.math.bincount` with a number of bins that follows from its bounds, so that the shape of its result is known."""
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.operations import rows
+
+
+def counted(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """DenseBincount; of a matrix, each device counts in its own rows."""
+    values, size, weights = call.inputs
+    bins = _number(size)
+    if bins is None:
+        return None
+    by_rows = values.shape.rank == 2 and rows.can_be(values, mesh)
+    weighted = weights.shape.rank == 2
+    if by_rows:
+        values = rows.enter(values, mesh)
+        weights = rows.enter(weights, mesh) if weighted else weights
+    inputs = [values, tf.constant(bins, size.dtype), weights]
+    (counts,) = _private.same_operation(call, inputs)
+    return [rows.leave(counts, mesh) if by_rows else counts]
+
+
+def _number(size: tf.Tensor) -> int | None:
+    """A number that is known, or which two bounds leave no choice."""
+    known = tf.get_static_value(size)
+    if known is not None or size.op.type != "Minimum":
+        return None if known is None else int(known)
+    most, other = (tf.get_static_value(each) for each in size.op.inputs)
+    at_least = next((each for each in size.op.inputs if each.op.type == "Maximum"), None)
+    bound = other if most is None else most
+    if at_least is None or bound is None:
+        return None
+    least = [tf.get_static_value(each) for each in at_least.op.inputs]
+    return int(bound) if any(each is not None and each >= bound for each in least) else None

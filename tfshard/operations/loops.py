@@ -1,0 +1,59 @@
+"""Loops: those of recurrent layers, and the lists of tensors in which loops keep what they compute.
+
+A `tf.while_loop` is expanded by DTensor. What it does not know are TensorLists, in which loops collect results, and
+their gradients what they will need: every device keeps them whole (expansions.py). In recurrent layers, which take
+most of a model's time, each device does the loop with its own rows instead (rows.py).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.operations import layer_patch, rows
+
+
+def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
+    """Lets each device do the loops of a model's recurrent layers with its own rows."""
+    for layer in _private.flatten_layers(model):
+        if isinstance(layer, keras.layers.RNN):
+            layer_patch.apply(layer_patch.RECURRENCE, layer, functools.partial(_inner_loop, mesh))
+
+
+def _inner_loop(mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
+    """A layer's `inner_loop`, on the rows of each device inside a compiled step."""
+
+    def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: bool = False) -> Any:
+        if not rows.can_be(sequences, mesh):
+            return original(sequences, initial_state, mask, training=training)
+
+        def loop(sequences: Any, initial_state: Any, mask: Any) -> Any:
+            return original(sequences, initial_state, mask, training=training)
+
+        return rows.apply(loop, [sequences, initial_state, mask], mesh)
+
+    return inner_loop
+
+
+def _element_shape(call: _private.Call) -> list[tf.Tensor] | None:
+    """TensorListElementShape, a constant: DTensor would make one with sizes of -2**63 of it."""
+    assert call.outputs is not None
+    shape = _private.element_shape(call.inputs[0])
+    return None if shape is None else [tf.constant(shape, call.outputs[0].dtype)]
+
+
+def _known_elements(call: _private.Call) -> None:
+    """While: DTensor refuses lists of which it does not know the shape of an element, such as `tf.map_fn`'s."""
+    assert call.outputs is not None
+    _private.know_element_shapes(call.outputs[0].op)
+
+
+EXCHANGES: dict[str, Callable[[_private.Call], list[tf.Tensor] | None]] = {
+    "TensorListElementShape": _element_shape,
+    "While": _known_elements,
+    "StatelessWhile": _known_elements,
+}

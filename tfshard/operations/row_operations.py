@@ -1,0 +1,115 @@
+"""Operations that take one sample after the other, done by each device with its own rows (rows.py).
+
+DTensor would compute them whole on every device (expansions.py), or has an expansion that gathers first.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.operations import rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowOperation:
+    """How an operation's operands and results are made of rows.
+
+    Attributes:
+        operands: The numbers of those whose first dim is the batch; others are the same for all rows.
+        sizes: The number of an operand that holds a shape which begins with the batch, if there is one.
+        summed: Whether the results are sums over all rows, such as the gradient of a kernel; else they have rows.
+        when: Whether rows do not depend on one another, from the operation.
+    """
+
+    operands: tuple[int, ...] = (0,)
+    sizes: int | None = None
+    summed: bool = False
+    when: Callable[[_private.Call], bool] = lambda call: True
+
+
+def _axes_but_the_first(number: int) -> Callable[[_private.Call], bool]:
+    """Whether the axes that operand `number` holds are known, and none is the batch."""
+
+    def check(call: _private.Call) -> bool:
+        axes, rank = tf.get_static_value(call.inputs[number]), call.inputs[0].shape.rank
+        return axes is not None and all(int(axis) % rank != 0 for axis in axes.reshape(-1))
+
+    return check
+
+
+def _no_padding_in_front(call: _private.Call) -> bool:
+    paddings = tf.get_static_value(call.inputs[1])
+    return paddings is not None and not paddings[0].any()
+
+
+def _ranks(least: int) -> Callable[[_private.Call], bool]:
+    """Whether the first operand has a dim for the batch besides those that the operation is about."""
+    return lambda call: call.inputs[0].shape.rank >= least
+
+
+def _like(names: Iterable[str], operation: RowOperation) -> dict[str, RowOperation]:
+    return dict.fromkeys(names, operation)
+
+
+ROW_OPERATIONS: dict[str, RowOperation] = {
+    # Pooling and convolution.
+    **_like(("AvgPoolGrad", "AvgPool3DGrad"), RowOperation(operands=(1,), sizes=0)),
+    "DepthwiseConv2dNativeBackpropInput": RowOperation(operands=(2,), sizes=0),
+    "DepthwiseConv2dNativeBackpropFilter": RowOperation(operands=(0, 2), summed=True),
+    **_like(("ExtractImagePatches", "ExtractVolumePatches", "SpaceToDepth", "DepthToSpace", "LRN"), RowOperation()),
+    "LRNGrad": RowOperation(operands=(0, 1, 2)),
+    # Order.
+    **_like(
+        ("ReverseV2", "Cumprod", "CumulativeLogsumexp"), RowOperation(when=_axes_but_the_first(1))
+    ),
+    "Roll": RowOperation(when=_axes_but_the_first(2)),
+    **_like(("MirrorPad", "MirrorPadGrad"), RowOperation(when=_no_padding_in_front)),
+    "ArgMin": RowOperation(when=_axes_but_the_first(1)),
+    # Matrices, one for each sample.
+    **_like(
+        ("MatrixBandPart", "MatrixDiagPartV3", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant",
+         "Cholesky", "Qr", "Svd", "SelfAdjointEigV2", "Eig", "Lu", "MatrixLogarithm",
+         "MatrixSquareRoot"),
+        RowOperation(when=_ranks(3)),
+    ),
+    "MatrixDiagV3": RowOperation(when=_ranks(2)),
+    **_like(
+        ("MatrixSetDiagV3", "MatrixSolve", "MatrixTriangularSolve", "MatrixSolveLs", "BandedTriangularSolve"),
+        RowOperation(operands=(0, 1), when=_ranks(3)),
+    ),
+    # Images.
+    **_like(
+        ("ResizeBicubic", "ResizeArea", "ScaleAndTranslate", "ImageProjectiveTransformV2"), RowOperation(when=_ranks(4))
+    ),
+    **_like(("ResizeBicubicGrad", "ScaleAndTranslateGrad"), RowOperation(operands=(0, 1), when=_ranks(4))),
+    "ImageProjectiveTransformV3": RowOperation(
+        operands=(0, 1), when=lambda call: call.inputs[1].shape[0] == call.inputs[0].shape[0]
+    ),
+    **_like(
+        ("RGBToHSV", "HSVToRGB", "AdjustContrastv2", "AdjustHue", "AdjustSaturation"), RowOperation(when=_ranks(4))
+    ),
+    "Bucketize": RowOperation(),
+}  # fmt: skip
+
+
+def exchange(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """What stands for the results of an operation; None where it is not a matter of rows."""
+    operation = ROW_OPERATIONS[call.type]
+    made_of_rows = [call.inputs[number] for number in operation.operands]
+    if not all(rows.are_shared_out(each, mesh) for each in made_of_rows) or not operation.when(call):
+        return None
+    if len({each.shape[0] for each in made_of_rows}) != 1:
+        return None
+    inputs = list(call.inputs)
+    for number in operation.operands:
+        inputs[number] = rows.enter(inputs[number], mesh)
+    if operation.sizes is not None:
+        sizes = tf.get_static_value(inputs[operation.sizes])
+        if sizes is None:
+            return None
+        inputs[operation.sizes] = tf.constant([inputs[operation.operands[0]].shape[0], *sizes[1:]], sizes.dtype)
+    results = _private.same_operation(call, inputs)
+    return [rows.total(each, mesh) if operation.summed else rows.leave(each, mesh) for each in results]
