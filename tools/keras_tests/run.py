@@ -1,0 +1,60 @@
+"""Runs Keras's own tests of layers and of training with every `compile` under a ShardedStrategy, and without.
+
+    python tools/keras_tests/run.py                        # keras/src/layers and keras/src/trainers
+    python tools/keras_tests/run.py --tests=layers/rnn
+
+Prints how many pass beside plain Keras, and those that pass there and not here.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import keras
+from absl import app, flags
+
+_TESTS = flags.DEFINE_list("tests", ["layers", "trainers"], "Files or folders below keras/src.")
+_PROCESSES = flags.DEFINE_integer("processes", 2, "Processes of pytest.")
+
+_HERE = pathlib.Path(__file__).parent
+_KERAS = pathlib.Path(keras.__file__).parent / "src"
+
+
+def run(*options: str) -> dict[str, str]:
+    """How each test ended, by its name."""
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "-n", str(_PROCESSES.value),
+        "--rootdir", str(_KERAS), "-c", os.devnull, "--import-mode=importlib", *options,
+        *(str(_KERAS / name) for name in _TESTS.value),
+    ]  # fmt: skip
+    environment = {
+        **os.environ,
+        "KERAS_BACKEND": "tensorflow",
+        "PYTHONPATH": os.pathsep.join((str(_HERE), os.environ.get("PYTHONPATH", ""))),
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    found = {}
+    for line in done.stdout.splitlines():
+        if match := re.match(r"(PASSED|FAILED|ERROR) (\S+)", line):
+            found[match[2]] = match[1]
+    return found
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    plain, sharded = run(), run("-p", "plugin")
+    passed = {name for name, how in plain.items() if how == "PASSED"}
+    lost = sorted(name for name in passed if sharded.get(name) != "PASSED")
+    share = 1 - len(lost) / max(len(passed), 1)
+    print(
+        f"plain Keras passes {len(passed)} of {len(plain)}; "
+        f"of these {len(passed) - len(lost)} under the strategy ({share:.1%})"
+    )
+    for name in lost:
+        print(f"{sharded.get(name, 'not run')}: {name}")
+
+
+if __name__ == "__main__":
+    app.run(main)
