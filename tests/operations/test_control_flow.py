@@ -93,6 +93,30 @@ def test_steps_that_are_alike_are_compiled_one_after_the_other_and_run_again(nam
     check()
 
 
+def test_a_layer_that_keeps_its_state_goes_on_from_it_as_on_one_device():
+    rs = np.random.RandomState(0)
+    x, y = rs.normal(size=(16, 6, 5)).astype("float32"), rs.normal(size=(16, 3)).astype("float32")
+    runs = []
+    for strategy in (None, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input(batch_shape=(8, 6, 5))
+        layer = keras.layers.LSTM(4, stateful=True)
+        model = keras.Model(inputs, keras.layers.Dense(3)(layer(inputs)))
+        if strategy is None:
+            model.compile("sgd", "mse", jit_compile=False)
+        else:
+            tfshard.as_distributed(model).compile("sgd", "mse", strategy=strategy)
+        losses = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
+        states = [np.array(state.numpy()) for state in layer.states]
+        kept = model.predict(x[:8], batch_size=8, verbose=0)
+        layer.reset_state()
+        runs.append((losses, *states, kept, model.predict(x[:8], batch_size=8, verbose=0)))
+    assert np.abs(runs[0][-1] - runs[0][-2]).max() > 1e-3, "premise: the state matters"
+    for ours, theirs in zip(runs[1], runs[0], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def language_model() -> keras.Model:
     tokens = keras.Input((None,), dtype="int32")
     x = keras.layers.Embedding(11, 6, embeddings_initializer=keras.initializers.RandomNormal(stddev=1.0))(tokens)

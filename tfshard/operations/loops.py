@@ -24,6 +24,13 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
             layer_patch.apply(layer_patch.RECURRENCE, layer, functools.partial(_inner_loop, mesh))
 
 
+def states(model: keras.Model) -> list[keras.Variable]:
+    """What a model's recurrent layers keep from batch to batch (`stateful=True`), which Keras has in no list."""
+    layers = [layer for layer in _private.flatten_layers(model) if isinstance(layer, keras.layers.RNN)]
+    kept = [keras.tree.flatten(layer.states) for layer in layers if layer.stateful and layer.built]
+    return [state for of_layer in kept for state in of_layer if isinstance(state, keras.Variable)]
+
+
 def _inner_loop(mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
     """A layer's `inner_loop`, on the rows of each device inside a compiled step."""
 

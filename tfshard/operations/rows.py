@@ -134,6 +134,8 @@ def apply(function: Callable[..., Any], arguments: Sequence[Any], mesh: dtensor.
     Raises:
         UnsupportedOperationError: A result has another number of rows, or the function draws random numbers.
     """
+    # A variable, as the state of a layer that keeps it, has rows as a tensor has.
+    arguments = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), arguments)
     rows = [leaf for leaf in tf.nest.flatten(arguments) if leaf is not None]
     count = rows[0].shape[0] // axis_sizes(mesh).data_size
 

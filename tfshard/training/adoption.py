@@ -124,6 +124,7 @@ class Adopter(Placer):
             StrategyError, LayoutError, UnsupportedLayerError: As `distribute`.
         """
         self.distribute(model)
+        self.adopt(loops.states(model))
         for optimizer in inventory.own_optimizers(model):
             self.adopt_optimizer(optimizer)
         for metric in _private.compiled_metrics(model):
