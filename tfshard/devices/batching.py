@@ -155,10 +155,3 @@ def end_of_data() -> None:
         StrategyError: It has not.
     """
     clients.here().agree(_PARTS, {"shapes and dtypes": "none: the end of the data"}, error=StrategyError)
-
-
-def is_whole(batch: Any, mesh: dtensor.Mesh) -> bool:
-    """Whether a batch is one that the batch axis does not divide."""
-    size = axis_sizes(mesh).data_size
-    leading = [leaf.shape[0] for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf) and leaf.shape.rank]
-    return any(dim is None or dim % size for dim in leading)

@@ -76,4 +76,4 @@ def _switch(name: str) -> str:
 
 def switches() -> dict[str, str]:
     """The environment variables, which DTensor reads when it first meets each operation."""
-    return {f"DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF.{name.upper()}": "1" for name in COMPUTED_WHOLE}
+    return {_switch(name): "1" for name in COMPUTED_WHOLE}
