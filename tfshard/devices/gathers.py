@@ -7,7 +7,6 @@ numbers are wrong (tests/devices/test_gathers.py). Which gathers a step has, onl
 """
 
 import os
-from collections.abc import Mapping
 
 from tensorflow.experimental import dtensor
 
@@ -18,14 +17,9 @@ SWITCH = "LOWER_DTENSOR_GATHER_TO_COLLECTIVE_GATHER_V2"
 _is_ours = SWITCH not in os.environ
 
 
-def are_collectives(sizes: Mapping[str, int]) -> bool:
-    """Whether gathers on a mesh, of which the sizes of the axes are given, are collectives that gather."""
-    return sum(size > 1 for size in sizes.values()) <= 1
-
-
 def choose(mesh: dtensor.Mesh) -> None:
     """Sets the switch for what DTensor compiles next, on a mesh. It reads it whenever it compiles."""
-    gathering = are_collectives(axis_sizes(mesh))
+    gathering = not axis_sizes(mesh).shards_by_several
     if not _is_ours or gathering == (SWITCH in os.environ):
         return
     if gathering:

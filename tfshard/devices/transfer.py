@@ -82,7 +82,7 @@ def _in_turn(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
             if specs[dim] != dtensor.UNSHARDED:
                 specs[dim] = dtensor.UNSHARDED
                 tensor = dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
-    elif tensor.shape.rank > 1 and sum(size > 1 for size in axis_sizes(mesh).values()) > 1:
+    elif tensor.shape.rank > 1 and axis_sizes(mesh).shards_by_several:
         specs = [dtensor.MATCH] + [dtensor.UNSHARDED] * (tensor.shape.rank - 1)
         tensor = dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
     return relayout(tensor, axes, mesh)

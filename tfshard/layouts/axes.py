@@ -102,6 +102,11 @@ class MeshAxes(Mapping[str, int]):
         """The names of the axes that have a role, in the order of the mesh."""
         return tuple(axis.name for axis in self.axes if axis.role == role)
 
+    @property
+    def shards_by_several(self) -> bool:
+        """Whether more than one axis has several devices."""
+        return sum(size > 1 for size in self.values()) > 1
+
     @functools.cached_property
     def data(self) -> str | None:
         """The axis that batches, and with the ZeRO stages variables, are sharded over; None without one."""

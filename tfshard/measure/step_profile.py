@@ -14,7 +14,7 @@ import rich.table
 import tensorflow as tf
 
 from tfshard import _private, tables
-from tfshard.devices import gathers, transfer
+from tfshard.devices import transfer
 from tfshard.errors import PlanMismatchError, StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts.axes import MeshAxes, axis_sizes
@@ -297,7 +297,7 @@ def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
     planned: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     open_ended, merging, gathered = set(), collections.Counter[str](), collections.Counter[str]()
     by_reduction = ["reduce-scatter"] if profile.device_type == "CPU" else []
-    if not gathers.are_collectives(plan.mesh):
+    if plan.mesh.shards_by_several:
         by_reduction.append("all-gather")
     for collective in plan.collectives:
         kind = "all-reduce" if collective.kind in by_reduction else collective.kind

@@ -46,10 +46,9 @@ def _with_whole_dims(
 ) -> list[tf.Tensor] | None:
     shape = call.inputs[number].shape
     dims = [dim for dim in dims if shape[dim] != 1]
-    several_axes = sum(size > 1 for size in axis_sizes(mesh).values()) > 1
     if 0 in dims:
         kept = 1  # Samples may be there, after a transpose.
-    elif several_axes and shape.rank in (2, 3) and shape.rank - 1 in dims:
+    elif axis_sizes(mesh).shards_by_several and shape.rank in (2, 3) and shape.rank - 1 in dims:
         kept = 0
     else:
         return None

@@ -80,7 +80,7 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         exchange.update(dict.fromkeys(("Case", "StatelessCase"), _refuse_case))
     for operation, function in _SCATTERS.items():
         exchange[operation] = functools.partial(_scattered, function, mesh)
-    if sum(size > 1 for size in axis_sizes(mesh).values()) > 1 and not _private.is_eager():
+    if axis_sizes(mesh).shards_by_several and not _private.is_eager():
         exchange.update(dict.fromkeys(_private.RANDOM_OPS, functools.partial(_pin_random, mesh=mesh)))
 
     def listed(function: Exchange, call: _private.Call) -> list[tf.Tensor] | None:
