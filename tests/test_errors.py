@@ -165,9 +165,9 @@ def test_wrong_types():
         tfshard.LayoutMap({"(": (None,)})
 
 
-def test_sparse_batches_are_refused():
+def test_ragged_batches_are_refused():
     chosen = strategy()
-    with pytest.raises(tfshard.errors.StrategyError, match="Sparse and ragged"):
+    with pytest.raises(tfshard.errors.StrategyError, match="Ragged batches cannot"):
         chosen.run(lambda x: x, args=(tf.ragged.constant([[1], [2, 3]]),))
 
 

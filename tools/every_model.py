@@ -4,6 +4,7 @@
     python tools/every_model.py --suite=keras_hub --keras_hub=CHECKOUT
     python tools/every_model.py --suite=keras_hub --keras_hub=CHECKOUT --only=vit,clip
     python tools/every_model.py --suite=applications --write      # and writes the table of docs/models.md
+    python tools/every_model.py --suite=keras_hub --keras_hub=CHECKOUT --layout_map=auto --write
 
 KerasHub's wheel has no tests; a checkout of its repository has them, and in each test of a backbone a small
 configuration and an input, which are what is used here. Each model has a process of its own. Dropout is off: random
@@ -29,6 +30,7 @@ from absl import app, flags
 _SUITE = flags.DEFINE_enum("suite", "applications", ["applications", "keras_hub"], "Which models.")
 _KERAS_HUB = flags.DEFINE_string("keras_hub", None, "A checkout of KerasHub's repository.")
 _ONLY = flags.DEFINE_list("only", [], "Models whose name has one of these in it.")
+_LAYOUT_MAP = flags.DEFINE_enum("layout_map", "none", ["none", "auto"], "auto: two of the four devices share layers.")
 _STAGE = flags.DEFINE_integer("stage", 3, "ZeRO stage.")
 _PROCESSES = flags.DEFINE_integer("processes", 2, "How many models at once.")
 _SECONDS = flags.DEFINE_integer("seconds", 900, "How long one model may take.")
@@ -143,6 +145,24 @@ def still(model) -> None:
                 setattr(layer, rate, 0.0)
 
 
+def strategy():
+    import tfshard
+
+    if _LAYOUT_MAP.value == "auto":
+        mesh = tfshard.create_mesh(batch=DEVICES // 2, model=2)
+        return tfshard.ShardedStrategy(mesh, layout_map="auto", zero_stage=_STAGE.value)
+    return tfshard.ShardedStrategy(tfshard.create_mesh(batch=DEVICES), zero_stage=_STAGE.value)
+
+
+def share(model) -> float:
+    """The share of a sharded model's parameters that the model axis shards."""
+    import math
+
+    sizes = {v.path: math.prod(v.shape) for v in model.trainable_variables}
+    sharded = [v.path for v in model.trainable_variables if "model" in v.value.layout.storage]
+    return sum(sizes[path] for path in sharded) / sum(sizes.values())
+
+
 def train(name: str, strategy) -> dict:
     import keras
     import numpy as np
@@ -170,6 +190,7 @@ def train(name: str, strategy) -> dict:
         "losses": losses, "first": times[0], "step": times[-1], "parameters": model.count_params(),
         "configuration": configuration,
         "weights": {v.path: np.array(v.numpy(), dtype="float64") for v in model.weights},
+        "share": share(model) if strategy else 0.0,
     }  # fmt: skip
 
 
@@ -201,11 +222,13 @@ def compare(name: str) -> dict:
     found = {"name": name, "parameters": plain["parameters"], "configuration": plain["configuration"],
              "plain": plain["losses"], "first": plain["first"], "step": plain["step"]}  # fmt: skip
     try:
-        ours = train(name, tfshard.ShardedStrategy(tfshard.create_mesh(batch=DEVICES), zero_stage=_STAGE.value))
+        ours = train(name, strategy())
     except Exception as error:
         traceback.print_exc()
         refused = isinstance(error, tfshard.errors.ShardingError)
         return found | {"result": "refused" if refused else "failed", "why": f"{type(error).__name__}: {error}"}
+    if _LAYOUT_MAP.value == "auto":
+        found["share"] = ours["share"]
     found |= {"sharded": ours["losses"], "sharded_first": ours["first"], "sharded_step": ours["step"]}
     # Finite: a configuration of a test may give none at all.
     if not np.all(np.isfinite(plain["losses"])):
@@ -259,6 +282,7 @@ def row(found: dict) -> str:
         f"{found['sharded_first']:.1f}" if "sharded_first" in found else "",
         f"{found['sharded_step'] / found['step']:.2f}" if "sharded_step" in found else "",
         found["result"] + (f": {found['why'][:160]}" if "why" in found else ""),
+        *([f"{found['share']:.0%}" if "share" in found else ""] if _LAYOUT_MAP.value == "auto" else []),
         found.get("configuration", ""),
     ]
     return "| " + " | ".join(text.replace("|", "/").replace("\n", " ") for text in numbers) + " |"
@@ -272,9 +296,10 @@ def main(argv: list[str]) -> None:
         return
     lines = [
         "| Model | Parameters | Loss, one device | Loss, sharded | First step, s | Sharded | Step, ratio | Result "
-        "| Configuration |",
-        "|---|---|---|---|---|---|---|---|---|",
+        + ("| Over the model axis " if _LAYOUT_MAP.value == "auto" else "")
+        + "| Configuration |",
     ]
+    lines.append("|---" * (lines[0].count("|") - 1) + "|")
     print("\n".join(lines), flush=True)
     results = []
     with concurrent.futures.ThreadPoolExecutor(_PROCESSES.value) as pool:
@@ -284,7 +309,8 @@ def main(argv: list[str]) -> None:
     counts = {kind: sum(each["result"] == kind for each in results) for kind in sorted({r["result"] for r in results})}
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     if _WRITE.value:
-        mark = f"<!-- The table of {_SUITE.value} is written by tools/every_model.py -->\n"
+        which = _SUITE.value + (" with automatic layouts" if _LAYOUT_MAP.value == "auto" else "")
+        mark = f"<!-- The table of {which} is written by tools/every_model.py -->\n"
         before, _, after = DOCS.read_text().partition(mark)
         rest = after.partition("\n<!-- end -->")[2]
         table = "\n".join([*lines, *map(row, results)])

@@ -34,6 +34,26 @@ CASES = {
     "map_fn with a cond": lambda t: tf.map_fn(
         lambda row: tf.cond(tf.reduce_sum(row) > 3, lambda: tf.tanh(row) * row, lambda: row), t
     ),
+    "cond in a cond": lambda t: tf.cond(
+        positive(t), lambda: tf.cond(positive(-t), lambda: t, lambda: tf.tanh(t) * t), lambda: tf.exp(t)
+    ),
+    "cond by a shape": lambda t: tf.cond(tf.equal(tf.shape(t)[1], 6), lambda: tf.tanh(t) * t, lambda: t),
+    "switch_case": lambda t: tf.switch_case(
+        tf.cast(positive(t), tf.int32) + 1, [lambda: t, lambda: t * t, lambda: tf.tanh(t) * t, lambda: t]
+    ),
+    "switch_case, default": lambda t: tf.switch_case(tf.cast(positive(t), tf.int32) + 4, {0: lambda: t}, lambda: t * t),
+    "keras.ops.switch": lambda t: keras.ops.switch(
+        tf.cast(positive(-t), tf.int32), [lambda a: a * a, lambda a: a], tf.tanh(t)
+    ),
+    "associative_scan": lambda t: keras.ops.associative_scan(lambda a, c: a * c, t, axis=0),
+    "associative_scan, axis=1": lambda t: keras.ops.associative_scan(lambda a, c: a * c, t, axis=1),
+    "map_fn of all rows": lambda t: tf.map_fn(lambda row: tf.linalg.matvec(t, row), t),
+    "map_fn over columns": lambda t: tf.map_fn(lambda column: column * tf.reduce_sum(column), tf.transpose(t)),
+    "vectorized_map of all rows": lambda t: tf.vectorized_map(lambda row: tf.linalg.matvec(t, row), t),
+    "vectorized_map of scatters": lambda t: tf.vectorized_map(
+        lambda row: tf.tensor_scatter_nd_add(row, [[1], [3]], row[:2]), t
+    ),
+    "vectorized_map over columns": lambda t: tf.vectorized_map(lambda a: a * tf.reduce_sum(a), tf.transpose(t)),
     "vectorized_map": lambda t: tf.vectorized_map(lambda row: row * tf.reduce_sum(row), t),
     "keras.ops.scan": lambda t: keras.ops.scan(lambda c, row: (tf.tanh(c + row), c), tf.zeros(6), t)[1],
     "keras.ops.map": lambda t: keras.ops.map(lambda row: row * tf.reduce_sum(row), t),
@@ -91,6 +111,33 @@ def test_steps_that_are_alike_are_compiled_one_after_the_other_and_run_again(nam
     tf.compat.v1.reset_default_graph()
     keras.backend.clear_session()
     check()
+
+
+def test_a_map_over_the_batch_is_done_by_each_device_with_its_own_rows():
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
+    sharded = transfer.host_to_mesh(VALUES, ("batch", None), strategy.mesh)
+
+    def mapped(t):
+        return tf.map_fn(lambda row: row * 2.0, t)
+
+    with strategy.extended.results_stay_sharded():
+        result = strategy.run(tf.function(mapped), args=(sharded,))
+    np.testing.assert_allclose(transfer.to_host(result), VALUES * 2)
+    assert tf.experimental.dtensor.fetch_layout(result).num_shards(0) == 4
+
+
+def test_a_map_that_writes_to_a_variable_is_refused():
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
+    sharded = transfer.host_to_mesh(VALUES, ("batch", None), strategy.mesh)
+    with strategy.scope():
+        count = keras.Variable(np.zeros(6, "float32"), name="count")
+
+    def counted(row):
+        count.assign(count + row)
+        return row * 2.0
+
+    with pytest.raises(tfshard.errors.StrategyError, match="'count' is written in the body of a tf.while_loop"):
+        strategy.run(tf.function(lambda t: tf.map_fn(counted, t)), args=(sharded,))
 
 
 def test_a_layer_that_keeps_its_state_goes_on_from_it_as_on_one_device():

@@ -1,11 +1,15 @@
 """The functions that TensorFlow's context holds, with those that DTensor makes of a step."""
 
-from collections.abc import Iterator
+import contextlib
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
+from tensorflow.python.framework import function as _function
 from tensorflow.python.framework import ops as _ops
+from tensorflow.python.ops import ctc_ops as _ctc_ops
 
 _known: set[str] = set()
 
@@ -55,3 +59,19 @@ def _called(function: Any) -> Iterator[Any]:
             if attribute.func.name:
                 yield attribute.func
             yield from attribute.list.func
+
+
+@contextlib.contextmanager
+def ctc_with_own_names() -> Iterator[None]:
+    """A context in which the loops of `tf.nn.ctc_loss` have bodies with names of their own (`ctc_ops.function`, of
+    which it uses `Defun`): TensorFlow names them by what they do, and not by their shapes, which DTensor compares."""
+
+    def defun(*dtypes: tf.DType) -> Callable[..., Any]:
+        own: Callable[..., Any] = _function.Defun(*dtypes, func_name=f"ctc_{_ops.uid()}")
+        return own
+
+    _ctc_ops.function = types.SimpleNamespace(Defun=defun)
+    try:
+        yield
+    finally:
+        _ctc_ops.function = _function

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +12,7 @@ import tensorflow as tf
 from tensorflow.dtensor.python import api as _dtensor_api
 from tensorflow.python.eager import record as _record
 from tensorflow.python.eager import tape as _tape
+from tensorflow.python.ops import cond_v2 as _cond_v2
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 
 # What attributes begin with in which TensorFlow keeps what it tracks of an object (`AutoTrackable`).
@@ -63,7 +64,9 @@ def element_shape(tensor_list: tf.Tensor) -> list[int] | None:
 def know_element_shapes(loop: tf.Operation) -> None:
     """Gives a loop that fills lists of tensors (`TensorListReserve` before it, `TensorListSetItem` in its body) others,
     which know of which shape their elements are, where only the body tells (Operation._update_input)."""
-    body = loop.graph._get_function(loop.get_attr("body").name).graph
+    body = getattr(loop.graph._get_function(loop.get_attr("body").name), "graph", None)
+    if body is None:  # Of TensorFlow 1.
+        return
     for number, (tensor, result) in enumerate(zip(loop.inputs, body.outputs, strict=True)):
         while result.op.type == "Identity":
             result = result.op.inputs[0]
@@ -122,6 +125,43 @@ def captures_brought(outer: tf.Graph, bring: Callable[[tf.Tensor], tf.Tensor]) -
         yield
     finally:
         function_graph.capture = capture
+
+
+@contextlib.contextmanager
+def known_branches(value_of: Callable[[tf.Tensor], Any]) -> Iterator[None]:
+    """A context in which a `tf.cond` is one of its branches where `value_of(predicate)` tells which (None: it cannot
+    tell), and a `tf.switch_case` is made of them (`cond_v2.cond_v2` and `cond_v2.indexed_case`)."""
+    cond, switch = _cond_v2.cond_v2, _cond_v2.indexed_case
+
+    def chosen(
+        predicate: tf.Tensor, true_fn: Callable[[], Any], false_fn: Callable[[], Any], name: str = "cond"
+    ) -> Any:
+        value = value_of(predicate)
+        if value is None:
+            return cond(predicate, true_fn, false_fn, name)
+        return tf.nest.map_structure(_as_tensor, true_fn() if value else false_fn())
+
+    def nested(index: tf.Tensor, branches: Sequence[Callable[[], Any]], *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        index = tf.convert_to_tensor(index)
+
+        def choose(number: int) -> Any:
+            if number == len(branches) - 1:  # And for what is no index.
+                return branches[number]()
+            return tf.cond(tf.equal(index, number), branches[number], lambda: choose(number + 1))
+
+        return tf.nest.map_structure(_as_tensor, choose(0))
+
+    _cond_v2.cond_v2, _cond_v2.indexed_case = chosen, nested
+    try:
+        yield
+    finally:
+        _cond_v2.cond_v2, _cond_v2.indexed_case = cond, switch
+
+
+def _as_tensor(value: Any) -> Any:
+    is_one = value is None or isinstance(value, (tf.__internal__.CompositeTensor, tf.TensorArray, tf.Operation))
+    return value if is_one else tf.convert_to_tensor(value)
 
 
 def operation_types(graph: tf.Graph) -> set[str]:

@@ -98,7 +98,9 @@ NAMES = (
     *_all("tensorflow", "2.19", {
         "python.eager.context": "Context.add_function_def Context.get_function_def Context.list_function_names "
         "Context.remove_function context",
+        "python.framework.function": "Defun",
         "python.framework.ops": "uid",
+        "python.ops.ctc_ops": "function",
     }),
     # graphs
     *_all("tensorflow", "2.19", {
@@ -109,6 +111,7 @@ NAMES = (
         "python.eager.tape": "variable_accessed",
         "python.framework.func_graph": "FuncGraph.capture FuncGraph.captures FuncGraph.outer_graph",
         "python.framework.ops": "Graph._get_function Operation._update_input",
+        "python.ops.cond_v2": "cond_v2 indexed_case",
         "python.ops.control_flow_v2_func_graphs": "WhileBodyFuncGraph WhileCondFuncGraph",
         "python.ops.handle_data_util": "get_resource_handle_data",
         "python.ops.resource_variable_ops": "BaseResourceVariable._handle",

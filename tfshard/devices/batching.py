@@ -59,14 +59,13 @@ class InputShard:
 
 
 def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> Any:
-    """One leaf of a batch as a DTensor; None and what is one already stay as they are."""
+    """One leaf of a batch as a DTensor; None and what is one already stay as they are. A sparse one becomes dense."""
     if _stays(value):
         return value
-    if isinstance(value, _NOT_DENSE):
+    if isinstance(value, tf.RaggedTensor):
         raise StrategyError(
-            "Sparse and ragged batches cannot be put on a mesh. Make them dense in the input pipeline, for example "
-            f"with tf.sparse.to_dense or RaggedTensor.to_tensor. Received: a {type(value).__name__} of "
-            f"shape={value.shape}"
+            "Ragged batches cannot be put on a mesh. Make them dense in the input pipeline, for example with "
+            f"RaggedTensor.to_tensor. Received: a {type(value).__name__} of shape={value.shape}"
         )
     host = _host_array(value)
     if already_sharded and host.ndim:
@@ -74,9 +73,6 @@ def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> An
     tensor = transfer.host_to_mesh(host, batch_axes(host.shape, mesh), mesh)
     clients.here().note_value(tensor, host)
     return tensor
-
-
-_NOT_DENSE = (tf.SparseTensor, tf.RaggedTensor)
 
 
 def _stays(value: Any) -> bool:
@@ -101,6 +97,8 @@ def _own_part_to_mesh(rows: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def _host_array(value: Any) -> np.ndarray:
+    if isinstance(value, tf.SparseTensor):
+        value = tf.sparse.to_dense(value)
     if tf.is_tensor(value):
         return np.asarray(value.numpy())
     array = np.asarray(value)
@@ -118,7 +116,7 @@ def batch_to_mesh(batch: Any, mesh: dtensor.Mesh, already_sharded: bool = False)
         mesh: The mesh.
         already_sharded: The batch holds the rows of this client only.
     """
-    dense = [leaf for leaf in tf.nest.flatten(batch) if not _stays(leaf) and not isinstance(leaf, _NOT_DENSE)]
+    dense = [leaf for leaf in tf.nest.flatten(batch) if not _stays(leaf) and not isinstance(leaf, tf.RaggedTensor)]
     if already_sharded and dense:
         _agree_on_parts(dense, mesh)
     return tf.nest.map_structure(lambda leaf: to_mesh(leaf, mesh, already_sharded), batch)

@@ -16,11 +16,13 @@ from tfshard.errors import UnsupportedOperationError
 from tfshard.layouts.axes import MeshAxes, axis_sizes
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import (
+    branches,
     counts,
     dims,
     einsums,
     loops,
     origins,
+    row_functions,
     row_operations,
     rows,
     scatters,
@@ -77,7 +79,6 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
             exchange[operation] = functools.partial(dims_of, mesh=mesh)
         exchange["DenseBincount"] = functools.partial(counts.counted, mesh=mesh)
         exchange.update(dict.fromkeys(_REFUSED, _refuse))
-        exchange.update(dict.fromkeys(("Case", "StatelessCase"), _refuse_case))
     for operation, function in _SCATTERS.items():
         exchange[operation] = functools.partial(_scattered, function, mesh)
     if axis_sizes(mesh).shards_by_several and not _private.is_eager():
@@ -112,6 +113,8 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
             stack.enter_context(_private.constants_brought(bring))
             # DTensor ends the process as it expands a tf.cond's gradient that takes tensors from optionals.
             stack.enter_context(_private.gradients_without_optionals())
+            stack.enter_context(_private.known_branches(branches.value_of))
+            stack.enter_context(row_functions.called_with_rows(mesh))
         yield
 
 
@@ -146,15 +149,6 @@ def _refuse(call: _private.Call) -> None:
     raise UnsupportedOperationError(
         f"A compiled step on a mesh cannot have {_REFUSED[call.type]}. It is in {place[-1] if place else 'the step'}"
     )
-
-
-def _refuse_case(call: _private.Call) -> None:
-    if not unsized.is_known(call.inputs[0]):
-        place = origins.find(call.type)
-        raise UnsupportedOperationError(
-            "A compiled step on a mesh cannot have a tf.switch_case (keras.ops.switch) by a tensor: DTensor has no "
-            f"expansion for it. Use tf.cond (keras.ops.cond). It is in {place[-1] if place else 'the step'}"
-        )
 
 
 # --- Random numbers -------------------------------------------------------------------------------------

@@ -118,7 +118,9 @@ def total(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     return tf.reduce_sum(_leave(tf.expand_dims(tensor, 0), mesh), 0)
 
 
-def apply(function: Callable[..., Any], arguments: Sequence[Any], mesh: dtensor.Mesh) -> Any:
+def apply(
+    function: Callable[..., Any], arguments: Sequence[Any], mesh: dtensor.Mesh, *, whole_captures: bool = False
+) -> Any:
     """Calls a function of rows on the rows of each device.
 
     Args:
@@ -127,12 +129,15 @@ def apply(function: Callable[..., Any], arguments: Sequence[Any], mesh: dtensor.
             of the step.
         arguments: Structures of tensors `(B, ...)`, or of None. The batch axis divides B.
         mesh: The mesh.
+        whole_captures: Whether the function uses all of each tensor that it takes from outside. Else a tensor of B rows
+            that was made of the batch is meant row by row, too, such as the dropout mask of a recurrent cell.
 
     Returns:
         What the function returns, with B rows.
 
     Raises:
-        UnsupportedOperationError: A result has another number of rows, or the function draws random numbers.
+        UnsupportedOperationError: A result has another number of rows, or the function draws random numbers or writes
+            to a variable.
     """
     # A variable, as the state of a layer that keeps it, has rows as a tensor has.
     arguments = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), arguments)
@@ -152,7 +157,7 @@ def apply(function: Callable[..., Any], arguments: Sequence[Any], mesh: dtensor.
     stands_for: dict[int, tf.Tensor] = {}
 
     def bring(tensor: tf.Tensor) -> tf.Tensor:
-        if not _has_rows(tensor, size):
+        if whole_captures or not _has_rows(tensor, size):
             return tensor
         stand_in = tf.zeros([count, *tensor.shape[1:]], tensor.dtype)
         stands_for[id(stand_in)] = tensor
@@ -160,7 +165,14 @@ def apply(function: Callable[..., Any], arguments: Sequence[Any], mesh: dtensor.
 
     with _private.captures_brought(outer, bring):
         traced = tf.function(flat, autograph=False).get_concrete_function(*specs)
-    random = _private.operation_types(traced.graph) & _private.ALL_RANDOM_OPS
+    types = _private.operation_types(traced.graph)
+    written = sorted(each for each in types if each.startswith("Assign"))
+    if written:
+        raise UnsupportedOperationError(
+            "What is computed by each device on its own rows cannot write to a variable: each device would write what "
+            f"its own rows give. Received: a function, such as a cell of a recurrent layer, with {written[0]}"
+        )
+    random = types & _private.ALL_RANDOM_OPS
     if random:
         raise UnsupportedOperationError(
             "What is computed by each device on its own rows cannot draw random numbers: all devices would draw the "
@@ -175,15 +187,17 @@ def apply(function: Callable[..., Any], arguments: Sequence[Any], mesh: dtensor.
             )
     with tf.name_scope(_NAME):
         captures = [stands_for.get(id(each), each) for each in traced.captured_inputs]
-        _private.set_captures(traced, [_captured(each, size, mesh) for each in captures])
+        _private.set_captures(traced, [_captured(each, None if whole_captures else size, mesh) for each in captures])
         results = traced(*[enter(leaf, mesh) for leaf in rows])
         return tf.nest.map_structure(lambda result: leave(result, mesh), results)
 
 
-def _captured(tensor: tf.Tensor, size: int, mesh: dtensor.Mesh) -> tf.Tensor:
+def _captured(tensor: tf.Tensor, size: int | None, mesh: dtensor.Mesh) -> tf.Tensor:
     """What a function gets for a tensor of the step that it uses: its rows if it has `size` of them, else all of it."""
     if tensor.dtype in (tf.resource, tf.variant):
         return tensor
+    if size is None:
+        return shared(transfer.whole(tensor, mesh), mesh)
     return enter(tensor, mesh) if _has_rows(tensor, size) else shared(tensor, mesh)
 
 

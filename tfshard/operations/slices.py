@@ -38,7 +38,6 @@ class _FullSlice:
         given = vectors[0].shape[0]
         if given is None:
             return None
-        _check_ranges(vectors, masks, given)
         if given == rank and not masks["ellipsis"] and not masks["new_axis"]:
             return None
 
@@ -69,23 +68,6 @@ class _FullSlice:
         arguments = dict(zip(("begin", "end", "strides"), full, strict=True))
         arguments |= {f"{name}_mask": value for name, value in bits.items()}
         return cls(arguments=arguments, new_axes=tuple(new_axes))
-
-
-def _check_ranges(vectors: list[tf.Tensor], masks: dict[str, int], given: int) -> None:
-    """Raises `UnsupportedOperationError` for a range in a slice one of whose indices is not known before the step runs.
-
-    DTensor gives a tensor without elements for it. An index by itself is right.
-    """
-    if all(unsized.is_known(vector) for vector in vectors):
-        return
-    for i in range(given):
-        whole = masks["begin"] >> i & 1 and masks["end"] >> i & 1
-        if not whole and not any(masks[name] >> i & 1 for name in ("ellipsis", "new_axis", "shrink_axis")):
-            raise UnsupportedOperationError(
-                "A slice cannot have a range, such as 1:3, together with an index that is a tensor: DTensor gives an "
-                "empty result for it. Use two slices one after the other, or keras.ops.slice for a range that begins "
-                f"at a tensor. Received: a slice of {given} entries, of which number {i} is a range"
-            )
 
 
 def _entries(vector: tf.Tensor, entries: list[int | None], other: int) -> tf.Tensor | np.ndarray:
@@ -155,11 +137,92 @@ def _as_it_is(call: _private.Call) -> dict[str, Any]:
     return {**vectors, **{mask: call.get_attr(mask) for mask in masks}}
 
 
+def _elements(vector: tf.Tensor) -> list[int | None]:
+    """The numbers in a vector; None for those that are tensors."""
+    known = tf.get_static_value(vector)
+    if known is not None:
+        return [int(each) for each in known]
+    parts = vector.op.inputs if vector.op.type == "Pack" else [None] * vector.shape[0]
+    values = [None if part is None else tf.get_static_value(part) for part in parts]
+    return [None if value is None else int(value) for value in values]
+
+
+def _indices_apart(call: _private.Call, rank: int) -> tuple[_private.Call, list[tuple[int, int, tf.Tensor]]] | None:
+    """A slice with ranges next to indices that are tensors, for which DTensor gives a tensor without elements, as a
+    slice without those; and of each index the dim of the tensor, and the dim of its result. None for other slices.
+
+    Raises:
+        UnsupportedOperationError: A range begins or ends at a tensor.
+    """
+    tensor, *vectors = call.inputs[:4]
+    count = vectors[0].shape[0]
+    if call.is_eager or count is None or all(unsized.is_known(vector) for vector in vectors):
+        return None
+    masks = {name: call.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
+
+    def has(name: str, i: int) -> bool:
+        return bool(masks[name] >> i & 1)
+
+    elements = [_elements(vector) for vector in vectors]
+    taken = sum(not has("ellipsis", i) and not has("new_axis", i) for i in range(count))
+    entries: list[tuple[int | None, ...]] = []
+    indices: list[tuple[int, int, tf.Tensor]] = []
+    dim, result, ranges = 0, 0, False
+    for i in range(count):
+        entry = tuple(element[i] for element in elements)
+        if has("ellipsis", i):
+            entry, dim, result = (0, 0, 1), dim + rank - taken, result + rank - taken
+        elif has("new_axis", i):
+            entry, result = (0, 0, 1), result + 1
+        elif not has("shrink_axis", i):
+            is_open = (has("begin", i), has("end", i), False)
+            entry = tuple(0 if o else each for o, each in zip(is_open, entry, strict=True))
+            if None in entry:
+                raise UnsupportedOperationError(
+                    "A slice cannot have a range that begins or ends at a tensor: its size would depend on a value, "
+                    "and DTensor gives an empty result for it. Use keras.ops.slice, which has a size. Received: a "
+                    f"slice of {count} entries, of which number {i} is such a range"
+                )
+            ranges = ranges or not all(is_open[:2]) or entry[2] != 1
+            dim, result = dim + 1, result + 1
+        elif entry[0] is None:
+            indices.append((dim, result, tf.unstack(vectors[0])[i]))
+            entry, dim, result = (0, 0, 1), dim + 1, result + 1
+            masks["shrink_axis"] &= ~(1 << i)
+            masks["begin"], masks["end"] = masks["begin"] | 1 << i, masks["end"] | 1 << i
+        else:
+            entry, dim = (entry[0], 0, 1), dim + 1
+        entries.append(entry)
+    if not ranges:
+        return None
+    constants = [tf.constant(each, vectors[0].dtype) for each in zip(*entries, strict=True)]
+    without = dataclasses.replace(
+        call, inputs=(tensor, *constants, *call.inputs[4:]), get_attr=lambda name: masks[name.removesuffix("_mask")]
+    )
+    return without, indices
+
+
 def full_slice(call: _private.Call) -> tf.Tensor | None:
     """A StridedSlice with an entry for each dim."""
     if not call.inputs[0].shape.is_fully_defined():
         if call.inputs[0].shape.rank is None or unsized.depends_on_values(call.inputs[0]):
             return unsized.slice_of(call)
+    apart = _indices_apart(call, call.inputs[0].shape.rank)
+    if apart is None:
+        return _one_slice(call)
+    without, indices = apart
+    result = _one_slice(without)
+    result = tf.raw_ops.StridedSlice(input=call.inputs[0], **_as_it_is(without)) if result is None else result
+    for _, place, index in reversed(indices):
+        result = tf.gather(result, _from_the_front(index, result.shape[place]), axis=place)
+    return result
+
+
+def _from_the_front(index: tf.Tensor, size: int) -> tf.Tensor:
+    return tf.where(index < 0, index + size, index)
+
+
+def _one_slice(call: _private.Call) -> tf.Tensor | None:
     forwards, backwards = _forwards(call, list(call.inputs[0].shape))
     tensor, *vectors = forwards.inputs
     full = _FullSlice.of(forwards, vectors, tensor.shape.rank)
@@ -176,6 +239,26 @@ def full_slice_gradient(call: _private.Call) -> tf.Tensor | None:
     if not call.is_eager and not unsized.is_known(call.inputs[0]) and unsized.depends_on_values(*call.inputs):
         return unsized.gradient_of_slice(call)
     sizes = tf.get_static_value(call.inputs[0])
+    apart = None if sizes is None else _indices_apart(call, len(sizes))
+    if apart is not None:
+        call, indices = apart
+        upstream = call.inputs[4]
+        for dim, place, index in indices:
+            upstream = tf.expand_dims(upstream, place)
+            shape = [sizes[dim] if i == place else 1 for i in range(upstream.shape.rank)]
+            here = tf.equal(tf.range(sizes[dim], dtype=index.dtype), _from_the_front(index, sizes[dim]))
+            upstream = tf.where(tf.reshape(here, shape), upstream, tf.zeros([], upstream.dtype))
+        call = dataclasses.replace(call, inputs=(*call.inputs[:4], upstream))
+        result = _one_gradient(call, sizes)
+        return (
+            tf.raw_ops.StridedSliceGrad(shape=call.inputs[0], dy=upstream, **_as_it_is(call))
+            if result is None
+            else result
+        )
+    return _one_gradient(call, sizes)
+
+
+def _one_gradient(call: _private.Call, sizes: np.ndarray | None) -> tf.Tensor | None:
     forwards, backwards = _forwards(call, [None] * call.inputs[0].shape[0] if sizes is None else sizes.tolist())
     shape, *vectors, upstream = forwards.inputs
     full = _FullSlice.of(forwards, vectors, shape.shape[0])

@@ -61,7 +61,7 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
             "verify runs in one process. Start one with as many devices as the launched run has together, "
             "tfshard.initialize(num_devices=..., device_type='CPU'): the numbers are the same."
         )
-    if any(isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)) for leaf in tf.nest.flatten(batch)):
+    if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(batch)):
         batching.batch_to_mesh(batch, strategy.mesh)  # Says what to do.
     host = tf.nest.map_structure(_host_leaf, batch)
     _private.symbolic_build(model, host)
@@ -78,5 +78,5 @@ def _host_leaf(value: Any) -> Any:
     """A part of a batch as an array in the dtype that Keras's data adapters give it."""
     if value is None:
         return None
-    array = transfer.to_host(value)
+    array = transfer.to_host(tf.sparse.to_dense(value) if isinstance(value, tf.SparseTensor) else value)
     return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array

@@ -1,0 +1,34 @@
+"""Sparse batches, which become dense on their way to the mesh."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import parity
+import tfshard
+
+RS = np.random.RandomState(0)
+DENSE = np.where(RS.uniform(size=(16, 12)) > 0.7, RS.normal(size=(16, 12)), 0.0).astype("float32")
+TARGETS = RS.normal(size=(16, 3)).astype("float32")
+
+
+def test_a_model_fits_evaluates_and_predicts_sparse_batches_as_on_one_device():
+    data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(DENSE), TARGETS)).batch(8)
+    assert isinstance(next(iter(data))[0], tf.SparseTensor), "premise: batches are sparse"
+    runs = []
+    for strategy in (None, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((12,), sparse=True)
+        model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Dense(8, activation="tanh")(inputs)))
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        if strategy is None:
+            model.compile(parity.dense_gradients(optimizer), "mse", jit_compile=False)
+        else:
+            tfshard.as_distributed(model).compile(optimizer, "mse", strategy=strategy)
+        losses = model.fit(data, epochs=2, shuffle=False, verbose=0).history["loss"]
+        runs.append((losses, model.evaluate(data, verbose=0), model.predict(data.map(lambda x, y: x), verbose=0)))
+        if strategy is not None:
+            assert tfshard.verify(model, next(iter(data))).ok
+    for ours, theirs in zip(*reversed(runs), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

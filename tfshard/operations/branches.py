@@ -1,0 +1,64 @@
+"""A `tf.cond` whose branch is known while a step is traced: DTensor has no expansion for many conditions."""
+
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+# Those of which conditions are made, besides constants, shapes and ranks.
+_FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "LogicalAnd": np.logical_and,
+    "LogicalOr": np.logical_or,
+    "LogicalNot": np.logical_not,
+    "Equal": np.equal,
+    "NotEqual": np.not_equal,
+    "Less": np.less,
+    "LessEqual": np.less_equal,
+    "Greater": np.greater,
+    "GreaterEqual": np.greater_equal,
+    "AddV2": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "FloorDiv": np.floor_divide,
+    "FloorMod": np.mod,
+    "Identity": np.asarray,
+}
+
+
+def value_of(predicate: tf.Tensor) -> bool | None:
+    """Whether a condition is true; None if that does not follow from constants and static shapes.
+
+    Example:
+        >>> with tf.Graph().as_default():
+        ...     x = tf.zeros([2, 3])
+        ...     value_of(tf.logical_or(tf.equal(tf.rank(x), 0), tf.equal(tf.shape(x)[1], 3)))
+        True
+    """
+    value = _value(predicate)
+    return None if value is None else bool(value)
+
+
+def _value(tensor: tf.Tensor) -> np.ndarray | None:
+    if not tf.is_tensor(tensor) or tf.executing_eagerly():
+        return np.asarray(tensor)
+    value = tf.get_static_value(tensor)
+    if value is not None:
+        return np.asarray(value)
+    if tensor.op.type == "StridedSlice":
+        return _element(tensor)
+    function = _FUNCTIONS.get(tensor.op.type)
+    if function is None:
+        return None
+    operands = [_value(each) for each in tensor.op.inputs]
+    return None if any(each is None for each in operands) else function(*operands)
+
+
+def _element(tensor: tf.Tensor) -> np.ndarray | None:
+    """One element of a vector, such as a size of a shape of which others are not known."""
+    vector, begin, *_ = tensor.op.inputs
+    place = tf.get_static_value(begin)
+    if vector.op.type != "Shape" or place is None or tensor.op.get_attr("shrink_axis_mask") != 1:
+        return None
+    shape = vector.op.inputs[0].shape
+    size = None if shape.rank is None else shape[int(place[0])]
+    return None if size is None else np.asarray(size)

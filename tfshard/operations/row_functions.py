@@ -1,0 +1,72 @@
+"""Functions of TensorFlow that take one sample after the other, called by each device with its own rows (rows.py).
+
+They are written with loops, lists and scatters, which DTensor would compute whole on every device, if at all.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.errors import UnsupportedOperationError
+from tfshard.operations import rows
+
+
+@contextlib.contextmanager
+def called_with_rows(mesh: dtensor.Mesh) -> Iterator[None]:
+    """A context for a step that is being traced: `tf.map_fn`, `tf.vectorized_map` and `tf.nn.ctc_loss` on a mesh."""
+    with contextlib.ExitStack() as stack:
+        for module, name, version in ((tf, "map_fn", _map), (tf, "vectorized_map", _map), (tf.nn, "ctc_loss", _ctc)):
+            original = getattr(module, name)
+            stack.callback(setattr, module, name, original)
+            setattr(module, name, functools.wraps(original)(functools.partial(version, mesh, original)))
+        yield
+
+
+def _map(
+    mesh: dtensor.Mesh, original: Callable[..., Any], fn: Callable[..., Any], elems: Any, *args: Any, **kwargs: Any
+) -> Any:
+    def call(elems: Any) -> Any:
+        return original(fn, elems, *args, **kwargs)
+
+    leaves = tf.nest.flatten(elems)
+    if not leaves or not all(_is_of_batch(leaf, mesh) for leaf in leaves):
+        return call(elems)
+    try:
+        return rows.apply(call, [elems], mesh, whole_captures=True)
+    except UnsupportedOperationError:
+        # It draws random numbers, or writes to a variable: each device does it with all rows.
+        return call(elems)
+
+
+def _is_of_batch(leaf: Any, mesh: dtensor.Mesh) -> bool:
+    """Whether the rows of a tensor may be those of the batch: `TimeDistributed` maps over timesteps."""
+    if not isinstance(leaf, tf.Tensor) or not rows.can_be(leaf, mesh):
+        return False
+    permutation = tf.get_static_value(leaf.op.inputs[1]) if leaf.op.type == "Transpose" else None
+    return permutation is None or permutation[0] == 0
+
+
+def _ctc(
+    mesh: dtensor.Mesh,
+    original: Callable[..., Any],
+    labels: Any,
+    logits: Any,
+    label_length: Any,
+    logit_length: Any,
+    logits_time_major: bool = True,
+    unique: Any = None,
+    **kwargs: Any,
+) -> tf.Tensor:
+    def loss(labels: tf.Tensor, logits: tf.Tensor, label_length: tf.Tensor, logit_length: tf.Tensor) -> tf.Tensor:
+        with _private.ctc_with_own_names():
+            return original(labels, logits, label_length, logit_length, logits_time_major=False, **kwargs)
+
+    by_sample = tf.transpose(logits, [1, 0, 2]) if logits_time_major else logits
+    if unique is not None or not tf.is_tensor(labels) or not rows.can_be(by_sample, mesh):
+        return original(labels, logits, label_length, logit_length, logits_time_major, unique, **kwargs)
+    return rows.apply(loss, [labels, by_sample, label_length, logit_length], mesh)
