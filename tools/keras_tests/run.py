@@ -1,9 +1,10 @@
 """Runs Keras's own tests of layers and of training with every `compile` under a ShardedStrategy, and without.
 
-    python tools/keras_tests/run.py                        # keras/src/layers and keras/src/trainers
-    python tools/keras_tests/run.py --tests=layers/rnn
+    tools/keras_tests.sh                        # keras/src/layers and keras/src/trainers
+    tools/keras_tests.sh --tests=layers/rnn
 
-Prints how many pass beside plain Keras, and those that pass there and not here.
+Prints how many pass beside plain Keras, and those that pass there and not here. `--log` says where all that pytest
+prints of them is kept.
 """
 
 import os
@@ -16,6 +17,7 @@ import keras
 from absl import app, flags
 
 _TESTS = flags.DEFINE_list("tests", ["layers", "trainers"], "Files or folders below keras/src.")
+_LOG = flags.DEFINE_string("log", None, "A file for what pytest prints of the sharded run.")
 _PROCESSES = flags.DEFINE_integer("processes", 2, "Processes of pytest.")
 
 _HERE = pathlib.Path(__file__).parent
@@ -25,7 +27,7 @@ _KERAS = pathlib.Path(keras.__file__).parent / "src"
 def run(*options: str) -> dict[str, str]:
     """How each test ended, by its name."""
     command = [
-        sys.executable, "-m", "pytest", "-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "-n", str(_PROCESSES.value),
+        sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", "-p", "no:cacheprovider", "-n", str(_PROCESSES.value),
         "--rootdir", str(_KERAS), "-c", os.devnull, "--import-mode=importlib", *options,
         *(str(_KERAS / name) for name in _TESTS.value),
     ]  # fmt: skip
@@ -35,9 +37,11 @@ def run(*options: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join((str(_HERE), os.environ.get("PYTHONPATH", ""))),
     }
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if _LOG.value and options:
+        pathlib.Path(_LOG.value).write_text(done.stdout)
     found = {}
     for line in done.stdout.splitlines():
-        if match := re.match(r"(PASSED|FAILED|ERROR) (\S+)", line):
+        if match := re.match(r"(PASSED|FAILED|ERROR) (\S+?::\S+?)(?: - .*)?$", line):
             found[match[2]] = match[1]
     return found
 
