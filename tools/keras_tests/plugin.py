@@ -1,11 +1,14 @@
 """A plugin of pytest that has each `compile` of a Keras model come under a strategy (tools/keras_tests/run.py)."""
 
+import threading
+
 import keras
 
 import tfshard
 
 tfshard.initialize(num_devices=4, device_type="CPU")
 _compile = keras.Model.compile
+_inside = threading.local()
 _strategies: list[tfshard.ShardedStrategy] = []
 
 
@@ -15,13 +18,17 @@ def _strategy() -> tfshard.ShardedStrategy:
     return _strategies[0]
 
 
-def compile_sharded(model: keras.Model, *args, strategy=None, **kwargs) -> None:
+def compile_sharded(model: keras.Model, *args, **kwargs) -> None:
     """`keras.Model.compile` under the strategy; XLA, which a test asks for by the way, is left out."""
-    if strategy is not None or type(model).__name__ == "Sharded":
+    if getattr(_inside, "model", None) is model:
         _compile(model, *args, **kwargs)
         return
     kwargs.pop("jit_compile", None)
-    tfshard.as_distributed(model).compile(*args, strategy=_strategy(), **kwargs)
+    _inside.model = model
+    try:
+        tfshard.as_distributed(model).compile(*args, strategy=_strategy(), **kwargs)
+    finally:
+        _inside.model = None
 
 
 def pytest_collection_finish():
