@@ -145,12 +145,13 @@ def still(model) -> None:
                 setattr(layer, rate, 0.0)
 
 
-def strategy():
+def strategy(model, data):
     import tfshard
 
     if _LAYOUT_MAP.value == "auto":
         mesh = tfshard.create_mesh(batch=DEVICES // 2, model=2)
-        return tfshard.ShardedStrategy(mesh, layout_map="auto", zero_stage=_STAGE.value)
+        layout_map = tfshard.auto_layout_map(model, mesh, inputs=data)
+        return tfshard.ShardedStrategy(mesh, layout_map=layout_map, zero_stage=_STAGE.value)
     return tfshard.ShardedStrategy(tfshard.create_mesh(batch=DEVICES), zero_stage=_STAGE.value)
 
 
@@ -158,12 +159,11 @@ def share(model) -> float:
     """The share of a sharded model's parameters that the model axis shards."""
     import math
 
-    sizes = {v.path: math.prod(v.shape) for v in model.trainable_variables}
-    sharded = [v.path for v in model.trainable_variables if "model" in v.value.layout.storage]
-    return sum(sizes[path] for path in sharded) / sum(sizes.values())
+    sizes = [(math.prod(v.shape), "model" in v.value.layout.storage) for v in model.trainable_variables]
+    return sum(size for size, is_sharded in sizes if is_sharded) / sum(size for size, _ in sizes)
 
 
-def train(name: str, strategy) -> dict:
+def train(name: str, *, sharded: bool) -> dict:
     import keras
     import numpy as np
 
@@ -176,10 +176,10 @@ def train(name: str, strategy) -> dict:
     still(backbone)
     model = head(backbone, data)
     optimizer = keras.optimizers.SGD(0.01)
-    if strategy is None:
-        model.compile(optimizer, "mse", jit_compile=False)
+    if sharded:
+        tfshard.as_distributed(model).compile(optimizer, "mse", strategy=strategy(model, data))
     else:
-        tfshard.as_distributed(model).compile(optimizer, "mse", strategy=strategy)
+        model.compile(optimizer, "mse", jit_compile=False)
     targets = np.random.RandomState(1).normal(size=(BATCH, model.output_shape[-1])).astype("float32")
     losses, times = [], []
     for _ in range(STEPS):
@@ -190,7 +190,7 @@ def train(name: str, strategy) -> dict:
         "losses": losses, "first": times[0], "step": times[-1], "parameters": model.count_params(),
         "configuration": configuration,
         "weights": {v.path: np.array(v.numpy(), dtype="float64") for v in model.weights},
-        "share": share(model) if strategy else 0.0,
+        "share": share(model) if sharded else 0.0,
     }  # fmt: skip
 
 
@@ -216,13 +216,13 @@ def compare(name: str) -> dict:
     import tfshard
 
     try:
-        plain = train(name, None)
+        plain = train(name, sharded=False)
     except Exception as error:
         return {"name": name, "result": "not tried", "why": f"plain Keras: {type(error).__name__}: {str(error)[:300]}"}
     found = {"name": name, "parameters": plain["parameters"], "configuration": plain["configuration"],
              "plain": plain["losses"], "first": plain["first"], "step": plain["step"]}  # fmt: skip
     try:
-        ours = train(name, strategy())
+        ours = train(name, sharded=True)
     except Exception as error:
         traceback.print_exc()
         refused = isinstance(error, tfshard.errors.ShardingError)

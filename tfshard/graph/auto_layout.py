@@ -12,7 +12,17 @@ import tensorflow as tf
 
 from tfshard import _private
 from tfshard.errors import LayoutError
-from tfshard.graph.dim_rules import Blocked, Contracted, Lookup, advance, elementwise_sources, rearranged
+from tfshard.graph.dim_rules import (
+    PRODUCTS,
+    Blocked,
+    Contracted,
+    Lookup,
+    Summed,
+    advance,
+    elementwise_sources,
+    needs_all,
+    rearranged,
+)
 from tfshard.graph.model_graph import ModelGraph, trace
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, mesh_sizes
 from tfshard.layouts import variable_layout
@@ -40,6 +50,8 @@ class Travel:
         joined: Dims of other variables that are cut along with it: biases, scales.
         looked_up: Whether rows are picked along it.
         returned: Whether it reaches an output of the model.
+        summed: Why it cannot be sharded unless experts are stacked along it: it is summed over; empty when it is not.
+        multiplied: Whether the variable is an operand of a product: a kernel.
         blocked: Why it cannot be sharded; empty when it can.
     """
 
@@ -49,6 +61,8 @@ class Travel:
     joined: set[Place] = dataclasses.field(default_factory=set)
     looked_up: bool = False
     returned: bool = False
+    summed: str = ""
+    multiplied: bool = False
     blocked: str = ""
 
     @property
@@ -65,7 +79,7 @@ def auto_layout_map(model: keras.Model, mesh: MeshLike, *, inputs: Any = None) -
     by column, with its bias, and the second by row (Megatron-LM, Shoeybi et al. 2019, section 3): query, key, value and
     the output projection of attention, the two or three kernels of a feed-forward block, also those written by hand.
     Embedding tables are sharded over the vocabulary, with the logits that are tied to them; output matrices with more
-    than 2% of the model's bytes by column.
+    than 2% of the model's bytes by column; kernels that are stacked, one for each expert of a mixture, by experts.
 
     Everything else stays whole: normalizations, position embeddings, what does not divide. With fewer key and value
     heads than devices (grouped-query attention) their projections stay whole, as in Megatron-LM's replicated heads:
@@ -208,10 +222,14 @@ def _follow(graph: ModelGraph, name: str, dim: int, devices: int, origins: Mappi
         place, number, at = heapq.heappop(waiting)
         operation = graph.operations[place]
         outcome = advance(operation, number, at, devices)
+        of_source = origins.get((operation.inputs[number].name, at)) == travel.source
+        travel.multiplied |= of_source and operation.type in PRODUCTS
         if isinstance(outcome, Blocked):
             travel.blocked = outcome.reason
         elif isinstance(outcome, Lookup):
             travel.looked_up = True
+        elif isinstance(outcome, Summed):
+            travel.summed = needs_all(operation)
         elif isinstance(outcome, Contracted):
             other = (operation.inputs[outcome.other].name, outcome.dim)
             if (operation.inputs[number].name, at) in origins or other not in origins:
@@ -262,18 +280,32 @@ def _candidates(travels: Iterable[Travel], specs: Mapping[str, VariableSpec], to
         layers = [specs[path].layer for path, _ in travel.places]
         if any(_private.is_convolution(each) and not _private.can_shard_convolution(each) for each in layers):
             travel.blocked = "of convolutions, only Conv2D and Conv3D without groups can be sharded"
+        experts = bool(travel.summed) and travel.multiplied and _stacks_kernels(travel, specs)
+        if travel.summed and not experts:
+            travel.blocked = travel.blocked or travel.summed
         if travel.blocked:
             continue
-        if travel.looked_up:
+        if experts:
+            wanted = True
+        elif travel.looked_up:
             wanted = table or is_large(spec, total)
         elif travel.partners:
-            # The width of a table would shard the residual stream.
-            wanted = not (table and travel.source[1] == 1 and spec.path.endswith("embeddings"))
+            # A weight that is an activation, such as a probe that pools, or the width of a table, would shard the
+            # residual stream.
+            wanted = travel.multiplied and not (table and travel.source[1] == 1 and spec.path.endswith("embeddings"))
         else:
             wanted = travel.returned and is_large(spec, total)
         if wanted:
             found.append(travel)
     return found
+
+
+def _stacks_kernels(travel: Travel, specs: Mapping[str, VariableSpec]) -> bool:
+    """Whether kernels are stacked along the dim, one for each expert, those that are joined with it as well."""
+    path, dim = travel.source
+    rank = len(specs[path].shape)
+    others = [joined for joined, at in travel.joined if at == dim == 0 and len(specs[joined].shape) == rank]
+    return rank >= 3 and bool(others)
 
 
 def _reason(travels: list[Travel], spec: VariableSpec, devices: int) -> str:

@@ -44,13 +44,18 @@ class Lookup:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Summed:
+    """The dim is summed over by itself, as the experts of a layer are: each device has a partial sum."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocked:
     """The operation needs the whole dim: `reason`."""
 
     reason: str
 
 
-Outcome = Flow | Contracted | Lookup | Blocked
+Outcome = Flow | Contracted | Lookup | Summed | Blocked
 
 
 def advance(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
@@ -143,8 +148,13 @@ def _axis(operation: tf.Operation, number: int, rank: int) -> int:
     return int(axis) % rank
 
 
+def needs_all(operation: tf.Operation) -> str:
+    """Why a dim cannot be sharded that an operation needs whole."""
+    return f"operation '{operation.name}' ({operation.type}) needs all of the sharded dim"
+
+
 def _reduced(operation: tf.Operation) -> Blocked:
-    return Blocked(reason=f"operation '{operation.name}' ({operation.type}) needs all of the sharded dim")
+    return Blocked(reason=needs_all(operation))
 
 
 def _elementwise(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
@@ -299,7 +309,7 @@ def _reduce(operation: tf.Operation, number: int, dim: int, devices: int) -> Out
         return _reduced(operation)
     dims = {int(axis) % len(operation.inputs[0].shape) for axis in np.atleast_1d(axes)}
     if dim in dims:
-        return _reduced(operation)
+        return Summed() if operation.type == "Sum" else _reduced(operation)
     kept = operation.get_attr("keep_dims") if operation.type not in ("ArgMax", "ArgMin") else False
     return Flow(outputs=((0, dim if kept else dim - sum(d < dim for d in dims)),))
 
@@ -408,6 +418,8 @@ _RULES: dict[str, Rule] = {
     "Einsum": _einsum,
     **dict.fromkeys(("Conv2D", "Conv3D"), _conv),
 }
+# Of an activation and a kernel.
+PRODUCTS = frozenset(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D"))
 _REARRANGING = frozenset(
     ("Cast", "ExpandDims", "Identity", "IdentityN", "Reshape", "Squeeze", "StopGradient", "Transpose")
 )

@@ -1,9 +1,10 @@
-"""Convolutions whose kernels a model axis shards, as sums of matrix products.
+"""Convolutions that DTensor does not expand, or not well: with sharded kernels, dilated, of volumes in groups.
 
-DTensor expands no convolution over sharded channels ("Filter for convolution must have fully replicated layout" in
-TensorFlow's conv_spmd_expander.cc). A convolution is the sum, over the places of its kernel, of products of a shifted
-input and a matrix. DTensor expands those, and adds up before it reduces: a column and a row kernel send one all-reduce
-forward and one backward, as two Dense layers do.
+Those whose kernels a model axis shards are sums of matrix products. DTensor expands no convolution over sharded
+channels ("Filter for convolution must have fully replicated layout" in TensorFlow's conv_spmd_expander.cc). A
+convolution is the sum, over the places of its kernel, of products of a shifted input and a matrix. DTensor expands
+those, and adds up before it reduces: a column and a row kernel send one all-reduce forward and one backward, as two
+Dense layers do.
 """
 
 import functools
@@ -29,6 +30,8 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
             layer_patch.apply(layer_patch.CONVOLUTION, layer, functools.partial(_convolution_op, layer))
         if _private.is_dilated(layer):
             layer_patch.apply(layer_patch.DILATION, layer, functools.partial(_by_rows, layer, mesh))
+        if isinstance(layer, keras.layers.Conv3D) and layer.groups > 1:
+            layer_patch.apply(layer_patch.GROUPS, layer, functools.partial(_by_group, layer))
 
 
 def _by_rows(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
@@ -44,6 +47,24 @@ def _by_rows(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Metho
         return original(inputs, *args, **kwargs)
 
     return call
+
+
+def _by_group(layer: keras.Layer, original: layer_patch.Method) -> layer_patch.Method:
+    """A layer's `convolution_op`, a convolution for each group of channels inside a step: TensorFlow has no CPU kernel
+    for all of them together outside of XLA."""
+
+    def convolution_op(inputs: Any, kernel: Any) -> tf.Tensor:
+        if steps.current() is None:
+            return original(inputs, kernel)
+        axis = -1 if layer.data_format == "channels_last" else 1
+        parts = zip(tf.split(inputs, layer.groups, axis), tf.split(kernel, layer.groups, -1), strict=True)
+        results = [
+            keras.ops.conv(part, of_group, list(layer.strides), layer.padding, layer.data_format, layer.dilation_rate)
+            for part, of_group in parts
+        ]
+        return tf.concat(results, axis)
+
+    return convolution_op
 
 
 def _convolution_op(layer: keras.Layer, original: layer_patch.Method) -> layer_patch.Method:

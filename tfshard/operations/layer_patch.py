@@ -58,6 +58,12 @@ DILATION = Change(
     why="each device convolves its own rows",
     module="convolution",
 )
+GROUPS = Change(
+    of="convolutions of volumes in groups",
+    attribute="convolution_op",
+    why="TensorFlow has no CPU kernel for them outside of XLA",
+    module="convolution",
+)
 RECURRENCE = Change(
     of="recurrent layers",
     attribute="inner_loop",
@@ -95,7 +101,7 @@ RECORDED_GRADIENTS = Change(
     module="step_recording",
 )
 CHANGES = (
-    TABLE_READ, METRIC_UPDATE, CONVOLUTION, DILATION, RECURRENCE, LOOKUP, SEQUENCE, RECORDED_CALL,
+    TABLE_READ, METRIC_UPDATE, CONVOLUTION, DILATION, GROUPS, RECURRENCE, LOOKUP, SEQUENCE, RECORDED_CALL,
     RECORDED_LOSS, RECORDED_GRADIENTS,
 )  # fmt: skip
 

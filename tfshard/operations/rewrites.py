@@ -81,7 +81,10 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         exchange.update(dict.fromkeys(_REFUSED, _refuse))
     for operation, function in _SCATTERS.items():
         exchange[operation] = functools.partial(_scattered, function, mesh)
-    if axis_sizes(mesh).shards_by_several and not _private.is_eager():
+    axes = axis_sizes(mesh)
+    if any(axes[axis] > 1 for axis in axes.tensor) and not _private.is_eager():
+        exchange["OneHot"] = selects.one_hot
+    if axes.shards_by_several and not _private.is_eager():
         exchange.update(dict.fromkeys(_private.RANDOM_OPS, functools.partial(_pin_random, mesh=mesh)))
 
     def listed(function: Exchange, call: _private.Call) -> list[tf.Tensor] | None:

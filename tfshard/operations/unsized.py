@@ -54,7 +54,10 @@ def depends_on_values(*tensors: tf.Tensor) -> bool:
             return True
         if operation not in seen:
             seen.add(operation)
-            waiting += [tensor for tensor in operation.inputs if _may_depend(tensor)]
+            # What a branch of a tf.cond takes from outside.
+            outside = _private.captured(operation.outputs[0]) if operation.type == "Placeholder" else None
+            sources = operation.inputs if outside is None else [outside]
+            waiting += [tensor for tensor in sources if _may_depend(tensor)]
     return False
 
 
@@ -89,8 +92,11 @@ def reshape(call: _private.Call) -> tf.Tensor | None:
         known = math.prod(size for size in sizes if size is not None)
         sizes[open_dims[0]] = tf.raw_ops.Size(input=vector) // known
     else:
+        total, product = tf.raw_ops.Size(input=vector), tf.cast(tf.reduce_prod(shape), tf.int32)
         for dim in open_dims:
-            sizes[dim] = tf.cast(tf.gather(shape, dim), tf.int32)
+            given = tf.cast(tf.gather(shape, dim), tf.int32)
+            # One may be -1: what is left for it.
+            sizes[dim] = tf.where(given < 0, total // tf.maximum(-product, 1), given)
     index, stride = tf.constant(0), tf.constant(1)
     for dim in reversed(range(len(sizes))):
         index = index + _count_up(sizes[dim], dim, len(sizes)) * stride

@@ -47,12 +47,6 @@ _REFUSED = (
         reason="a device mesh has no strings",
         remedy=_PIPELINE,
     ),
-    _refused(
-        "Conv3D",
-        when=lambda layer: layer.groups > 1,
-        reason="TensorFlow has no CPU kernel for its grouped convolution outside of XLA",
-        remedy="use groups=1, or a Conv3D for each group of channels",
-    ),
     _refused("HashedCrossing", reason=_cannot("SparseCross"), remedy=_PIPELINE),
     _refused("RandomElasticTransform", reason="DTensor did not finish compiling it", remedy=_RANDOM_PIPELINE),
 )

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfshard.errors import LayoutError
 from tfshard.graph.auto_layout import variable_places
-from tfshard.graph.dim_rules import Blocked, Contracted, Flow, Lookup, advance, rearranged
+from tfshard.graph.dim_rules import Blocked, Contracted, Flow, Lookup, Summed, advance, rearranged
 from tfshard.graph.model_graph import ModelGraph, trace
 from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts import variable_layout
@@ -26,7 +26,7 @@ class Sent:
     Attributes:
         kind: `"all-reduce"` or `"all-gather"`.
         what: The variable it comes from, by path, or the operation.
-        why: `"row"`, `"lookup"`, `"column"`, `"softmax"`, `"loss"` or `"cut"`.
+        why: `"row"`, `"lookup"`, `"experts"`, `"column"`, `"softmax"`, `"loss"` or `"cut"`.
         shape: Of the whole tensor.
         bytes: Of the whole tensor.
         count: How often.
@@ -76,6 +76,7 @@ class Traffic:
 _FORMULAS = {
     "row": "bytes(output) over the model axis, forward: row layers",
     "lookup": "bytes(output) over the model axis, forward: lookups in tables sharded by rows",
+    "experts": "bytes(output) over the model axis, forward: sums over experts",
     "column": "bytes(input) over the model axis, backward: column layers",
     "softmax": "4 bytes for each row of the softmax: its largest and its sum",
     "loss": "4 bytes for each label: softmax cross entropy's largest logit, sum and own logit",
@@ -207,7 +208,7 @@ class _Prediction:
                 before |= self.after.get(tensor.name, 0)
             reduced = self._forward(operation)
             if reduced is not None:
-                number = sum(each.why in ("row", "lookup") for each in self.sent)
+                number = sum(each.why in ("row", "lookup", "experts") for each in self.sent)
                 self.merges |= before != (1 << number) - 1
                 self.sent.append(reduced)
                 before |= 1 << number
@@ -247,6 +248,8 @@ class _Prediction:
                     # A kernel of which another dim is sharded, too, is left to DTensor.
                     reason = "sums over a dim that is sharded in one input only"
                     self._obstacle(operation, path, number != kernel, reason)
+            elif isinstance(outcome, Summed):
+                reduced = _sent("all-reduce", operation.name, "experts", operation.outputs[0])
             elif isinstance(outcome, Blocked):
                 self._obstacle(operation, None, False, outcome.reason)
         return reduced

@@ -207,8 +207,12 @@ def _plain_copy(model: keras.Model) -> keras.Model:
     # A subclassed model is built by its first call, and Keras exports none that was not called.
     signature = _private.input_signature(model)
     copy(*keras.tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), signature))
-    for ours, theirs in zip(copy.weights, model.weights, strict=True):
-        ours.assign(theirs.numpy())
+    # By path: a layer that was quantized after it was built has its variables in another order.
+    values = {variable.path: variable for variable in model.weights}
+    in_order = zip(copy.weights, model.weights, strict=True)
+    by_path = len(values) == len(model.weights) and all(ours.path in values for ours in copy.weights)
+    for ours, theirs in in_order:
+        ours.assign((values[ours.path] if by_path else theirs).numpy())
     return copy
 
 

@@ -27,22 +27,23 @@ _KERAS = pathlib.Path(keras.__file__).parent / "src"
 def run(*options: str) -> dict[str, str]:
     """How each test ended, by its name."""
     command = [
-        sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", "-p", "no:cacheprovider", "-n", str(_PROCESSES.value),
-        "--rootdir", str(_KERAS), "-c", os.devnull, "--import-mode=importlib", *options,
+        sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", "-p", "no:cacheprovider",
+        "-n", str(_PROCESSES.value), "--rootdir", str(_KERAS), "-c", os.devnull, "--import-mode=importlib", *options,
         *(str(_KERAS / name) for name in _TESTS.value),
     ]  # fmt: skip
     environment = {
         **os.environ,
         "KERAS_BACKEND": "tensorflow",
+        # Its conftest is the one that tests import.
         "PYTHONPATH": os.pathsep.join((str(_HERE), os.environ.get("PYTHONPATH", ""))),
     }
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=_HERE)
     if _LOG.value and options:
         pathlib.Path(_LOG.value).write_text(done.stdout)
     found = {}
     for line in done.stdout.splitlines():
         if match := re.match(r"(PASSED|FAILED|ERROR) (\S+?::\S+?)(?: - .*)?$", line):
-            found[match[2]] = match[1]
+            found[match[2].rpartition("keras/src/")[2]] = match[1]
     return found
 
 
