@@ -239,6 +239,8 @@ SAME = {
         "AveragePooling3D(2)(x)",
         "AveragePooling3D(3, padding='same', strides=2)(x)",
         "AdaptiveAveragePooling3D(2)(x)",
+        "Conv3D(4, 3, groups=2)(x)",
+        "Conv3D(4, 2, groups=4, dilation_rate=2, padding='same')(x)",
     ],
     "sequence of sequences": [
         "ConvLSTM1D(2, 3, unroll=True)(x)",
@@ -346,9 +348,6 @@ RANDOM = {
 }
 # UnsupportedLayerError.
 REFUSED = {
-    "volume": [
-        "Conv3D(4, 3, groups=2)(x)",
-    ],
     "tokens": [
         "HashedCrossing(4)((x[:, :1], x[:, 1:2]))",
         "HashedCrossing(4, output_mode='one_hot')((x[:, :1], x[:, 1:2]))",

@@ -198,9 +198,9 @@ def test_a_sharded_convolution_that_cannot_be_is_an_error_before_dtensor_refuses
 # --- What is refused whatever the layout map --------------------------------------------------------------
 
 
-def grouped() -> keras.Model:
-    inputs = keras.Input((4, 4, 4, 2))
-    return keras.Model(inputs, keras.layers.Conv3D(8, 3, groups=2, name="grouped")(inputs))
+def elastic() -> keras.Model:
+    inputs = keras.Input((8, 8, 3))
+    return keras.Model(inputs, keras.layers.Dense(8)(keras.layers.RandomElasticTransform(name="elastic")(inputs)))
 
 
 def constrained() -> keras.Model:
@@ -210,7 +210,7 @@ def constrained() -> keras.Model:
 
 @pytest.mark.parametrize("kind", ["cannot be expanded", "optimizer", "jit_compile", "left whole"])
 def test_lint_and_plan_say_what_compile_and_the_first_step_refuse(kind):
-    model = grouped() if kind == "cannot be expanded" else constrained()
+    model = elastic() if kind == "cannot be expanded" else constrained()
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2 if kind == "optimizer" else None)
     mesh = {"batch": 2, "model": 2} if kind == "left whole" else {"batch": 4}
     jit_compile = kind == "jit_compile"
@@ -230,12 +230,12 @@ def test_lint_and_plan_say_what_compile_and_the_first_step_refuse(kind):
         model.fit(np.ones((8, 8)), np.ones((8, 8)), verbose=0)
     # Of a model for planning only, too.
     if kind == "cannot be expanded":
-        assert tfshard.lint(tfshard.abstract_model(grouped), mesh)[0].kind == kind
+        assert tfshard.lint(tfshard.abstract_model(elastic), mesh)[0].kind == kind
 
 
 @pytest.mark.parametrize("command", ["lint", "plan"])
 def test_the_commands_say_what_cannot_be_sharded_at_all(command, capsys):
-    assert cli._run([command, "test_linter:grouped", "--mesh=batch:4"]) == 1
+    assert cli._run([command, "test_linter:elastic", "--mesh=batch:4"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "error: cannot be expanded: layer 'grouped': a Conv3D cannot be sharded" in printed
-    assert "groups=1" in printed
+    assert "error: cannot be expanded: layer 'elastic': a RandomElasticTransform cannot be sharded" in printed
+    assert "random_map" in printed

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfshard.errors import LayoutError
 from tfshard.graph.auto_layout import variable_places
-from tfshard.graph.dim_rules import Blocked, Contracted, Flow, Lookup, Summed, advance, rearranged
+from tfshard.graph.dim_rules import PRODUCTS, Blocked, Contracted, Flow, Lookup, Summed, advance, rearranged
 from tfshard.graph.model_graph import ModelGraph, trace
 from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts import variable_layout
@@ -283,7 +283,7 @@ class _Prediction:
                 continue
             outcome = advance(operation, number, dim, self.devices)
             other = operation.inputs[1 - number]
-            contraction = operation.type in ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D")
+            contraction = operation.type in PRODUCTS
             whole = other.name not in self.sharded and other.name in self.graph.trained
             if contraction and isinstance(outcome, Flow) and whole:
                 base = self.base.get(other.name, other)
