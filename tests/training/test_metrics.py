@@ -1,5 +1,8 @@
 """Keras's metrics in steps: fit and evaluate give the values of plain Keras; what is refused is refused by name."""
 
+import itertools
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -7,91 +10,34 @@ import tensorflow as tf
 
 import sweeps
 import tfshard
-
-RANDOM = np.random.RandomState(0)
-INPUTS = RANDOM.rand(24, 5).astype("float32")
-CLASSES = RANDOM.randint(0, 3, 24)
-# Units, activation, loss and labels of each kind of model, and its metrics, all compiled into one model.
-KINDS = {
-    "yes or no": (
-        1, "sigmoid", "binary_crossentropy", RANDOM.randint(0, 2, (24, 1)).astype("float32"),
-        lambda m: [
-            m.AUC(name="auc"), m.AUC(curve="PR", num_thresholds=20, name="auc_pr"),
-            m.AUC(thresholds=[0.1, 0.4, 0.45], name="auc_at"),
-            m.PrecisionAtRecall(0.5), m.RecallAtPrecision(0.5), m.SensitivityAtSpecificity(0.5),
-            m.SpecificityAtSensitivity(0.5), m.BinaryIoU(threshold=0.6), m.Precision(), m.Recall(thresholds=[0.3, 0.5]),
-            m.TruePositives(), m.FalsePositives(), m.TrueNegatives(), m.FalseNegatives(), m.BinaryAccuracy(),
-            m.Accuracy(), m.BinaryCrossentropy(), m.Hinge(), m.SquaredHinge(),
-        ],
-    ),
-    "one of three": (
-        3, "softmax", "categorical_crossentropy", np.eye(3, dtype="float32")[CLASSES],
-        lambda m: [
-            m.AUC(multi_label=True), m.OneHotMeanIoU(3), m.OneHotIoU(3, [1]), m.Precision(top_k=2),
-            m.Recall(class_id=1),
-            m.F1Score(), m.FBetaScore("macro", 2.0, 0.4), m.CategoricalAccuracy(), m.TopKCategoricalAccuracy(2),
-            m.CategoricalCrossentropy(), m.KLDivergence(), m.CategoricalHinge(), m.Poisson(),
-        ],
-    ),
-    "one of three, by number": (
-        3, "softmax", "sparse_categorical_crossentropy", CLASSES,
-        lambda m: [
-            m.MeanIoU(3, sparse_y_pred=False), m.IoU(3, [0, 2], sparse_y_pred=False), m.SparseCategoricalAccuracy(),
-            m.SparseTopKCategoricalAccuracy(2), m.SparseCategoricalCrossentropy(),
-        ],
-    ),
-    "numbers": (
-        3, None, "mse", RANDOM.rand(24, 3).astype("float32"),
-        lambda m: [
-            m.MeanSquaredError(), m.RootMeanSquaredError(), m.MeanAbsoluteError(), m.MeanAbsolutePercentageError(),
-            m.MeanSquaredLogarithmicError(), m.CosineSimilarity(), m.LogCoshError(), m.R2Score(),
-            m.PearsonCorrelation(), m.ConcordanceCorrelation(),
-        ],
-    ),
-}  # fmt: skip
-
+from built_in_losses import INPUTS, KINDS, MESHES, documented, fitted, named
 
 # What DTensor by itself refuses of them.
 ORDINARY = [
     ("yes or no", name)
     for name in ("auc", "auc_at", "precision_at_recall", "sensitivity_at_specificity", "binary_io_u")
-] + [("one of three, by number", "mean_io_u")]
-
-
-def named(kind: str) -> dict[str, keras.metrics.Metric]:
-    """The metrics of a kind by their names, which Keras makes of their classes."""
-    keras.backend.clear_session()
-    return {metric.name: metric for metric in KINDS[kind][-1](keras.metrics)}
+] + [("one of four, by number", "mean_io_u")]
 
 
 ALL = [(kind, name) for kind in KINDS for name in named(kind)]
 TAKEN = sweeps.taken("metrics", ALL, always=ORDINARY, sample=2)
 
 
-def fitted(kind: str, strategy: tfshard.ShardedStrategy | None, **options) -> dict[str, np.ndarray]:
-    units, activation, loss, labels, _ = KINDS[kind]
-    chosen = [metric for name, metric in named(kind).items() if (kind, name) in TAKEN]
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(units, activation=activation)])
-    if strategy is None:
-        options["jit_compile"] = False
-    else:
-        tfshard.as_distributed(model)
-        options["strategy"] = strategy
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=chosen, **options)
-    history = model.fit(INPUTS, labels, batch_size=8, verbose=0, shuffle=False).history
-    evaluated = model.evaluate(INPUTS, labels, batch_size=8, verbose=0, return_dict=True)
-    assert strategy is None or model.trainable_variables[0].value.mesh.size == 4
-    return {**{f"fit {k}": np.asarray(v) for k, v in history.items()}, **evaluated}
-
-
-@sweeps.table("kinds of metrics", "kind", KINDS, always={kind for kind, _ in TAKEN})
-def test_metrics_of_fit_and_evaluate_are_those_of_plain_keras(kind: str):
-    expected = fitted(kind, None)
-    values = fitted(kind, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=1))
+@sweeps.table(
+    "kinds of metrics", ("kind", "mesh"), itertools.product(KINDS, MESHES), sample=1,
+    always={(kind, "batch4") for kind, _ in TAKEN},
+)  # fmt: skip
+def test_metrics_of_fit_and_evaluate_are_those_of_plain_keras(kind: str, mesh: str):
+    names = [name for of_kind, name in TAKEN if of_kind == kind] or list(named(kind))
+    expected, values = fitted(kind, names, None), fitted(kind, names, mesh)
     assert values.keys() == expected.keys() and len(values) >= 4, "loss and a metric, of fit and of evaluate"
     for name, value in values.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_the_docs_list_every_metric():
+    listed = {re.sub(r"^.*?, (.*): `(.*)`", r"\1: \2", row) for row in documented()}
+    assert {f"{kind}: {name}" for kind, name in ALL} <= listed, "Write it again: python tests/built_in_losses.py"
 
 
 def test_every_metric_of_keras_is_in_the_table():
