@@ -385,11 +385,11 @@ def build(kind: str, calls: list[str]) -> keras.Model:
     made_for = KINDS[kind]
     inputs = keras.Input(made_for.shape, dtype=made_for.dtype)
     outputs = []
-    for call in calls:
+    for number, call in enumerate(calls):
         names = dict(vars(keras.layers), keras=keras, x=inputs)
         if made_for.stem:
             width = made_for.shape[-1]
-            names.update(x=keras.layers.Dense(width)(inputs), y=keras.layers.Dense(width)(inputs))
+            names.update({x: keras.layers.Dense(width, name=f"stem_{x}_{number}")(inputs) for x in ("x", "y")})
         output = keras.layers.Flatten()(eval(call, names))
         if kind == "pixels":
             output = keras.layers.Rescaling(1 / 255)(output)

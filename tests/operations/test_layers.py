@@ -45,7 +45,15 @@ def strategy() -> tfshard.ShardedStrategy:
     return tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)
 
 
-def train(kind: str, calls: list[str], *, sharded: bool) -> parity.Run:
+def with_sharded_features() -> tfshard.ShardedStrategy:
+    """The layer under test gets features that a model axis shards, from the layer before it."""
+    layout_map = tfshard.LayoutMap()
+    layout_map.column("stem_.*", axis="model")
+    layout_map.whole("(?!stem_).*")
+    return tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), layout_map, zero_stage=3)
+
+
+def train(kind: str, calls: list[str], chosen: tfshard.ShardedStrategy | None) -> parity.Run:
     rs = np.random.RandomState(0)
     batches = [(KINDS[kind].sample(rs), np.tile(rs.normal(size=(BATCH, 2)), len(calls))) for _ in range(2)]
     batches = [(x, y.astype("float32")) for x, y in batches]
@@ -54,18 +62,20 @@ def train(kind: str, calls: list[str], *, sharded: bool) -> parity.Run:
         batches,
         optimizer=lambda: keras.optimizers.SGD(KINDS[kind].rate),
         loss=loss,
-        strategy=strategy() if sharded else None,
+        strategy=chosen,
         steps=2,
     )
-    if sharded:
+    if chosen is not None:
         assert len(tf.config.list_logical_devices("CPU")) == 4
         for variable in run.model.trainable_variables:
             assert np.prod(variable.shape) == 1 or "batch" in variable.value.layout.storage, variable.path
+        if "model" in chosen.mesh.dim_names:
+            assert "model" in parity.shard_axes(run.model)
     return run
 
 
 def check(kind: str, calls: list[str], *, random: bool) -> None:
-    run = train(kind, calls, sharded=True)
+    run = train(kind, calls, strategy())
     if random:
         assert np.all(np.isfinite(run.losses))
         return
@@ -74,7 +84,7 @@ def check(kind: str, calls: list[str], *, random: bool) -> None:
 
 @functools.lru_cache(maxsize=1)
 def reference(kind: str, *calls: str) -> parity.Run:
-    return train(kind, list(calls), sharded=False)
+    return train(kind, list(calls), None)
 
 
 def assert_moved(kind: str, calls: list[str], reference: parity.Run) -> None:
@@ -96,6 +106,16 @@ def test_every_built_in_layer_is_in_a_table():
 def test_layers_match_one_device(kind):
     assert_moved(kind, SAME[kind], reference(kind, *SAME[kind]))
     check(kind, SAME[kind], random=False)
+
+
+WITH_STEM = [kind for kind in SAME if KINDS[kind].stem]
+
+
+@pytest.mark.filterwarnings("ignore:.*:tfshard.errors.LayoutWarning")
+@table("layers that get sharded features", "kind", WITH_STEM, always=["features"], sample=1)
+def test_layers_that_get_sharded_features_match_one_device(kind):
+    run = train(kind, SAME[kind], with_sharded_features())
+    parity.assert_same(run, reference(kind, *SAME[kind]), rtol=TOLERANCE, atol=TOLERANCE, slots=False)
 
 
 @pytest.mark.parametrize("kind", RANDOM)

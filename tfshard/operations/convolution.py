@@ -18,6 +18,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
+from tfshard.devices import transfer
 from tfshard.operations import layer_patch, rows
 from tfshard.storage import steps
 from tfshard.storage.variables import ShardedVariable
@@ -31,7 +32,7 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
         if _private.is_dilated(layer):
             layer_patch.apply(layer_patch.DILATION, layer, functools.partial(_by_rows, layer, mesh))
         if isinstance(layer, keras.layers.Conv3D) and layer.groups > 1:
-            layer_patch.apply(layer_patch.GROUPS, layer, functools.partial(_by_group, layer))
+            layer_patch.apply(layer_patch.GROUPS, layer, functools.partial(_by_group, layer, mesh))
 
 
 def _by_rows(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
@@ -49,7 +50,7 @@ def _by_rows(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Metho
     return call
 
 
-def _by_group(layer: keras.Layer, original: layer_patch.Method) -> layer_patch.Method:
+def _by_group(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
     """A layer's `convolution_op`, a convolution for each group of channels inside a step: TensorFlow has no CPU kernel
     for all of them together outside of XLA."""
 
@@ -57,6 +58,7 @@ def _by_group(layer: keras.Layer, original: layer_patch.Method) -> layer_patch.M
         if steps.current() is None:
             return original(inputs, kernel)
         axis = -1 if layer.data_format == "channels_last" else 1
+        inputs = transfer.by_sample(inputs, mesh)  # A split of sharded channels is refused.
         parts = zip(tf.split(inputs, layer.groups, axis), tf.split(kernel, layer.groups, -1), strict=True)
         results = [
             keras.ops.conv(part, of_group, list(layer.strides), layer.padding, layer.data_format, layer.dilation_rate)

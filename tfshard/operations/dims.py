@@ -1,4 +1,4 @@
-"""Operations that need all of a dim on each device: splits, tiles and paddings of one that may be sharded.
+"""Operations that need all of a dim on each device, which may be sharded: splits, tiles, paddings, convolutions.
 
 DTensor refuses them, or shards a result that cannot be. Here the dim is whole before and after the operation, where it
 is the batch, or the last of two or three dims on a mesh of several axes. What shards other dims is not known while a
@@ -39,6 +39,55 @@ def pad(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     if paddings is None:
         return None
     return _with_whole_dims(call, 0, [dim for dim, both in enumerate(paddings) if any(both)], mesh)
+
+
+# The operands of what DTensor computes for whole samples only ("must be batch parallel").
+OF_SAMPLES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Conv2D", "Conv3D", "MaxPool", "MaxPool3D", "AvgPool", "AvgPool3D"), (0,)),
+    "DepthwiseConv2dNative": (0,),
+    **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2"), (2,)),
+    **dict.fromkeys(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2"), (0, 2)),
+    **dict.fromkeys(("MaxPoolGrad", "MaxPool3DGrad"), (0, 1, 2)),
+    **dict.fromkeys(("ResizeBilinear", "ResizeNearestNeighbor", "ResizeNearestNeighborGrad"), (0,)),
+    "ResizeBilinearGrad": (0, 1),
+}
+# More than TensorFlow's kernel of a slice has.
+_MOST_DIMS = 8
+
+
+def of_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Convolutions, poolings and resizing, of samples that are whole."""
+    inputs = list(call.inputs)
+    for number in OF_SAMPLES[call.type]:
+        inputs[number] = _whole_samples(inputs[number], mesh)
+    results = _private.same_operation(call, inputs)
+    return results if "Filter" in call.type else [_whole_samples(result, mesh) for result in results]
+
+
+def sum_of_tiles(call: _private.Call) -> tf.Tensor | None:
+    """The Sum in a Tile's gradient over as few dims as it takes. TensorFlow has two for each of the tensor's; of more
+    than eight DTensor can cut none, where the result is to be sharded."""
+    source, axes = call.inputs[0].op, tf.get_static_value(call.inputs[1])
+    if source.type != "Reshape" or axes is None or call.get_attr("keep_dims"):
+        return None
+    tensor = source.inputs[0]
+    split, rank = list(call.inputs[0].shape), tensor.shape.rank or 0
+    if len(split) <= _MOST_DIMS or len(split) != 2 * rank or list(axes.reshape(-1)) != list(range(0, 2 * rank, 2)):
+        return None
+    times, sizes = split[::2], split[1::2]
+    if None in split or [t * n for t, n in zip(times, sizes, strict=True)] != list(tensor.shape):
+        return None
+    for dim in (dim for dim in range(rank) if times[dim] > 1):
+        if sizes[dim] > 1:
+            shape = list(tensor.shape)
+            tensor = tf.reshape(tensor, [*shape[:dim], times[dim], sizes[dim], *shape[dim + 1 :]])
+        tensor = tf.reduce_sum(tensor, dim, keepdims=sizes[dim] == 1)
+    return tf.identity(tensor)
+
+
+def _whole_samples(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    layout = dtensor.Layout([dtensor.MATCH] + [dtensor.UNSHARDED] * (tensor.shape.rank - 1), mesh)
+    return dtensor.relayout(tensor, layout)
 
 
 def _with_whole_dims(

@@ -84,6 +84,8 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
     axes = axis_sizes(mesh)
     if any(axes[axis] > 1 for axis in axes.tensor) and not _private.is_eager():
         exchange["OneHot"] = selects.one_hot
+        exchange.update(dict.fromkeys(dims.OF_SAMPLES, functools.partial(dims.of_samples, mesh=mesh)))
+        exchange["Sum"] = _sum
     if axes.shards_by_several and not _private.is_eager():
         exchange.update(dict.fromkeys(_private.RANDOM_OPS, functools.partial(_pin_random, mesh=mesh)))
 
@@ -130,6 +132,11 @@ def _scattered(
 
 def _if_unsized(function: Exchange, call: _private.Call) -> tf.Tensor | list[tf.Tensor] | None:
     return function(call) if unsized.depends_on_values(*call.inputs) else None
+
+
+def _sum(call: _private.Call) -> tf.Tensor | list[tf.Tensor] | None:
+    found = _if_unsized(unsized.summed, call)
+    return dims.sum_of_tiles(call) if found is None else found
 
 
 def _tile(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tensor] | None:
