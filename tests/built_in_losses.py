@@ -218,7 +218,7 @@ def main() -> None:
     for kind in KINDS:
         for name, metric in named(kind).items():
             outcomes = [short(metric_outcome(kind, name, mesh)) for mesh in MESHES]
-            lines.append(f"| {type(metric).__name__}, {kind}: `{name}` | " + " | ".join(outcomes) + " |")
+            lines.append(f"| {type(metric).__name__}, {kind}: {name} | " + " | ".join(outcomes) + " |")
             print(lines[-1], flush=True)
     DOCS.write_text(DOCS.read_text().partition(MARK)[0] + MARK + "\n" + "\n".join(lines) + "\n")
 

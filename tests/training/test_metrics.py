@@ -1,7 +1,6 @@
 """Keras's metrics in steps: fit and evaluate give the values of plain Keras; what is refused is refused by name."""
 
 import itertools
-import re
 
 import keras
 import numpy as np
@@ -23,6 +22,7 @@ ALL = [(kind, name) for kind in KINDS for name in named(kind)]
 TAKEN = sweeps.taken("metrics", ALL, always=ORDINARY, sample=2)
 
 
+@pytest.mark.filterwarnings("ignore:.*:tfshard.errors.LayoutWarning")
 @sweeps.table(
     "kinds of metrics", ("kind", "mesh"), itertools.product(KINDS, MESHES), sample=1,
     always={(kind, "batch4") for kind, _ in TAKEN},
@@ -36,7 +36,7 @@ def test_metrics_of_fit_and_evaluate_are_those_of_plain_keras(kind: str, mesh: s
 
 
 def test_the_docs_list_every_metric():
-    listed = {re.sub(r"^.*?, (.*): `(.*)`", r"\1: \2", row) for row in documented()}
+    listed = {row.partition(", ")[2] for row in documented()}
     assert {f"{kind}: {name}" for kind, name in ALL} <= listed, "Write it again: python tests/built_in_losses.py"
 
 
@@ -80,7 +80,7 @@ def over_samples(x):
 
 
 def compiled(layer: keras.Layer, loss="mse", metrics=None, **options) -> keras.Model:
-    model = tfshard.Sequential([keras.Input((5,)), keras.layers.Dense(3), layer])
+    model = tfshard.Sequential([keras.Input((5,)), keras.layers.Dense(4), layer])
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=1)
     model.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics, strategy=strategy, **options)
     return model
@@ -119,4 +119,4 @@ def test_print_and_python_functions_in_a_compiled_step_are_refused_by_layer_and_
 
 def test_print_in_an_eager_step_prints_the_global_value_once(capfd):
     compiled(Printing(), run_eagerly=True).fit(INPUTS, LABELS, batch_size=8, verbose=0)
-    assert capfd.readouterr().err.count("the sum is 24") == 3
+    assert capfd.readouterr().err.count("the sum is 32") == 3

@@ -56,9 +56,11 @@ def _value(tensor: tf.Tensor) -> np.ndarray | None:
 def _element(tensor: tf.Tensor) -> np.ndarray | None:
     """One element of a vector, such as a size of a shape of which others are not known."""
     vector, begin, *_ = tensor.op.inputs
-    place = tf.get_static_value(begin)
-    if vector.op.type != "Shape" or place is None or tensor.op.get_attr("shrink_axis_mask") != 1:
+    place, known = tf.get_static_value(begin), tf.get_static_value(vector)
+    if place is None or tensor.shape.rank != 0 or vector.shape.rank != 1:
         return None
-    shape = vector.op.inputs[0].shape
+    if known is not None:
+        return np.asarray(known[int(place[0])])
+    shape = vector.op.inputs[0].shape if vector.op.type == "Shape" else tf.TensorShape(None)
     size = None if shape.rank is None else shape[int(place[0])]
     return None if size is None else np.asarray(size)
