@@ -165,7 +165,7 @@ MUTATIONS = [
         old="        if storage in self._to_flush:\n            # Written",
         new="        if False:\n            # Written",
         what="a value from before a branch is written over the branch's",
-        killed_by="tests/storage/test_optimizers.py::test_training_matches_one_device[adam_ema_overwrite-batch2_model2-3-alone]",
+        killed_by="tests/storage/test_optimizers.py::test_training_matches_one_device[adam_ema_overwrite-model4-0-alone]",
     ),
     Mutation(
         area="steps",
