@@ -8,6 +8,7 @@ Callers take names from here (`_private.flatten_layers`). The modules have them 
 
     versions, names                  what we stand on
     context, graphs, exchange        TensorFlow: its state in this process, what is traced, operations exchanged
+    functions                        TensorFlow: names of functions
     iterators, trace                 tf.data's iterators; the profiler's files
     variables, models, optimizers    Keras: variables, layers and metrics, slots
     epochs, weight_files             Keras: the epochs of a fit; its files

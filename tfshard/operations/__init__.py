@@ -7,18 +7,20 @@ functions get a `LayerPatch`. Read `rewrites` first.
     slices          slices and slice updates as DTensor expands them right
     scatters        scatters, gathers by index tuples and `tf.where`, computed whole on every device
     unsized         tensors whose shape depends on values
-    dims            splits, tiles and paddings of a dim that may be sharded
-    selects         `tf.where` by one number
+    dims            what needs all of a dim that may be sharded: splits, tiles, paddings, convolutions
+    selects         `tf.where` by one number, one-hot vectors
+    branches        which branch of a `tf.cond` is known while a step is traced
     einsums         einsums with an ellipsis, by letters
     counts          `tf.math.bincount` with a number of bins that is known
     rows            how each device computes something with its own rows
     row_operations  the operations that are computed so
+    row_functions   `tf.map_fn`, `tf.vectorized_map`, `tf.nn.ctc_loss`
     loops           loops of recurrent layers, and the lists that loops fill
     lookups         lookups of integers in a vocabulary
     origins         which layer, loss or metric made an operation, and the user's line
     layer_patch     every change to a layer or metric of a user's model, with undo
     vocabulary      lookups and metrics over a sharded vocabulary
-    convolution     convolutions with sharded kernels, as sums of matrix products
+    convolution     convolutions with sharded kernels, dilated ones, and grouped ones of volumes
     sequence        sequence parallelism: what layers gather and scatter
     unsupported     layers and optimizers that cannot be sharded, and what to do instead
 """
