@@ -107,7 +107,11 @@ class _Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         if iterator is None:
             build(data_batch=data_batch)
             return
-        spec = _private.EpochIterator(iterator).dataset.element_spec
+        # Keras has an Optional where a generator yields None.
+        spec = tf.nest.map_structure(
+            lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf,
+            _private.EpochIterator(iterator).dataset.element_spec,
+        )
         if _is_known(spec):
             # Not from a batch, as Keras would: training would see the data as after an epoch, shuffled once more.
             build(data_batch=spec)
@@ -185,8 +189,10 @@ class _Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
 
 
 def _is_known(spec: Any) -> bool:
-    """Whether the specs of a dataset's elements say enough to build a model: dense tensors, each of a known rank."""
-    return all(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank is not None for leaf in tf.nest.flatten(spec))
+    """Whether the specs of a dataset's elements say enough to build a model: dense tensors, each of a known rank, or
+    None."""
+    leaves = [leaf for leaf in tf.nest.flatten(spec) if leaf is not None]
+    return all(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank is not None for leaf in leaves)
 
 
 def _current_strategy(model: keras.Model) -> ShardedStrategy | None:

@@ -1,4 +1,4 @@
-"""Sparse batches, which become dense on their way to the mesh."""
+"""Batches that are sparse, which become dense on their way to the mesh, and batches with None for an optional input."""
 
 import keras
 import numpy as np
@@ -32,3 +32,26 @@ def test_a_model_fits_evaluates_and_predicts_sparse_batches_as_on_one_device():
             assert tfshard.verify(model, next(iter(data))).ok
     for ours, theirs in zip(*reversed(runs), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_generator_that_yields_none_for_an_optional_input_trains_as_on_one_device():
+    class Shift(keras.layers.Layer):
+        def call(self, x, shift=None):
+            return x if shift is None else x + shift
+
+    def data():
+        for start in (0, 8):
+            yield {"x": DENSE[start : start + 8], "shift": None}, TARGETS[start : start + 8]
+
+    runs = []
+    for strategy in (None, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        x, shift = keras.Input((12,), name="x"), keras.Input((12,), name="shift", optional=True)
+        model = keras.Model({"x": x, "shift": shift}, keras.layers.Dense(3)(Shift(name="add")(x, shift)))
+        if strategy is None:
+            model.compile("sgd", "mse", jit_compile=False)
+        else:
+            tfshard.as_distributed(model).compile("sgd", "mse", strategy=strategy)
+        runs.append(model.fit(data(), steps_per_epoch=2, shuffle=False, verbose=0).history["loss"])
+    np.testing.assert_allclose(runs[1], runs[0], rtol=1e-5)
