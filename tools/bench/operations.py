@@ -5,7 +5,7 @@
     python tools/bench/operations.py --only=depthwise
 
 Both are compiled, in one process, and run in turn `rounds` times over. What is timed is a step with the values on the
-mesh already, from the call to the number that it gives: the gradients' sums. A ratio is of one round.
+mesh already, from the call to the number that it gives: the sum of the gradients' squares. A ratio is of one round.
 """
 
 import datetime
@@ -112,7 +112,7 @@ def measure(function: Callable, shape: tuple[int, ...], weight: tuple[int, ...] 
         with tf.GradientTape() as tape:
             tape.watch(tensors)
             loss = tf.reduce_sum(tf.square(function(*tensors)))
-        return tf.add_n([tf.reduce_sum(gradient) for gradient in tape.gradient(loss, tensors)])
+        return tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in tape.gradient(loss, tensors)])
 
     plain, sharded = tf.function(step), tf.function(step)
     rows = (strategy.mesh.dim_names[0],) + (None,) * (len(shape) - 1)
