@@ -215,9 +215,8 @@ def _plain_copy(model: keras.Model) -> keras.Model:
     copy(*keras.tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), signature))
     # By path: a layer that was quantized after it was built has its variables in another order.
     values = {variable.path: variable for variable in model.weights}
-    in_order = zip(copy.weights, model.weights, strict=True)
-    by_path = len(values) == len(model.weights) and all(ours.path in values for ours in copy.weights)
-    for ours, theirs in in_order:
+    by_path = len(values) == len(model.weights) and values.keys() == {ours.path for ours in copy.weights}
+    for ours, theirs in zip(copy.weights, model.weights, strict=True):
         ours.assign((values[ours.path] if by_path else theirs).numpy())
     return copy
 
