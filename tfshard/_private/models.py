@@ -110,13 +110,6 @@ def can_shard_convolution(layer: keras.layers.Layer) -> bool:
     return bool(plain and layer.groups == 1 and layer.data_format == "channels_last")
 
 
-def is_dilated(layer: keras.layers.Layer) -> bool:
-    """Whether a layer convolves places that are apart; those that go the other way, transposed, do so by themselves."""
-    if not isinstance(layer, (BaseConv, BaseDepthwiseConv, BaseSeparableConv)):
-        return False
-    return any(rate > 1 for rate in keras.tree.flatten(layer.dilation_rate))
-
-
 def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
     """The variables that belong to this layer itself, without those of its sublayers.
 

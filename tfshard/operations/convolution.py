@@ -1,4 +1,4 @@
-"""Convolutions that DTensor does not expand, or not well: with sharded kernels, dilated, of volumes in groups.
+"""Convolutions that DTensor does not expand, or not well: with sharded kernels, of volumes in groups.
 
 Those whose kernels a model axis shards are sums of matrix products. DTensor expands no convolution over sharded
 channels ("Filter for convolution must have fully replicated layout" in TensorFlow's conv_spmd_expander.cc). A
@@ -19,7 +19,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import transfer
-from tfshard.operations import layer_patch, rows
+from tfshard.operations import layer_patch
 from tfshard.storage import steps
 from tfshard.storage.variables import ShardedVariable
 
@@ -29,25 +29,8 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
     for layer in _private.flatten_layers(model):
         if _private.can_shard_convolution(layer):
             layer_patch.apply(layer_patch.CONVOLUTION, layer, functools.partial(_convolution_op, layer))
-        if _private.is_dilated(layer):
-            layer_patch.apply(layer_patch.DILATION, layer, functools.partial(_by_rows, layer, mesh))
         if isinstance(layer, keras.layers.Conv3D) and layer.groups > 1:
             layer_patch.apply(layer_patch.GROUPS, layer, functools.partial(_by_group, layer, mesh))
-
-
-def _by_rows(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
-    """A layer's `call`, on the rows of each device inside a compiled step.
-
-    TensorFlow puts a dilated convolution's places into its batch, and takes them back: over the rows of all devices
-    that is an exchange of everything.
-    """
-
-    def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if rows.can_be(inputs, mesh) and not _is_sharded(layer):
-            return rows.apply(lambda inputs: original(inputs, *args, **kwargs), [inputs], mesh)
-        return original(inputs, *args, **kwargs)
-
-    return call
 
 
 def _by_group(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:

@@ -52,12 +52,6 @@ CONVOLUTION = Change(
     why="sums of matrix products, where DTensor refuses the convolution",
     module="convolution",
 )
-DILATION = Change(
-    of="layers that convolve with dilation",
-    attribute="call",
-    why="each device convolves its own rows",
-    module="convolution",
-)
 GROUPS = Change(
     of="convolutions of volumes in groups",
     attribute="convolution_op",
@@ -101,7 +95,7 @@ RECORDED_GRADIENTS = Change(
     module="step_recording",
 )
 CHANGES = (
-    TABLE_READ, METRIC_UPDATE, CONVOLUTION, DILATION, GROUPS, RECURRENCE, LOOKUP, SEQUENCE, RECORDED_CALL,
+    TABLE_READ, METRIC_UPDATE, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, SEQUENCE, RECORDED_CALL,
     RECORDED_LOSS, RECORDED_GRADIENTS,
 )  # fmt: skip
 

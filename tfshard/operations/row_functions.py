@@ -1,13 +1,16 @@
 """Functions of TensorFlow that take one sample after the other, called by each device with its own rows (rows.py).
 
-They are written with loops, lists and scatters, which DTensor would compute whole on every device, if at all.
+They are written with loops, lists and scatters, which DTensor would compute whole on every device, if at all. A dilated
+convolution puts its places into the batch and takes them back: over the rows of all devices, an exchange of everything.
 """
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -18,9 +21,9 @@ from tfshard.operations import rows
 
 @contextlib.contextmanager
 def called_with_rows(mesh: dtensor.Mesh) -> Iterator[None]:
-    """A context for a step that is being traced: `tf.map_fn`, `tf.vectorized_map` and `tf.nn.ctc_loss` on a mesh."""
+    """A context for a step that is being traced: `tf.map_fn`, `tf.nn.ctc_loss`, dilated convolutions on a mesh."""
     with contextlib.ExitStack() as stack:
-        for module, name, version in ((tf, "map_fn", _map), (tf, "vectorized_map", _map), (tf.nn, "ctc_loss", _ctc)):
+        for module, name, version in _VERSIONS:
             original = getattr(module, name)
             stack.callback(setattr, module, name, original)
             setattr(module, name, functools.wraps(original)(functools.partial(version, mesh, original)))
@@ -70,3 +73,23 @@ def _ctc(
     if unique is not None or not tf.is_tensor(labels) or not rows.can_be(by_sample, mesh):
         return original(labels, logits, label_length, logit_length, logits_time_major, unique, **kwargs)
     return rows.apply(loss, [labels, by_sample, label_length, logit_length], mesh)
+
+
+def _convolution(mesh: dtensor.Mesh, original: Callable[..., Any], *args: Any, **kwargs: Any) -> tf.Tensor:
+    given = inspect.signature(original).bind(*args, **kwargs)
+    inputs, dilations = given.arguments["input"], given.arguments.get("dilations")
+    is_dilated = dilations is not None and np.max(dilations) > 1
+    if not is_dilated or not tf.is_tensor(inputs) or not rows.can_be(inputs, mesh):
+        return original(*args, **kwargs)
+
+    def convolve(inputs: tf.Tensor) -> tf.Tensor:
+        given.arguments["input"] = inputs
+        return original(*given.args, **given.kwargs)
+
+    return rows.apply(convolve, [inputs], mesh, whole_captures=True)
+
+
+_VERSIONS = (
+    (tf, "map_fn", _map), (tf, "vectorized_map", _map), (tf.nn, "ctc_loss", _ctc), (tf.nn, "convolution", _convolution),
+    (tf.nn, "depthwise_conv2d", _convolution), (tf.nn, "separable_conv2d", _convolution),
+)  # fmt: skip
