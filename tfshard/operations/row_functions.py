@@ -16,7 +16,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError
-from tfshard.operations import rows
+from tfshard.operations import batch_moments, rows
 
 
 @contextlib.contextmanager
@@ -92,4 +92,5 @@ def _convolution(mesh: dtensor.Mesh, original: Callable[..., Any], *args: Any, *
 _VERSIONS = (
     (tf, "map_fn", _map), (tf, "vectorized_map", _map), (tf.nn, "ctc_loss", _ctc), (tf.nn, "convolution", _convolution),
     (tf.nn, "depthwise_conv2d", _convolution), (tf.nn, "separable_conv2d", _convolution),
+    (tf.nn, "moments", batch_moments.moments), (tf.nn, "batch_normalization", batch_moments.normalize),
 )  # fmt: skip

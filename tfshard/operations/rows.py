@@ -8,8 +8,9 @@ same on every device, so that it leaves them as they are, while each device has 
   tensor of so many rows.
 - `leave` is the way back: what the devices have, one after the other, is a tensor that the batch axis shards.
 - `shared` is for what all rows use, such as weights: its gradient is summed over the devices.
+- `total` is that sum.
 
-Each is the gradient of another one. Between them stands any code whose rows do not depend on one another.
+Each is the gradient of another one, of any order. Between them stands any code whose rows do not depend on one another.
 
 How it is done: an operation on a tensor in a "parted" layout is not expanded (SkipExpansionForPartedLayout in
 TensorFlow 2.21's dtensor/mlir/spmd_expander.cc), every device does it with what it has. `tf.gather` there takes the
@@ -20,6 +21,7 @@ What is in here must not be brought to another layout by the batch axis: DTensor
 to be whole. Operations that are added here, and their gradients, are known by their names (`is_inside`).
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,19 +64,30 @@ def is_inside(call: _private.Call) -> bool:
     return False
 
 
+def inside() -> contextlib.AbstractContextManager[Any]:
+    """A context for operations on what `enter` gives."""
+    context: contextlib.AbstractContextManager[Any] = tf.name_scope(_NAME)
+    return context
+
+
 def enter(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Of a tensor `(B, ...)`, the `(B / devices, ...)` that a device has. The batch axis divides B."""
-    return _with_gradient(_enter, _leave, tensor, mesh)
+    return _with_gradient(_enter, leave, tensor, mesh)
 
 
 def leave(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Of what each device has, `(b, ...)`, the tensor `(b * devices, ...)` that the batch axis shards."""
-    return _with_gradient(_leave, _enter, tensor, mesh)
+    return _with_gradient(_leave, enter, tensor, mesh)
 
 
 def shared(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """A tensor that is the same for all rows; its gradient is the sum of those that the devices have."""
     return _with_gradient(lambda tensor, mesh: tf.identity(tensor), total, tensor, mesh)
+
+
+def total(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """The sum of the tensors that the devices have, the same on all of them."""
+    return _with_gradient(_total, shared, tensor, mesh)
 
 
 def _with_gradient(
@@ -114,7 +127,7 @@ def _leave(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.relayout(rows, (axes.data,) + (None,) * (rows.shape.rank - 1), mesh)
 
 
-def total(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+def _total(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     return tf.reduce_sum(_leave(tf.expand_dims(tensor, 0), mesh), 0)
 
 
@@ -185,7 +198,7 @@ def apply(
                 "What is computed by each device on its own rows has to give as many rows as it is given. Received: a "
                 f"result of shape {result.shape} for {count} rows of a device"
             )
-    with tf.name_scope(_NAME):
+    with inside():
         captures = [stands_for.get(id(each), each) for each in traced.captured_inputs]
         _private.set_captures(traced, [_captured(each, None if whole_captures else size, mesh) for each in captures])
         results = traced(*[enter(leaf, mesh) for leaf in rows])
