@@ -5,6 +5,7 @@
     python tools/every_model.py --suite=keras_hub --keras_hub=CHECKOUT --only=vit,clip
     python tools/every_model.py --suite=applications --write      # and writes the table of docs/models.md
     python tools/every_model.py --suite=keras_hub --keras_hub=CHECKOUT --layout_map=auto --write
+    python tools/every_model.py --suite=applications --results=FILE       # goes on where it was interrupted
 
 KerasHub's wheel has no tests; a checkout of its repository has them, and in each test of a backbone a small
 configuration and an input, which are what is used here. Each model has a process of its own. Dropout is off: random
@@ -35,6 +36,7 @@ _STAGE = flags.DEFINE_integer("stage", 3, "ZeRO stage.")
 _PROCESSES = flags.DEFINE_integer("processes", 2, "How many models at once.")
 _SECONDS = flags.DEFINE_integer("seconds", 900, "How long one model may take.")
 _WRITE = flags.DEFINE_bool("write", False, "Write the table of docs/models.md.")
+_RESULTS = flags.DEFINE_string("results", None, "A file that keeps results; a model with one is not trained again.")
 _CHILD = flags.DEFINE_string("child", None, "Of this tool's own: the model that this process trains.")
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "models.md"
@@ -301,9 +303,23 @@ def main(argv: list[str]) -> None:
     ]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
     print("\n".join(lines), flush=True)
+    kept = pathlib.Path(_RESULTS.value) if _RESULTS.value else None
+    known = {}
+    if kept and kept.exists():
+        known = {found["name"]: found for found in map(json.loads, kept.read_text().splitlines())}
+
+    def result(name: str) -> dict:
+        if name in known:
+            return known[name]
+        found = run_child(name)
+        if kept:
+            with kept.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+        return found
+
     results = []
     with concurrent.futures.ThreadPoolExecutor(_PROCESSES.value) as pool:
-        for found in pool.map(run_child, names()):
+        for found in pool.map(result, names()):
             results.append(found)
             print(row(found), flush=True)
     counts = {kind: sum(each["result"] == kind for each in results) for kind in sorted({r["result"] for r in results})}
