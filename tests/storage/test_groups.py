@@ -1,6 +1,7 @@
 """Groups: small variables share a buffer, and nothing about them changes."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 import parity
 import tfshard
+from tfshard import _private
 
 RS = np.random.RandomState(0)
 X, Y = RS.normal(size=(24, 13)).astype("float32"), RS.normal(size=(24, 3)).astype("float32")
@@ -190,6 +192,22 @@ def test_a_custom_loop_groups_models_and_slots_born_in_scope():
     )
     for ours, theirs in zip(model.get_weights(), reference.model.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_models_born_around_others_share_their_group(monkeypatch, reverse):
+    found = _private.live_models
+    by_name = functools.partial(sorted, key=lambda model: model.name, reverse=reverse)
+    monkeypatch.setattr(_private, "live_models", lambda strategy: by_name(found(strategy)))
+    chosen = strategy()
+    with chosen.scope():
+        x = keras.Input((8,))
+        models = [keras.Model(x, keras.layers.Dense(8)(x))]
+        for _ in range(4):
+            models.append(keras.Model(x, keras.layers.Dense(8)(models[-1](x))))
+    variables = models[-1].trainable_variables
+    assert len(variables) == 10, "premise"
+    assert len(storages(variables)) == 1
 
 
 def test_a_traced_function_that_no_strategy_runs_reads_what_it_wrote():

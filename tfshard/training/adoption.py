@@ -259,7 +259,9 @@ class Adopter(Placer):
         if not self._has_births or not _private.is_eager():
             return
         self._has_births = False
-        for model in _private.live_models(self):
+        models = _private.live_models(self)
+        # A model before the models that it has in it: variables in a group of one of those would stay there.
+        for model in sorted(models, key=lambda model: -len(_private.flatten_layers(model))):
             for adopt in model_adopters:
                 adopt(model)
             self.adopt_model(model)

@@ -32,11 +32,12 @@ def operations() -> dict[str, tuple[Callable, tuple[int, ...], tuple[int, ...] |
     import numpy as np
     import tensorflow as tf
 
-    ops, image, sequence = keras.ops, (BATCH, 32, 32, 64), (BATCH, 128, 256)
+    ops, image, sequence = keras.ops, (BATCH, 64, 64, 64), (BATCH, 128, 256)
     kernel, matrix = (3, 3, 64, 64), (BATCH, 64, 64)
     positive = 70 * np.eye(64, dtype="float32")
     targets = np.random.RandomState(0).randint(1, 30, (BATCH, 10))
     return {
+        "an addition, for the start of a step": (lambda x: x + 1.0, (BATCH, 8), None),
         # What models spend their time in.
         "convolution": (lambda x, w: ops.conv(x, w, padding="same"), image, kernel),
         "convolution, strides=2": (lambda x, w: ops.conv(x, w, strides=2, padding="same"), image, kernel),
