@@ -8,9 +8,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import error_interpolation
 
 import parity
 import tfshard
+from tfshard import _private
 
 RS = np.random.RandomState(0)
 X = RS.normal(size=(16, 6)).astype("float32")
@@ -238,3 +240,17 @@ def test_the_first_steps_of_a_process_may_fail():
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.stdout.split("\n")[:-1] == ["raised", "raised", "trained True"] * 2, done.stdout + done.stderr
+
+
+def test_tags_are_found_in_messages_that_have_a_program_in_them():
+    plain = error_interpolation.parse_message
+    message = "a{{node Foo/bar_1}}b{{function_node __inference_f_3}}c {{x}} {{node not a tag}} {{node Last}}"
+    expected = plain(message)
+    assert [len(tags) for tags in expected[1:]] == [1, 2], "premise"
+    program = " %0 = tf.Reshape(%1, %2) {device = {}}\n" * 100_000
+    with _private.quickly_parsed():
+        assert error_interpolation.parse_message is not plain
+        assert error_interpolation.parse_message(message) == expected
+        text, *tags = error_interpolation.parse_message(message + program)  # TensorFlow's own takes hours.
+    assert (text, tags) == (expected[0] + program, list(expected[1:]))
+    assert error_interpolation.parse_message is plain

@@ -8,7 +8,7 @@ Callers take names from here (`_private.flatten_layers`). The modules have them 
 
     versions, names                  what we stand on
     context, graphs, exchange        TensorFlow: its state in this process, what is traced, operations exchanged
-    functions                        TensorFlow: names of functions
+    functions, messages              TensorFlow: names of functions; what its errors say
     iterators, trace                 tf.data's iterators; the profiler's files
     variables, models, optimizers    Keras: variables, layers and metrics, slots
     epochs, weight_files             Keras: the epochs of a fit; its files
@@ -77,6 +77,7 @@ from tfshard._private.graphs import (
     traced_arguments,
 )
 from tfshard._private.iterators import iterator_state, restore_iterator, stateful_operations
+from tfshard._private.messages import quickly_parsed
 from tfshard._private.models import (
     auto_name,
     can_shard_convolution,
@@ -202,6 +203,7 @@ __all__ = [
     "own_variables",
     "package_version",
     "plain_variable",
+    "quickly_parsed",
     "random_seed_is_set",
     "read_trace",
     "read_weights_file",

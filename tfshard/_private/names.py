@@ -102,6 +102,10 @@ NAMES = (
         "python.framework.ops": "uid",
         "python.ops.ctc_ops": "function",
     }),
+    # messages
+    *_all("tensorflow", "2.19", {
+        "python.framework.error_interpolation": "_ParseTag parse_message",
+    }),
     # graphs
     *_all("tensorflow", "2.19", {
         "dtensor.python.api": "is_dtensor",

@@ -178,7 +178,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         shapes = str([getattr(leaf, "shape", None) for leaf in leaves])
         first = shapes not in traced
         traced.add(shapes)
-        with here.step(kind, leaves, first), failures.explained(f"A {kind}"):
+        with here.step(kind, leaves, first), failures.explained(f"A {kind}"), _private.quickly_parsed():
             try:
                 yield
                 here.wait_for_devices()
