@@ -19,45 +19,49 @@ def advise(memory: int, **kwargs) -> tfshard.planning.Advice:
     return tfshard.advise(kernels(8), 4, memory * MEBI, **{"batch": 32} | kwargs)
 
 
-# The count of steps and the learning rate, at rest and updated.
-SCALAR_BYTES = 2 * (8 + 4)
+# More than the count of steps and the learning rate take.
+SCALAR_BYTES = 64
 
 
-@pytest.mark.parametrize(("memory", "stage", "peak"), [(225, 0, 224), (223, 1, 136), (135, 2, 112), (111, 3, 88)])
+@pytest.mark.parametrize(("memory", "stage", "peak"), [(225, 0, 224), (223, 1, 71), (70, 3, 43)])
 def test_the_smallest_stage_that_fits_is_recommended(memory, stage, peak):
     advice = advise(memory)
     assert advice.shortfall_bytes == 0
     assert (advice.recommended.mesh_shape, advice.recommended.zero_stage) == ({"batch": 4}, stage)
-    assert advice.recommended.peak_bytes == peak * MEBI + SCALAR_BYTES
+    assert advice.recommended.peak_bytes == pytest.approx(peak * MEBI, abs=SCALAR_BYTES)
 
 
 def test_the_peak_is_the_sum_of_its_parts():
-    parts = [
-        (each.stored_bytes, each.updated_bytes, each.gathered_bytes, each.gradient_bytes)
-        for each in advise(100).candidates
-    ]
-    # In MiB: P=32, a quarter is 8.
-    assert [tuple(part // MEBI for part in each) for each in parts] == [
-        (96, 96, 0, 32),
-        (32 + 16, 8 + 16, 32, 32),
-        (32 + 16, 8 + 16, 32, 8),
-        (8 + 16, 8 + 16, 32, 8),
-    ]
+    def parts(**options):
+        return [
+            tuple(
+                bytes_ // MEBI
+                for bytes_ in (c.stored_bytes, c.gathered_bytes, c.gradient_bytes, c.reduced_bytes, c.updated_bytes)
+            )
+            for c in advise(100, **options).candidates
+        ]
+
+    # In MiB: P=32, a quarter is 8, a variable 4.
+    assert parts() == [(96, 0, 32, 0, 96), (48, 12, 4, 4, 3), (48, 12, 4, 4, 3), (24, 8, 4, 4, 3)]
+    # All gradients wait: whole at stage 1, as shards at stages 2 and 3.
+    clipped = keras.optimizers.Adam(global_clipnorm=1.0)
+    assert [each[2] for each in parts(optimizer=clipped)] == [32, 36, 12, 12]
+    assert [each[1] for each in parts(reshard_after_forward=False)] == [0, 12, 12, 32]
 
 
 def test_when_nothing_fits_the_missing_bytes_are_told():
-    advice = advise(60)
+    advice = advise(40)
     assert advice.recommended is None
-    assert advice.shortfall_bytes == 28 * MEBI + SCALAR_BYTES
+    assert advice.shortfall_bytes == pytest.approx(3 * MEBI, abs=SCALAR_BYTES)
     text = str(advice)
     assert "Nothing fits. batch=4 at stage 3 comes closest" in text
     assert "A layout map over the axis 'model' would allow a model axis" in text
 
 
 def test_a_layout_map_allows_a_model_axis():
-    advice = advise(73, layout_map={".*/kernel": (None, "model")})
+    advice = advise(36, layout_map={".*/kernel": (None, "model")})
     assert (advice.recommended.mesh_shape, advice.recommended.zero_stage) == ({"batch": 2, "model": 2}, 3)
-    assert advice.recommended.peak_bytes == (24 + 24 + 16 + 8) * MEBI + SCALAR_BYTES
+    assert advice.recommended.peak_bytes == pytest.approx((24 + 4 + 2 + 2 + 3) * MEBI, abs=SCALAR_BYTES)
     assert [each.mesh_shape for each in advice.candidates[::4]] == [
         {"batch": 4, "model": 1},
         {"batch": 2, "model": 2},

@@ -94,14 +94,14 @@ def initial() -> dict[str, np.ndarray]:
     return train("sgd", steps=0).weights
 
 
-def strategy(mesh: str, stage: int, grouping: str) -> tfshard.ShardedStrategy:
+def strategy(mesh: str, stage: int, grouping: str, **options) -> tfshard.ShardedStrategy:
     layout_map = tfshard.LayoutMap()
     if "model" in MESHES[mesh]:
         layout_map.column("up")
         layout_map.row("down")
         layout_map.whole("embed.*")
     return tfshard.ShardedStrategy(
-        tfshard.create_mesh(**MESHES[mesh]), layout_map, zero_stage=stage, analyzer=ANALYZERS[grouping]
+        tfshard.create_mesh(**MESHES[mesh]), layout_map, zero_stage=stage, analyzer=ANALYZERS[grouping], **options
     )
 
 
@@ -200,7 +200,7 @@ def test_variables_that_stand_alone_are_updated_in_pieces(stage):
     keras.backend.clear_session()
     model = tfshard.as_distributed(build())
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, strategy=strategy("batch4", stage, "alone"))
+    model.compile("adam", loss, strategy=strategy("batch4", stage, "alone", reshard_after_forward=False))
     profile = tfshard.profile_step(model, batches()[0])
     check_placement(model, "adam", "batch4", stage, "alone")
     assert profile.count("all-gather") == len(model.trainable_variables) == 5

@@ -59,9 +59,11 @@ from tfshard._private.functions import ctc_with_own_names, give_own_names
 from tfshard._private.graphs import (
     TRACKING_ATTRIBUTE,
     captured,
+    captured_placeholders,
     captured_resources,
     captures_brought,
     constants_brought,
+    copied,
     element_shape,
     func_graph,
     graph_is_loop,
@@ -75,6 +77,7 @@ from tfshard._private.graphs import (
     set_captures,
     stop_recording,
     traced_arguments,
+    update_input,
 )
 from tfshard._private.iterators import iterator_state, restore_iterator, stateful_operations
 from tfshard._private.messages import quickly_parsed
@@ -153,12 +156,14 @@ __all__ = [
     "before_first_use",
     "can_shard_convolution",
     "captured",
+    "captured_placeholders",
     "captured_resources",
     "captures_brought",
     "clone_being_made",
     "compile_arguments",
     "compiled_metrics",
     "constants_brought",
+    "copied",
     "context_is_initialized",
     "ctc_with_own_names",
     "current_path",
@@ -227,6 +232,7 @@ __all__ = [
     "structure",
     "symbolic_build",
     "traced_arguments",
+    "update_input",
     "traced_models",
     "unpickle_model",
     "uses_weight_decay",

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -44,6 +44,11 @@ def captured(placeholder: tf.Tensor) -> tf.Tensor | None:
     """What a placeholder of a `FuncGraph` stands for in the graph around it; None for an argument (`captures`)."""
     pairs = getattr(placeholder.graph, "captures", ())
     return next((outer for outer, inner in pairs if inner is placeholder), None)
+
+
+def captured_placeholders(graph: tf.Graph) -> set[Hashable]:
+    """References to the placeholders of a `FuncGraph` that stand for tensors around it (`captures`)."""
+    return {inner.ref() for _, inner in getattr(graph, "captures", ())}
 
 
 def set_captures(function: tf.types.experimental.ConcreteFunction, captures: list[tf.Tensor]) -> None:
@@ -162,6 +167,30 @@ def known_branches(value_of: Callable[[tf.Tensor], Any]) -> Iterator[None]:
 def _as_tensor(value: Any) -> Any:
     is_one = value is None or isinstance(value, (tf.__internal__.CompositeTensor, tf.TensorArray, tf.Operation))
     return value if is_one else tf.convert_to_tensor(value)
+
+
+def copied(operation: tf.Operation, inputs: Sequence[tf.Tensor], *, dtype: tf.DType | None = None) -> list[tf.Tensor]:
+    """The outputs of the same operation on other inputs, added to its graph (`Graph._create_op_internal`).
+
+    Args:
+        operation: An operation.
+        inputs: What it is to work on.
+        dtype: Of the first of them, for an operation that gives what it takes, if it is another one than before.
+    """
+    attrs = dict(operation.node_def.attr)
+    dtypes = [output.dtype for output in operation.outputs]
+    if dtype is not None:
+        attrs["Tparams" if operation.type == "GatherV2" else "T"] = tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
+        dtypes = [dtype] * len(dtypes)
+    made = operation.graph._create_op_internal(
+        operation.type, list(inputs), dtypes, attrs=attrs, op_def=operation.op_def
+    )
+    return list(made.outputs)
+
+
+def update_input(operation: tf.Operation, number: int, tensor: tf.Tensor) -> None:
+    """Gives an operation of a graph another tensor as its input (Operation._update_input)."""
+    operation._update_input(number, tensor)
 
 
 def operation_types(graph: tf.Graph) -> set[str]:

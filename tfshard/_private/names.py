@@ -114,7 +114,7 @@ NAMES = (
         "python.eager.record": "stop_recording",
         "python.eager.tape": "variable_accessed",
         "python.framework.func_graph": "FuncGraph.capture FuncGraph.captures FuncGraph.outer_graph",
-        "python.framework.ops": "Graph._get_function Operation._update_input",
+        "python.framework.ops": "Graph._create_op_internal Graph._get_function Operation._update_input",
         "python.ops.cond_v2": "cond_v2 indexed_case",
         "python.ops.control_flow_v2_func_graphs": "WhileBodyFuncGraph WhileCondFuncGraph",
         "python.ops.handle_data_util": "get_resource_handle_data",

@@ -8,9 +8,10 @@ numbers are wrong (tests/devices/test_gathers.py). Which gathers a step has, onl
 
 import os
 
+import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.axes import MeshAxes, axis_sizes
 
 SWITCH = "LOWER_DTENSOR_GATHER_TO_COLLECTIVE_GATHER_V2"
 # A user may turn a switch on to look into a problem.
@@ -26,3 +27,12 @@ def choose(mesh: dtensor.Mesh) -> None:
         os.environ[SWITCH] = "1"
     else:
         del os.environ[SWITCH]
+
+
+def narrow_dtypes(mesh_shape: MeshAxes) -> tuple[tf.DType, ...]:
+    """The dtypes of two bytes in which values can be gathered, for half the bytes of float32.
+
+    DTensor gathers float16 as it is. Of bfloat16 it makes an all-reduce in float32; so its bits are sent as float16,
+    which a collective that gathers does not look at. An all-reduce would.
+    """
+    return (tf.float16,) if mesh_shape.shards_by_several else (tf.float16, tf.bfloat16)

@@ -3,6 +3,7 @@
 report             what every device holds, and what is synchronized
 consistency        whether devices that should hold the same bits do
 step_profile       what a step sent, by TensorFlow's trace; compared with a plan
+peak_memory        what a step had in memory at its peak, by the same trace
 network_profile    latency and bandwidth of the collectives
 """
 

@@ -18,6 +18,7 @@ from tfshard.devices import transfer
 from tfshard.errors import PlanMismatchError, StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts.axes import MeshAxes, axis_sizes
+from tfshard.measure.peak_memory import PeakMemory, peak_of
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage.variables import ShardedVariable
 
@@ -76,6 +77,8 @@ class StepProfile:
         seconds: Wall time of the step, tracing included.
         variable_bytes: Bytes of parameters, state and slots that each local device holds, by device.
         spans: Where in time each collective was.
+        peak: What was in memory at the peak of the step; None where the allocator does not tell: it does on CPU,
+            through oneDNN.
     """
 
     mesh: MeshAxes
@@ -84,6 +87,7 @@ class StepProfile:
     seconds: float
     variable_bytes: dict[str, int]
     spans: tuple[Span, ...]
+    peak: PeakMemory | None = None
 
     def count(self, kind: str | None = None) -> int:
         """How many collectives a device took part in, of one kind or of all."""
@@ -109,7 +113,10 @@ class StepProfile:
     def table(self) -> rich.table.Table:
         """The profile as a rich table."""
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
-        table = rich.table.Table(title=f"One step on {axes}, {1e3 * self.seconds:.0f} ms", box=rich.box.SIMPLE_HEAD)
+        title = f"One step on {axes}, {1e3 * self.seconds:.0f} ms"
+        if self.peak is not None:
+            title += f", {tables.size(self.peak.added)} more in memory at its peak"
+        table = rich.table.Table(title=title, box=rich.box.SIMPLE_HEAD)
         table.add_column("collective")
         table.add_column("operation", overflow="fold")
         for column in ("devices", "count", "bytes", "ms"):
@@ -201,6 +208,7 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
         seconds=seconds,
         variable_bytes=held,
         spans=spans,
+        peak=peak_of(trace),
     )
 
 

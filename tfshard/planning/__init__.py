@@ -5,7 +5,9 @@ Read `sharding_plan` first: what a plan holds.
     sharding_plan         `ShardingPlan`: what will be stored and sent
     analyzer              `plan`; `ParameterAnalyzer`, which makes groups and plans with them
     variable_traffic      what a step sends of variables and gradients
+    gather_counts         how often a step gathers a variable or a group
     activation_traffic    what a step sends of activations over a model axis
+    peak                  what a device holds at the peak of a step
     linter                mistakes in layout maps; run by compile
     advice                which mesh and stage fit in memory
 """

@@ -14,44 +14,27 @@ from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.planning import variable_traffic
 from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer
+from tfshard.planning.peak import Peak, peak_of
 from tfshard.planning.sharding_plan import ShardingPlan
+from tfshard.storage import turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A mesh and a stage that were considered. All bytes are of the fullest device.
+class Candidate(Peak):
+    """A mesh and a stage that were considered, with the predicted peak of a step. All bytes are of the fullest device.
 
     Attributes:
         mesh_shape: Axis name to size.
         zero_stage: 0 to 3.
         problem: Why it cannot be used whatever the memory, or None.
-        stored_bytes: Parameters, untrained state and slots at rest.
-        updated_bytes: New values of parameters and slots, shard by shard from stage 1 on, until the step's end.
-        gathered_bytes: What is gathered over the batch axis: at stage 3 parameters for the forward and the backward
-            pass, at stages 1 and 2 their new values.
-        gradient_bytes: Gradients as they wait for the update.
-        activation_bytes: Of the device's share of the batch; as given by the user.
         memory_per_device: What a device has.
     """
 
     mesh_shape: dict[str, int]
     zero_stage: int
     problem: str | None = None
-    stored_bytes: int = 0
-    updated_bytes: int = 0
-    gathered_bytes: int = 0
-    gradient_bytes: int = 0
-    activation_bytes: int = 0
     memory_per_device: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted bytes at the peak of a step."""
-        return (
-            self.stored_bytes + self.updated_bytes + self.gathered_bytes + self.gradient_bytes + self.activation_bytes
-        )
 
     @property
     def fits(self) -> bool:
@@ -79,13 +62,13 @@ class Advice:
     def __str__(self) -> str:
         table = rich.table.Table(title="MiB a device at the peak of a step", box=rich.box.SIMPLE_HEAD)
         table.add_column("mesh", no_wrap=True)
-        for column in ("stage", "stored", "updated", "gathered", "gradients", "activations", "peak"):
+        for column in ("stage", "stored", "gathered", "gradients", "reduced", "updated", "activations", "peak"):
             table.add_column(column, justify="right", no_wrap=True)
         table.add_column("", overflow="fold")
         for each in self.candidates:
-            parts = (each.stored_bytes, each.updated_bytes, each.gathered_bytes, each.gradient_bytes)
-            numbers = (*parts, each.activation_bytes, each.peak_bytes) if each.problem is None else ()
-            cells = [f"{number / (1 << 20):,.1f}" for number in numbers] or [""] * 6
+            parts = (each.stored_bytes, each.gathered_bytes, each.gradient_bytes, each.reduced_bytes)
+            numbers = (*parts, each.updated_bytes, each.activation_bytes, each.peak_bytes)
+            cells = [f"{number / (1 << 20):,.1f}" if each.problem is None else "" for number in numbers]
             verdict = each.problem or ("fits" if each.fits else "too large")
             table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
         return tables.as_text(*self.reasons, table)
@@ -101,6 +84,7 @@ def advise(
     analyzer: ParameterAnalyzer | None = DEFAULT,
     layout_map: Any = None,
     activation_bytes: int | None = None,
+    reshard_after_forward: bool | str | Sequence[str] = True,
 ) -> Advice:
     """Recommends a mesh and a ZeRO stage for a model, or says by how much nothing fits.
 
@@ -111,15 +95,16 @@ def advise(
     The peak of a step on one device is predicted as the sum of
 
     - parameters, untrained state and slots as they rest (the plan's bytes),
-    - the new values of parameters and slots: a step writes them at its end,
-    - what is gathered over the batch axis, whole: at stage 3 the parameters, which DTensor keeps from the forward to
-      the backward pass; at stages 1 and 2 their new values,
-    - the gradients as they wait for the update (the plan's bytes): shards at stages 2 and 3,
+    - what is gathered over the batch axis: two of the largest variables or groups, and what
+      `reshard_after_forward` says is to stay,
+    - gradients: the largest, whole, and those that wait for the update: of groups, and all if the optimizer has a
+      `global_clipnorm`,
+    - the buffers of reductions, as large as what they reduce,
+    - new values of parameters and slots: of the largest variable or group, at stage 0 of all,
     - activations: `activation_bytes` for each sample in the device's share of the batch.
 
-    Measured against a Dense model with Adam on four devices, the sum was 7% too large to 4% too small:
-    docs/planning.md. Not counted: activations that are not given, the buffers of collectives, what the runtime holds
-    besides, fragmentation. Leave room for them in `memory_per_device`.
+    docs/planning.md sets the sum beside what steps took. Not counted: activations that are not given, what the runtime
+    holds besides, fragmentation. Leave room for them in `memory_per_device`.
 
     Args:
         model: A built `keras.Model`, also one from `tfshard.abstract_model`, or a list of `VariableSpec`.
@@ -130,6 +115,7 @@ def advise(
         analyzer: Makes the groups; None for none.
         layout_map: As for `tfshard.ShardedStrategy`.
         activation_bytes: Bytes that one sample's activations take on a device at the peak. By default not counted.
+        reshard_after_forward: As for `tfshard.ShardedStrategy`.
 
     Returns:
         The `Advice`.
@@ -143,9 +129,9 @@ def advise(
     >>> import tfshard
     >>> from tfshard.layouts import VariableSpec
     >>> specs = [VariableSpec(path=f"dense_{i}/kernel", shape=(1024, 1024)) for i in range(8)]
-    >>> advice = tfshard.advise(specs, devices=4, memory_per_device=100 << 20, batch=32)
+    >>> advice = tfshard.advise(specs, devices=4, memory_per_device=60 << 20, batch=32)
     >>> advice.recommended.mesh_shape, advice.recommended.zero_stage, advice.recommended.peak_bytes >> 20
-    ({'batch': 4}, 3, 88)
+    ({'batch': 4}, 3, 43)
     """
     numbers = {"devices": devices, "memory_per_device": memory_per_device, "batch": batch}
     for name, number in numbers.items():
@@ -159,6 +145,8 @@ def advise(
     specs = model_specs.specs_of(model)
     slots = model_specs.slots_of(optimizer, specs)
     sizes = [size for size in range(1, devices + 1) if devices % size == 0] if has_model_axis else [1]
+    gathering = turns.Gathering.of(reshard_after_forward)
+    needs_all_gradients = getattr(optimizer, "global_clipnorm", None) is not None
     candidates = []
     for size in sizes:
         # Each mesh has the model axis where the layout map names it.
@@ -171,7 +159,8 @@ def advise(
                 candidates.append(dataclasses.replace(empty, problem=problem))
                 continue
             activations = (activation_bytes or 0) * (batch // mesh_shape[BATCH_AXIS])
-            candidates.append(_measure(empty, specs, slots, chosen, analyzer, activations))
+            empty = dataclasses.replace(empty, activation_bytes=activations)
+            candidates.append(_measure(empty, specs, slots, chosen, analyzer, gathering, needs_all_gradients))
     return _choose(candidates, activation_bytes is None, has_model_axis)
 
 
@@ -181,24 +170,27 @@ def _measure(
     slots: Sequence[SlotSpec],
     layout_map: LayoutMap,
     analyzer: ParameterAnalyzer | None,
-    activation_bytes: int,
+    gathering: turns.Gathering,
+    needs_all_gradients: bool,
 ) -> Candidate:
-    mesh_shape, stage = empty.mesh_shape, empty.zero_stage
     try:
         placement = ModelPlacement.of(
-            specs, mesh_shape=mesh_shape, zero_stage=stage, layout_map=layout_map, groups=analyzer
+            specs,
+            mesh_shape=empty.mesh_shape,
+            zero_stage=empty.zero_stage,
+            layout_map=layout_map,
+            groups=analyzer,
         ).check()
     except LayoutError as e:
         return dataclasses.replace(empty, problem=str(e))
-    plan, planned = ShardingPlan.from_placement(placement, slots=slots), placement.variables
-    return dataclasses.replace(
-        empty,
-        stored_bytes=sum(plan.bytes_per_device(kind) for kind in ("parameter", "state", "slot")),
-        updated_bytes=plan.bytes_per_device("slot") + variable_traffic.updated_bytes(planned, mesh_shape=mesh_shape),
-        gathered_bytes=variable_traffic.gathered_bytes(planned, mesh_shape=mesh_shape, zero_stage=stage),
-        gradient_bytes=plan.bytes_per_device("gradient"),
-        activation_bytes=activation_bytes,
+    peak = peak_of(
+        placement,
+        ShardingPlan.from_placement(placement, slots=slots),
+        gathering=gathering,
+        needs_all_gradients=needs_all_gradients,
+        activation_bytes=empty.activation_bytes,
     )
+    return dataclasses.replace(empty, **dataclasses.asdict(peak))
 
 
 def _choose(candidates: Sequence[Candidate], without_activations: bool, has_model_axis: bool) -> Advice:
@@ -229,8 +221,8 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
         reasons = [f"Nothing can be used. {_mesh_text(c.mesh_shape)}: {c.problem}" for c in candidates[:1]]
     if not has_model_axis and (chosen is None or chosen.zero_stage == 3):
         reasons.append(
-            "A layout map over the axis 'model' would allow a model axis, which also shards the gathered parameters "
-            "and the gradients."
+            "A layout map over the axis 'model' would allow a model axis, which also shards what is gathered and the "
+            "gradients."
         )
     if without_activations:
         reasons.append("Activations are not counted: give activation_bytes, the bytes of one sample's.")

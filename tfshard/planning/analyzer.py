@@ -1,6 +1,7 @@
 """`plan`: what a placement of a model's variables costs; ParameterAnalyzer, the policy of groups that also plans."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -10,8 +11,9 @@ from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike
 from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.planning import activation_traffic, linter
+from tfshard.planning import activation_traffic, gather_counts, linter
 from tfshard.planning.sharding_plan import ShardingPlan
+from tfshard.storage import turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,7 @@ def plan(
     analyzer: ParameterAnalyzer | None = DEFAULT,
     optimizer: OptimizerLike = None,
     inputs: Any = None,
+    reshard_after_forward: bool | str | Sequence[str] = True,
 ) -> ShardingPlan:
     """Plans a model on a mesh, without a device and without a step.
 
@@ -89,6 +92,7 @@ def plan(
             compiled with; without any, no slots.
         inputs: What a step calls the model on (a batch, or anything with shapes and dtypes), for the bytes of
             activations over a model axis. Without it only their number is predicted.
+        reshard_after_forward: As for `tfshard.ShardedStrategy`.
 
     Returns:
         The `ShardingPlan`. What `compile` would refuse of the model is in its `refused`.
@@ -125,7 +129,10 @@ def plan(
         layout_map=auto_layout.resolve(layout_map, model_or_specs, sizes),
         groups=analyzer,
     )
-    return plan_placement(placement, model_or_specs, optimizer=optimizer, inputs=inputs, automatic=automatic)
+    gathering = turns.Gathering.of(reshard_after_forward)
+    return plan_placement(
+        placement, model_or_specs, optimizer=optimizer, inputs=inputs, automatic=automatic, gathering=gathering
+    )
 
 
 def plan_placement(
@@ -135,6 +142,7 @@ def plan_placement(
     optimizer: OptimizerLike = None,
     inputs: Any = None,
     automatic: bool = False,
+    gathering: turns.Gathering,
 ) -> ShardingPlan:
     """What a placement stores and sends.
 
@@ -144,6 +152,7 @@ def plan_placement(
         optimizer: As for `plan`.
         inputs: As for `plan`.
         automatic: Whether the layout map was found for the model.
+        gathering: How steps gather what is stored sharded.
 
     Raises:
         LayoutError: The layout map does not fit the model.
@@ -163,5 +172,6 @@ def plan_placement(
         activations=sent.collectives,
         unknown=sent.unknown,
         uses=sent.uses,
+        gathers=gather_counts.gathers_of(model_or_specs, placement, gathering, inputs),
         refused=[str(finding) for finding in refused],
     )

@@ -138,6 +138,7 @@ class ShardingPlan:
         activations: Sequence[Collective] = (),
         unknown: str = "",
         uses: Mapping[str, int] | None = None,
+        gathers: Mapping[str, variable_traffic.Gathers] | None = None,
         refused: Sequence[str] = (),
     ) -> "ShardingPlan":
         """The plan of variables whose places are decided.
@@ -148,6 +149,7 @@ class ShardingPlan:
             activations: What a step sends of activations.
             unknown: Why that is not known.
             uses: How often the forward pass uses a variable, by path, where that is known.
+            gathers: How a step of stage 3 gathers a variable or a group, by its name.
             refused: What `compile` would refuse.
         """
         mesh_shape, zero_stage = placement.mesh_shape, placement.zero_stage
@@ -157,7 +159,7 @@ class ShardingPlan:
             if layout.group is not None:
                 slot_names[layout.group][slot.name] = None
         sent = variable_traffic.predict_collectives(
-            placement.variables, mesh_shape=mesh_shape, zero_stage=zero_stage, uses=uses
+            placement.variables, mesh_shape=mesh_shape, zero_stage=zero_stage, uses=uses, gathers=gathers
         )
         return cls(
             mesh=MeshAxes.of(mesh_shape),

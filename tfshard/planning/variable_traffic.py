@@ -37,20 +37,35 @@ class Collective:
     merges: bool = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gathers:
+    """How a step gathers a variable or a group.
+
+    Attributes:
+        count: How often.
+        itemsize: Bytes of an element that is gathered.
+    """
+
+    count: int = 1
+    itemsize: int
+
+
 def predict_collectives(
     planned: Sequence[VariableLayout],
     *,
     mesh_shape: Mapping[str, int],
     zero_stage: int,
     uses: Mapping[str, int] | None = None,
+    gathers: Mapping[str, Gathers] | None = None,
 ) -> tuple[Collective, ...]:
     """What a training step sends over the batch axis.
 
-    Stage 3 gathers each group and each variable that rests sharded once, for the forward pass; the
-    backward pass uses the same tensor. Stages 1 and 2 gather what was updated shard by shard. From stage 1 on the
-    gradient of a variable that stands alone and is cut along one of its dims is reduce-scattered (on CPU an all-reduce
-    and a local slice). All other gradients of one dtype are merged by DTensor in one all-reduce, which the loss and the
-    metrics join.
+    Stage 3 gathers each group and each variable that rests sharded for the forward pass, and, with
+    `reshard_after_forward`, once more for the backward pass. Stages 1 and 2 gather what was updated shard by shard.
+    From stage 1 on the gradient of a variable that stands alone and is cut along one of its dims is reduce-scattered
+    (on CPU an all-reduce and a local slice). All other gradients of one dtype are merged by DTensor in one all-reduce,
+    which the loss and the metrics join; but at stage 3 parts of gradients for which the backward pass waits may stay
+    alone.
 
     Not predicted: what a custom step reduces besides, and batch statistics.
 
@@ -60,24 +75,30 @@ def predict_collectives(
         zero_stage: 0 to 3.
         uses: How often the forward pass uses a variable, by path. By default what a functional model tells of its
             layers.
+        gathers: How stage 3 gathers a variable or a group, by its name here (`gather_counts`); by default once.
     """
     mesh_axes = MeshAxes.of(mesh_shape)
     axis = mesh_axes.data
     if axis is None or mesh_axes.data_size == 1:
         return ()
     found = functools.partial(Collective, axis=axis)
-    units = _units(planned)
     collectives = []
-    for layout in units:
-        if _is_gathered(layout, zero_stage):
+    for layout in units(planned):
+        if is_gathered(layout, zero_stage):
+            name, itemsize = unit_name(layout), variable_layout.itemsize(layout.spec.dtype)
+            how = (
+                (gathers or {}).get(name, Gathers(itemsize=itemsize)) if zero_stage == 3 else Gathers(itemsize=itemsize)
+            )
             what = "buffer" if layout.flat is not None else "variable"
+            what += " in the compute dtype" if how.itemsize != itemsize else ""
+            when = "before its use" if how.count == 1 else "for each of its turns"
             collectives.append(
                 found(
                     kind="all-gather",
-                    what=_unit_name(layout),
-                    count=1,
-                    bytes=whole_bytes(layout, mesh_shape),
-                    formula=f"bytes({what}) over {axis}, {'forward' if zero_stage == 3 else 'after the update'}",
+                    what=name,
+                    count=how.count,
+                    bytes=whole_bytes(layout, mesh_shape) * how.itemsize // itemsize,
+                    formula=f"bytes({what}) over {axis}, {when if zero_stage == 3 else 'after the update'}",
                 )
             )
     merged: dict[str, list[int]] = {"float32": []}
@@ -96,6 +117,18 @@ def predict_collectives(
                     formula=f"bytes(gradient) over {axis}, for each use of the layer",
                 )
             )
+        if scattered and together and zero_stage == 3:
+            collectives.append(
+                found(
+                    kind="all-reduce",
+                    what=layout.spec.path,
+                    count=together,
+                    bytes=bytes_,
+                    formula=f"bytes(gradient) over {axis}, for each use that is rearranged before it is scattered",
+                    merges=True,
+                )
+            )
+            continue
         merged.setdefault(layout.spec.dtype, []).append(together * bytes_)
     for dtype, parts in merged.items():
         scalars = ", with loss and metrics" if dtype == "float32" else ""
@@ -128,32 +161,25 @@ def _contributions(layout: VariableLayout, known_uses: Mapping[str, int]) -> tup
     return uses, 0
 
 
-def gathered_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int], zero_stage: int) -> int:
-    """Bytes on one device of all that a step gathers over the batch axis."""
-    if MeshAxes.of(mesh_shape).data_size == 1:
-        return 0
-    return sum(whole_bytes(each, mesh_shape) for each in _units(planned) if _is_gathered(each, zero_stage))
-
-
 def updated_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int]) -> int:
     """Bytes on one device of the parameters in the layouts in which they are updated."""
-    updated = [each.slot(each.spec) for each in _units(planned) if each.spec.trainable]
+    updated = [each.slot(each.spec) for each in units(planned) if each.spec.trainable]
     return sum(device_bytes(each.storage_shape, each.storage, mesh_shape, each.spec.dtype) for each in updated)
 
 
-def _is_gathered(layout: VariableLayout, zero_stage: int) -> bool:
+def is_gathered(layout: VariableLayout, zero_stage: int) -> bool:
     """Whether a step gathers it: at stage 3 to read it, at stages 1 and 2 after the update."""
     return layout.splits and (
         layout.store_sharded if zero_stage == 3 else layout.update_sharded and layout.spec.trainable
     )
 
 
-def _units(planned: Sequence[VariableLayout]) -> list[VariableLayout]:
+def units(planned: Sequence[VariableLayout]) -> list[VariableLayout]:
     """What is communicated as one: variables that stand alone, and of each group its first member."""
     return [layout for layout in planned if layout.group is None or layout.member == 0]
 
 
-def _unit_name(layout: VariableLayout) -> str:
+def unit_name(layout: VariableLayout) -> str:
     return layout.spec.path if layout.group is None else f"group {layout.group}"
 
 

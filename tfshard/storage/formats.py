@@ -10,6 +10,7 @@ is the buffer as it rests, with its elements encoded.
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -68,6 +69,18 @@ class StorageFormat(abc.ABC):
         self.storage = layout.storage
         self.update = layout.update
         self.gathered = layout.gathered
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a read gathers what is stored over the batch axis."""
+        return self.storage != self.gathered
+
+    @property
+    def gathered_elements(self) -> int:
+        """What a device has of the buffer once it is gathered."""
+        sizes = axis_sizes(self.mesh)
+        shares = math.prod(sizes[axis] for axis in self.gathered if axis is not None)
+        return math.prod(self.shape) // shares
 
     @staticmethod
     def of(layout: VariableLayout, mesh: dtensor.Mesh) -> "StorageFormat":

@@ -13,18 +13,28 @@ from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 
 
-def both_ways(value: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+def both_ways(
+    value: tf.Tensor,
+    *,
+    forward: Axes,
+    backward: Axes,
+    mesh: dtensor.Mesh,
+    note: Callable[[tf.Tensor], object] = lambda gradient: None,
+) -> tf.Tensor:
     """`value` in the layout `forward`; its gradient is brought to the layout `backward` as soon as it exists.
 
-    A sparse gradient (IndexedSlices) becomes dense here.
+    A sparse gradient (IndexedSlices) becomes dense here. `note` is told of the gradient in that layout.
     """
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
         # Pinned to the forward layout first. The backward one alone would travel up into the operations that compute
         # the gradient, and many cannot be expanded with it: convolutions, attention, batch normalization, concat.
         if backward == forward:
-            return transfer.relayout(upstream, forward, mesh)
-        return scatter(upstream, forward=forward, backward=backward, mesh=mesh)
+            brought = transfer.relayout(upstream, forward, mesh)
+        else:
+            brought = scatter(upstream, forward=forward, backward=backward, mesh=mesh)
+        note(brought)
+        return brought
 
     def apply(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         return transfer.relayout(x, forward, mesh), gradient

@@ -26,9 +26,10 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import gathers, transfer
 from tfshard.errors import StrategyError
-from tfshard.storage import traced_steps
+from tfshard.layouts.axes import axis_sizes
+from tfshard.storage import traced_steps, turns
 from tfshard.storage.writes import Recorded, Writable
 
 # What reads have gathered, by what was read; with what it was made of, so that ids in keys stay their own.
@@ -48,12 +49,17 @@ class Updates(Protocol):
 class Step:
     """One run of a step function, traced or eager."""
 
-    def __init__(self, graph: tf.Graph | None):
+    def __init__(self, graph: tf.Graph | None, gathering: turns.Gathering | None = None):
         self.graph = graph
+        self._gathering = gathering
         # The UpdateBatch that is open.
         self.updates: Updates | None = None
         # What was gathered, by the graph in which it is known; None for eager code.
         self._gathered: dict[tf.Graph | None, Gathered] = {}
+        # What was read in the step's own graph, as it is stored.
+        self._stored: list[tuple[Writable, tf.Tensor]] = []
+        # Gradients of what is updated in shards, as they wait for the update, and whether they are shards then.
+        self._gradients: list[tuple[Writable, tf.Tensor, bool]] = []
         # What a gradient is taken with respect to, by variable: the tensor or handle of its last read, also after
         # another value was recorded. With the variable, so that its id stays its own.
         self._last_read: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
@@ -68,6 +74,17 @@ class Step:
     def gathered(self, graph: tf.Graph | None) -> Gathered:
         """What reads have gathered in a graph of this step, or in eager code (None): kept until the step ends."""
         return self._gathered.setdefault(graph, {})
+
+    def note_stored(self, storage: Writable, stored: tf.Tensor) -> tf.Tensor:
+        """Remembers a stored value that was just read."""
+        if self.graph is not None and getattr(stored, "graph", None) is self.graph:
+            self._stored.append((storage, stored))
+        return stored
+
+    def note_gradient(self, storage: Writable, is_scattered: bool, gradient: tf.Tensor) -> None:
+        """Remembers a gradient, as it waits for the update, of what is updated in shards."""
+        if self.graph is not None and gradient.graph is self.graph:
+            self._gradients.append((storage, gradient, is_scattered))
 
     def note_read(self, variable: tf.Variable, read: tf.Tensor) -> None:
         """Remembers the tensor or handle that a trained variable was read from."""
@@ -158,10 +175,49 @@ class Step:
         """
         values = {storage: storage.at_rest(self._recorded[self.graph][storage]) for storage in self._to_flush}
         self._to_flush.clear()
-        values = _small_copies_last(values)
+        tokens = self._arrange(values)
+        values = _small_copies_last(values, tokens)
         for storage, value in values.items():
             storage.write_at_rest(value)
         return values
+
+    def _arrange(self, values: dict[Writable, tf.Tensor]) -> list[tf.Tensor]:
+        """Lets gathers wait for their turn, and the backward pass for updates."""
+        if self.graph is None or self._gathering is None:
+            return []
+        stored = {
+            storage: turns.Stored(
+                key=id(storage),
+                bytes=storage.format.gathered_elements * tensor.dtype.size,
+                itemsize=tensor.dtype.size,
+                is_gathered=storage.format.is_gathered,
+                keeps=self._gathering.keeps(storage.paths),
+            )
+            for storage, tensor in self._stored
+        }
+        last = {storage: tensor for storage, tensor, _ in self._gradients}  # Two tapes give a variable two gradients.
+        gradients = {
+            (storage, tensor.ref()): turns.Gradient(
+                tensor=tensor,
+                is_scattered=is_scattered,
+                updated=values.get(storage) if last[storage] is tensor else None,
+            )
+            for storage, tensor, is_scattered in self._gradients
+        }
+        if not gradients and not any(each.is_gathered for each in stored.values()):
+            return []
+        reads = [(stored[storage], tensor) for storage, tensor in self._stored]
+        mesh = self._stored[0][0].mesh
+        tokens = turns.arrange(
+            self.graph,
+            reads,
+            gradients.values(),
+            self._gathering,
+            _token(mesh).value,
+            gathers.narrow_dtypes(axis_sizes(mesh)),
+        )
+        values |= {storage: each.updated for (storage, _), each in gradients.items() if each.updated is not None}
+        return tokens
 
     def _graphs(self) -> list[tf.Graph | None]:
         """The graphs from the one being built out to the step's own."""
@@ -185,7 +241,7 @@ class Step:
         return any(op.type in _BRANCH_OPS for op in graph.get_operations()[since:])
 
 
-def _small_copies_last(values: dict[Writable, tf.Tensor]) -> dict[Writable, tf.Tensor]:
+def _small_copies_last(values: dict[Writable, tf.Tensor], tokens: list[tf.Tensor]) -> dict[Writable, tf.Tensor]:
     """The same values, of which those of counters, seeds, statistics and metrics exist when the others do.
 
     They depend on little. In a step that fails on one device, others would have counted it by then, and this one not:
@@ -195,14 +251,18 @@ def _small_copies_last(values: dict[Writable, tf.Tensor]) -> dict[Writable, tf.T
     An IdentityN waits for all of its inputs. DTensor drops an input whose output is not used, and TensorFlow's
     dependency optimizer takes an IdentityN away unless its first input is the read of a variable
     (`DependencyOptimizer::SafeToRemoveIdentity`): hence the token, a number that nobody looks at.
+
+    Args:
+        values: What is to be stored.
+        tokens: Numbers that have to be used for something.
     """
     small = [storage for storage, value in values.items() if _is_small_copy(storage, value)]
-    if _private.is_eager() or not small:
+    if _private.is_eager() or not values:
         return values  # In eager code a failure ends the step before the first write.
     waiting = small + [storage for storage in values if storage not in small][:1]
-    token = _token(small[0].mesh)
+    token = _token(waiting[0].mesh)
     tied = tf.raw_ops.IdentityN(input=[token.value(), *(values[storage] for storage in waiting)])
-    token.assign(tied[0], read_value=False)
+    token.assign(tf.add_n([tied[0], *tokens]), read_value=False)
     return values | dict(zip(waiting, tied[1:], strict=True))
 
 
@@ -277,12 +337,16 @@ def _within(graph: tf.Graph | None) -> contextlib.AbstractContextManager[object]
 
 
 @contextlib.contextmanager
-def step_scope() -> Iterator[None]:
-    """Opens a step: writes are recorded, and carried out when the outermost scope ends."""
+def step_scope(gathering: turns.Gathering | None = None) -> Iterator[None]:
+    """Opens a step: writes are recorded, and carried out when the outermost scope ends.
+
+    Args:
+        gathering: How the step gathers what is stored sharded, if it is traced; by default all at its start.
+    """
     if _state.step is not None:
         yield
         return
-    _state.step = Step(None if _private.is_eager() else tf.compat.v1.get_default_graph())
+    _state.step = Step(None if _private.is_eager() else tf.compat.v1.get_default_graph(), gathering)
     try:
         yield
         written = _state.step.flush()

@@ -67,6 +67,11 @@ class Storage:
     def is_group(self) -> bool:
         return len(self.format.members) > 1
 
+    @property
+    def paths(self) -> list[str]:
+        """Of the variables that live in it."""
+        return [variable.path for variable in self.members.values()]
+
     def slot_storage(self, key: SlotKey, format: StorageFormat, name: str) -> "Storage":
         """The storage of the slots `key` of the variables that live here, made when it is first asked for."""
         storage = self.slots.get(key)
@@ -199,6 +204,11 @@ class Storage:
             stored = self._to_store(recorded)
         return self.format.for_update(stored)
 
+    def read_stored(self) -> tf.Tensor:
+        """What is stored, about to be gathered."""
+        stored, step = self.buffer.value(), steps.current()
+        return stored if step is None else step.note_stored(self, stored)
+
     def _to_store(self, recorded: Recorded) -> tf.Tensor:
         """What is recorded, with what was written to members packed into it."""
         if not recorded.written:
@@ -240,7 +250,7 @@ class Storage:
         if (key, member) not in cache:
             with _building(graph):
                 if key not in cache:
-                    cache[key] = (self.format.gather(self.buffer.value() if base is None else base), base)
+                    cache[key] = (self.format.gather(self.read_stored() if base is None else base), base)
                 cache[key, member] = (self.format.read(cache[key][0], member), base)
         return cache[key, member][0]
 

@@ -1,5 +1,6 @@
 """ShardedVariable: rests sharded, is read whole, and is written once at the end of a step (why: steps.py)."""
 
+import functools
 import itertools
 import weakref
 from collections.abc import Mapping
@@ -223,10 +224,14 @@ class ShardedVariable(VariableSurface):
         if _private.is_eager():
             self.storage.read_by_eager_step = True
         with steps.reading_scope():
-            stored = self.buffer.value()
+            stored = self.storage.read_stored()
             self._note_read(self.buffer.handle)
             # Stages 2 and 3: the gradient is scattered at once, so that nothing holds it whole.
-            return gradient.both_ways(stored, forward=layout.compute, backward=layout.gradient, mesh=self.mesh)
+            step, note = steps.current(), {}
+            if step is not None and layout.update != layout.compute:
+                is_scattered = layout.gradient != layout.compute
+                note = {"note": functools.partial(step.note_gradient, self.storage, is_scattered)}
+            return gradient.both_ways(stored, forward=layout.compute, backward=layout.gradient, mesh=self.mesh, **note)
 
     def note_gradient(self, tensor: tf.Tensor | tf.IndexedSlices) -> None:
         """Remembers the layout in which a gradient came to an optimizer's update."""

@@ -31,6 +31,10 @@ class Writable(Protocol):
     format: StorageFormat
 
     @property
+    def paths(self) -> list[str]:
+        """Of the variables that live in it."""
+
+    @property
     def is_group(self) -> bool:
         """Whether several variables live in it."""
 

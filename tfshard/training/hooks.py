@@ -183,7 +183,12 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         if isinstance(tf.distribute.get_replica_context(), _ReplicaContext):
             return fn(*args, **(kwargs or {}))  # From within merge_call: the step is open.
         strategy = self._container_strategy()
-        with strategy.scope(), _ReplicaContext(strategy), step_scope(), rewrites.exchanged(strategy.mesh):
+        with (
+            strategy.scope(),
+            _ReplicaContext(strategy),
+            step_scope(strategy.gathering),
+            rewrites.exchanged(strategy.mesh),
+        ):
             result = fn(*args, **(kwargs or {}))
             if not _private.is_eager():
                 readiness.check_captures(tf.compat.v1.get_default_graph())

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import batching, clients, gathers, startup, transfer
+from tfshard.devices import batching, clients, gathers, reductions, startup, transfer
 from tfshard.devices.mesh import create_mesh
 from tfshard.errors import MeshError, StrategyError
 from tfshard.graph import auto_layout, model_specs
@@ -25,6 +25,7 @@ from tfshard.measure.report import Report, SyncStats
 from tfshard.operations import unsupported
 from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, plan_placement
 from tfshard.planning.sharding_plan import ShardingPlan
+from tfshard.storage import turns
 from tfshard.training import datasets, failures, readiness
 from tfshard.training.adoption import Adopter
 from tfshard.training.hooks import ShardedExtended
@@ -51,6 +52,15 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             stay whole.
         already_sharded: In a launched run, whether each client feeds its own part of every batch, which `input_shard`
             names. By default each client is given the whole batch, the same on all of them, and takes its rows.
+        reshard_after_forward: At stage 3, whether what is gathered for a layer is freed when the layer has been
+            computed, and gathered again for the backward pass (Zhao et al. 2023, "PyTorch FSDP", section 3.3.1). As
+            much stays gathered as the largest variable or group takes. True, False, or regular expressions, one of
+            which matches the whole path of each variable for which that holds.
+        prefetch: How many variables or groups before its turn a gather starts, while others are computed with. Of
+            compiled steps; an eager step gathers what it reads.
+
+        reduce_dtype: In which dtype bfloat16 gradients of several devices are added up: `"float32"`, or `"bfloat16"`
+            for half the bytes. On CPU it is always float32. Gradients of other dtypes are added in their own.
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
@@ -80,6 +90,9 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         analyzer: ParameterAnalyzer | None = DEFAULT,
         sequence_parallel: bool = False,
         already_sharded: bool = False,
+        reshard_after_forward: bool | str | Sequence[str] = True,
+        prefetch: int = 1,
+        reduce_dtype: str = "float32",
     ):
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
             raise MeshError(
@@ -91,6 +104,10 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 "analyzer must be a tfshard.ParameterAnalyzer, or None for no groups. "
                 f"Received: analyzer={analyzer!r} (of type {type(analyzer)})"
             )
+        if reduce_dtype not in reductions.DTYPES:
+            raise StrategyError(f"reduce_dtype must be one of {reductions.DTYPES}. Received: {reduce_dtype!r}")
+        self.gathering = turns.Gathering.of(reshard_after_forward, prefetch)
+        self.reduce_dtype = reduce_dtype
         mesh = mesh or getattr(layout_map, "mesh", None)
         mesh = mesh or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
         given = None if auto_layout.is_auto(layout_map) else LayoutMap.from_any(layout_map, axis_sizes(mesh))
@@ -109,9 +126,11 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         )
         settings = {"zero_stage": zero_stage, "layout_map": auto_layout.AUTO if self.auto else repr(given),
                     "analyzer": repr(analyzer), "mesh": dict(self.mesh_shape), "roles": plain(self.mesh_shape.roles),
-                    "already_sharded": already_sharded, "sequence_parallel": sequence_parallel}  # fmt: skip
+                    "already_sharded": already_sharded, "sequence_parallel": sequence_parallel,
+                    "gathering": repr(self.gathering), "reduce_dtype": reduce_dtype}  # fmt: skip
         clients.here().agree("the strategy", settings, error=StrategyError)
         gathers.choose(mesh)
+        reductions.choose(reduce_dtype)
         transfer.meet(mesh)
         # The shapes that each function has been run on.
         self._traced: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
@@ -173,6 +192,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         """
         here = clients.here()
         gathers.choose(self.mesh)
+        reductions.choose(self.reduce_dtype)
         traced = self._traced.setdefault(function, set())
         leaves = tf.nest.flatten(batch)
         shapes = str([getattr(leaf, "shape", None) for leaf in leaves])
@@ -260,7 +280,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 layout_map=placement.layout_map,
                 groups=self.analyzer if unsupported.can_group(model) else None,
             )
-        planned = plan_placement(placement, model, optimizer=optimizer, inputs=inputs)
+        planned = plan_placement(placement, model, optimizer=optimizer, inputs=inputs, gathering=self.gathering)
         if not self.sequence_parallel:
             return planned
         note = "with sequence_parallel=True an all-reduce of activations is a reduce-scatter and an all-gather"

@@ -40,20 +40,20 @@ def resident_bytes(what: str = "VmHWM") -> int:
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(what)) * BYTES_PER_KIBIBYTE
 
 
-def scope(way: str, **options):
+def scope(way: str, *, devices: int = DEVICES, **options):
     """`"one device"`, `"mirrored"` or `"stage 3"`: what a model is built and compiled under."""
     import tensorflow as tf
 
     if way.startswith("stage"):
         import tfshard
 
-        tfshard.initialize(num_devices=DEVICES, device_type="CPU")
-        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=DEVICES), zero_stage=int(way[6]), **options)
+        tfshard.initialize(num_devices=devices, device_type="CPU")
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=devices), zero_stage=int(way[6]), **options)
         return strategy.scope()
     if way == "mirrored":
         cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * DEVICES)
-        return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(DEVICES)]).scope()
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
+        return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(devices)]).scope()
     return contextlib.nullcontext()
 
 

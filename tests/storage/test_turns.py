@@ -1,0 +1,311 @@
+"""Gathers wait for their turn, and what was gathered is freed and gathered again: fewer bytes, the same bits."""
+
+import itertools
+import os
+
+import hypothesis
+import hypothesis.strategies as st
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import parity
+import tfshard
+from tfshard.devices import reductions
+from tfshard.storage import turns
+
+RS = np.random.RandomState(0)
+
+
+def stored(key, size=1, keeps=False):
+    return turns.Stored(key=key, bytes=size, keeps=keeps)
+
+
+def begun(text, kept_bytes=1, sizes=None, keeps=""):
+    """The turns of uses that are letters, as a text."""
+    uses = [[stored(key, (sizes or {}).get(key, 1), key in keeps) for key in use] for use in text.split()]
+    return " ".join("".join(begins) for begins in turns.begun(uses, kept_bytes))
+
+
+@pytest.mark.parametrize(
+    ("uses", "options", "expected"),
+    [
+        ("a b c c b a", {}, "a b c  b a"),
+        ("a b c c b a", {"kept_bytes": 2}, "a b c   a"),
+        ("a b c c b a", {"kept_bytes": 3}, "a b c   "),
+        ("a b c d d c b a", {"kept_bytes": 2}, "a b c d   b a"),
+        ("a b c c b a", {"keeps": "a"}, "a b c  b "),
+        ("a b a c a", {"kept_bytes": 2}, "a b  c "),
+        ("ab c ab", {"kept_bytes": 2}, "ab c b"),
+        ("a B c c B a", {"sizes": {"B": 9}}, "a B c  B a"),
+        ("AB aB C C aB A", {"kept_bytes": 32, "sizes": {"A": 32, "B": 32, "C": 32, "a": 2}}, "AB a C  B A"),
+    ],
+)
+def test_turns_begin_where_what_was_gathered_was_freed(uses, options, expected):
+    assert begun(uses, **options) == expected
+
+
+@hypothesis.given(st.text("abcd", min_size=1, max_size=9), st.integers(1, 3))
+def test_there_are_as_few_turns_as_can_be(uses, kept):
+    def fewest(place, held):
+        if place == len(uses):
+            return 0
+        key = uses[place]
+        everything = {*held, key}
+        subsets = [set(each) for size in range(kept + 1) for each in itertools.combinations(sorted(everything), size)]
+        choices = [each for each in subsets if key in each]
+        return (key not in held) + min(fewest(place + 1, each) for each in choices)
+
+    found = begun(" ".join(uses), kept)
+    assert len(found.replace(" ", "")) == fewest(0, set())
+
+
+# --- Models ----------------------------------------------------------------------------------------------
+
+WIDTH = 16
+X = RS.normal(size=(16, WIDTH)).astype("float32")
+TOKENS = RS.randint(0, 24, (16, 6)).astype("int32")
+IMAGES = RS.normal(size=(16, 8, 8, 4)).astype("float32")
+CLASSES = (np.arange(16) % 4).astype("int32")
+
+
+def mlp():
+    hidden = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(5)]
+    return keras.Sequential([keras.Input((WIDTH,)), *hidden, keras.layers.Dense(4)])
+
+
+def tied():
+    """The embeddings make the logits: used first and last."""
+    inputs = keras.Input((6,), dtype="int32")
+    table = keras.layers.ReversibleEmbedding(24, WIDTH)
+    x = table(inputs)
+    for _ in range(3):
+        x = x + keras.layers.Dense(WIDTH, activation="tanh")(x)
+    return keras.Model(inputs, keras.ops.max(table(x, reverse=True), axis=1))
+
+
+def shared():
+    """A layer that comes again between others."""
+    inputs = keras.Input((WIDTH,))
+    x, again = inputs, keras.layers.Dense(WIDTH, activation="tanh")
+    for _ in range(3):
+        x = again(keras.layers.Dense(WIDTH, activation="tanh")(x))
+    return keras.Model(inputs, keras.layers.Dense(4)(x))
+
+
+def convolutions():
+    inputs = keras.Input((8, 8, 4))
+    x = inputs
+    for _ in range(3):
+        x = keras.layers.Conv2D(8, 3, padding="same", use_bias=False)(x)
+        x = keras.layers.BatchNormalization(momentum=0.5)(x)
+        x = keras.layers.DepthwiseConv2D(3)(keras.layers.ReLU()(x))
+    return keras.Model(inputs, keras.layers.Dense(4)(keras.layers.GlobalAveragePooling2D()(x)))
+
+
+def recurrent():
+    inputs = keras.Input((6,), dtype="int32")
+    x = keras.layers.Embedding(24, WIDTH)(inputs)
+    x = keras.layers.GRU(WIDTH, return_sequences=True)(x)
+    x = keras.layers.Bidirectional(keras.layers.LSTM(8))(x)
+    return keras.Model(inputs, keras.layers.Dense(4)(x))
+
+
+def attention():
+    inputs = keras.Input((6,), dtype="int32")
+    x = keras.layers.Embedding(24, WIDTH)(inputs)
+    for _ in range(2):
+        x = x + keras.layers.MultiHeadAttention(2, 8)(keras.layers.LayerNormalization()(x), x)
+        x = x + keras.layers.Dense(WIDTH)(keras.layers.Dense(32, activation="gelu")(x))
+    return keras.Model(inputs, keras.layers.Dense(4)(x[:, 0]))
+
+
+class Chosen(keras.layers.Layer):
+    """One of two kernels, by a value."""
+
+    def build(self, shape):
+        self.first = self.add_weight(shape=(WIDTH, WIDTH), name="first")
+        self.second = self.add_weight(shape=(WIDTH, WIDTH), name="second")
+
+    def call(self, x):
+        use = [lambda: tf.matmul(x, self.first), lambda: tf.tanh(tf.matmul(x, self.second))]
+        return tf.cond(tf.reduce_sum(x) > 0, *use)
+
+
+def branches():
+    layers = itertools.chain(*[(Chosen(), keras.layers.Dense(WIDTH, activation="tanh")) for _ in range(3)])
+    return keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(4)])
+
+
+class OfWeights(keras.layers.Layer):
+    """A kernel made of weights: a product of two, by the norm of a third."""
+
+    def build(self, shape):
+        self.a = self.add_weight(shape=(WIDTH, 8), name="a")
+        self.b = self.add_weight(shape=(8, WIDTH), name="b")
+        self.c = self.add_weight(shape=(WIDTH, WIDTH), name="c", regularizer="l2")
+
+    def call(self, x):
+        kernel = tf.matmul(self.a, self.b) + self.c / (1 + tf.norm(self.c))
+        return tf.tanh(tf.matmul(x, kernel)) + tf.reduce_mean(self.c, 0)
+
+
+def of_weights():
+    layers = [OfWeights() for _ in range(3)]
+    return keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(4, kernel_regularizer="l1")])
+
+
+class Twice(keras.Model):
+    """A step of two tapes, with penalties of the gradient by the input."""
+
+    def train_step(self, data):
+        x, y, _ = data
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                first = self.compute_loss(x, y, self(x, training=True))
+            penalty = tf.reduce_mean(tape.gradient(first, x) ** 2)
+            loss = self.compute_loss(x, y, self(x, training=True)) + penalty
+        variables = self.trainable_variables
+        self.optimizer.apply(outer.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def twice():
+    plain = mlp()
+    return Twice(plain.inputs, plain.outputs)
+
+
+MODELS = {
+    "mlp": (mlp, X), "tied": (tied, TOKENS), "shared": (shared, X), "convolutions": (convolutions, IMAGES),
+    "recurrent": (recurrent, TOKENS), "attention": (attention, TOKENS), "branches": (branches, X),
+    "of weights": (of_weights, X), "twice": (twice, X),
+}  # fmt: skip
+
+
+def run(name, *, mesh=None, stage=3, optimizer=lambda: keras.optimizers.Adam(1e-2), steps=4, **options):
+    build, x = MODELS[name]
+    batches = [(x[:8], CLASSES[:8]), (x[8:], CLASSES[8:])]
+    strategy = None
+    if mesh is not None:
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), zero_stage=stage, **options)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return parity.train(build, batches, optimizer=optimizer, loss=loss, strategy=strategy, steps=steps)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_are_the_same_bits_with_and_without_gathering_again_and_those_of_one_device(name):
+    reference = run(name)
+    alone = dict(mesh={"batch": 4}, analyzer=None)
+    kept = run(name, reshard_after_forward=False, **alone)
+    again = run(name, reshard_after_forward=True, **alone)
+    assert "batch" in parity.shard_axes(again.model), "premise"
+    assert again.losses == kept.losses
+    parity.assert_same(again, reference, rtol=1e-5, atol=1e-5, slots=False)
+
+
+def gathers(model, batch):
+    """Of a step: how often each variable is gathered, and the profile."""
+    profile = tfshard.profile_step(model, batch)
+    return profile.count("all-gather"), profile
+
+
+def test_a_step_holds_a_layer_or_two_whole_and_not_all():
+    """By the allocator's trace: eight layers of 4 MiB each, on four devices."""
+    layers, width = 8, 1024
+    layer = 4 * width * width
+    added = {}
+    for again in (False, True):
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), reshard_after_forward=again)
+        hidden = [keras.layers.Dense(width, activation="relu") for _ in range(layers)]
+        model = tfshard.as_distributed(keras.Sequential([keras.Input((width,)), *hidden]))
+        model.compile("adam", "mse", strategy=strategy)
+        count, profile = gathers(model, (np.ones((4, width), "f"), np.ones((4, width), "f")))
+        assert profile.peak is not None and profile.peak.before >= 3 * layers * layer, "premise"
+        # The last layer's two uses are one turn, and no gradient goes into the first. And the biases.
+        assert count == (2 * layers - 2 if again else layers) + 1
+        added[again] = profile.peak.added / (4 * layer)
+        assert not profile.peak.made.get("all-gather", 0) > 4 * layer * (3 if again else layers)
+    assert added[False] >= layers
+    # Two gathered layers, a gradient, the buffers of its reduction; devices may be a layer apart.
+    assert added[True] <= 6
+
+
+@pytest.mark.parametrize(
+    ("patterns", "again"),
+    [(".*", 2), (["sequential.*/layer_[12]/kernel"], 1), ([], 0), (["none"], 0), (True, 2), (False, 0)],
+)
+def test_variables_that_are_gathered_again_are_chosen_by_their_paths(patterns, again):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), analyzer=None, reshard_after_forward=patterns)
+    layers = [keras.layers.Dense(WIDTH, use_bias=False, name=f"layer_{i}") for i in range(4)]
+    model = tfshard.as_distributed(keras.Sequential([keras.Input((WIDTH,)), *layers]))
+    model.compile("sgd", "mse", strategy=strategy)
+    count, profile = gathers(model, (X, X))
+    assert count == 4 + again
+    tfshard.measure.assert_matches_plan(profile, strategy.plan(model))
+
+
+@pytest.mark.parametrize("wrong", [3, None, ["("], [1], "("])
+def test_wrong_patterns_are_refused(wrong):
+    with pytest.raises(tfshard.errors.StrategyError, match="True, False, or regular expressions"):
+        tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), reshard_after_forward=wrong)
+
+
+@pytest.mark.parametrize("wrong", [-1, True, 0.5, "1"])
+def test_wrong_prefetch_is_refused(wrong):
+    with pytest.raises(tfshard.errors.StrategyError, match="0 or more. Received: prefetch="):
+        tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), prefetch=wrong)
+
+
+# --- Bytes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_gathers_send_the_compute_dtype(policy):
+    """Half the bytes, as planned; masters, slots and losses are those without it."""
+    sent, losses, vocabulary = {}, {}, 3000
+    for name, narrow in (("float32", False), (policy, False), (policy, True)):
+        keras.config.set_dtype_policy(name)
+        try:
+            inputs = keras.Input((16,), dtype="int32")
+            x = keras.layers.Embedding(vocabulary, 512)(inputs)
+            for _ in range(3):
+                x = keras.layers.Dense(512, activation="relu")(x)
+            model = tfshard.as_distributed(keras.Model(inputs, keras.layers.GlobalAveragePooling1D()(x)))
+        finally:
+            keras.config.set_dtype_policy("float32")
+        values = np.random.RandomState(1)
+        model.set_weights([0.05 * values.normal(size=each.shape) for each in model.weights])
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+        model.compile(keras.optimizers.Adam(1e-3), "mse", strategy=strategy)
+        batch = values.randint(0, vocabulary, (8, 16)), values.normal(size=(8, 512))
+        with pytest.MonkeyPatch.context() as patch:
+            if not narrow:
+                patch.setattr(turns, "sent_dtypes", lambda uses: {})
+            plan = strategy.plan(model)
+            profile = tfshard.profile_step(model, batch)
+        planned = [each for each in plan.collectives if each.kind == "all-gather"]
+        assert profile.count("all-gather") == sum(each.count for each in planned)
+        if narrow:
+            bytes_ = sum(each.count * each.bytes for each in planned)
+            assert bytes_ - profile.untold_bytes("all-gather") <= profile.bytes("all-gather") <= bytes_
+        sent[name, narrow] = profile.bytes("all-gather")
+        losses[name, narrow] = [float(model.train_on_batch(*batch)) for _ in range(4)]
+        held = [each.value.buffer for each in (*model.trainable_variables, *model.optimizer.variables[2:])]
+        assert {each.dtype for each in held if each.dtype.is_floating} == {tf.float32}
+    assert sent[policy, False] == sent["float32", False] >= 4 * (vocabulary * 512 + 3 * 512 * 512), "premise"
+    assert sent[policy, True] == sent["float32", False] / 2
+    assert losses[policy, True] == losses[policy, False] != losses["float32", False]
+
+
+def test_the_dtype_of_reductions_is_a_switch_of_what_is_compiled_next(monkeypatch):
+    monkeypatch.delenv(reductions.SWITCH, raising=False)
+    monkeypatch.delenv(reductions.SIZE, raising=False)
+    mesh = tfshard.create_mesh(batch=4)
+    tfshard.ShardedStrategy(mesh)
+    assert (os.environ[reductions.SWITCH], os.environ[reductions.SIZE]) == ("1", "1")
+    tfshard.ShardedStrategy(mesh, reduce_dtype="bfloat16")
+    assert reductions.SWITCH not in os.environ and reductions.SIZE not in os.environ
+    with pytest.raises(tfshard.errors.StrategyError, match="'float32', 'bfloat16'.*Received: 'half'"):
+        tfshard.ShardedStrategy(mesh, reduce_dtype="half")

@@ -1,0 +1,495 @@
+"""Turns: what is stored sharded is gathered when it is about to be used, freed, and gathered again for a later use.
+
+DTensor starts every gather of a step at once: nothing orders them. And what is gathered stays until its last use, in
+the backward pass. So a step of stage 3 would hold all parameters whole. Here its graph is changed once it is traced:
+
+- The uses of what is stored, in the order in which they were added to the graph, are shared out among *turns*. Each
+  turn has a gather of its own. What is gathered is kept from a use to a later one as long as all that is kept fits into
+  `kept_bytes`; of what does not fit, what is needed last is freed first, which takes the fewest gathers there can be
+  (Belady 1966, "A study of replacement algorithms for a virtual-storage computer").
+- A gather is tied to its turn by an IdentityN of what is stored and of the tensor that the operation of an earlier turn
+  is about to work on (its *tie*). It can neither start before that tensor exists, nor be merged with the gather of
+  another turn.
+- In the same way an operation of the backward pass waits until what was made of a gradient before it is scattered, and
+  the variable is updated, if that takes no other gradient. Else the backward pass would run ahead of reductions and
+  updates, and all gradients be there whole.
+
+TensorFlow takes away what is superfluous to it (Grappler's model pruner and dependency optimizer): outputs of an
+IdentityN that lead nowhere, with their inputs, and an IdentityN whose first input is not the read of a variable. So all
+outputs are used here, and the first is a read.
+
+What is cast to a smaller dtype once it is gathered, as under mixed precision, is cast before that.
+
+No number changes: a gather is exact.
+"""
+
+import collections
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.errors import StrategyError
+
+# What a stored value goes through between its gather and its use: made again for each turn.
+_ON_THE_WAY = frozenset(
+    ("Cast", "ExpandDims", "Identity", "Relayout", "Reshape", "Slice", "Squeeze", "StridedSlice", "Transpose")
+)
+
+# What variables are computed with under mixed precision.
+_NARROW = (tf.bfloat16, tf.float16)
+
+# In which their bits are sent (devices/gathers.py).
+_DTYPE_SENT = tf.float16
+
+# What is made of the batch, but known when the step is traced.
+_SIZES = frozenset(("Rank", "Shape", "ShapeN", "Size"))
+
+# What is smaller than what is kept by this factor is no turn that others are counted by. What takes that little all
+# together, as biases do, stays gathered.
+_FAR_LESS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gathering:
+    """How steps gather what is stored sharded.
+
+    Attributes:
+        reshard_after_forward: Whether what was gathered is freed after its use and gathered again for a later one; or
+            regular expressions, one of which matches the whole path of each variable for which that holds.
+        prefetch: How many turns before its own a gather may start.
+    """
+
+    reshard_after_forward: bool | tuple[str, ...] = True
+    prefetch: int = 1
+
+    @staticmethod
+    def of(reshard_after_forward: bool | str | Sequence[str], prefetch: int = 1) -> "Gathering":
+        """What a user asked for.
+
+        Raises:
+            StrategyError: It is of another type, or no regular expression; or a number below 0.
+        """
+        if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+            raise StrategyError(f"prefetch must be a number of variables, 0 or more. Received: prefetch={prefetch!r}")
+        if isinstance(reshard_after_forward, bool):
+            return Gathering(reshard_after_forward=reshard_after_forward, prefetch=prefetch)
+        given = reshard_after_forward
+        patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, (list, tuple)) else None
+        try:
+            if patterns is None or not all(isinstance(each, str) and re.compile(each) for each in patterns):
+                raise TypeError
+        except (TypeError, re.error) as error:
+            raise StrategyError(
+                "reshard_after_forward must be True, False, or regular expressions of variables' paths. "
+                f"Received: reshard_after_forward={reshard_after_forward!r}"
+            ) from error
+        return Gathering(reshard_after_forward=patterns, prefetch=prefetch)
+
+    def keeps(self, paths: Iterable[str]) -> bool:
+        """Whether what variables at `paths` share stays gathered until its last use."""
+        if isinstance(self.reshard_after_forward, bool):
+            return not self.reshard_after_forward
+        patterns = self.reshard_after_forward
+        return not all(any(re.fullmatch(pattern, path) for pattern in patterns) for path in paths)
+
+    def kept_bytes(self, stored: Iterable["Stored"]) -> int:
+        """How much a device keeps of what is gathered: as much as the largest takes, which it needs anyhow."""
+        return max((each.bytes for each in stored), default=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What is stored as one: a variable or a group.
+
+    Attributes:
+        key: What tells it from others.
+        bytes: Of what a device has once it is gathered.
+        itemsize: Bytes of an element.
+        is_gathered: Whether it rests sharded, and is gathered to be used.
+        keeps: Whether it stays gathered from its first use to its last.
+    """
+
+    key: Hashable
+    bytes: int
+    itemsize: int = 4
+    is_gathered: bool = True
+    keeps: bool = False
+
+    def sent_as(self, dtype: tf.DType | None) -> "Stored":
+        """The same, gathered in another dtype."""
+        if dtype is None:
+            return self
+        return dataclasses.replace(self, bytes=self.bytes // self.itemsize * dtype.size, itemsize=dtype.size)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Gradient:
+    """A gradient that takes less memory once it is scattered, or used up.
+
+    Attributes:
+        tensor: The gradient as it waits for the update.
+        is_scattered: Whether it is shards then.
+        updated: What will be stored of the variable that it belongs to; None if it is not updated.
+    """
+
+    tensor: tf.Tensor
+    is_scattered: bool
+    updated: tf.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slot:
+    """An input of an operation."""
+
+    operation: tf.Operation
+    number: int
+
+    @property
+    def tensor(self) -> tf.Tensor:
+        return self.operation.inputs[self.number]
+
+    def fill(self, tensor: tf.Tensor) -> None:
+        _private.update_input(self.operation, self.number, tensor)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Use:
+    """An operation that works on a gathered value.
+
+    Attributes:
+        operation: The operation.
+        numbers: Of its inputs, by the key of what they are made of.
+        narrow: The dtype that each of these keys was cast to on the way; None where it was not.
+        tie: Another input of it, that is made of the batch: of several the one that was made last; None if it has none.
+    """
+
+    operation: tf.Operation
+    numbers: dict[Hashable, list[int]]
+    narrow: dict[Hashable, tf.DType | None]
+    tie: Slot | None
+
+
+def arrange(
+    graph: tf.Graph,
+    reads: Sequence[tuple[Stored, tf.Tensor]],
+    gradients: Iterable[Gradient],
+    gathering: Gathering,
+    token: Callable[[], tf.Tensor],
+    narrow: Collection[tf.DType] = (),
+) -> list[tf.Tensor]:
+    """Changes the graph of a step that was traced: gathers wait for their turn, and the backward pass for gradients.
+
+    Args:
+        graph: The graph.
+        reads: What the step has read of what is stored. The same may have been read several times.
+        gradients: Gradients that are to be gone before the backward pass goes on. What is `updated` of them is changed
+            to what has to be stored instead.
+        gathering: How to gather.
+        token: Reads a variable: a number that nobody needs.
+        narrow: The dtypes in which can be sent what is cast to them anyhow.
+
+    Returns:
+        Numbers that have to be used for something, so that nothing is taken for superfluous.
+    """
+    values = Values((each.key, tensor) for each, tensor in reads)
+    with graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
+        uses = list(values.uses(graph))
+        sent = {key: dtype for key, dtype in sent_dtypes(uses).items() if dtype in narrow}
+        stored = {each.key: each.sent_as(sent.get(each.key)) for each, _ in reads}
+        kept_bytes = gathering.kept_bytes(stored.values())
+        gates = _Gates(graph, gradients, token)
+        gathered = [[key for key in use.numbers if stored[key].is_gathered] for use in uses]
+        begins = begun([[stored[key] for key in keys] for keys in gathered], kept_bytes)
+        turns: dict[Hashable, _Turn] = {}
+        ties: list[Slot] = []  # Of the large turns before.
+        traced = [None if use.tie is None else use.tie.tensor for use in uses]
+        for use, keys, beginning, tensor in zip(uses, gathered, begins, traced, strict=True):
+            own = [] if use.tie is None else [use.tie]
+            for key in beginning:
+                before = [*ties, *own][: max(len(ties) - gathering.prefetch, -1) + 1]
+                turns[key] = _Turn(values, key, before[-1] if before else None, sent.get(key))
+            if any(stored[key].bytes * _FAR_LESS > kept_bytes for key in beginning):
+                ties += own
+            for key in keys:
+                for number in use.numbers[key]:
+                    slot = Slot(operation=use.operation, number=number)
+                    value = turns[key].of(slot.tensor)
+                    if value.dtype == slot.tensor.dtype:
+                        slot.fill(value)
+                    else:
+                        _look_up(use.operation, value)
+            if use.tie is not None and any(stored[key].bytes * _FAR_LESS > kept_bytes for key in use.numbers):
+                gates.close(use.tie, tensor)
+    return gates.tokens
+
+
+def begun(uses: Sequence[Sequence[Stored]], kept_bytes: int) -> list[list[Hashable]]:
+    """The turns that begin with each use: what has to be gathered for it.
+
+    Args:
+        uses: What each operation takes, in order.
+        kept_bytes: How much is kept of what is gathered.
+    """
+    later: dict[Hashable, collections.deque[int]] = collections.defaultdict(collections.deque)
+    for number, use in enumerate(uses):
+        for stored in use:
+            later[stored.key].append(number)
+    stays = _staying(uses, kept_bytes)
+    kept: dict[Hashable, Stored] = {}
+    begins = []
+    for use in uses:
+        beginning = {stored.key: stored for stored in use if stored.key not in kept}
+        begins.append(list(beginning))
+        kept |= beginning
+        for stored in use:
+            later[stored.key].popleft()
+        using = {stored.key for stored in use}
+        may_leave = [stored for stored in kept.values() if stored.key not in stays and stored.key not in using]
+        may_leave.sort(key=lambda stored: later[stored.key][0])
+        # What is needed last goes first.
+        while may_leave and sum(stored.bytes for stored in kept.values() if stored.key not in stays) > kept_bytes:
+            del kept[may_leave.pop().key]
+        for key in using:
+            if not later[key]:
+                del kept[key]
+    return begins
+
+
+def _staying(uses: Sequence[Sequence[Stored]], kept_bytes: int) -> set[Hashable]:
+    """The keys of what stays gathered: what is to, and the smallest, as biases are, that take little together."""
+    sizes = {stored.key: stored.bytes for use in uses for stored in use}
+    smallest = sorted(sizes, key=lambda key: sizes[key])
+    together = itertools.accumulate(sizes[key] for key in smallest)
+    small = {key for key, bytes_ in zip(smallest, together, strict=True) if bytes_ * _FAR_LESS <= kept_bytes}
+    return small | {stored.key for use in uses for stored in use if stored.keeps}
+
+
+class Values:
+    """What is made of stored values in a graph, up to their uses.
+
+    Args:
+        reads: A key and what was read, for each read. Those of one key are the same.
+
+    Attributes:
+        first: What was read first, by key.
+        key_of: The key of each tensor that is made of what was read, by reference.
+        narrow_of: The dtype that it was cast to on the way; None if it was not.
+    """
+
+    def __init__(self, reads: Iterable[tuple[Hashable, tf.Tensor]]):
+        self.first: dict[Hashable, tf.Tensor] = {}
+        self.key_of: dict[Hashable, Hashable] = {}
+        self.narrow_of: dict[Hashable, tf.DType | None] = {}
+        for key, tensor in reads:
+            self.first.setdefault(key, tensor)
+            self._add(tensor, key, None)
+        self._read = set(self.key_of)
+
+    def is_read(self, tensor: tf.Tensor) -> bool:
+        """Whether it is what was read itself."""
+        return tensor.ref() in self._read
+
+    def uses(self, graph: tf.Graph) -> Iterator[Use]:
+        """The operations that work on stored values, in the order in which they were added."""
+        number_of = {operation: number for number, operation in enumerate(graph.get_operations())}
+        captured = _private.captured_placeholders(graph)
+        of_batch: set[Hashable] = set()
+        for operation in number_of:
+            inputs = list(operation.inputs)
+            numbers: dict[Hashable, list[int]] = {}
+            for number, each in enumerate(inputs):
+                if each.ref() in self.key_of:
+                    numbers.setdefault(self.key_of[each.ref()], []).append(number)
+            batch = [each for each in inputs if each.ref() in of_batch]
+            is_argument = (
+                operation.type == "Placeholder"
+                and operation.outputs[0].ref() not in captured
+                and operation.outputs[0].ref() not in self.key_of
+            )
+            if operation.type == "IdentityN" and numbers:  # Each output is an input: a custom gradient has one.
+                for each, output in zip(inputs, operation.outputs, strict=True):
+                    if each.ref() in self.key_of:
+                        self._add(output, self.key_of[each.ref()], self.narrow_of[each.ref()])
+                    elif each.ref() in of_batch:
+                        of_batch.add(output.ref())
+            elif len(numbers) == 1 and not batch and operation.type in _ON_THE_WAY:
+                ((key, (number, *_)),) = numbers.items()
+                narrow = self.narrow_of[inputs[number].ref()]
+                if operation.type == "Cast" and inputs[0].dtype == tf.float32:
+                    narrow = _narrow_of_cast(operation)
+                for output in operation.outputs:
+                    self._add(output, key, narrow)
+            else:
+                if is_argument or (batch and operation.type not in _SIZES) or operation.type in _private.ALL_RANDOM_OPS:
+                    of_batch.update(output.ref() for output in operation.outputs)
+                if numbers:
+                    ties = [
+                        Slot(operation=operation, number=number)
+                        for number, each in enumerate(inputs)
+                        if each.ref() in of_batch and each.dtype not in (tf.resource, tf.variant)
+                    ]
+                    tie = max(ties, key=lambda slot: number_of[slot.tensor.op], default=None)
+                    narrow = {key: self._narrowest(inputs[number] for number in of) for key, of in numbers.items()}
+                    if operation.type == "GatherV2" and 0 in numbers.get(self.key_of.get(inputs[0].ref()), ()):
+                        narrow[self.key_of[inputs[0].ref()]] = _narrow_of_lookup(operation)
+                    yield Use(operation=operation, numbers=numbers, narrow=narrow, tie=tie)
+
+    def _add(self, tensor: tf.Tensor, key: Hashable, narrow: tf.DType | None) -> None:
+        self.key_of[tensor.ref()] = key
+        self.narrow_of[tensor.ref()] = narrow
+
+    def _narrowest(self, tensors: Iterable[tf.Tensor]) -> tf.DType | None:
+        """What all of these were cast to."""
+        found = {self.narrow_of[each.ref()] for each in tensors}
+        return next(iter(found)) if len(found) == 1 else None
+
+
+def _narrow_of_cast(operation: tf.Operation) -> tf.DType | None:
+    dtype = operation.outputs[0].dtype
+    return dtype if dtype in _NARROW else None
+
+
+def _narrow_of_lookup(operation: tf.Operation) -> tf.DType | None:
+    """The dtype that all that is made of the rows which were looked up is cast to; None if it is not."""
+    users = operation.outputs[0].consumers()
+    found = {_narrow_of_cast(user) if user.type == "Cast" else None for user in users}
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def _look_up(operation: tf.Operation, table: tf.Tensor) -> None:
+    """Rows are looked up in a table that is cast already."""
+    (looked_up,) = _private.copied(operation, [table, *operation.inputs[1:]], dtype=table.dtype)
+    for cast in operation.outputs[0].consumers():
+        rows = _received(looked_up, cast.outputs[0].dtype)
+        for user in cast.outputs[0].consumers():
+            for number, each in enumerate(user.inputs):
+                if each is cast.outputs[0]:
+                    _private.update_input(user, number, rows)
+
+
+def sent_dtypes(uses: Iterable[Use]) -> dict[Hashable, tf.DType]:
+    """The dtype, by key, of what is only ever used in one that is smaller than that in which it is stored."""
+    found: dict[Hashable, set[tf.DType | None]] = collections.defaultdict(set)
+    for use in uses:
+        for key, narrow in use.narrow.items():
+            found[key].add(narrow)
+    return {key: narrow for key, (narrow, *others) in found.items() if narrow is not None and not others}
+
+
+class _Gates:
+    """Where the backward pass waits until gradients that it made before are no more whole, and used up."""
+
+    def __init__(self, graph: tf.Graph, gradients: Iterable[Gradient], token: Callable[[], tf.Tensor]):
+        self._number_of = {operation: number for number, operation in enumerate(graph.get_operations())}
+        self._waiting = collections.deque(sorted(gradients, key=lambda each: self._number_of[each.tensor.op]))
+        self._made: Gradient | None = None
+        self._users: dict[Hashable, list[Slot]] = collections.defaultdict(list)
+        for operation in graph.get_operations():
+            for number, each in enumerate(operation.inputs):
+                self._users[each.ref()].append(Slot(operation=operation, number=number))
+        self._token = token
+        self.tokens: list[tf.Tensor] = []
+
+    def close(self, slot: Slot, tensor: tf.Tensor) -> None:
+        """Lets an operation, and those after it that work on the same, wait for the gradient that was made last.
+
+        Args:
+            slot: An input of the operation.
+            tensor: What it was when the graph was traced.
+        """
+        here = self._number_of[slot.operation]
+        while self._waiting and self._number_of[self._waiting[0].tensor.op] < here:
+            self._made = self._waiting.popleft()
+        if self._made is None:
+            return
+        made = self._made
+        held = [slot, *(user for user in self._users[tensor.ref()] if self._number_of[user.operation] > here)]
+        # What is waited for must not be made of what waits for it.
+        if made.updated is not None and not self._is_made_of(made.updated, {user.operation for user in held}, here):
+            tied, made.updated = self._tie(slot.tensor, made.updated)
+            self._made = None
+        else:
+            users = self._users[made.tensor.ref()]
+            if not made.is_scattered or not users or any(self._number_of[user.operation] <= here for user in users):
+                return
+            tied, gradient = self._tie(slot.tensor, made.tensor)
+            for user in users:
+                user.fill(gradient)
+        for user in held:
+            user.fill(tied)
+
+    def _tie(self, tensor: tf.Tensor, made: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        token, tied, made = tf.raw_ops.IdentityN(input=[self._token(), tensor, made])
+        self.tokens.append(token)
+        return tied, made
+
+    def _is_made_of(self, tensor: tf.Tensor, operations: set[tf.Operation], since: int) -> bool:
+        """Whether a tensor depends on one of some operations, which were added to the graph after `since`."""
+        seen, left = set(), [tensor.op]
+        while left:
+            operation = left.pop()
+            if operation in operations:
+                return True
+            if operation not in seen and self._number_of.get(operation, since + 1) > since:
+                seen.add(operation)
+                left += [each.op for each in operation.inputs]
+        return False
+
+
+class _Turn:
+    """Uses of a stored value between its gather and its end.
+
+    Args:
+        values: What is made of stored values.
+        key: The key of this one.
+        tie: What the gather waits for; None if for nothing.
+        sent: The dtype in which it is gathered, if another than that in which it is stored. What is cast once it is
+            gathered is cast before that, with the same bits.
+    """
+
+    def __init__(self, values: Values, key: Hashable, tie: Slot | None, sent: tf.DType | None):
+        self._values = values
+        self._key = key
+        self._tie = tie
+        self._sent = sent
+        # By the operation of which they are copies.
+        self._copies: dict[tf.Operation, list[tf.Tensor]] = {}
+
+    def of(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The same tensor, of what this turn gathers."""
+        if tensor.ref() not in self._values.key_of:
+            return tensor
+        if self._values.is_read(tensor):
+            tensor = self._values.first[self._key]
+        operation = tensor.op
+        if operation.type == "IdentityN":
+            return self.of(operation.inputs[tensor.value_index])
+        if operation not in self._copies:
+            inputs = [self.of(each) for each in operation.inputs]
+            if self._values.is_read(tensor):
+                self._copies[operation] = [self._begin(tensor)]
+            elif operation.type == "Cast" and self._sent is not None:
+                self._copies[operation] = [_received(inputs[0], tensor.dtype)]
+            else:
+                is_cast = self._values.narrow_of[tensor.ref()] is not None
+                dtype = None if self._sent is None or is_cast else _DTYPE_SENT
+                self._copies[operation] = _private.copied(operation, inputs, dtype=dtype)
+        return self._copies[operation][tensor.value_index]
+
+    def _begin(self, stored: tf.Tensor) -> tf.Tensor:
+        if self._tie is not None:
+            stored, other = tf.raw_ops.IdentityN(input=[stored, self._tie.tensor])
+            self._tie.fill(other)
+        if self._sent is None:
+            return stored
+        narrow = tf.cast(stored, self._sent)
+        return narrow if self._sent == _DTYPE_SENT else tf.bitcast(narrow, _DTYPE_SENT)
+
+
+def _received(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """What was sent as `_DTYPE_SENT`."""
+    return tensor if dtype == _DTYPE_SENT else tf.bitcast(tensor, dtype)
