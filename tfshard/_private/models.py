@@ -69,6 +69,12 @@ def make_step_function(model: keras.Model, name: str) -> Callable[..., Any]:
     return step
 
 
+def remat_mode(operation: keras.Operation) -> str | None:
+    """The mode of the `keras.RematScope` that a layer was made under; None if it was none (Operation._remat_mode)."""
+    found = getattr(operation, "_remat_mode", None)
+    return None if found is None else found.mode
+
+
 def flatten_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
     """A model and every layer below it, each once, in the order in which they were made (`Layer._layers`).
 

@@ -11,6 +11,7 @@ A *client* is one of several processes that train together; a process by itself 
     channel       the control channel of a launched run: authenticated messages
     checksums     CRC-32 of what is compared
     gathers       which collective gathers, on which mesh
+    merges        which all-reduces are merged
     reductions    in which dtype gradients are added up
     expansions    which operations without an expansion are computed whole on every device
 """

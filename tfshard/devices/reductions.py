@@ -1,6 +1,6 @@
 """In which dtype DTensor adds bfloat16 gradients of several devices up.
 
-On CPU it always does so in float32. Elsewhere it takes bfloat16, unless its pass for mixed precision is turned on, which
+On CPU it always does so in float32. Elsewhere it takes bfloat16, unless its pass for mixed precision is on, which
 adds in float32 in groups of more than a number of devices (dtensor_mixed_precision_reduce.cc). It leaves float16 as it
 is.
 """

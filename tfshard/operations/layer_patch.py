@@ -76,6 +76,18 @@ SEQUENCE = Change(
     why="gathers the input, or scatters the result, along the sequence",
     module="sequence",
 )
+BLOCK = Change(
+    of="blocks of `strategy.recompute`",
+    attribute="call",
+    why="tells the step which operations are made again in the backward pass",
+    module="blocks",
+)
+REMAT = Change(
+    of="layers that were made under a `keras.RematScope`",
+    attribute="rematerialized_call",
+    why="tells the step the same, where `tf.recompute_grad` reads variables that are not in the step's graph",
+    module="blocks",
+)
 RECORDED_CALL = Change(
     of="all layers, while `verify` traces a step",
     attribute="call",
@@ -95,13 +107,13 @@ RECORDED_GRADIENTS = Change(
     module="step_recording",
 )
 CHANGES = (
-    TABLE_READ, METRIC_UPDATE, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, SEQUENCE, RECORDED_CALL,
+    TABLE_READ, METRIC_UPDATE, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, SEQUENCE, BLOCK, REMAT, RECORDED_CALL,
     RECORDED_LOSS, RECORDED_GRADIENTS,
 )  # fmt: skip
 
 
-# A layer, metric, variable, optimizer or model.
-Owner: TypeAlias = keras.Layer | keras.Metric | keras.Variable | keras.optimizers.Optimizer
+# A layer, a function in a functional model, a metric, variable, optimizer or model.
+Owner: TypeAlias = keras.Operation | keras.Metric | keras.Variable | keras.optimizers.Optimizer
 # A method of one of them, or ours in its place.
 Method = Callable[..., Any]
 
@@ -110,7 +122,7 @@ class LayerPatch:
     """A function in the place of one attribute of one object; it is called as the original is.
 
     Attributes:
-        owner: The layer, metric, variable, optimizer or model.
+        owner: The layer, function, metric, variable, optimizer or model.
         change: What is changed, and why.
         replacement: Our function.
         before: The object's own attribute before, perhaps another patch; None where it was its class's, or none.
@@ -170,6 +182,13 @@ def patches_of(model: keras.Model) -> list[LayerPatch]:
     return [patch for owner in _parts(model) for patch in patches_on(owner)]
 
 
+def undo_of(change: Change, owner: Owner) -> None:
+    """Takes one patch of one object back, if it has it."""
+    for patch in patches_on(owner):
+        if patch.change is change:
+            _take_back(patch)
+
+
 def undo(model: keras.Model) -> None:
     """Takes all patches of a model back. Functions that were traced before keep them."""
     for patch in patches_of(model):
@@ -189,11 +208,19 @@ def _take_back(patch: LayerPatch) -> None:
         attributes[name] = patch.before
 
 
+def operations_of(model: keras.Model) -> list[keras.Operation]:
+    """A model's layers, and the functions of keras.ops in functional models, each once."""
+    layers = _private.flatten_layers(model)
+    functional = [operation for layer in layers for operation in getattr(layer, "operations", ())]
+    return list({id(each): each for each in (*layers, *functional)}.values())
+
+
 def _parts(model: keras.Model) -> list[Owner]:
     """The objects of a model, each once."""
     found: list[Owner] = []
+    found += operations_of(model)
     for layer in _private.flatten_layers(model):
-        found += [layer, *_private.own_variables(layer)]
+        found += _private.own_variables(layer)
     found += _private.compiled_metrics(model)
     found += _private.optimizer_chain(getattr(model, "optimizer", None))
     return list({id(part): part for part in found}.values())

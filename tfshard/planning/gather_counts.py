@@ -80,7 +80,7 @@ def _uses(
         for tensor, spec in graph.variables.items()
         if spec.path in name_of
     )
-    uses = list(values.uses(graph.operations[0].graph))
+    uses = list(values.uses(graph.operations[0].graph.get_operations()))
     forward, backward = [], []
     for use in uses:
         forward.append([str(key) for key in use.numbers])

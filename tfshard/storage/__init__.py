@@ -8,6 +8,7 @@ A *storage* is one DTensor variable; a group's members live in it together. A *s
     writes             what a step has written, and what it writes to
     steps              `Step`, which defers writes; the scopes of steps and updates
     turns              gathers that wait for their turn, and are made again for a later one
+    recomputing        blocks that are computed again in the backward pass
     traced_steps       steps that were traced, and what each writes
     variables          `ShardedVariable`: a Keras variable's view of its storage
     surface            what a `tf.Variable` does besides being read and written

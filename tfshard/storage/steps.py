@@ -26,10 +26,10 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import gathers, transfer
+from tfshard.devices import gathers, merges, transfer
 from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
-from tfshard.storage import traced_steps, turns
+from tfshard.storage import recomputing, traced_steps, turns
 from tfshard.storage.writes import Recorded, Writable
 
 # What reads have gathered, by what was read; with what it was made of, so that ids in keys stay their own.
@@ -56,6 +56,9 @@ class Step:
         self.updates: Updates | None = None
         # What was gathered, by the graph in which it is known; None for eager code.
         self._gathered: dict[tf.Graph | None, Gathered] = {}
+        # Parts of the step's own graph that are to be computed again in the backward pass.
+        self._blocks: list[recomputing.Block] = []
+        self._in_block = False
         # What was read in the step's own graph, as it is stored.
         self._stored: list[tuple[Writable, tf.Tensor]] = []
         # Gradients of what is updated in shards, as they wait for the update, and whether they are shards then.
@@ -74,6 +77,31 @@ class Step:
     def gathered(self, graph: tf.Graph | None) -> Gathered:
         """What reads have gathered in a graph of this step, or in eager code (None): kept until the step ends."""
         return self._gathered.setdefault(graph, {})
+
+    @contextlib.contextmanager
+    def block(self, name: str, keeps: frozenset[str]) -> Iterator[None]:
+        """While this is open, what is added to the step's own graph is a block that is computed again.
+
+        A block in a block is part of it. What is added to other graphs, such as bodies of loops, is not changed.
+
+        Args:
+            name: Of the block. If that before has the same name, this goes on with it.
+            keeps: Types of operations whose results stay.
+        """
+        graph: tf.Graph = self.graph
+        if _private.is_eager() or graph is not tf.compat.v1.get_default_graph() or self._in_block:
+            yield
+            return
+        self._in_block = True
+        begin = len(graph.get_operations())
+        try:
+            yield
+        finally:
+            self._in_block = False
+        if self._blocks and self._blocks[-1].name == name:
+            begin = self._blocks.pop().begin
+        end = len(graph.get_operations())
+        self._blocks.append(recomputing.Block(name=name, begin=begin, end=end, keeps=keeps))
 
     def note_stored(self, storage: Writable, stored: tf.Tensor) -> tf.Tensor:
         """Remembers a stored value that was just read."""
@@ -183,8 +211,13 @@ class Step:
 
     def _arrange(self, values: dict[Writable, tf.Tensor]) -> list[tf.Tensor]:
         """Lets gathers wait for their turn, and the backward pass for updates."""
-        if self.graph is None or self._gathering is None:
+        storages = [*values, *(storage for storage, _ in self._stored)]
+        if self.graph is None or self._gathering is None or not storages:
             return []
+        mesh = storages[0].mesh
+        merges.choose(mesh, self.graph)
+        read_token = _token(mesh).value
+        again = recomputing.recompute(self.graph, self._blocks, read_token)
         stored = {
             storage: turns.Stored(
                 key=id(storage),
@@ -198,6 +231,7 @@ class Step:
         last = {storage: tensor for storage, tensor, _ in self._gradients}  # Two tapes give a variable two gradients.
         gradients = {
             (storage, tensor.ref()): turns.Gradient(
+                key=id(storage),
                 tensor=tensor,
                 is_scattered=is_scattered,
                 updated=values.get(storage) if last[storage] is tensor else None,
@@ -205,19 +239,12 @@ class Step:
             for storage, tensor, is_scattered in self._gradients
         }
         if not gradients and not any(each.is_gathered for each in stored.values()):
-            return []
+            return again.tokens
         reads = [(stored[storage], tensor) for storage, tensor in self._stored]
-        mesh = self._stored[0][0].mesh
-        tokens = turns.arrange(
-            self.graph,
-            reads,
-            gradients.values(),
-            self._gathering,
-            _token(mesh).value,
-            gathers.narrow_dtypes(axis_sizes(mesh)),
-        )
+        narrow = gathers.narrow_dtypes(axis_sizes(mesh))
+        tokens = turns.arrange(again.operations, reads, gradients.values(), self._gathering, read_token, narrow)
         values |= {storage: each.updated for (storage, _), each in gradients.items() if each.updated is not None}
-        return tokens
+        return again.tokens + tokens
 
     def _graphs(self) -> list[tf.Graph | None]:
         """The graphs from the one being built out to the step's own."""

@@ -131,11 +131,13 @@ class Gradient:
     """A gradient that takes less memory once it is scattered, or used up.
 
     Attributes:
+        key: Of the `Stored` that it belongs to.
         tensor: The gradient as it waits for the update.
         is_scattered: Whether it is shards then.
         updated: What will be stored of the variable that it belongs to; None if it is not updated.
     """
 
+    key: Hashable
     tensor: tf.Tensor
     is_scattered: bool
     updated: tf.Tensor | None = None
@@ -174,7 +176,7 @@ class Use:
 
 
 def arrange(
-    graph: tf.Graph,
+    operations: Sequence[tf.Operation],
     reads: Sequence[tuple[Stored, tf.Tensor]],
     gradients: Iterable[Gradient],
     gathering: Gathering,
@@ -184,7 +186,7 @@ def arrange(
     """Changes the graph of a step that was traced: gathers wait for their turn, and the backward pass for gradients.
 
     Args:
-        graph: The graph.
+        operations: All operations of its graph, in the order in which they are to run.
         reads: What the step has read of what is stored. The same may have been read several times.
         gradients: Gradients that are to be gone before the backward pass goes on. What is `updated` of them is changed
             to what has to be stored instead.
@@ -196,12 +198,13 @@ def arrange(
         Numbers that have to be used for something, so that nothing is taken for superfluous.
     """
     values = Values((each.key, tensor) for each, tensor in reads)
-    with graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
-        uses = list(values.uses(graph))
+    with operations[0].graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
+        uses = list(values.uses(operations))
         sent = {key: dtype for key, dtype in sent_dtypes(uses).items() if dtype in narrow}
         stored = {each.key: each.sent_as(sent.get(each.key)) for each, _ in reads}
         kept_bytes = gathering.kept_bytes(stored.values())
-        gates = _Gates(graph, gradients, token)
+        large = {key for key, each in stored.items() if each.bytes * _FAR_LESS > kept_bytes}
+        gates = _Gates(operations, [each for each in gradients if each.key in large], token)
         gathered = [[key for key in use.numbers if stored[key].is_gathered] for use in uses]
         begins = begun([[stored[key] for key in keys] for keys in gathered], kept_bytes)
         turns: dict[Hashable, _Turn] = {}
@@ -212,7 +215,7 @@ def arrange(
             for key in beginning:
                 before = [*ties, *own][: max(len(ties) - gathering.prefetch, -1) + 1]
                 turns[key] = _Turn(values, key, before[-1] if before else None, sent.get(key))
-            if any(stored[key].bytes * _FAR_LESS > kept_bytes for key in beginning):
+            if not large.isdisjoint(beginning):
                 ties += own
             for key in keys:
                 for number in use.numbers[key]:
@@ -222,7 +225,7 @@ def arrange(
                         slot.fill(value)
                     else:
                         _look_up(use.operation, value)
-            if use.tie is not None and any(stored[key].bytes * _FAR_LESS > kept_bytes for key in use.numbers):
+            if use.tie is not None and not large.isdisjoint(use.numbers):
                 gates.close(use.tie, tensor)
     return gates.tokens
 
@@ -293,10 +296,10 @@ class Values:
         """Whether it is what was read itself."""
         return tensor.ref() in self._read
 
-    def uses(self, graph: tf.Graph) -> Iterator[Use]:
-        """The operations that work on stored values, in the order in which they were added."""
-        number_of = {operation: number for number, operation in enumerate(graph.get_operations())}
-        captured = _private.captured_placeholders(graph)
+    def uses(self, operations: Sequence[tf.Operation]) -> Iterator[Use]:
+        """Those of all operations of a graph that work on stored values, in the same order."""
+        number_of = {operation: number for number, operation in enumerate(operations)}
+        captured = _private.captured_placeholders(operations[0].graph)
         of_batch: set[Hashable] = set()
         for operation in number_of:
             inputs = list(operation.inputs)
@@ -383,12 +386,14 @@ def sent_dtypes(uses: Iterable[Use]) -> dict[Hashable, tf.DType]:
 class _Gates:
     """Where the backward pass waits until gradients that it made before are no more whole, and used up."""
 
-    def __init__(self, graph: tf.Graph, gradients: Iterable[Gradient], token: Callable[[], tf.Tensor]):
-        self._number_of = {operation: number for number, operation in enumerate(graph.get_operations())}
+    def __init__(
+        self, operations: Sequence[tf.Operation], gradients: Iterable[Gradient], token: Callable[[], tf.Tensor]
+    ):
+        self._number_of = {operation: number for number, operation in enumerate(operations)}
         self._waiting = collections.deque(sorted(gradients, key=lambda each: self._number_of[each.tensor.op]))
         self._made: Gradient | None = None
         self._users: dict[Hashable, list[Slot]] = collections.defaultdict(list)
-        for operation in graph.get_operations():
+        for operation in operations:
             for number, each in enumerate(operation.inputs):
                 self._users[each.ref()].append(Slot(operation=operation, number=number))
         self._token = token

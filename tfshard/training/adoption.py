@@ -21,7 +21,7 @@ from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts import placement
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
-from tfshard.operations import convolution, lookups, loops, sequence, unsupported, vocabulary
+from tfshard.operations import blocks, convolution, lookups, loops, sequence, unsupported, vocabulary
 from tfshard.planning.analyzer import ParameterAnalyzer
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
@@ -208,6 +208,7 @@ class Adopter(Placer):
         convolution.install(model, self.mesh)
         loops.install(model, self.mesh)
         lookups.install(model)
+        blocks.install_remat(model)
         if self.sequence_parallel:
             sequence.install(model, self.mesh)
 

@@ -22,6 +22,7 @@ from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats
+from tfshard.operations import blocks as blocks_of_layers
 from tfshard.operations import unsupported
 from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, plan_placement
 from tfshard.planning.sharding_plan import ShardingPlan
@@ -258,6 +259,45 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
     def report(self, model: keras.Model) -> Report:
         """What each device holds: the totals, and every variable with its layout and bytes."""
         return Report.from_model(model, self)
+
+    def recompute(
+        self, model: keras.Model, blocks: str | Sequence[str] = "auto", *, keep_products: bool = False
+    ) -> list[str]:
+        """Lets activations of blocks be freed in the forward pass, and computed again in the backward pass.
+
+        A step then holds what goes into each block, and the activations of one block. Losses have the same bits; what
+        a block writes (batch statistics, states) is written once. Layers that were made under a `keras.RematScope` are
+        such blocks without it. Of compiled steps; an eager step keeps all.
+
+        Args:
+            model: A built model.
+            blocks: `"auto"`: layers that hold others and come again, such as transformer layers, or, in flat models,
+                layers whose names begin alike, such as `conv2_block1_1_conv`. Or regular expressions of which one
+                matches the whole path of each layer; those for which groups in them match the same are one block.
+            keep_products: Whether results of matrix products and convolutions stay, so that only what is cheap is
+                computed again.
+
+        Returns:
+            The names of the blocks.
+
+        Raises:
+            StrategyError: No block was found, or a pattern that matches no layer or is no regular expression.
+
+        Example:
+
+        >>> import keras, tfshard
+        >>> _ = tfshard.initialize(num_devices=4, device_type="CPU")
+        >>> layers = [keras.layers.Dense(8, activation="gelu", name=f"block{i}_dense") for i in range(3)]
+        >>> model = tfshard.Sequential([keras.Input((8,)), *layers])
+        >>> strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+        >>> model.compile("sgd", "mse", strategy=strategy)
+        >>> strategy.recompute(model)
+        ['block0', 'block1', 'block2']
+        """
+        found = blocks_of_layers.install(model, blocks, keep_products)
+        self._functions.clear()
+        model.train_function = None
+        return found
 
     def plan(
         self, model: keras.Model, optimizer: keras.optimizers.Optimizer | str | None = None, inputs: Any = None

@@ -1,0 +1,246 @@
+"""Blocks that are computed again in the backward pass: the same bits, and less in memory."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+
+import parity
+import tfshard
+from tfshard.operations import layer_patch
+from tfshard.storage import recomputing
+
+RS = np.random.RandomState(0)
+WIDTH = 16
+X = RS.normal(size=(16, WIDTH)).astype("float32")
+SEQUENCES = RS.normal(size=(16, 6, WIDTH)).astype("float32")
+IMAGES = RS.normal(size=(16, 8, 8, 4)).astype("float32")
+Y = RS.normal(size=(16, 4)).astype("float32")
+
+
+def dense():
+    layers = [keras.layers.Dense(WIDTH, activation="gelu", name=f"block{i}_dense") for i in range(3)]
+    return keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(4)])
+
+
+def convolutions():
+    inputs = keras.Input((8, 8, 4))
+    x = inputs
+    for i in range(3):
+        x = keras.layers.Conv2D(8, 3, padding="same", name=f"block{i}_conv")(x)
+        x = keras.layers.BatchNormalization(momentum=0.5, name=f"block{i}_bn")(x)
+        x = keras.layers.ReLU(name=f"block{i}_relu")(x)
+        x = keras.layers.Dropout(0.3, seed=i, name=f"block{i}_dropout")(x)
+    return keras.Model(inputs, keras.layers.Dense(4)(keras.layers.GlobalAveragePooling2D()(x)))
+
+
+def recurrent():
+    inputs = keras.Input((6, WIDTH))
+    x = inputs
+    for i in range(2):
+        x = keras.layers.GRU(WIDTH, return_sequences=True, name=f"block{i}_gru")(x)
+    return keras.Model(inputs, keras.layers.Dense(4)(x[:, 0]))
+
+
+class Attention(keras.layers.Layer):
+    """A transformer layer, which writes how often it was called."""
+
+    def build(self, shape):
+        self.attention = keras.layers.MultiHeadAttention(2, 8, dropout=0.1, seed=1)
+        self.norm, self.up = keras.layers.LayerNormalization(), keras.layers.Dense(32, activation="gelu")
+        self.down = keras.layers.Dense(WIDTH)
+        self.calls = self.add_weight(shape=(), name="calls", initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        self.calls.assign_add(1.0)
+        self.add_loss(1e-3 * keras.ops.mean(x**2))
+        x = x + self.attention(self.norm(x), x, training=training)
+        return x + self.down(self.up(x))
+
+
+def attention():
+    inputs = keras.Input((6, WIDTH))
+    x = inputs
+    for _ in range(3):
+        x = Attention()(x)
+    return keras.Model(inputs, keras.layers.Dense(4)(x[:, 0]))
+
+
+MODELS = {
+    "dense": (dense, X), "convolutions": (convolutions, IMAGES), "recurrent": (recurrent, SEQUENCES),
+    "attention": (attention, SEQUENCES),
+}  # fmt: skip
+MESHES = {"batch2": {"batch": 2}, "batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}}
+
+
+def run(name, mesh, stage, *, recompute=None, scope=None):
+    """Losses, weights, and how many tensors were made again."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    build, x = MODELS[name]
+    layout_map = tfshard.LayoutMap()
+    layout_map.whole(".*")
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map, zero_stage=stage, analyzer=None)
+    with scope or contextlib.nullcontext():
+        model = tfshard.as_distributed(build())
+    model.compile(keras.optimizers.SGD(1e-2, momentum=0.9), "mse", strategy=strategy)
+    if recompute is not None:
+        strategy.recompute(model, **recompute)
+    again = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = recomputing.recompute
+
+        def noted(graph, blocks, token):
+            before = len(graph.get_operations())
+            found = original(graph, blocks, token)
+            again.append(len(graph.get_operations()) - before)
+            return found
+
+        patch.setattr(recomputing, "recompute", noted)
+        losses = [float(model.train_on_batch(x[:8], Y[:8])) for _ in range(3)]
+    weights = {variable.path: np.array(variable) for variable in model.variables}
+    return losses, weights, sum(again)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_keep_their_bits(name, mesh, stage):
+    losses, weights, none = run(name, MESHES[mesh], stage)
+    assert none == 0
+    for keep_products in (False, True):
+        again = run(name, MESHES[mesh], stage, recompute={"keep_products": keep_products})
+        assert again[2] > 0 or name == "recurrent", "premise: operations were copied"
+        # Sums of two are the same in any order. Of four, all-reduces that are merged otherwise add otherwise.
+        assert again[0][0] == losses[0]
+        if mesh != "batch4":
+            assert again[0] == losses
+        np.testing.assert_allclose(again[0], losses, rtol=1e-6)
+        for path, value in again[1].items():
+            np.testing.assert_allclose(value, weights[path], rtol=0, atol=1e-5, err_msg=path)
+    if name == "attention":
+        assert {float(value) for path, value in weights.items() if path.endswith("calls")} == {3.0}
+
+
+@pytest.mark.parametrize("mode", ["full", "activations", "larger_than", "list_of_layers"])
+def test_layers_made_under_a_remat_scope_are_blocks(mode):
+    """Keras's own fails on TensorFlow: its custom gradient takes no keyword arguments in a graph."""
+    options = {"larger_than": {"output_size_threshold": 4}, "list_of_layers": {"layer_names": ["block0_dense"]}}
+    losses, _, _ = run("dense", MESHES["batch2"], 3)
+    scope = keras.RematScope(mode=mode, **options.get(mode, {}))
+    again = run("dense", MESHES["batch2"], 3, scope=scope)
+    assert again[0] == losses
+    assert again[2] > 0
+
+
+def test_a_remat_scope_and_one_device_are_the_same():
+    plain = dense()
+    with keras.RematScope(mode="full"):
+        model = tfshard.as_distributed(dense())
+    model.set_weights(plain.get_weights())
+    model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    plain.compile("sgd", "mse")
+    for _ in range(3):
+        np.testing.assert_allclose(model.train_on_batch(X, Y), plain.train_on_batch(X, Y), rtol=1e-6)
+    assert layer_patch.REMAT in {patch.change for patch in layer_patch.patches_of(model)}
+
+
+@pytest.mark.parametrize(("keep_products", "saved"), [(False, 0.7), (True, 0.3)])
+def test_activations_of_blocks_are_freed(keep_products, saved):
+    """By the allocator's trace: what a step adds, without what it adds with next to no samples."""
+    rows, width, blocks = 512, 512, 12
+
+    def added(count, recompute):
+        inputs = keras.Input((width,))
+        x = inputs
+        for i in range(blocks):
+            x = x + keras.layers.Dense(width, activation="gelu", name=f"block{i}_dense")(x)
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), analyzer=None)
+        model = tfshard.as_distributed(keras.Model(inputs, x))
+        model.compile("sgd", "mse", strategy=strategy)
+        if recompute:
+            strategy.recompute(model, keep_products=keep_products)
+        values = np.ones((count, width), "float32")
+        profile = tfshard.profile_step(model, (values, values))
+        assert profile.peak is not None, "premise"
+        return profile.peak.added
+
+    all_kept, freed, none = added(4 * rows, False), added(4 * rows, True), added(4, False)
+    # Each block of a device has at least two activations of a MiB beside what goes into it.
+    assert all_kept - none >= 4 * blocks * 3 * 4 * rows * width, "premise"
+    # What goes into a block stays.
+    inputs = 4 * (blocks + 1) * 4 * rows * width
+    assert freed - none - inputs <= (1 - saved) * (all_kept - none - inputs)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "names"),
+    [
+        ("auto", ["block0", "block1", "block2"]),
+        (".*block[01]_dense", ["sequential/block0_dense", "sequential/block1_dense"]),
+        ([r".*block(\d)_.*"], ["0", "1", "2"]),
+    ],
+)
+def test_blocks_are_chosen_by_paths(blocks, names):
+    keras.backend.clear_session()
+    model = tfshard.as_distributed(dense())
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    model.compile("sgd", "mse", strategy=strategy)
+    assert strategy.recompute(model, blocks) == names
+
+
+def test_transformer_layers_are_blocks_and_not_what_is_in_them():
+    keras.backend.clear_session()
+    model = tfshard.as_distributed(attention())
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    model.compile("sgd", "mse", strategy=strategy)
+    assert strategy.recompute(model) == ["attention", "attention_1", "attention_2"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [("nothing", "blocks match no layer: 'nothing'. Some paths:"), ("(", "regular expressions"), ([3], "Received: 3")],
+)
+def test_wrong_blocks_are_refused(blocks, message):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    model = tfshard.as_distributed(dense())
+    with pytest.raises(tfshard.errors.StrategyError, match=message):
+        strategy.recompute(model, blocks)
+    flat = tfshard.as_distributed(keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(4)]))
+    with pytest.raises(tfshard.errors.StrategyError, match="Found no blocks to recompute"):
+        strategy.recompute(flat)
+
+
+def test_a_tensor_of_a_block_that_others_use_stays():
+    """Two outputs, one of which the loss takes as it is: the numbers of one device."""
+
+    class Two(keras.layers.Layer):
+        def build(self, shape):
+            self.dense, self.other = keras.layers.Dense(WIDTH), keras.layers.Dense(WIDTH, activation="tanh")
+
+        def call(self, x):
+            middle = self.dense(x)
+            return self.other(middle), middle
+
+    def build():
+        inputs = keras.Input((WIDTH,))
+        x, one = Two()(inputs)
+        x, other = Two()(x + inputs)
+        return keras.Model(inputs, keras.layers.Dense(4)(x * one + other))
+
+    batches = [(X[:8], Y[:8]), (X[8:], Y[8:])]
+    reference = parity.train(build, batches, optimizer=lambda: keras.optimizers.Adam(1e-2), loss="mse", steps=4)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    original = strategy.adopt_model
+
+    def adopted(model):
+        original(model)
+        strategy.recompute(model)
+
+    strategy.adopt_model = adopted
+    found = parity.train(
+        build, batches, optimizer=lambda: keras.optimizers.Adam(1e-2), loss="mse", strategy=strategy, steps=4
+    )
+    assert layer_patch.BLOCK in {patch.change for patch in layer_patch.patches_of(found.model)}, "premise"
+    parity.assert_same(found, reference, rtol=1e-5, atol=1e-5, slots=False)

@@ -1,0 +1,128 @@
+"""Which layers are blocks that are computed again in the backward pass (`tfshard.storage.recomputing`).
+
+A block is a layer that holds others, such as a transformer layer; or, in a model that is flat, layers whose names begin
+alike, such as `conv2_block1_1_conv`. Layers that were made under a `keras.RematScope` are blocks as Keras means it.
+"""
+
+import collections
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfshard import _private
+from tfshard.errors import StrategyError
+from tfshard.operations import layer_patch
+from tfshard.operations.layer_patch import BLOCK, REMAT
+from tfshard.storage import recomputing, steps
+
+AUTO = "auto"
+
+# How flat models name the layers of a block: conv2_block1_1_conv, block_3_expand, block2a_dwconv, mixed4.
+_NAMED_BLOCK = re.compile(r"(.*?block_?\d+[a-z]?)_.*")
+
+
+def install(model: keras.Model, blocks: str | Sequence[str], keep_products: bool) -> list[str]:
+    """Marks the blocks of a model.
+
+    Args:
+        model: A built model.
+        blocks: `"auto"`, or regular expressions of layers' paths.
+        keep_products: Whether results of matrix products and convolutions stay.
+
+    Returns:
+        Their names.
+
+    Raises:
+        StrategyError: There are none, a pattern matches no layer, or is no regular expression.
+    """
+    layers = [layer for layer in _private.flatten_layers(model) if layer is not model]
+    names = _found(layers) if blocks == AUTO else _matched(layers, blocks)
+    keeps = recomputing.PRODUCTS if keep_products else frozenset()
+    for layer, name in names.items():
+        layer_patch.undo_of(BLOCK, layer)
+        layer_patch.apply(BLOCK, layer, functools.partial(_in_block, name=name, keeps=keeps))
+    return list(dict.fromkeys(names.values()))
+
+
+def install_remat(model: keras.Model) -> None:
+    """Lets layers that were made under a `keras.RematScope` be blocks, where Keras calls `tf.recompute_grad`.
+
+    That refuses keyword arguments in graphs, and reads variables where the step does not see it.
+    """
+    for operation in layer_patch.operations_of(model):
+        if _private.remat_mode(operation) is not None:
+            layer_patch.apply(REMAT, operation, functools.partial(_rematerialized, operation))
+
+
+def _found(layers: Sequence[keras.Layer]) -> dict[keras.Layer, str]:
+    """The layers of blocks that come again, with the name of their block."""
+    inside: set[int] = set()
+    by_kind: dict[tuple[type, frozenset[type]], list[keras.Layer]] = collections.defaultdict(list)
+    for layer in layers:
+        below = [each for each in _private.flatten_layers(layer) if each is not layer]
+        weighty = [each for each in below if each.weights]
+        if id(layer) not in inside and len(weighty) > 1:
+            by_kind[type(layer), frozenset(map(type, weighty))].append(layer)
+    repeated = [layer for alike in by_kind.values() if len(alike) > 1 for layer in alike]
+    # The outermost: a layer in a block is part of it.
+    for layer in repeated:
+        inside.update(id(each) for each in _private.flatten_layers(layer) if each is not layer)
+    found = {layer: layer.path or layer.name for layer in repeated if id(layer) not in inside}
+    if found:
+        return found
+    named = {layer: match.group(1) for layer in layers if (match := _NAMED_BLOCK.fullmatch(layer.name))}
+    if not named:
+        raise StrategyError(
+            "Found no blocks to recompute: no layers that hold others come again, and no names such as "
+            f"'conv2_block1_1_conv'. Name them by regular expressions of layers' paths. Some: {_some(layers)}"
+        )
+    return named
+
+
+def _matched(layers: Sequence[keras.Layer], blocks: str | Sequence[str]) -> dict[keras.Layer, str]:
+    patterns = (blocks,) if isinstance(blocks, str) else tuple(blocks)
+    found: dict[keras.Layer, str] = {}
+    for pattern in patterns:
+        try:
+            matches = {layer: re.fullmatch(pattern, layer.path or layer.name) for layer in layers}
+        except (TypeError, re.error) as error:
+            raise StrategyError(
+                f"blocks must be 'auto' or regular expressions of layers' paths. Received: {pattern!r}"
+            ) from error
+        new = {layer: "/".join(map(str, match.groups())) or match.group() for layer, match in matches.items() if match}
+        if not new:
+            raise StrategyError(f"blocks match no layer: {pattern!r}. Some paths: {_some(layers)}")
+        found |= new
+    return found
+
+
+def _some(layers: Sequence[keras.Layer]) -> list[str]:
+    return [layer.path or layer.name for layer in layers[:8]]
+
+
+def _in_block(call: layer_patch.Method, *, name: str, keeps: frozenset[str]) -> layer_patch.Method:
+    @functools.wraps(call)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        step = steps.current()
+        if step is None:
+            return call(*args, **kwargs)
+        with step.block(name, keeps):
+            return call(*args, **kwargs)
+
+    return called
+
+
+def _rematerialized(operation: keras.Operation, original: layer_patch.Method) -> layer_patch.Method:
+    """What Keras calls to be given a `call` that is recomputed."""
+
+    @functools.wraps(original)
+    def given(call: layer_patch.Method, *args: Any, **kwargs: Any) -> layer_patch.Method:
+        if steps.current() is None or original(call, *args, **kwargs) is call:  # A mode may leave this layer out.
+            return call
+        keeps = recomputing.PRODUCTS if _private.remat_mode(operation) == "activations" else frozenset[str]()
+        return _in_block(call, name=getattr(operation, "path", None) or operation.name, keeps=keeps)
+
+    return given

@@ -1,0 +1,237 @@
+"""Recomputation: what a block made in the forward pass is freed, and made again when the backward pass comes to it.
+
+A step's graph is changed once it is traced. Where the backward pass takes a tensor that an operation of a block made,
+it is given one by a copy of that operation; copies work on copies, back to what came into the block. What comes in is
+tied by an IdentityN to the gradient of what the block gave: copies cannot start before that exists, nor be merged with
+the originals. The bits are the same, masks of dropout included, whose seeds are inputs. What a block writes (batch
+statistics, seeds) is not copied, so it happens once. (Chen et al. 2016, "Training Deep Nets with Sublinear Memory
+Cost"; of blocks, as Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".)
+
+What is kept: what comes in, what the block gave or others use, what has state or draws numbers by it, loops and
+branches, and what `keeps` says.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+
+import tensorflow as tf
+
+from tfshard import _private
+
+# The results of matrix products and convolutions: dear to make again.
+PRODUCTS = frozenset(
+    (
+        "BatchMatMul",
+        "BatchMatMulV2",
+        "BatchMatMulV3",
+        "Conv2D",
+        "Conv3D",
+        "DepthwiseConv2dNative",
+        "Einsum",
+        "MatMul",
+    )
+)
+
+_NEVER = frozenset(("Const", "Placeholder", "ReadVariableOp"))
+_WITH_BODIES = ("Case", "If", "PartitionedCall", "While")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of the forward pass.
+
+    Attributes:
+        name: Of the block.
+        begin: The number of its first operation, in the order in which they were added to the graph.
+        end: One more than that of its last.
+        keeps: Types of operations whose results stay.
+    """
+
+    name: str
+    begin: int
+    end: int
+    keeps: frozenset[str] = frozenset()
+
+
+def recompute(graph: tf.Graph, blocks: Sequence[Block], token: Callable[[], tf.Tensor]) -> "Recomputed":
+    """Changes the graph of a step that was traced.
+
+    Args:
+        graph: The graph.
+        blocks: Which parts are to be computed again. They do not overlap.
+        token: Reads a variable: a number that nobody needs.
+    """
+    operations = graph.get_operations()
+    places: dict[tf.Operation, tuple[int, int]] = {operation: (n, 0) for n, operation in enumerate(operations)}
+    tokens = []
+    with graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
+        number_of = {operation: number for number, operation in enumerate(operations)}
+        for block in blocks:
+            found = _Recomputation(operations[block.begin : block.end], block, number_of)
+            if found.needed:
+                tokens += found.carry_out(token, places)
+    return Recomputed(operations=sorted(places, key=lambda operation: places[operation]), tokens=tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recomputed:
+    """A graph in which blocks are computed again.
+
+    Attributes:
+        operations: All of the graph, in the order in which they are to run.
+        tokens: Numbers that have to be used for something, so that nothing is taken for superfluous.
+    """
+
+    operations: list[tf.Operation]
+    tokens: list[tf.Tensor]
+
+
+class _Recomputation:
+    """Of one block.
+
+    Attributes:
+        needed: The inputs of operations of the backward pass that are to be made again: operation and number of each.
+    """
+
+    def __init__(self, inside: Sequence[tf.Operation], block: Block, number_of: dict[tf.Operation, int]):
+        self._inside = set(inside)
+        self._number_of = number_of
+        self._block = block
+        self._given = {
+            output.ref()
+            for operation in inside
+            for output in operation.outputs
+            if any(number_of[user] >= block.end and not _is_backward(user) for user in output.consumers())
+        }
+        users = [
+            (user, number, tensor)
+            for operation in inside
+            if self._is_copied(operation)
+            for tensor in operation.outputs
+            if tensor.ref() not in self._given
+            for user in dict.fromkeys(tensor.consumers())
+            if number_of[user] >= block.end
+            for number, each in enumerate(user.inputs)
+            if each is tensor
+        ]
+        after = self._made_after()
+        gradients = [
+            each
+            for user, _, _ in users
+            for each in user.inputs
+            if each.ref() in after and each.op not in self._inside and each.dtype.is_floating
+        ]
+        # The gradient that comes first.
+        self._gradient = min(gradients, key=lambda each: number_of[each.op], default=None)
+        self.needed: list[tuple[tf.Operation, int, tf.Tensor]] = []
+        if self._gradient is not None:
+            since = number_of[self._gradient.op]
+            self.needed = [each for each in users if number_of[each[0]] > since]
+
+    def carry_out(self, token: Callable[[], tf.Tensor], places: dict[tf.Operation, tuple[int, int]]) -> list[tf.Tensor]:
+        """Adds the copies, where the first of them is needed, and gives them to those that need them.
+
+        Returns:
+            Tokens that have to be used.
+        """
+        assert self._gradient is not None
+        wanted: dict[tf.Operation, None] = {}
+        left = [tensor.op for _, _, tensor in self.needed]
+        while left:
+            operation = left.pop()
+            if operation not in wanted:
+                wanted[operation] = None
+                left += [each.op for each in operation.inputs if self._is_made_again(each)]
+        order = sorted(wanted, key=lambda operation: self._number_of[operation])
+        incoming = {
+            each.ref(): each
+            for operation in order
+            for each in operation.inputs
+            if not self._is_made_again(each) and self._is_activation(each)
+        }
+        first = min(self._number_of[user] for user, _, _ in self.needed)
+        gradient_users = [
+            (user, number)
+            for user in self._gradient.consumers()
+            if self._number_of.get(user, -1) >= first
+            for number, each in enumerate(user.inputs)
+            if each is self._gradient
+        ]
+        read = token()
+        tied = tf.raw_ops.IdentityN(input=[read, self._gradient, *incoming.values()])
+        made = dict(zip(incoming, tied[2:], strict=True))
+        places[read.op] = (self._block.begin, -1)
+        added = [tied[0].op]
+        for operation in order:
+            outputs = _private.copied(operation, [made.get(each.ref(), each) for each in operation.inputs])
+            added.append(outputs[0].op)
+            made.update((old.ref(), new) for old, new in zip(operation.outputs, outputs, strict=True))
+        places.update((operation, (first - 1, n)) for n, operation in enumerate(added, start=1))
+        for user, number, tensor in self.needed:
+            _private.update_input(user, number, made[tensor.ref()])
+        for user, number in gradient_users:
+            _private.update_input(user, number, tied[1])
+        kept_apart = [
+            self._keep_apart(tensor, read, places) for tensor in {t.ref(): t for _, _, t in self.needed}.values()
+        ]
+        return [tied[0], *itertools.chain(*kept_apart)]
+
+    def _keep_apart(
+        self, tensor: tf.Tensor, read: tf.Tensor, places: dict[tf.Operation, tuple[int, int]]
+    ) -> list[tf.Tensor]:
+        """Gives the forward pass its tensor through an IdentityN.
+
+        With no other use left TensorFlow would fuse the operations before and behind it, and round otherwise.
+        """
+        users = [
+            (user, number)
+            for user in dict.fromkeys(tensor.consumers())
+            if user in self._inside
+            for number, each in enumerate(user.inputs)
+            if each is tensor
+        ]
+        if not users:
+            return []
+        other, apart = tf.raw_ops.IdentityN(input=[read, tensor])
+        places[other.op] = (self._number_of[tensor.op], 1)
+        for user, number in users:
+            _private.update_input(user, number, apart)
+        return [other]
+
+    def _is_copied(self, operation: tf.Operation) -> bool:
+        return (
+            operation.type not in _NEVER
+            and operation.type not in self._block.keeps
+            and not operation.op_def.is_stateful
+            and not operation.type.endswith(_WITH_BODIES)
+            and bool(operation.outputs)
+            and not any(each.dtype in (tf.resource, tf.variant) for each in (*operation.inputs, *operation.outputs))
+        )
+
+    def _is_made_again(self, tensor: tf.Tensor) -> bool:
+        return tensor.op in self._inside and tensor.ref() not in self._given and self._is_copied(tensor.op)
+
+    def _is_activation(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor that comes in is to be tied: not what is stored, and not a constant."""
+        return tensor.op.type not in _NEVER or (tensor.op.type == "Placeholder" and tensor.dtype.is_floating)
+
+    def _made_after(self) -> set[Hashable]:
+        """What is made of what the block gave."""
+        after = set(self._given)
+        left = collections.deque(user for ref in self._given for user in ref.deref().consumers())
+        seen: set[tf.Operation] = set()
+        while left:
+            operation = left.popleft()
+            if operation not in seen and operation in self._number_of:
+                seen.add(operation)
+                for output in operation.outputs:
+                    after.add(output.ref())
+                    left.extend(output.consumers())
+        return after
+
+
+def _is_backward(operation: tf.Operation) -> bool:
+    """Whether a tape made it (its name scope: `tf.GradientTape`)."""
+    return "gradient_tape/" in operation.name
