@@ -1,4 +1,4 @@
-"""A way of storing is one class: here one that keeps bfloat16."""
+"""A way of storing is one class: parameters in that of slots, bfloat16."""
 
 import keras
 import numpy as np
@@ -6,25 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfshard
-from tfshard.storage.formats import Flat, StorageFormat, Whole
-
-
-class _Bfloat16(StorageFormat):
-    direct = False
-
-    def encode(self, values):
-        return tf.cast(values, tf.bfloat16) if tf.is_tensor(values) else values.astype(tf.bfloat16.as_numpy_dtype)
-
-    def decode(self, stored):
-        return tf.cast(stored, tf.float32) if tf.is_tensor(stored) else stored.astype(np.float32)
-
-
-class WholeInBfloat16(_Bfloat16, Whole):
-    pass
-
-
-class FlatInBfloat16(_Bfloat16, Flat):
-    pass
+from tfshard.storage.formats import FlatInBfloat16, StorageFormat, Whole, WholeInBfloat16
 
 
 def in_bfloat16(layout, mesh):

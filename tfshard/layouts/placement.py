@@ -45,6 +45,7 @@ class ModelPlacement:
         layout_map: LayoutMap | None = None,
         groups: GroupPolicy | None = None,
         resting: Sequence[VariableLayout | None] = (),
+        slot_dtype: str | None = None,
     ) -> "ModelPlacement":
         """Decides where the variables of a model go.
 
@@ -56,6 +57,7 @@ class ModelPlacement:
             groups: Which small variables share a buffer; None for none.
             resting: For each variable, where it rests already, if it does. One that is in a group stays there if its
                 rule allows it: another model may have it too, and functions that read it go on.
+            slot_dtype: The dtype in which the moments of float32 variables rest; None for their own.
 
         Raises:
             LayoutError: The layout map names an axis that the mesh does not have.
@@ -70,7 +72,7 @@ class ModelPlacement:
         for number, spec in enumerate(specs):
             try:
                 layout = variable_layout.plan_variable(
-                    spec, layout_map=layout_map, mesh_shape=mesh_shape, zero_stage=zero_stage
+                    spec, layout_map=layout_map, mesh_shape=mesh_shape, zero_stage=zero_stage, slot_dtype=slot_dtype
                 )
             except LayoutError as error:
                 faults[number] = str(error)

@@ -157,6 +157,10 @@ class FlatForm:
         return (*front, *(i for i in range(split_dim) if i not in front))
 
 
+# Sums of gradients and averages of weights (Keras's names), which are added to in small steps.
+_EXACT_SLOTS = ("gradient_accumulator", "_average")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableLayout:
     """Where one variable lives at rest and how it is read.
@@ -171,6 +175,8 @@ class VariableLayout:
         reduce_scatter: Whether its gradient is reduce-scattered as soon as it exists (stages 2 and 3).
         group: The number of the group that shares `flat`; None when it stands alone.
         member: Its index among the members of `flat`.
+        slot_dtype: The dtype in which its moments rest; None for their own.
+        stored_dtype: The dtype in which it rests; None for its own.
     """
 
     spec: VariableSpec
@@ -182,6 +188,13 @@ class VariableLayout:
     reduce_scatter: bool
     group: int | None = None
     member: int = 0
+    slot_dtype: str | None = None
+    stored_dtype: str | None = None
+
+    @property
+    def dtype_at_rest(self) -> str:
+        """The dtype of what is stored."""
+        return self.stored_dtype or self.spec.dtype
 
     @property
     def grouped(self) -> bool:
@@ -226,11 +239,35 @@ class VariableLayout:
 
     def slot(self, spec: VariableSpec) -> "VariableLayout":
         """The layout of an optimizer slot of the same shape: it rests as the variable is updated."""
-        return dataclasses.replace(self, spec=spec, store_sharded=self.update_sharded)
+        narrow = spec.dtype == "float32" and not spec.path.endswith(_EXACT_SLOTS)
+        return dataclasses.replace(
+            self,
+            spec=spec,
+            store_sharded=self.update_sharded,
+            stored_dtype=self.slot_dtype if narrow else None,
+            slot_dtype=None,
+        )
+
+
+def check_slot_dtype(dtype: str | None) -> str | None:
+    """`dtype`, if slots can be stored in it.
+
+    Raises:
+        StrategyError: They cannot.
+    """
+    if dtype not in (None, "float32", "bfloat16"):
+        raise StrategyError(f"slot_dtype must be None, 'float32' or 'bfloat16'. Received: slot_dtype={dtype!r}")
+    return None if dtype == "float32" else dtype
 
 
 def plan_variable(
-    spec: VariableSpec, *, layout_map: LayoutMap, mesh_shape: Mapping[str, int], zero_stage: int, slot: bool = False
+    spec: VariableSpec,
+    *,
+    layout_map: LayoutMap,
+    mesh_shape: Mapping[str, int],
+    zero_stage: int,
+    slot: bool = False,
+    slot_dtype: str | None = None,
 ) -> VariableLayout:
     """Decides the layout of one variable.
 
@@ -240,6 +277,7 @@ def plan_variable(
         mesh_shape: Axis name to size.
         zero_stage: 0 to 3.
         slot: Whether it is an optimizer variable, which is sharded from stage 1 on.
+        slot_dtype: The dtype in which its moments rest, if it is float32 and trained; None for their own.
 
     Returns:
         The `VariableLayout`.
@@ -272,6 +310,7 @@ def plan_variable(
         store_sharded=stage >= (1 if slot else 3),
         update_sharded=stage >= 1,
         reduce_scatter=stage >= 2,
+        slot_dtype=slot_dtype if spec.trainable and spec.dtype == "float32" else None,
     )
 
 

@@ -9,6 +9,7 @@ import keras
 from tfshard.errors import StrategyError
 from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike
+from tfshard.layouts import variable_layout
 from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.planning import activation_traffic, gather_counts, linter
@@ -79,6 +80,7 @@ def plan(
     optimizer: OptimizerLike = None,
     inputs: Any = None,
     reshard_after_forward: bool | str | Sequence[str] = True,
+    slot_dtype: str | None = None,
 ) -> ShardingPlan:
     """Plans a model on a mesh, without a device and without a step.
 
@@ -93,6 +95,7 @@ def plan(
         inputs: What a step calls the model on (a batch, or anything with shapes and dtypes), for the bytes of
             activations over a model axis. Without it only their number is predicted.
         reshard_after_forward: As for `tfshard.ShardedStrategy`.
+        slot_dtype: As for `tfshard.ShardedStrategy`.
 
     Returns:
         The `ShardingPlan`. What `compile` would refuse of the model is in its `refused`.
@@ -128,6 +131,7 @@ def plan(
         zero_stage=zero_stage,
         layout_map=auto_layout.resolve(layout_map, model_or_specs, sizes),
         groups=analyzer,
+        slot_dtype=variable_layout.check_slot_dtype(slot_dtype),
     )
     gathering = turns.Gathering.of(reshard_after_forward)
     return plan_placement(

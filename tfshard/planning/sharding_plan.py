@@ -351,7 +351,7 @@ def _planned_variable(layout: VariableLayout, mesh_shape: Mapping[str, int], *, 
         bytes_whole=variable_layout.spec_bytes(spec),
         bytes_per_device=None
         if member
-        else variable_traffic.device_bytes(layout.storage_shape, layout.storage, mesh_shape, spec.dtype),
+        else variable_traffic.device_bytes(layout.storage_shape, layout.storage, mesh_shape, layout.dtype_at_rest),
         gradient_bytes_per_device=None if member else gradient,
     )
 
@@ -362,9 +362,11 @@ def _planned_group(
     first = members[0]
     form, spec = first.flat, first.spec
     assert form is not None and len(form.members) == len(members), index
-    resting = first.slot(spec)
     used = sum(member.elements for member in form.members)
-    slot_bytes = variable_traffic.device_bytes(resting.storage_shape, resting.storage, mesh_shape, spec.dtype)
+    slot_bytes = sum(
+        variable_traffic.device_bytes(each.storage_shape, each.storage, mesh_shape, each.dtype_at_rest)
+        for each in (first.slot(dataclasses.replace(spec, path=f"{spec.path}_{name}")) for name in slots)
+    )
     gradient_bytes = (
         variable_traffic.gradient_bytes(first, mesh_shape, scattered=first.reduce_scatter) if spec.trainable else 0
     )
@@ -384,7 +386,7 @@ def _planned_group(
         bytes_gathered=variable_traffic.whole_bytes(first, mesh_shape),
         bytes_per_device=variable_traffic.device_bytes(first.storage_shape, first.storage, mesh_shape, spec.dtype),
         gradient_bytes_per_device=gradient_bytes,
-        slot_bytes_per_device=len(slots) * slot_bytes,
+        slot_bytes_per_device=slot_bytes,
     )
 
 

@@ -164,7 +164,7 @@ def _contributions(layout: VariableLayout, known_uses: Mapping[str, int]) -> tup
 def updated_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int]) -> int:
     """Bytes on one device of the parameters in the layouts in which they are updated."""
     updated = [each.slot(each.spec) for each in units(planned) if each.spec.trainable]
-    return sum(device_bytes(each.storage_shape, each.storage, mesh_shape, each.spec.dtype) for each in updated)
+    return sum(device_bytes(each.storage_shape, each.storage, mesh_shape, each.dtype_at_rest) for each in updated)
 
 
 def is_gathered(layout: VariableLayout, zero_stage: int) -> bool:

@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -85,7 +85,10 @@ class StorageFormat(abc.ABC):
     @staticmethod
     def of(layout: VariableLayout, mesh: dtensor.Mesh) -> "StorageFormat":
         """The format of the storage in which a variable of this layout lives."""
-        return Whole(layout, mesh) if layout.flat is None else Flat(layout, layout.flat, mesh)
+        narrow = layout.stored_dtype is not None
+        if layout.flat is None:
+            return (WholeInBfloat16 if narrow else Whole)(layout, mesh)
+        return (FlatInBfloat16 if narrow else Flat)(layout, layout.flat, mesh)
 
     # --- elements -------------------------------------------------------------------------------------
 
@@ -350,3 +353,27 @@ class Flat(StorageFormat):
         # Cut where the next member begins.
         begins = [0, *(place.offset for place in self._form.members[1:]), self._form.elements]
         return piece * begins[member + 1] // self._form.elements - piece * begins[member] // self._form.elements
+
+
+class _Bfloat16(StorageFormat):
+    """Stores float32 members as bfloat16, rounded to the nearest."""
+
+    direct = False
+
+    def encode(self, values: Any) -> Any:
+        return _cast(values, tf.bfloat16)
+
+    def decode(self, stored: Any) -> Any:
+        return _cast(stored, tf.float32)
+
+
+def _cast(elements: Any, dtype: tf.DType) -> Any:
+    return tf.cast(elements, dtype) if tf.is_tensor(elements) else elements.astype(dtype.as_numpy_dtype)
+
+
+class WholeInBfloat16(_Bfloat16, Whole):
+    """One variable in its own shape, as bfloat16."""
+
+
+class FlatInBfloat16(_Bfloat16, Flat):
+    """Members in a padded buffer of bfloat16."""

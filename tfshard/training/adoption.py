@@ -53,8 +53,9 @@ class Adopter(Placer):
         layout_map: LayoutMap | None,
         zero_stage: int,
         analyzer: ParameterAnalyzer | None,
+        slot_dtype: str | None = None,
     ):
-        super().__init__(mesh, layout_map=layout_map, zero_stage=zero_stage, analyzer=analyzer)
+        super().__init__(mesh, layout_map=layout_map, zero_stage=zero_stage, analyzer=analyzer, slot_dtype=slot_dtype)
         self.sequence_parallel = sequence_parallel
         self.already_sharded = already_sharded
         self.moves = 0

@@ -44,6 +44,7 @@ class Placer:
         layout_map: Which dims of which variables the model axes shard; None: each model has the one found for it.
         zero_stage: What rests sharded over the batch axis.
         analyzer: Which small variables share a buffer; None: each is by itself.
+        slot_dtype: The dtype in which the moments of float32 variables rest; None for their own.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class Placer:
         layout_map: LayoutMap | None,
         zero_stage: int,
         analyzer: ParameterAnalyzer | None,
+        slot_dtype: str | None = None,
     ):
+        self.slot_dtype = slot_dtype
         self.mesh = mesh
         self.mesh_shape = axis_sizes(mesh)
         self.auto = layout_map is None
@@ -69,7 +72,11 @@ class Placer:
     def plan_variable(self, spec: VariableSpec) -> VariableLayout:
         """The layout of a variable by itself under this strategy. Needs no device."""
         return variable_layout.plan_variable(
-            spec, layout_map=self.layout_map, mesh_shape=self.mesh_shape, zero_stage=self.zero_stage
+            spec,
+            layout_map=self.layout_map,
+            mesh_shape=self.mesh_shape,
+            zero_stage=self.zero_stage,
+            slot_dtype=self.slot_dtype,
         )
 
     def layout_map_for(self, model: keras.Model) -> LayoutMap:
@@ -117,6 +124,7 @@ class Placer:
             layout_map=layout_map,
             groups=groups,
             resting=resting,
+            slot_dtype=self.slot_dtype,
         )
         # Without the layers: they would keep the model, and with it this entry.
         self._placements[model] = (

@@ -62,6 +62,9 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
 
         reduce_dtype: In which dtype bfloat16 gradients of several devices are added up: `"float32"`, or `"bfloat16"`
             for half the bytes. On CPU it is always float32. Gradients of other dtypes are added in their own.
+        slot_dtype: The dtype in which optimizer slots of float32 variables rest between steps: `"bfloat16"` for half
+            the bytes, rounded to the nearest at each update; by default their own. Sums of gradients and averages of
+            weights keep theirs. docs/measurements.md tells what that changes.
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
@@ -94,6 +97,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         reshard_after_forward: bool | str | Sequence[str] = True,
         prefetch: int = 1,
         reduce_dtype: str = "float32",
+        slot_dtype: str | None = None,
     ):
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
             raise MeshError(
@@ -122,13 +126,15 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             layout_map=given,
             zero_stage=zero_stage,
             analyzer=analyzer,
+            slot_dtype=variable_layout.check_slot_dtype(slot_dtype),
             sequence_parallel=sequence_parallel,
             already_sharded=already_sharded,
         )
         settings = {"zero_stage": zero_stage, "layout_map": auto_layout.AUTO if self.auto else repr(given),
                     "analyzer": repr(analyzer), "mesh": dict(self.mesh_shape), "roles": plain(self.mesh_shape.roles),
                     "already_sharded": already_sharded, "sequence_parallel": sequence_parallel,
-                    "gathering": repr(self.gathering), "reduce_dtype": reduce_dtype}  # fmt: skip
+                    "gathering": repr(self.gathering), "reduce_dtype": reduce_dtype,
+                    "slot_dtype": slot_dtype}  # fmt: skip
         clients.here().agree("the strategy", settings, error=StrategyError)
         gathers.choose(mesh)
         reductions.choose(reduce_dtype)
@@ -319,6 +325,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 zero_stage=self.zero_stage,
                 layout_map=placement.layout_map,
                 groups=self.analyzer if unsupported.can_group(model) else None,
+                slot_dtype=self.slot_dtype,
             )
         planned = plan_placement(placement, model, optimizer=optimizer, inputs=inputs, gathering=self.gathering)
         if not self.sequence_parallel:
