@@ -204,3 +204,16 @@ def test_variables_that_stand_alone_are_updated_in_pieces(stage):
     profile = tfshard.profile_step(model, batches()[0])
     check_placement(model, "adam", "batch4", stage, "alone")
     assert profile.count("all-gather") == len(model.trainable_variables) == 5
+
+
+def test_averages_of_weights_are_made_of_shards():
+    """What stands alone is not gathered for it: as many gathers as without."""
+    counts = []
+    for use_ema in (False, True):
+        keras.backend.clear_session()
+        layers = [keras.layers.Dense(16, use_bias=False) for _ in range(3)]
+        model = tfshard.as_distributed(keras.Sequential([keras.Input((16,)), *layers]))
+        model.compile(keras.optimizers.Adam(use_ema=use_ema), "mse", strategy=strategy("batch4", 3, "alone"))
+        profile = tfshard.profile_step(model, (np.ones((8, 16)), np.ones((8, 16))))
+        counts.append(profile.count("all-gather"))
+    assert counts[0] == counts[1] >= 3

@@ -88,6 +88,12 @@ REMAT = Change(
     why="tells the step the same, where `tf.recompute_grad` reads variables that are not in the step's graph",
     module="blocks",
 )
+AVERAGES = Change(
+    of="optimizers with `use_ema`",
+    attribute="_update_model_variables_moving_average",
+    why="averages shards, where each weight would be gathered",
+    module="averages",
+)
 RECORDED_CALL = Change(
     of="all layers, while `verify` traces a step",
     attribute="call",
@@ -107,7 +113,7 @@ RECORDED_GRADIENTS = Change(
     module="step_recording",
 )
 CHANGES = (
-    TABLE_READ, METRIC_UPDATE, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, SEQUENCE, BLOCK, REMAT, RECORDED_CALL,
+    TABLE_READ, METRIC_UPDATE, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, SEQUENCE, BLOCK, REMAT, AVERAGES, RECORDED_CALL,
     RECORDED_LOSS, RECORDED_GRADIENTS,
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts import placement
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
-from tfshard.operations import blocks, convolution, lookups, loops, sequence, unsupported, vocabulary
+from tfshard.operations import averages, blocks, convolution, lookups, loops, sequence, unsupported, vocabulary
 from tfshard.planning.analyzer import ParameterAnalyzer
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
@@ -141,6 +141,7 @@ class Adopter(Placer):
         Slots of variables that are on the mesh come to the layouts of their variables.
         """
         for part in _private.optimizer_chain(optimizer):
+            averages.install(part)
             _private.set_distribute_strategy(part, self)
             references: dict[str, list[tf.Variable]] = {}
             for variable in _private.optimizer_references(part):

@@ -43,17 +43,16 @@ def main(argv):
     import numpy as np
 
     print(f"{common.origin()}, {_STEPS.value} steps, rate {_RATE.value}")
-    print(
-        f"{'optimizer':>10} {'loss, float32':>14} {'bfloat16':>10} {'apart':>9} {'weights apart':>14} {'slot bytes':>11}"
-    )
+    heads = ("loss, float32", "bfloat16", "apart", "weights apart", "bytes")
+    print(f"{'optimizer':>10}" + "".join(f"{head:>14}" for head in heads))
     for optimizer in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Lion"):
         loss, before, after, bytes_ = train(optimizer, "float32")
         narrow_loss, _, narrow, narrow_bytes = train(optimizer, "bfloat16")
         moved = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(after, before, strict=True)))
         apart = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(after, narrow, strict=True))) / moved
         print(
-            f"{optimizer:>10} {loss:>14.5f} {narrow_loss:>10.5f} {abs(narrow_loss - loss) / loss:>9.1e} {apart:>14.3f} "
-            f"{narrow_bytes / bytes_:>11.2f}"
+            f"{optimizer:>10}{loss:>14.5f}{narrow_loss:>14.5f}{abs(narrow_loss - loss) / loss:>14.1e}{apart:>14.3f}"
+            f"{narrow_bytes / bytes_:>14.2f}"
         )
 
 
