@@ -64,7 +64,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             for half the bytes. On CPU it is always float32. Gradients of other dtypes are added in their own.
         slot_dtype: The dtype in which optimizer slots of float32 variables rest between steps: `"bfloat16"` for half
             the bytes, rounded to the nearest at each update; by default their own. Sums of gradients and averages of
-            weights keep theirs. docs/measurements.md tells what that changes.
+            weights keep theirs. `tools/bench/slot_dtype.py` measures what that changes.
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
