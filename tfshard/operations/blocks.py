@@ -36,8 +36,12 @@ def install(model: keras.Model, blocks: str | Sequence[str], keep_products: bool
         Their names.
 
     Raises:
-        StrategyError: There are none, a pattern matches no layer, or is no regular expression.
+        StrategyError: The model is not built; there are none; a pattern matches no layer, or is no regular expression.
     """
+    if not model.built:
+        raise StrategyError(
+            f"Model '{model.name}' is not built: build it, or call it once, before its blocks are marked."
+        )
     layers = [layer for layer in _private.flatten_layers(model) if layer is not model]
     names = _found(layers) if blocks == AUTO else _matched(layers, blocks)
     keeps = recomputing.PRODUCTS if keep_products else frozenset()

@@ -35,10 +35,8 @@ def gathers_of(
         inputs: What a step calls the model on.
     """
     planned, mesh_shape = placement.variables, placement.mesh_shape
-    units: dict[str, list[VariableLayout]] = collections.defaultdict(list)
-    for layout in planned:
-        if placement.zero_stage == 3 and variable_traffic.is_gathered(layout, 3):
-            units[variable_traffic.unit_name(layout)].append(layout)
+    gathered = [each for each in planned if placement.zero_stage == 3 and variable_traffic.is_gathered(each, 3)]
+    units = variable_traffic.members_of(gathered)
     if not units or mesh_shape.data_size == 1:
         return {}
     stored = {

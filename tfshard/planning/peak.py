@@ -72,7 +72,9 @@ def peak_of(
 
     trained = [unit for unit in units if unit.spec.trainable]
     moved = [unit for unit in units if variable_traffic.is_gathered(unit, stage)]
-    kept = [unit for unit in moved if stage == 3 and gathering.keeps([unit.spec.path])]
+    members = variable_traffic.members_of(placement.variables)
+    paths = {name: [each.spec.path for each in of] for name, of in members.items()}
+    kept = [unit for unit in moved if stage == 3 and gathering.keeps(paths[variable_traffic.unit_name(unit)])]
     if not needs_all_gradients:
         # Those of groups and of padded variables are cut when they are packed.
         waiting = sum(

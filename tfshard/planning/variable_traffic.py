@@ -164,7 +164,7 @@ def _contributions(layout: VariableLayout, known_uses: Mapping[str, int]) -> tup
 def updated_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int]) -> int:
     """Bytes on one device of the parameters in the layouts in which they are updated."""
     updated = [each.slot(each.spec) for each in units(planned) if each.spec.trainable]
-    return sum(device_bytes(each.storage_shape, each.storage, mesh_shape, each.dtype_at_rest) for each in updated)
+    return sum(device_bytes(each.storage_shape, each.storage, mesh_shape, each.spec.dtype) for each in updated)
 
 
 def is_gathered(layout: VariableLayout, zero_stage: int) -> bool:
@@ -177,6 +177,14 @@ def is_gathered(layout: VariableLayout, zero_stage: int) -> bool:
 def units(planned: Sequence[VariableLayout]) -> list[VariableLayout]:
     """What is communicated as one: variables that stand alone, and of each group its first member."""
     return [layout for layout in planned if layout.group is None or layout.member == 0]
+
+
+def members_of(planned: Sequence[VariableLayout]) -> dict[str, list[VariableLayout]]:
+    """The variables of each unit, by its name."""
+    found: dict[str, list[VariableLayout]] = {}
+    for layout in planned:
+        found.setdefault(unit_name(layout), []).append(layout)
+    return found
 
 
 def unit_name(layout: VariableLayout) -> str:

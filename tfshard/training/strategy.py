@@ -273,7 +273,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
 
         A step then holds what goes into each block, and the activations of one block. Losses have the same bits; what
         a block writes (batch statistics, states) is written once. Layers that were made under a `keras.RematScope` are
-        such blocks without it. Of compiled steps; an eager step keeps all.
+        such blocks without it. Of compiled steps; an eager step keeps all. A clone of the model has no blocks.
 
         Args:
             model: A built model.
@@ -287,7 +287,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             The names of the blocks.
 
         Raises:
-            StrategyError: No block was found, or a pattern that matches no layer or is no regular expression.
+            StrategyError: The model is not built; no block was found; or a pattern matches no layer, or is none.
 
         Example:
 
