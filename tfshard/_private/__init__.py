@@ -11,6 +11,7 @@ Callers take names from here (`_private.flatten_layers`). The modules have them 
     functions, messages              TensorFlow: names of functions; what its errors say
     iterators, trace                 tf.data's iterators; the profiler's files
     variables, models, optimizers    Keras: variables, layers and metrics, slots
+    losses                           Keras: what losses are divided by
     epochs, weight_files             Keras: the epochs of a fit; its files
 """
 
@@ -107,7 +108,9 @@ from tfshard._private.models import (
     traced_models,
     unpickle_model,
 )
+from tfshard._private.losses import Reduced, reduced_losses
 from tfshard._private.optimizers import (
+    applied_by,
     given_name,
     optimizer_chain,
     optimizer_own_variables,

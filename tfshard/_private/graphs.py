@@ -169,20 +169,27 @@ def _as_tensor(value: Any) -> Any:
     return value if is_one else tf.convert_to_tensor(value)
 
 
-def copied(operation: tf.Operation, inputs: Sequence[tf.Tensor], *, dtype: tf.DType | None = None) -> list[tf.Tensor]:
+def copied(
+    operation: tf.Operation,
+    inputs: Sequence[tf.Tensor],
+    *,
+    dtype: tf.DType | None = None,
+    graph: tf.Graph | None = None,
+) -> list[tf.Tensor]:
     """The outputs of the same operation on other inputs, added to its graph (`Graph._create_op_internal`).
 
     Args:
         operation: An operation.
         inputs: What it is to work on.
         dtype: Of the first of them, for an operation that gives what it takes, if it is another one than before.
+        graph: To which it is added, if not to its own.
     """
     attrs = dict(operation.node_def.attr)
     dtypes = [output.dtype for output in operation.outputs]
     if dtype is not None:
         attrs["Tparams" if operation.type == "GatherV2" else "T"] = tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
         dtypes = [dtype] * len(dtypes)
-    made = operation.graph._create_op_internal(
+    made = (graph or operation.graph)._create_op_internal(
         operation.type, list(inputs), dtypes, attrs=attrs, op_def=operation.op_def
     )
     return list(made.outputs)

@@ -173,10 +173,12 @@ NAMES = (
         "src.trainers.trainer": "Trainer._compile_config Trainer._compile_metrics Trainer._loss_tracker",
         "src.utils.naming": "to_snake_case",
     }),
+    # losses
+    *_all("keras", "3.10", {"src.losses.loss": "apply_mask reduce_weighted_values"}),
     # optimizers
     *_all("keras", "3.10", {
         "src.backend.tensorflow.optimizer": "TFOptimizer._distribution_strategy",
-        "src.optimizers.base_optimizer": "BaseOptimizer._trainable_variables BaseOptimizer._use_weight_decay "
+        "src.optimizers.base_optimizer": "BaseOptimizer BaseOptimizer._trainable_variables BaseOptimizer._use_weight_decay "
         "BaseOptimizer._variables",
         "src.optimizers.loss_scale_optimizer": "LossScaleOptimizer.inner_optimizer",
     }),

@@ -1,11 +1,13 @@
 """Keras optimizers: those inside others, their variables, the names of their slots."""
 
+import contextlib
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfshard._private.models import auto_name
 
@@ -55,3 +57,32 @@ def given_name(optimizer: keras.optimizers.Optimizer) -> str:
     base = auto_name(optimizer)
     name: str = optimizer.name
     return base if re.fullmatch(rf"{re.escape(base)}(_\d+)?", name) else name
+
+
+@contextlib.contextmanager
+def applied_by(
+    apply: Callable[[keras.optimizers.Optimizer, Sequence[Any], Sequence[Any]], object],
+) -> Iterator[None]:
+    """A context in which optimizers do not update: `apply(optimizer, gradients, variables)` is called instead.
+
+    Classes have another `apply`, each that has one of its own (`BaseOptimizer.apply`). `apply_gradients` calls it.
+    """
+
+    def called(self: keras.optimizers.Optimizer, grads: Any, trainable_variables: Any = None) -> None:
+        gradients = list(grads)
+        variables = optimizer_references(self) if trainable_variables is None else list(trainable_variables)
+        if len(gradients) != len(variables):
+            raise ValueError(
+                f"Optimizer '{self.name}' was given {len(gradients)} gradients for {len(variables)} variables."
+            )
+        apply(self, gradients, variables)
+
+    classes = [BaseOptimizer]
+    for cls in classes:
+        classes += [each for each in cls.__subclasses__() if each not in classes]
+    with contextlib.ExitStack() as stack:
+        for cls in classes:
+            if "apply" in vars(cls):
+                stack.callback(setattr, cls, "apply", vars(cls)["apply"])
+                cls.apply = called
+        yield

@@ -26,6 +26,81 @@ def batch_axes(shape: tuple[int, ...], mesh: dtensor.Mesh) -> Axes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A batch that is taken in equal parts. A part has some of the rows of each device: none is sent to another.
+
+    Attributes:
+        count: How many parts.
+        rows: Of a part, over all devices.
+        mesh: The mesh.
+    """
+
+    count: int
+    rows: int
+    mesh: dtensor.Mesh
+
+    @classmethod
+    def of(cls, batch: Any, count: int, mesh: dtensor.Mesh) -> "Parts":
+        """Takes a batch of which all shapes are known apart.
+
+        Args:
+            batch: A (nested) batch in a step that is traced.
+            count: How many parts. There are more if it does not divide the rows of a device, so that no part is larger
+                than it was to be; one if the batch has no rows.
+            mesh: The mesh.
+
+        Raises:
+            StrategyError: The tensors have different numbers of rows.
+        """
+        shapes = [tuple(leaf.shape) for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf) and leaf.shape.rank]
+        if not shapes:
+            return cls(count=1, rows=0, mesh=mesh)
+        sizes = {shape[0] for shape in shapes}
+        if len(sizes) > 1 or None in sizes:
+            raise StrategyError(
+                "A step can be done in microbatches if all tensors that it gets have as many rows, or none. Let the step "
+                "function have others from outside, or set strategy.microbatches = 1. "
+                f"Received: tensors of shapes {shapes}"
+            )
+        (size,) = sizes
+        devices = axis_sizes(mesh).data_size if any(batch_axes(shapes[0], mesh)) else 1
+        own = size // devices
+        found = next((number for number in range(count, own + 1) if own % number == 0), max(own, 1))
+        return cls(count=found, rows=size // found, mesh=mesh)
+
+    def split(self, leaf: Any) -> Any:
+        """A tensor `(count * rows, ...)` in parts, for `part`: `(devices, count, rows / devices, ...)`."""
+        if not self.has_rows(leaf):
+            return leaf
+        shape, axes = tuple(leaf.shape), batch_axes(tuple(leaf.shape), self.mesh)
+        devices = axis_sizes(self.mesh).data_size if axes[0] is not None else 1
+        leaf = transfer.relayout(leaf, axes, self.mesh)
+        leaf = tf.reshape(leaf, (devices, self.count, self.rows // devices, *shape[1:]))
+        return transfer.relayout(leaf, (axes[0], *(None,) * (leaf.shape.rank - 1)), self.mesh)
+
+    def part(self, leaf: Any, split: Any, number: tf.Tensor) -> Any:
+        """The part `(rows, ...)` of this number, from 0.
+
+        Args:
+            leaf: A tensor of the batch.
+            split: What `split` made of it.
+            number: A scalar.
+        """
+        if not self.has_rows(leaf):
+            return leaf
+        axis = batch_axes(tuple(leaf.shape), self.mesh)[0]
+        rows = tf.gather(split, number, axis=1)
+        rows = transfer.relayout(rows, (axis, *(None,) * (rows.shape.rank - 1)), self.mesh)
+        rows = tf.reshape(rows, (self.rows, *leaf.shape[1:]))
+        return transfer.relayout(rows, (axis, *(None,) * (rows.shape.rank - 1)), self.mesh)
+
+    @staticmethod
+    def has_rows(leaf: Any) -> bool:
+        """Whether a leaf of a batch is taken apart."""
+        return bool(tf.is_tensor(leaf) and leaf.shape.rank)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class InputShard:
     """Which part of each batch a client of a launched run feeds, with `ShardedStrategy(already_sharded=True)`.
 

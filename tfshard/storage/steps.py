@@ -18,7 +18,7 @@ the variable after the `tf.cond` in the same step is an error rather than a stal
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -73,6 +73,10 @@ class Step:
         self._postponed: dict[Writable, None] = {}
         # Graph and storage to the number of operations the graph had when a branch below it wrote the storage.
         self._written_below: dict[tuple[tf.Graph | None, Writable], int] = {}
+        # Numbers of parts that have to be used for something.
+        self._tokens: list[tf.Tensor] = []
+        # Of a part: the ids of variables that are updated once the last part has ended.
+        self._updated_later: set[int] = set()
 
     def gathered(self, graph: tf.Graph | None) -> Gathered:
         """What reads have gathered in a graph of this step, or in eager code (None): kept until the step ends."""
@@ -114,8 +118,60 @@ class Step:
         if self.graph is not None and gradient.graph is self.graph:
             self._gradients.append((storage, gradient, is_scattered))
 
+    def part(self, graph: tf.Graph, carried: Mapping[Writable, tf.Tensor]) -> "Step":
+        """A part of this step, in a graph of its own: it reads there, and gives out what it writes.
+
+        Args:
+            graph: Of the part.
+            carried: What the part before has written, as it is stored.
+        """
+        part = Step(graph, self._gathering)
+        part._recorded[graph] = {
+            storage: Recorded(base=value, written={}) for storage, value in carried.items()
+        }
+        return part
+
+    def close_part(self, sums: dict[Writable, tf.Tensor]) -> tuple[dict[Writable, tf.Tensor], tf.Tensor]:
+        """Ends a part.
+
+        Args:
+            sums: What the gradients of each storage are added to: the backward pass waits for it, as it does for
+                updates. Changed to what has to be given out instead.
+
+        Returns:
+            What was written, as it is stored, and a number that has to be used for something (`end_parts`).
+        """
+        written = {storage: storage.at_rest(self._recorded[self.graph][storage]) for storage in self._to_flush}
+        tokens = self._arrange(sums)
+        return written, tf.add_n([tf.zeros(()), *tokens])
+
+    def end_parts(self, token: tf.Tensor) -> None:
+        """Takes what `close_part` gave."""
+        self._tokens.append(token)
+
+    @property
+    def written(self) -> list[Writable]:
+        """What the step's own graph wrote."""
+        return list(self._to_flush)
+
+    def reads_of(self, storage: Writable) -> list[tf.Tensor]:
+        """What was read of a storage in the step's own graph, and what was written to it."""
+        recorded = self._recorded[self.graph].get(storage)
+        new = [] if recorded is None else [recorded.base, *recorded.written.values()]
+        return [*(tensor for each, tensor in self._stored if each is storage), *(each for each in new if each is not None)]
+
+    def update_later(self, variables: Iterable[tf.Variable]) -> None:
+        """These are updated when the last part has ended: a part must not read them any more."""
+        self._updated_later.update(id(variable) for variable in variables)
+
     def note_read(self, variable: tf.Variable, read: tf.Tensor) -> None:
         """Remembers the tensor or handle that a trained variable was read from."""
+        if id(variable) in self._updated_later:
+            raise StrategyError(
+                f"Variable '{variable.path}' is read after its optimizer's update in a step that is done in microbatches, "
+                "which update it when the last of them has ended. Read it before the update or in a step of its own, or "
+                "set strategy.microbatches = 1."
+            )
         self._last_read[id(variable)] = variable, read
 
     def last_read(self, variable: tf.Variable) -> tf.Tensor | None:
@@ -204,7 +260,7 @@ class Step:
         values = {storage: storage.at_rest(self._recorded[self.graph][storage]) for storage in self._to_flush}
         self._to_flush.clear()
         tokens = self._arrange(values)
-        values = _small_copies_last(values, tokens)
+        values = _small_copies_last(values, tokens + self._tokens)
         for storage, value in values.items():
             storage.write_at_rest(value)
         return values
@@ -381,6 +437,18 @@ def step_scope(gathering: turns.Gathering | None = None) -> Iterator[None]:
             traced_steps.note_step(_state.step.graph, written)
     finally:
         _state.step = None
+
+
+@contextlib.contextmanager
+def part_scope(graph: tf.Graph, carried: Mapping[Writable, tf.Tensor] | None = None) -> Iterator[Step]:
+    """In this context the open step is a part of the one before, in a graph of its own (`Step.part`)."""
+    outer = _state.step
+    assert outer is not None, "Parts are made in steps."
+    _state.step = outer.part(graph, carried or {})
+    try:
+        yield _state.step
+    finally:
+        _state.step = outer
 
 
 @contextlib.contextmanager

@@ -179,6 +179,10 @@ class Storage:
         """Assigns the buffer now. For `Step` and eager code."""
         self.write_at_rest(self.at_rest(recorded))
 
+    def read_at_rest(self) -> tf.Tensor:
+        """What is stored, in its storage layout."""
+        return self.format.at_rest(self.buffer.value())
+
     def at_rest(self, recorded: Recorded) -> tf.Tensor:
         """What is recorded, as it is stored."""
         return self.format.at_rest(self._to_store(recorded))

@@ -241,7 +241,8 @@ class ShardedVariable(VariableSurface):
         """Brings a gradient to the layout in which the variable is updated by itself; a sparse one becomes dense."""
         compute = self.layout.compute
         update = self.storage.format.members[self.member].update
-        if self.layout.reduce_scatter or update == compute:
+        # The mean of several microbatches is scattered already.
+        if self.layout.reduce_scatter or update in (compute, gradient.layout_of(tensor)):
             return transfer.relayout(tensor, update, self.mesh)
         # Stage 1: a gradient of stages 2 and 3 is scattered already.
         return gradient.scatter(tensor, forward=compute, backward=update, mesh=self.mesh)

@@ -38,6 +38,9 @@ class Writable(Protocol):
     def is_group(self) -> bool:
         """Whether several variables live in it."""
 
+    def read_at_rest(self) -> tf.Tensor:
+        """What is stored, in its storage layout."""
+
     def at_rest(self, recorded: Recorded) -> tf.Tensor:
         """What is recorded, as it is stored."""
 

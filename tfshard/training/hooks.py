@@ -17,7 +17,7 @@ from tfshard.operations import rewrites
 from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.steps import is_outside, step_scope, update_scope
 from tfshard.storage.variables import ShardedVariable
-from tfshard.training import datasets, readiness
+from tfshard.training import datasets, microbatches, readiness
 from tfshard.training.adoption import Adopter
 
 
@@ -189,7 +189,11 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             step_scope(strategy.gathering),
             rewrites.exchanged(strategy.mesh),
         ):
-            result = fn(*args, **(kwargs or {}))
+            parts = microbatches.parts_of(fn, args, kwargs or {}, strategy.microbatches, strategy.mesh)
+            if parts is None:
+                result = fn(*args, **(kwargs or {}))
+            else:
+                result = parts.run(args, kwargs or {})
             if not _private.is_eager():
                 readiness.check_captures(tf.compat.v1.get_default_graph())
             if self._results_stay_sharded:

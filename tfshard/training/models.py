@@ -275,9 +275,10 @@ def _on_mesh(
             raise StopIteration
         batches = [batching.batch_to_mesh(batch, strategy.mesh, strategy.already_sharded) for batch in batches]
         shapes = tuple(tuple(leaf.shape) for leaf in tf.nest.flatten(batches) if tf.is_tensor(leaf))
-        if shapes not in made:
-            made[shapes] = waiting.pop() if waiting else again()
-        run = made[shapes]
+        key = (shapes, strategy.microbatches)
+        if key not in made:
+            made[key] = waiting.pop() if waiting else again()
+        run = made[key]
         if not to_host:
             with (
                 strategy.operation(on_mesh, kind, batches),

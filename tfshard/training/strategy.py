@@ -65,6 +65,9 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         slot_dtype: The dtype in which optimizer slots of float32 variables rest between steps: `"bfloat16"` for half
             the bytes, rounded to the nearest at each update; by default their own. Sums of gradients and averages of
             weights keep theirs. `tools/bench/slot_dtype.py` measures what that changes.
+        microbatches: In how many parts, one after the other, a training step takes its batch, so that it holds the
+            activations of one. It updates once, with the numbers of the whole batch. More if it does not divide the
+            rows of a device. Eager steps take their batch as one.
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
@@ -98,6 +101,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         prefetch: int = 1,
         reduce_dtype: str = "float32",
         slot_dtype: str | None = None,
+        microbatches: int = 1,
     ):
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
             raise MeshError(
@@ -130,11 +134,12 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             sequence_parallel=sequence_parallel,
             already_sharded=already_sharded,
         )
+        self.microbatches = microbatches
         settings = {"zero_stage": zero_stage, "layout_map": auto_layout.AUTO if self.auto else repr(given),
                     "analyzer": repr(analyzer), "mesh": dict(self.mesh_shape), "roles": plain(self.mesh_shape.roles),
                     "already_sharded": already_sharded, "sequence_parallel": sequence_parallel,
                     "gathering": repr(self.gathering), "reduce_dtype": reduce_dtype,
-                    "slot_dtype": slot_dtype}  # fmt: skip
+                    "slot_dtype": slot_dtype, "microbatches": microbatches}  # fmt: skip
         clients.here().agree("the strategy", settings, error=StrategyError)
         gathers.choose(mesh)
         reductions.choose(reduce_dtype)
@@ -142,6 +147,18 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         # The shapes that each function has been run on.
         self._traced: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
         tf.distribute.Strategy.__init__(self, ShardedExtended(self))
+
+    @property
+    def microbatches(self) -> int:
+        """In how many parts a training step takes its batch. It can be set at any time, and holds from the next step."""
+        return self._microbatches
+
+    @microbatches.setter
+    def microbatches(self, count: int) -> None:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise StrategyError(f"microbatches must be a number of parts, 1 or more. Received: microbatches={count!r}")
+        self._microbatches = count
+        self._functions.clear()
 
     def __repr__(self) -> str:
         layout_map = repr(auto_layout.AUTO) if self.auto else self.layout_map

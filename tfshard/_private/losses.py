@@ -1,0 +1,54 @@
+"""Keras losses: what they are divided by when they are reduced."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.losses import loss as _loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """A loss that was reduced over a batch.
+
+    Attributes:
+        loss: As Keras reduced it.
+        reduction: How: `"sum_over_batch_size"`, `"mean"`, `"mean_with_sample_weight"`, `"sum"`, `"none"` or None.
+        divisor: What the sum was divided by, a scalar, if that depends on values: how many places are not masked, or
+            the sum of weights. None if it follows from shapes.
+    """
+
+    loss: tf.Tensor
+    reduction: str | None
+    divisor: tf.Tensor | None
+
+
+@contextlib.contextmanager
+def reduced_losses(change: Callable[[Reduced], tf.Tensor]) -> Iterator[None]:
+    """A context in which losses are what `change` makes of them (`losses.loss.reduce_weighted_values`)."""
+    original = _loss.reduce_weighted_values
+
+    def reduce_weighted_values(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> tf.Tensor:
+        loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+        divisor = None
+        if reduction in ("sum_over_batch_size", "mean") and mask is not None:
+            divisor = keras.ops.sum(keras.ops.cast(mask, loss.dtype))
+        elif reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
+            weight = None if sample_weight is None else keras.ops.convert_to_tensor(sample_weight, dtype=loss.dtype)
+            divisor = keras.ops.sum(_loss.apply_mask(weight, mask, dtype=loss.dtype, reduction=reduction))
+        return change(Reduced(loss=loss, reduction=reduction, divisor=divisor))
+
+    _loss.reduce_weighted_values = reduce_weighted_values
+    try:
+        yield
+    finally:
+        _loss.reduce_weighted_values = original

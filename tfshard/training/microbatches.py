@@ -1,0 +1,388 @@
+"""Microbatches: a training step that takes its batch in parts, one after the other, and updates once.
+
+A step's activations are those of a part. Its numbers are those of the whole batch: gradients are added up, as they are
+updated (in shards, and for a group in its buffer), and optimizers get their mean, so clipping, averages of weights and
+the scale of losses are as without parts. A loss that is divided by what is not masked, or by the sum of weights, is
+divided by that of the whole batch. What depends on a batch by more than a mean differs as it does with a smaller batch:
+batch normalization has the statistics of a part, and dropout draws a mask for each.
+
+The parts are turns of one `tf.while_loop`, whose body is a step of its own (`steps.part_scope`): it reads variables
+there, and what it writes (metrics, statistics, seeds) goes from part to part as variables of the loop. The step function
+is traced twice: once to learn what it writes and which losses it divides by what, once in the loop.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.devices import transfer
+from tfshard.devices.batching import Parts
+from tfshard.errors import StrategyError
+from tfshard.storage import steps
+from tfshard.storage.storage import Storage
+from tfshard.storage.variables import ShardedVariable
+from tfshard.storage.writes import Recorded, Writable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Update:
+    """A call of an optimizer's `apply`.
+
+    Attributes:
+        optimizer: The optimizer.
+        gradients: Of each variable; None if it has none.
+        variables: Keras's.
+    """
+
+    optimizer: keras.optimizers.Optimizer
+    gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]
+    variables: Sequence[keras.Variable | tf.Variable]
+
+    def sums(self) -> dict[Storage, tf.Tensor]:
+        """The gradients as they are updated, by storage."""
+        members: dict[Storage, dict[int, tf.Tensor]] = collections.defaultdict(dict)
+        sums = {}
+        for variable, gradient in self._present():
+            if variable.storage.format.packed:
+                members[variable.storage][variable.member] = tf.convert_to_tensor(gradient)
+            else:
+                sums[variable.storage] = variable.to_update(gradient)
+        for storage, given in members.items():
+            gradients = [given.get(number) for number in range(len(storage.format.members))]
+            sums[storage] = storage.format.pack_gradients(gradients, next(iter(given.values())).dtype)
+        return sums
+
+    def apply(self, sums: Mapping[Storage, tf.Tensor]) -> None:
+        """Updates with what became of the gradients."""
+        gathered = {storage: storage.format.gather(each) for storage, each in sums.items() if storage.format.packed}
+        gradients: dict[int, tf.Tensor] = {}
+        for variable, _ in self._present():
+            storage = variable.storage
+            if storage in gathered:
+                gradients[id(variable)] = storage.format.read(gathered[storage], variable.member)
+            else:
+                gradients[id(variable)] = sums[storage]
+        self.optimizer.apply([gradients.get(id(_backend(each))) for each in self.variables], self.variables)
+
+    def _present(self) -> Iterable[tuple[ShardedVariable, tf.Tensor]]:
+        for variable, gradient in zip(self.variables, self.gradients, strict=True):
+            if gradient is not None:
+                yield _backend(variable), gradient
+
+
+def _backend(variable: keras.Variable | tf.Variable) -> ShardedVariable:
+    own = _private.backend_variable(variable) if isinstance(variable, keras.Variable) else variable
+    if not isinstance(own, ShardedVariable):
+        raise StrategyError(
+            "A step that is done in microbatches updates variables of its strategy's mesh. Create them in "
+            f"strategy.scope(). Received: {variable!r}"
+        )
+    return own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Traced:
+    """What a step function did with a part of the batch.
+
+    Attributes:
+        outputs: The tensors that it returned, the same on every device, and whatever else.
+        structure: Of what it returned.
+        updates: Updates that it asked for.
+    """
+
+    outputs: list[Any]
+    structure: Any
+    updates: list[_Update]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Learned:
+    """What a step function does, learned from a part in a graph that is thrown away.
+
+    Attributes:
+        graph: The graph.
+        arguments: Of the part: placeholders, and what has no rows.
+        traced: What it did.
+        sums: What the gradients of each update are added to, as those of one part.
+        divisors: What its losses were divided by.
+        state: By storage what was read of it and written to it, for each that was written.
+    """
+
+    graph: tf.Graph
+    arguments: list[Any]
+    traced: _Traced
+    sums: list[dict[Storage, tf.Tensor]]
+    divisors: list[tf.Tensor]
+    state: dict[Writable, list[tf.Tensor]]
+
+    def is_state(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor depends on what is written, as results of metrics do."""
+        state = {each.op for tensors in self.state.values() for each in tensors}
+        return not state.isdisjoint(_ancestors([tensor]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Microbatches:
+    """A step function that is done in parts.
+
+    Attributes:
+        fn: The step function.
+        parts: How its batch is taken apart.
+        mesh: The mesh.
+    """
+
+    fn: Callable[..., Any]
+    parts: Parts
+    mesh: dtensor.Mesh
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the function does with a batch. Inside a step that is traced."""
+        learned = self._learn((args, kwargs))
+        if not learned.traced.updates:
+            return self.fn(*args, **kwargs)  # It does not train.
+        leaves = tf.nest.flatten((args, kwargs))
+        split = [self.parts.split(leaf) for leaf in leaves]
+
+        def part_of(number: tf.Tensor) -> list[Any]:
+            return [self.parts.part(leaf, each, number) for leaf, each in zip(leaves, split, strict=True)]
+
+        return self._loop((args, kwargs), learned, part_of, self._totals(learned, part_of))
+
+    def _trace(self, given: Any, change: Callable[[_private.Reduced], tf.Tensor]) -> _Traced:
+        updates: list[_Update] = []
+        step = steps.current()
+        assert step is not None
+
+        def later(optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+            updates.append(_Update(optimizer=optimizer, gradients=gradients, variables=variables))
+            step.update_later(_backend(variable) for variable in variables)
+
+        with _private.applied_by(later), _private.reduced_losses(change):
+            args, kwargs = given
+            structure = self.fn(*args, **kwargs)
+        outputs = [self._whole(each) for each in tf.nest.flatten(structure)]
+        return _Traced(outputs=outputs, structure=structure, updates=updates)
+
+    def _whole(self, value: Any) -> Any:
+        if isinstance(value, (tf.Variable, keras.Variable)):
+            value = tf.convert_to_tensor(value)
+        return transfer.whole(value, self.mesh) if isinstance(value, tf.Tensor) else value
+
+    def _learn(self, given: Any) -> _Learned:
+        graph, divisors = _private.func_graph("part"), []
+
+        def note(reduced: _private.Reduced) -> tf.Tensor:
+            if reduced.divisor is not None:
+                divisors.append(reduced.divisor)
+            return reduced.loss
+
+        with graph.as_default(), steps.part_scope(graph) as step:
+            arguments = [
+                tf.compat.v1.placeholder(leaf.dtype, (self.parts.rows, *leaf.shape[1:]))
+                if self.parts.has_rows(leaf)
+                else leaf
+                for leaf in tf.nest.flatten(given)
+            ]
+            traced = self._trace(tf.nest.pack_sequence_as(given, arguments), note)
+            sums = [update.sums() for update in traced.updates]
+            state = {storage: step.reads_of(storage) for storage in step.written}
+        return _Learned(graph=graph, arguments=arguments, traced=traced, sums=sums, divisors=divisors, state=state)
+
+    def _totals(self, learned: _Learned, part_of: Callable[[tf.Tensor], list[Any]]) -> list[tf.Tensor]:
+        """What the losses of the whole batch are divided by: the sum over its parts.
+
+        What makes them of a part is little, such as a mask of the tokens that are not zero: it is copied.
+        """
+        if not learned.divisors:
+            return []
+        needed = _ancestors(learned.divisors)
+        for operation in needed:
+            if operation.op_def.is_stateful and operation.type != "ReadVariableOp" or any(
+                each.op is operation for tensors in learned.state.values() for each in tensors
+            ):
+                raise StrategyError(
+                    "A loss is divided by what depends on the state of the model or on random numbers "
+                    f"('{operation.name}'), which is not known of the whole batch before its parts are computed. "
+                    "Divide it by what depends on the batch alone, or set strategy.microbatches = 1."
+                )
+
+        def body(number: tf.Tensor, *totals: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            graph = tf.compat.v1.get_default_graph()
+            arguments = zip(learned.arguments, part_of(number), strict=True)
+            made = {argument.ref(): each for argument, each in arguments if tf.is_tensor(argument)}
+            for operation in learned.graph.get_operations():
+                if operation not in needed or (operation.outputs and operation.outputs[0].ref() in made):
+                    continue
+                if operation.type == "Placeholder":
+                    outputs = [_private.captured(operation.outputs[0])]
+                else:
+                    outputs = _private.copied(operation, [made[each.ref()] for each in operation.inputs], graph=graph)
+                made.update((old.ref(), new) for old, new in zip(operation.outputs, outputs, strict=True))
+            new = [total + self._whole(made[each.ref()]) for total, each in zip(totals, learned.divisors, strict=True)]
+            return number + 1, *(self._whole(each) for each in new)
+
+        zeros = [transfer.zeros((), each.dtype, (), self.mesh) for each in learned.divisors]
+        return list(self._while(body, zeros))
+
+    def _while(self, body: Callable[..., Any], variables: Sequence[Any]) -> Sequence[Any]:
+        """The variables of a loop over the parts, once it has ended."""
+        given = (tf.constant(0), *variables)
+        _, *ended = tf.while_loop(lambda number, *_: number < self.parts.count, body, given, parallel_iterations=1)
+        return ended
+
+    def _loop(
+        self,
+        given: Any,
+        learned: _Learned,
+        part_of: Callable[[tf.Tensor], list[Any]],
+        totals: Sequence[tf.Tensor],
+    ) -> Any:
+        step, count = steps.current(), self.parts.count
+        assert step is not None
+        is_tensor = [isinstance(each, tf.Tensor) for each in learned.traced.outputs]
+        tensors = [each for each in learned.traced.outputs if isinstance(each, tf.Tensor)]
+        is_mean = [_is_mean(learned, each) for each in tensors]
+
+        def body(
+            number: tf.Tensor,
+            state: list[tf.Tensor],
+            sums: list[list[tf.Tensor]],
+            outputs: list[tf.Tensor],
+            token: tf.Tensor,
+        ) -> tuple[Any, ...]:
+            del token  # That of the last part will do.
+            graph = tf.compat.v1.get_default_graph()
+            carried = {
+                storage: _made_here(value, number) for storage, value in zip(learned.state, state, strict=True)
+            }
+            with steps.part_scope(graph, carried) as part:
+                done = self._trace(tf.nest.pack_sequence_as(given, part_of(number)), _Shares(count, totals))
+                added: dict[Writable, tf.Tensor] = {}
+                keys: list[list[Writable]] = []
+                for update, before in zip(done.updates, sums, strict=True):
+                    gradients = update.sums()
+                    keys.append(list(gradients))
+                    for (storage, gradient), total in zip(gradients.items(), before, strict=True):
+                        share = gradient / count
+                        added[storage] = transfer.relayout(total + share, storage.format.update, self.mesh)
+                written, used = part.close_part(added)
+            assert written.keys() == learned.state.keys(), "The same function writes the same."
+            ended = [each for each in done.outputs if isinstance(each, tf.Tensor)]
+            return (
+                number + 1,
+                [written[storage] for storage in learned.state],
+                [[added[storage] for storage in of_update] for of_update in keys],
+                [
+                    self._whole(before + new / count) if mean else new
+                    for before, new, mean in zip(outputs, ended, is_mean, strict=True)
+                ],
+                self._whole(used),
+            )
+
+        state, sums, outputs, token = self._while(
+            body,
+            (
+                [storage.read_at_rest() for storage in learned.state],
+                [
+                    [
+                        transfer.zeros(tuple(each.shape), each.dtype, storage.format.update, self.mesh)
+                        for storage, each in of_update.items()
+                    ]
+                    for of_update in learned.sums
+                ],
+                [transfer.zeros(tuple(each.shape), each.dtype, (None,) * each.shape.rank, self.mesh) for each in tensors],
+                transfer.zeros((), tf.float32, (), self.mesh),
+            ),
+        )
+        step.end_parts(token)
+        for storage, value in zip(learned.state, state, strict=True):
+            step.record(storage, Recorded(base=value, written={}))
+        for update, storages, means in zip(learned.traced.updates, learned.sums, sums, strict=True):
+            update.apply(dict(zip(storages, means, strict=True)))
+        found = iter(outputs)
+        flat = [
+            next(found) if tensor else each for tensor, each in zip(is_tensor, learned.traced.outputs, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(learned.traced.structure, flat)
+
+
+def parts_of(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], count: int, mesh: dtensor.Mesh
+) -> Microbatches | None:
+    """How a step function is done in parts; None if it is not: in eager code, for a model's evaluation and
+    predictions, or if its batch cannot be cut.
+
+    Raises:
+        StrategyError: The tensors of the batch have different numbers of rows.
+    """
+    is_model = isinstance(getattr(fn, "__self__", None), keras.Model)
+    if count == 1 or _private.is_eager() or (is_model and getattr(fn, "__name__", "") in ("test_step", "predict_step")):
+        return None
+    parts = Parts.of((args, kwargs), count, mesh)
+    return None if parts.count == 1 else Microbatches(fn=fn, parts=parts, mesh=mesh)
+
+
+class _Shares:
+    """Makes losses of a part, divided by what the part has, such that their mean over the parts is that of the batch.
+
+    Args:
+        count: How many parts.
+        totals: What the losses of the whole batch are divided by, in the order in which they are asked for.
+    """
+
+    def __init__(self, count: int, totals: Sequence[tf.Tensor]):
+        self._count = count
+        self._totals = iter(totals)
+
+    def __call__(self, reduced: _private.Reduced) -> tf.Tensor:
+        loss, count = reduced.loss, tf.cast(self._count, reduced.loss.dtype)
+        if reduced.reduction == "sum":
+            return loss * count
+        if reduced.divisor is None:
+            return loss
+        total = next(self._totals)
+        return loss * tf.math.divide_no_nan(tf.cast(reduced.divisor, loss.dtype) * count, tf.cast(total, loss.dtype))
+
+
+def _made_here(argument: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    """A loop's argument as what an operation of its body makes: with nothing added to it.
+
+    DTensor asks each operand of an IdentityN by which operation of its block it is made, and an argument is by none
+    (`IdentityNSPMDExpander::ExpandOp`).
+    """
+    none = tf.minimum(number, 0)
+    if argument.dtype == tf.bool:
+        return tf.logical_or(argument, none < 0)
+    return argument + tf.cast(none, argument.dtype)
+
+
+def _ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
+    """The operations that tensors are made by."""
+    found: set[tf.Operation] = set()
+    left = [tensor.op for tensor in tensors]
+    while left:
+        operation = left.pop()
+        if operation not in found:
+            found.add(operation)
+            left += [each.op for each in operation.inputs]
+    return found
+
+
+def _is_mean(learned: _Learned, output: tf.Tensor) -> bool:
+    """Whether an output of the step function is the mean of those of parts, such as a loss. Else it is the last: the
+    result of a metric that was updated by all."""
+    if learned.is_state(output):
+        return False
+    if output.dtype.is_floating and output.shape.rank == 0:
+        return True
+    raise StrategyError(
+        "A step function that is done in microbatches can return results of metrics, and scalars that are means over "
+        "the batch, such as a loss. Return nothing else from it, or set strategy.microbatches = 1. "
+        f"Received: a tensor of shape={output.shape}, dtype={output.dtype.name} ('{output.name}')"
+    )
