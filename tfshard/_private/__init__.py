@@ -71,6 +71,7 @@ from tfshard._private.graphs import (
     is_called_by,
     know_element_shapes,
     known_branches,
+    loop_counter,
     operation_types,
     outer_graph,
     record_variable_access,
@@ -81,6 +82,7 @@ from tfshard._private.graphs import (
     update_input,
 )
 from tfshard._private.iterators import iterator_state, restore_iterator, stateful_operations
+from tfshard._private.losses import Reduced, reduced_losses
 from tfshard._private.messages import quickly_parsed
 from tfshard._private.models import (
     auto_name,
@@ -108,7 +110,6 @@ from tfshard._private.models import (
     traced_models,
     unpickle_model,
 )
-from tfshard._private.losses import Reduced, reduced_losses
 from tfshard._private.optimizers import (
     applied_by,
     given_name,
@@ -247,4 +248,8 @@ __all__ = [
     "without_log",
     "write_keras_file",
     "write_weights_file",
+    "loop_counter",
+    "applied_by",
+    "Reduced",
+    "reduced_losses",
 ]

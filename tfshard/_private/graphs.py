@@ -35,6 +35,12 @@ def graph_is_loop(graph: tf.Graph) -> bool:
     return type(graph).__name__ in ("WhileCondFuncGraph", "WhileBodyFuncGraph")
 
 
+def loop_counter(body: tf.Graph) -> tf.Tensor:
+    """How many times the body of a `tf.while_loop` was run, a scalar, int32 (the first of `FuncGraph.inputs`)."""
+    counter: tf.Tensor = body.inputs[0]
+    return counter
+
+
 def outer_graph(graph: tf.Graph) -> tf.Graph | None:
     """The graph in which a `FuncGraph` is being built, or None (`FuncGraph.outer_graph`)."""
     return getattr(graph, "outer_graph", None)

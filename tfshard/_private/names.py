@@ -113,7 +113,7 @@ NAMES = (
         "python.eager.polymorphic_function.polymorphic_function": "Function.__call__.args Function.__call__.kwds",
         "python.eager.record": "stop_recording",
         "python.eager.tape": "variable_accessed",
-        "python.framework.func_graph": "FuncGraph.capture FuncGraph.captures FuncGraph.outer_graph",
+        "python.framework.func_graph": "FuncGraph.capture FuncGraph.captures FuncGraph.inputs FuncGraph.outer_graph",
         "python.framework.ops": "Graph._create_op_internal Graph._get_function Operation._update_input",
         "python.ops.cond_v2": "cond_v2 indexed_case",
         "python.ops.control_flow_v2_func_graphs": "WhileBodyFuncGraph WhileCondFuncGraph",
@@ -178,8 +178,8 @@ NAMES = (
     # optimizers
     *_all("keras", "3.10", {
         "src.backend.tensorflow.optimizer": "TFOptimizer._distribution_strategy",
-        "src.optimizers.base_optimizer": "BaseOptimizer BaseOptimizer._trainable_variables BaseOptimizer._use_weight_decay "
-        "BaseOptimizer._variables",
+        "src.optimizers.base_optimizer": "BaseOptimizer BaseOptimizer._trainable_variables "
+        "BaseOptimizer._use_weight_decay BaseOptimizer._variables",
         "src.optimizers.loss_scale_optimizer": "LossScaleOptimizer.inner_optimizer",
     }),
     Name(

@@ -58,8 +58,8 @@ class Parts:
         sizes = {shape[0] for shape in shapes}
         if len(sizes) > 1 or None in sizes:
             raise StrategyError(
-                "A step can be done in microbatches if all tensors that it gets have as many rows, or none. Let the step "
-                "function have others from outside, or set strategy.microbatches = 1. "
+                "A step can be done in microbatches if all tensors that it gets have as many rows, or none. Let the "
+                "step function have others from outside, or set strategy.microbatches = 1. "
                 f"Received: tensors of shapes {shapes}"
             )
         (size,) = sizes

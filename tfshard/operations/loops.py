@@ -59,7 +59,49 @@ def _known_elements(call: _private.Call) -> None:
     _private.know_element_shapes(call.outputs[0].op)
 
 
+def _made_in_body(call: _private.Call) -> None:
+    """IdentityN, such as a custom gradient is made of: what a body gets from outside, and constants, which DTensor
+    takes out of it, become results of operations in it.
+
+    DTensor puts an IdentityN behind the operations that make its operands, also where these are outside of the loop
+    (`IdentityNSPMDExpander::ExpandOp`).
+    """
+    assert call.outputs is not None
+    operation = call.outputs[0].op
+    if not _private.graph_is_loop(operation.graph):
+        return
+    for number, operand in enumerate(operation.inputs):
+        if operand.op.type == "Placeholder" or _is_constant(operand):
+            _private.update_input(operation, number, made_here(operand))
+
+
+def made_here(tensor: tf.Tensor) -> tf.Tensor:
+    """In the body of a loop: the same values as what an operation makes here, by adding nothing that is known."""
+    if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_complex or tensor.dtype.is_bool):
+        return tensor
+    graph = tf.compat.v1.get_default_graph()
+    none = tf.minimum(_private.loop_counter(graph), 0)
+    return tf.logical_or(tensor, none < 0) if tensor.dtype.is_bool else tensor + tf.cast(none, tensor.dtype)
+
+
+def _is_constant(tensor: tf.Tensor) -> bool:
+    """Whether a tensor follows from constants and shapes."""
+    seen, left = set(), [tensor.op]
+    while left:
+        operation = left.pop()
+        if operation in seen or operation.type in _OF_SHAPES:
+            continue
+        if not operation.inputs and operation.type != "Const":
+            return False
+        seen.add(operation)
+        left += [each.op for each in operation.inputs]
+    return True
+
+
+_OF_SHAPES = frozenset(("OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"))
+
 EXCHANGES: dict[str, Callable[[_private.Call], list[tf.Tensor] | None]] = {
+    "IdentityN": _made_in_body,
     "TensorListElementShape": _element_shape,
     "While": _known_elements,
     "StatelessWhile": _known_elements,

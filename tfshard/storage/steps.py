@@ -126,9 +126,7 @@ class Step:
             carried: What the part before has written, as it is stored.
         """
         part = Step(graph, self._gathering)
-        part._recorded[graph] = {
-            storage: Recorded(base=value, written={}) for storage, value in carried.items()
-        }
+        part._recorded[graph] = {storage: Recorded(base=value, written={}) for storage, value in carried.items()}
         return part
 
     def close_part(self, sums: dict[Writable, tf.Tensor]) -> tuple[dict[Writable, tf.Tensor], tf.Tensor]:
@@ -158,7 +156,10 @@ class Step:
         """What was read of a storage in the step's own graph, and what was written to it."""
         recorded = self._recorded[self.graph].get(storage)
         new = [] if recorded is None else [recorded.base, *recorded.written.values()]
-        return [*(tensor for each, tensor in self._stored if each is storage), *(each for each in new if each is not None)]
+        return [
+            *(tensor for each, tensor in self._stored if each is storage),
+            *(each for each in new if each is not None),
+        ]
 
     def update_later(self, variables: Iterable[tf.Variable]) -> None:
         """These are updated when the last part has ended: a part must not read them any more."""
@@ -168,9 +169,9 @@ class Step:
         """Remembers the tensor or handle that a trained variable was read from."""
         if id(variable) in self._updated_later:
             raise StrategyError(
-                f"Variable '{variable.path}' is read after its optimizer's update in a step that is done in microbatches, "
-                "which update it when the last of them has ended. Read it before the update or in a step of its own, or "
-                "set strategy.microbatches = 1."
+                f"Variable '{variable.path}' is read after its optimizer's update, in a step that is done in "
+                "microbatches: they update it when the last of them has ended. Read it before the update or in a step "
+                "of its own, or set strategy.microbatches = 1."
             )
         self._last_read[id(variable)] = variable, read
 

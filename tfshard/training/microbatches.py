@@ -7,8 +7,8 @@ divided by that of the whole batch. What depends on a batch by more than a mean 
 batch normalization has the statistics of a part, and dropout draws a mask for each.
 
 The parts are turns of one `tf.while_loop`, whose body is a step of its own (`steps.part_scope`): it reads variables
-there, and what it writes (metrics, statistics, seeds) goes from part to part as variables of the loop. The step function
-is traced twice: once to learn what it writes and which losses it divides by what, once in the loop.
+there, and what it writes (metrics, statistics, seeds) goes from part to part as variables of the loop. The step
+function is traced twice: once to learn what it writes and by what its losses are divided, once in the loop.
 """
 
 import collections
@@ -24,6 +24,7 @@ from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.devices.batching import Parts
 from tfshard.errors import StrategyError
+from tfshard.operations import loops
 from tfshard.storage import steps
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
@@ -203,8 +204,10 @@ class Microbatches:
             return []
         needed = _ancestors(learned.divisors)
         for operation in needed:
-            if operation.op_def.is_stateful and operation.type != "ReadVariableOp" or any(
-                each.op is operation for tensors in learned.state.values() for each in tensors
+            if (
+                operation.op_def.is_stateful
+                and operation.type != "ReadVariableOp"
+                or any(each.op is operation for tensors in learned.state.values() for each in tensors)
             ):
                 raise StrategyError(
                     "A loss is divided by what depends on the state of the model or on random numbers "
@@ -233,6 +236,7 @@ class Microbatches:
     def _while(self, body: Callable[..., Any], variables: Sequence[Any]) -> Sequence[Any]:
         """The variables of a loop over the parts, once it has ended."""
         given = (tf.constant(0), *variables)
+        ended: list[Any]
         _, *ended = tf.while_loop(lambda number, *_: number < self.parts.count, body, given, parallel_iterations=1)
         return ended
 
@@ -258,9 +262,7 @@ class Microbatches:
         ) -> tuple[Any, ...]:
             del token  # That of the last part will do.
             graph = tf.compat.v1.get_default_graph()
-            carried = {
-                storage: _made_here(value, number) for storage, value in zip(learned.state, state, strict=True)
-            }
+            carried = {storage: loops.made_here(value) for storage, value in zip(learned.state, state, strict=True)}
             with steps.part_scope(graph, carried) as part:
                 done = self._trace(tf.nest.pack_sequence_as(given, part_of(number)), _Shares(count, totals))
                 added: dict[Writable, tf.Tensor] = {}
@@ -296,7 +298,10 @@ class Microbatches:
                     ]
                     for of_update in learned.sums
                 ],
-                [transfer.zeros(tuple(each.shape), each.dtype, (None,) * each.shape.rank, self.mesh) for each in tensors],
+                [
+                    transfer.zeros(tuple(each.shape), each.dtype, (None,) * each.shape.rank, self.mesh)
+                    for each in tensors
+                ],
                 transfer.zeros((), tf.float32, (), self.mesh),
             ),
         )
@@ -306,9 +311,7 @@ class Microbatches:
         for update, storages, means in zip(learned.traced.updates, learned.sums, sums, strict=True):
             update.apply(dict(zip(storages, means, strict=True)))
         found = iter(outputs)
-        flat = [
-            next(found) if tensor else each for tensor, each in zip(is_tensor, learned.traced.outputs, strict=True)
-        ]
+        flat = [next(found) if tensor else each for tensor, each in zip(is_tensor, learned.traced.outputs, strict=True)]
         return tf.nest.pack_sequence_as(learned.traced.structure, flat)
 
 
@@ -348,18 +351,6 @@ class _Shares:
             return loss
         total = next(self._totals)
         return loss * tf.math.divide_no_nan(tf.cast(reduced.divisor, loss.dtype) * count, tf.cast(total, loss.dtype))
-
-
-def _made_here(argument: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-    """A loop's argument as what an operation of its body makes: with nothing added to it.
-
-    DTensor asks each operand of an IdentityN by which operation of its block it is made, and an argument is by none
-    (`IdentityNSPMDExpander::ExpandOp`).
-    """
-    none = tf.minimum(number, 0)
-    if argument.dtype == tf.bool:
-        return tf.logical_or(argument, none < 0)
-    return argument + tf.cast(none, argument.dtype)
 
 
 def _ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:

@@ -150,7 +150,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
 
     @property
     def microbatches(self) -> int:
-        """In how many parts a training step takes its batch. It can be set at any time, and holds from the next step."""
+        """In how many parts a training step takes its batch. It can be set at any time, for the steps to come."""
         return self._microbatches
 
     @microbatches.setter
