@@ -4,7 +4,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -138,10 +138,19 @@ def captures_brought(outer: tf.Graph, bring: Callable[[tf.Tensor], tf.Tensor]) -
         function_graph.capture = capture
 
 
+_Branch: TypeAlias = Callable[[], Any]
+Both: TypeAlias = Callable[[tuple[_Branch, _Branch], Callable[[_Branch, _Branch], Any]], Any]
+
+
 @contextlib.contextmanager
-def known_branches(value_of: Callable[[tf.Tensor], Any]) -> Iterator[None]:
+def known_branches(value_of: Callable[[tf.Tensor], Any], both: Both) -> Iterator[None]:
     """A context in which a `tf.cond` is one of its branches where `value_of(predicate)` tells which (None: it cannot
-    tell), and a `tf.switch_case` is made of them (`cond_v2.cond_v2` and `cond_v2.indexed_case`)."""
+    tell), and a `tf.switch_case` is made of them (`cond_v2.cond_v2` and `cond_v2.indexed_case`).
+
+    Args:
+        value_of: Tells which.
+        both: Does the others: it is given the branches, and what makes a `tf.cond` of two.
+    """
     cond, switch = _cond_v2.cond_v2, _cond_v2.indexed_case
 
     def chosen(
@@ -149,7 +158,7 @@ def known_branches(value_of: Callable[[tf.Tensor], Any]) -> Iterator[None]:
     ) -> Any:
         value = value_of(predicate)
         if value is None:
-            return cond(predicate, true_fn, false_fn, name)
+            return both((true_fn, false_fn), lambda one, other: cond(predicate, one, other, name))
         return tf.nest.map_structure(_as_tensor, true_fn() if value else false_fn())
 
     def nested(index: tf.Tensor, branches: Sequence[Callable[[], Any]], *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ Each is exchanged where it is added to a graph or run in eager code, so that lay
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -31,6 +32,7 @@ from tfshard.operations import (
     unsized,
 )
 from tfshard.operations.row_operations import ROW_OPERATIONS
+from tfshard.storage import steps
 
 # What stands for the output of an operation, or None to leave the operation as it is.
 Exchange = Callable[[_private.Call], tf.Tensor | list[tf.Tensor] | None]
@@ -118,9 +120,14 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
             stack.enter_context(_private.constants_brought(bring))
             # DTensor ends the process as it expands a tf.cond's gradient that takes tensors from optionals.
             stack.enter_context(_private.gradients_without_optionals())
-            stack.enter_context(_private.known_branches(branches.value_of))
+            stack.enter_context(_private.known_branches(branches.value_of, _both_branches))
             stack.enter_context(row_functions.called_with_rows(mesh))
         yield
+
+
+def _both_branches(fns: tuple[steps.Branch, steps.Branch], cond: Callable[[steps.Branch, steps.Branch], Any]) -> Any:
+    step = steps.current()
+    return cond(*fns) if step is None else step.both_branches(fns, cond)
 
 
 def _scattered(

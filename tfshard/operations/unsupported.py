@@ -73,38 +73,6 @@ def check_layers(model: keras.Model) -> None:
         )
 
 
-def can_group(model: keras.Model) -> bool:
-    """Whether small variables may share buffers under the model's optimizer.
-
-    An optimizer that overwrites weights by their average in a tf.cond does so one by one, and each of them would write
-    its whole group.
-    """
-    chain = _private.optimizer_chain(getattr(model, "optimizer", None))
-    return not any(part.use_ema and part.ema_overwrite_frequency for part in chain)
-
-
-def check_optimizer(model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None) -> None:
-    """Raises `StrategyError` for gradient accumulation together with what reads the weights after it in one step.
-
-    Args:
-        model: The model.
-        optimizer: The optimizer; by default the model's own.
-    """
-    chosen = getattr(model, "optimizer", None) if optimizer is None else optimizer
-    for optimizer in _private.optimizer_chain(chosen):
-        if not getattr(optimizer, "gradient_accumulation_steps", None):
-            continue
-        constrained = [v.path for v in model.trainable_variables if v.constraint is not None]
-        if optimizer.use_ema or constrained:
-            raise StrategyError(
-                f"Optimizer '{optimizer.name}' cannot combine gradient_accumulation_steps with use_ema or with "
-                "variable constraints under a ShardedStrategy: both read weights that were written inside a tf.cond "
-                "of the same step. Use a larger batch_size, or leave EMA and constraints out. Received: "
-                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, use_ema={optimizer.use_ema}, "
-                f"constrained variables={constrained}"
-            )
-
-
 def raise_jit_compile(model: keras.Model) -> None:
     raise StrategyError(
         f"Model '{model.name}' cannot be compiled with jit_compile=True under a ShardedStrategy: XLA does not see "

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -178,15 +178,13 @@ def model_findings(model: keras.Model, optimizer: OptimizerLike = None) -> list[
             text = f"a {type(layer).__name__} cannot be sharded: {reason}. See docs/layers.md."
             where = f"layer '{layer.name}'"
             findings.append(Finding(kind="cannot be expanded", is_error=True, where=where, message=text))
-    chosen = getattr(model, "optimizer", None) if optimizer is None else keras.optimizers.get(optimizer)
-    checks: list[tuple[str, Callable[[], None]]] = [("optimizer", lambda: unsupported.check_optimizer(model, chosen))]
     if model.compiled and model.jit_compile:
-        checks.append(("jit_compile", lambda: unsupported.raise_jit_compile(model)))
-    for kind, refuse in checks:
         try:
-            refuse()
+            unsupported.raise_jit_compile(model)
         except StrategyError as error:
-            findings.append(Finding(kind=kind, is_error=True, where=f"model '{model.name}'", message=str(error)))
+            findings.append(
+                Finding(kind="jit_compile", is_error=True, where=f"model '{model.name}'", message=str(error))
+            )
     return findings
 
 

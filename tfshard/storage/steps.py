@@ -17,9 +17,10 @@ the variable after the `tf.cond` in the same step is an error rather than a stal
 """
 
 import contextlib
+import functools
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -34,6 +35,10 @@ from tfshard.storage.writes import Recorded, Writable
 
 # What reads have gathered, by what was read; with what it was made of, so that ids in keys stay their own.
 Gathered: TypeAlias = dict[Hashable, tuple[tf.Tensor, tf.Tensor | None]]
+
+
+# A branch of a tf.cond.
+Branch: TypeAlias = Callable[[], Any]
 
 
 class Updates(Protocol):
@@ -73,6 +78,8 @@ class Step:
         self._postponed: dict[Writable, None] = {}
         # Graph and storage to the number of operations the graph had when a branch below it wrote the storage.
         self._written_below: dict[tuple[tf.Graph | None, Writable], int] = {}
+        # What is written in branches that give it out, by the branch's graph.
+        self._branches: dict[tf.Graph, dict[Writable, None]] = {}
         # Numbers of parts that have to be used for something.
         self._tokens: list[tf.Tensor] = []
         # Of a part: the ids of variables that are updated once the last part has ended.
@@ -214,6 +221,10 @@ class Step:
             self._recorded[graph][storage] = recorded
             self._to_flush[storage] = None
             return
+        if graph in self._branches:
+            self._recorded.setdefault(graph, {})[storage] = recorded
+            self._branches[graph][storage] = None
+            return
         if any(_private.graph_is_loop(g) for g in graphs[:-1]):
             raise StrategyError(
                 f"Variable '{storage.name}' is written in the body of a tf.while_loop, which a sharded step cannot "
@@ -233,6 +244,50 @@ class Step:
             self._postponed[storage] = None
         else:
             storage.write(recorded)
+
+    def both_branches(self, branches: tuple[Branch, Branch], cond: Callable[[Branch, Branch], Any]) -> Any:
+        """A `tf.cond` whose branches give out what they write, so that it is recorded behind it.
+
+        A branch is traced once more before that, to learn what it writes.
+
+        Args:
+            branches: What is called where the condition is true, and where it is false.
+            cond: Makes a `tf.cond` of two branches.
+        """
+        written: dict[Writable, None] = {}
+        for branch in branches:
+            with _private.func_graph("branch").as_default(), self._branch() as writes:
+                branch()
+            written |= writes
+        if not written:
+            return cond(*branches)
+
+        def giving(branch: Branch) -> tuple[Any, list[tf.Tensor]]:
+            with self._branch():
+                return branch(), [self._value_of(storage) for storage in written]
+
+        outputs, values = cond(*(functools.partial(giving, branch) for branch in branches))
+        for storage, value in zip(written, values, strict=True):
+            self.record(storage, Recorded(base=value, written={}))
+        return outputs
+
+    @contextlib.contextmanager
+    def _branch(self) -> Iterator[dict[Writable, None]]:
+        """While this is open, the graph that is being built is a branch; gives what is written in it."""
+        graph = tf.compat.v1.get_default_graph()
+        self._branches[graph] = {}
+        try:
+            yield self._branches[graph]
+        finally:
+            del self._branches[graph]
+
+    def _value_of(self, storage: Writable) -> tf.Tensor:
+        """What is recorded for a storage, else stored, as it is stored."""
+        recorded = self.find(storage)
+        if recorded is not None:
+            return storage.at_rest(recorded)
+        with reading_scope():
+            return storage.read_at_rest()
 
     def forget(self, storage: Writable, before: Recorded | None) -> None:
         """Takes the last write back: `before` is what `find` gave before it."""

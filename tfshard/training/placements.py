@@ -13,7 +13,6 @@ from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout
-from tfshard.operations import unsupported
 from tfshard.planning import linter
 from tfshard.planning.analyzer import ParameterAnalyzer
 from tfshard.storage.variables import ShardedVariable
@@ -110,9 +109,11 @@ class Placer:
             specs.append(spec)
             resting.append(rests)
         layout_map = self.layout_map_for(model)
-        groups = self.analyzer if unsupported.can_group(model) else None
         basis = _Basis(
-            specs=specs, layers=[id(layer) for _, layer in owned], layout_map=list(layout_map.items()), groups=groups
+            specs=specs,
+            layers=[id(layer) for _, layer in owned],
+            layout_map=list(layout_map.items()),
+            groups=self.analyzer,
         )
         made = self._placements.get(model)
         if made is not None and made[0] == basis and _still_holds(made[1], resting):
@@ -122,7 +123,7 @@ class Placer:
             mesh_shape=self.mesh_shape,
             zero_stage=self.zero_stage,
             layout_map=layout_map,
-            groups=groups,
+            groups=self.analyzer,
             resting=resting,
             slot_dtype=self.slot_dtype,
         )

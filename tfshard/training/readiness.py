@@ -11,7 +11,7 @@ from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.errors import StrategyError
 from tfshard.graph.inventory import note_compiled, optimizer_variables, own_optimizers, owned_variables
-from tfshard.operations.unsupported import check_layers, check_optimizer, raise_jit_compile
+from tfshard.operations.unsupported import check_layers, raise_jit_compile
 from tfshard.storage.storage import Storage
 from tfshard.training.adoption import Adopter
 
@@ -31,7 +31,6 @@ def check_model(model: keras.Model, strategy: Adopter) -> None:
     if model.compiled and model.jit_compile:
         raise_jit_compile(model)
     check_layers(model)
-    check_optimizer(model)
     strategy.check_layouts(model)
 
 

@@ -23,7 +23,6 @@ from tfshard.layouts.placement import ModelPlacement
 from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats
 from tfshard.operations import blocks as blocks_of_layers
-from tfshard.operations import unsupported
 from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, plan_placement
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage import turns
@@ -341,7 +340,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 mesh_shape=self.mesh_shape,
                 zero_stage=self.zero_stage,
                 layout_map=placement.layout_map,
-                groups=self.analyzer if unsupported.can_group(model) else None,
+                groups=self.analyzer,
                 slot_dtype=self.slot_dtype,
             )
         planned = plan_placement(placement, model, optimizer=optimizer, inputs=inputs, gathering=self.gathering)
