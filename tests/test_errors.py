@@ -171,14 +171,6 @@ def test_ragged_batches_are_refused():
         chosen.run(lambda x: x, args=(tf.ragged.constant([[1], [2, 3]]),))
 
 
-def test_accumulation_with_ema_is_refused_before_training():
-    model = tfshard.as_distributed(build())
-    optimizer = keras.optimizers.Adam(gradient_accumulation_steps=2, use_ema=True)
-    model.compile(optimizer, "mse", strategy=strategy())
-    with pytest.raises(tfshard.errors.StrategyError, match="cannot combine gradient_accumulation_steps with use_ema"):
-        model.fit(np.ones((4, 6)), np.ones((4, 10)), verbose=0)
-
-
 def test_an_operation_that_dtensor_refuses_is_named_and_the_process_goes_on():
     def over_samples(t):
         return t * tf.reduce_sum(tf.nn.conv1d(t[None], tf.ones((3, 4, 1)), 1, "SAME"))

@@ -69,7 +69,6 @@ def _layout_flags() -> flags.FlagValues:
 
 def _lint_flags() -> flags.FlagValues:
     values = _layout_flags()
-    flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer to be compiled with.", flag_values=values)
     return values
 
 
@@ -166,7 +165,7 @@ def _layout_map(target: str | None) -> Any:
 
 def _lint(values: flags.FlagValues, arguments: list[str]) -> int:
     mesh = parse_mesh(values.mesh)
-    findings = linter.lint(_built(arguments[0]), mesh, _layout_map(values.layout_map), optimizer=values.optimizer)
+    findings = linter.lint(_built(arguments[0]), mesh, _layout_map(values.layout_map))
     for finding in findings:
         print(finding)
     if not findings:

@@ -71,7 +71,6 @@ from tfshard._private.graphs import (
     is_called_by,
     know_element_shapes,
     known_branches,
-    loop_counter,
     operation_types,
     outer_graph,
     record_variable_access,
@@ -79,6 +78,7 @@ from tfshard._private.graphs import (
     set_captures,
     stop_recording,
     traced_arguments,
+    unknown_zero,
     update_input,
 )
 from tfshard._private.iterators import iterator_state, restore_iterator, stateful_operations
@@ -248,7 +248,7 @@ __all__ = [
     "without_log",
     "write_keras_file",
     "write_weights_file",
-    "loop_counter",
+    "unknown_zero",
     "applied_by",
     "Reduced",
     "reduced_losses",

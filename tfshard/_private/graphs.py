@@ -1,6 +1,7 @@
 """The graphs and functions that are being traced, what they take from outside, and the tapes that record."""
 
 import contextlib
+import functools
 import gc
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -33,12 +34,6 @@ def stop_recording() -> contextlib.AbstractContextManager[None]:
 def graph_is_loop(graph: tf.Graph) -> bool:
     """Whether a `FuncGraph` is the condition or the body of a `tf.while_loop`."""
     return type(graph).__name__ in ("WhileCondFuncGraph", "WhileBodyFuncGraph")
-
-
-def loop_counter(body: tf.Graph) -> tf.Tensor:
-    """How many times the body of a `tf.while_loop` was run, a scalar, int32 (the first of `FuncGraph.inputs`)."""
-    counter: tf.Tensor = body.inputs[0]
-    return counter
 
 
 def outer_graph(graph: tf.Graph) -> tf.Graph | None:
@@ -158,6 +153,7 @@ def known_branches(value_of: Callable[[tf.Tensor], Any], both: Both) -> Iterator
     ) -> Any:
         value = value_of(predicate)
         if value is None:
+            true_fn, false_fn = (functools.partial(_in_branch, predicate, each) for each in (true_fn, false_fn))
             return both((true_fn, false_fn), lambda one, other: cond(predicate, one, other, name))
         return tf.nest.map_structure(_as_tensor, true_fn() if value else false_fn())
 
@@ -177,6 +173,29 @@ def known_branches(value_of: Callable[[tf.Tensor], Any], both: Both) -> Iterator
         yield
     finally:
         _cond_v2.cond_v2, _cond_v2.indexed_case = cond, switch
+
+
+# The conditions of the branches that are being built, by their graph.
+_conditions: dict[tf.Graph, tf.Tensor] = {}
+
+
+def _in_branch(predicate: tf.Tensor, branch: _Branch) -> Any:
+    graph = tf.compat.v1.get_default_graph()
+    _conditions[graph] = predicate
+    try:
+        return branch()
+    finally:
+        del _conditions[graph]
+
+
+def unknown_zero(graph: tf.Graph) -> tf.Tensor | None:
+    """A zero of int32, of which TensorFlow does not know that it is one, made in the graph that is being built: the body
+    of a `tf.while_loop` (by how many times it was run, the first of `FuncGraph.inputs`), or a branch of a `tf.cond`."""
+    if type(graph).__name__ == "WhileBodyFuncGraph":
+        return tf.minimum(graph.inputs[0], 0)
+    if graph in _conditions:
+        return tf.minimum(tf.cast(tf.cast(_conditions[graph], tf.bool), tf.int32), 0)
+    return None
 
 
 def _as_tensor(value: Any) -> Any:

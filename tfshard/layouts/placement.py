@@ -143,12 +143,8 @@ class ModelPlacement:
 
 
 def follows(spec: VariableSpec, parameter: VariableLayout) -> bool:
-    """Whether a slot rests as its parameter is updated, in the group's buffer if the parameter is a member.
-
-    One of another shape does not. Nor do the accumulated gradients of a group's members: Keras resets them one by one
-    in a `tf.cond`, which would write the group's buffer once for each.
-    """
-    return parameter.spec.shape == spec.shape and not (parameter.grouped and _accumulates(spec))
+    """Whether a slot rests as its parameter is updated, in a buffer of its group if it has one: if it has its shape."""
+    return parameter.spec.shape == spec.shape
 
 
 def _accumulates(spec: VariableSpec) -> bool:
@@ -161,8 +157,8 @@ def slot_layout(
 ) -> VariableLayout:
     """Where a variable of an optimizer goes: after its parameter, or by itself, which no rule of a layout map names.
 
-    Accumulated gradients are read in the layout of the gradient to which they are added. Read whole, they would be
-    gathered in each step.
+    The accumulated gradient of a variable that stands alone is read in the layout of the gradient to which it is added.
+    Read whole, it would be gathered in each step, as the buffer of a group is.
 
     Args:
         spec: The slot.
@@ -172,7 +168,8 @@ def slot_layout(
     """
     if parameter is not None and follows(spec, parameter):
         slot = parameter.slot(spec)
-        return dataclasses.replace(slot, compute=parameter.gradient) if _accumulates(spec) else slot
+        is_read_alone = _accumulates(spec) and not parameter.grouped
+        return dataclasses.replace(slot, compute=parameter.gradient) if is_read_alone else slot
     return variable_layout.plan_variable(
         spec, layout_map=LayoutMap(), mesh_shape=mesh_shape, zero_stage=zero_stage, slot=True
     )

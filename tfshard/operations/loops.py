@@ -60,15 +60,15 @@ def _known_elements(call: _private.Call) -> None:
 
 
 def _made_in_body(call: _private.Call) -> None:
-    """IdentityN, such as a custom gradient is made of: what a body gets from outside, and constants, which DTensor
-    takes out of it, become results of operations in it.
+    """IdentityN, such as a custom gradient is made of, in the body of a loop or in a branch: what that gets from outside,
+    and constants, which DTensor takes out of it, become results of operations in it.
 
-    DTensor puts an IdentityN behind the operations that make its operands, also where these are outside of the loop
+    DTensor puts an IdentityN behind the operations that make its operands, also where these are outside
     (`IdentityNSPMDExpander::ExpandOp`).
     """
     assert call.outputs is not None
     operation = call.outputs[0].op
-    if not _private.graph_is_loop(operation.graph):
+    if _private.unknown_zero(operation.graph) is None:
         return
     for number, operand in enumerate(operation.inputs):
         if operand.op.type == "Placeholder" or _is_constant(operand):
@@ -76,11 +76,11 @@ def _made_in_body(call: _private.Call) -> None:
 
 
 def made_here(tensor: tf.Tensor) -> tf.Tensor:
-    """In the body of a loop: the same values as what an operation makes here, by adding nothing that is known."""
+    """The same values as what an operation makes, in the body of a loop or in a branch: by adding nothing to them."""
     if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_complex or tensor.dtype.is_bool):
         return tensor
-    graph = tf.compat.v1.get_default_graph()
-    none = tf.minimum(_private.loop_counter(graph), 0)
+    none = _private.unknown_zero(tf.compat.v1.get_default_graph())
+    assert none is not None, "Others need not do it."
     return tf.logical_or(tensor, none < 0) if tensor.dtype.is_bool else tensor + tf.cast(none, tensor.dtype)
 
 

@@ -168,7 +168,7 @@ def plan_placement(
     slots = model_specs.slots_of(optimizer, placement.specs)
     refused: list[linter.Finding] = []
     if isinstance(model_or_specs, keras.Model):
-        refused = linter.refusals(model_or_specs, placement, automatic=automatic, optimizer=optimizer)
+        refused = linter.refusals(model_or_specs, placement, automatic=automatic)
     sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, inputs)
     return ShardingPlan.from_placement(
         placement,

@@ -12,7 +12,7 @@ from tfshard import _private
 from tfshard.errors import LayoutError, LayoutWarning, StrategyError
 from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_graph import ModelGraph, trace
-from tfshard.graph.model_specs import MeshLike, OptimizerLike
+from tfshard.graph.model_specs import MeshLike
 from tfshard.layers import SketchedDense
 from tfshard.layouts import variable_layout
 from tfshard.layouts.layout_map import VariableSpec
@@ -29,11 +29,11 @@ class Finding:
     """One fault of a layout map.
 
     Attributes:
-        kind: `"cannot be expanded"`, `"optimizer"`, `"jit_compile"`, `"unmatched"`, `"tied"`, `"ambiguous"`,
+        kind: `"cannot be expanded"`, `"jit_compile"`, `"unmatched"`, `"tied"`, `"ambiguous"`,
             `"indivisible"`, `"unsupported"`, `"left whole"`, `"column after column"`, `"transposed"` or
             `"unused sharding"`.
         is_error: Whether `compile` refuses it; else it warns.
-        where: The pattern, the path of the variable, or the name of the layer, optimizer or model.
+        where: The pattern, the path of the variable, or the name of the layer or model.
         message: The fault and its fix.
     """
 
@@ -52,11 +52,10 @@ def lint(
     layout_map: Any = None,
     *,
     inputs: Any = None,
-    optimizer: OptimizerLike = None,
 ) -> tuple[Finding, ...]:
     """Says what `compile` would refuse of a model and a layout map, and what is slow, without a device.
 
-    Errors of the model: layers that DTensor cannot expand, and an optimizer or `jit_compile=True` that cannot be used.
+    Errors of the model: layers that DTensor cannot expand, and `jit_compile=True`.
     Errors of the map: a pattern that matches nothing, two rules for one weight (also by the names of two layers that
     share it), a dim that its axis does not divide, the kernel of a convolution but Conv2D and Conv3D, a matrix of
     more than 2% of the model's bytes without a rule (of all matrices together, where no rule uses a model axis),
@@ -70,7 +69,6 @@ def lint(
         layout_map: What a `ShardedStrategy` takes as its layout map.
         inputs: An example of the model's inputs, for a subclassed model; without it, and if they are not known, only
             the errors are looked for.
-        optimizer: An optimizer to be compiled with; by default the one that the model was compiled with.
 
     Returns:
         The findings, errors first.
@@ -95,7 +93,7 @@ def lint(
     layout_map = auto_layout.resolve(layout_map, model, sizes)
     layout_map.check_axes(sizes)
     placement = ModelPlacement.of(model_specs.specs_of(model), mesh_shape=sizes, zero_stage=0, layout_map=layout_map)
-    return judge(model, placement, inputs=inputs, automatic=automatic, optimizer=optimizer)
+    return judge(model, placement, inputs=inputs, automatic=automatic)
 
 
 def judge(
@@ -104,7 +102,6 @@ def judge(
     *,
     inputs: Any = None,
     automatic: bool = False,
-    optimizer: OptimizerLike = None,
 ) -> tuple[Finding, ...]:
     """`lint` of a placement that is made: see there.
 
@@ -113,26 +110,22 @@ def judge(
         placement: Where its variables go.
         inputs: As for `lint`.
         automatic: Whether the layout map was `"auto"`.
-        optimizer: As for `lint`.
     """
-    findings = refusals(model, placement, automatic=automatic, optimizer=optimizer)
+    findings = refusals(model, placement, automatic=automatic)
     if not any(finding.is_error for finding in findings):
         findings += _graph_findings(model, placement, inputs)
     return tuple(sorted(findings, key=lambda finding: not finding.is_error))
 
 
-def refusals(
-    model: keras.Model, placement: ModelPlacement, *, automatic: bool = False, optimizer: OptimizerLike = None
-) -> list[Finding]:
+def refusals(model: keras.Model, placement: ModelPlacement, *, automatic: bool = False) -> list[Finding]:
     """What compile and the first step would refuse.
 
     Args:
         model: A built model.
         placement: Where its variables go.
         automatic: Whether the layout map was found for the model, because it was `"auto"`.
-        optimizer: An optimizer to be compiled with; by default the model's own.
     """
-    findings = model_findings(model, optimizer)
+    findings = model_findings(model)
     findings += _found_findings(placement) if automatic else []
     return findings + _rule_findings(model, placement) + _whole_findings(placement)
 
@@ -161,15 +154,14 @@ def _raise_errors(model: keras.Model, findings: Iterable[Finding]) -> None:
 
 
 # What a model is refused for whatever the layout map.
-_OF_THE_MODEL = ("cannot be expanded", "optimizer", "jit_compile")
+_OF_THE_MODEL = ("cannot be expanded", "jit_compile")
 
 
-def model_findings(model: keras.Model, optimizer: OptimizerLike = None) -> list[Finding]:
+def model_findings(model: keras.Model) -> list[Finding]:
     """What compile and the first step refuse of a model, whatever the mesh and the layout map.
 
     Args:
         model: A built model.
-        optimizer: An optimizer to be compiled with; by default the model's own.
     """
     findings = []
     for layer in _private.flatten_layers(model):

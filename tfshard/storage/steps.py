@@ -10,10 +10,10 @@ costs a collective for each gradient. Instead, a step is made a pure function of
 - inside a step a write only records the new value, and a later read sees the recorded value;
 - at the end of the step each storage that was written is assigned once, in its storage layout.
 
-A write inside a branch of `tf.cond` cannot be recorded for the end of the step, because its value belongs to
-the branch. It is assigned in the branch, where it is the last thing that happens to the storage, and touching
-the variable after the `tf.cond` in the same step is an error rather than a stale read. A write in the body of a
-`tf.while_loop` is an error.
+Branches of a `tf.cond` give out what they write, and parts of a step (microbatches) hand it on, so that it is recorded.
+What a `tf.function` writes that the step calls cannot be: its value belongs to the function. It is assigned there,
+where it is the last thing that happens to the storage, and touching the variable after the call in the same step is an
+error rather than a stale read. A write in the body of any other `tf.while_loop` is an error.
 """
 
 import contextlib
@@ -74,9 +74,9 @@ class Step:
         self._recorded: dict[tf.Graph | None, dict[Writable, Recorded]] = {graph: {}}
         # Storages in the order in which the step's own graph wrote them first.
         self._to_flush: dict[Writable, None] = {}
-        # Those written in a branch by the open UpdateBatch, which writes them when it ends.
+        # Those written in a function by the open UpdateBatch, which writes them when it ends.
         self._postponed: dict[Writable, None] = {}
-        # Graph and storage to the number of operations the graph had when a branch below it wrote the storage.
+        # Graph and storage to the number of operations the graph had when a function called in it wrote the storage.
         self._written_below: dict[tuple[tf.Graph | None, Writable], int] = {}
         # What is written in branches that give it out, by the branch's graph.
         self._branches: dict[tf.Graph, dict[Writable, None]] = {}
@@ -191,11 +191,11 @@ class Step:
     def find(self, storage: Writable) -> Recorded | None:
         """What is recorded for `storage` as seen from the graph being built."""
         for graph in self._graphs():
-            if self._branch_is_closed(graph, storage):
+            if self._is_called(graph, storage):
                 raise StrategyError(
-                    f"Variable '{storage.name}' was written inside tf.cond and is used again after it in the same "
-                    "step, where its value is not known. Use it inside the branches, or in the next step. "
-                    "(gradient_accumulation_steps cannot be combined with use_ema or with variable constraints.)"
+                    f"Variable '{storage.name}' was written inside a tf.function and is used again after it in the "
+                    "same step, where its value is not known. Use it inside of the function or in the next step, or "
+                    "make it a plain Python function."
                 )
             found = self._recorded.get(graph, {}).get(storage)
             if found is not None:
@@ -213,10 +213,10 @@ class Step:
         self.record(storage, Recorded(base=base, written={**written, member: value}))
 
     def record(self, storage: Writable, recorded: Recorded) -> None:
-        """Takes note of a write; the storage itself is written by `flush`, or now inside a branch."""
+        """Takes note of a write; the storage itself is written by `flush`, or now inside a function."""
         graphs = self._graphs()
         graph = graphs[0]
-        self.find(storage)  # Raises when a closed branch wrote it.
+        self.find(storage)  # Raises when a function wrote it that was called.
         if graph is self.graph:
             self._recorded[graph][storage] = recorded
             self._to_flush[storage] = None
@@ -300,7 +300,7 @@ class Step:
         self._postponed.pop(storage, None)
 
     def write_postponed(self) -> None:
-        """Writes what the open UpdateBatch wrote in a branch. In the branch."""
+        """Writes what the open UpdateBatch wrote in a function. In the function."""
         for storage in self._postponed:
             recorded = self.find(storage)
             assert recorded is not None
@@ -369,15 +369,12 @@ class Step:
             graphs.append(graph)
         return graphs
 
-    def _branch_is_closed(self, graph: tf.Graph | None, storage: Writable) -> bool:
-        """Whether a branch that wrote `storage` has become an operation of `graph`.
-
-        While its sibling branch is being traced, that operation does not exist and the old value holds.
-        """
+    def _is_called(self, graph: tf.Graph | None, storage: Writable) -> bool:
+        """Whether a function that wrote `storage` has become an operation of `graph`."""
         since = self._written_below.get((graph, storage))
         if graph is None or since is None:
             return False
-        return any(op.type in _BRANCH_OPS for op in graph.get_operations()[since:])
+        return any(op.type in _CALLS for op in graph.get_operations()[since:])
 
 
 def _small_copies_last(values: dict[Writable, tf.Tensor], tokens: list[tf.Tensor]) -> dict[Writable, tf.Tensor]:
@@ -423,7 +420,7 @@ def _is_small_copy(storage: Writable, value: tf.Tensor) -> bool:
     return not any(storage.format.storage) and bool(value.shape.num_elements() * value.dtype.size < _SMALL_BYTES)
 
 
-_BRANCH_OPS = ("If", "StatelessIf", "Case", "PartitionedCall", "StatefulPartitionedCall")
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 class _State(threading.local):
