@@ -189,8 +189,9 @@ def _in_branch(predicate: tf.Tensor, branch: _Branch) -> Any:
 
 
 def unknown_zero(graph: tf.Graph) -> tf.Tensor | None:
-    """A zero of int32, of which TensorFlow does not know that it is one, made in the graph that is being built: the body
-    of a `tf.while_loop` (by how many times it was run, the first of `FuncGraph.inputs`), or a branch of a `tf.cond`."""
+    """A zero of int32, of which TensorFlow does not know that it is one, made in the graph that is being built: in the
+    body of a `tf.while_loop` (of how often it was run, the first of `FuncGraph.inputs`) or a branch of a `tf.cond`.
+    None elsewhere."""
     if type(graph).__name__ == "WhileBodyFuncGraph":
         return tf.minimum(graph.inputs[0], 0)
     if graph in _conditions:

@@ -1,6 +1,7 @@
 """Keras optimizers: those inside others, their variables, the names of their slots."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
@@ -62,13 +63,20 @@ def given_name(optimizer: keras.optimizers.Optimizer) -> str:
 @contextlib.contextmanager
 def applied_by(
     apply: Callable[[keras.optimizers.Optimizer, Sequence[Any], Sequence[Any]], object],
+    scaled: Callable[[keras.optimizers.Optimizer, tf.Tensor], tf.Tensor],
 ) -> Iterator[None]:
-    """A context in which optimizers do not update: `apply(optimizer, gradients, variables)` is called instead.
+    """A context in which optimizers do not update.
 
-    Classes have another `apply`, each that has one of its own (`BaseOptimizer.apply`). `apply_gradients` calls it.
+    Classes have other methods, each that has one of its own (`BaseOptimizer.apply`, which `apply_gradients` calls, and
+    `BaseOptimizer.scale_loss`).
+
+    Args:
+        apply: Called with an optimizer, gradients and variables, instead of updating them.
+        scaled: What to make of a loss that an optimizer has scaled.
     """
+    scaling: list[keras.optimizers.Optimizer] = []
 
-    def called(self: keras.optimizers.Optimizer, grads: Any, trainable_variables: Any = None) -> None:
+    def applied(self: keras.optimizers.Optimizer, grads: Any, trainable_variables: Any = None) -> None:
         gradients = list(grads)
         variables = optimizer_references(self) if trainable_variables is None else list(trainable_variables)
         if len(gradients) != len(variables):
@@ -77,12 +85,26 @@ def applied_by(
             )
         apply(self, gradients, variables)
 
+    def scale(original: Callable[..., tf.Tensor], self: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
+        if scaling:  # By a class, or an optimizer, that this one asks.
+            return original(self, loss)
+        scaling.append(self)
+        try:
+            return scaled(self, original(self, loss))
+        finally:
+            scaling.clear()
+
     classes = [BaseOptimizer]
     for cls in classes:
         classes += [each for each in cls.__subclasses__() if each not in classes]
     with contextlib.ExitStack() as stack:
         for cls in classes:
-            if "apply" in vars(cls):
-                stack.callback(setattr, cls, "apply", vars(cls)["apply"])
-                cls.apply = called
+            for name in {"apply", "scale_loss"} & vars(cls).keys():
+                original = vars(cls)[name]
+                stack.callback(setattr, cls, name, original)
+                setattr(cls, name, applied if name == "apply" else functools.partialmethod(_call, scale, original))
         yield
+
+
+def _call(self: Any, function: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(original, self, *args, **kwargs)

@@ -60,8 +60,8 @@ def _known_elements(call: _private.Call) -> None:
 
 
 def _made_in_body(call: _private.Call) -> None:
-    """IdentityN, such as a custom gradient is made of, in the body of a loop or in a branch: what that gets from outside,
-    and constants, which DTensor takes out of it, become results of operations in it.
+    """IdentityN, such as a custom gradient is made of, in the body of a loop or in a branch: what that gets from
+    outside, and constants, which DTensor takes out of it, become results of operations in it.
 
     DTensor puts an IdentityN behind the operations that make its operands, also where these are outside
     (`IdentityNSPMDExpander::ExpandOp`).

@@ -4,7 +4,8 @@ A step's activations are those of a part. Its numbers are those of the whole bat
 updated (in shards, and for a group in its buffer), and optimizers get their mean, so clipping, averages of weights and
 the scale of losses are as without parts. A loss that is divided by what is not masked, or by the sum of weights, is
 divided by that of the whole batch. What depends on a batch by more than a mean differs as it does with a smaller batch:
-batch normalization has the statistics of a part, and dropout draws a mask for each.
+batch normalization has the statistics of a part, and dropout draws a mask for each. In float16 a sum over a part can
+overflow where it cancels out over the batch.
 
 The parts are turns of one `tf.while_loop`, whose body is a step of its own (`steps.part_scope`): it reads variables
 there, and what it writes (metrics, statistics, seeds) goes from part to part as variables of the loop. The step
@@ -39,14 +40,16 @@ class _Update:
         optimizer: The optimizer.
         gradients: Of each variable; None if it has none.
         variables: Keras's.
+        share: What is added up of a gradient: the share of the part in the batch, unless its loss was scaled by it.
     """
 
     optimizer: keras.optimizers.Optimizer
     gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]
     variables: Sequence[keras.Variable | tf.Variable]
+    share: float
 
     def sums(self) -> dict[Storage, tf.Tensor]:
-        """The gradients as they are updated, by storage."""
+        """What is added up of the gradients, as they are updated, by storage."""
         members: dict[Storage, dict[int, tf.Tensor]] = collections.defaultdict(dict)
         sums = {}
         for variable, gradient in self._present():
@@ -57,7 +60,7 @@ class _Update:
         for storage, given in members.items():
             gradients = [given.get(number) for number in range(len(storage.format.members))]
             sums[storage] = storage.format.pack_gradients(gradients, next(iter(given.values())).dtype)
-        return sums
+        return {storage: each if self.share == 1 else each * self.share for storage, each in sums.items()}
 
     def apply(self, sums: Mapping[Storage, tf.Tensor]) -> None:
         """Updates with what became of the gradients."""
@@ -147,6 +150,9 @@ class Microbatches:
         learned = self._learn((args, kwargs))
         if not learned.traced.updates:
             return self.fn(*args, **kwargs)  # It does not train.
+        for update in learned.traced.updates:
+            if not update.optimizer.built:  # Until then a loss is scaled by a constant.
+                update.optimizer.build(list(update.variables))
         leaves = tf.nest.flatten((args, kwargs))
         split = [self.parts.split(leaf) for leaf in leaves]
 
@@ -160,11 +166,20 @@ class Microbatches:
         step = steps.current()
         assert step is not None
 
+        scaled: set[int] = set()
+        count = self.parts.count
+
         def later(optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-            updates.append(_Update(optimizer=optimizer, gradients=gradients, variables=variables))
+            share = 1.0 if id(optimizer) in scaled else 1 / count
+            updates.append(_Update(optimizer=optimizer, gradients=gradients, variables=variables, share=share))
             step.update_later(_backend(variable) for variable in variables)
 
-        with _private.applied_by(later), _private.reduced_losses(change):
+        def scale(optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
+            # Gradients of float16 overflow where they do with the whole batch.
+            scaled.add(id(optimizer))
+            return loss / tf.cast(count, loss.dtype)
+
+        with _private.applied_by(later, scale), _private.reduced_losses(change):
             args, kwargs = given
             structure = self.fn(*args, **kwargs)
         outputs = [self._whole(each) for each in tf.nest.flatten(structure)]
@@ -271,8 +286,7 @@ class Microbatches:
                     gradients = update.sums()
                     keys.append(list(gradients))
                     for (storage, gradient), total in zip(gradients.items(), before, strict=True):
-                        share = gradient / count
-                        added[storage] = transfer.relayout(total + share, storage.format.update, self.mesh)
+                        added[storage] = transfer.relayout(total + gradient, storage.format.update, self.mesh)
                 written, used = part.close_part(added)
             assert written.keys() == learned.state.keys(), "The same function writes the same."
             ended = [each for each in done.outputs if isinstance(each, tf.Tensor)]
