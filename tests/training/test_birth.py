@@ -7,6 +7,7 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
+from tensorflow.experimental import dtensor
 
 import tfshard
 from tfshard.operations import layer_patch
@@ -161,6 +162,19 @@ def test_a_large_variable_takes_an_array_as_it_is():
     assert (np.array(kernel) == 1).all() and kernel.dtype == "float32"
     with pytest.raises(ValueError, match="shape"):
         kernel.assign(np.ones((3, 3), np.float32))
+
+
+def test_offloaded_slots_are_refused_or_do_nothing_and_say_so():
+    with pytest.warns(UserWarning, match="offload='slots' does nothing here") as warned:
+        tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), offload="slots")
+    assert len(warned) == 1 and warned[0].filename == __file__
+    with pytest.raises(tfshard.errors.StrategyError, match="offload must be None or 'slots'"):
+        tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), offload="parameters")
+    device = "/job:localhost/replica:0/task:0/device:GPU:"
+    mesh = dtensor.Mesh.from_string(f"|batch=2|0,1|0,1|{device}0,{device}1")
+    assert mesh.device_type().upper() == "GPU"
+    with pytest.raises(tfshard.errors.StrategyError, match="Devices of the mesh: GPU"):
+        tfshard.ShardedStrategy(mesh, offload="slots")
 
 
 def test_a_value_that_is_set_while_it_waits_is_not_the_users_array():
