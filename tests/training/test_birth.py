@@ -7,9 +7,11 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
+import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 import tfshard
+from tfshard.devices import host_memory
 from tfshard.operations import layer_patch
 from tfshard.storage.initial_values import InitialValue
 from tfshard.storage.storage import Storage
@@ -162,6 +164,25 @@ def test_a_large_variable_takes_an_array_as_it_is():
     assert (np.array(kernel) == 1).all() and kernel.dtype == "float32"
     with pytest.raises(ValueError, match="shape"):
         kernel.assign(np.ones((3, 3), np.float32))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_piece_is_gone_before_the_one_that_takes_its_place_is_made(monkeypatch, stage):
+    with strategy("batch4", zero_stage=stage).scope():
+        model = mlp()
+    kernel = model.layers[0].kernel
+    handles = [handle for _, handle in kernel.value.storage.handles]
+    make, left = host_memory.tensor_of, []
+
+    def making(value):
+        with tf.device(handles[len(left)].device):
+            left.append(tf.raw_ops.ReadVariableOp(resource=handles[len(left)], dtype=tf.float32).shape.num_elements())
+        return make(value)
+
+    monkeypatch.setattr(host_memory, "tensor_of", making)
+    kernel.assign(np.ones(kernel.shape, np.float32))
+    assert left == [0, 0, 0, 0]
+    assert (np.array(kernel) == 1).all()
 
 
 def test_offloaded_slots_are_refused_or_do_nothing_and_say_so():

@@ -144,10 +144,9 @@ NAMES = (
     *_all("keras", "3.10", {
         "src.backend.common.global_state": "get_global_attribute set_global_attribute",
         "src.backend.common.name_scope": "name_scope.caller",
-        "src.backend.common.variables": "Variable._dtype Variable._initializer Variable._path Variable._shape "
+        "src.backend.common.variables": "Variable._dtype Variable._initializer Variable._path "
         "Variable._value",
         "src.backend.tensorflow.core": "Variable._initialize_with_initializer",
-        "src.initializers": "random_initializers constant_initializers",
         "src.random.seed_generator": "SeedGenerator.state global_seed_generator",
         "src.utils.rng_utils": "get_random_seed",
     }),

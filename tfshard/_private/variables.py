@@ -9,7 +9,6 @@ from typing import Any, Literal, overload
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import initializers as _initializers
 from keras.src.backend.common import global_state as _global_state
 from keras.src.random import seed_generator as _seed_generator
 from keras.src.utils import rng_utils as _rng_utils
@@ -61,11 +60,6 @@ def initializer_of(initial_value: Any) -> tuple[keras.Variable, Callable[..., An
     found = inspect.getclosurevars(initial_value).nonlocals
     variable, initializer = found.get("self"), found.get("initializer")
     return (variable, initializer) if isinstance(variable, keras.Variable) and callable(initializer) else None
-
-
-def is_keras_initializer(value: object) -> bool:
-    """Whether it is an initializer of Keras's own, not of a subclass (the modules in `initializers`)."""
-    return isinstance(value, keras.Initializer) and type(value).__module__.startswith(_initializers.__name__)
 
 
 def variable_dtype(variable: keras.Variable) -> str:
