@@ -133,6 +133,22 @@ def test_a_preset_is_born_sharded(tmp_path):
     assert any("model" in v.value.layout.storage for v in model.trainable_variables)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_saved_model_is_born_sharded_with_its_slots(way, tmp_path):
+    plain = mlp()
+    plain.compile("adam", "mse")
+    plain.train_on_batch(np.ones((8, 512)), np.ones((8, 512)))
+    plain.save(tmp_path / "file.keras")
+    with watched() as found, strategy(way).scope():
+        model = keras.models.load_model(tmp_path / "file.keras")
+    assert found["waiting"] <= largest_two(model)
+    pairs = [*zip(model.variables, plain.variables, strict=True)]
+    pairs += zip(model.optimizer.variables, plain.optimizer.variables, strict=True)
+    for ours, theirs in pairs:
+        assert isinstance(ours.value, tfshard.storage.ShardedVariable)
+        assert ours.numpy().tobytes() == theirs.numpy().tobytes()
+
+
 def test_slots_are_born_without_their_zeros():
     chosen = strategy("batch4")
     with watched() as found, chosen.scope():

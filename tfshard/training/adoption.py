@@ -194,6 +194,8 @@ class Adopter(Placer):
     def place_waiting(self, variable: ShardedVariable) -> None:
         """Finds the model of a variable that waits on the host, and with it where its variables go, before the first
         value is set: files of weights are loaded before the scope ends. Does nothing if there is no such model yet."""
+        if not self._has_births or variable.layout.spec.layer is None:
+            return  # It is a metric's, or was made by itself: looking for models takes half a second.
         for model in _outside_in(_private.live_models(self)):
             owned = [_private.backend_variable(owned) for owned, _ in inventory.owned_variables(model)]
             if model.built and any(each is variable for each in owned):
