@@ -172,7 +172,7 @@ def test_members_are_alike_and_of_a_floating_dtype(case):
 def test_a_buffer_gives_back_its_members(case):
     for group in members(case.grouped()).values():
         values = [np.random.default_rng(v.member).normal(size=v.spec.shape) for v in group]
-        buffer = variable_layout.flatten_host_values(values, group[0].flat)
+        buffer = variable_layout.flatten_host_values(values, np.dtype(np.float64), group[0].flat)
         # What lies in the buffer, counted: each element once, the rest is zeros.
         assert np.count_nonzero(buffer) == sum(value.size for value in values)
         np.testing.assert_array_equal(

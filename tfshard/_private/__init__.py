@@ -30,6 +30,7 @@ if keras.backend.backend() != "tensorflow":
 
 # Handed on as they are.
 from keras.src.backend.common.name_scope import current_path
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.export.export_utils import get_input_signature as input_signature
 from keras.src.models.functional import Functional
@@ -124,6 +125,7 @@ from tfshard._private.variables import (
     abstract_scope,
     backend_variable,
     global_seed_generator,
+    initializer_of,
     is_resource_variable,
     is_seed_state,
     plain_variable,
@@ -131,6 +133,7 @@ from tfshard._private.variables import (
     scope_callers,
     set_backend_variable,
     stand_in,
+    variable_dtype,
 )
 from tfshard._private.weight_files import (
     WEIGHTS_MEMBER,
@@ -186,7 +189,9 @@ __all__ = [
     "global_seed_generator",
     "gradients_without_optionals",
     "graph_is_loop",
+    "in_stateless_scope",
     "in_symbolic_scope",
+    "initializer_of",
     "input_signature",
     "is_called_by",
     "is_convolution",
@@ -242,6 +247,7 @@ __all__ = [
     "traced_models",
     "unpickle_model",
     "uses_weight_decay",
+    "variable_dtype",
     "visit_weights",
     "wait_for_devices",
     "weight_dtype",

@@ -77,6 +77,7 @@ NAMES = (
     # _private itself
     *_all("keras", "3.10", {
         "src.backend.common.name_scope": "current_path",
+        "src.backend.common.stateless_scope": "in_stateless_scope",
         "src.backend.common.symbolic_scope": "in_symbolic_scope",
         "src.export.export_utils": "get_input_signature",
         "src.models.functional": "Functional",
@@ -143,7 +144,9 @@ NAMES = (
     *_all("keras", "3.10", {
         "src.backend.common.global_state": "get_global_attribute set_global_attribute",
         "src.backend.common.name_scope": "name_scope.caller",
-        "src.backend.common.variables": "Variable._initializer Variable._path Variable._value",
+        "src.backend.common.variables": "Variable._dtype Variable._initializer Variable._path "
+        "Variable._value",
+        "src.backend.tensorflow.core": "Variable._initialize_with_initializer",
         "src.random.seed_generator": "SeedGenerator.state global_seed_generator",
         "src.utils.rng_utils": "get_random_seed",
     }),

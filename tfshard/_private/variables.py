@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
 
@@ -49,6 +50,21 @@ def stand_in(path: str, shape: tuple[int, ...], dtype: str) -> keras.Variable:
     variable = keras.Variable("zeros", shape=shape, dtype=dtype, name=path.rpartition("/")[2])
     variable._path = path
     return variable
+
+
+def initializer_of(initial_value: Any) -> tuple[keras.Variable, Callable[..., Any]] | None:
+    """The Keras variable that is being made with an initializer, and the initializer; None if TensorFlow is given
+    anything else. It is given a function, in which they are (`Variable._initialize_with_initializer`)."""
+    if not inspect.isfunction(initial_value):
+        return None
+    found = inspect.getclosurevars(initial_value).nonlocals
+    variable, initializer = found.get("self"), found.get("initializer")
+    return (variable, initializer) if isinstance(variable, keras.Variable) and callable(initializer) else None
+
+
+def variable_dtype(variable: keras.Variable) -> str:
+    """The dtype that a Keras variable has outside of autocast scopes (`Variable._dtype`)."""
+    return str(variable._dtype)
 
 
 def backend_variable(variable: keras.Variable) -> tf.Variable | None:

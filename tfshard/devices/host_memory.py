@@ -1,6 +1,8 @@
 """Arrays and tensors on the host, without the copies between them that can be spared."""
 
+import contextlib
 import ctypes
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -33,6 +35,30 @@ def tensor_of(value: np.ndarray) -> tf.Tensor:
         memory = (ctypes.c_byte * seen.nbytes).from_address(seen.ctypes.data)
         np.ndarray(seen.shape, seen.dtype, buffer=memoryview(memory))[...] = value
     return tensor
+
+
+def computed(function: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """What a function gives, computed on the host as a graph. Eager only.
+
+    An operation of a graph works in the memory of its operand where it can; in eager code each has memory of its own.
+
+    Args:
+        function: Of TensorFlow operations.
+    """
+    with tf.device("CPU:0"), _as_it_is():
+        return tf.function(function, autograph=False, jit_compile=False)()
+
+
+@contextlib.contextmanager
+def _as_it_is() -> Iterator[None]:
+    """TensorFlow does not rewrite graphs: it would compute one without operands once more, to see if it can keep that
+    as a constant."""
+    before = tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer", False)
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
 
 
 def view(tensor: tf.Tensor) -> np.ndarray:

@@ -134,11 +134,18 @@ def host_pieces(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> Iterator[t
     """The pieces of a host value for a variable, in the order of this client's devices, made one by one.
 
     They are in memory that TensorFlow has allocated. Its allocator on CPU keeps what it once had: pieces in NumPy's
-    memory would leave the place of what they replace unused.
+    memory would leave the place of what they replace unused. Each goes to its device before the next is made (on GPUs:
+    not run).
     """
     sizes = axis_sizes(mesh)
-    for location in mesh.local_device_locations():
-        yield host_memory.tensor_of(value[boxes.shard_box(value.shape, axes, sizes, location).slices])
+    on_host = mesh.device_type().upper() == "CPU"
+    for location, device in zip(mesh.local_device_locations(), mesh.local_devices(), strict=True):
+        piece = host_memory.tensor_of(value[boxes.shard_box(value.shape, axes, sizes, location).slices])
+        if on_host:
+            yield piece
+        else:
+            with tf.device(device):
+                yield tf.identity(piece)
 
 
 def zeros(shape: tuple[int, ...], dtype: tf.DType, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:

@@ -388,9 +388,9 @@ def check_patterns(layout_map: LayoutMap, specs: Iterable[VariableSpec], owner: 
         )
 
 
-def flatten_host_values(values: Sequence[np.ndarray], form: FlatForm) -> np.ndarray:
-    """The padded buffer of its members' values, on the host."""
-    buffer = np.zeros((*form.model_sizes, form.rows * form.columns), values[0].dtype)
+def flatten_host_values(values: Iterable[np.ndarray], dtype: np.dtype, form: FlatForm) -> np.ndarray:
+    """The padded buffer of its members' values, which are taken one after the other, on the host."""
+    buffer = np.zeros((*form.model_sizes, form.rows * form.columns), dtype)
     for value, member in zip(values, form.members, strict=True):
         moved = value.reshape(form.split_shape(member)).transpose(form.to_front(member))
         part = slice(member.offset, member.offset + member.elements)

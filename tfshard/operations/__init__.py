@@ -21,6 +21,7 @@ functions get a `LayerPatch`. Read `rewrites` first.
     layer_patch     every change to a layer or metric of a user's model, with undo
     vocabulary      lookups and metrics over a sharded vocabulary
     convolution     convolutions with sharded kernels, dilated ones, and grouped ones of volumes
+    assignments     arrays that are assigned to large variables
     averages        moving averages of weights on shards
     blocks          blocks of layers that are computed again in the backward pass
     sequence        sequence parallelism: what layers gather and scatter

@@ -94,6 +94,12 @@ AVERAGES = Change(
     why="averages shards, where each weight would be gathered",
     module="averages",
 )
+ASSIGNED_ARRAY = Change(
+    of="variables of 1 MiB and more",
+    attribute="assign",
+    why="hands an array to the devices as it is, where Keras makes a tensor of it first, with two more copies",
+    module="assignments",
+)
 RECORDED_CALL = Change(
     of="all layers, while `verify` traces a step",
     attribute="call",
@@ -113,8 +119,8 @@ RECORDED_GRADIENTS = Change(
     module="step_recording",
 )
 CHANGES = (
-    TABLE_READ, METRIC_UPDATE, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, SEQUENCE, BLOCK, REMAT, AVERAGES, RECORDED_CALL,
-    RECORDED_LOSS, RECORDED_GRADIENTS,
+    TABLE_READ, METRIC_UPDATE, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, SEQUENCE, BLOCK, REMAT, AVERAGES,
+    ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS, RECORDED_GRADIENTS,
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from tfshard.layouts import boxes, variable_layout
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.boxes import Piece
 from tfshard.layouts.variable_layout import Axes, FlatForm, FlatMember, VariableLayout
+from tfshard.storage.initial_values import HostValue, drawn
 
 # An array on the host, or a tensor, also on the mesh.
 Elements = TypeVar("Elements")
@@ -103,8 +104,11 @@ class StorageFormat(abc.ABC):
     # --- on the host ----------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def pack_host(self, values: Mapping[int, np.ndarray]) -> np.ndarray:
-        """What is stored of members' values, by number; zeros of those that are not there."""
+    def pack_host(self, values: Mapping[int, HostValue]) -> np.ndarray:
+        """What is stored of members' values, by number; zeros of those that are not there.
+
+        One after the other is drawn, where that is not done yet.
+        """
 
     @abc.abstractmethod
     def unpack_host(self, stored: np.ndarray, member: int) -> np.ndarray:
@@ -186,8 +190,8 @@ class Whole(StorageFormat):
     def __init__(self, layout: VariableLayout, mesh: dtensor.Mesh):
         super().__init__(layout, mesh, (Member(shape=layout.spec.shape, compute=layout.compute, update=layout.update),))
 
-    def pack_host(self, values: Mapping[int, np.ndarray]) -> np.ndarray:
-        return self.encode(values[0])
+    def pack_host(self, values: Mapping[int, HostValue]) -> np.ndarray:
+        return self.encode(drawn(values[0]))
 
     def unpack_host(self, stored: np.ndarray, member: int) -> np.ndarray:
         return self.decode(stored)
@@ -243,10 +247,13 @@ class Flat(StorageFormat):
 
     # --- on the host ----------------------------------------------------------------------------------
 
-    def pack_host(self, values: Mapping[int, np.ndarray]) -> np.ndarray:
+    def pack_host(self, values: Mapping[int, HostValue]) -> np.ndarray:
         dtype = next(iter(values.values())).dtype
-        filled = [values.get(i, np.zeros(place.shape, dtype)) for i, place in enumerate(self._form.members)]
-        return self.encode(variable_layout.flatten_host_values(filled, self._form))
+        filled = (
+            drawn(values[i]) if i in values else np.zeros(place.shape, dtype)
+            for i, place in enumerate(self._form.members)
+        )
+        return self.encode(variable_layout.flatten_host_values(filled, dtype, self._form))
 
     def unpack_host(self, stored: np.ndarray, member: int) -> np.ndarray:
         return variable_layout.unflatten_host_value(self.decode(stored), self._form, self._form.members[member])

@@ -11,10 +11,11 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, transfer
+from tfshard.devices import transfer
 from tfshard.layouts import boxes
-from tfshard.storage import steps
+from tfshard.storage import initial_values, steps
 from tfshard.storage.formats import StorageFormat
+from tfshard.storage.initial_values import HostValue, InitialValue
 from tfshard.storage.writes import Recorded
 
 # A slot of a variable: the id of its optimizer, and its number among that optimizer's slots of the variable.
@@ -53,7 +54,7 @@ class Storage:
         self.slots: weakref.WeakValueDictionary[SlotKey, Storage] = weakref.WeakValueDictionary()
         self._trainable = trainable and format.direct
         self._options = options or {}
-        self._host: dict[int, np.ndarray] = {}
+        self._host: dict[int, HostValue] = {}
         self._checksums: dict[int, int | None] = {}
         self._buffer: dtensor.DVariable | None = None
         self.members: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
@@ -83,31 +84,52 @@ class Storage:
 
     # --- the buffer on the mesh ------------------------------------------------------------------------
 
-    def fill(self, member: int, value: np.ndarray) -> None:
+    def fill(self, member: int, value: HostValue) -> None:
         """Sets a member from the host.
 
         The buffer is made by `make_if_filled`, or when it is first used, from what was filled by then. Once there is
-        one, each device's piece is written by itself: the new buffer is never there besides the old one.
+        one, each device's piece is written by itself, when the old one is gone.
         """
-        self._checksums[member] = clients.here().checksum(value)
+        self._checksums[member] = initial_values.checksum(value)
         if self._buffer is None:
-            # A value that is set again may be an array of the user's, who goes on with it.
-            self._host[member] = np.array(value) if member in self._host else value
+            self._host[member] = value
             return
-        values = {member: value}
+        values: dict[int, HostValue] = {member: value}
         if self.is_group:
             stored = transfer.mesh_to_host(self.buffer.value())
-            values = {i: self.format.unpack_host(stored, i) for i in range(len(self.format.members))} | values
-        for (_, handle), piece in zip(self.handles, self._host_pieces(values), strict=True):
+            others = (i for i in range(len(self.format.members)) if i != member)
+            values |= {i: self.format.unpack_host(stored, i) for i in others}
+        pieces = self._host_pieces(values)
+        for _, handle in self.handles:
+            empty(handle, self.buffer.dtype, self.buffer.shape.rank)
             with tf.device(handle.device):
-                tf.raw_ops.AssignVariableOp(resource=handle, value=piece)
+                tf.raw_ops.AssignVariableOp(resource=handle, value=next(pieces))
+
+    def set_again(self, member: int, value: np.ndarray) -> None:
+        """`fill` from an array that is somebody else's, who goes on with it.
+
+        What waits is made when the last of the members has a value that was set: a file is read from its begin to its
+        end, and a group is packed once.
+        """
+        self.fill(member, value)
+        if self._buffer is None:
+            filled = len(self._host) == len(self.format.members)
+            if filled and not any(isinstance(each, InitialValue) for each in self._host.values()):
+                self.make_if_filled()
+            else:
+                self._host[member] = np.array(value)
 
     def make_if_filled(self) -> None:
         """Makes the buffer, if all members have come: nothing waits on the host any more."""
         if self._buffer is None and len(self._host) == len(self.format.members):
             _ = self.buffer
 
-    def pop_waiting(self, member: int) -> np.ndarray | None:
+    @property
+    def waits(self) -> bool:
+        """Whether there is no buffer yet."""
+        return self._buffer is None
+
+    def pop_waiting(self, member: int) -> HostValue | None:
         """The value of a member that leaves before the buffer was made; None when it is in the buffer."""
         return self._host.pop(member, None)
 
@@ -120,8 +142,9 @@ class Storage:
         """The DTensor variable."""
         if self._buffer is None:
             with tf.init_scope():
+                value = self._from_host(self._host)
                 self._buffer = dtensor.DVariable(
-                    lambda: self._from_host(self._host),
+                    lambda: value,
                     trainable=self._trainable,
                     name=_HANDLE_NAME,
                     **self._options,
@@ -129,10 +152,10 @@ class Storage:
             self._host.clear()
         return self._buffer
 
-    def _from_host(self, values: Mapping[int, np.ndarray]) -> tf.Tensor:
+    def _from_host(self, values: Mapping[int, HostValue]) -> tf.Tensor:
         return dtensor.pack(list(self._host_pieces(values)), transfer.layout(self.format.storage, self.mesh))
 
-    def _host_pieces(self, values: Mapping[int, np.ndarray]) -> Iterator[tf.Tensor]:
+    def _host_pieces(self, values: Mapping[int, HostValue]) -> Iterator[tf.Tensor]:
         return transfer.host_pieces(self.format.pack_host(values), self.format.storage, self.mesh)
 
     def host_value(self, member: int) -> np.ndarray:

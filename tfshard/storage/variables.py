@@ -3,7 +3,7 @@
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from tfshard.errors import LayoutError
 from tfshard.layouts.variable_layout import Axes, VariableLayout
 from tfshard.storage import gradient, outside, steps
 from tfshard.storage.formats import StorageFormat
+from tfshard.storage.initial_values import HostValue
 from tfshard.storage.storage import SlotKey, Storage
 from tfshard.storage.surface import VariableSurface
 from tfshard.storage.writes import Recorded
@@ -46,7 +47,7 @@ class ShardedVariable(VariableSurface):
 
     def __init__(
         self,
-        initial_value: np.ndarray,
+        initial_value: HostValue,
         *,
         layout: VariableLayout,
         mesh: dtensor.Mesh,
@@ -55,10 +56,10 @@ class ShardedVariable(VariableSurface):
         unique_id: str | None = None,
         storage: Storage | None = None,
         options: Mapping[str, Any] | None = None,
-        waits: bool = False,
+        waits: Callable[["ShardedVariable"], None] | None = None,
     ):
         """Args:
-        initial_value: The whole value, on the host; each device receives its piece only.
+        initial_value: The whole value, on the host, or what it will be; each device receives its piece only.
         layout: Where it lives.
         mesh: The mesh.
         trainable: Whether gradient tapes watch it by themselves.
@@ -66,7 +67,8 @@ class ShardedVariable(VariableSurface):
         unique_id: TensorFlow's name for it, of the variable that it replaces: optimizers know it by that.
         storage: The storage of its group, when `layout.grouped`; else it gets one of its own.
         options: More arguments of `tf.Variable`: `aggregation`, `synchronization`, `caching_device`, ...
-        waits: Whether it stays on the host until it is used, or is moved: to its group, when the model is known.
+        waits: Given if it stays on the host until it is used, or is moved: to its group, when the model is known. It is
+            called before a value is set, and may move it.
         """
         if tuple(initial_value.shape) != layout.spec.shape:
             raise LayoutError(
@@ -87,7 +89,8 @@ class ShardedVariable(VariableSurface):
         self.storage = storage or self._own_storage(layout)
         self.storage.members[self.member] = self
         self.storage.fill(self.member, initial_value)
-        if not waits:
+        self._waits = waits
+        if waits is None:
             self.storage.make_if_filled()
 
     def _own_storage(self, layout: VariableLayout) -> Storage:
@@ -96,8 +99,12 @@ class ShardedVariable(VariableSurface):
         )
 
     def move(self, layout: VariableLayout, storage: Storage | None = None) -> None:
-        """Takes the value to another storage, or to one of its own. Eager only."""
+        """Takes the value to another storage, or to one of its own. Eager only.
+
+        If there is no buffer of what waits on the host, this makes none.
+        """
         value = self.storage.pop_waiting(self.member)
+        waited = value is not None
         if value is None:
             value = np.array(self.numpy())
         del self.storage.members[self.member]
@@ -106,7 +113,12 @@ class ShardedVariable(VariableSurface):
         self.storage = storage or self._own_storage(layout)
         self.storage.members[self.member] = self
         self.storage.fill(self.member, value)
-        self.storage.make_if_filled()
+        if not waited:
+            self.storage.make_if_filled()
+
+    def stay(self) -> None:
+        """Its place is known: it waits no more for another, and goes there when it has a value, or is used."""
+        self._waits = None
 
     # --- what it is ---------------------------------------------------------------------------------
 
@@ -191,6 +203,9 @@ class ShardedVariable(VariableSurface):
             return tf.constant(self.numpy())
         if outside.is_here():
             return outside.read(self)
+        if self.storage.waits and _private.in_symbolic_scope():
+            # Keras learns shapes there; it is never run.
+            return tf.compat.v1.placeholder(self.dtype, self.shape)
         if self._is_updated_as_buffer():
             return self.storage.update_value()
         if self._is_direct():
@@ -294,7 +309,10 @@ class ShardedVariable(VariableSurface):
             host = transfer.host_view(value).astype(self.dtype.as_numpy_dtype, copy=False)
             self._check_shape(host.shape, self.layout.spec.shape)
             if steps.is_outside():
-                self.storage.fill(self.member, host)
+                if self._waits is not None and not _private.scope_callers():  # No layer is being built.
+                    waits, self._waits = self._waits, None
+                    waits(self)
+                self.storage.set_again(self.member, host)
                 return self
             value = transfer.host_to_mesh(host, self.layout.compute, self.mesh)
         value = tf.cast(tf.convert_to_tensor(value), self.dtype)

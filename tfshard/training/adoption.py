@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -23,6 +22,7 @@ from tfshard.layouts import placement
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.operations import averages, blocks, convolution, lookups, loops, sequence, unsupported, vocabulary
 from tfshard.planning.analyzer import ParameterAnalyzer
+from tfshard.storage.initial_values import HostValue
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.training import reshard
@@ -173,7 +173,7 @@ class Adopter(Placer):
 
     def create_slot(
         self,
-        value: np.ndarray,
+        value: HostValue,
         spec: VariableSpec,
         reference: ShardedVariable | None,
         optimizer: keras.optimizers.Optimizer,
@@ -190,6 +190,17 @@ class Adopter(Placer):
         slot = ShardedVariable(value, layout=layout, mesh=self.mesh, trainable=False, storage=place, **options)
         reference.slots[key] = slot
         return slot
+
+    def place_waiting(self, variable: ShardedVariable) -> None:
+        """Finds the model of a variable that waits on the host, and with it where its variables go, before the first
+        value is set: files of weights are loaded before the scope ends. Does nothing if there is no such model yet."""
+        if not self._has_births or variable.layout.spec.layer is None:
+            return  # It is a metric's, or was made by itself: looking for models takes half a second.
+        for model in _outside_in(_private.live_models(self)):
+            owned = [_private.backend_variable(owned) for owned, _ in inventory.owned_variables(model)]
+            if model.built and any(each is variable for each in owned):
+                reshard.settle(self._placed(model), self.mesh, waiting=True)
+                return
 
     def group(self, model: keras.Model) -> None:
         """Brings the variables of a built model that are on the mesh, and their slots, to where its placement has them:
@@ -263,11 +274,16 @@ class Adopter(Placer):
             return
         self._has_births = False
         models = _private.live_models(self)
-        # A model before the models that it has in it: variables in a group of one of those would stay there.
-        for model in sorted(models, key=lambda model: -len(_private.flatten_layers(model))):
+        # Variables in a group of a model that is in another one would stay there.
+        for model in _outside_in(models):
             for adopt in model_adopters:
                 adopt(model)
             self.adopt_model(model)
+
+
+def _outside_in(models: Iterable[keras.Model]) -> list[keras.Model]:
+    """Models in an order in which each comes before those that it has in it."""
+    return sorted(models, key=lambda model: -len(_private.flatten_layers(model)))
 
 
 def _check_not_elsewhere(model: keras.Model, strategy: Adopter) -> None:

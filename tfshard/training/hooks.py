@@ -13,8 +13,9 @@ from tfshard import _private
 from tfshard.devices import batching, transfer
 from tfshard.graph import inventory
 from tfshard.layouts.layout_map import VariableSpec
-from tfshard.operations import rewrites
+from tfshard.operations import assignments, rewrites
 from tfshard.storage import group_update, optimizer_kinds
+from tfshard.storage.initial_values import HostValue, InitialValue
 from tfshard.storage.steps import is_outside, step_scope, update_scope
 from tfshard.storage.variables import ShardedVariable
 from tfshard.training import datasets, microbatches, readiness
@@ -82,14 +83,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         **kwargs: Any,
     ) -> ShardedVariable:
         strategy = self._strategy()
-        # Initializers run on the host, as on one device, so that they draw the same numbers.
-        with tf.device("CPU:0"):
-            value = initial_value() if callable(initial_value) else initial_value
-            if not transfer.is_dtensor(value):
-                value = tf.convert_to_tensor(value, dtype=dtype)
-        host = transfer.host_view(value)
-        if dtype is not None:
-            host = host.astype(tf.as_dtype(dtype).as_numpy_dtype, copy=False)
+        owner, host = _initial_value(initial_value, dtype)
         callers = _private.scope_callers()
         layer = callers[-1] if callers and isinstance(callers[-1], keras.Layer) else None
         spec = VariableSpec(
@@ -109,10 +103,15 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         layout = strategy.plan_variable(spec)
         # A large one goes to its place now. A small one waits for its group: until the scope ends, or it is used.
         waits = strategy.may_move(layout)
-        return ShardedVariable(
-            np.array(host) if waits else host, layout=layout, mesh=strategy.mesh, trainable=spec.trainable, name=name,
-            options=options, waits=waits,
+        if waits and isinstance(host, np.ndarray):
+            host = np.array(host)  # It is a view.
+        born = ShardedVariable(
+            host, layout=layout, mesh=strategy.mesh, trainable=spec.trainable, name=name, options=options,
+            waits=strategy.place_waiting if waits else None,
         )  # fmt: skip
+        if owner is not None:
+            assignments.install(owner, born)
+        return born
 
     def _validate_colocate_with_variable(self, colocate_with_variable: object) -> None:
         del colocate_with_variable  # Any variable will do: a slot takes the layout of a sharded one.
@@ -279,6 +278,27 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
     @property
     def _in_multi_worker_mode(self) -> bool:
         return False
+
+
+def _initial_value(given: Any, dtype: tf.DType | str | None) -> tuple[keras.Variable | None, HostValue]:
+    """The Keras variable that is being made, if TensorFlow is given one's initializer, and its value, or what that will
+    be."""
+    found = _private.initializer_of(given)
+    owner = None
+    if found is not None:
+        owner, initializer = found
+        value = InitialValue.of(initializer, tuple(owner.shape), _private.variable_dtype(owner))
+        if value is not None:
+            return owner, value
+    # Initializers run on the host, as on one device, so that they draw the same numbers.
+    with tf.device("CPU:0"):
+        value = given() if callable(given) else given
+        if not transfer.is_dtensor(value):
+            value = tf.convert_to_tensor(value, dtype=dtype)
+    host = transfer.host_view(value)
+    if dtype is not None:
+        host = host.astype(tf.as_dtype(dtype).as_numpy_dtype, copy=False)
+    return owner, host
 
 
 def _is_gradient(value: Any, variable: ShardedVariable) -> bool:

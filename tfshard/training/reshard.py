@@ -11,6 +11,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.layouts.variable_layout import VariableLayout
+from tfshard.operations import assignments, layer_patch
 from tfshard.storage import storage
 from tfshard.storage.formats import StorageFormat
 from tfshard.storage.storage import Storage
@@ -86,6 +87,7 @@ def to_mesh(placed: Sequence[Placed], mesh: dtensor.Mesh) -> bool:
         for variable, before in reversed(replaced):
             value = transfer.to_host(_private.backend_variable(variable))
             _private.set_backend_variable(variable, before)
+            layer_patch.undo_of(layer_patch.ASSIGNED_ARRAY, variable)
             _refill(before, value)
         raise
     return bool(replaced)
@@ -103,7 +105,13 @@ def replace(
         place: The storage of its group, if it has one.
     """
     current = _private.backend_variable(variable)
-    exchange(variable, lambda value: sharded(value, current, layout=layout, mesh=mesh, place=place))
+
+    def make(value: np.ndarray) -> ShardedVariable:
+        made = sharded(value, current, layout=layout, mesh=mesh, place=place)
+        assignments.install(variable, made)
+        return made
+
+    exchange(variable, make)
 
 
 def sharded(
@@ -140,10 +148,15 @@ def _refill(plain: tf.Variable, value: np.ndarray) -> None:
             tf.raw_ops.AssignVariableOp(resource=plain.handle, value=tensor, validate_shape=False)
 
 
-def settle(placed: Sequence[Placed], mesh: dtensor.Mesh) -> set[Storage]:
+def settle(placed: Sequence[Placed], mesh: dtensor.Mesh, *, waiting: bool = False) -> set[Storage]:
     """Moves those variables that are on the mesh and not where they go, with their slots.
 
     Afterwards nothing waits on the host.
+
+    Args:
+        placed: The variables of a model, and where they go.
+        mesh: The mesh.
+        waiting: Whether only those are moved that wait, and go on waiting there: values are about to be set.
 
     Returns:
         The storages that were left.
@@ -155,6 +168,9 @@ def settle(placed: Sequence[Placed], mesh: dtensor.Mesh) -> set[Storage]:
         current = _private.backend_variable(variable)
         if not isinstance(current, ShardedVariable):
             continue
+        if waiting and not current.storage.waits:
+            continue
+        current.stay()
         variables.append(current)
         if storages.lacks(current, layout):
             slots = dict(current.slots)
@@ -163,8 +179,10 @@ def settle(placed: Sequence[Placed], mesh: dtensor.Mesh) -> set[Storage]:
             for key, slot in slots.items():
                 slot_layout = layout.slot(slot.layout.spec)
                 slot.move(slot_layout, slot_storage(current, key, slot_layout))
-    for current in variables:
-        current.storage.make_if_filled()
+    if not waiting:
+        for current in variables:
+            for each in (current, *current.slots.values()):
+                each.storage.make_if_filled()
     return left
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -67,11 +68,13 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         microbatches: In how many parts, one after the other, a training step takes its batch, so that it holds the
             activations of one. It updates once, with the numbers of the whole batch. More if it does not divide the
             rows of a device. Eager steps take their batch as one.
+        offload: `"slots"`: optimizer slots rest on the host. On CPU devices they do anyhow: a warning says that nothing
+            is done. On other devices it is refused (docs/planning.md has what is missing).
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
         LayoutError: `layout_map` is of another type or names an axis that the mesh does not have.
-        StrategyError: An unknown stage.
+        StrategyError: An unknown stage; `offload` on devices that are not CPUs.
 
     The batch is global: `batch_size` in `fit` is the number of samples of one step over all devices, the loss is
     the mean over that batch, and `num_replicas_in_sync` is 1.
@@ -101,7 +104,10 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         reduce_dtype: str = "float32",
         slot_dtype: str | None = None,
         microbatches: int = 1,
+        offload: str | None = None,
     ):
+        if offload not in (None, "slots"):
+            raise StrategyError(f"offload must be None or 'slots'. Received: offload={offload!r}")
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
             raise MeshError(
                 f"mesh must come from tfshard.create_mesh(). Received: mesh={mesh!r} (of type {type(mesh)})"
@@ -118,6 +124,8 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         self.reduce_dtype = reduce_dtype
         mesh = mesh or getattr(layout_map, "mesh", None)
         mesh = mesh or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
+        if offload is not None:
+            _check_offload(mesh)
         given = None if auto_layout.is_auto(layout_map) else LayoutMap.from_any(layout_map, axis_sizes(mesh))
         if startup.current() is None:
             startup.initialize()
@@ -360,6 +368,23 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             ConsistencyError: Naming the first variable that differs, and the devices.
         """
         check_consistency(model)
+
+
+def _check_offload(mesh: dtensor.Mesh) -> None:
+    """Says what `offload="slots"` does on the devices of a mesh, before any of them is touched.
+
+    Raises:
+        StrategyError: They are not CPUs.
+    """
+    kind = mesh.device_type().upper()
+    if kind != "CPU":
+        raise StrategyError(
+            "offload='slots' is not there for these devices: an update has to bring sharded slots from the host to the "
+            "device and back inside of a step, which was not tried on any. DTensor does so between CPU meshes for "
+            "tensors that are whole on every device only. Use zero_stage=3, slot_dtype='bfloat16', or more devices. "
+            f"Devices of the mesh: {kind}. Received: offload='slots'"
+        )
+    warnings.warn("offload='slots' does nothing here: on CPU devices, slots rest in the host's memory.", stacklevel=3)
 
 
 class _Scope:

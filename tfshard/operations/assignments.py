@@ -1,0 +1,44 @@
+"""Arrays that are assigned to large variables: files of weights, `set_weights`."""
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfshard import _private
+from tfshard.operations import layer_patch
+from tfshard.storage import steps
+from tfshard.storage.variables import ShardedVariable
+
+# Below, tensors of arrays cost nothing that counts.
+_LARGE_BYTES = 1 << 20
+
+
+def install(variable: keras.Variable, current: ShardedVariable) -> None:
+    """Lets a large Keras variable hand arrays of its own dtype and shape to its sharded one as they are.
+
+    Keras makes a tensor of an array first, which takes two copies more than the array.
+
+    Args:
+        variable: The Keras variable.
+        current: What is in it, or is about to be.
+    """
+    if current.shape.num_elements() * current.dtype.size >= _LARGE_BYTES:
+        layer_patch.apply(layer_patch.ASSIGNED_ARRAY, variable, lambda assign: _as_array(variable, assign))
+
+
+def _as_array(variable: keras.Variable, assign: layer_patch.Method) -> layer_patch.Method:
+    def assigned(value: Any) -> Any:
+        current = _private.backend_variable(variable)
+        if (
+            isinstance(value, np.ndarray)
+            and isinstance(current, ShardedVariable)
+            and steps.is_outside()
+            and not _private.in_stateless_scope()
+            and value.shape == tuple(current.shape)
+            and value.dtype == current.dtype.as_numpy_dtype
+        ):
+            return current.assign(value)
+        return assign(value)
+
+    return assigned
