@@ -9,9 +9,9 @@ import keras
 from tfshard.errors import StrategyError
 from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike
-from tfshard.layouts import variable_layout
 from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.placement import ModelPlacement
+from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
 from tfshard.planning import activation_traffic, gather_counts, linter
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage import turns
@@ -80,7 +80,7 @@ def plan(
     optimizer: OptimizerLike = None,
     inputs: Any = None,
     reshard_after_forward: bool | str | Sequence[str] = True,
-    slot_dtype: str | None = None,
+    slot_dtype: SlotDtype = None,
 ) -> ShardingPlan:
     """Plans a model on a mesh, without a device and without a step.
 
@@ -131,7 +131,7 @@ def plan(
         zero_stage=zero_stage,
         layout_map=auto_layout.resolve(layout_map, model_or_specs, sizes),
         groups=analyzer,
-        slot_dtype=variable_layout.check_slot_dtype(slot_dtype),
+        slot_dtypes=SlotDtypes.of(slot_dtype),
     )
     gathering = turns.Gathering.of(reshard_after_forward)
     return plan_placement(

@@ -349,9 +349,7 @@ def _planned_variable(layout: VariableLayout, mesh_shape: Mapping[str, int], *, 
         storage_shape=layout.storage_shape,
         group=layout.group,
         bytes_whole=variable_layout.spec_bytes(spec),
-        bytes_per_device=None
-        if member
-        else variable_traffic.device_bytes(layout.storage_shape, layout.storage, mesh_shape, layout.dtype_at_rest),
+        bytes_per_device=None if member else variable_traffic.resting_bytes(layout, mesh_shape),
         gradient_bytes_per_device=None if member else gradient,
     )
 
@@ -364,7 +362,7 @@ def _planned_group(
     assert form is not None and len(form.members) == len(members), index
     used = sum(member.elements for member in form.members)
     slot_bytes = sum(
-        variable_traffic.device_bytes(each.storage_shape, each.storage, mesh_shape, each.dtype_at_rest)
+        variable_traffic.resting_bytes(each, mesh_shape)
         for each in (first.slot(dataclasses.replace(spec, path=f"{spec.path}_{name}")) for name in slots)
     )
     gradient_bytes = (

@@ -197,6 +197,12 @@ def device_bytes(shape: tuple[int, ...], axes: Axes, mesh_shape: Mapping[str, in
     return elements * variable_layout.itemsize(dtype)
 
 
+def resting_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
+    """Bytes that one device holds of a variable, or of its buffer, between steps."""
+    shares = math.prod(mesh_shape[axis] for axis in layout.storage if axis is not None)
+    return layout.bytes_at_rest(math.prod(layout.storage_shape) // shares)
+
+
 def whole_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
     """Bytes of a variable, or of its buffer, on one device once it is gathered over the batch axis."""
     return device_bytes(layout.storage_shape, layout.gathered, mesh_shape, layout.spec.dtype)

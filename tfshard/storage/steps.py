@@ -140,7 +140,7 @@ class Step:
 
     def record_base(self, storage: Writable, value: tf.Tensor) -> None:
         """Takes note of a new value of the whole buffer."""
-        self.record(storage, Recorded(base=storage.format.encode(value), written={}))
+        self.record(storage, Recorded(base=value, written={}))
 
     def record_member(self, storage: Writable, member: int, value: tf.Tensor) -> None:
         """Takes note of a new value of one member."""

@@ -15,7 +15,7 @@ class Recorded:
     """What a step has written to a storage.
 
     Attributes:
-        base: What is to be stored; None for what is stored already.
+        base: The buffer that is to be stored, not encoded yet; None for what is stored already.
         written: Whole values of members, by number, newer than `base`.
     """
 
