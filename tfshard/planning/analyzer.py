@@ -12,7 +12,7 @@ from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike
 from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
-from tfshard.planning import activation_traffic, gather_counts, linter
+from tfshard.planning import activation_traffic, gather_counts, gradient_dtypes, linter
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage import turns
 
@@ -177,5 +177,6 @@ def plan_placement(
         unknown=sent.unknown,
         uses=sent.uses,
         gathers=gather_counts.gathers_of(model_or_specs, placement, gathering, inputs),
+        reductions=gradient_dtypes.reductions_of(model_or_specs, placement.variables, optimizer, inputs),
         refused=[str(finding) for finding in refused],
     )

@@ -139,6 +139,7 @@ class ShardingPlan:
         unknown: str = "",
         uses: Mapping[str, int] | None = None,
         gathers: Mapping[str, variable_traffic.Gathers] | None = None,
+        reductions: variable_traffic.Reductions = variable_traffic.PLAIN,
         refused: Sequence[str] = (),
     ) -> "ShardingPlan":
         """The plan of variables whose places are decided.
@@ -150,6 +151,7 @@ class ShardingPlan:
             unknown: Why that is not known.
             uses: How often the forward pass uses a variable, by path, where that is known.
             gathers: How a step of stage 3 gathers a variable or a group, by its name.
+            reductions: How a step reduces gradients.
             refused: What `compile` would refuse.
         """
         mesh_shape, zero_stage = placement.mesh_shape, placement.zero_stage
@@ -159,7 +161,12 @@ class ShardingPlan:
             if layout.group is not None:
                 slot_names[layout.group][slot.name] = None
         sent = variable_traffic.predict_collectives(
-            placement.variables, mesh_shape=mesh_shape, zero_stage=zero_stage, uses=uses, gathers=gathers
+            placement.variables,
+            mesh_shape=mesh_shape,
+            zero_stage=zero_stage,
+            uses=uses,
+            gathers=gathers,
+            reductions=reductions,
         )
         return cls(
             mesh=MeshAxes.of(mesh_shape),
