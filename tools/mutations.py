@@ -258,8 +258,8 @@ MUTATIONS = [
     Mutation(
         area="variables",
         file="tfshard/storage/storage.py",
-        old="        recorded = self.recorded()\n        if recorded is None:\n            with steps.reading_scope",
-        new="        recorded = None\n        if recorded is None:\n            with steps.reading_scope",
+        old="        recorded = self.recorded()\n        if recorded is not None:\n            return self.format",
+        new="        recorded = None\n        if recorded is not None:\n            return self.format",
         what="an update reads a slot as it was before the step",
         killed_by="tests/storage/test_optimizers.py::test_training_matches_one_device[adam-batch2_model2-2-mixed]",
     ),

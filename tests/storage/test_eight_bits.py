@@ -20,7 +20,7 @@ BLOCKS = {name: values.astype(np.float32) for name, values in BLOCKS.items()}
 
 
 def dynamic_map(signed: bool) -> np.ndarray:
-    """As the authors make it (bitsandbytes, `create_dynamic_map`): the middles of the places of seven decades."""
+    """As the authors make it (create_dynamic_map of bitsandbytes): the middles of the places of seven decades."""
     found = [0.0]
     for decade in range(7):
         bounds = np.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
