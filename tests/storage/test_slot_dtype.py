@@ -197,8 +197,8 @@ def test_updates_are_those_of_one_device_whose_slots_are_rounded_after_each():
 
 def test_gradients_of_all_sizes_never_divide_by_a_second_moment_of_zero():
     """Inputs of 1e-8 to 1e2, next to each other in a block, give second moments of 20 decades."""
-    inputs = (RS.normal(size=(32, 256)) * 10 ** np.linspace(-8, 2, 256)).astype("float32")
-    moved = {}
+    inputs = (RS.normal(size=(32, 256)) * 10 ** RS.permutation(np.linspace(-8, 2, 256))).astype("float32")
+    moved, velocities = {}, {}
     for dtype in (None, "int8"):
         keras.backend.clear_session()
         keras.utils.set_random_seed(0)
@@ -206,15 +206,18 @@ def test_gradients_of_all_sizes_never_divide_by_a_second_moment_of_zero():
         model = tfshard.as_distributed(keras.Sequential([keras.Input((256,)), keras.layers.Dense(32)]))
         model.compile(keras.optimizers.Adam(1e-3, epsilon=1e-30), "mse", strategy=strategy_of(dtype))
         before = np.array(model.trainable_variables[0])
+        random = np.random.RandomState(1)
         for _ in range(10):
-            model.train_on_batch(inputs, RS.normal(size=(32, 32)).astype("float32"))
+            model.train_on_batch(inputs, random.normal(size=(32, 32)).astype("float32"))
         moved[dtype] = np.abs(np.array(model.trainable_variables[0]) - before)
-    velocity = next(each for each in model.optimizer.variables if each.path.endswith("kernel_velocity"))
+        velocity = next(each for each in model.optimizer.variables if each.path.endswith("kernel_velocity"))
+        velocities[dtype] = np.array(velocity)
     assert velocity.value.buffer.dtype == tf.uint8, "premise"
-    values = np.array(velocity)
-    assert values.min() > 0 and values.max() / values.min() > 1e12
+    blocks = velocities[None].reshape(-1, 256)
+    assert np.median(blocks.max(-1) / blocks.min(-1)) > 1e10, "premise"
+    assert velocities["int8"].min() > 0
     # Ten steps of Adam move a weight by about ten times the rate at most.
-    assert moved[None].max() < 1.2e-2, "premise"
+    assert moved[None].max() < 1.5e-2, "premise"
     assert moved["int8"].max() < 1.5e-2
 
 
