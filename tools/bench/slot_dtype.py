@@ -14,7 +14,7 @@ import pathlib
 import common
 from absl import app, flags
 
-_STEPS = flags.DEFINE_integer("steps", 300, "Steps.")
+_STEPS = flags.DEFINE_integer("steps", 600, "Steps.")
 _LAYERS = flags.DEFINE_integer("layers", 2, "Transformer blocks.")
 _WIDTH = flags.DEFINE_integer("width", 128, "Width of the model.")
 _SEQUENCE = flags.DEFINE_integer("sequence_length", 64, "Bytes of a sample.")
