@@ -378,14 +378,14 @@ PLANNED = {
 }
 
 
-def wide() -> keras.Model:
+def wide(width: int = 160, outputs: int = 3200) -> keras.Model:
     """Groups above what a trace tells the bytes of, a variable that stands alone, and a column and row pair."""
-    x = inputs = keras.Input((160,))
+    x = inputs = keras.Input((width,))
     for i in range(12):
-        x = keras.layers.Dense(160, activation="tanh", name=f"narrow_{i}")(x)
+        x = keras.layers.Dense(width, activation="tanh", name=f"narrow_{i}")(x)
     x = keras.layers.Dense(640, activation="relu", name="up")(x)
-    x = keras.layers.Dense(160, name="down")(x)
-    return keras.Model(inputs, keras.layers.Dense(3200, name="alone")(x))
+    x = keras.layers.Dense(width, name="down")(x)
+    return keras.Model(inputs, keras.layers.Dense(outputs, name="alone")(x))
 
 
 @table(
@@ -416,6 +416,65 @@ def test_a_step_sends_what_was_planned(mesh, stage):
     )
     assert plan.bytes_per_device("parameter") == parity.held_bytes(model.trainable_variables)
     assert plan.bytes_per_device("slot") == parity.held_bytes(model.optimizer.variables)
+
+
+@pytest.fixture
+def mixed():
+    """Sets a dtype policy for what a test makes."""
+    yield keras.config.set_dtype_policy
+    keras.config.set_dtype_policy("float32")
+
+
+# In what a gradient is added up, by the policy; bfloat16 in float32.
+ADDED_BYTES = {"mixed_bfloat16": 4, "mixed_float16": 2}
+
+
+@table(
+    "reductions that were planned", ("policy", "mesh", "stage"),
+    itertools.product(ADDED_BYTES, PLANNED, (0, 1, 2, 3)),
+    always=[*itertools.product(ADDED_BYTES, ["batch4"], (0, 1, 3)), ("mixed_float16", "batch2_model2", 2),
+            ("mixed_bfloat16", "batch2_model2", 0), ("mixed_float16", "model4", 3)],
+)  # fmt: skip
+def test_a_step_under_mixed_precision_reduces_what_was_planned(policy, mesh, stage, mixed):
+    """With a loss scale under float16, whose step has a branch: on several axes each reduction is alone."""
+    axes, pair = PLANNED[mesh]
+    layout_map = tfshard.LayoutMap()
+    if pair:
+        layout_map.column("up")
+        layout_map.row("down")
+    layout_map.whole(".*", optional=True)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=stage)
+    keras.backend.clear_session()
+    mixed(policy)
+    # So wide that the trace tells the bytes of half of float32.
+    model = tfshard.as_distributed(wide(width=200, outputs=4000))
+    plan = strategy.plan(model, "adam")
+    model.compile("adam", "mse", strategy=strategy)
+    scales = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert scales == (policy == "mixed_float16") and model.layers[1].compute_dtype == policy[6:], "premise"
+    profile = tfshard.profile_step(model, (np.ones((8, 200)), np.ones((8, 4000))))
+    tfshard.measure.assert_matches_plan(profile, plan)
+    tfshard.measure.assert_matches_plan(profile, strategy.plan(model))
+    if mesh == "batch4":
+        elements = sum(int(np.prod(each.shape)) for each in model.trainable_variables)
+        reduced = [each for each in plan.collectives if each.kind in ("all-reduce", "reduce-scatter")]
+        assert sum(each.bytes for each in reduced) == pytest.approx(ADDED_BYTES[policy] * elements, abs=64)
+        assert profile.bytes("all-reduce") == pytest.approx(ADDED_BYTES[policy] * elements, abs=4096)
+
+
+def test_gradients_of_layers_that_compute_in_float32_are_reduced_in_it(mixed):
+    mixed("mixed_float16")
+    layers = [
+        keras.layers.Dense(64, name="half"), keras.layers.LayerNormalization(name="norm"),
+        keras.layers.Dense(64, name="full", dtype="float32"),
+    ]  # fmt: skip
+    model = keras.Sequential([keras.Input((64,)), *layers], name="net")
+    plan = tfshard.plan(model, {"batch": 4}, zero_stage=0, optimizer="adam")
+    found = {each.what: each.bytes for each in plan.collectives}
+    # LayerNormalization brings its scale and offset from float16 back to float32.
+    assert found == {
+        "float32 gradients": 4 * (64 + 64 + 64 * 64 + 64), "float16 gradients": 2 * (64 * 64 + 64)
+    }  # fmt: skip
 
 
 def test_a_step_that_is_not_as_planned_is_an_error_with_both_sides():

@@ -64,7 +64,7 @@ def held(variables: Iterable[StateVariable], *, first_client: bool) -> list[Held
         for location, tensor in storage.local_tensors():
             if boxes.owner(storage.format.storage, sizes, location, number) != location:
                 continue
-            tensor = storage.format.decode(_on_host(tensor))
+            tensor = storage.format.decode_local(_on_host(tensor))
             for piece in _pieces(storage, members, location):
                 found.append(HeldPiece(variable=members[piece.member], box=piece.box, tensor=tensor, begin=piece.begin))
     return [piece for piece in found if piece.box.elements]
@@ -105,16 +105,15 @@ def _local(
     storage: Storage, members: dict[int, StateVariable], location: Mapping[str, int], tensor: tf.Tensor, read: Read
 ) -> np.ndarray:
     pieces = _pieces(storage, members, location)
-    encode = storage.format.encode
-    if [piece.box.shape for piece in pieces] == [tuple(tensor.shape)]:
-        encoded: np.ndarray = encode(read(members[pieces[0].member], pieces[0].box))
-        return encoded
+    values = storage.format.decode_local(tensor)
+    if [piece.box.shape for piece in pieces] == [tuple(values.shape)]:
+        return storage.format.encode_local(read(members[pieces[0].member], pieces[0].box))
     # Padding, and members that are not among the variables, stay as they are.
-    local = np.array(tensor)
+    local = np.array(values)
     flat = local.reshape(-1)
     for piece in pieces:
-        flat[piece.begin : piece.end] = encode(read(members[piece.member], piece.box)).reshape(-1)
-    return local
+        flat[piece.begin : piece.end] = read(members[piece.member], piece.box).reshape(-1)
+    return storage.format.encode_local(local)
 
 
 def _pieces(storage: Storage, members: dict[int, StateVariable], location: Mapping[str, int]) -> list[Piece]:

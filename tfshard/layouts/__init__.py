@@ -6,6 +6,8 @@ A *layout* says which axis of the mesh shards which dim. Read `variable_layout` 
     axes               names, sizes and roles of the axes of a mesh
     layout_map         path patterns to axes, columns and rows
     variable_layout    a variable's spec to its `VariableLayout`; `FlatForm`, the padded form
+    shard_rows         an array with a row for each shard
+    slot_dtypes        in which dtype the optimizer slots of each variable rest
     groups             which small variables share a buffer
     placement          `ModelPlacement`: where each variable of a model goes, and each slot
     boxes              which part of which variable a device holds, as boxes of the variable's own shape

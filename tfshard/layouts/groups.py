@@ -59,7 +59,7 @@ class GroupPolicy:
         for index, layout in enumerate(planned):
             if not self.may_group(layout, stage_3=stage_3):
                 continue
-            key = (layout.spec.dtype, frozenset(layout.compute) - {None}, layout.spec.trainable)
+            key = (layout.spec.dtype, frozenset(layout.compute) - {None}, layout.spec.trainable, layout.slot_dtype)
             alone = _OpenGroup(mesh_axes)
             if not alone.add(index, layout, self.max_group_bytes):
                 continue

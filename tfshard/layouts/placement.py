@@ -13,6 +13,7 @@ from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
+from tfshard.layouts.slot_dtypes import OWN, SlotDtypes
 from tfshard.layouts.variable_layout import VariableLayout
 
 
@@ -45,7 +46,7 @@ class ModelPlacement:
         layout_map: LayoutMap | None = None,
         groups: GroupPolicy | None = None,
         resting: Sequence[VariableLayout | None] = (),
-        slot_dtype: str | None = None,
+        slot_dtypes: SlotDtypes = OWN,
     ) -> "ModelPlacement":
         """Decides where the variables of a model go.
 
@@ -57,7 +58,7 @@ class ModelPlacement:
             groups: Which small variables share a buffer; None for none.
             resting: For each variable, where it rests already, if it does. One that is in a group stays there if its
                 rule allows it: another model may have it too, and functions that read it go on.
-            slot_dtype: The dtype in which the moments of float32 variables rest; None for their own.
+            slot_dtypes: In which dtype the moments of float32 variables rest.
 
         Raises:
             LayoutError: The layout map names an axis that the mesh does not have.
@@ -72,7 +73,7 @@ class ModelPlacement:
         for number, spec in enumerate(specs):
             try:
                 layout = variable_layout.plan_variable(
-                    spec, layout_map=layout_map, mesh_shape=mesh_shape, zero_stage=zero_stage, slot_dtype=slot_dtype
+                    spec, layout_map=layout_map, mesh_shape=mesh_shape, zero_stage=zero_stage, slot_dtypes=slot_dtypes
                 )
             except LayoutError as error:
                 faults[number] = str(error)

@@ -13,12 +13,18 @@ import numpy as np
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.layouts.axes import MeshAxes, Role
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
+from tfshard.layouts.shard_rows import ShardRows
+from tfshard.layouts.slot_dtypes import OWN, SlotDtypes
 
 Axes = tuple[str | None, ...]
 
 # Non-trainable variables smaller than this stay whole: batch statistics, counters, seeds, metrics.
 WHOLE_BELOW_BYTES = 1 << 20
 
+
+# Elements that share a scale where they rest in 8 bits, and the bytes of a block: a code for each, and the scale.
+BLOCK_ELEMENTS = 256
+BLOCK_BYTES = BLOCK_ELEMENTS + 4
 
 # Members of at least so many bytes start at a multiple of it, so that TensorFlow can read them without a copy.
 ALIGNMENT_BYTES = 64
@@ -139,22 +145,9 @@ class FlatForm:
         """The buffer's layout once it is gathered over the batch axis."""
         return (*self.model_axes, None, None)
 
-    def split_shape(self, member: FlatMember) -> tuple[int, ...]:
-        """A member's shape with each model-sharded dim split in (axis size, rest)."""
-        split: list[int] = []
-        for size, axis in zip(member.shape, member.compute, strict=True):
-            split += [size] if axis is None else [self.mesh_shape[axis], size // self.mesh_shape[axis]]
-        return tuple(split)
-
-    def to_front(self, member: FlatMember) -> tuple[int, ...]:
-        """The permutation of `split_shape` that brings the model axes to the front, in the order of the mesh."""
-        position, split_dim = {}, 0
-        for axis in member.compute:
-            if axis is not None:
-                position[axis] = split_dim
-            split_dim += 1 if axis is None else 2
-        front = [position[axis] for axis in self.model_axes]
-        return (*front, *(i for i in range(split_dim) if i not in front))
+    def shard_rows(self, member: FlatMember) -> ShardRows:
+        """A member with its model shards in front, as it lies in the buffer."""
+        return ShardRows(shape=member.shape, axes=member.compute, mesh_shape=self.mesh_shape)
 
 
 # Sums of gradients and averages of weights (Keras's names), which are added to in small steps.
@@ -176,7 +169,8 @@ class VariableLayout:
         group: The number of the group that shares `flat`; None when it stands alone.
         member: Its index among the members of `flat`.
         slot_dtype: The dtype in which its moments rest; None for their own.
-        stored_dtype: The dtype in which it rests; None for its own.
+        stored_dtype: The dtype in which it rests; None for its own. `"int8"`: in codes of 8 bits, in blocks with a
+            scale.
     """
 
     spec: VariableSpec
@@ -191,10 +185,11 @@ class VariableLayout:
     slot_dtype: str | None = None
     stored_dtype: str | None = None
 
-    @property
-    def dtype_at_rest(self) -> str:
-        """The dtype of what is stored."""
-        return self.stored_dtype or self.spec.dtype
+    def bytes_at_rest(self, elements: int) -> int:
+        """Bytes of what a device stores of so many elements."""
+        if self.stored_dtype == "int8":
+            return -(-elements // BLOCK_ELEMENTS) * BLOCK_BYTES
+        return elements * itemsize(self.stored_dtype or self.spec.dtype)
 
     @property
     def grouped(self) -> bool:
@@ -249,17 +244,6 @@ class VariableLayout:
         )
 
 
-def check_slot_dtype(dtype: str | None) -> str | None:
-    """`dtype`, if slots can be stored in it.
-
-    Raises:
-        StrategyError: They cannot.
-    """
-    if dtype not in (None, "float32", "bfloat16"):
-        raise StrategyError(f"slot_dtype must be None, 'float32' or 'bfloat16'. Received: slot_dtype={dtype!r}")
-    return None if dtype == "float32" else dtype
-
-
 def plan_variable(
     spec: VariableSpec,
     *,
@@ -267,7 +251,7 @@ def plan_variable(
     mesh_shape: Mapping[str, int],
     zero_stage: int,
     slot: bool = False,
-    slot_dtype: str | None = None,
+    slot_dtypes: SlotDtypes = OWN,
 ) -> VariableLayout:
     """Decides the layout of one variable.
 
@@ -277,7 +261,7 @@ def plan_variable(
         mesh_shape: Axis name to size.
         zero_stage: 0 to 3.
         slot: Whether it is an optimizer variable, which is sharded from stage 1 on.
-        slot_dtype: The dtype in which its moments rest, if it is float32 and trained; None for their own.
+        slot_dtypes: In which dtype its moments rest.
 
     Returns:
         The `VariableLayout`.
@@ -310,7 +294,7 @@ def plan_variable(
         store_sharded=stage >= (1 if slot else 3),
         update_sharded=stage >= 1,
         reduce_scatter=stage >= 2,
-        slot_dtype=slot_dtype if spec.trainable and spec.dtype == "float32" else None,
+        slot_dtype=slot_dtypes.of_variable(spec),
     )
 
 
@@ -392,15 +376,11 @@ def flatten_host_values(values: Iterable[np.ndarray], dtype: np.dtype, form: Fla
     """The padded buffer of its members' values, which are taken one after the other, on the host."""
     buffer = np.zeros((*form.model_sizes, form.rows * form.columns), dtype)
     for value, member in zip(values, form.members, strict=True):
-        moved = value.reshape(form.split_shape(member)).transpose(form.to_front(member))
-        part = slice(member.offset, member.offset + member.elements)
-        buffer[..., part] = moved.reshape(*form.model_sizes, member.elements)
+        buffer[..., member.offset : member.end] = form.shard_rows(member).flatten(value)
     return buffer.reshape(form.buffer_shape)
 
 
 def unflatten_host_value(buffer: np.ndarray, form: FlatForm, member: FlatMember) -> np.ndarray:
     """A member's value out of a padded buffer, on the host."""
     rows = buffer.reshape(*form.model_sizes, form.rows * form.columns)
-    split, front = form.split_shape(member), form.to_front(member)
-    part = rows[..., member.offset : member.offset + member.elements]
-    return np.reshape(part.reshape([split[i] for i in front]).transpose(np.argsort(front)), member.shape)
+    return form.shard_rows(member).restore(rows[..., member.offset : member.end])

@@ -6,6 +6,7 @@ Read `sharding_plan` first: what a plan holds.
     analyzer              `plan`; `ParameterAnalyzer`, which makes groups and plans with them
     variable_traffic      what a step sends of variables and gradients
     gather_counts         how often a step gathers a variable or a group
+    gradient_dtypes       in which dtype a step reduces each gradient
     activation_traffic    what a step sends of activations over a model axis
     peak                  what a device holds at the peak of a step
     linter                mistakes in layout maps; run by compile

@@ -9,10 +9,10 @@ import keras
 from tfshard.errors import StrategyError
 from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike
-from tfshard.layouts import variable_layout
 from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.planning import activation_traffic, gather_counts, linter
+from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
+from tfshard.planning import activation_traffic, gather_counts, gradient_dtypes, linter
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage import turns
 
@@ -80,7 +80,7 @@ def plan(
     optimizer: OptimizerLike = None,
     inputs: Any = None,
     reshard_after_forward: bool | str | Sequence[str] = True,
-    slot_dtype: str | None = None,
+    slot_dtype: SlotDtype = None,
 ) -> ShardingPlan:
     """Plans a model on a mesh, without a device and without a step.
 
@@ -131,7 +131,7 @@ def plan(
         zero_stage=zero_stage,
         layout_map=auto_layout.resolve(layout_map, model_or_specs, sizes),
         groups=analyzer,
-        slot_dtype=variable_layout.check_slot_dtype(slot_dtype),
+        slot_dtypes=SlotDtypes.of(slot_dtype),
     )
     gathering = turns.Gathering.of(reshard_after_forward)
     return plan_placement(
@@ -177,5 +177,6 @@ def plan_placement(
         unknown=sent.unknown,
         uses=sent.uses,
         gathers=gather_counts.gathers_of(model_or_specs, placement, gathering, inputs),
+        reductions=gradient_dtypes.reductions_of(model_or_specs, placement.variables, optimizer, inputs),
         refused=[str(finding) for finding in refused],
     )

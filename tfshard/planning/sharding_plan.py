@@ -139,6 +139,7 @@ class ShardingPlan:
         unknown: str = "",
         uses: Mapping[str, int] | None = None,
         gathers: Mapping[str, variable_traffic.Gathers] | None = None,
+        reductions: variable_traffic.Reductions = variable_traffic.PLAIN,
         refused: Sequence[str] = (),
     ) -> "ShardingPlan":
         """The plan of variables whose places are decided.
@@ -150,6 +151,7 @@ class ShardingPlan:
             unknown: Why that is not known.
             uses: How often the forward pass uses a variable, by path, where that is known.
             gathers: How a step of stage 3 gathers a variable or a group, by its name.
+            reductions: How a step reduces gradients.
             refused: What `compile` would refuse.
         """
         mesh_shape, zero_stage = placement.mesh_shape, placement.zero_stage
@@ -159,7 +161,12 @@ class ShardingPlan:
             if layout.group is not None:
                 slot_names[layout.group][slot.name] = None
         sent = variable_traffic.predict_collectives(
-            placement.variables, mesh_shape=mesh_shape, zero_stage=zero_stage, uses=uses, gathers=gathers
+            placement.variables,
+            mesh_shape=mesh_shape,
+            zero_stage=zero_stage,
+            uses=uses,
+            gathers=gathers,
+            reductions=reductions,
         )
         return cls(
             mesh=MeshAxes.of(mesh_shape),
@@ -349,9 +356,7 @@ def _planned_variable(layout: VariableLayout, mesh_shape: Mapping[str, int], *, 
         storage_shape=layout.storage_shape,
         group=layout.group,
         bytes_whole=variable_layout.spec_bytes(spec),
-        bytes_per_device=None
-        if member
-        else variable_traffic.device_bytes(layout.storage_shape, layout.storage, mesh_shape, layout.dtype_at_rest),
+        bytes_per_device=None if member else variable_traffic.resting_bytes(layout, mesh_shape),
         gradient_bytes_per_device=None if member else gradient,
     )
 
@@ -364,7 +369,7 @@ def _planned_group(
     assert form is not None and len(form.members) == len(members), index
     used = sum(member.elements for member in form.members)
     slot_bytes = sum(
-        variable_traffic.device_bytes(each.storage_shape, each.storage, mesh_shape, each.dtype_at_rest)
+        variable_traffic.resting_bytes(each, mesh_shape)
         for each in (first.slot(dataclasses.replace(spec, path=f"{spec.path}_{name}")) for name in slots)
     )
     gradient_bytes = (

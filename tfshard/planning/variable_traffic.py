@@ -10,6 +10,7 @@ import keras
 from tfshard import _private
 from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import MeshAxes
+from tfshard.layouts.layout_map import VariableSpec
 from tfshard.layouts.variable_layout import Axes, VariableLayout
 
 
@@ -50,6 +51,34 @@ class Gathers:
     itemsize: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reductions:
+    """How a step reduces gradients.
+
+    Attributes:
+        dtypes: The dtype of the gradient as it is reduced, by the variable's path; by default the variable's.
+        scales_loss: Whether the optimizer scales the loss: it looks whether all gradients are finite, and updates in a
+            branch.
+    """
+
+    dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    scales_loss: bool = False
+
+    def dtype_of(self, spec: VariableSpec) -> str:
+        """The dtype of a variable's gradient as it is reduced."""
+        return self.dtypes.get(spec.path, spec.dtype)
+
+    def bytes_of(self, layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
+        """Bytes of a variable's gradient, as one device sends it. bfloat16 is added up in float32 (reductions.py)."""
+        dtype = self.dtype_of(layout.spec)
+        sent = "float32" if dtype == "bfloat16" else dtype
+        return device_bytes(layout.spec.shape, layout.compute, mesh_shape, sent)
+
+
+# Gradients are reduced in the dtypes of their variables.
+PLAIN = Reductions()
+
+
 def predict_collectives(
     planned: Sequence[VariableLayout],
     *,
@@ -57,6 +86,7 @@ def predict_collectives(
     zero_stage: int,
     uses: Mapping[str, int] | None = None,
     gathers: Mapping[str, Gathers] | None = None,
+    reductions: Reductions = PLAIN,
 ) -> tuple[Collective, ...]:
     """What a training step sends over the batch axis.
 
@@ -65,7 +95,9 @@ def predict_collectives(
     From stage 1 on the gradient of a variable that stands alone and is cut along one of its dims is reduce-scattered
     (on CPU an all-reduce and a local slice). All other gradients of one dtype are merged by DTensor in one all-reduce,
     which the loss and the metrics join; but at stage 3 parts of gradients for which the backward pass waits may stay
-    alone.
+    alone. An optimizer that scales the loss needs to know whether all gradients are finite: those of stage 1 are
+    reduced whole for it, and one flag is reduced besides where devices have different parts. It updates in a branch,
+    and on a mesh of several axes nothing of such a step is merged (`tfshard.devices.merges`), nor the metrics.
 
     Not predicted: what a custom step reduces besides, and batch statistics.
 
@@ -76,13 +108,15 @@ def predict_collectives(
         uses: How often the forward pass uses a variable, by path. By default what a functional model tells of its
             layers.
         gathers: How stage 3 gathers a variable or a group, by its name here (`gather_counts`); by default once.
+        reductions: How gradients are reduced (`gradient_dtypes`).
     """
     mesh_axes = MeshAxes.of(mesh_shape)
     axis = mesh_axes.data
+    collectives = _flags(planned, mesh_axes) if reductions.scales_loss else []
     if axis is None or mesh_axes.data_size == 1:
-        return ()
+        return tuple(collectives)
     found = functools.partial(Collective, axis=axis)
-    collectives = []
+    stays_alone = reductions.scales_loss and mesh_axes.shards_by_several
     for layout in units(planned):
         if is_gathered(layout, zero_stage):
             name, itemsize = unit_name(layout), variable_layout.itemsize(layout.spec.dtype)
@@ -105,8 +139,10 @@ def predict_collectives(
     for layout in planned:
         if not layout.spec.trainable:
             continue
-        bytes_ = device_bytes(layout.spec.shape, layout.compute, mesh_shape, layout.spec.dtype)
+        bytes_ = reductions.bytes_of(layout, mesh_shape)
         scattered, together = _contributions(layout, uses or {})
+        if reductions.scales_loss and not layout.reduce_scatter:
+            scattered, together = 0, scattered + together
         if scattered:
             collectives.append(
                 found(
@@ -129,7 +165,18 @@ def predict_collectives(
                 )
             )
             continue
-        merged.setdefault(layout.spec.dtype, []).append(together * bytes_)
+        if stays_alone and together:
+            collectives.append(
+                found(
+                    kind="all-reduce",
+                    what=layout.spec.path,
+                    count=together,
+                    bytes=bytes_,
+                    formula=f"bytes(gradient) over {axis}, for each use of the layer, with the loss scaled",
+                )
+            )
+            continue
+        merged.setdefault(reductions.dtype_of(layout.spec), []).append(together * bytes_)
     for dtype, parts in merged.items():
         scalars = ", with loss and metrics" if dtype == "float32" else ""
         collectives.append(
@@ -142,6 +189,26 @@ def predict_collectives(
             )
         )
     return tuple(collectives)
+
+
+def _flags(planned: Sequence[VariableLayout], mesh_axes: MeshAxes) -> list[Collective]:
+    """Whether gradients of which devices have different parts are finite: a number for each, merged on one axis."""
+    waiting = []
+    for layout in planned:
+        axes = [axis for axis in layout.gradient if axis is not None and mesh_axes[axis] > 1]
+        if layout.spec.trainable and axes:
+            waiting.append((layout.spec.path, axes[0]))
+    if not mesh_axes.shards_by_several:
+        waiting = waiting[:1]
+    return [
+        Collective(
+            kind="all-reduce", what=path, axis=axis, count=1, bytes=_FLAG_BYTES, formula="whether gradients are finite"
+        )
+        for path, axis in waiting
+    ]
+
+
+_FLAG_BYTES = 4
 
 
 def _contributions(layout: VariableLayout, known_uses: Mapping[str, int]) -> tuple[int, int]:
@@ -195,6 +262,12 @@ def device_bytes(shape: tuple[int, ...], axes: Axes, mesh_shape: Mapping[str, in
     """Bytes that one device holds of a tensor in a layout."""
     elements = math.prod(shape) // math.prod(mesh_shape[axis] for axis in axes if axis is not None)
     return elements * variable_layout.itemsize(dtype)
+
+
+def resting_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
+    """Bytes that one device holds of a variable, or of its buffer, between steps."""
+    shares = math.prod(mesh_shape[axis] for axis in layout.storage if axis is not None)
+    return layout.bytes_at_rest(math.prod(layout.storage_shape) // shares)
 
 
 def whole_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:

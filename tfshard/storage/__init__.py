@@ -5,6 +5,7 @@ A *storage* is one DTensor variable; a group's members live in it together. A *s
 
     formats            how a storage keeps its members: `Whole` in their own shape, `Flat` in a padded buffer
     initial_values     initial values that are not drawn before their place is known
+    eight_bits         float32 elements as codes of 8 bits in blocks
     storage            `Storage`: a DTensor variable and the variables that live in it
     writes             what a step has written, and what it writes to
     steps              `Step`, which defers writes; the scopes of steps and updates

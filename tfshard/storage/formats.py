@@ -2,7 +2,8 @@
 
 `Whole` keeps one variable in its own shape, `Flat` one or more in a padded buffer. Everything that differs between the
 two is asked of the format. Another way of storing is one more class here, and a line in `StorageFormat.of`; one that
-differs in its elements only, such as in their dtype, gives `encode` and `decode` (tests/storage/test_formats.py).
+differs in its elements only, such as in their dtype, gives `encode` and `decode` (tests/storage/test_formats.py). One
+that stores what devices have of another's buffer in a form of its own, as `InBlocks` does, has that other.
 
 The words: *values* are members' whole values, in their shapes. The *buffer* holds all members in one tensor; *stored*
 is the buffer as it rests, with its elements encoded.
@@ -23,7 +24,9 @@ from tfshard.devices import transfer
 from tfshard.layouts import boxes, variable_layout
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.boxes import Piece
+from tfshard.layouts.shard_rows import ShardRows
 from tfshard.layouts.variable_layout import Axes, FlatForm, FlatMember, VariableLayout
+from tfshard.storage import eight_bits
 from tfshard.storage.initial_values import HostValue, drawn
 
 # An array on the host, or a tensor, also on the mesh.
@@ -86,20 +89,31 @@ class StorageFormat(abc.ABC):
     @staticmethod
     def of(layout: VariableLayout, mesh: dtensor.Mesh) -> "StorageFormat":
         """The format of the storage in which a variable of this layout lives."""
-        narrow = layout.stored_dtype is not None
+        narrow = layout.stored_dtype == "bfloat16"
+        format: StorageFormat
         if layout.flat is None:
-            return (WholeInBfloat16 if narrow else Whole)(layout, mesh)
-        return (FlatInBfloat16 if narrow else Flat)(layout, layout.flat, mesh)
+            format = (WholeInBfloat16 if narrow else Whole)(layout, mesh)
+        else:
+            format = (FlatInBfloat16 if narrow else Flat)(layout, layout.flat, mesh)
+        return InBlocks(layout, format) if layout.stored_dtype == "int8" else format
 
     # --- elements -------------------------------------------------------------------------------------
 
     def encode(self, values: Elements) -> Elements:
-        """Elements of members as they are stored."""
+        """The buffer as it is stored; an array on the host, or a tensor on the mesh."""
         return values
 
     def decode(self, stored: Elements) -> Elements:
-        """What `encode` took: elements of members."""
+        """What `encode` took."""
         return stored
+
+    def encode_local(self, values: Elements) -> Elements:
+        """What one device has of the buffer, as it is stored there; an array or tensor on the host."""
+        return self.encode(values)
+
+    def decode_local(self, stored: Elements) -> Elements:
+        """What `encode_local` took."""
+        return self.decode(stored)
 
     # --- on the host ----------------------------------------------------------------------------------
 
@@ -118,19 +132,23 @@ class StorageFormat(abc.ABC):
 
     @abc.abstractmethod
     def pack(self, written: Mapping[int, tf.Tensor], read: Callable[[int], tf.Tensor]) -> tf.Tensor:
-        """What is to be stored, in any layout, once members were written.
+        """The buffer, in any layout, once members were written.
 
         Args:
             written: What was written, by member; in any layout.
             read: Gives any member's value under its compute layout, what was written included.
         """
 
-    def at_rest(self, stored: tf.Tensor) -> tf.Tensor:
-        """What is stored, in its storage layout."""
-        return transfer.relayout(stored, self.storage, self.mesh)
+    def at_rest(self, buffer: tf.Tensor) -> tf.Tensor:
+        """The buffer, in any layout, as it is stored, in its storage layout."""
+        return transfer.relayout(self.encode(buffer), self.storage, self.mesh)
+
+    def in_update(self, buffer: tf.Tensor) -> tf.Tensor:
+        """The buffer, in any layout, in the one in which it is updated."""
+        return transfer.relayout(buffer, self.update, self.mesh)
 
     def for_update(self, stored: tf.Tensor) -> tf.Tensor:
-        """The buffer in the layout in which it is updated."""
+        """The buffer, as it is stored, in the layout in which it is updated."""
         return self.decode(transfer.relayout(stored, self.update, self.mesh))
 
     @abc.abstractmethod
@@ -197,7 +215,7 @@ class Whole(StorageFormat):
         return self.decode(stored)
 
     def pack(self, written: Mapping[int, tf.Tensor], read: Callable[[int], tf.Tensor]) -> tf.Tensor:
-        return self.encode(written[0])
+        return written[0]
 
     def gather(self, stored: tf.Tensor) -> tf.Tensor:
         return self.decode(transfer.relayout(stored, self.gathered, self.mesh))
@@ -225,6 +243,23 @@ Pin: TypeAlias = Callable[[tf.Tensor, Axes], tf.Tensor]
 def _as_it_is(tensor: tf.Tensor, axes: Axes) -> tf.Tensor:
     """The pin of ordinary tensors, which have no layout."""
     return tensor
+
+
+def _to_rows(value: tf.Tensor, rows: ShardRows, pin: Pin) -> tf.Tensor:
+    """A tensor with a row for each shard."""
+    value = pin(value, rows.axes)
+    if rows.front:
+        value = pin(tf.reshape(value, rows.split_shape), rows.split_axes)
+        value = pin(tf.transpose(value, rows.to_front), rows.moved_axes)
+    return pin(tf.reshape(value, rows.row_shape), rows.row_axes)
+
+
+def _from_rows(tensor: tf.Tensor, rows: ShardRows, pin: Pin) -> tf.Tensor:
+    """What `_to_rows` took."""
+    if rows.front:
+        tensor = pin(tf.reshape(tensor, rows.moved_shape), rows.moved_axes)
+        tensor = pin(tf.transpose(tensor, np.argsort(rows.to_front)), rows.split_axes)
+    return pin(tf.reshape(tensor, rows.shape), rows.axes)
 
 
 class Flat(StorageFormat):
@@ -264,7 +299,7 @@ class Flat(StorageFormat):
         return transfer.relayout(tensor, axes, self.mesh)
 
     def pack(self, written: Mapping[int, tf.Tensor], read: Callable[[int], tf.Tensor]) -> tf.Tensor:
-        return self.encode(self._join([read(i) for i in range(len(self.members))]))
+        return self._join([read(i) for i in range(len(self.members))])
 
     def pack_gradients(self, gradients: Sequence[tf.Tensor | None], dtype: tf.DType) -> tf.Tensor:
         filled = [
@@ -293,14 +328,7 @@ class Flat(StorageFormat):
 
     def _to_part(self, value: tf.Tensor, place: FlatMember, pin: Pin) -> tf.Tensor:
         """A member's value as it lies in the line."""
-        form, model = self._form, self._model_axes
-        value = pin(value, place.compute)
-        if model:
-            front = form.to_front(place)
-            value = pin(tf.reshape(value, form.split_shape(place)), self._split_axes(place))
-            value = tf.transpose(value, front)
-            value = pin(value, (*model, *(None,) * (len(front) - len(model))))
-        return pin(tf.reshape(value, (*form.model_sizes, place.elements)), (*model, None))
+        return _to_rows(value, self._form.shard_rows(place), pin)
 
     def gather(self, stored: tf.Tensor) -> tf.Tensor:
         buffer = self._pin(stored, self._form.gathered_axes)
@@ -311,23 +339,10 @@ class Flat(StorageFormat):
 
     def _from_line(self, line: tf.Tensor, place: FlatMember, pin: Pin) -> tf.Tensor:
         """A member's value out of the line."""
-        form, model = self._form, self._model_axes
         tensor = line
         if (place.offset, place.elements) != (0, self._in_line[-1]):
-            tensor = pin(tensor[..., place.offset : place.end], (*model, None))
-        if model:
-            split, front = form.split_shape(place), form.to_front(place)
-            moved = [split[i] for i in front]
-            tensor = pin(tf.reshape(tensor, moved), (*model, *(None,) * (len(moved) - len(model))))
-            tensor = pin(tf.transpose(tensor, np.argsort(front)), self._split_axes(place))
-        return pin(tf.reshape(tensor, place.shape), place.compute)
-
-    def _split_axes(self, place: FlatMember) -> Axes:
-        """The layout of `split_shape`: each model axis on the dim of its own size."""
-        axes: list[str | None] = []
-        for axis in place.compute:
-            axes += [None] if axis is None else [axis, None]
-        return tuple(axes)
+            tensor = pin(tensor[..., place.offset : place.end], (*self._model_axes, None))
+        return _from_rows(tensor, self._form.shard_rows(place), pin)
 
     def mask(self, members: frozenset[int]) -> tf.Tensor:
         form = self._form
@@ -384,3 +399,109 @@ class WholeInBfloat16(_Bfloat16, Whole):
 
 class FlatInBfloat16(_Bfloat16, Flat):
     """Members in a padded buffer of bfloat16."""
+
+
+class InBlocks(StorageFormat):
+    """Float32 members of another format, in codes of 8 bits with a scale for each block of 256 (eight_bits.py).
+
+    Stored is a matrix with a row for each block, for each shard of the other's buffer in its update layout, in which it
+    rests: no block has elements of two shards, and none is sent to be encoded.
+    """
+
+    direct = False
+
+    def __init__(self, layout: VariableLayout, inner: StorageFormat):
+        super().__init__(layout, inner.mesh, inner.members)
+        assert inner.storage == inner.update, "Slots rest as they are updated."
+        self.packed = inner.packed
+        self._inner = inner
+        self._rows = ShardRows(shape=inner.shape, axes=inner.storage, mesh_shape=axis_sizes(inner.mesh))
+        self._blocks = -(-self._rows.elements // variable_layout.BLOCK_ELEMENTS)
+        self.shape = (*self._rows.sizes, self._blocks, variable_layout.BLOCK_BYTES)
+        self.storage = self.update = (*self._rows.front, None, None)
+        self.gathered = tuple(axis if axis in inner.gathered else None for axis in self.storage)
+
+    # --- elements -------------------------------------------------------------------------------------
+
+    def encode(self, values: Any) -> Any:
+        return self._encode(values, self._pin) if tf.is_tensor(values) else _by_tensors(self._encode, values)
+
+    def decode(self, stored: Any) -> Any:
+        return self._decode(stored, self._pin) if tf.is_tensor(stored) else _by_tensors(self._decode, stored)
+
+    def encode_local(self, values: Any) -> Any:
+        if not tf.is_tensor(values):
+            return _by_tensors(self.encode_local, values)
+        encoded = self._to_blocks(tf.reshape(values, (self._rows.elements,)), _as_it_is)
+        return tf.reshape(encoded, (*(1 for _ in self._rows.front), *encoded.shape))
+
+    def decode_local(self, stored: Any) -> Any:
+        if not tf.is_tensor(stored):
+            return _by_tensors(self.decode_local, stored)
+        return tf.reshape(self._from_blocks(tf.reshape(stored, stored.shape[-2:]), _as_it_is), self._rows.shard_shape)
+
+    def _pin(self, tensor: tf.Tensor, axes: Axes) -> tf.Tensor:
+        return transfer.relayout(tensor, axes, self.mesh)
+
+    def _encode(self, values: tf.Tensor, pin: Pin = _as_it_is) -> tf.Tensor:
+        return self._to_blocks(_to_rows(values, self._rows, pin), pin)
+
+    def _decode(self, stored: tf.Tensor, pin: Pin = _as_it_is) -> tf.Tensor:
+        return _from_rows(self._from_blocks(pin(stored, self.storage), pin), self._rows, pin)
+
+    def _to_blocks(self, rows: tf.Tensor, pin: Pin) -> tf.Tensor:
+        """Rows `(..., elements)` as encoded blocks `(..., blocks, bytes)`; the last one is filled up with zeros."""
+        front, elements = tuple(rows.shape[:-1]), self._blocks * variable_layout.BLOCK_ELEMENTS
+        if elements > self._rows.elements:
+            shape, axes = (*front, elements - self._rows.elements), self._rows.row_axes
+            filling = tf.zeros(shape) if pin is _as_it_is else transfer.zeros(shape, tf.float32, axes, self.mesh)
+            rows = pin(tf.concat([rows, filling], axis=-1), axes)
+        blocks = pin(tf.reshape(rows, (*front, self._blocks, variable_layout.BLOCK_ELEMENTS)), self.storage)
+        return pin(eight_bits.encode(blocks), self.storage)
+
+    def _from_blocks(self, stored: tf.Tensor, pin: Pin) -> tf.Tensor:
+        """What `_to_blocks` took."""
+        front, axes = tuple(stored.shape[:-2]), self._rows.row_axes
+        blocks = pin(eight_bits.decode(stored), self.storage)
+        rows = pin(tf.reshape(blocks, (*front, self._blocks * variable_layout.BLOCK_ELEMENTS)), axes)
+        return pin(rows[..., : self._rows.elements], axes)
+
+    # --- what the other format does -------------------------------------------------------------------
+
+    def pack_host(self, values: Mapping[int, HostValue]) -> np.ndarray:
+        stored: np.ndarray = self.encode(self._inner.pack_host(values))
+        return stored
+
+    def unpack_host(self, stored: np.ndarray, member: int) -> np.ndarray:
+        return self._inner.unpack_host(self.decode(stored), member)
+
+    def pack(self, written: Mapping[int, tf.Tensor], read: Callable[[int], tf.Tensor]) -> tf.Tensor:
+        return self._inner.pack(written, read)
+
+    def gather(self, stored: tf.Tensor) -> tf.Tensor:
+        return self._inner.gather(self.decode(stored))
+
+    def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:
+        return self._inner.read(gathered, member)
+
+    def in_update(self, buffer: tf.Tensor) -> tf.Tensor:
+        return self._inner.in_update(buffer)
+
+    def extract(self, stored: tf.Tensor, member: int) -> tf.Tensor:
+        return self._inner.extract(self._decode(stored), member)
+
+    def insert(self, stored: Callable[[], tf.Tensor], member: int, value: tf.Tensor) -> tf.Tensor:
+        return self._encode(self._inner.insert(lambda: self._decode(stored()), member, value))
+
+    def pieces(self, location: Mapping[str, int]) -> list[Piece]:
+        return self._inner.pieces(location)
+
+    def share(self, piece: int, member: int) -> int:
+        return self._inner.share(piece, member)
+
+
+def _by_tensors(function: Callable[[tf.Tensor], tf.Tensor], values: np.ndarray) -> np.ndarray:
+    """What a function of tensors makes of an array on the host."""
+    with tf.device("CPU:0"):
+        result: np.ndarray = function(tf.constant(values)).numpy()
+    return result

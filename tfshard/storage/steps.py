@@ -130,7 +130,7 @@ class Step:
 
         Args:
             graph: Of the part.
-            carried: What the part before has written, as it is stored.
+            carried: What the part before has written, in the layout in which it is updated.
         """
         part = Step(graph, self._gathering)
         part._recorded[graph] = {storage: Recorded(base=value, written={}) for storage, value in carried.items()}
@@ -144,9 +144,9 @@ class Step:
                 updates. Changed to what has to be given out instead.
 
         Returns:
-            What was written, as it is stored, and a number that has to be used for something (`end_parts`).
+            What was written, in the layout in which it is updated, and a number that has to be used for something (`end_parts`).
         """
-        written = {storage: storage.at_rest(self._recorded[self.graph][storage]) for storage in self._to_flush}
+        written = {storage: storage.in_update(self._recorded[self.graph][storage]) for storage in self._to_flush}
         tokens = self._arrange(sums)
         return written, tf.add_n([tf.zeros(()), *tokens])
 
@@ -204,7 +204,7 @@ class Step:
 
     def record_base(self, storage: Writable, value: tf.Tensor) -> None:
         """Takes note of a new value of the whole buffer."""
-        self.record(storage, Recorded(base=storage.format.encode(value), written={}))
+        self.record(storage, Recorded(base=value, written={}))
 
     def record_member(self, storage: Writable, member: int, value: tf.Tensor) -> None:
         """Takes note of a new value of one member."""
@@ -264,7 +264,7 @@ class Step:
 
         def giving(branch: Branch) -> tuple[Any, list[tf.Tensor]]:
             with self._branch():
-                return branch(), [self._value_of(storage) for storage in written]
+                return branch(), [storage.in_update(self.find(storage)) for storage in written]
 
         outputs, values = cond(*(functools.partial(giving, branch) for branch in branches))
         for storage, value in zip(written, values, strict=True):
@@ -280,14 +280,6 @@ class Step:
             yield self._branches[graph]
         finally:
             del self._branches[graph]
-
-    def _value_of(self, storage: Writable) -> tf.Tensor:
-        """What is recorded for a storage, else stored, as it is stored."""
-        recorded = self.find(storage)
-        if recorded is not None:
-            return storage.at_rest(recorded)
-        with reading_scope():
-            return storage.read_at_rest()
 
     def forget(self, storage: Writable, before: Recorded | None) -> None:
         """Takes the last write back: `before` is what `find` gave before it."""

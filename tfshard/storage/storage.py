@@ -202,13 +202,9 @@ class Storage:
         """Assigns the buffer now. For `Step` and eager code."""
         self.write_at_rest(self.at_rest(recorded))
 
-    def read_at_rest(self) -> tf.Tensor:
-        """What is stored, in its storage layout."""
-        return self.format.at_rest(self.buffer.value())
-
     def at_rest(self, recorded: Recorded) -> tf.Tensor:
         """What is recorded, as it is stored."""
-        return self.format.at_rest(self._to_store(recorded))
+        return self.format.at_rest(self._recorded_buffer(recorded))
 
     def write_at_rest(self, value: tf.Tensor) -> None:
         """Assigns the buffer what `at_rest` made."""
@@ -222,22 +218,26 @@ class Storage:
         return None if step is None else step.find(self)
 
     def update_value(self) -> tf.Tensor:
-        """The buffer in the layout in which it is updated."""
-        recorded = self.recorded()
-        if recorded is None:
-            with steps.reading_scope():
-                stored = self.buffer.value()
-        else:
-            stored = self._to_store(recorded)
-        return self.format.for_update(stored)
+        """The buffer in the layout in which it is updated.
+
+        What an update has just written is not rounded to what will be stored: it goes on with its own numbers.
+        """
+        return self.in_update(self.recorded())
+
+    def in_update(self, recorded: Recorded | None) -> tf.Tensor:
+        """What is recorded of the buffer, else what is stored, in the layout in which it is updated."""
+        if recorded is not None:
+            return self.format.in_update(self._recorded_buffer(recorded))
+        with steps.reading_scope():
+            return self.format.for_update(self.buffer.value())
 
     def read_stored(self) -> tf.Tensor:
         """What is stored, about to be gathered."""
         stored, step = self.buffer.value(), steps.current()
         return stored if step is None else step.note_stored(self, stored)
 
-    def _to_store(self, recorded: Recorded) -> tf.Tensor:
-        """What is recorded, with what was written to members packed into it."""
+    def _recorded_buffer(self, recorded: Recorded) -> tf.Tensor:
+        """The buffer that is recorded, with what was written to members packed into it."""
         if not recorded.written:
             assert recorded.base is not None
             return recorded.base
@@ -277,7 +277,8 @@ class Storage:
         if (key, member) not in cache:
             with _building(graph):
                 if key not in cache:
-                    cache[key] = (self.format.gather(self.read_stored() if base is None else base), base)
+                    stored = self.read_stored() if base is None else self.format.encode(base)
+                    cache[key] = (self.format.gather(stored), base)
                 cache[key, member] = (self.format.read(cache[key][0], member), base)
         return cache[key, member][0]
 

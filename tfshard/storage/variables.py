@@ -324,8 +324,8 @@ class ShardedVariable(VariableSurface):
         self._check_shape(value.shape, self.layout.storage_shape if as_buffer else self.layout.spec.shape)
         step = steps.current()
         if step is None:
-            base = self.storage.format.encode(value) if as_buffer else None
-            self.storage.write(Recorded(base=base, written={} if as_buffer else {self.member: value}))
+            written = {} if as_buffer else {self.member: value}
+            self.storage.write(Recorded(base=value if as_buffer else None, written=written))
         elif as_buffer:
             step.record_base(self.storage, value)
         else:

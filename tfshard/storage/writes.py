@@ -15,7 +15,7 @@ class Recorded:
     """What a step has written to a storage.
 
     Attributes:
-        base: What is to be stored; None for what is stored already.
+        base: The buffer that is to be stored, not encoded yet; None for what is stored already.
         written: Whole values of members, by number, newer than `base`.
     """
 
@@ -38,8 +38,8 @@ class Writable(Protocol):
     def is_group(self) -> bool:
         """Whether several variables live in it."""
 
-    def read_at_rest(self) -> tf.Tensor:
-        """What is stored, in its storage layout."""
+    def in_update(self, recorded: Recorded | None) -> tf.Tensor:
+        """What is recorded of the buffer, else what is stored, in the layout in which it is updated."""
 
     def at_rest(self, recorded: Recorded) -> tf.Tensor:
         """What is recorded, as it is stored."""

@@ -20,6 +20,7 @@ from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts import placement
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
+from tfshard.layouts.slot_dtypes import SlotDtypes
 from tfshard.operations import averages, blocks, convolution, lookups, loops, sequence, unsupported, vocabulary
 from tfshard.planning.analyzer import ParameterAnalyzer
 from tfshard.storage.initial_values import HostValue
@@ -53,9 +54,9 @@ class Adopter(Placer):
         layout_map: LayoutMap | None,
         zero_stage: int,
         analyzer: ParameterAnalyzer | None,
-        slot_dtype: str | None = None,
+        slot_dtypes: SlotDtypes,
     ):
-        super().__init__(mesh, layout_map=layout_map, zero_stage=zero_stage, analyzer=analyzer, slot_dtype=slot_dtype)
+        super().__init__(mesh, layout_map=layout_map, zero_stage=zero_stage, analyzer=analyzer, slot_dtypes=slot_dtypes)
         self.sequence_parallel = sequence_parallel
         self.already_sharded = already_sharded
         self.moves = 0

@@ -304,7 +304,7 @@ class Microbatches:
         state, sums, outputs, token = self._while(
             body,
             (
-                [storage.read_at_rest() for storage in learned.state],
+                [storage.in_update(None) for storage in learned.state],
                 [
                     [
                         transfer.zeros(tuple(each.shape), each.dtype, storage.format.update, self.mesh)

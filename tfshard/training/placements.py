@@ -12,6 +12,7 @@ from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
+from tfshard.layouts.slot_dtypes import SlotDtypes
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.planning import linter
 from tfshard.planning.analyzer import ParameterAnalyzer
@@ -43,7 +44,7 @@ class Placer:
         layout_map: Which dims of which variables the model axes shard; None: each model has the one found for it.
         zero_stage: What rests sharded over the batch axis.
         analyzer: Which small variables share a buffer; None: each is by itself.
-        slot_dtype: The dtype in which the moments of float32 variables rest; None for their own.
+        slot_dtypes: In which dtype the moments of float32 variables rest.
     """
 
     def __init__(
@@ -53,9 +54,9 @@ class Placer:
         layout_map: LayoutMap | None,
         zero_stage: int,
         analyzer: ParameterAnalyzer | None,
-        slot_dtype: str | None = None,
+        slot_dtypes: SlotDtypes,
     ):
-        self.slot_dtype = slot_dtype
+        self.slot_dtypes = slot_dtypes
         self.mesh = mesh
         self.mesh_shape = axis_sizes(mesh)
         self.auto = layout_map is None
@@ -75,7 +76,7 @@ class Placer:
             layout_map=self.layout_map,
             mesh_shape=self.mesh_shape,
             zero_stage=self.zero_stage,
-            slot_dtype=self.slot_dtype,
+            slot_dtypes=self.slot_dtypes,
         )
 
     def layout_map_for(self, model: keras.Model) -> LayoutMap:
@@ -125,7 +126,7 @@ class Placer:
             layout_map=layout_map,
             groups=self.analyzer,
             resting=resting,
-            slot_dtype=self.slot_dtype,
+            slot_dtypes=self.slot_dtypes,
         )
         # Without the layers: they would keep the model, and with it this entry.
         self._placements[model] = (

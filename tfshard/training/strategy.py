@@ -21,6 +21,7 @@ from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.placement import ModelPlacement
+from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
 from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats
 from tfshard.operations import blocks as blocks_of_layers
@@ -62,9 +63,12 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
 
         reduce_dtype: In which dtype bfloat16 gradients of several devices are added up: `"float32"`, or `"bfloat16"`
             for half the bytes. On CPU it is always float32. Gradients of other dtypes are added in their own.
-        slot_dtype: The dtype in which optimizer slots of float32 variables rest between steps: `"bfloat16"` for half
-            the bytes, rounded to the nearest at each update; by default their own. Sums of gradients and averages of
-            weights keep theirs. `tools/bench/slot_dtype.py` measures what that changes.
+        slot_dtype: The dtype in which optimizer slots of float32 variables rest between steps, rounded after each
+            update; by default their own. `"bfloat16"`: half the bytes. `"int8"`: about a quarter, in blocks of 256
+            elements of one device that share a scale (Dettmers et al. 2022); those of variables of fewer than 4096
+            elements stay float32. Sums of gradients and averages of weights keep theirs. Or a dtype for each pattern
+            of variables' whole paths, of which the first that matches decides:
+            `{".*embeddings": "float32", ".*": "int8"}`. `tools/bench/slot_dtype.py` measures what that changes.
         microbatches: In how many parts, one after the other, a training step takes its batch, so that it holds the
             activations of one. It updates once, with the numbers of the whole batch. More if it does not divide the
             rows of a device. Eager steps take their batch as one.
@@ -74,7 +78,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
         LayoutError: `layout_map` is of another type or names an axis that the mesh does not have.
-        StrategyError: An unknown stage; `offload` on devices that are not CPUs.
+        StrategyError: An unknown stage or slot dtype; `offload` on devices that are not CPUs.
 
     The batch is global: `batch_size` in `fit` is the number of samples of one step over all devices, the loss is
     the mean over that batch, and `num_replicas_in_sync` is 1.
@@ -102,7 +106,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         reshard_after_forward: bool | str | Sequence[str] = True,
         prefetch: int = 1,
         reduce_dtype: str = "float32",
-        slot_dtype: str | None = None,
+        slot_dtype: SlotDtype = None,
         microbatches: int = 1,
         offload: str | None = None,
     ):
@@ -137,7 +141,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             layout_map=given,
             zero_stage=zero_stage,
             analyzer=analyzer,
-            slot_dtype=variable_layout.check_slot_dtype(slot_dtype),
+            slot_dtypes=SlotDtypes.of(slot_dtype),
             sequence_parallel=sequence_parallel,
             already_sharded=already_sharded,
         )
@@ -146,7 +150,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                     "analyzer": repr(analyzer), "mesh": dict(self.mesh_shape), "roles": plain(self.mesh_shape.roles),
                     "already_sharded": already_sharded, "sequence_parallel": sequence_parallel,
                     "gathering": repr(self.gathering), "reduce_dtype": reduce_dtype,
-                    "slot_dtype": slot_dtype, "microbatches": microbatches}  # fmt: skip
+                    "slot_dtypes": repr(self.slot_dtypes), "microbatches": microbatches}  # fmt: skip
         clients.here().agree("the strategy", settings, error=StrategyError)
         gathers.choose(mesh)
         reductions.choose(reduce_dtype)
@@ -349,7 +353,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 zero_stage=self.zero_stage,
                 layout_map=placement.layout_map,
                 groups=self.analyzer,
-                slot_dtype=self.slot_dtype,
+                slot_dtypes=self.slot_dtypes,
             )
         planned = plan_placement(placement, model, optimizer=optimizer, inputs=inputs, gathering=self.gathering)
         if not self.sequence_parallel:

@@ -1,0 +1,58 @@
+"""In which dtype a step reduces each gradient, by the model's graph: that of the operation which takes the variable."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfshard import _private
+from tfshard.errors import LayoutError
+from tfshard.graph.model_graph import trace
+from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike
+from tfshard.layouts.variable_layout import VariableLayout
+from tfshard.planning.variable_traffic import Reductions
+from tfshard.storage import turns
+
+
+def reductions_of(
+    model: ModelOrSpecs, planned: Sequence[VariableLayout], optimizer: OptimizerLike, inputs: Any = None
+) -> Reductions:
+    """How a step reduces the gradients of a model.
+
+    Args:
+        model: A built model. Of a list of specs, and of a model that cannot be called on inputs that are made up for
+            it, gradients are taken to have the dtypes of the variables.
+        planned: The layouts of its variables.
+        optimizer: An optimizer or its name, if any.
+        inputs: What a step calls the model on.
+    """
+    if not isinstance(model, keras.Model):
+        return Reductions(scales_loss=_scales(optimizer))
+    # What `compile` does with another optimizer than that of the model.
+    wraps = optimizer is not getattr(model, "optimizer", None) and model.dtype_policy.name == "mixed_float16"
+    is_mixed = any(getattr(each.spec.layer, "compute_dtype", None) not in (None, each.spec.dtype) for each in planned)
+    dtypes = _dtypes(model, inputs) if is_mixed else {}
+    return Reductions(dtypes=dtypes, scales_loss=wraps or _scales(optimizer))
+
+
+def _scales(optimizer: OptimizerLike) -> bool:
+    """Whether an optimizer scales the loss, and so looks at all gradients before it updates."""
+    chain = _private.optimizer_chain(None if optimizer is None else keras.optimizers.get(optimizer))
+    return any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in chain)
+
+
+def _dtypes(model: keras.Model, inputs: Any) -> dict[str, str]:
+    """The dtype in which each trained variable is used, by path; of one that is used in several, none."""
+    try:
+        graph = trace(model, inputs)
+    except LayoutError:
+        return {}
+    operations = graph.operations[0].graph.get_operations()
+    tensors = {name: graph.operations[0].graph.get_tensor_by_name(name) for name in graph.variables}
+    values = turns.Values((spec.path, tensors[name]) for name, spec in graph.variables.items() if spec.trainable)
+    found: dict[str, set[str]] = collections.defaultdict(set)
+    for use in values.uses(operations):
+        for path, numbers in use.numbers.items():
+            found[str(path)].update(use.operation.inputs[number].dtype.name for number in numbers)
+    return {path: dtype for path, (dtype, *others) in found.items() if not others}
