@@ -144,7 +144,8 @@ class Step:
                 updates. Changed to what has to be given out instead.
 
         Returns:
-            What was written, in the layout in which it is updated, and a number that has to be used for something (`end_parts`).
+            What was written, in the layout in which it is updated, and a number that has to be used for something
+            (`end_parts`).
         """
         written = {storage: storage.in_update(self._recorded[self.graph][storage]) for storage in self._to_flush}
         tokens = self._arrange(sums)
