@@ -104,6 +104,15 @@ def convolutions():
     return keras.Model(inputs, keras.layers.Dense(4)(keras.layers.GlobalAveragePooling2D()(x)))
 
 
+def biased_convolutions():
+    """oneDNN makes one operation of the gradients by a kernel and by the bias behind it: both or none may wait."""
+    inputs = keras.Input((8, 8, 4))
+    x = inputs
+    for _ in range(2):
+        x = keras.layers.MaxPooling2D()(keras.layers.Conv2D(8, 3, padding="same", activation="relu")(x))
+    return keras.Model(inputs, keras.layers.Dense(4)(keras.layers.Flatten()(x)))
+
+
 def recurrent():
     inputs = keras.Input((6,), dtype="int32")
     x = keras.layers.Embedding(24, WIDTH)(inputs)
@@ -179,6 +188,7 @@ def twice():
 
 MODELS = {
     "mlp": (mlp, X), "tied": (tied, TOKENS), "shared": (shared, X), "convolutions": (convolutions, IMAGES),
+    "biased convolutions": (biased_convolutions, IMAGES),
     "recurrent": (recurrent, TOKENS), "attention": (attention, TOKENS), "branches": (branches, X),
     "of weights": (of_weights, X), "twice": (twice, X),
 }  # fmt: skip

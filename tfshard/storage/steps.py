@@ -80,6 +80,8 @@ class Step:
         self._written_below: dict[tuple[tf.Graph | None, Writable], int] = {}
         # What is written in branches that give it out, by the branch's graph.
         self._branches: dict[tf.Graph, dict[Writable, None]] = {}
+        # What makes of a gradient what each device has of it; None if gradients are reduced as they come.
+        self.own_gradient: Callable[[tf.Tensor], tf.Tensor] | None = None
         # Numbers of parts that have to be used for something.
         self._tokens: list[tf.Tensor] = []
         # Of a part: the ids of variables that are updated once the last part has ended.
@@ -486,11 +488,22 @@ def step_scope(gathering: turns.Gathering | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def part_scope(graph: tf.Graph, carried: Mapping[Writable, tf.Tensor] | None = None) -> Iterator[Step]:
-    """In this context the open step is a part of the one before, in a graph of its own (`Step.part`)."""
+def part_scope(
+    graph: tf.Graph,
+    carried: Mapping[Writable, tf.Tensor] | None = None,
+    own_gradient: Callable[[tf.Tensor], tf.Tensor] | None = None,
+) -> Iterator[Step]:
+    """In this context the open step is a part of the one before, in a graph of its own (`Step.part`).
+
+    Args:
+        graph: Its graph.
+        carried: What the part before has written.
+        own_gradient: Makes of a gradient what each device has of it, if they are reduced when all parts have ended.
+    """
     outer = _state.step
     assert outer is not None, "Parts are made in steps."
     _state.step = outer.part(graph, carried or {})
+    _state.step.own_gradient = own_gradient
     try:
         yield _state.step
     finally:

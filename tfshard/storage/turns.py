@@ -335,6 +335,11 @@ class Values:
                         for number, each in enumerate(inputs)
                         if each.ref() in of_batch and each.dtype not in (tf.resource, tf.variant)
                     ]
+                    if operation.type in _SIZES:
+                        # It waits for nothing. What else takes the same may be the gradient by a convolution's kernel,
+                        # of which oneDNN makes one operation with that by its bias (mkl_layout_pass.cc): then one of
+                        # the two cannot wait.
+                        ties = []
                     tie = max(ties, key=lambda slot: number_of[slot.tensor.op], default=None)
                     narrow = {key: self._narrowest(inputs[number] for number in of) for key, of in numbers.items()}
                     if operation.type == "GatherV2" and 0 in numbers.get(self.key_of.get(inputs[0].ref()), ()):

@@ -216,7 +216,9 @@ class ShardedVariable(VariableSurface):
             _private.record_variable_access(self)
         compute = self.layout.compute
         with steps.scope_of(whole):
-            return gradient.both_ways(whole, forward=compute, backward=compute, mesh=self.mesh)
+            return gradient.both_ways(
+                whole, forward=compute, backward=compute, mesh=self.mesh, own=self._own_gradient()
+            )
 
     def _note_read(self, tensor_or_handle: tf.Tensor) -> None:
         step = steps.current()
@@ -246,11 +248,30 @@ class ShardedVariable(VariableSurface):
             if step is not None and layout.update != layout.compute:
                 is_scattered = layout.gradient != layout.compute
                 note = {"note": functools.partial(step.note_gradient, self.storage, is_scattered)}
-            return gradient.both_ways(stored, forward=layout.compute, backward=layout.gradient, mesh=self.mesh, **note)
+            return gradient.both_ways(
+                stored,
+                forward=layout.compute,
+                backward=layout.gradient,
+                mesh=self.mesh,
+                own=self._own_gradient(),
+                **note,
+            )
+
+    def _own_gradient(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        """What makes of a gradient what each device has of it, in a part of a step that is reduced by others."""
+        step = steps.current()
+        return None if step is None or not self._trainable else step.own_gradient
 
     def note_gradient(self, tensor: tf.Tensor | tf.IndexedSlices) -> None:
         """Remembers the layout in which a gradient came to an optimizer's update."""
         self.gradient_layout = gradient.layout_of(tensor)
+
+    def reduced(self, tensor: tf.Tensor) -> tf.Tensor:
+        """A gradient that was added up over the devices, as those are that come out of layers."""
+        compute = self.layout.compute
+        if self.layout.gradient == compute or self.storage.format.packed:
+            return transfer.relayout(tensor, compute, self.mesh)
+        return gradient.scatter(tensor, forward=compute, backward=self.layout.gradient, mesh=self.mesh)
 
     def to_update(self, tensor: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
         """Brings a gradient to the layout in which the variable is updated by itself; a sparse one becomes dense."""

@@ -188,7 +188,14 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             step_scope(strategy.gathering),
             rewrites.exchanged(strategy.mesh),
         ):
-            parts = microbatches.parts_of(fn, args, kwargs or {}, strategy.microbatches, strategy.mesh)
+            parts = microbatches.parts_of(
+                fn,
+                args,
+                kwargs or {},
+                count=strategy.microbatches,
+                reduce_once=strategy.reduce_once,
+                mesh=strategy.mesh,
+            )
             if parts is None:
                 result = fn(*args, **(kwargs or {}))
             else:

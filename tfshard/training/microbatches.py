@@ -14,8 +14,9 @@ function is traced twice: once to learn what it writes and by what its losses ar
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -25,11 +26,16 @@ from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.devices.batching import Parts
 from tfshard.errors import StrategyError
-from tfshard.operations import loops
+from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.variable_layout import Axes
+from tfshard.operations import loops, partial_sums
 from tfshard.storage import steps
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.storage.writes import Recorded, Writable
+
+# What gradients are added up for: a storage, or one of its members.
+_Summed: TypeAlias = tuple[Storage, int | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,30 +54,39 @@ class _Update:
     variables: Sequence[keras.Variable | tf.Variable]
     share: float
 
-    def sums(self) -> dict[Storage, tf.Tensor]:
-        """What is added up of the gradients, as they are updated, by storage."""
+    def sums(self, mesh: dtensor.Mesh, *, reduced: bool) -> "dict[_Summed, tf.Tensor]":
+        """What is added up of the gradients: as they are updated, for storages, or, if they are not reduced, what each
+        device has, for members."""
+        sums: dict[_Summed, tf.Tensor] = {}
         members: dict[Storage, dict[int, tf.Tensor]] = collections.defaultdict(dict)
-        sums = {}
         for variable, gradient in self._present():
-            if variable.storage.format.packed:
+            if not reduced:
+                sums[variable.storage, variable.member] = partial_sums.stack(gradient, mesh)
+            elif variable.storage.format.packed:
                 members[variable.storage][variable.member] = tf.convert_to_tensor(gradient)
             else:
-                sums[variable.storage] = variable.to_update(gradient)
+                sums[variable.storage, None] = variable.to_update(gradient)
         for storage, given in members.items():
             gradients = [given.get(number) for number in range(len(storage.format.members))]
-            sums[storage] = storage.format.pack_gradients(gradients, next(iter(given.values())).dtype)
-        return {storage: each if self.share == 1 else each * self.share for storage, each in sums.items()}
+            sums[storage, None] = storage.format.pack_gradients(gradients, next(iter(given.values())).dtype)
+        return {key: each if self.share == 1 else each * self.share for key, each in sums.items()}
 
-    def apply(self, sums: Mapping[Storage, tf.Tensor]) -> None:
+    def apply(self, sums: "Mapping[_Summed, tf.Tensor]") -> None:
         """Updates with what became of the gradients."""
-        gathered = {storage: storage.format.gather(each) for storage, each in sums.items() if storage.format.packed}
+        gathered = {
+            storage: storage.format.gather(each)
+            for (storage, member), each in sums.items()
+            if member is None and storage.format.packed
+        }
         gradients: dict[int, tf.Tensor] = {}
         for variable, _ in self._present():
             storage = variable.storage
-            if storage in gathered:
+            if (storage, variable.member) in sums:
+                gradients[id(variable)] = variable.reduced(partial_sums.total(sums[storage, variable.member]))
+            elif storage in gathered:
                 gradients[id(variable)] = storage.format.read(gathered[storage], variable.member)
             else:
-                gradients[id(variable)] = sums[storage]
+                gradients[id(variable)] = sums[storage, None]
         self.optimizer.apply([gradients.get(id(_backend(each))) for each in self.variables], self.variables)
 
     def _present(self) -> Iterable[tuple[ShardedVariable, tf.Tensor]]:
@@ -121,7 +136,7 @@ class _Learned:
     graph: tf.Graph
     arguments: list[Any]
     traced: _Traced
-    sums: list[dict[Storage, tf.Tensor]]
+    sums: list[dict[_Summed, tf.Tensor]]
     divisors: list[tf.Tensor]
     state: dict[Writable, list[tf.Tensor]]
 
@@ -139,11 +154,13 @@ class Microbatches:
         fn: The step function.
         parts: How its batch is taken apart.
         mesh: The mesh.
+        reduce_once: Whether gradients are added up on each device, and reduced when all parts have ended.
     """
 
     fn: Callable[..., Any]
     parts: Parts
     mesh: dtensor.Mesh
+    reduce_once: bool = False
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the function does with a batch. Inside a step that is traced."""
@@ -185,6 +202,18 @@ class Microbatches:
         outputs = [self._whole(each) for each in tf.nest.flatten(structure)]
         return _Traced(outputs=outputs, structure=structure, updates=updates)
 
+    @property
+    def _own_gradient(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        return functools.partial(partial_sums.of_gradient, mesh=self.mesh) if self.reduce_once else None
+
+    def _sums(self, update: _Update) -> dict[_Summed, tf.Tensor]:
+        return update.sums(self.mesh, reduced=not self.reduce_once)
+
+    def _axes(self, key: _Summed, rank: int) -> Axes:
+        """The layout of what is added up."""
+        storage, member = key
+        return storage.format.update if member is None else (axis_sizes(self.mesh).data, *(None,) * (rank - 1))
+
     def _whole(self, value: Any) -> Any:
         if isinstance(value, (tf.Variable, keras.Variable)):
             value = tf.convert_to_tensor(value)
@@ -198,7 +227,7 @@ class Microbatches:
                 divisors.append(reduced.divisor)
             return reduced.loss
 
-        with graph.as_default(), steps.part_scope(graph) as step:
+        with graph.as_default(), steps.part_scope(graph, own_gradient=self._own_gradient) as step:
             arguments = [
                 tf.compat.v1.placeholder(leaf.dtype, (self.parts.rows, *leaf.shape[1:]))
                 if self.parts.has_rows(leaf)
@@ -206,7 +235,7 @@ class Microbatches:
                 for leaf in tf.nest.flatten(given)
             ]
             traced = self._trace(tf.nest.pack_sequence_as(given, arguments), note)
-            sums = [update.sums() for update in traced.updates]
+            sums = [self._sums(update) for update in traced.updates]
             state = {storage: step.reads_of(storage) for storage in step.written}
         return _Learned(graph=graph, arguments=arguments, traced=traced, sums=sums, divisors=divisors, state=state)
 
@@ -278,22 +307,28 @@ class Microbatches:
             del token  # That of the last part will do.
             graph = tf.compat.v1.get_default_graph()
             carried = {storage: loops.made_here(value) for storage, value in zip(learned.state, state, strict=True)}
-            with steps.part_scope(graph, carried) as part:
+            with steps.part_scope(graph, carried, self._own_gradient) as part:
                 done = self._trace(tf.nest.pack_sequence_as(given, part_of(number)), _Shares(count, totals))
-                added: dict[Writable, tf.Tensor] = {}
-                keys: list[list[Writable]] = []
+                added: dict[_Summed, tf.Tensor] = {}
+                keys: list[list[_Summed]] = []
                 for update, before in zip(done.updates, sums, strict=True):
-                    gradients = update.sums()
+                    gradients = self._sums(update)
                     keys.append(list(gradients))
-                    for (storage, gradient), total in zip(gradients.items(), before, strict=True):
-                        added[storage] = transfer.relayout(total + gradient, storage.format.update, self.mesh)
-                written, used = part.close_part(added)
+                    for (key, gradient), total in zip(gradients.items(), before, strict=True):
+                        added[key] = transfer.relayout(
+                            total + gradient, self._axes(key, gradient.shape.rank), self.mesh
+                        )
+                by_storage: dict[Writable, tf.Tensor] = {
+                    storage: each for (storage, member), each in added.items() if member is None
+                }
+                written, used = part.close_part(by_storage)
+                added |= {(storage, member): by_storage[storage] for storage, member in added if member is None}
             assert written.keys() == learned.state.keys(), "The same function writes the same."
             ended = [each for each in done.outputs if isinstance(each, tf.Tensor)]
             return (
                 number + 1,
                 [written[storage] for storage in learned.state],
-                [[added[storage] for storage in of_update] for of_update in keys],
+                [[added[key] for key in of_update] for of_update in keys],
                 [
                     self._whole(before + new / count) if mean else new
                     for before, new, mean in zip(outputs, ended, is_mean, strict=True)
@@ -307,8 +342,8 @@ class Microbatches:
                 [storage.in_update(None) for storage in learned.state],
                 [
                     [
-                        transfer.zeros(tuple(each.shape), each.dtype, storage.format.update, self.mesh)
-                        for storage, each in of_update.items()
+                        transfer.zeros(tuple(each.shape), each.dtype, self._axes(key, each.shape.rank), self.mesh)
+                        for key, each in of_update.items()
                     ]
                     for of_update in learned.sums
                 ],
@@ -322,27 +357,43 @@ class Microbatches:
         step.end_parts(token)
         for storage, value in zip(learned.state, state, strict=True):
             step.record(storage, Recorded(base=value, written={}))
-        for update, storages, means in zip(learned.traced.updates, learned.sums, sums, strict=True):
-            update.apply(dict(zip(storages, means, strict=True)))
+        for update, keys, means in zip(learned.traced.updates, learned.sums, sums, strict=True):
+            update.apply(dict(zip(keys, means, strict=True)))
         found = iter(outputs)
         flat = [next(found) if tensor else each for tensor, each in zip(is_tensor, learned.traced.outputs, strict=True)]
         return tf.nest.pack_sequence_as(learned.traced.structure, flat)
 
 
 def parts_of(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], count: int, mesh: dtensor.Mesh
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    count: int,
+    reduce_once: bool,
+    mesh: dtensor.Mesh,
 ) -> Microbatches | None:
     """How a step function is done in parts; None if it is not: in eager code, for a model's evaluation and
     predictions, or if its batch cannot be cut.
 
     Raises:
-        StrategyError: The tensors of the batch have different numbers of rows.
+        StrategyError: The tensors of the batch have different numbers of rows; or gradients are to be reduced once, and
+            the step function may look at them before that.
     """
-    is_model = isinstance(getattr(fn, "__self__", None), keras.Model)
-    if count == 1 or _private.is_eager() or (is_model and getattr(fn, "__name__", "") in ("test_step", "predict_step")):
+    model = getattr(fn, "__self__", None)
+    name = getattr(fn, "__name__", "") if isinstance(model, keras.Model) else ""
+    is_kerases = name == "train_step" and getattr(type(model), name) is keras.Model.train_step
+    if count == 1 or _private.is_eager() or name in ("test_step", "predict_step"):
         return None
     parts = Parts.of((args, kwargs), count, mesh)
-    return None if parts.count == 1 else Microbatches(fn=fn, parts=parts, mesh=mesh)
+    if parts.count == 1:
+        return None
+    if reduce_once and not is_kerases:
+        raise StrategyError(
+            "With reduce_once=True gradients are added up over the devices after the last microbatch: a step function "
+            f"of your own would see parts of them. Leave it out, or use keras.Model's train_step. Received: {fn!r}"
+        )
+    return Microbatches(fn=fn, parts=parts, mesh=mesh, reduce_once=reduce_once)
 
 
 class _Shares:

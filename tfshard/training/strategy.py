@@ -72,6 +72,9 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         microbatches: In how many parts, one after the other, a training step takes its batch, so that it holds the
             activations of one. It updates once, with the numbers of the whole batch. More if it does not divide the
             rows of a device. Eager steps take their batch as one.
+        reduce_once: Whether gradients of microbatches are added up on each device, whole, and reduced over the devices
+            once, when the last has ended: fewer collectives for more memory. Else those of each are reduced as they
+            come, and added up as they are updated, at stages 1 to 3 in shards. On meshes of a batch axis only.
         offload: `"slots"`: optimizer slots rest on the host. On CPU devices they do anyhow: a warning says that nothing
             is done. On other devices it is refused (docs/planning.md has what is missing).
 
@@ -108,6 +111,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         reduce_dtype: str = "float32",
         slot_dtype: SlotDtype = None,
         microbatches: int = 1,
+        reduce_once: bool = False,
         offload: str | None = None,
     ):
         if offload not in (None, "slots"):
@@ -146,11 +150,18 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             already_sharded=already_sharded,
         )
         self.microbatches = microbatches
+        self.reduce_once = reduce_once
+        if reduce_once and self.mesh_shape.shards_by_several:
+            raise StrategyError(
+                "reduce_once=True is for meshes of a batch axis only: on others devices hold parts of one gradient. "
+                f"Received: mesh={self.mesh_shape}"
+            )
         settings = {"zero_stage": zero_stage, "layout_map": auto_layout.AUTO if self.auto else repr(given),
                     "analyzer": repr(analyzer), "mesh": dict(self.mesh_shape), "roles": plain(self.mesh_shape.roles),
                     "already_sharded": already_sharded, "sequence_parallel": sequence_parallel,
                     "gathering": repr(self.gathering), "reduce_dtype": reduce_dtype,
-                    "slot_dtypes": repr(self.slot_dtypes), "microbatches": microbatches}  # fmt: skip
+                    "slot_dtypes": repr(self.slot_dtypes), "microbatches": microbatches,
+                    "reduce_once": reduce_once}  # fmt: skip
         clients.here().agree("the strategy", settings, error=StrategyError)
         gathers.choose(mesh)
         reductions.choose(reduce_dtype)
