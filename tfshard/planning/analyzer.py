@@ -13,6 +13,7 @@ from tfshard.layouts import variable_layout
 from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.planning import activation_traffic, gather_counts, linter
+from tfshard.planning.peak import needs_all_gradients, peak_of
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage import turns
 
@@ -92,8 +93,8 @@ def plan(
         analyzer: Makes the groups; None for none.
         optimizer: An optimizer or its name, for the bytes of the slots. By default the one that the model was
             compiled with; without any, no slots.
-        inputs: What a step calls the model on (a batch, or anything with shapes and dtypes), for the bytes of
-            activations over a model axis. Without it only their number is predicted.
+        inputs: What a step calls the model on (a batch, or anything with shapes and dtypes), for the peak of a step,
+            and the bytes of activations over a model axis, of which else only the number is predicted.
         reshard_after_forward: As for `tfshard.ShardedStrategy`.
         slot_dtype: As for `tfshard.ShardedStrategy`.
 
@@ -169,13 +170,26 @@ def plan_placement(
     refused: list[linter.Finding] = []
     if isinstance(model_or_specs, keras.Model):
         refused = linter.refusals(model_or_specs, placement, automatic=automatic, optimizer=optimizer)
+    gathers = gather_counts.gathers_of(model_or_specs, placement, gathering, inputs)
     sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, inputs)
-    return ShardingPlan.from_placement(
+    planned = ShardingPlan.from_placement(
         placement,
         slots=slots,
         activations=sent.collectives,
         unknown=sent.unknown,
         uses=sent.uses,
-        gathers=gather_counts.gathers_of(model_or_specs, placement, gathering, inputs),
+        gathers=gathers,
         refused=[str(finding) for finding in refused],
     )
+    if inputs is None or not isinstance(model_or_specs, keras.Model):
+        return planned
+    peak = peak_of(
+        model_or_specs,
+        placement,
+        stored_bytes=planned.resting_bytes(),
+        slots=slots,
+        gathering=gathering,
+        needs_all_gradients=needs_all_gradients(optimizer),
+        inputs=inputs,
+    )
+    return dataclasses.replace(planned, peak=peak)
