@@ -12,7 +12,7 @@ from tfshard.planning.training_graph import Cost, Kind, TrainingGraph
 _VIEWS = frozenset(
     "Bitcast ExpandDims Identity PreventGradient Reshape Slice Snapshot Squeeze StopGradient StridedSlice".split()
 )
-# Kernels that write their result where an input was that nobody else needs (`forward_input_or_allocate_output`).
+# Kernels that write their result where an input was that nobody else needs (forward_input_or_allocate_output).
 _IN_PLACE = frozenset(
     "Abs Add AddN AddV2 BiasAdd Ceil Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor Inv InvGrad LeakyRelu "
     "LeakyReluGrad Log Log1p LogSoftmax LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul MulNoNan Neg Pow RealDiv "
@@ -154,7 +154,8 @@ class _Run:
             made = []
             for number, output in enumerate(operation.outputs):
                 if output.ref() in self._users:
-                    self._hold(output, self._buffers[operation.inputs[number].ref()])
+                    given = self._buffers.get(operation.inputs[number].ref())
+                    self._hold(output, given or _Buffer(0, operation.name, is_own=False))  # Else of what is known.
         elif operation.inputs and operation.inputs[0].ref() in self._buffers and self._is_view(operation):
             made = [self._buffers[operation.inputs[0].ref()]]
         else:

@@ -399,9 +399,9 @@ def _planned_group(
 
 
 def _peak_table(peak: Peak) -> rich.table.Table:
-    table = tables.plain("Peak of a step on one device, predicted")
+    table = tables.plain("Peak of a step")
     table.add_column("part")
-    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("per device", justify="right", no_wrap=True)
     for field in dataclasses.fields(peak):
         table.add_row(field.name.removesuffix("_bytes"), tables.size(getattr(peak, field.name)))
     table.add_row("all", tables.size(peak.peak_bytes))

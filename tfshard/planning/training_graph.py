@@ -191,8 +191,9 @@ class _Trace:
         self._values: dict[str, tf.Tensor] = {}
         # Tensors that stand for variables, with their compute layouts.
         self._sources: dict[Hashable, Axes] = {}
-        # Gradients that are reduced by themselves, as shards, by the name of their unit.
-        self._scattered: dict[str, tf.Tensor] = {}
+        self._name_of = {each.spec.path: name for name, members in self._units.items() for each in members}
+        # Gradients that are reduced by themselves, as shards, with the name of their unit: one for each read.
+        self._scattered: list[tuple[str, tf.Tensor]] = []
         self._costs: dict[tf.Operation, Cost] = {}
         self._loss: tf.Tensor
         self._results: list[tf.Tensor] = []
@@ -209,7 +210,7 @@ class _Trace:
                 tensors = model_graph.local_inputs(model, inputs, self._devices)
                 gradients = self._differentiate(functools.partial(_loss_of_model, model, tensors))
             else:
-                gradients = self._differentiate(_loss_of_chain)
+                gradients = self._differentiate(functools.partial(_loss_of_chain, list(self._values)))
             arranged = self._update(gradients)
         return self._arrange(noted, arranged)
 
@@ -221,7 +222,7 @@ class _Trace:
         if first.grouped:
             shape = (sum(math.prod(each.spec.shape) for each in members),)
         value = self._stored[name] = tf.compat.v1.placeholder(first.spec.dtype, shape)
-        if self._is_gathered(first):
+        if first.grouped and self._is_gathered(first):
             value = tf.identity(value)
         offset = 0
         for each in members:
@@ -239,13 +240,24 @@ class _Trace:
         alone = layout.flat is None and layout.sharded is not None
         return alone and layout.spec.trainable and layout.update_sharded and self._devices > 1
 
+    def _read(self, path: str) -> tf.Tensor:
+        """The value of a variable, as a step reads it: where it is used, and each time anew."""
+        value = self._values[path]
+        name = self._name_of[path]
+        first = self._units[name][0]
+        if first.grouped:
+            return value
+        if self._is_scattered(first):
+            return self._scattering(name, first, value)
+        return tf.identity(value) if self._is_gathered(first) else value
+
     def _scattering(self, name: str, layout: VariableLayout, value: tf.Tensor) -> tf.Tensor:
         """The same value. Its gradient is reduced and cut where it is made (as by `gradient.both_ways`)."""
         bytes_ = self._bytes(layout)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             shard = self._stand_in(self._reduced(upstream, bytes_), Kind.SHARD, bytes_ // self._devices)
-            self._scattered[name] = shard
+            self._scattered.append((name, shard))
             return shard
 
         return tf.custom_gradient(lambda given: (tf.identity(given), gradient))(value)
@@ -253,22 +265,18 @@ class _Trace:
     def _trained(self) -> list[VariableLayout]:
         return [each for each in self._placement.variables if each.spec.trainable]
 
-    def _differentiate(self, loss: Callable[[Mapping[str, tf.Tensor]], tf.Tensor]) -> dict[str, tf.Tensor]:
+    def _differentiate(self, loss: Callable[[Callable[[str], tf.Tensor]], tf.Tensor]) -> dict[str, tf.Tensor]:
         """The gradient of each trained variable, by path.
 
         Args:
-            loss: Gives the loss for the values of the variables.
+            loss: Gives the loss for what gives the value of a variable by its path.
         """
         watched = {
             each.spec.path: self._values[each.spec.path] for each in self._placement.variables if each.spec.trainable
         }
         with tf.GradientTape() as tape:
             tape.watch(list(watched.values()))
-            reads = dict(self._values)
-            for name, (first, *_) in self._units.items():
-                if self._is_scattered(first):
-                    reads[first.spec.path] = self._scattering(name, first, reads[first.spec.path])
-            result = loss(reads)
+            result = loss(self._read)
         self._loss = result
         found = zip(watched, tape.gradient(result, list(watched.values())), strict=True)
         return {path: tf.convert_to_tensor(gradient) for path, gradient in found if gradient is not None}
@@ -286,13 +294,14 @@ class _Trace:
         Returns:
             Those for which the backward pass waits.
         """
+        scattered = dict(self._scattered)
         merged: dict[tf.DType, dict[str, tf.Tensor]] = {}
         for name, members in self._units.items():
             for each in members:
                 gradient = gradients.get(each.spec.path)
-                if gradient is not None and name not in self._scattered:
+                if gradient is not None and name not in scattered:
                     merged.setdefault(gradient.dtype, {})[each.spec.path] = gradient
-        waiting = dict(self._scattered)
+        waiting = {name: gradients[self._units[name][0].spec.path] for name in scattered}
         for together in merged.values():
             waiting |= self._merged(together)
         if self._needs_all:
@@ -305,9 +314,9 @@ class _Trace:
                 key=name,
                 tensor=tensor,
                 is_scattered=self._units[name][0].gradient != self._units[name][0].compute,
-                updated=updated[name],
+                updated=updated[name] if scattered[name] is tensor else None,
             )
-            for name, tensor in self._scattered.items()
+            for name, tensor in self._scattered
         ]
 
     def _bytes(self, layout: VariableLayout) -> int:
@@ -364,7 +373,7 @@ class _Trace:
         def token() -> tf.Tensor:
             return tf.compat.v1.placeholder(tf.float32, ())
 
-        again = recomputing.recompute(self._graph, noted, token)
+        again = recomputing.recompute(self._graph, noted, token, {each.ref() for each in self._stored.values()})
         stored = {
             name: turns.Stored(
                 key=name,
@@ -387,13 +396,17 @@ class _Trace:
     def _finished(self, stored: Mapping[str, turns.Stored]) -> TrainingGraph:
         name_of = {tensor.ref(): name for name, tensor in self._stored.items()}
         begun: dict[Hashable, str] = {}
+        gathered: dict[Hashable, tf.Tensor] = {}
         shards: set[tf.Operation] = set()
         for operation in self._graph.get_operations():
             for number, each in enumerate(operation.inputs):
                 name = name_of.get(each.ref()) or begun.get(each.ref())
                 if name is None or not stored[name].is_gathered:
                     continue
-                if operation.type == "Identity":
+                if operation.type == "Identity" and each.ref() in gathered:
+                    _replace(operation.outputs[0], gathered[each.ref()])  # As TensorFlow merges operations.
+                elif operation.type == "Identity":
+                    gathered[each.ref()] = operation.outputs[0]
                     whole = stored[name].bytes // stored[name].itemsize * each.dtype.size
                     # On a mesh of several axes it is a reduction of zeros and a piece.
                     several = self._mesh_shape.shards_by_several
@@ -415,9 +428,34 @@ class _Trace:
         )
 
 
-def _loss_of_model(model: keras.Model, tensors: Any, values: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    mapping = [(variable, values[variable.path]) for variable, _ in inventory.owned_variables(model)]
-    with keras.StatelessScope(state_mapping=mapping):
+def _replace(tensor: tf.Tensor, other: tf.Tensor) -> None:
+    """Gives all that take a tensor another one."""
+    for user in tensor.consumers():
+        for number, each in enumerate(user.inputs):
+            if each is tensor:
+                _private.update_input(user, number, other)
+
+
+class _Reads(keras.StatelessScope):  # type: ignore[misc]
+    """A scope in which variables are read from a graph where they are used.
+
+    Args:
+        read: Gives the value of a variable, by path.
+        model: Whose variables.
+    """
+
+    def __init__(self, read: Callable[[str], tf.Tensor], model: keras.Model):
+        super().__init__()
+        self._read = read
+        self._paths = {id(variable): variable.path for variable, _ in inventory.owned_variables(model)}
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        written = super().get_current_value(variable)
+        return self._read(self._paths[id(variable)]) if written is None and id(variable) in self._paths else written
+
+
+def _loss_of_model(model: keras.Model, tensors: Any, read: Callable[[str], tf.Tensor]) -> tf.Tensor:
+    with _Reads(read, model):
         try:
             return _loss_of(model, model(tensors, training=True))
         # A model's own call may raise anything.
@@ -428,14 +466,15 @@ def _loss_of_model(model: keras.Model, tensors: Any, values: Mapping[str, tf.Ten
             ) from error
 
 
-def _loss_of_chain(values: Mapping[str, tf.Tensor]) -> tf.Tensor:
+def _loss_of_chain(paths: Sequence[str], read: Callable[[str], tf.Tensor]) -> tf.Tensor:
     """Of products of one sample with one variable after the other."""
     x = tf.compat.v1.placeholder(tf.float32, (1, 1))
-    for value in values.values():
+    for value in map(read, paths):
         rows = value.shape[0] if value.shape.rank else 1
         matrix = tf.cast(tf.reshape(value, (rows, -1)), tf.float32)
         x = tf.reduce_sum(tf.matmul(tf.tile(x, (1, rows)), matrix), axis=1, keepdims=True)
-    return x
+    # Its gradient is made of the sample.
+    return tf.reduce_mean(tf.square(x))
 
 
 def _loss_of(model: keras.Model, outputs: Any) -> tf.Tensor:

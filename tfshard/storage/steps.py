@@ -217,7 +217,8 @@ class Step:
         mesh = storages[0].mesh
         merges.choose(mesh, self.graph)
         read_token = _token(mesh).value
-        again = recomputing.recompute(self.graph, self.blocks, read_token)
+        read = {tensor.ref() for _, tensor in self._stored}
+        again = recomputing.recompute(self.graph, self.blocks, read_token, read)
         stored = {
             storage: turns.Stored(
                 key=id(storage),
