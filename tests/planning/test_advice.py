@@ -23,7 +23,7 @@ def advise(memory: int, **kwargs) -> tfshard.planning.Advice:
 SMALL_BYTES = 64 << 10
 
 
-@pytest.mark.parametrize(("memory", "stage", "peak"), [(161, 0, 160), (159, 1, 60), (59, 3, 36)])
+@pytest.mark.parametrize(("memory", "stage", "peak"), [(169, 0, 160), (167, 1, 60), (62, 3, 36)])
 def test_the_smallest_stage_that_fits_is_recommended(memory, stage, peak):
     advice = advise(memory)
     assert advice.shortfall_bytes == 0
@@ -54,14 +54,17 @@ def test_the_peak_is_the_sum_of_its_parts():
 def test_when_nothing_fits_the_missing_bytes_are_told():
     advice = advise(33)
     assert advice.recommended is None
-    assert advice.shortfall_bytes == pytest.approx(3 * MEBI, abs=SMALL_BYTES)
+    # The peak of 36 MiB, 5% of it, and what reductions take that run at once.
+    best = advice.candidates[3]
+    assert advice.shortfall_bytes == best.needed_bytes - 33 * MEBI
+    assert best.needed_bytes - best.overlap_bytes == pytest.approx(1.05 * 36 * MEBI, abs=SMALL_BYTES)
     text = str(advice)
     assert "Nothing fits. batch=4 at stage 3 comes closest" in text
     assert "A layout map over the axis 'model' would allow a model axis" in text
 
 
 def test_a_layout_map_allows_a_model_axis():
-    advice = advise(34, layout_map={".*/kernel": (None, "model")})
+    advice = advise(37, layout_map={".*/kernel": (None, "model")})
     assert (advice.recommended.mesh_shape, advice.recommended.zero_stage) == ({"batch": 2, "model": 2}, 3)
     assert [each.mesh_shape for each in advice.candidates[::4]] == [
         {"batch": 4, "model": 1},

@@ -80,6 +80,20 @@ def test_gathers_of_recomputed_blocks_are_counted(recompute):
     tfshard.measure.assert_matches_plan(profile, strategy.plan(model, inputs=x))
 
 
+def test_the_buffer_of_joined_gradients_is_there_with_the_first():
+    """At stage 0, beside activations that are largest when the loss is there."""
+
+    def peak(stage):
+        model, x = blocks()
+        inputs = tf.TensorSpec((4 * x.shape[0], *x.shape[1:]), tf.float32)
+        return tfshard.plan(model, {"batch": 4}, zero_stage=stage, analyzer=None, inputs=inputs).peak
+
+    joined, alone = peak(0), peak(2)
+    assert alone.reduced_bytes == 0 and alone.activation_bytes > 20 * MEBI, "premise"
+    parameters = sum(4 * 2 * 128 * 512 + 4 * (128 + 512) for _ in range(4))
+    assert joined.reduced_bytes == parameters
+
+
 def test_a_plan_tells_its_peak_if_it_is_given_inputs():
     strategy, model, x = trained(products)
     assert strategy.plan(model).peak is None

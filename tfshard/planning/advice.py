@@ -42,9 +42,15 @@ class Candidate(Peak):
     memory_per_device: int
 
     @property
+    def needed_bytes(self) -> int:
+        """What a device should have: the peak, what reductions take that run at once, and 5% of the peak, by which
+        steps were measured to differ from it."""
+        return self.peak_bytes + self.overlap_bytes + self.peak_bytes // 20
+
+    @property
     def fits(self) -> bool:
-        """Whether it can be used and its peak is within the memory."""
-        return self.problem is None and self.peak_bytes <= self.memory_per_device
+        """Whether it can be used and what it needs is within the memory."""
+        return self.problem is None and self.needed_bytes <= self.memory_per_device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,19 +245,19 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
     if chosen is not None:
         reasons = [
             f"Recommended: {_text(chosen)}. It is the first that fits: {chosen.peak_bytes:,} bytes at the peak of a "
-            f"step, of {chosen.memory_per_device:,} on a device."
+            f"step, {chosen.needed_bytes:,} with room to spare, of {chosen.memory_per_device:,} on a device."
         ]
         reasons += [
             f"{_text(other)} was passed over: "
-            + (other.problem or f"{other.peak_bytes - other.memory_per_device:,} bytes too large.")
+            + (other.problem or f"{other.needed_bytes - other.memory_per_device:,} bytes too large.")
             for other in candidates[: candidates.index(chosen)]
         ]
     elif possible:
-        best = min(possible, key=lambda candidate: candidate.peak_bytes)
-        shortfall = best.peak_bytes - best.memory_per_device
+        best = min(possible, key=lambda candidate: candidate.needed_bytes)
+        shortfall = best.needed_bytes - best.memory_per_device
         reasons = [
             f"Nothing fits. {_text(best)} comes closest: it needs "
-            f"{best.peak_bytes:,} bytes a device, {shortfall:,} more than there are."
+            f"{best.needed_bytes:,} bytes a device, {shortfall:,} more than there are."
         ]
     else:
         shortfall = None

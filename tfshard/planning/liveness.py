@@ -42,7 +42,7 @@ class Moment:
     operation: str
 
 
-def peak_of(graph: TrainingGraph) -> Moment:
+def peak_of(graph: TrainingGraph, *, at_once: bool = False) -> Moment:
     """Runs the operations of a step one after the other, on one device, and notes when most is in memory.
 
     Operations run in the order in which they can, as TensorFlow's executor takes them. A collective has memory for its
@@ -52,8 +52,10 @@ def peak_of(graph: TrainingGraph) -> Moment:
 
     Args:
         graph: The step.
+        at_once: Whether reductions that do not wait for each other have their buffers at the same time, as on a busy
+            machine; else one after the other.
     """
-    return _Run(graph).run()
+    return _Run(graph, at_once).run()
 
 
 class _Buffer:
@@ -73,8 +75,9 @@ class _Buffer:
 
 
 class _Run:
-    def __init__(self, graph: TrainingGraph):
+    def __init__(self, graph: TrainingGraph, at_once: bool):
         self._graph = graph
+        self._at_once = at_once
         self._inputs = graph.needed
         self._gradients = self._made_for_updates()
         self._users: dict[Hashable, int] = collections.Counter(
@@ -138,6 +141,12 @@ class _Run:
         if cost.output is not None and operation.outputs[0].ref() not in self._buffers:
             self._hold(operation.outputs[0], self._allocated(cost.output, cost.kind))
             self._note(operation)
+        if self._begins_early(cost):
+            self._bytes += cost.temporary
+            self._note(operation)
+
+    def _begins_early(self, cost: Cost) -> bool:
+        return self._at_once and cost.kind is Kind.REDUCTION
 
     def _execute(self, operation: tf.Operation) -> None:
         inputs = self._inputs[operation]
@@ -149,6 +158,8 @@ class _Run:
             if operation.outputs[0].ref() not in self._buffers:
                 taken = self._buffers[inputs[0].ref()] if cost.output is None else None
                 self._hold(operation.outputs[0], taken or self._allocated(cost.output or 0, cost.kind))
+            if self._begins_early(cost):
+                self._bytes -= cost.temporary
             self._note(operation, cost.temporary, cost.kind)
         elif operation.type == "IdentityN":
             made = []

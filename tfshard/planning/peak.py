@@ -23,6 +23,8 @@ class Peak:
         reduced_bytes: The buffers of reductions, and what gradients that are reduced as one are joined in.
         updated_bytes: New values of parameters and slots.
         activation_bytes: All else that the step made: what the backward pass waits for, and what it makes.
+        overlap_bytes: Not part of the peak: what a step may hold on top where devices are busy, and reductions that do
+            not wait for each other run at once.
     """
 
     stored_bytes: int = 0
@@ -31,11 +33,15 @@ class Peak:
     reduced_bytes: int = 0
     updated_bytes: int = 0
     activation_bytes: int = 0
+    overlap_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """All together."""
-        return sum(getattr(self, field.name) for field in dataclasses.fields(Peak))
+        return sum(getattr(self, name) for name in PARTS)
+
+
+PARTS = tuple(field.name for field in dataclasses.fields(Peak) if field.name != "overlap_bytes")
 
 
 _PART = {
@@ -86,11 +92,12 @@ def peak_of(
         recompute=recompute,
     )
     moment = liveness.peak_of(graph)
+    overlap = liveness.peak_of(graph, at_once=True).bytes - moment.bytes
     parts: dict[str, int] = collections.Counter()
     for what, bytes_ in moment.made.items():
         parts[_PART[what] if isinstance(what, Kind) else "activation_bytes"] += bytes_
     parts["activation_bytes"] += activation_bytes
-    return Peak(stored_bytes=stored_bytes, **parts)
+    return Peak(stored_bytes=stored_bytes, overlap_bytes=max(0, overlap), **parts)
 
 
 def needs_all_gradients(optimizer: OptimizerLike) -> bool:

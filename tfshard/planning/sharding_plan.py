@@ -24,7 +24,7 @@ from tfshard.layouts.axes import BATCH_AXIS, MeshAxes
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout
 from tfshard.planning import variable_traffic
-from tfshard.planning.peak import Peak
+from tfshard.planning.peak import PARTS, Peak
 from tfshard.planning.variable_traffic import Collective
 
 KINDS = ("parameter", "state", "gradient", "slot")
@@ -402,9 +402,11 @@ def _peak_table(peak: Peak) -> rich.table.Table:
     table = tables.plain("Peak of a step")
     table.add_column("part")
     table.add_column("per device", justify="right", no_wrap=True)
-    for field in dataclasses.fields(peak):
-        table.add_row(field.name.removesuffix("_bytes"), tables.size(getattr(peak, field.name)))
+    for name in PARTS:
+        table.add_row(name.removesuffix("_bytes"), tables.size(getattr(peak, name)))
     table.add_row("all", tables.size(peak.peak_bytes))
+    if peak.overlap_bytes:
+        table.add_row("at times", "+ " + tables.size(peak.overlap_bytes))
     return table
 
 

@@ -120,7 +120,7 @@ def advised(way: dict) -> dict:
     arguments["analyzer"] = tfshard.ParameterAnalyzer(group_threshold_bytes=1 << 16)
     model.compile(loss=loss)
     every = tfshard.advise(model, way["devices"], 1 << 40, way["batch"], **arguments).candidates
-    peaks = [each.peak_bytes for each in every if each.problem is None]
+    peaks = [each.needed_bytes for each in every if each.problem is None]
     memory = int(min(peaks) + way["share"] * (max(peaks) - min(peaks)))
     chosen = tfshard.advise(model, way["devices"], memory, way["batch"], **arguments).recommended
     way = way | {"mesh": chosen.mesh_shape, "stage": chosen.zero_stage, "recompute": chosen.recompute}
