@@ -43,9 +43,9 @@ class Candidate(Peak):
 
     @property
     def needed_bytes(self) -> int:
-        """What a device should have: the peak, what reductions take that run at once, and 5% of the peak, by which
-        steps were measured to differ from it."""
-        return self.peak_bytes + self.overlap_bytes + self.peak_bytes // 20
+        """What a device should have: the peak, what reductions take that run at once, and by how much steps were
+        measured to be above it: a twentieth, with recomputation a sixth."""
+        return self.peak_bytes + self.overlap_bytes + self.peak_bytes // (6 if self.recompute else 20)
 
     @property
     def fits(self) -> bool:
