@@ -19,16 +19,16 @@ def advise(memory: int, **kwargs) -> tfshard.planning.Advice:
     return tfshard.advise(kernels(8), 4, memory * MEBI, **{"batch": 32} | kwargs)
 
 
-# More than the count of steps and the learning rate take.
-SCALAR_BYTES = 64
+# More than the count of steps, the learning rate and the sample of which products are made take.
+SMALL_BYTES = 64 << 10
 
 
-@pytest.mark.parametrize(("memory", "stage", "peak"), [(225, 0, 224), (223, 1, 71), (70, 3, 43)])
+@pytest.mark.parametrize(("memory", "stage", "peak"), [(169, 0, 160), (167, 1, 60), (62, 3, 36)])
 def test_the_smallest_stage_that_fits_is_recommended(memory, stage, peak):
     advice = advise(memory)
     assert advice.shortfall_bytes == 0
     assert (advice.recommended.mesh_shape, advice.recommended.zero_stage) == ({"batch": 4}, stage)
-    assert advice.recommended.peak_bytes == pytest.approx(peak * MEBI, abs=SCALAR_BYTES)
+    assert advice.recommended.peak_bytes == pytest.approx(peak * MEBI, abs=SMALL_BYTES)
 
 
 def test_the_peak_is_the_sum_of_its_parts():
@@ -41,27 +41,31 @@ def test_the_peak_is_the_sum_of_its_parts():
             for c in advise(100, **options).candidates
         ]
 
-    # In MiB: P=32, a quarter is 8, a variable 4.
-    assert parts() == [(96, 0, 32, 0, 96), (48, 12, 4, 4, 3), (48, 12, 4, 4, 3), (24, 8, 4, 4, 3)]
-    # All gradients wait: whole at stage 1, as shards at stages 2 and 3.
+    # In MiB: P=32, a quarter is 8, a variable 4. At stage 0 gradients are joined in a buffer to be reduced as one. At
+    # stages 1 and 2 the new value is gathered while the next gradient is reduced; at stage 3 a gradient is made while
+    # one variable is used and the next comes.
+    assert parts() == [(96, 0, 32, 32, 0), (48, 4, 4, 3, 1), (48, 4, 4, 3, 1), (24, 8, 4, 0, 0)]
+    # All gradients wait, as shards.
     clipped = keras.optimizers.Adam(global_clipnorm=1.0)
-    assert [each[2] for each in parts(optimizer=clipped)] == [32, 36, 12, 12]
-    assert [each[1] for each in parts(reshard_after_forward=False)] == [0, 12, 12, 32]
+    assert parts(optimizer=clipped)[3] == (24, 8, 9, 0, 0)
+    assert parts(reshard_after_forward=False)[3][1] == 24
 
 
 def test_when_nothing_fits_the_missing_bytes_are_told():
-    advice = advise(40)
+    advice = advise(33)
     assert advice.recommended is None
-    assert advice.shortfall_bytes == pytest.approx(3 * MEBI, abs=SCALAR_BYTES)
+    # The peak of 36 MiB, 5% of it, and what reductions take that run at once.
+    best = advice.candidates[3]
+    assert advice.shortfall_bytes == best.needed_bytes - 33 * MEBI
+    assert best.needed_bytes - best.overlap_bytes == pytest.approx(1.05 * 36 * MEBI, abs=SMALL_BYTES)
     text = str(advice)
     assert "Nothing fits. batch=4 at stage 3 comes closest" in text
     assert "A layout map over the axis 'model' would allow a model axis" in text
 
 
 def test_a_layout_map_allows_a_model_axis():
-    advice = advise(36, layout_map={".*/kernel": (None, "model")})
+    advice = advise(37, layout_map={".*/kernel": (None, "model")})
     assert (advice.recommended.mesh_shape, advice.recommended.zero_stage) == ({"batch": 2, "model": 2}, 3)
-    assert advice.recommended.peak_bytes == pytest.approx((24 + 4 + 2 + 2 + 3) * MEBI, abs=SCALAR_BYTES)
     assert [each.mesh_shape for each in advice.candidates[::4]] == [
         {"batch": 4, "model": 1},
         {"batch": 2, "model": 2},
@@ -72,7 +76,7 @@ def test_a_layout_map_allows_a_model_axis():
 def test_activations_are_counted_for_the_devices_share_of_the_batch():
     assert "Activations are not counted" in " ".join(advise(300).reasons)
     advice = advise(300, activation_bytes=MEBI)
-    assert advice.recommended.activation_bytes == 8 * MEBI
+    assert advice.recommended.activation_bytes == pytest.approx(8 * MEBI, abs=SMALL_BYTES)
     assert "Activations" not in " ".join(advice.reasons)
 
 
@@ -99,3 +103,39 @@ def test_advice_can_find_the_layouts_itself():
     advice = tfshard.advise(model, 4, 40 << 20, 3, layout_map="auto")
     # A batch of three: only the model axis can use the devices.
     assert advice.recommended.mesh_shape == {"batch": 1, "model": 4}
+
+
+def blocks(count: int) -> keras.Model:
+    """Blocks of which each makes 2 MiB of activations a sample of 1024, and little weights."""
+    inputs = keras.Input((1024, 16))
+    x = inputs
+    for i in range(count):
+        x = keras.layers.Dense(16, name=f"block{i}_down")(keras.layers.Dense(512, "gelu", name=f"block{i}_up")(x))
+    return keras.Model(inputs, x)
+
+
+def test_recomputation_is_recommended_where_that_is_what_fits():
+    model = blocks(8)
+    candidates = tfshard.advise(model, 4, 1 << 40, 4).candidates
+    kept, again = candidates[3:]
+    assert (kept.zero_stage, kept.recompute, again.zero_stage, again.recompute) == (3, False, 3, True)
+    assert again.activation_bytes < kept.activation_bytes / 3
+    advice = tfshard.advise(model, 4, (kept.peak_bytes + again.peak_bytes) // 2, 4)
+    assert advice.recommended == again.__class__(
+        **vars(again) | {"memory_per_device": advice.candidates[0].memory_per_device}
+    )
+    assert "at stage 3 with strategy.recompute(model)" in advice.reasons[0]
+    assert tfshard.operations.layer_patch.patches_of(model) == []
+
+
+def test_activations_are_found_in_the_graph_for_a_devices_share_of_the_batch():
+    small, large = (tfshard.advise(blocks(2), 4, 1 << 40, samples).candidates[3] for samples in (4, 8))
+    assert large.activation_bytes == pytest.approx(2 * small.activation_bytes, rel=0.1)
+    # Two blocks with at least the result of a product of 512 columns each.
+    assert small.activation_bytes >= 2 * 4 * 1024 * 512
+    assert "Activations" not in " ".join(tfshard.advise(blocks(2), 4, 1 << 40, 4).reasons)
+
+
+def test_slots_in_bfloat16_take_less():
+    stored = [advise(300, slot_dtype=dtype).candidates[3].stored_bytes // MEBI for dtype in (None, "bfloat16")]
+    assert stored == [24, 16]

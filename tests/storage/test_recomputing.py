@@ -91,9 +91,9 @@ def run(name, mesh, stage, *, recompute=None, scope=None):
     with pytest.MonkeyPatch.context() as patch:
         original = recomputing.recompute
 
-        def noted(graph, blocks, token):
+        def noted(graph, blocks, token, stored):
             before = len(graph.get_operations())
-            found = original(graph, blocks, token)
+            found = original(graph, blocks, token, stored)
             again.append(len(graph.get_operations()) - before)
             return found
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 import parity
 import tfshard
 from tfshard.devices.batching import Parts
+from tfshard.measure import step_profile
 from tfshard.training import microbatches
 
 RS = np.random.RandomState(0)
@@ -397,3 +398,87 @@ def test_tensors_of_other_rows_are_refused():
 def test_other_numbers_of_parts_are_refused(count):
     with pytest.raises(tfshard.errors.StrategyError, match="microbatches must be"):
         strategy(count=count)
+
+
+# --- What is planned -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "x", "options"),
+    [
+        (attention, TOKENS, {}),
+        (attention, TOKENS, {"zero_stage": 1}),
+        (attention, TOKENS, {"zero_stage": 0}),
+        (convolutions, X, {"zero_stage": 2, "analyzer": None}),
+        (attention, TOKENS, {"reduce_once": True, "analyzer": None}),
+        (attention, TOKENS, {"reduce_once": True, "zero_stage": 0}),
+    ],
+)
+def test_a_plan_counts_what_each_part_sends(build, x, options):
+    chosen, model = strategy(**options), tfshard.as_distributed(build())
+    model.compile("adam", crossentropy(), strategy=chosen)
+    one = strategy(count=1, **options)
+    planned = chosen.plan(model, inputs=x)
+    step_profile.assert_matches_plan(tfshard.profile_step(model, (x, CLASSES)), planned)
+    plans = planned, one.plan(build(), "adam", x)
+    reductions = [sum(c.count for c in each.collectives if c.kind != "all-gather") for each in plans]
+    if not options.get("reduce_once"):
+        assert reductions[0] == 2 * reductions[1]
+    assert tfshard.plan(build(), {"batch": 4}, optimizer="adam", inputs=x, microbatches=2, **options).collectives
+
+
+def test_the_planned_peak_has_the_activations_of_a_part_and_what_gradients_are_added_up_in():
+    layers = [keras.layers.Dense(512, activation="tanh") for _ in range(4)]
+    model = keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(64)])
+    x = np.zeros((4096, 64), "float32")
+    peaks = {
+        count: tfshard.plan(model, {"batch": 4}, optimizer="sgd", analyzer=None, inputs=x, microbatches=count).peak
+        for count in (1, 4)
+    }
+    activations = 4 * 1024 * 512 * 4
+    assert peaks[1].activation_bytes > activations
+    assert peaks[1].activation_bytes - peaks[4].activation_bytes > 0.6 * activations
+    assert peaks[4].gradient_bytes > peaks[4].stored_bytes * 0.9, "the sums are as large as the parameters"
+
+
+# --- Reduced once ----------------------------------------------------------------------------------------
+
+ONCE = {
+    "stage 3": Case(options={"analyzer": None}),
+    "groups": Case(options={"count": 4}),
+    "stage 0": Case(options={"zero_stage": 0}),
+    "attention": Case(build=attention, batches=((TOKENS, CLASSES),), options={"zero_stage": 2, "analyzer": None}),
+    "convolutions": Case(build=convolutions, options={"zero_stage": 1, "analyzer": None}),
+    "recurrent": of_reduction("sum_over_batch_size", (TOKEN_WEIGHTS,)),
+    "clipped": Case(optimizer=lambda: opt.SGD(0.1, momentum=0.9, global_clipnorm=0.01)),
+    "bfloat16": Case(policy="mixed_bfloat16", tolerance=2e-2),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_gradients_that_are_reduced_once_are_those_of_the_whole_batch(name):
+    case = ONCE[name]
+    trained, reference = run(case, strategy(reduce_once=True, **case.options)), run(case)
+    np.testing.assert_allclose(trained.losses, reference.losses, rtol=case.tolerance, atol=case.tolerance)
+    for path, value in trained.weights.items():
+        np.testing.assert_allclose(value, reference.weights[path], atol=20 * case.tolerance, err_msg=path)
+
+
+def test_gradients_are_reduced_once():
+    x = RS.normal(size=(16, 512)).astype("float32")
+    reduced = {}
+    for once in (False, True):
+        model = tfshard.Sequential([keras.Input((512,)), keras.layers.Dense(512, use_bias=False)])
+        model.compile("sgd", "mse", strategy=strategy(count=4, zero_stage=2, analyzer=None, reduce_once=once))
+        reduced[once] = tfshard.profile_step(model, (x, x)).bytes("all-reduce")
+    assert reduced[True] > 0
+    assert reduced[False] == 4 * reduced[True]
+
+
+def test_a_step_of_ones_own_would_see_parts_of_gradients():
+    model = tfshard.as_distributed(own_step())
+    model.compile("sgd", crossentropy(), strategy=strategy(reduce_once=True))
+    with pytest.raises(tfshard.errors.StrategyError, match="would see parts of them"):
+        model.train_on_batch(X, CLASSES)
+    with pytest.raises(tfshard.errors.StrategyError, match="meshes of a batch axis only"):
+        strategy({"batch": 2, "model": 2}, reduce_once=True, layout_map={".*": ()})

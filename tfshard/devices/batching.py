@@ -9,6 +9,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard.devices import checksums, clients, transfer
 from tfshard.errors import StrategyError
+from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 
@@ -64,8 +65,7 @@ class Parts:
             )
         (size,) = sizes
         devices = axis_sizes(mesh).data_size if any(batch_axes(shapes[0], mesh)) else 1
-        own = size // devices
-        found = next((number for number in range(count, own + 1) if own % number == 0), max(own, 1))
+        found = variable_layout.parts_of(size // devices, count)
         return cls(count=found, rows=size // found, mesh=mesh)
 
     def split(self, leaf: Any) -> Any:

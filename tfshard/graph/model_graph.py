@@ -136,6 +136,36 @@ def _trace(model: keras.Model, specs: Any) -> ModelGraph:
     )
 
 
+def batch_of(model: keras.Model, samples: int) -> Any:
+    """What a model is called on, with shapes and dtypes, if it leaves no dim open but the batch; else None."""
+    try:
+        specs = _input_specs(model, None, None)
+    except LayoutError:
+        return None
+    found = _map_specs(lambda shape, dtype: tf.TensorSpec((samples, *shape[1:]), dtype), specs)
+    return found if all(None not in tuple(each.shape) for each in keras.tree.flatten(found)) else None
+
+
+def local_inputs(model: keras.Model, inputs: Any, devices: int) -> Any:
+    """Placeholders, in the graph that is being built, of a device's share of a batch.
+
+    Args:
+        model: A built model.
+        inputs: As for `trace`.
+        devices: Among how many the batch is shared out. One that they do not divide is whole on each.
+
+    Raises:
+        LayoutError: The model's inputs are not known.
+    """
+
+    def share(shape: tuple[int | None, ...], dtype: tf.DType) -> tf.Tensor:
+        if inputs is not None and shape and shape[0] is not None and shape[0] % devices == 0:
+            shape = (shape[0] // devices, *shape[1:])
+        return tf.compat.v1.placeholder(dtype, shape)
+
+    return _map_specs(share, _input_specs(model, inputs, _OPEN_SIZES[0]))
+
+
 def _map_specs(make: Callable[[tuple[int | None, ...], tf.DType], tf.Tensor], specs: Any) -> Any:
     """`make(shape, dtype)` for each (shape, dtype) of a nested structure."""
     if isinstance(specs, tuple) and len(specs) == 2 and isinstance(specs[1], tf.DType):

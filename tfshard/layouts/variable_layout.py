@@ -298,6 +298,19 @@ def plan_variable(
     )
 
 
+def check_microbatches(count: int) -> int:
+    """The number of microbatches of a step; raises `StrategyError` unless it is one."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise StrategyError(f"microbatches must be a number of parts, 1 or more. Received: microbatches={count!r}")
+    return count
+
+
+def parts_of(rows: int, count: int) -> int:
+    """In how many equal parts a device takes its rows, if there are to be `count`: more if that does not divide them,
+    so that no part is larger than it was to be."""
+    return next((number for number in range(count, rows + 1) if rows % number == 0), max(rows, 1))
+
+
 def itemsize(dtype: str) -> int:
     """Bytes of an element."""
     name = "uint16" if dtype == "bfloat16" else "uint8" if dtype.startswith("float8") else dtype

@@ -208,7 +208,7 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
         seconds=seconds,
         variable_bytes=held,
         spans=spans,
-        peak=peak_of(trace),
+        peak=peak_of(trace, local),
     )
 
 

@@ -5,9 +5,10 @@ alike, such as `conv2_block1_1_conv`. Layers that were made under a `keras.Remat
 """
 
 import collections
+import contextlib
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -38,17 +39,43 @@ def install(model: keras.Model, blocks: str | Sequence[str], keep_products: bool
     Raises:
         StrategyError: The model is not built; there are none; a pattern matches no layer, or is no regular expression.
     """
-    if not model.built:
-        raise StrategyError(
-            f"Model '{model.name}' is not built: build it, or call it once, before its blocks are marked."
-        )
-    layers = [layer for layer in _private.flatten_layers(model) if layer is not model]
-    names = _found(layers) if blocks == AUTO else _matched(layers, blocks)
+    names = _blocks_of(model, blocks)
     keeps = recomputing.PRODUCTS if keep_products else frozenset()
     for layer, name in names.items():
         layer_patch.undo_of(BLOCK, layer)
         layer_patch.apply(BLOCK, layer, functools.partial(_in_block, name=name, keeps=keeps))
     return list(dict.fromkeys(names.values()))
+
+
+@contextlib.contextmanager
+def marked(model: keras.Model, blocks: str | Sequence[str] = AUTO) -> Iterator[None]:
+    """`install` for as long as this is open, for what is not marked yet.
+
+    Raises:
+        StrategyError: As `install`.
+    """
+    found = _blocks_of(model, blocks)
+    with contextlib.ExitStack() as stack:
+        for layer, name in found.items():
+            if all(patch.change is not BLOCK for patch in layer_patch.patches_on(layer)):
+                make = functools.partial(_in_block, name=name, keeps=frozenset())
+                stack.enter_context(layer_patch.applied(BLOCK, layer, make))
+        yield
+
+
+def can_mark(model: keras.Model) -> bool:
+    """Whether `marked` finds blocks, and none are marked yet."""
+    if has_marked(model):
+        return False
+    try:
+        return bool(_blocks_of(model, AUTO))
+    except StrategyError:
+        return False
+
+
+def has_marked(model: keras.Model) -> bool:
+    """Whether blocks of a model are computed again."""
+    return any(patch.change in (BLOCK, REMAT) for patch in layer_patch.patches_of(model))
 
 
 def install_remat(model: keras.Model) -> None:
@@ -59,6 +86,16 @@ def install_remat(model: keras.Model) -> None:
     for operation in layer_patch.operations_of(model):
         if _private.remat_mode(operation) is not None:
             layer_patch.apply(REMAT, operation, functools.partial(_rematerialized, operation))
+
+
+def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> dict[keras.Layer, str]:
+    """The layers of blocks, with the name of their block."""
+    if not model.built:
+        raise StrategyError(
+            f"Model '{model.name}' is not built: build it, or call it once, before its blocks are marked."
+        )
+    layers = [layer for layer in _private.flatten_layers(model) if layer is not model]
+    return _found(layers) if blocks == AUTO else _matched(layers, blocks)
 
 
 def _found(layers: Sequence[keras.Layer]) -> dict[keras.Layer, str]:
@@ -110,7 +147,7 @@ def _some(layers: Sequence[keras.Layer]) -> list[str]:
 def _in_block(call: layer_patch.Method, *, name: str, keeps: frozenset[str]) -> layer_patch.Method:
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
-        step = steps.current()
+        step = steps.noting()
         if step is None:
             return call(*args, **kwargs)
         with step.block(name, keeps):
@@ -124,7 +161,7 @@ def _rematerialized(operation: keras.Operation, original: layer_patch.Method) ->
 
     @functools.wraps(original)
     def given(call: layer_patch.Method, *args: Any, **kwargs: Any) -> layer_patch.Method:
-        if steps.current() is None or original(call, *args, **kwargs) is call:  # A mode may leave this layer out.
+        if steps.noting() is None or original(call, *args, **kwargs) is call:  # A mode may leave this layer out.
             return call
         keeps = recomputing.PRODUCTS if _private.remat_mode(operation) == "activations" else frozenset[str]()
         return _in_block(call, name=getattr(operation, "path", None) or operation.name, keeps=keeps)

@@ -9,10 +9,12 @@ import keras
 from tfshard.errors import StrategyError
 from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike
+from tfshard.layouts import variable_layout
 from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
-from tfshard.planning import activation_traffic, gather_counts, gradient_dtypes, linter
+from tfshard.planning import activation_traffic, gather_counts, gradient_dtypes, linter, variable_traffic
+from tfshard.planning.peak import needs_all_gradients, peak_of
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage import turns
 
@@ -81,6 +83,8 @@ def plan(
     inputs: Any = None,
     reshard_after_forward: bool | str | Sequence[str] = True,
     slot_dtype: SlotDtype = None,
+    microbatches: int = 1,
+    reduce_once: bool = False,
 ) -> ShardingPlan:
     """Plans a model on a mesh, without a device and without a step.
 
@@ -92,10 +96,12 @@ def plan(
         analyzer: Makes the groups; None for none.
         optimizer: An optimizer or its name, for the bytes of the slots. By default the one that the model was
             compiled with; without any, no slots.
-        inputs: What a step calls the model on (a batch, or anything with shapes and dtypes), for the bytes of
-            activations over a model axis. Without it only their number is predicted.
+        inputs: What a step calls the model on (a batch, or anything with shapes and dtypes), for the peak of a step,
+            and the bytes of activations over a model axis, of which else only the number is predicted.
         reshard_after_forward: As for `tfshard.ShardedStrategy`.
         slot_dtype: As for `tfshard.ShardedStrategy`.
+        microbatches: As for `tfshard.ShardedStrategy`. It divides the rows of a device.
+        reduce_once: As for `tfshard.ShardedStrategy`.
 
     Returns:
         The `ShardingPlan`. What `compile` would refuse of the model is in its `refused`.
@@ -135,7 +141,13 @@ def plan(
     )
     gathering = turns.Gathering.of(reshard_after_forward)
     return plan_placement(
-        placement, model_or_specs, optimizer=optimizer, inputs=inputs, automatic=automatic, gathering=gathering
+        placement,
+        model_or_specs,
+        optimizer=optimizer,
+        inputs=inputs,
+        automatic=automatic,
+        gathering=gathering,
+        parts=variable_traffic.Parts(count=variable_layout.check_microbatches(microbatches), reduce_once=reduce_once),
     )
 
 
@@ -147,6 +159,7 @@ def plan_placement(
     inputs: Any = None,
     automatic: bool = False,
     gathering: turns.Gathering,
+    parts: variable_traffic.Parts = variable_traffic.WHOLE,
 ) -> ShardingPlan:
     """What a placement stores and sends.
 
@@ -157,6 +170,7 @@ def plan_placement(
         inputs: As for `plan`.
         automatic: Whether the layout map was found for the model.
         gathering: How steps gather what is stored sharded.
+        parts: In which parts they take their batch.
 
     Raises:
         LayoutError: The layout map does not fit the model.
@@ -169,14 +183,30 @@ def plan_placement(
     refused: list[linter.Finding] = []
     if isinstance(model_or_specs, keras.Model):
         refused = linter.refusals(model_or_specs, placement, automatic=automatic)
-    sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, inputs)
-    return ShardingPlan.from_placement(
+    gathers = gather_counts.gathers_of(model_or_specs, placement, gathering, inputs)
+    of_part = parts.of(inputs, placement.mesh_shape)
+    sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, of_part)
+    planned = ShardingPlan.from_placement(
         placement,
         slots=slots,
-        activations=sent.collectives,
+        activations=[dataclasses.replace(each, count=each.count * parts.count) for each in sent.collectives],
         unknown=sent.unknown,
         uses=sent.uses,
-        gathers=gather_counts.gathers_of(model_or_specs, placement, gathering, inputs),
+        gathers=gathers,
+        parts=parts,
         reductions=gradient_dtypes.reductions_of(model_or_specs, placement.variables, optimizer, inputs),
         refused=[str(finding) for finding in refused],
     )
+    if inputs is None or not isinstance(model_or_specs, keras.Model):
+        return planned
+    peak = peak_of(
+        model_or_specs,
+        placement,
+        stored_bytes=planned.resting_bytes(),
+        slots=slots,
+        gathering=gathering,
+        needs_all_gradients=needs_all_gradients(optimizer),
+        inputs=inputs,
+        parts=parts,
+    )
+    return dataclasses.replace(planned, peak=peak)

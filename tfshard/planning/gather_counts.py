@@ -13,7 +13,8 @@ from tfshard.graph.model_graph import ModelGraph, trace
 from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout, itemsize
-from tfshard.planning import variable_traffic
+from tfshard.operations import blocks
+from tfshard.planning import training_graph, variable_traffic
 from tfshard.storage import turns
 
 # Operations whose gradients do not take their operands.
@@ -48,6 +49,8 @@ def gathers_of(
         )
         for name, members in units.items()
     }
+    if isinstance(model, keras.Model) and blocks.has_marked(model):
+        return _of_blocks(model, placement, gathering, inputs)
     name_of = {each.spec.path: name for name, members in units.items() for each in members}
     uses, sent = _uses(model, planned, name_of, inputs)
     narrow = gathers.narrow_dtypes(mesh_shape)
@@ -59,6 +62,17 @@ def gathers_of(
     return {
         name: variable_traffic.Gathers(count=max(1, counted[name]), itemsize=each.itemsize)
         for name, each in stored.items()
+    }
+
+
+def _of_blocks(
+    model: keras.Model, placement: ModelPlacement, gathering: turns.Gathering, inputs: Any
+) -> dict[str, variable_traffic.Gathers]:
+    """Of a step that computes blocks again: only its own graph tells when."""
+    graph = training_graph.trace(model, placement, gathering=gathering, inputs=inputs)
+    return {
+        name: variable_traffic.Gathers(count=count, itemsize=graph.itemsizes[name])
+        for name, count in graph.gathers().items()
     }
 
 

@@ -1,29 +1,30 @@
-"""What a device holds at the peak of a training step, predicted from layouts and from the turns of a step."""
+"""What a device holds at the peak of a training step, predicted from the graph of the step and its layouts."""
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.variable_layout import VariableLayout
-from tfshard.planning import variable_traffic
-from tfshard.planning.sharding_plan import ShardingPlan
+from tfshard.planning import liveness, training_graph, variable_traffic
+from tfshard.planning.training_graph import Kind
 from tfshard.storage import turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peak:
-    """Bytes of the fullest device at the peak of a step. A *unit* is a variable that stands alone, or a group.
+    """Bytes of the fullest device at the peak of a step, by what they are of at that moment.
 
     Attributes:
         stored_bytes: Parameters, untrained state and slots at rest.
-        gathered_bytes: What is gathered over the batch axis. Stage 3: the two largest units, of which one is used and
-            the next comes, and all that stays gathered; stages 1 and 2: the new values of three.
-        gradient_bytes: Gradients: that of the largest unit, whole, and what waits for the update. From stage 1 on a
-            unit is updated as soon as its gradient is there, unless the optimizer needs all first.
-        reduced_bytes: The buffers of reductions: as large as what they reduce, the largest unit; at stage 1 twice all,
-            if they are reduced as one, since the optimizer needs all.
-        updated_bytes: New values of parameters and slots: of the largest unit; at stage 0 of all.
-        activation_bytes: Of the device's share of the batch; as given by the user.
+        gathered_bytes: What was gathered over the batch axis: to be read, or, at stages 1 and 2, new values.
+        gradient_bytes: Gradients as they come out of the backward pass, and shards of them that wait for the update.
+        reduced_bytes: The buffers of reductions, and what gradients that are reduced as one are joined in.
+        updated_bytes: New values of parameters and slots.
+        activation_bytes: All else that the step made: what the backward pass waits for, and what it makes.
+        overlap_bytes: Not part of the peak: what a step may hold on top where devices are busy, and reductions that do
+            not wait for each other run at once.
     """
 
     stored_bytes: int = 0
@@ -32,67 +33,91 @@ class Peak:
     reduced_bytes: int = 0
     updated_bytes: int = 0
     activation_bytes: int = 0
+    overlap_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """All together."""
-        return sum(getattr(self, field.name) for field in dataclasses.fields(Peak))
+        return sum(getattr(self, name) for name in PARTS)
+
+
+PARTS = tuple(field.name for field in dataclasses.fields(Peak) if field.name != "overlap_bytes")
+
+
+_PART = {
+    Kind.GATHER: "gathered_bytes",
+    Kind.GRADIENT: "gradient_bytes",
+    Kind.SHARD: "gradient_bytes",
+    Kind.JOINED: "reduced_bytes",
+    Kind.REDUCTION: "reduced_bytes",
+    Kind.UPDATE: "updated_bytes",
+}
 
 
 def peak_of(
+    model: ModelOrSpecs,
     placement: ModelPlacement,
-    plan: ShardingPlan,
     *,
+    stored_bytes: int,
+    slots: Sequence[SlotSpec],
     gathering: turns.Gathering,
     needs_all_gradients: bool,
+    inputs: Any = None,
+    parts: variable_traffic.Parts = variable_traffic.WHOLE,
+    recompute: str | Sequence[str] | None = None,
     activation_bytes: int = 0,
 ) -> Peak:
-    """The peak of a step.
+    """The peak of a step: its operations are run one after the other, on paper (`liveness`).
 
     Args:
+        model: A built model; or specs, of which each is used once, in their order, by a product with one sample.
         placement: Where the variables go.
-        plan: What is stored of them.
+        stored_bytes: What rests on a device.
+        slots: The optimizer's variables.
         gathering: How steps gather.
-        needs_all_gradients: Whether no variable can be updated before all gradients are there (`global_clipnorm`).
-        activation_bytes: Of the device's share of the batch.
+        needs_all_gradients: Whether no variable can be updated before all gradients are there.
+        inputs: What the model is called on, over all devices. Without it, the model is taken as its specs.
+        parts: In which parts the batch is taken. Gradients are added up in each, and all updated after the last.
+        recompute: Which blocks are computed again, besides those that are marked (`blocks.install`).
+        activation_bytes: Of the device's share of a batch, on top of what is found.
+
+    Raises:
+        LayoutError: The model cannot be called on its inputs.
     """
-    mesh_shape, stage = placement.mesh_shape, placement.zero_stage
-    stored = sum(plan.bytes_per_device(kind) for kind in ("parameter", "state", "slot"))
-    waiting = plan.bytes_per_device("gradient")
-    if stage == 0 or mesh_shape.data_size == 1:
-        updated = plan.bytes_per_device("slot") + plan.bytes_per_device("parameter")
-        return Peak(
-            stored_bytes=stored, updated_bytes=updated, gradient_bytes=waiting, activation_bytes=activation_bytes
-        )  # fmt: skip
-    units = variable_traffic.units(placement.variables)
-    whole = {id(unit): variable_traffic.whole_bytes(unit, mesh_shape) for unit in units}
-
-    def largest(some: Sequence[VariableLayout], count: int) -> int:
-        return sum(sorted((whole[id(unit)] for unit in some), reverse=True)[:count])
-
-    trained = [unit for unit in units if unit.spec.trainable]
-    moved = [unit for unit in units if variable_traffic.is_gathered(unit, stage)]
-    members = variable_traffic.members_of(placement.variables)
-    paths = {name: [each.spec.path for each in of] for name, of in members.items()}
-    kept = [unit for unit in moved if stage == 3 and gathering.keeps(paths[variable_traffic.unit_name(unit)])]
-    if not needs_all_gradients:
-        # Those of groups and of padded variables are cut when they are packed.
-        waiting = sum(
-            variable_traffic.gradient_bytes(unit, mesh_shape, scattered=False)
-            for unit in trained
-            if unit.flat is not None
-        )
-    reduced = largest(trained, 1)
-    if needs_all_gradients and stage == 1:
-        reduced = 2 * largest(trained, len(trained))
-    shards = variable_traffic.updated_bytes(trained, mesh_shape=mesh_shape)
-    share = largest(trained, 1) / max(1, sum(whole[id(unit)] for unit in trained))
-    return Peak(
-        stored_bytes=stored,
-        gathered_bytes=largest([unit for unit in moved if unit not in kept], 2 if stage == 3 else 3)
-        + largest(kept, len(kept)),
-        gradient_bytes=largest(trained, 1) + waiting,
-        reduced_bytes=reduced,
-        updated_bytes=int(share * (shards + plan.bytes_per_device("slot"))),
-        activation_bytes=activation_bytes,
+    adds_up = parts.count > 1
+    graph = training_graph.trace(
+        model if inputs is not None else placement.specs,
+        placement,
+        gathering=gathering,
+        inputs=parts.of(inputs, placement.mesh_shape),
+        slot_bytes={} if adds_up else _slot_bytes(placement, slots),
+        needs_all_gradients=needs_all_gradients and not adds_up,
+        recompute=recompute,
     )
+    moment = liveness.peak_of(graph)
+    overlap = liveness.peak_of(graph, at_once=True).bytes - moment.bytes
+    made: dict[str, int] = collections.Counter()
+    for what, bytes_ in moment.made.items():
+        made[_PART[what] if isinstance(what, Kind) else "activation_bytes"] += bytes_
+    made["activation_bytes"] += activation_bytes
+    made["gradient_bytes"] += parts.sum_bytes(placement.variables, placement.mesh_shape)
+    return Peak(stored_bytes=stored_bytes, overlap_bytes=max(0, overlap), **made)
+
+
+def needs_all_gradients(optimizer: OptimizerLike) -> bool:
+    """Whether an optimizer updates no variable before all gradients are there: a `global_clipnorm`, and
+    `gradient_accumulation_steps`, which update in a branch."""
+    return any(
+        getattr(optimizer, name, None) is not None for name in ("global_clipnorm", "gradient_accumulation_steps")
+    )
+
+
+def _slot_bytes(placement: ModelPlacement, slots: Sequence[SlotSpec]) -> Mapping[str, int]:
+    """Bytes of the slots of a unit on one device, by its name."""
+    name_of = {each.spec.path: variable_traffic.unit_name(each) for each in placement.variables}
+    found: dict[str, int] = collections.Counter()
+    for slot in slots:
+        layout = placement.slot(slot.spec, slot.reference)
+        if slot.reference is not None and layout.member == 0:
+            found[name_of[slot.reference]] += variable_traffic.resting_bytes(layout, placement.mesh_shape)
+    return found

@@ -24,6 +24,7 @@ from tfshard.layouts.axes import BATCH_AXIS, MeshAxes
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout
 from tfshard.planning import variable_traffic
+from tfshard.planning.peak import PARTS, Peak
 from tfshard.planning.variable_traffic import Collective
 
 KINDS = ("parameter", "state", "gradient", "slot")
@@ -118,6 +119,7 @@ class ShardingPlan:
             activations.
         unknown: Why what is sent of activations could not be predicted; empty when it was.
         refused: What `compile` or the first step would refuse of the model, with the remedies (`tfshard.lint`).
+        peak: What a device holds at the peak of a step; None where the plan was made without `inputs`.
     """
 
     mesh: MeshAxes
@@ -128,6 +130,7 @@ class ShardingPlan:
     collectives: tuple[Collective, ...]
     unknown: str = ""
     refused: tuple[str, ...] = ()
+    peak: Peak | None = None
 
     @classmethod
     def from_placement(
@@ -140,6 +143,7 @@ class ShardingPlan:
         uses: Mapping[str, int] | None = None,
         gathers: Mapping[str, variable_traffic.Gathers] | None = None,
         reductions: variable_traffic.Reductions = variable_traffic.PLAIN,
+        parts: variable_traffic.Parts = variable_traffic.WHOLE,
         refused: Sequence[str] = (),
     ) -> "ShardingPlan":
         """The plan of variables whose places are decided.
@@ -152,6 +156,7 @@ class ShardingPlan:
             uses: How often the forward pass uses a variable, by path, where that is known.
             gathers: How a step of stage 3 gathers a variable or a group, by its name.
             reductions: How a step reduces gradients.
+            parts: In which parts a step takes its batch.
             refused: What `compile` would refuse.
         """
         mesh_shape, zero_stage = placement.mesh_shape, placement.zero_stage
@@ -167,6 +172,7 @@ class ShardingPlan:
             uses=uses,
             gathers=gathers,
             reductions=reductions,
+            parts=parts,
         )
         return cls(
             mesh=MeshAxes.of(mesh_shape),
@@ -228,6 +234,10 @@ class ShardingPlan:
         """The plan as a JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
 
+    def resting_bytes(self) -> int:
+        """Bytes of parameters, untrained state and slots that the fullest device holds between steps."""
+        return sum(self.bytes_per_device(kind) for kind in ("parameter", "state", "slot"))
+
     def to_keras_layout_map(
         self, device_mesh: keras.distribution.DeviceMesh | None = None
     ) -> keras.distribution.LayoutMap:
@@ -286,7 +296,7 @@ class ShardingPlan:
         return layout_map
 
     def tables(self, *, detail: bool = False) -> tuple[rich.table.Table, ...]:
-        """The plan as rich tables: the totals, what rests where, and what a step sends.
+        """The plan as rich tables: the totals, what rests where, what a step sends, and its peak if it is known.
 
         Args:
             detail: A row for each variable, slot and collective. By default those that are alike share one.
@@ -298,7 +308,8 @@ class ShardingPlan:
             (label, self.bytes_on_one_device(kind), self.bytes_per_device(kind))
             for kind, label in zip((*KINDS, None), labels, strict=True)
         ]
-        return tables.totals(title, totals), self._storage_table(detail), self._collectives_table(detail)
+        parts = [tables.totals(title, totals), self._storage_table(detail), self._collectives_table(detail)]
+        return tuple(parts if self.peak is None else [*parts, _peak_table(self.peak)])
 
     def text(self, *, detail: bool = False) -> str:
         """What `print` shows: the totals, what rests where, what a step sends, and what `compile` would refuse.
@@ -393,6 +404,18 @@ def _planned_group(
         gradient_bytes_per_device=gradient_bytes,
         slot_bytes_per_device=slot_bytes,
     )
+
+
+def _peak_table(peak: Peak) -> rich.table.Table:
+    table = tables.plain("Peak of a step")
+    table.add_column("part")
+    table.add_column("per device", justify="right", no_wrap=True)
+    for name in PARTS:
+        table.add_row(name.removesuffix("_bytes"), tables.size(getattr(peak, name)))
+    table.add_row("all", tables.size(peak.peak_bytes))
+    if peak.overlap_bytes:
+        table.add_row("at times", "+ " + tables.size(peak.overlap_bytes))
+    return table
 
 
 def _check_kind(kind: str) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 
@@ -75,6 +76,80 @@ class Reductions:
         return device_bytes(layout.spec.shape, layout.compute, mesh_shape, sent)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """In which parts, one after the other, a step takes its batch (`ShardedStrategy(microbatches=)`).
+
+    Attributes:
+        count: How many.
+        reduce_once: Whether gradients are reduced when all have ended, and not those of each.
+    """
+
+    count: int = 1
+    reduce_once: bool = False
+
+    def of(self, inputs: Any, mesh_shape: Mapping[str, int]) -> Any:
+        """What a part has of inputs: shapes and dtypes with fewer rows."""
+        if self.count == 1 or inputs is None:
+            return inputs
+        axes = MeshAxes.of(mesh_shape)
+
+        def part(leaf: Any) -> Any:
+            if not len(leaf.shape):
+                return leaf
+            rows = leaf.shape[0]
+            devices = axes.data_size if rows % axes.data_size == 0 else 1
+            count = variable_layout.parts_of(rows // devices, self.count)
+            return keras.KerasTensor((rows // count, *leaf.shape[1:]), str(leaf.dtype))
+
+        return keras.tree.map_structure(part, inputs)
+
+    def sum_bytes(self, planned: Sequence[VariableLayout], mesh_shape: Mapping[str, int]) -> int:
+        """Bytes of what a device adds gradients up in."""
+        if self.count == 1:
+            return 0
+        return sum(
+            whole_bytes(each, mesh_shape) if self.reduce_once else gradient_bytes(each, mesh_shape, scattered=True)
+            for each in units(planned)
+            if each.spec.trainable
+        )
+
+    def collectives(
+        self, whole: Sequence[Collective], planned: Sequence[VariableLayout], mesh_shape: Mapping[str, int], stage: int
+    ) -> list[Collective]:
+        """What a step in parts sends of what a step sends that takes its batch as one."""
+        if self.count == 1:
+            return list(whole)
+        axis, found = MeshAxes.of(mesh_shape).data, []
+        for each in whole:
+            again = stage == 3 if each.kind == "all-gather" else not self.reduce_once
+            formula = f"{each.formula}, in each of {self.count} parts" if again else each.formula
+            count = each.count * self.count if again else 1 if each.kind != "all-gather" else each.count
+            found.append(dataclasses.replace(each, count=count, formula=formula))
+        assert axis is not None, "Nothing else is sent over it."
+        if self.reduce_once:
+            formula = f"loss and metrics over {axis}, in each of {self.count} parts"
+            what = "loss and metrics"
+            found.append(
+                Collective(
+                    kind="all-reduce", what=what, axis=axis, count=self.count, bytes=4, formula=formula, merges=True
+                )
+            )
+            return found
+        for layout in units(planned):
+            if layout.flat is not None and layout.spec.trainable and stage > 0:
+                name, formula = f"{unit_name(layout)}, gradients", f"bytes(buffer) over {axis}, when they are added up"
+                bytes_ = whole_bytes(layout, mesh_shape)
+                found.append(
+                    Collective(kind="all-gather", what=name, axis=axis, count=1, bytes=bytes_, formula=formula)
+                )
+        return found
+
+
+# The batch is taken as one.
+WHOLE = Parts()
+
+
 # Gradients are reduced in the dtypes of their variables.
 PLAIN = Reductions()
 
@@ -87,6 +162,7 @@ def predict_collectives(
     uses: Mapping[str, int] | None = None,
     gathers: Mapping[str, Gathers] | None = None,
     reductions: Reductions = PLAIN,
+    parts: Parts = WHOLE,
 ) -> tuple[Collective, ...]:
     """What a training step sends over the batch axis.
 
@@ -109,6 +185,7 @@ def predict_collectives(
             layers.
         gathers: How stage 3 gathers a variable or a group, by its name here (`gather_counts`); by default once.
         reductions: How gradients are reduced (`gradient_dtypes`).
+        parts: In which parts the batch is taken.
     """
     mesh_axes = MeshAxes.of(mesh_shape)
     axis = mesh_axes.data
@@ -177,18 +254,18 @@ def predict_collectives(
             )
             continue
         merged.setdefault(reductions.dtype_of(layout.spec), []).append(together * bytes_)
-    for dtype, parts in merged.items():
+    for dtype, sizes in merged.items():
         scalars = ", with loss and metrics" if dtype == "float32" else ""
         collectives.append(
             found(
                 kind="all-reduce",
                 what=f"{dtype} gradients",
                 count=1,
-                bytes=sum(parts),
+                bytes=sum(sizes),
                 formula=f"bytes(all other {dtype} gradients) over {axis}{scalars}",
             )
         )
-    return tuple(collectives)
+    return tuple(parts.collectives(collectives, planned, mesh_shape, zero_stage))
 
 
 def _flags(planned: Sequence[VariableLayout], mesh_axes: MeshAxes) -> list[Collective]:

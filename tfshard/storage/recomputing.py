@@ -14,11 +14,12 @@ branches, and what `keeps` says.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import tensorflow as tf
 
 from tfshard import _private
+from tfshard.storage import turns
 
 # The results of matrix products and convolutions: dear to make again.
 PRODUCTS = frozenset(
@@ -55,13 +56,16 @@ class Block:
     keeps: frozenset[str] = frozenset()
 
 
-def recompute(graph: tf.Graph, blocks: Sequence[Block], token: Callable[[], tf.Tensor]) -> "Recomputed":
+def recompute(
+    graph: tf.Graph, blocks: Sequence[Block], token: Callable[[], tf.Tensor], stored: Collection[Hashable] = ()
+) -> "Recomputed":
     """Changes the graph of a step that was traced.
 
     Args:
         graph: The graph.
         blocks: Which parts are to be computed again. They do not overlap.
         token: Reads a variable: a number that nobody needs.
+        stored: References to what was read of variables. What is made of it on the way to a use has turns.
     """
     operations = graph.get_operations()
     places: dict[tf.Operation, tuple[int, int]] = {operation: (n, 0) for n, operation in enumerate(operations)}
@@ -69,7 +73,7 @@ def recompute(graph: tf.Graph, blocks: Sequence[Block], token: Callable[[], tf.T
     with graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
         number_of = {operation: number for number, operation in enumerate(operations)}
         for block in blocks:
-            found = _Recomputation(operations[block.begin : block.end], block, number_of)
+            found = _Recomputation(operations[block.begin : block.end], block, number_of, stored)
             if found.needed:
                 tokens += found.carry_out(token, places)
     return Recomputed(operations=sorted(places, key=lambda operation: places[operation]), tokens=tokens)
@@ -95,10 +99,17 @@ class _Recomputation:
         needed: The inputs of operations of the backward pass that are to be made again: operation and number of each.
     """
 
-    def __init__(self, inside: Sequence[tf.Operation], block: Block, number_of: dict[tf.Operation, int]):
+    def __init__(
+        self,
+        inside: Sequence[tf.Operation],
+        block: Block,
+        number_of: dict[tf.Operation, int],
+        stored: Collection[Hashable],
+    ):
         self._inside = set(inside)
         self._number_of = number_of
         self._block = block
+        self._stored = stored
         self._given = {
             output.ref()
             for operation in inside
@@ -185,6 +196,8 @@ class _Recomputation:
 
         With no other use left TensorFlow would fuse the operations before and behind it, and round otherwise.
         """
+        if self._is_stored(tensor):
+            return []  # Each use of it has a turn.
         users = [
             (user, number)
             for user in dict.fromkeys(tensor.consumers())
@@ -199,6 +212,12 @@ class _Recomputation:
         for user, number in users:
             _private.update_input(user, number, apart)
         return [other]
+
+    def _is_stored(self, tensor: tf.Tensor) -> bool:
+        """Whether it is what was read of a variable, on its way to a use."""
+        while tensor.op.type in turns.ON_THE_WAY or tensor.op.type == "IdentityN":
+            tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
+        return tensor.ref() in self._stored
 
     def _is_copied(self, operation: tf.Operation) -> bool:
         return (

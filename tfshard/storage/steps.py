@@ -62,7 +62,7 @@ class Step:
         # What was gathered, by the graph in which it is known; None for eager code.
         self._gathered: dict[tf.Graph | None, Gathered] = {}
         # Parts of the step's own graph that are to be computed again in the backward pass.
-        self._blocks: list[recomputing.Block] = []
+        self.blocks: list[recomputing.Block] = []
         self._in_block = False
         # What was read in the step's own graph, as it is stored.
         self._stored: list[tuple[Writable, tf.Tensor]] = []
@@ -111,10 +111,10 @@ class Step:
             yield
         finally:
             self._in_block = False
-        if self._blocks and self._blocks[-1].name == name:
-            begin = self._blocks.pop().begin
+        if self.blocks and self.blocks[-1].name == name:
+            begin = self.blocks.pop().begin
         end = len(graph.get_operations())
-        self._blocks.append(recomputing.Block(name=name, begin=begin, end=end, keeps=keeps))
+        self.blocks.append(recomputing.Block(name=name, begin=begin, end=end, keeps=keeps))
 
     def note_stored(self, storage: Writable, stored: tf.Tensor) -> tf.Tensor:
         """Remembers a stored value that was just read."""
@@ -324,7 +324,8 @@ class Step:
         mesh = storages[0].mesh
         merges.choose(mesh, self.graph)
         read_token = _token(mesh).value
-        again = recomputing.recompute(self.graph, self._blocks, read_token)
+        read = {tensor.ref() for _, tensor in self._stored}
+        again = recomputing.recompute(self.graph, self.blocks, read_token, read)
         stored = {
             storage: turns.Stored(
                 key=id(storage),
@@ -420,6 +421,8 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 class _State(threading.local):
     step: Step | None = None
+    # Of which only the blocks are noted.
+    noting: Step | None = None
     # An optimizer's update is running; `packed` is the storage that is updated as one tensor, if one is.
     updating: bool = False
     packed: Writable | None = None
@@ -508,6 +511,25 @@ def part_scope(
         yield _state.step
     finally:
         _state.step = outer
+
+
+@contextlib.contextmanager
+def noting_blocks(graph: tf.Graph) -> Iterator[list[recomputing.Block]]:
+    """While this is open, blocks are noted that are added to a graph which is no step's: of a plan.
+
+    Returns:
+        Those that were, also later.
+    """
+    before, _state.noting = _state.noting, Step(graph)
+    try:
+        yield _state.noting.blocks
+    finally:
+        _state.noting = before
+
+
+def noting() -> Step | None:
+    """What notes blocks: the open step, or that of `noting_blocks`."""
+    return _state.step or _state.noting
 
 
 @contextlib.contextmanager

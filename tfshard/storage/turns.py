@@ -35,7 +35,7 @@ from tfshard import _private
 from tfshard.errors import StrategyError
 
 # What a stored value goes through between its gather and its use: made again for each turn.
-_ON_THE_WAY = frozenset(
+ON_THE_WAY = frozenset(
     ("Cast", "ExpandDims", "Identity", "Relayout", "Reshape", "Slice", "Squeeze", "StridedSlice", "Transpose")
 )
 
@@ -319,7 +319,7 @@ class Values:
                         self._add(output, self.key_of[each.ref()], self.narrow_of[each.ref()])
                     elif each.ref() in of_batch:
                         of_batch.add(output.ref())
-            elif len(numbers) == 1 and not batch and operation.type in _ON_THE_WAY:
+            elif len(numbers) == 1 and not batch and operation.type in ON_THE_WAY:
                 ((key, (number, *_)),) = numbers.items()
                 narrow = self.narrow_of[inputs[number].ref()]
                 if operation.type == "Cast" and inputs[0].dtype == tf.float32:

@@ -27,6 +27,7 @@ from tfshard.measure.report import Report, SyncStats
 from tfshard.operations import blocks as blocks_of_layers
 from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, plan_placement
 from tfshard.planning.sharding_plan import ShardingPlan
+from tfshard.planning.variable_traffic import Parts
 from tfshard.storage import turns
 from tfshard.training import datasets, failures, readiness
 from tfshard.training.adoption import Adopter
@@ -177,9 +178,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
 
     @microbatches.setter
     def microbatches(self, count: int) -> None:
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise StrategyError(f"microbatches must be a number of parts, 1 or more. Received: microbatches={count!r}")
-        self._microbatches = count
+        self._microbatches = variable_layout.check_microbatches(count)
         self._functions.clear()
 
     def __repr__(self) -> str:
@@ -366,7 +365,10 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 groups=self.analyzer,
                 slot_dtypes=self.slot_dtypes,
             )
-        planned = plan_placement(placement, model, optimizer=optimizer, inputs=inputs, gathering=self.gathering)
+        parts = Parts(count=self.microbatches, reduce_once=self.reduce_once)
+        planned = plan_placement(
+            placement, model, optimizer=optimizer, inputs=inputs, gathering=self.gathering, parts=parts
+        )
         if not self.sequence_parallel:
             return planned
         note = "with sequence_parallel=True an all-reduce of activations is a reduce-scatter and an all-gather"

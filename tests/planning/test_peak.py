@@ -1,0 +1,123 @@
+"""The predicted peak of a step is that of the allocator's trace, and gathers of recomputed blocks are counted."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfshard
+from tfshard.graph import model_specs
+from tfshard.layouts.placement import ModelPlacement
+from tfshard.planning import liveness, training_graph
+from tfshard.storage import turns
+
+MEBI = 1 << 20
+
+
+def products(width=1024):
+    """Four layers of 4 MiB each, and next to no activations."""
+    hidden = [keras.layers.Dense(width, activation="relu", use_bias=False) for _ in range(4)]
+    return keras.Sequential([keras.Input((width,)), *hidden]), np.zeros((16, width), "float32")
+
+
+def blocks():
+    """Four blocks with activations of some MiB a device."""
+    inputs = keras.Input((256, 128))
+    x = inputs
+    for i in range(4):
+        y = keras.layers.Dense(512, activation="tanh", name=f"block{i}_up")(x)
+        x = x + keras.layers.Dense(128, name=f"block{i}_down")(y)
+    return keras.Model(inputs, x), np.zeros((32, 256, 128), "float32")
+
+
+def trained(make, *, stage=3, recompute=False, mesh=None, layout_map=None, **options):
+    keras.backend.clear_session()
+    model, x = make()
+    strategy = tfshard.ShardedStrategy(
+        tfshard.create_mesh(**(mesh or {"batch": 4})), zero_stage=stage, analyzer=None, layout_map=layout_map
+    )
+    model = tfshard.as_distributed(model)
+    model.compile(keras.optimizers.Adam(**options), "mse", strategy=strategy)
+    if recompute:
+        strategy.recompute(model)
+    return strategy, model, x
+
+
+def measured(model, batch):
+    """Bytes of the fullest device; and the profile."""
+    profile = tfshard.profile_step(model, batch)
+    assert profile.peak is not None and len(profile.variable_bytes) == 4, "premise"
+    return max(profile.variable_bytes.values()) + profile.peak.device_added, profile
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (products, {"stage": 0}),
+        (products, {"stage": 1}),
+        (products, {"stage": 2}),
+        (products, {"stage": 3}),
+        (products, {"stage": 3, "global_clipnorm": 1.0}),
+        (products, {"stage": 3, "gradient_accumulation_steps": 2}),
+        (blocks, {"stage": 3}),
+        (blocks, {"stage": 0}),
+        (blocks, {"stage": 3, "recompute": True}),
+        (blocks, {"stage": 3, "mesh": {"batch": 2, "model": 2}, "layout_map": "auto"}),
+    ],
+)
+def test_the_predicted_peak_is_the_measured_one(make, options):
+    strategy, model, x = trained(make, **options)
+    peak, _ = measured(model, (x, x))
+    predicted = strategy.plan(model, inputs=x).peak
+    assert predicted.peak_bytes == pytest.approx(peak, rel=0.1)
+    assert (predicted.activation_bytes > 4 * MEBI) == (make is blocks), "premise"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gathers_of_recomputed_blocks_are_counted(recompute):
+    strategy, model, x = trained(blocks, recompute=recompute)
+    profile = tfshard.profile_step(model, (x, x))
+    tfshard.measure.assert_matches_plan(profile, strategy.plan(model, inputs=x))
+
+
+def test_the_buffer_of_joined_gradients_is_there_with_the_first():
+    """At stage 0, beside activations that are largest when the loss is there."""
+
+    def peak(stage):
+        model, x = blocks()
+        inputs = tf.TensorSpec((4 * x.shape[0], *x.shape[1:]), tf.float32)
+        return tfshard.plan(model, {"batch": 4}, zero_stage=stage, analyzer=None, inputs=inputs).peak
+
+    joined, alone = peak(0), peak(2)
+    assert alone.reduced_bytes == 0 and alone.activation_bytes > 20 * MEBI, "premise"
+    parameters = sum(4 * 2 * 128 * 512 + 4 * (128 + 512) for _ in range(4))
+    assert joined.reduced_bytes == parameters
+
+
+def test_a_plan_tells_its_peak_if_it_is_given_inputs():
+    strategy, model, x = trained(products)
+    assert strategy.plan(model).peak is None
+    plan = strategy.plan(model, inputs=x)
+    assert "Peak of a step" in str(plan)
+    assert plan.to_dict()["peak"]["stored_bytes"] == plan.resting_bytes()
+
+
+def test_a_model_that_cannot_be_called_on_its_inputs_is_refused():
+    with pytest.raises(tfshard.errors.LayoutError, match="cannot be traced: give an example of what it is called on"):
+        tfshard.plan(products()[0], {"batch": 4}, inputs=np.zeros((16, 3), "float32"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape"), [("sparse_categorical_crossentropy", (8,)), ("mse", (8, 4)), (None, None), (["mse"], (8, 4))]
+)
+def test_losses_are_given_labels_that_they_take(loss, shape):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, activation="softmax")])
+    if loss is not None:
+        model.compile(loss=loss)
+    placement = ModelPlacement.of(model_specs.specs_of(model), mesh_shape={"batch": 1}, zero_stage=3)
+    graph = training_graph.trace(
+        model, placement, gathering=turns.Gathering.of(True), inputs=tf.TensorSpec((8, 4), tf.float32)
+    )
+    labels = [each.outputs[0].shape for each in graph.needed if each.type == "Placeholder"]
+    assert shape is None or shape in labels
+    assert liveness.peak_of(graph).bytes > 0

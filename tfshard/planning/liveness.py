@@ -1,0 +1,246 @@
+"""What is in memory while the operations of a graph run one after the other: the liveness of its tensors."""
+
+import collections
+import dataclasses
+from collections.abc import Hashable, Iterable
+
+import tensorflow as tf
+
+from tfshard.planning.training_graph import Cost, Kind, TrainingGraph
+
+# What gives its first input, or a part of it, and copies nothing.
+_VIEWS = frozenset(
+    "Bitcast ExpandDims Identity PreventGradient Reshape Slice Snapshot Squeeze StopGradient StridedSlice".split()
+)
+# Kernels that write their result where an input was that nobody else needs (forward_input_or_allocate_output).
+_IN_PLACE = frozenset(
+    "Abs Add AddN AddV2 BiasAdd Ceil Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor Inv InvGrad LeakyRelu "
+    "LeakyReluGrad Log Log1p LogSoftmax LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul MulNoNan Neg Pow RealDiv "
+    "Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad "
+    "Sigmoid SigmoidGrad Sign Sin Softmax Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square "
+    "SquaredDifference Sub Tan Tanh TanhGrad Xdivy Xlogy".split()
+)
+# Of several results, the one that is written where an input was.
+_IN_PLACE_OUTPUT = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
+# What takes a transposed matrix as it is (Grappler's FoldTransposeIntoMatMul).
+_PRODUCTS = frozenset(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What the operations of a graph had made and not freed at the peak.
+
+    Attributes:
+        bytes: All of it.
+        made: Bytes, by what they are, the most first; of what is no gradient, and was made of none, the name of the
+            operation that made it.
+        operation: The name of what ran.
+    """
+
+    bytes: int
+    made: dict[Kind | str, int]
+    operation: str
+
+
+def peak_of(graph: TrainingGraph, *, at_once: bool = False) -> Moment:
+    """Runs the operations of a step one after the other, on one device, and notes when most is in memory.
+
+    Operations run in the order in which they can, as TensorFlow's executor takes them. A collective has memory for its
+    result as soon as it can start, and ends, one after the other, when nothing else can run: in a step they take time,
+    in which others run. What gradients are joined in is there with the first of them. A tensor is freed after its last
+    use, as the executor does. What rests, and the batch, is not counted.
+
+    Args:
+        graph: The step.
+        at_once: Whether reductions that do not wait for each other have their buffers at the same time, as on a busy
+            machine; else one after the other.
+    """
+    return _Run(graph, at_once).run()
+
+
+class _Buffer:
+    """Memory that one or more tensors are in.
+
+    Attributes:
+        bytes: How much; 0 for what is not counted.
+        what: What made it.
+        uses: How many inputs of operations are still to take a tensor in it.
+        is_own: Whether the step made it, so that it may be written again.
+    """
+
+    __slots__ = ("bytes", "is_own", "uses", "what")
+
+    def __init__(self, bytes_: int, what: Kind | str, is_own: bool = True):
+        self.bytes, self.what, self.is_own, self.uses = bytes_, what, is_own, 0
+
+
+class _Run:
+    def __init__(self, graph: TrainingGraph, at_once: bool):
+        self._graph = graph
+        self._at_once = at_once
+        self._inputs = graph.needed
+        self._gradients = self._made_for_updates()
+        self._users: dict[Hashable, int] = collections.Counter(
+            each.ref() for inputs in self._inputs.values() for each in inputs
+        )
+        self._buffers: dict[Hashable, _Buffer] = {}
+        self._live: dict[_Buffer, None] = {}
+        self._bytes = 0
+        self._peak = Moment(bytes=0, made={}, operation="")
+
+    def _made_for_updates(self) -> set[Hashable]:
+        """References to gradients as they come out of the backward pass."""
+        left = [
+            each for operation in self._inputs if operation in self._graph.costs for each in self._inputs[operation]
+        ]
+        found: set[Hashable] = set()
+        while left:
+            tensor = left.pop()
+            if tensor.ref() not in found and tensor.op not in self._graph.costs and tensor.op.type != "Placeholder":
+                found.add(tensor.ref())
+                if tensor.op.type == "IdentityN":
+                    left.append(tensor.op.inputs[tensor.value_index])
+                elif self._is_view(tensor.op):
+                    left.append(tensor.op.inputs[0])
+        return found
+
+    def run(self) -> Moment:
+        waits = {operation: len({each.op for each in inputs}) for operation, inputs in self._inputs.items()}
+        users: dict[tf.Operation, list[tf.Operation]] = collections.defaultdict(list)
+        for operation, inputs in self._inputs.items():
+            for maker in {each.op for each in inputs}:
+                users[maker].append(operation)
+        ready: collections.deque[tf.Operation] = collections.deque()
+        collectives: collections.deque[tf.Operation] = collections.deque()
+
+        def add(operation: tf.Operation) -> None:
+            cost = self._graph.costs.get(operation)
+            if cost is not None and cost.is_collective:
+                collectives.append(operation)
+                self._begin(operation, cost)
+            else:
+                ready.append(operation)
+
+        for operation in self._graph.operations:
+            if operation in waits and not waits[operation]:
+                add(operation)
+        while ready or collectives:
+            operation = ready.popleft() if ready else collectives.popleft()
+            self._execute(operation)
+            for user in users[operation]:
+                cost = self._graph.costs.get(user)
+                if cost is not None and cost.kind is Kind.JOINED:
+                    self._begin(user, cost)
+                waits[user] -= 1
+                if not waits[user]:
+                    add(user)
+        return self._peak
+
+    def _begin(self, operation: tf.Operation, cost: Cost) -> None:
+        """Gives it memory for its result, if it has a result of its own and none yet."""
+        if cost.output is not None and operation.outputs[0].ref() not in self._buffers:
+            self._hold(operation.outputs[0], self._allocated(cost.output, cost.kind))
+            self._note(operation)
+        if self._begins_early(cost):
+            self._bytes += cost.temporary
+            self._note(operation)
+
+    def _begins_early(self, cost: Cost) -> bool:
+        return self._at_once and cost.kind is Kind.REDUCTION
+
+    def _execute(self, operation: tf.Operation) -> None:
+        inputs = self._inputs[operation]
+        cost = self._graph.costs.get(operation)
+        made = []
+        if operation.type == "Placeholder":
+            made = [_Buffer(0, "placeholder", is_own=False)]
+        elif cost is not None:
+            if operation.outputs[0].ref() not in self._buffers:
+                taken = self._buffers[inputs[0].ref()] if cost.output is None else None
+                self._hold(operation.outputs[0], taken or self._allocated(cost.output or 0, cost.kind))
+            if self._begins_early(cost):
+                self._bytes -= cost.temporary
+            self._note(operation, cost.temporary, cost.kind)
+        elif operation.type == "IdentityN":
+            made = []
+            for number, output in enumerate(operation.outputs):
+                if output.ref() in self._users:
+                    given = self._buffers.get(operation.inputs[number].ref())
+                    self._hold(output, given or _Buffer(0, operation.name, is_own=False))  # Else of what is known.
+        elif operation.inputs and operation.inputs[0].ref() in self._buffers and self._is_view(operation):
+            made = [self._buffers[operation.inputs[0].ref()]]
+        else:
+            made = [self._result(operation, output, inputs) for output in operation.outputs]
+            self._note(operation, self._expanded(operation), operation.name)
+        for output, buffer in zip(operation.outputs, made, strict=False):
+            self._hold(output, buffer)
+        for each in inputs:
+            buffer = self._buffers[each.ref()]
+            buffer.uses -= 1
+            self._free_if_unused(buffer)
+        for output in operation.outputs:
+            if output.ref() in self._buffers:
+                self._free_if_unused(self._buffers[output.ref()])
+
+    def _hold(self, tensor: tf.Tensor, buffer: _Buffer) -> None:
+        self._buffers[tensor.ref()] = buffer
+        buffer.uses += self._users.get(tensor.ref(), 0)
+
+    def _expanded(self, operation: tf.Operation) -> int:
+        """What DTensor's expansion of an operation has besides: softmax cross entropy of sharded classes is computed
+        step by step, with the labels as a matrix."""
+        if operation.type not in _IN_PLACE_OUTPUT or self._graph.shares(operation.inputs[0]) == 1:
+            return 0
+        return 2 * self._size(operation.inputs[0])
+
+    def _result(self, operation: tf.Operation, output: tf.Tensor, inputs: Iterable[tf.Tensor]) -> _Buffer:
+        bytes_ = self._size(output) // (self._graph.devices if operation in self._graph.shards else 1)
+        what: Kind | str = Kind.GRADIENT if output.ref() in self._gradients else operation.name
+        if operation.type in _IN_PLACE or _IN_PLACE_OUTPUT.get(operation.type) == output.value_index:
+            own = collections.Counter(self._buffers[each.ref()] for each in inputs)
+            for buffer, uses in own.items():
+                if buffer.is_own and buffer.uses == uses and buffer.bytes == bytes_:
+                    buffer.what = what
+                    return buffer
+        return self._allocated(bytes_, what)
+
+    def _is_view(self, operation: tf.Operation) -> bool:
+        """Whether it gives its first input, or a part of it, and copies nothing."""
+        if operation.type != "Transpose":
+            return operation.type in _VIEWS
+        order = tf.get_static_value(operation.inputs[1])
+        if order is None or len(order) < 2:
+            return False
+        swapped = [*range(len(order) - 2), len(order) - 1, len(order) - 2]
+        users = [user for user in operation.outputs[0].consumers() if user in self._inputs]
+        return list(order) == swapped and all(user.type in _PRODUCTS for user in users)
+
+    def _size(self, tensor: tf.Tensor) -> int:
+        count = tensor.shape.num_elements()
+        if count is None or tensor.dtype in (tf.resource, tf.variant):
+            return 0
+        return int(count * tensor.dtype.size) // self._graph.shares(tensor)
+
+    def _allocated(self, bytes_: int, what: Kind | str) -> _Buffer:
+        buffer = _Buffer(bytes_, what)
+        self._live[buffer] = None
+        self._bytes += bytes_
+        return buffer
+
+    def _free_if_unused(self, buffer: _Buffer) -> None:
+        if not buffer.uses and buffer in self._live:
+            del self._live[buffer]
+            self._bytes -= buffer.bytes
+
+    def _note(self, operation: tf.Operation, temporary: int = 0, what: Kind | str = "") -> None:
+        if self._bytes + temporary > self._peak.bytes:
+            made: dict[Kind | str, int] = collections.Counter()
+            for buffer in self._live:
+                made[buffer.what] += buffer.bytes
+            if temporary:
+                made[what] += temporary
+            self._peak = Moment(
+                bytes=self._bytes + temporary,
+                made=dict(sorted(made.items(), key=lambda each: -each[1])),
+                operation=operation.name,
+            )

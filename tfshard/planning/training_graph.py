@@ -1,0 +1,511 @@
+"""The graph of a training step before it is expanded: forward and backward pass, gathers, reductions and updates.
+
+What one device computes: the model's own operations on its share of a batch, traced as Keras traces them, with nothing
+allocated. What is stored stands in it as placeholders; gathers, reductions and updates are operations that stand for
+those of the step. Blocks are recomputed and turns arranged by what does it in a step (`recomputing.recompute`,
+`turns.arrange`).
+"""
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import functools
+import math
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.devices import gathers
+from tfshard.errors import LayoutError
+from tfshard.graph import inventory, model_graph
+from tfshard.graph.model_specs import ModelOrSpecs
+from tfshard.layouts.placement import ModelPlacement
+from tfshard.layouts.variable_layout import Axes, VariableLayout, itemsize
+from tfshard.operations import blocks
+from tfshard.planning import local_shares, variable_traffic
+from tfshard.storage import recomputing, steps, turns
+
+
+class Kind(enum.Enum):
+    """What an operation of a step stands for."""
+
+    GATHER = "gather"
+    GRADIENT = "gradient"
+    JOINED = "joined"
+    REDUCTION = "reduction"
+    SHARD = "shard"
+    UPDATE = "update"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What an operation that stands for others takes of memory on one device.
+
+    Attributes:
+        kind: What it is.
+        unit: The name of what is gathered.
+        output: Bytes of what it gives; None where it gives its input.
+        temporary: Bytes that it has while it works, on top.
+    """
+
+    kind: Kind
+    output: int | None
+    temporary: int = 0
+    unit: str = ""
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether devices wait for each other in it."""
+        return self.kind in (Kind.GATHER, Kind.REDUCTION)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingGraph:
+    """A step on one device.
+
+    Attributes:
+        operations: In the order in which they were added.
+        costs: Of operations that stand for others.
+        stored: The names of placeholders of what rests.
+        shards: Operations on what rests of a unit on a device, before it is gathered.
+        devices: Among how many the batch axis shares things out.
+        results: What the step is there for.
+        shares: Among how many devices of model axes a tensor is shared out.
+    """
+
+    operations: tuple[tf.Operation, ...]
+    costs: Mapping[tf.Operation, Cost]
+    stored: frozenset[str]
+    shards: frozenset[tf.Operation]
+    devices: int
+    results: tuple[tf.Tensor, ...]
+    shares: Callable[[tf.Tensor], int]
+
+    @property
+    def itemsizes(self) -> dict[str, int]:
+        """Bytes of an element of what is gathered to be read, by the name of its unit."""
+        return {cost.unit: each.outputs[0].dtype.size for each, cost in self.costs.items() if cost.unit}
+
+    @functools.cached_property
+    def known(self) -> frozenset[tf.Operation]:
+        """Operations whose results are known before the step runs: of constants, and of shapes."""
+        found: set[tf.Operation] = set()
+        for operation in self.operations:
+            is_made = operation.inputs and all(each.op in found for each in operation.inputs)
+            if operation.type in _SIZES or (is_made and not operation.op_def.is_stateful):
+                found.add(operation)
+        return frozenset(found)
+
+    @functools.cached_property
+    def needed(self) -> dict[tf.Operation, list[tf.Tensor]]:
+        """What each operation that leads to a result takes of what is not known before the step runs."""
+        found: dict[tf.Operation, list[tf.Tensor]] = {}
+        taken: set[Hashable] = set()
+        left = list(self.results)
+        while left:
+            tensor = left.pop()
+            operation = tensor.op
+            if tensor.ref() in taken or operation in self.known:
+                continue
+            taken.add(tensor.ref())
+            is_new = operation not in found
+            # TensorFlow takes unused outputs of an IdentityN away, with their inputs.
+            inputs = [operation.inputs[tensor.value_index]] if operation.type == "IdentityN" else operation.inputs
+            taking = [each for each in inputs if each.op not in self.known]
+            own = found.setdefault(operation, [])
+            if is_new or operation.type == "IdentityN":
+                own += taking
+                left += taking
+        return found
+
+    def gathers(self) -> dict[str, int]:
+        """How often each unit is gathered to be read, by its name."""
+        counted = collections.Counter(cost.unit for each, cost in self.costs.items() if each in self.needed)
+        return {unit: count for unit, count in counted.items() if unit}
+
+
+# What is known of shapes, and constants.
+_SIZES = frozenset("BroadcastGradientArgs Const Rank Shape ShapeN Size".split())
+
+
+def trace(
+    model: ModelOrSpecs,
+    placement: ModelPlacement,
+    *,
+    gathering: turns.Gathering,
+    inputs: Any = None,
+    slot_bytes: Mapping[str, int] | None = None,
+    needs_all_gradients: bool = False,
+    recompute: str | Sequence[str] | None = None,
+) -> TrainingGraph:
+    """Traces a step. Of a list of specs, each variable is used once, in their order, by a product with one sample.
+
+    Args:
+        model: A built model, or specs.
+        placement: Where its variables go.
+        gathering: How the step gathers.
+        inputs: What the model is called on, over all devices; as for `model_graph.trace`.
+        slot_bytes: Bytes of the slots of a unit on one device, by its name.
+        needs_all_gradients: Whether no variable can be updated before all gradients are there (`global_clipnorm`).
+        recompute: Which blocks are computed again, besides those that the model has marked: as `blocks.install` takes
+            them.
+
+    Raises:
+        LayoutError: The model cannot be called on its inputs, or no loss can be made of its outputs.
+    """
+    return _Trace(placement, gathering, slot_bytes or {}, needs_all_gradients).run(model, inputs, recompute)
+
+
+class _Trace:
+    """A step that is being traced.
+
+    Args:
+        placement: Where the variables go.
+        gathering: How the step gathers.
+        slot_bytes: Bytes of the slots of a unit on one device, by its name.
+        needs_all_gradients: Whether updates wait for all gradients.
+    """
+
+    def __init__(
+        self,
+        placement: ModelPlacement,
+        gathering: turns.Gathering,
+        slot_bytes: Mapping[str, int],
+        needs_all_gradients: bool,
+    ):
+        self._placement = placement
+        self._mesh_shape = placement.mesh_shape
+        self._devices = placement.mesh_shape.data_size
+        self._gathering = gathering
+        self._slot_bytes = slot_bytes
+        self._needs_all = needs_all_gradients
+        self._units = variable_traffic.members_of(placement.variables)
+        self._graph = _private.func_graph("tfshard_training")
+        # What rests, by the name of its unit; the value of each variable, by path.
+        self._stored: dict[str, tf.Tensor] = {}
+        self._values: dict[str, tf.Tensor] = {}
+        # Tensors that stand for variables, with their compute layouts.
+        self._sources: dict[Hashable, Axes] = {}
+        self._name_of = {each.spec.path: name for name, members in self._units.items() for each in members}
+        # Gradients that are reduced by themselves, as shards, with the name of their unit: one for each read.
+        self._scattered: list[tuple[str, tf.Tensor]] = []
+        self._costs: dict[tf.Operation, Cost] = {}
+        self._loss: tf.Tensor
+        self._results: list[tf.Tensor] = []
+
+    def run(self, model: ModelOrSpecs, inputs: Any, recompute: str | Sequence[str] | None) -> TrainingGraph:
+        with self._graph.as_default(), contextlib.ExitStack() as stack, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The model's own call warns again when it is trained.
+            for name, members in self._units.items():
+                self._store(name, members)
+            noted = stack.enter_context(steps.noting_blocks(self._graph))
+            if isinstance(model, keras.Model):
+                if recompute is not None:
+                    stack.enter_context(blocks.marked(model, recompute))
+                tensors = model_graph.local_inputs(model, inputs, self._devices)
+                gradients = self._differentiate(functools.partial(_loss_of_model, model, tensors))
+            else:
+                gradients = self._differentiate(functools.partial(_loss_of_chain, list(self._values)))
+            arranged = self._update(gradients)
+        return self._arrange(noted, arranged)
+
+    # --- forward and backward -------------------------------------------------------------------------
+
+    def _store(self, name: str, members: Sequence[VariableLayout]) -> None:
+        first = members[0]
+        shape = first.spec.shape
+        if first.grouped:
+            shape = (sum(math.prod(each.spec.shape) for each in members),)
+        value = self._stored[name] = tf.compat.v1.placeholder(first.spec.dtype, shape)
+        if first.grouped and self._is_gathered(first):
+            value = tf.identity(value)
+        offset = 0
+        for each in members:
+            size = math.prod(each.spec.shape)
+            part = tf.reshape(value[offset : offset + size], each.spec.shape) if first.grouped else value
+            self._values[each.spec.path] = part
+            self._sources[(part if first.grouped else self._stored[name]).ref()] = each.compute
+            offset += size
+
+    def _is_gathered(self, layout: VariableLayout) -> bool:
+        return self._placement.zero_stage == 3 and self._devices > 1 and variable_traffic.is_gathered(layout, 3)
+
+    def _is_scattered(self, layout: VariableLayout) -> bool:
+        """Whether its gradient is reduced by itself, and cut."""
+        alone = layout.flat is None and layout.sharded is not None
+        return alone and layout.spec.trainable and layout.update_sharded and self._devices > 1
+
+    def _read(self, path: str) -> tf.Tensor:
+        """The value of a variable, as a step reads it: where it is used, and each time anew."""
+        value = self._values[path]
+        name = self._name_of[path]
+        first = self._units[name][0]
+        if first.grouped:
+            return value
+        if self._is_scattered(first):
+            return self._scattering(name, first, value)
+        return tf.identity(value) if self._is_gathered(first) else value
+
+    def _scattering(self, name: str, layout: VariableLayout, value: tf.Tensor) -> tf.Tensor:
+        """The same value. Its gradient is reduced and cut where it is made (as by `gradient.both_ways`)."""
+        bytes_ = self._bytes(layout)
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            shard = self._stand_in(self._reduced(upstream, bytes_), Kind.SHARD, bytes_ // self._devices)
+            self._scattered.append((name, shard))
+            return shard
+
+        return tf.custom_gradient(lambda given: (tf.identity(given), gradient))(value)
+
+    def _trained(self) -> list[VariableLayout]:
+        return [each for each in self._placement.variables if each.spec.trainable]
+
+    def _differentiate(self, loss: Callable[[Callable[[str], tf.Tensor]], tf.Tensor]) -> dict[str, tf.Tensor]:
+        """The gradient of each trained variable, by path.
+
+        Args:
+            loss: Gives the loss for what gives the value of a variable by its path.
+        """
+        watched = {
+            each.spec.path: self._values[each.spec.path] for each in self._placement.variables if each.spec.trainable
+        }
+        with tf.GradientTape() as tape:
+            tape.watch(list(watched.values()))
+            result = loss(self._read)
+        self._loss = result
+        found = zip(watched, tape.gradient(result, list(watched.values())), strict=True)
+        return {path: tf.convert_to_tensor(gradient) for path, gradient in found if gradient is not None}
+
+    # --- reductions and updates -----------------------------------------------------------------------
+
+    def _stand_in(self, tensor: tf.Tensor, kind: Kind, output: int | None, temporary: float = 0) -> tf.Tensor:
+        made = tf.identity(tensor)
+        self._costs[made.op] = Cost(kind=kind, output=output, temporary=int(temporary))
+        return made
+
+    def _update(self, gradients: Mapping[str, tf.Tensor]) -> list[turns.Gradient]:
+        """Adds what becomes of gradients.
+
+        Returns:
+            Those for which the backward pass waits.
+        """
+        scattered = dict(self._scattered)
+        merged: dict[tf.DType, dict[str, tf.Tensor]] = {}
+        for name, members in self._units.items():
+            for each in members:
+                gradient = gradients.get(each.spec.path)
+                if gradient is not None and name not in scattered:
+                    merged.setdefault(gradient.dtype, {})[each.spec.path] = gradient
+        waiting = {name: gradients[self._units[name][0].spec.path] for name in scattered}
+        for together in merged.values():
+            waiting |= self._merged(together)
+        if self._needs_all:
+            names = list(waiting)
+            waiting = dict(zip(names, tf.raw_ops.IdentityN(input=list(waiting.values())), strict=True))
+        updated = {name: self._updated(name, tensor) for name, tensor in waiting.items()}
+        self._results += updated.values()
+        return [
+            turns.Gradient(
+                key=name,
+                tensor=tensor,
+                is_scattered=self._units[name][0].gradient != self._units[name][0].compute,
+                updated=updated[name] if scattered[name] is tensor else None,
+            )
+            for name, tensor in self._scattered
+        ]
+
+    def _bytes(self, layout: VariableLayout) -> int:
+        """Of a gradient, whole over the batch axis."""
+        return variable_traffic.device_bytes(layout.spec.shape, layout.compute, self._mesh_shape, layout.spec.dtype)
+
+    def _reduced(self, gradient: tf.Tensor, bytes_: int) -> tf.Tensor:
+        """A ring reduces in place, with a buffer for each piece but its own (TensorFlow's ring_reducer.cc)."""
+        return self._stand_in(gradient, Kind.REDUCTION, None, bytes_ * (1 - 1 / self._devices))
+
+    def _merged(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Gradients that are reduced as one, by the name of their unit: views of a buffer."""
+        sizes = {each.spec.path: self._bytes(each) for each in self._placement.variables}
+        total = sum(sizes[path] for path in gradients)
+        parts: list[tf.Tensor] = list(gradients.values())
+        if self._devices > 1:
+            # With the loss, which is there first.
+            joined = tf.concat(
+                [tf.reshape(each, [-1]) for each in (tf.cast(self._loss, parts[0].dtype), *parts)], axis=0
+            )
+            self._costs[joined.op] = Cost(kind=Kind.JOINED, output=total)
+            reduced = self._reduced(joined, total)
+            counts = [each.shape.num_elements() for each in parts]
+            parts = tf.raw_ops.IdentityN(input=[reduced] * len(counts))
+        found: dict[str, tf.Tensor] = {}
+        for name, members in self._units.items():
+            own = [part for path, part in zip(gradients, parts, strict=True) if path in {m.spec.path for m in members}]
+            if len(own) == 1:
+                found[name] = own[0]
+            elif own:
+                packed = tf.concat([tf.reshape(each, [-1]) for each in own], axis=0)
+                self._costs[packed.op] = Cost(kind=Kind.SHARD, output=self._update_bytes(members[0]))
+                found[name] = packed
+        return found
+
+    def _update_bytes(self, layout: VariableLayout) -> int:
+        """Of what an optimizer updates of a unit, on one device."""
+        slot = layout.slot(layout.spec)
+        return variable_traffic.device_bytes(slot.storage_shape, slot.storage, self._mesh_shape, layout.spec.dtype)
+
+    def _updated(self, name: str, gradient: tf.Tensor) -> tf.Tensor:
+        """What is stored of a unit from now on. New values take the place of the old ones when all are there."""
+        first = self._units[name][0]
+        shard = self._update_bytes(first)
+        new = shard + self._slot_bytes.get(name, 0)
+        updated = self._stand_in(gradient, Kind.UPDATE, shard, new)
+        if self._placement.zero_stage in (1, 2) and self._devices > 1 and variable_traffic.is_gathered(first, 1):
+            updated = self._stand_in(updated, Kind.GATHER, variable_traffic.whole_bytes(first, self._mesh_shape))
+        return updated
+
+    # --- turns ----------------------------------------------------------------------------------------
+
+    def _arrange(self, noted: Sequence[recomputing.Block], gradients: Sequence[turns.Gradient]) -> TrainingGraph:
+        def token() -> tf.Tensor:
+            return tf.compat.v1.placeholder(tf.float32, ())
+
+        again = recomputing.recompute(self._graph, noted, token, {each.ref() for each in self._stored.values()})
+        stored = {
+            name: turns.Stored(
+                key=name,
+                bytes=variable_traffic.whole_bytes(members[0], self._mesh_shape),
+                itemsize=itemsize(members[0].spec.dtype),
+                is_gathered=self._is_gathered(members[0]),
+                keeps=self._gathering.keeps(each.spec.path for each in members),
+            )
+            for name, members in self._units.items()
+        }
+        reads = [(each, self._stored[name]) for name, each in stored.items()]
+        tokens = []
+        if gradients or any(each.is_gathered for each in stored.values()):
+            narrow = gathers.narrow_dtypes(self._mesh_shape)
+            tokens = turns.arrange(again.operations, reads, gradients, self._gathering, token, narrow)
+        self._results += [each.updated for each in gradients if each.updated is not None]
+        self._results += [*again.tokens, *tokens]
+        return self._finished(stored)
+
+    def _finished(self, stored: Mapping[str, turns.Stored]) -> TrainingGraph:
+        name_of = {tensor.ref(): name for name, tensor in self._stored.items()}
+        begun: dict[Hashable, str] = {}
+        gathered: dict[Hashable, tf.Tensor] = {}
+        shards: set[tf.Operation] = set()
+        for operation in self._graph.get_operations():
+            for number, each in enumerate(operation.inputs):
+                name = name_of.get(each.ref()) or begun.get(each.ref())
+                if name is None or not stored[name].is_gathered:
+                    continue
+                if operation.type == "Identity" and each.ref() in gathered:
+                    _replace(operation.outputs[0], gathered[each.ref()])  # As TensorFlow merges operations.
+                elif operation.type == "Identity":
+                    gathered[each.ref()] = operation.outputs[0]
+                    whole = stored[name].bytes // stored[name].itemsize * each.dtype.size
+                    # On a mesh of several axes it is a reduction of zeros and a piece.
+                    several = self._mesh_shape.shards_by_several
+                    ring = whole - whole // self._devices if several else 0
+                    self._costs[operation] = Cost(kind=Kind.GATHER, output=whole, temporary=ring, unit=name)
+                elif operation.type == "IdentityN":
+                    begun[operation.outputs[number].ref()] = name
+                elif operation.type in ("Cast", "Bitcast"):
+                    begun[operation.outputs[0].ref()] = name
+                    shards.add(operation)
+        return TrainingGraph(
+            operations=tuple(self._graph.get_operations()),
+            costs=self._costs,
+            stored=frozenset(tensor.name for tensor in self._stored.values()),
+            shards=frozenset(shards),
+            devices=self._devices,
+            results=(self._loss, *self._results),
+            shares=local_shares.shares_of(self._sources, self._mesh_shape),
+        )
+
+
+def _replace(tensor: tf.Tensor, other: tf.Tensor) -> None:
+    """Gives all that take a tensor another one."""
+    for user in tensor.consumers():
+        for number, each in enumerate(user.inputs):
+            if each is tensor:
+                _private.update_input(user, number, other)
+
+
+class _Reads(keras.StatelessScope):  # type: ignore[misc]
+    """A scope in which variables are read from a graph where they are used.
+
+    Args:
+        read: Gives the value of a variable, by path.
+        model: Whose variables.
+    """
+
+    def __init__(self, read: Callable[[str], tf.Tensor], model: keras.Model):
+        super().__init__()
+        self._read = read
+        self._paths = {id(variable): variable.path for variable, _ in inventory.owned_variables(model)}
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        written = super().get_current_value(variable)
+        return self._read(self._paths[id(variable)]) if written is None and id(variable) in self._paths else written
+
+
+def _loss_of_model(model: keras.Model, tensors: Any, read: Callable[[str], tf.Tensor]) -> tf.Tensor:
+    with _Reads(read, model):
+        try:
+            return _loss_of(model, model(tensors, training=True))
+        # A model's own call may raise anything.
+        except Exception as error:
+            raise LayoutError(
+                f"A training step of model '{model.name}' cannot be traced: give an example of what it is called on, "
+                f"inputs=. The call failed with: {error}"
+            ) from error
+
+
+def _loss_of_chain(paths: Sequence[str], read: Callable[[str], tf.Tensor]) -> tf.Tensor:
+    """Of products of one sample with one variable after the other."""
+    x = tf.compat.v1.placeholder(tf.float32, (1, 1))
+    for value in map(read, paths):
+        rows = value.shape[0] if value.shape.rank else 1
+        matrix = tf.cast(tf.reshape(value, (rows, -1)), tf.float32)
+        x = tf.reduce_sum(tf.matmul(tf.tile(x, (1, rows)), matrix), axis=1, keepdims=True)
+    # Its gradient is made of the sample.
+    return tf.reduce_mean(tf.square(x))
+
+
+def _loss_of(model: keras.Model, outputs: Any) -> tf.Tensor:
+    """The loss that a model is compiled with, for labels of which only shapes are known; without one, a mean square.
+
+    Labels have the shape of the output, or lack its last dim, as class numbers do: the first that the loss takes.
+    """
+    compiled = _private.compile_arguments(model).get("loss") if model.compiled else None
+    named = keras.tree.flatten(outputs)
+    losses = [compiled] * len(named)
+    if isinstance(compiled, dict):
+        names = list(outputs) if isinstance(outputs, dict) else list(model.output_names)
+        losses = [compiled.get(name) for name in names]
+    elif isinstance(compiled, (list, tuple)):
+        losses = list(compiled)
+    found = [
+        _one_loss(loss, output)
+        for loss, output in zip(losses, named, strict=True)
+        if loss is not None or not any(losses)
+    ]
+    return tf.add_n([tf.cast(each, tf.float32) for each in (*found, *model.losses)])
+
+
+def _one_loss(loss: Any, output: tf.Tensor) -> tf.Tensor:
+    if loss is None:
+        return tf.reduce_mean(tf.square(tf.cast(output, tf.float32)))
+    function = keras.losses.get(loss)
+    failure: Exception | None = None
+    for shape, dtype in ((output.shape, tf.float32), (output.shape[:-1], tf.int32)):
+        try:
+            return tf.reduce_mean(function(tf.compat.v1.placeholder(dtype, shape), output))
+        except Exception as error:  # A loss may raise anything on labels that it does not take.
+            failure = failure or error
+    raise LayoutError(f"Loss {loss!r} takes no labels that fit outputs of shape={tuple(output.shape)}: {failure}")
