@@ -16,6 +16,7 @@ functions get a `LayerPatch`. Read `rewrites` first.
     row_operations  the operations that are computed so
     row_functions   `tf.map_fn`, `tf.vectorized_map`, `tf.nn.ctc_loss`
     loops           loops of recurrent layers, and the lists that loops fill
+    partial_sums    gradients as each device has them, before they are added up over the devices
     lookups         lookups of integers in a vocabulary
     origins         which layer, loss or metric made an operation, and the user's line
     layer_patch     every change to a layer or metric of a user's model, with undo

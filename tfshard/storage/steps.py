@@ -82,6 +82,8 @@ class Step:
         self._branches: dict[tf.Graph, dict[Writable, None]] = {}
         # What makes of a gradient what each device has of it; None if gradients are reduced as they come.
         self.own_gradient: Callable[[tf.Tensor], tf.Tensor] | None = None
+        # Whether it is a part of another step.
+        self.is_part = False
         # Numbers of parts that have to be used for something.
         self._tokens: list[tf.Tensor] = []
         # Of a part: the ids of variables that are updated once the last part has ended.
@@ -135,6 +137,7 @@ class Step:
             carried: What the part before has written, in the layout in which it is updated.
         """
         part = Step(graph, self._gathering)
+        part.is_part = True
         part._recorded[graph] = {storage: Recorded(base=value, written={}) for storage, value in carried.items()}
         return part
 

@@ -11,12 +11,13 @@ import tensorflow as tf
 
 from tfshard import _private
 from tfshard.devices import batching, transfer
+from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts.layout_map import VariableSpec
 from tfshard.operations import assignments, rewrites
 from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.initial_values import HostValue, InitialValue
-from tfshard.storage.steps import is_outside, step_scope, update_scope
+from tfshard.storage.steps import current, is_outside, step_scope, update_scope
 from tfshard.storage.variables import ShardedVariable
 from tfshard.training import datasets, microbatches, readiness
 from tfshard.training.adoption import Adopter
@@ -147,6 +148,12 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             return fn(var, *args, **kwargs)
         callers = _private.scope_callers()
         inventory.note_optimizer(callers)
+        step = current()
+        if step is not None and step.is_part:
+            raise StrategyError(
+                f"Variable '{var.path}' is updated in a microbatch, by a step function or an optimizer whose `apply` was "
+                "replaced on the object. Override it in a class, or set strategy.microbatches = 1."
+            )
         optimizer = next((c for c in reversed(callers) if isinstance(c, keras.optimizers.Optimizer)), None)
         if kwargs:
             fn = functools.partial(fn, **kwargs)

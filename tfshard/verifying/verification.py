@@ -68,9 +68,12 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
     readiness.make_ready(model, strategy)
     subject = Subject(model, strategy)
     subject.remember()
+    # What layers return is noted of the whole batch.
+    microbatches, strategy.microbatches = strategy.microbatches, 1
     try:
         return Comparison(subject, host, tolerance).run()
     finally:
+        strategy.microbatches = microbatches
         subject.restore()
 
 
