@@ -482,3 +482,23 @@ def test_a_step_of_ones_own_would_see_parts_of_gradients():
         model.train_on_batch(X, CLASSES)
     with pytest.raises(tfshard.errors.StrategyError, match="meshes of a batch axis only"):
         strategy({"batch": 2, "model": 2}, reduce_once=True, layout_map={".*": ()})
+
+
+def test_an_update_in_a_part_is_refused():
+    class Scaled(keras.optimizers.SGD):
+        pass
+
+    optimizer = Scaled(0.1)
+    applied = optimizer.apply
+    optimizer.apply = lambda grads, variables=None: applied([2 * each for each in grads], variables)
+    model = tfshard.as_distributed(mlp())
+    model.compile(optimizer, crossentropy(), strategy=strategy())
+    with pytest.raises(tfshard.errors.StrategyError, match="is updated in a microbatch"):
+        model.train_on_batch(X, CLASSES)
+
+
+def test_verify_compares_the_step_with_its_batch_as_one():
+    chosen, model = strategy(), tfshard.as_distributed(mlp())
+    model.compile("adam", crossentropy(), strategy=chosen)
+    assert tfshard.verify(model, (X, CLASSES)).ok
+    assert chosen.microbatches == 2

@@ -151,8 +151,8 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         step = current()
         if step is not None and step.is_part:
             raise StrategyError(
-                f"Variable '{var.path}' is updated in a microbatch, by a step function or an optimizer whose `apply` was "
-                "replaced on the object. Override it in a class, or set strategy.microbatches = 1."
+                f"Variable '{var.path}' is updated in a microbatch, by a step function or an optimizer whose `apply` "
+                "was replaced on the object. Override it in a class, or set strategy.microbatches = 1."
             )
         optimizer = next((c for c in reversed(callers) if isinstance(c, keras.optimizers.Optimizer)), None)
         if kwargs:
