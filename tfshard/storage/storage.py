@@ -247,8 +247,8 @@ class Storage:
         """What is stored, on the mesh of steps. What rests on the host comes once in a step.
 
         Args:
-            tied: Whether it comes from the host when there is what the open update works on. Not what is gathered, which
-                may be an all-reduce: DTensor would merge it with that which the gradient needs to be there.
+            tied: Whether it comes from the host when there is what the open update works on. Not what is gathered: that
+                may take an all-reduce, which DTensor would merge with the one that makes the gradient.
         """
         if not self.rests_on_host:
             return self.buffer.value()

@@ -152,7 +152,8 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                     "analyzer": repr(analyzer), "mesh": dict(self.mesh_shape), "roles": plain(self.mesh_shape.roles),
                     "already_sharded": already_sharded, "sequence_parallel": sequence_parallel,
                     "gathering": repr(self.gathering), "reduce_dtype": reduce_dtype,
-                    "slot_dtypes": repr(self.slot_dtypes), "microbatches": microbatches, "offload": offload}  # fmt: skip
+                    "slot_dtypes": repr(self.slot_dtypes), "microbatches": microbatches,
+                    "offload": offload}  # fmt: skip
         clients.here().agree("the strategy", settings, error=StrategyError)
         gathers.choose(mesh)
         reductions.choose(reduce_dtype)
@@ -398,9 +399,9 @@ def _offloads(offload: str | None, mesh: dtensor.Mesh, zero_stage: int) -> bool:
     axes = axis_sizes(mesh)
     if zero_stage == 0 or axes.data_size == 1:
         raise StrategyError(
-            "offload='slots' takes slots to the host that are sharded over the batch axis: those that are whole on every "
-            "device cannot be copied from each device to its own host. Use zero_stage=1 or more on a mesh whose batch "
-            f"axis has several devices. Received: zero_stage={zero_stage}, mesh={dict(axes)}"
+            "offload='slots' takes slots to the host that are sharded over the batch axis: what is whole on each "
+            "device cannot go from each to its own host. Use zero_stage=1 or more on a mesh whose batch axis has "
+            f"several devices. Received: zero_stage={zero_stage}, mesh={dict(axes)}"
         )
     return True
 
