@@ -75,6 +75,22 @@ def test_slots_on_the_host_train_as_on_one_device(name):
         parity.assert_same(run, reference, rtol=1e-4, atol=1e-5)
 
 
+def test_report_and_plan_count_them_as_bytes_of_the_host():
+    here = trained(tfshard.ShardedStrategy(tfshard.create_mesh(batch=2)), steps=1)
+    with offloading() as strategy:
+        report = strategy.report(trained(strategy, steps=1).model)
+    plans = [tfshard.plan(here.model, {"batch": 2}, optimizer="adam", offload=offload) for offload in (None, "slots")]
+    slots = plans[0].bytes_per_device("slot")
+    assert plans[0].host_bytes_per_device() == 0
+    for each in (report, plans[1]):
+        moments = each.host_bytes_per_device()
+        assert 0 < each.bytes_per_device("slot") < 64, "premise: only numbers stay"
+        assert each.bytes_per_device("slot") + moments == slots
+        assert "slots on the host" in str(each)
+    with pytest.raises(tfshard.errors.StrategyError, match="offload must be None or 'slots'"):
+        tfshard.plan(here.model, {"batch": 2}, offload="parameters")
+
+
 def test_eager_steps_bring_them_too():
     reference = trained(None, adam(), eager=True)
     with offloading() as strategy:

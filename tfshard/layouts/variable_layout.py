@@ -308,6 +308,17 @@ def plan_variable(
     )
 
 
+def takes_slots_to_host(offload: str | None) -> bool:
+    """What a user asked for.
+
+    Raises:
+        StrategyError: It is neither None nor `"slots"`.
+    """
+    if offload not in (None, "slots"):
+        raise StrategyError(f"offload must be None or 'slots'. Received: offload={offload!r}")
+    return offload is not None
+
+
 def itemsize(dtype: str) -> int:
     """Bytes of an element."""
     name = "uint16" if dtype == "bfloat16" else "uint8" if dtype.startswith("float8") else dtype

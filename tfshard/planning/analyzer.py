@@ -9,6 +9,7 @@ import keras
 from tfshard.errors import StrategyError
 from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike
+from tfshard.layouts import variable_layout
 from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
@@ -81,6 +82,7 @@ def plan(
     inputs: Any = None,
     reshard_after_forward: bool | str | Sequence[str] = True,
     slot_dtype: SlotDtype = None,
+    offload: str | None = None,
 ) -> ShardingPlan:
     """Plans a model on a mesh, without a device and without a step.
 
@@ -96,6 +98,7 @@ def plan(
             activations over a model axis. Without it only their number is predicted.
         reshard_after_forward: As for `tfshard.ShardedStrategy`.
         slot_dtype: As for `tfshard.ShardedStrategy`.
+        offload: As for `tfshard.ShardedStrategy` on GPUs: bytes of slots that go to the host are not the devices'.
 
     Returns:
         The `ShardingPlan`. What `compile` would refuse of the model is in its `refused`.
@@ -132,6 +135,7 @@ def plan(
         layout_map=auto_layout.resolve(layout_map, model_or_specs, sizes),
         groups=analyzer,
         slot_dtypes=SlotDtypes.of(slot_dtype),
+        slots_on_host=variable_layout.takes_slots_to_host(offload),
     )
     gathering = turns.Gathering.of(reshard_after_forward)
     return plan_placement(

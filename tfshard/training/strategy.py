@@ -112,8 +112,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         microbatches: int = 1,
         offload: str | None = None,
     ):
-        if offload not in (None, "slots"):
-            raise StrategyError(f"offload must be None or 'slots'. Received: offload={offload!r}")
+        variable_layout.takes_slots_to_host(offload)
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
             raise MeshError(
                 f"mesh must come from tfshard.create_mesh(). Received: mesh={mesh!r} (of type {type(mesh)})"
