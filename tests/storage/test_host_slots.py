@@ -36,9 +36,7 @@ def offloading(**options):
 
 def trained(strategy, optimizer=keras.optimizers.Adam, steps=4, **options):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return parity.train(
-        mlp, [(X, CLASSES)], optimizer=optimizer, loss=loss, strategy=strategy, steps=steps, **options
-    )  # fmt: skip
+    return parity.train(mlp, [(X, CLASSES)], optimizer=optimizer, loss=loss, strategy=strategy, steps=steps, **options)
 
 
 def devices_of(variable):
@@ -55,6 +53,7 @@ CASES = {
     "accumulated": (adam(gradient_accumulation_steps=2), {"zero_stage": 2}),
     "microbatches": (adam(), {"microbatches": 2}),
     "clipped": (adam(global_clipnorm=0.1, use_ema=True, weight_decay=0.1), {"analyzer": None, "zero_stage": 1}),
+    "loss_scale": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)), {"zero_stage": 2}),
     "gathered": (lambda: keras.optimizers.Muon(0.01), {"analyzer": None, "zero_stage": 2}),
 }
 
