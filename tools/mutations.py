@@ -250,6 +250,22 @@ MUTATIONS = [
         killed_by="tests/storage/test_turns.py::test_gathers_send_the_compute_dtype[mixed_bfloat16]",
     ),
     Mutation(
+        area="host slots",
+        file="tfshard/storage/storage.py",
+        old="            if step is not None and tied:\n",
+        new="            if False:\n",
+        what="slots come from the host when the step begins",
+        killed_by="tests/storage/test_host_slots.py::test_a_slot_comes_once_and_not_before_the_gradient[{'analyzer': None}]",
+    ),
+    Mutation(
+        area="host slots",
+        file="tfshard/layouts/variable_layout.py",
+        old="            on_host=self.slots_on_host and is_moment",
+        new="            on_host=False and is_moment",
+        what="slots stay on the devices",
+        killed_by="tests/storage/test_host_slots.py::test_slots_on_the_host_train_as_on_one_device[alone]",
+    ),
+    Mutation(
         area="recomputing",
         file="tfshard/storage/recomputing.py",
         old="        made = dict(zip(incoming, tied[2:], strict=True))\n",
@@ -340,8 +356,8 @@ MUTATIONS = [
     Mutation(
         area="variables",
         file="tfshard/storage/storage.py",
-        old="        return self.in_update(self.recorded())",
-        new="        return self.in_update(None)",
+        old="        return self.in_update(self.recorded())\n",
+        new="        return self.in_update(None)\n",
         what="an update reads a slot as it was before the step",
         killed_by="tests/storage/test_optimizers.py::test_training_matches_one_device[adam-batch2_model2-2-mixed]",
     ),
@@ -372,7 +388,7 @@ MUTATIONS = [
     Mutation(
         area="updates",
         file="tfshard/training/hooks.py",
-        old="        with update_scope():",
+        old="        with update_scope(after=after):",
         new="        with contextlib.nullcontext():",
         what="variables that stand alone are updated whole",
         killed_by="tests/storage/test_optimizers.py::test_variables_that_stand_alone_are_updated_in_pieces[1]",

@@ -207,11 +207,22 @@ def test_offloaded_slots_are_refused_or_do_nothing_and_say_so():
     assert len(warned) == 1 and warned[0].filename == __file__
     with pytest.raises(tfshard.errors.StrategyError, match="offload must be None or 'slots'"):
         tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), offload="parameters")
-    device = "/job:localhost/replica:0/task:0/device:GPU:"
-    mesh = dtensor.Mesh.from_string(f"|batch=2|0,1|0,1|{device}0,{device}1")
-    assert mesh.device_type().upper() == "GPU"
-    with pytest.raises(tfshard.errors.StrategyError, match="Devices of the mesh: GPU"):
-        tfshard.ShardedStrategy(mesh, offload="slots")
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "stage", "message"),
+    [
+        ("TPU", "batch=2", 3, "is there for GPUs.*Devices of the mesh: TPU"),
+        ("GPU", "batch=2", 0, "Received: zero_stage=0"),
+        ("GPU", "model=2", 3, "Use zero_stage=1 or more on a mesh whose batch axis has several"),
+    ],
+)
+def test_slots_that_cannot_go_to_the_host_are_refused_before_any_device_is_touched(kind, axes, stage, message):
+    device = f"/job:localhost/replica:0/task:0/device:{kind}:"
+    mesh = dtensor.Mesh.from_string(f"|{axes}|0,1|0,1|{device}0,{device}1")
+    assert mesh.device_type().upper() == kind
+    with pytest.raises(tfshard.errors.StrategyError, match=message):
+        tfshard.ShardedStrategy(mesh, zero_stage=stage, offload="slots")
 
 
 def test_a_value_that_is_set_while_it_waits_is_not_the_users_array():

@@ -47,6 +47,7 @@ class ModelPlacement:
         groups: GroupPolicy | None = None,
         resting: Sequence[VariableLayout | None] = (),
         slot_dtypes: SlotDtypes = OWN,
+        slots_on_host: bool = False,
     ) -> "ModelPlacement":
         """Decides where the variables of a model go.
 
@@ -59,6 +60,7 @@ class ModelPlacement:
             resting: For each variable, where it rests already, if it does. One that is in a group stays there if its
                 rule allows it: another model may have it too, and functions that read it go on.
             slot_dtypes: In which dtype the moments of float32 variables rest.
+            slots_on_host: Whether moments that are updated in shards rest on the host.
 
         Raises:
             LayoutError: The layout map names an axis that the mesh does not have.
@@ -73,7 +75,12 @@ class ModelPlacement:
         for number, spec in enumerate(specs):
             try:
                 layout = variable_layout.plan_variable(
-                    spec, layout_map=layout_map, mesh_shape=mesh_shape, zero_stage=zero_stage, slot_dtypes=slot_dtypes
+                    spec,
+                    layout_map=layout_map,
+                    mesh_shape=mesh_shape,
+                    zero_stage=zero_stage,
+                    slot_dtypes=slot_dtypes,
+                    slots_on_host=slots_on_host,
                 )
             except LayoutError as error:
                 faults[number] = str(error)

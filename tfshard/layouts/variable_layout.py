@@ -171,6 +171,8 @@ class VariableLayout:
         slot_dtype: The dtype in which its moments rest; None for their own.
         stored_dtype: The dtype in which it rests; None for its own. `"int8"`: in codes of 8 bits, in blocks with a
             scale.
+        slots_on_host: Whether its moments are to rest on the host of accelerators. Those do that it updates in shards.
+        on_host: Whether it rests on the host.
     """
 
     spec: VariableSpec
@@ -184,6 +186,8 @@ class VariableLayout:
     member: int = 0
     slot_dtype: str | None = None
     stored_dtype: str | None = None
+    slots_on_host: bool = False
+    on_host: bool = False
 
     def bytes_at_rest(self, elements: int) -> int:
         """Bytes of what a device stores of so many elements."""
@@ -234,13 +238,16 @@ class VariableLayout:
 
     def slot(self, spec: VariableSpec) -> "VariableLayout":
         """The layout of an optimizer slot of the same shape: it rests as the variable is updated."""
-        narrow = spec.dtype == "float32" and not spec.path.endswith(_EXACT_SLOTS)
+        is_moment = not spec.path.endswith(_EXACT_SLOTS)
+        narrow = spec.dtype == "float32" and is_moment
         return dataclasses.replace(
             self,
             spec=spec,
             store_sharded=self.update_sharded,
             stored_dtype=self.slot_dtype if narrow else None,
             slot_dtype=None,
+            slots_on_host=False,
+            on_host=self.slots_on_host and is_moment and self.update_sharded and self.splits,
         )
 
 
@@ -252,6 +259,7 @@ def plan_variable(
     zero_stage: int,
     slot: bool = False,
     slot_dtypes: SlotDtypes = OWN,
+    slots_on_host: bool = False,
 ) -> VariableLayout:
     """Decides the layout of one variable.
 
@@ -262,6 +270,7 @@ def plan_variable(
         zero_stage: 0 to 3.
         slot: Whether it is an optimizer variable, which is sharded from stage 1 on.
         slot_dtypes: In which dtype its moments rest.
+        slots_on_host: Whether they are to rest on the host.
 
     Returns:
         The `VariableLayout`.
@@ -295,6 +304,7 @@ def plan_variable(
         update_sharded=stage >= 1,
         reduce_scatter=stage >= 2,
         slot_dtype=slot_dtypes.of_variable(spec),
+        slots_on_host=slots_on_host and spec.trainable,
     )
 
 
@@ -309,6 +319,17 @@ def parts_of(rows: int, count: int) -> int:
     """In how many equal parts a device takes its rows, if there are to be `count`: more if that does not divide them,
     so that no part is larger than it was to be."""
     return next((number for number in range(count, rows + 1) if rows % number == 0), max(rows, 1))
+
+
+def takes_slots_to_host(offload: str | None) -> bool:
+    """What a user asked for.
+
+    Raises:
+        StrategyError: It is neither None nor `"slots"`.
+    """
+    if offload not in (None, "slots"):
+        raise StrategyError(f"offload must be None or 'slots'. Received: offload={offload!r}")
+    return offload is not None
 
 
 def itemsize(dtype: str) -> int:

@@ -53,7 +53,8 @@ class VariableReport:
         shards: Into how many different pieces it is cut.
         bytes_whole: Bytes of the whole variable.
         bytes_per_device: Bytes that the fullest device of this process holds, read from the device's tensor; of a
-            group's tensor, this variable's part.
+            group's tensor, this variable's part. 0 of what rests on the host.
+        host_bytes_per_device: Likewise, that the host holds for it.
     """
 
     path: str
@@ -69,6 +70,7 @@ class VariableReport:
     group: int | None = None
     gradient_layout: Axes | None = None
     gradient_bytes_per_device: int | None = None
+    host_bytes_per_device: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,10 @@ class Report:
     def bytes_per_device(self, kind: str | None = None) -> int:
         """Bytes that the fullest device of this process holds, of one kind of variable or of all."""
         return sum(row.bytes_per_device for row in self.variables if kind in (None, row.kind))
+
+    def host_bytes_per_device(self) -> int:
+        """Bytes of slots that the host holds for the fullest device of this process (`offload="slots"`)."""
+        return sum(row.host_bytes_per_device for row in self.variables)
 
     def bytes_on_one_device(self, kind: str | None = None) -> int:
         """Bytes that a single device would hold without sharding."""
@@ -213,7 +219,8 @@ class Report:
             self.bytes_on_one_device("parameter"),
             self.gradient_bytes_per_device,
         )
-        return tables.totals(title, [*rows, gradients])
+        on_host = [("slots on the host, for each device", 0, self.host_bytes_per_device())]
+        return tables.totals(title, [*rows, gradients, *(on_host if self.host_bytes_per_device() else [])])
 
 
 def _measure(variable: keras.Variable, kind: str, mesh_shape: MeshAxes) -> VariableReport | None:
@@ -233,7 +240,8 @@ def _measure(variable: keras.Variable, kind: str, mesh_shape: MeshAxes) -> Varia
         storage_shape=layout.storage_shape,
         shards=_shards(layout.storage, mesh_shape),
         bytes_whole=variable_layout.spec_bytes(layout.spec),
-        bytes_per_device=_bytes_per_device(current),
+        bytes_per_device=0 if current.storage.rests_on_host else _bytes_at_rest(current),
+        host_bytes_per_device=_bytes_at_rest(current) if current.storage.rests_on_host else 0,
         group=layout.group,
         gradient_layout=gradient,
         gradient_bytes_per_device=None
@@ -253,7 +261,7 @@ def _scattered(rows: Sequence[VariableReport], data: str | None) -> bool | None:
     return any(data in axes for axes in seen) if seen else None
 
 
-def _bytes_per_device(variable: ShardedVariable) -> int:
+def _bytes_at_rest(variable: ShardedVariable) -> int:
     """Bytes of the fullest device's piece of the buffer; of a group's buffer, this member's part."""
     piece = max(transfer.local_bytes(variable.buffer.value()).values())
     return variable.storage.format.share(piece, variable.member)

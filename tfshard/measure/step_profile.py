@@ -220,7 +220,8 @@ def _sharded_variables(model: keras.Model) -> list[ShardedVariable]:
 
 def _variable_bytes(model: keras.Model) -> dict[str, int]:
     held: dict[str, int] = collections.defaultdict(int)
-    for storage in {id(v.storage): v.storage for v in _sharded_variables(model)}.values():
+    storages = {id(v.storage): v.storage for v in _sharded_variables(model)}.values()
+    for storage in (each for each in storages if not each.rests_on_host):
         for device, bytes_ in transfer.local_bytes(storage.buffer.value()).items():
             held[device.rpartition("device:")[2]] += bytes_
     return dict(held)

@@ -85,6 +85,7 @@ def plan(
     slot_dtype: SlotDtype = None,
     microbatches: int = 1,
     reduce_once: bool = False,
+    offload: str | None = None,
 ) -> ShardingPlan:
     """Plans a model on a mesh, without a device and without a step.
 
@@ -102,6 +103,7 @@ def plan(
         slot_dtype: As for `tfshard.ShardedStrategy`.
         microbatches: As for `tfshard.ShardedStrategy`. It divides the rows of a device.
         reduce_once: As for `tfshard.ShardedStrategy`.
+        offload: As for `tfshard.ShardedStrategy` on GPUs: bytes of slots that go to the host are not the devices'.
 
     Returns:
         The `ShardingPlan`. What `compile` would refuse of the model is in its `refused`.
@@ -138,6 +140,7 @@ def plan(
         layout_map=auto_layout.resolve(layout_map, model_or_specs, sizes),
         groups=analyzer,
         slot_dtypes=SlotDtypes.of(slot_dtype),
+        slots_on_host=variable_layout.takes_slots_to_host(offload),
     )
     gathering = turns.Gathering.of(reshard_after_forward)
     return plan_placement(

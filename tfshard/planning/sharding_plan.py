@@ -46,6 +46,7 @@ class PlannedVariable:
         bytes_whole: Bytes of the whole variable.
         bytes_per_device: Bytes that the fullest device holds; None for a member, whose bytes its group counts.
         gradient_bytes_per_device: Likewise, of its gradient as it waits for the update; 0 without one.
+        host_bytes_per_device: Bytes that the host holds for each device; None for a member.
     """
 
     path: str
@@ -59,6 +60,7 @@ class PlannedVariable:
     bytes_whole: int
     bytes_per_device: int | None
     gradient_bytes_per_device: int | None
+    host_bytes_per_device: int | None = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,8 @@ class PlannedGroup:
         bytes_gathered: Bytes of the buffer on one device once it is gathered over the batch axis.
         bytes_per_device: Bytes of the stored buffer on one device.
         gradient_bytes_per_device: Bytes of the gradients as they wait for the update.
-        slot_bytes_per_device: Bytes of all slots.
+        slot_bytes_per_device: Bytes of all slots that rest on the device.
+        slot_host_bytes_per_device: Bytes of those that rest on the host, for each device.
     """
 
     index: int
@@ -103,6 +106,7 @@ class PlannedGroup:
     bytes_per_device: int
     gradient_bytes_per_device: int
     slot_bytes_per_device: int
+    slot_host_bytes_per_device: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,6 +208,11 @@ class ShardingPlan:
         if kind == "slot":
             return sum(s.bytes_per_device or 0 for s in self.slots) + sum(g.slot_bytes_per_device for g in self.groups)
         return sum(row.bytes_per_device or 0 for row in rows if row.kind == kind)
+
+    def host_bytes_per_device(self) -> int:
+        """Bytes of slots that the host holds for each device (`offload="slots"`)."""
+        slots = sum(slot.host_bytes_per_device or 0 for slot in self.slots)
+        return slots + sum(group.slot_host_bytes_per_device for group in self.groups)
 
     def bytes_on_one_device(self, kind: str | None = None) -> int:
         """Bytes that a single device would hold without sharding."""
@@ -308,6 +317,8 @@ class ShardingPlan:
             (label, self.bytes_on_one_device(kind), self.bytes_per_device(kind))
             for kind, label in zip((*KINDS, None), labels, strict=True)
         ]
+        if self.host_bytes_per_device():
+            totals.append(("slots on the host, for each device", 0, self.host_bytes_per_device()))
         parts = [tables.totals(title, totals), self._storage_table(detail), self._collectives_table(detail)]
         return tuple(parts if self.peak is None else [*parts, _peak_table(self.peak)])
 
@@ -357,6 +368,7 @@ def _planned_variable(layout: VariableLayout, mesh_shape: Mapping[str, int], *, 
     gradient = 0
     if kind == "parameter":
         gradient = variable_traffic.gradient_bytes(layout, mesh_shape, scattered=layout.reduce_scatter)
+    resting = variable_traffic.resting_bytes(layout, mesh_shape)
     return PlannedVariable(
         path=spec.path,
         kind=kind,
@@ -367,8 +379,9 @@ def _planned_variable(layout: VariableLayout, mesh_shape: Mapping[str, int], *, 
         storage_shape=layout.storage_shape,
         group=layout.group,
         bytes_whole=variable_layout.spec_bytes(spec),
-        bytes_per_device=None if member else variable_traffic.resting_bytes(layout, mesh_shape),
+        bytes_per_device=None if member else 0 if layout.on_host else resting,
         gradient_bytes_per_device=None if member else gradient,
+        host_bytes_per_device=None if member else resting if layout.on_host else 0,
     )
 
 
@@ -379,10 +392,13 @@ def _planned_group(
     form, spec = first.flat, first.spec
     assert form is not None and len(form.members) == len(members), index
     used = sum(member.elements for member in form.members)
-    slot_bytes = sum(
-        variable_traffic.resting_bytes(each, mesh_shape)
-        for each in (first.slot(dataclasses.replace(spec, path=f"{spec.path}_{name}")) for name in slots)
-    )
+    slot_layouts = [first.slot(dataclasses.replace(spec, path=f"{spec.path}_{name}")) for name in slots]
+    slot_bytes = {
+        on_host: sum(
+            variable_traffic.resting_bytes(each, mesh_shape) for each in slot_layouts if each.on_host == on_host
+        )
+        for on_host in (False, True)
+    }
     gradient_bytes = (
         variable_traffic.gradient_bytes(first, mesh_shape, scattered=first.reduce_scatter) if spec.trainable else 0
     )
@@ -402,7 +418,8 @@ def _planned_group(
         bytes_gathered=variable_traffic.whole_bytes(first, mesh_shape),
         bytes_per_device=variable_traffic.device_bytes(first.storage_shape, first.storage, mesh_shape, spec.dtype),
         gradient_bytes_per_device=gradient_bytes,
-        slot_bytes_per_device=slot_bytes,
+        slot_bytes_per_device=slot_bytes[False],
+        slot_host_bytes_per_device=slot_bytes[True],
     )
 
 

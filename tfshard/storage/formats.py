@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import host_meshes, transfer
 from tfshard.layouts import boxes, variable_layout
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.boxes import Piece
@@ -53,6 +53,7 @@ class StorageFormat(abc.ABC):
 
     Attributes:
         mesh: The mesh.
+        rests_on: The mesh on which the buffer rests between steps: the host's, or `mesh`.
         members: The variables that have a place in it, by number.
         shape: The buffer's.
         storage: The layout in which the buffer rests between steps.
@@ -68,6 +69,7 @@ class StorageFormat(abc.ABC):
 
     def __init__(self, layout: VariableLayout, mesh: dtensor.Mesh, members: tuple[Member, ...]):
         self.mesh = mesh
+        self.rests_on = (host_meshes.of(mesh) if layout.on_host else None) or mesh
         self.members = members
         self.shape = layout.storage_shape
         self.storage = layout.storage

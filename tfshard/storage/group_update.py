@@ -100,11 +100,12 @@ def run_as_one(
     for update in updates:
         alike.setdefault(optimizer_kinds.update_key(optimizer, fn, update.variable), []).append(update)
     args = _pack_args(storage, updates)
+    after = steps.UpdatedWith(tensor=args[0], axes=storage.format.update) if args and _is_tensor(args[0]) else None
     family = [storage, *storage.slots.values()]
     before = {member: member.recorded() for member in family}
     results: dict[Storage, tf.Tensor] = {}
     for same in alike.values():
-        with steps.update_scope(packed=storage):
+        with steps.update_scope(packed=storage, after=after):
             fn(same[0].variable, *args)
         members = frozenset(update.variable.member for update in same)
         if members == everyone:

@@ -16,7 +16,9 @@ where it is the last thing that happens to the storage, and touching the variabl
 error rather than a stale read. A write in the body of any other `tf.while_loop` is an error.
 """
 
+import collections
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -27,9 +29,10 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import gathers, merges, transfer
+from tfshard.devices import gathers, host_meshes, merges, transfer
 from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.variable_layout import Axes
 from tfshard.storage import recomputing, traced_steps, turns
 from tfshard.storage.writes import Recorded, Writable
 
@@ -86,6 +89,8 @@ class Step:
         self.is_part = False
         # Numbers of parts that have to be used for something.
         self._tokens: list[tf.Tensor] = []
+        # Numbers on host meshes that have to be used for something, by mesh and layout.
+        self._host_tokens: dict[tuple[dtensor.Mesh, Axes], list[tf.Tensor]] = collections.defaultdict(list)
         # Of a part: the ids of variables that are updated once the last part has ended.
         self._updated_later: set[int] = set()
 
@@ -128,6 +133,29 @@ class Step:
         """Remembers a gradient, as it waits for the update, of what is updated in shards."""
         if self.graph is not None and gradient.graph is self.graph:
             self._gradients.append((storage, gradient, is_scattered))
+
+    def tied_on_host(self, stored: tf.Tensor, mesh: dtensor.Mesh, host: dtensor.Mesh) -> tf.Tensor:
+        """What was read on a host mesh, when there is what the open update works on: numbers of that are sent there.
+
+        Without them, all that rests on the host would be on the devices from the begin of the step. It is, if the
+        update is in a branch of a `tf.cond`: what it works on is not known where the branch is not taken.
+
+        Args:
+            stored: What was read.
+            mesh: The mesh of the step.
+            host: Its host mesh.
+        """
+        after = _state.after
+        if self.graph is None or after is None or after.tensor.graph is not self.graph:
+            return stored
+        axes = tuple(axis for axis in after.axes if axis is not None)
+        key, gathered = ("sent to the host", after.tensor.ref()), self.gathered(self.graph)
+        if key not in gathered:
+            numbers = host_meshes.first_numbers(after.tensor, after.axes, mesh)
+            gathered[key] = (host_meshes.copied(numbers, axes, mesh, host), None)
+        tied, token = tf.raw_ops.IdentityN(input=[stored, gathered[key][0]])
+        self._host_tokens[host, axes].append(token)
+        return tied
 
     def part(self, graph: tf.Graph, carried: Mapping[Writable, tf.Tensor]) -> "Step":
         """A part of this step, in a graph of its own: it reads there, and gives out what it writes.
@@ -317,6 +345,8 @@ class Step:
         values = _small_copies_last(values, tokens + self._tokens)
         for storage, value in values.items():
             storage.write_at_rest(value)
+        for (host, axes), used in self._host_tokens.items():
+            _token(host, axes).assign(tf.add_n(used), read_value=False)
         return values
 
     def _arrange(self, values: dict[Writable, tf.Tensor]) -> list[tf.Tensor]:
@@ -401,14 +431,16 @@ def _small_copies_last(values: dict[Writable, tf.Tensor], tokens: list[tf.Tensor
     return values | dict(zip(waiting, tied[1:], strict=True))
 
 
-_tokens: dict[str, dtensor.DVariable] = {}
+_tokens: dict[tuple[str, Axes], dtensor.DVariable] = {}
 
 
-def _token(mesh: dtensor.Mesh) -> dtensor.DVariable:
-    key = mesh.to_string()
+def _token(mesh: dtensor.Mesh, axes: Axes = ()) -> dtensor.DVariable:
+    """A variable that nobody looks at: with a number for each shard over `axes`."""
+    key = mesh.to_string(), axes
     if key not in _tokens:
+        shape = [axis_sizes(mesh)[axis] for axis in axes if axis is not None]
         with tf.init_scope():
-            _tokens[key] = dtensor.DVariable(transfer.host_to_mesh(np.zeros((), np.float32), (), mesh))
+            _tokens[key] = dtensor.DVariable(transfer.host_to_mesh(np.zeros(shape, np.float32), axes, mesh))
     return _tokens[key]
 
 
@@ -422,13 +454,28 @@ def _is_small_copy(storage: Writable, value: tf.Tensor) -> bool:
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdatedWith:
+    """What an update works on.
+
+    Attributes:
+        tensor: The gradient, on the mesh of the step.
+        axes: Its layout.
+    """
+
+    tensor: tf.Tensor
+    axes: Axes
+
+
 class _State(threading.local):
     step: Step | None = None
     # Of which only the blocks are noted.
     noting: Step | None = None
-    # An optimizer's update is running; `packed` is the storage that is updated as one tensor, if one is.
+    # An optimizer's update is running; `packed` is the storage that is updated as one tensor, if one is. What is read
+    # on the host waits for `after`.
     updating: bool = False
     packed: Writable | None = None
+    after: UpdatedWith | None = None
 
 
 _state = _State()
@@ -536,15 +583,16 @@ def noting() -> Step | None:
 
 
 @contextlib.contextmanager
-def update_scope(packed: Writable | None = None) -> Iterator[None]:
+def update_scope(packed: Writable | None = None, after: UpdatedWith | None = None) -> Iterator[None]:
     """Opens an optimizer's update: variables are read and written in the layout of their slots.
 
     Args:
         packed: The storage that is updated as one tensor. Its members, and those of its slots, stand for the buffer.
+        after: What it works on.
     """
-    before = _state.updating, _state.packed
-    _state.updating, _state.packed = True, packed
+    before = _state.updating, _state.packed, _state.after
+    _state.updating, _state.packed, _state.after = True, packed, after
     try:
         yield
     finally:
-        _state.updating, _state.packed = before
+        _state.updating, _state.packed, _state.after = before

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import host_meshes, transfer
 from tfshard.layouts import boxes
 from tfshard.storage import initial_values, steps
 from tfshard.storage.formats import StorageFormat
@@ -33,7 +33,7 @@ class Storage:
 
     Attributes:
         format: How it keeps its members.
-        mesh: The mesh.
+        mesh: The mesh of steps; the buffer may rest on another (`StorageFormat.rests_on`).
         members: The variables that live in it, by number.
         root: The storage of the parameters that these slots belong to; itself for parameters.
         slots: The storages of slots in the same form, by optimizer and number of the slot.
@@ -153,10 +153,10 @@ class Storage:
         return self._buffer
 
     def _from_host(self, values: Mapping[int, HostValue]) -> tf.Tensor:
-        return dtensor.pack(list(self._host_pieces(values)), transfer.layout(self.format.storage, self.mesh))
+        return dtensor.pack(list(self._host_pieces(values)), transfer.layout(self.format.storage, self.format.rests_on))
 
     def _host_pieces(self, values: Mapping[int, HostValue]) -> Iterator[tf.Tensor]:
-        return transfer.host_pieces(self.format.pack_host(values), self.format.storage, self.mesh)
+        return transfer.host_pieces(self.format.pack_host(values), self.format.storage, self.format.rests_on)
 
     def host_value(self, member: int) -> np.ndarray:
         """A member's whole value on the host. Eager only."""
@@ -165,7 +165,7 @@ class Storage:
     def local_tensors(self) -> list[tuple[dict[str, int], tf.Tensor]]:
         """What each device of this client holds, with its location (axis name to index). Eager only."""
         pieces = dtensor.unpack(self.buffer.value())
-        return list(zip(self.mesh.local_device_locations(), pieces, strict=True))
+        return list(zip(self.format.rests_on.local_device_locations(), pieces, strict=True))
 
     @functools.cached_property
     def handles(self) -> list[tuple[dict[str, int], tf.Tensor]]:
@@ -173,12 +173,12 @@ class Storage:
         TensorFlow orders what a function reads and writes."""
         with tf.init_scope():
             handles = dtensor.unpack(self.buffer.handle)
-        return list(zip(self.mesh.local_device_locations(), handles, strict=True))
+        return list(zip(self.format.rests_on.local_device_locations(), handles, strict=True))
 
     def set_local(self, pieces: list[np.ndarray]) -> None:
         """Sets what each device of this client holds, in the order of `local_tensors`. Eager only."""
         tensors = [tf.constant(piece) for piece in pieces]
-        value = dtensor.pack(tensors, transfer.layout(self.format.storage, self.mesh))
+        value = dtensor.pack(tensors, transfer.layout(self.format.storage, self.format.rests_on))
         self.buffer.assign(value, read_value=False)
 
     def equalize(self) -> bool:
@@ -208,6 +208,8 @@ class Storage:
 
     def write_at_rest(self, value: tf.Tensor) -> None:
         """Assigns the buffer what `at_rest` made."""
+        if self.rests_on_host:
+            value = host_meshes.copied(value, self.format.storage, self.mesh, self.format.rests_on)
         self.buffer.assign(value, read_value=False)
 
     # --- values ------------------------------------------------------------------------------------------
@@ -229,12 +231,34 @@ class Storage:
         if recorded is not None:
             return self.format.in_update(self._recorded_buffer(recorded))
         with steps.reading_scope():
-            return self.format.for_update(self.buffer.value())
+            return self.format.for_update(self._stored(tied=True))
 
     def read_stored(self) -> tf.Tensor:
         """What is stored, about to be gathered."""
-        stored, step = self.buffer.value(), steps.current()
-        return stored if step is None else step.note_stored(self, stored)
+        stored, step = self._stored(), steps.current()
+        return stored if step is None or self.rests_on_host else step.note_stored(self, stored)
+
+    @property
+    def rests_on_host(self) -> bool:
+        """Whether the buffer is on the host mesh of the mesh, and visits the devices when it is read."""
+        return self.format.rests_on is not self.mesh
+
+    def _stored(self, *, tied: bool = False) -> tf.Tensor:
+        """What is stored, on the mesh of steps. What rests on the host comes once in a step.
+
+        Args:
+            tied: Whether it comes from the host when there is what the open update works on. Not what is gathered: that
+                may take an all-reduce, which DTensor would merge with the one that makes the gradient.
+        """
+        if not self.rests_on_host:
+            return self.buffer.value()
+        key, cache = (self, "stored", tied), self._cache(steps.here())
+        if key not in cache:
+            stored, step, host = self.buffer.value(), steps.current(), self.format.rests_on
+            if step is not None and tied:
+                stored = step.tied_on_host(stored, self.mesh, host)
+            cache[key] = (host_meshes.copied(stored, self.format.storage, host, self.mesh), None)
+        return cache[key][0]
 
     def _recorded_buffer(self, recorded: Recorded) -> tf.Tensor:
         """The buffer that is recorded, with what was written to members packed into it."""

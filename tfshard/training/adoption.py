@@ -55,8 +55,16 @@ class Adopter(Placer):
         zero_stage: int,
         analyzer: ParameterAnalyzer | None,
         slot_dtypes: SlotDtypes,
+        slots_on_host: bool,
     ):
-        super().__init__(mesh, layout_map=layout_map, zero_stage=zero_stage, analyzer=analyzer, slot_dtypes=slot_dtypes)
+        super().__init__(
+            mesh,
+            layout_map=layout_map,
+            zero_stage=zero_stage,
+            analyzer=analyzer,
+            slot_dtypes=slot_dtypes,
+            slots_on_host=slots_on_host,
+        )
         self.sequence_parallel = sequence_parallel
         self.already_sharded = already_sharded
         self.moves = 0

@@ -17,7 +17,7 @@ from tfshard.layouts.layout_map import VariableSpec
 from tfshard.operations import assignments, rewrites
 from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.initial_values import HostValue, InitialValue
-from tfshard.storage.steps import current, is_outside, step_scope, update_scope
+from tfshard.storage.steps import UpdatedWith, current, is_outside, step_scope, update_scope
 from tfshard.storage.variables import ShardedVariable
 from tfshard.training import datasets, microbatches, readiness
 from tfshard.training.adoption import Adopter
@@ -172,8 +172,12 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             # A sparse gradient (IndexedSlices) is one leaf here: to_update makes it dense.
             return var.to_update(arg) if arg.shape.rank and arg.shape == var.shape else arg
 
-        with update_scope():
-            return fn(var, *[convert(arg) for arg in args])
+        converted = [convert(arg) for arg in args]
+        after = None
+        if converted and _is_gradient(converted[0], var):
+            after = UpdatedWith(tensor=converted[0], axes=var.storage.format.members[var.member].update)
+        with update_scope(after=after):
+            return fn(var, *converted)
 
     # --- running
 

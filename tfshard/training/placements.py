@@ -45,6 +45,7 @@ class Placer:
         zero_stage: What rests sharded over the batch axis.
         analyzer: Which small variables share a buffer; None: each is by itself.
         slot_dtypes: In which dtype the moments of float32 variables rest.
+        slots_on_host: Whether moments that are updated in shards rest on the host of the mesh.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class Placer:
         zero_stage: int,
         analyzer: ParameterAnalyzer | None,
         slot_dtypes: SlotDtypes,
+        slots_on_host: bool,
     ):
         self.slot_dtypes = slot_dtypes
+        self.slots_on_host = slots_on_host
         self.mesh = mesh
         self.mesh_shape = axis_sizes(mesh)
         self.auto = layout_map is None
@@ -77,6 +80,7 @@ class Placer:
             mesh_shape=self.mesh_shape,
             zero_stage=self.zero_stage,
             slot_dtypes=self.slot_dtypes,
+            slots_on_host=self.slots_on_host,
         )
 
     def layout_map_for(self, model: keras.Model) -> LayoutMap:
@@ -127,6 +131,7 @@ class Placer:
             groups=self.analyzer,
             resting=resting,
             slot_dtypes=self.slot_dtypes,
+            slots_on_host=self.slots_on_host,
         )
         # Without the layers: they would keep the model, and with it this entry.
         self._placements[model] = (

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import batching, clients, gathers, reductions, startup, transfer
+from tfshard.devices import batching, clients, gathers, host_meshes, reductions, startup, transfer
 from tfshard.devices.mesh import create_mesh
 from tfshard.errors import MeshError, StrategyError
 from tfshard.graph import auto_layout, model_specs
@@ -76,13 +76,15 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         reduce_once: Whether gradients of microbatches are added up on each device, whole, and reduced over the devices
             once, when the last has ended: fewer collectives for more memory. Else those of each are reduced as they
             come, and added up as they are updated, at stages 1 to 3 in shards. On meshes of a batch axis only.
-        offload: `"slots"`: optimizer slots rest on the host. On CPU devices they do anyhow: a warning says that nothing
-            is done. On other devices it is refused (docs/planning.md has what is missing).
+        offload: `"slots"`: optimizer slots that are sharded over the batch axis rest on the host of the GPUs, and visit
+            them for their update. Sums of gradients and averages of weights stay. On CPU devices slots rest on the host
+            anyhow: a warning says that nothing is done. Not run: no GPU was there (docs/planning.md says what to look
+            at when one is).
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
         LayoutError: `layout_map` is of another type or names an axis that the mesh does not have.
-        StrategyError: An unknown stage or slot dtype; `offload` on devices that are not CPUs.
+        StrategyError: An unknown stage or slot dtype; `offload` on TPUs, or where no slot is sharded.
 
     The batch is global: `batch_size` in `fit` is the number of samples of one step over all devices, the loss is
     the mean over that batch, and `num_replicas_in_sync` is 1.
@@ -115,8 +117,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         reduce_once: bool = False,
         offload: str | None = None,
     ):
-        if offload not in (None, "slots"):
-            raise StrategyError(f"offload must be None or 'slots'. Received: offload={offload!r}")
+        variable_layout.takes_slots_to_host(offload)
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
             raise MeshError(
                 f"mesh must come from tfshard.create_mesh(). Received: mesh={mesh!r} (of type {type(mesh)})"
@@ -133,8 +134,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         self.reduce_dtype = reduce_dtype
         mesh = mesh or getattr(layout_map, "mesh", None)
         mesh = mesh or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
-        if offload is not None:
-            _check_offload(mesh)
+        offload = offload if _offloads(offload, mesh, zero_stage) else None
         given = None if auto_layout.is_auto(layout_map) else LayoutMap.from_any(layout_map, axis_sizes(mesh))
         if startup.current() is None:
             startup.initialize()
@@ -147,6 +147,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             zero_stage=zero_stage,
             analyzer=analyzer,
             slot_dtypes=SlotDtypes.of(slot_dtype),
+            slots_on_host=offload is not None,
             sequence_parallel=sequence_parallel,
             already_sharded=already_sharded,
         )
@@ -162,7 +163,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                     "already_sharded": already_sharded, "sequence_parallel": sequence_parallel,
                     "gathering": repr(self.gathering), "reduce_dtype": reduce_dtype,
                     "slot_dtypes": repr(self.slot_dtypes), "microbatches": microbatches,
-                    "reduce_once": reduce_once}  # fmt: skip
+                    "reduce_once": reduce_once, "offload": offload}  # fmt: skip
         clients.here().agree("the strategy", settings, error=StrategyError)
         gathers.choose(mesh)
         reductions.choose(reduce_dtype)
@@ -387,21 +388,33 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         check_consistency(model)
 
 
-def _check_offload(mesh: dtensor.Mesh) -> None:
-    """Says what `offload="slots"` does on the devices of a mesh, before any of them is touched.
+def _offloads(offload: str | None, mesh: dtensor.Mesh, zero_stage: int) -> bool:
+    """Whether slots rest on the host mesh of a mesh, decided before any device is touched.
 
     Raises:
-        StrategyError: They are not CPUs.
+        StrategyError: They cannot.
     """
-    kind = mesh.device_type().upper()
-    if kind != "CPU":
-        raise StrategyError(
-            "offload='slots' is not there for these devices: an update has to bring sharded slots from the host to the "
-            "device and back inside of a step, which was not tried on any. DTensor does so between CPU meshes for "
-            "tensors that are whole on every device only. Use zero_stage=3, slot_dtype='bfloat16', or more devices. "
-            f"Devices of the mesh: {kind}. Received: offload='slots'"
+    if offload is None:
+        return False
+    if host_meshes.of(mesh) is None:
+        kind = mesh.device_type().upper()
+        if kind != "CPU":
+            raise StrategyError(
+                "offload='slots' is there for GPUs. Use zero_stage=3, slot_dtype='bfloat16', or more devices. "
+                f"Devices of the mesh: {kind}. Received: offload='slots'"
+            )
+        warnings.warn(
+            "offload='slots' does nothing here: on CPU devices, slots rest in the host's memory.", stacklevel=3
         )
-    warnings.warn("offload='slots' does nothing here: on CPU devices, slots rest in the host's memory.", stacklevel=3)
+        return False
+    axes = axis_sizes(mesh)
+    if zero_stage == 0 or axes.data_size == 1:
+        raise StrategyError(
+            "offload='slots' takes slots to the host that are sharded over the batch axis: what is whole on each "
+            "device cannot go from each to its own host. Use zero_stage=1 or more on a mesh whose batch axis has "
+            f"several devices. Received: zero_stage={zero_stage}, mesh={dict(axes)}"
+        )
+    return True
 
 
 class _Scope:
