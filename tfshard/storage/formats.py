@@ -60,12 +60,14 @@ class StorageFormat(abc.ABC):
         update: The layout in which it is updated.
         gathered: The layout from which members are read: gathered over the batch axis.
         direct: Whether a read is one of what is stored, brought to the compute layout: a tape can watch that.
+        is_encoded: Whether elements are stored in another form than that in which they are updated.
         packed: Whether members have other shapes in the buffer than by themselves. An update that works element by
             element is then one of the buffer.
     """
 
     direct: bool
     packed: bool
+    is_encoded = False
 
     def __init__(self, layout: VariableLayout, mesh: dtensor.Mesh, members: tuple[Member, ...]):
         self.mesh = mesh
@@ -383,6 +385,7 @@ class _Bfloat16(StorageFormat):
     """Stores float32 members as bfloat16, rounded to the nearest."""
 
     direct = False
+    is_encoded = True
 
     def encode(self, values: Any) -> Any:
         return _cast(values, tf.bfloat16)
@@ -411,6 +414,7 @@ class InBlocks(StorageFormat):
     """
 
     direct = False
+    is_encoded = True
 
     def __init__(self, layout: VariableLayout, inner: StorageFormat):
         super().__init__(layout, inner.mesh, inner.members)

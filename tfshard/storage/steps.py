@@ -162,7 +162,7 @@ class Step:
 
         Args:
             graph: Of the part.
-            carried: What the part before has written, in the layout in which it is updated.
+            carried: What the part before has handed on.
         """
         part = Step(graph, self._gathering)
         part.is_part = True
@@ -177,10 +177,10 @@ class Step:
                 updates. Changed to what has to be given out instead.
 
         Returns:
-            What was written, in the layout in which it is updated, and a number that has to be used for something
+            What was written, as it is handed on, and a number that has to be used for something
             (`end_parts`).
         """
-        written = {storage: storage.in_update(self._recorded[self.graph][storage]) for storage in self._to_flush}
+        written = {storage: storage.handed_on(self._recorded[self.graph][storage]) for storage in self._to_flush}
         tokens = self._arrange(sums)
         return written, tf.add_n([tf.zeros(()), *tokens])
 
@@ -298,7 +298,7 @@ class Step:
 
         def giving(branch: Branch) -> tuple[Any, list[tf.Tensor]]:
             with self._branch():
-                return branch(), [storage.in_update(self.find(storage)) for storage in written]
+                return branch(), [storage.handed_on(self.find(storage)) for storage in written]
 
         outputs, values = cond(*(functools.partial(giving, branch) for branch in branches))
         for storage, value in zip(written, values, strict=True):

@@ -233,6 +233,16 @@ class Storage:
         with steps.reading_scope():
             return self.format.for_update(self._stored(tied=True))
 
+    def handed_on(self, recorded: Recorded | None) -> tf.Tensor:
+        """The same, as a branch gives it out and a part hands it on: in the layout in which it rests, so that nothing
+        is gathered where nothing was written. What rests encoded stays in that of updates."""
+        if self.format.is_encoded or self.rests_on_host:
+            return self.in_update(recorded)
+        if recorded is not None:
+            return self.at_rest(recorded)
+        with steps.reading_scope():
+            return self.format.at_rest(self._stored())
+
     def read_stored(self) -> tf.Tensor:
         """What is stored, about to be gathered."""
         stored, step = self._stored(), steps.current()

@@ -204,6 +204,9 @@ def arrange(
         stored = {each.key: each.sent_as(sent.get(each.key)) for each, _ in reads}
         kept_bytes = gathering.kept_bytes(stored.values())
         large = {key for key, each in stored.items() if each.bytes * _FAR_LESS > kept_bytes}
+        gradients = list(gradients)
+        made = ancestors(each.updated for each in gradients if each.updated is not None)
+        updates = made - ancestors(each.tensor for each in gradients)
         gates = _Gates(operations, [each for each in gradients if each.key in large], token)
         gathered = [[key for key in use.numbers if stored[key].is_gathered] for use in uses]
         begins = begun([[stored[key] for key in keys] for keys in gathered], kept_bytes)
@@ -212,10 +215,11 @@ def arrange(
         traced = [None if use.tie is None else use.tie.tensor for use in uses]
         for use, keys, beginning, tensor in zip(uses, gathered, begins, traced, strict=True):
             own = [] if use.tie is None else [use.tie]
+            is_update = use.operation in updates  # For which an operation of a turn before may wait.
             for key in beginning:
-                before = [*ties, *own][: max(len(ties) - gathering.prefetch, -1) + 1]
+                before = own if is_update else [*ties, *own][: max(len(ties) - gathering.prefetch, -1) + 1]
                 turns[key] = _Turn(values, key, before[-1] if before else None, sent.get(key))
-            if not large.isdisjoint(beginning):
+            if not large.isdisjoint(beginning) and not is_update:
                 ties += own
             for key in keys:
                 for number in use.numbers[key]:
@@ -225,9 +229,21 @@ def arrange(
                         slot.fill(value)
                     else:
                         _look_up(use.operation, value)
-            if use.tie is not None and not large.isdisjoint(use.numbers):
+            if use.tie is not None and not large.isdisjoint(use.numbers) and not is_update:
                 gates.close(use.tie, tensor)
     return gates.tokens
+
+
+def ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
+    """The operations that tensors are made by."""
+    found: set[tf.Operation] = set()
+    left = [tensor.op for tensor in tensors]
+    while left:
+        operation = left.pop()
+        if operation not in found:
+            found.add(operation)
+            left += [each.op for each in operation.inputs]
+    return found
 
 
 def begun(uses: Sequence[Sequence[Stored]], kept_bytes: int) -> list[list[Hashable]]:

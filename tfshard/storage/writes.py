@@ -41,6 +41,9 @@ class Writable(Protocol):
     def in_update(self, recorded: Recorded | None) -> tf.Tensor:
         """What is recorded of the buffer, else what is stored, in the layout in which it is updated."""
 
+    def handed_on(self, recorded: Recorded | None) -> tf.Tensor:
+        """The same, as a branch gives it out and a part hands it on."""
+
     def at_rest(self, recorded: Recorded) -> tf.Tensor:
         """What is recorded, as it is stored."""
 

@@ -29,7 +29,7 @@ from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import loops, partial_sums
-from tfshard.storage import steps
+from tfshard.storage import steps, turns
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.storage.writes import Recorded, Writable
@@ -143,7 +143,7 @@ class _Learned:
     def is_state(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor depends on what is written, as results of metrics do."""
         state = {each.op for tensors in self.state.values() for each in tensors}
-        return not state.isdisjoint(_ancestors([tensor]))
+        return not state.isdisjoint(turns.ancestors([tensor]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,7 @@ class Microbatches:
         """
         if not learned.divisors:
             return []
-        needed = _ancestors(learned.divisors)
+        needed = turns.ancestors(learned.divisors)
         for operation in needed:
             if (
                 operation.op_def.is_stateful
@@ -339,7 +339,7 @@ class Microbatches:
         state, sums, outputs, token = self._while(
             body,
             (
-                [storage.in_update(None) for storage in learned.state],
+                [storage.handed_on(None) for storage in learned.state],
                 [
                     [
                         transfer.zeros(tuple(each.shape), each.dtype, self._axes(key, each.shape.rank), self.mesh)
@@ -416,18 +416,6 @@ class _Shares:
             return loss
         total = next(self._totals)
         return loss * tf.math.divide_no_nan(tf.cast(reduced.divisor, loss.dtype) * count, tf.cast(total, loss.dtype))
-
-
-def _ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
-    """The operations that tensors are made by."""
-    found: set[tf.Operation] = set()
-    left = [tensor.op for tensor in tensors]
-    while left:
-        operation = left.pop()
-        if operation not in found:
-            found.add(operation)
-            left += [each.op for each in operation.inputs]
-    return found
 
 
 def _is_mean(learned: _Learned, output: tf.Tensor) -> bool:
