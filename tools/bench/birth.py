@@ -39,7 +39,6 @@ _ALLOCATOR = flags.DEFINE_enum("allocator", "system", ["system", "tensorflow"], 
 _ONE = flags.DEFINE_list("one", None, "Measure this model, stage, way and folder here, and print JSON.")
 
 WIDTHS = (2048, 4096, 6144, 2048, 4096, 2048, 1000)  # Of the MLP, from its input on.
-SYSTEM = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -246,7 +245,7 @@ def write(folder: str) -> dict:
 
 def child(*arguments: str) -> dict:
     """Runs this script in a new process."""
-    environment = {**os.environ, **(SYSTEM if _ALLOCATOR.value == "system" else {})}
+    environment = {**os.environ, **(common.SYSTEM_ALLOCATOR if _ALLOCATOR.value == "system" else {})}
     command = [sys.executable, sys.argv[0], f"--one={','.join(arguments)}"]
     run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(run.stdout.splitlines()[-1])
