@@ -311,6 +311,20 @@ def test_a_loop_of_ones_own_is_done_in_parts_where_it_trains():
     assert float(chosen.run(evaluate, (X,))) == pytest.approx(float(plain_evaluate(X)), rel=1e-5)
 
 
+def test_the_last_batch_of_several_steps_in_one_execution_may_be_smaller():
+    losses = {}
+    for way in ("sharded", "plain"):
+        keras.utils.set_random_seed(0)
+        model, options = mlp(), {}
+        if way == "sharded":
+            model, options = tfshard.as_distributed(model), {"strategy": strategy()}
+        model.compile(opt.Adam(1e-2), crossentropy(), steps_per_execution=3, **options)
+        batches = tf.data.Dataset.from_tensor_slices((X[:12], CLASSES[:12])).batch(8)
+        losses[way] = model.fit(batches, epochs=2, verbose=0).history["loss"]
+        assert model.predict(X, batch_size=6, verbose=0).shape == (16, 4)
+    np.testing.assert_allclose(losses["sharded"], losses["plain"], rtol=1e-5)
+
+
 def test_the_number_of_parts_can_be_changed_between_steps():
     chosen = strategy(count=1)
     model = tfshard.as_distributed(mlp())

@@ -264,6 +264,13 @@ def _on_mesh(
     made = {}
     waiting = [function]
 
+    def function_of(batch: Any) -> _StepFunction:
+        shapes = tuple(tuple(leaf.shape) for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf))
+        key = (shapes, strategy.microbatches)
+        if key not in made:
+            made[key] = waiting.pop() if waiting else again()
+        return made[key]
+
     @functools.wraps(function)
     def on_mesh(batches: Iterable[Any]) -> Any:
         readiness.make_ready(model, strategy)
@@ -274,25 +281,33 @@ def _on_mesh(
         if not batches:
             raise StopIteration
         batches = [batching.batch_to_mesh(batch, strategy.mesh, strategy.already_sharded) for batch in batches]
-        shapes = tuple(tuple(leaf.shape) for leaf in tf.nest.flatten(batches) if tf.is_tensor(leaf))
-        key = (shapes, strategy.microbatches)
-        if key not in made:
-            made[key] = waiting.pop() if waiting else again()
-        run = made[key]
+
+        def run() -> list[Any]:
+            # One by one: the last of an execution may have fewer rows.
+            return [function_of(batch)([batch]) for batch in batches]
+
         if not to_host:
             with (
                 strategy.operation(on_mesh, kind, batches),
                 failures.translated_errors(f"A step of model '{model.name}'"),
             ):
-                return run(batches)
+                return run()[-1]
         # Each device keeps its samples: the pieces meet on the host, not on every device.
         with strategy.extended.results_stay_sharded(), failures.translated_errors(f"predict of model '{model.name}'"):
             with strategy.operation(on_mesh, kind, batches):
-                outputs = run(batches)
-        return transfer.map_tensors(lambda output: tf.constant(transfer.to_host(output)), outputs)
+                outputs = run()
+        return tf.nest.map_structure(_joined, *outputs)
 
     _on_mesh_functions.add(on_mesh)
     return on_mesh
+
+
+def _joined(*parts: Any) -> Any:
+    """What steps have returned, one behind the other on the host."""
+    if not tf.is_tensor(parts[0]):
+        return parts[-1]
+    on_host = [transfer.to_host(part) for part in parts]
+    return tf.constant(on_host[0] if len(on_host) == 1 else np.concatenate(on_host))
 
 
 def _predict_function(model: _Distributed) -> _StepFunction:
