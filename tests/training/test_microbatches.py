@@ -516,3 +516,28 @@ def test_verify_compares_the_step_with_its_batch_as_one():
     model.compile("adam", crossentropy(), strategy=chosen)
     assert tfshard.verify(model, (X, CLASSES)).ok
     assert chosen.microbatches == 2
+
+
+def test_two_optimizers_update_members_of_one_group():
+    def losses(chosen):
+        keras.utils.set_random_seed(0)
+        with chosen.scope():
+            model = mlp()
+            optimizers = opt.Adam(1e-2), opt.SGD(0.1)
+            halves = model.trainable_variables[:3], model.trainable_variables[3:]
+            for optimizer, variables in zip(optimizers, halves, strict=True):
+                optimizer.build(variables)
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizers[0].apply(gradients[:3], halves[0])
+            optimizers[1].apply(gradients[3:], halves[1])
+            return loss
+
+        return [float(chosen.run(step, (X, CLASSES))) for _ in range(3)]
+
+    plain = tf.distribute.get_strategy()
+    np.testing.assert_allclose(losses(strategy(count=4)), losses(plain), rtol=1e-5)

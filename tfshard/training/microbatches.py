@@ -309,26 +309,29 @@ class Microbatches:
             carried = {storage: loops.made_here(value) for storage, value in zip(learned.state, state, strict=True)}
             with steps.part_scope(graph, carried, self._own_gradient) as part:
                 done = self._trace(tf.nest.pack_sequence_as(given, part_of(number)), _Shares(count, totals))
-                added: dict[_Summed, tf.Tensor] = {}
-                keys: list[list[_Summed]] = []
-                for update, before in zip(done.updates, sums, strict=True):
-                    gradients = self._sums(update)
-                    keys.append(list(gradients))
-                    for (key, gradient), total in zip(gradients.items(), before, strict=True):
-                        added[key] = transfer.relayout(
-                            total + gradient, self._axes(key, gradient.shape.rank), self.mesh
-                        )
-                by_storage: dict[Writable, tf.Tensor] = {
-                    storage: each for (storage, member), each in added.items() if member is None
+                added = [
+                    {
+                        key: transfer.relayout(total + gradient, self._axes(key, gradient.shape.rank), self.mesh)
+                        for (key, gradient), total in zip(self._sums(update).items(), before, strict=True)
+                    }
+                    for update, before in zip(done.updates, sums, strict=True)
+                ]
+                # Two updates may have members of one group.
+                of_update: dict[Writable, dict[_Summed, tf.Tensor]] = {
+                    storage: each for each in added for storage, member in each if member is None
                 }
-                written, used = part.close_part(by_storage)
-                added |= {(storage, member): by_storage[storage] for storage, member in added if member is None}
+                waited: dict[Writable, tf.Tensor] = {
+                    storage: each[storage, None] for storage, each in of_update.items()
+                }
+                written, used = part.close_part(waited)
+                for storage, each in of_update.items():
+                    each[storage, None] = waited[storage]
             assert written.keys() == learned.state.keys(), "The same function writes the same."
             ended = [each for each in done.outputs if isinstance(each, tf.Tensor)]
             return (
                 number + 1,
                 [written[storage] for storage in learned.state],
-                [[added[key] for key in of_update] for of_update in keys],
+                [list(each.values()) for each in added],
                 [
                     self._whole(before + new / count) if mean else new
                     for before, new, mean in zip(outputs, ended, is_mean, strict=True)
