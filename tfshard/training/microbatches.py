@@ -317,7 +317,7 @@ class Microbatches:
                     for update, before in zip(done.updates, sums, strict=True)
                 ]
                 # Two updates may have members of one group.
-                of_update: dict[Writable, dict[_Summed, tf.Tensor]] = {
+                of_update: dict[Storage, dict[_Summed, tf.Tensor]] = {
                     storage: each for each in added for storage, member in each if member is None
                 }
                 waited: dict[Writable, tf.Tensor] = {
