@@ -388,19 +388,23 @@ def wide(width: int = 160, outputs: int = 3200) -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(outputs, name="alone")(x))
 
 
-@table(
-    "collectives that were planned", ("mesh", "stage"),
-    itertools.product(PLANNED, (0, 1, 2, 3)),
-    always=each_value(PLANNED, (3, 2, 1, 0)),
-)  # fmt: skip
-def test_a_step_sends_what_was_planned(mesh, stage):
+def planned_strategy(mesh, stage):
     axes, pair = PLANNED[mesh]
     layout_map = tfshard.LayoutMap()
     if pair:
         layout_map.column("up")
         layout_map.row("down")
     layout_map.whole(".*", optional=True)
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=stage)
+    return tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=stage)
+
+
+@table(
+    "collectives that were planned", ("mesh", "stage"),
+    itertools.product(PLANNED, (0, 1, 2, 3)),
+    always=each_value(PLANNED, (3, 2, 1, 0)),
+)  # fmt: skip
+def test_a_step_sends_what_was_planned(mesh, stage):
+    strategy = planned_strategy(mesh, stage)
     model = tfshard.as_distributed(wide())
     plan = strategy.plan(model, "adam")
     assert plan.groups and any(v.group is None for v in plan.variables)
@@ -437,13 +441,7 @@ ADDED_BYTES = {"mixed_bfloat16": 4, "mixed_float16": 2}
 )  # fmt: skip
 def test_a_step_under_mixed_precision_reduces_what_was_planned(policy, mesh, stage, mixed):
     """With a loss scale under float16, whose step has a branch: on several axes each reduction is alone."""
-    axes, pair = PLANNED[mesh]
-    layout_map = tfshard.LayoutMap()
-    if pair:
-        layout_map.column("up")
-        layout_map.row("down")
-    layout_map.whole(".*", optional=True)
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=stage)
+    strategy = planned_strategy(mesh, stage)
     keras.backend.clear_session()
     mixed(policy)
     # So wide that the trace tells the bytes of half of float32.

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import parity
+import small_models
 import tfshard
 from tfshard.devices import reductions
 from tfshard.storage import turns
@@ -121,15 +122,6 @@ def recurrent():
     return keras.Model(inputs, keras.layers.Dense(4)(x))
 
 
-def attention():
-    inputs = keras.Input((6,), dtype="int32")
-    x = keras.layers.Embedding(24, WIDTH)(inputs)
-    for _ in range(2):
-        x = x + keras.layers.MultiHeadAttention(2, 8)(keras.layers.LayerNormalization()(x), x)
-        x = x + keras.layers.Dense(WIDTH)(keras.layers.Dense(32, activation="gelu")(x))
-    return keras.Model(inputs, keras.layers.Dense(4)(x[:, 0]))
-
-
 class Chosen(keras.layers.Layer):
     """One of two kernels, by a value."""
 
@@ -189,7 +181,7 @@ def twice():
 MODELS = {
     "mlp": (mlp, X), "tied": (tied, TOKENS), "shared": (shared, X), "convolutions": (convolutions, IMAGES),
     "biased convolutions": (biased_convolutions, IMAGES),
-    "recurrent": (recurrent, TOKENS), "attention": (attention, TOKENS), "branches": (branches, X),
+    "recurrent": (recurrent, TOKENS), "attention": (small_models.attention, TOKENS), "branches": (branches, X),
     "of weights": (of_weights, X), "twice": (twice, X),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import parity
+import small_models
 import tfshard
 from tfshard.devices.batching import Parts
 from tfshard.measure import step_profile
@@ -55,15 +56,6 @@ def masked():
     x = keras.layers.Embedding(24, WIDTH, mask_zero=True)(inputs)
     x = keras.layers.LSTM(WIDTH, return_sequences=True)(x)
     return keras.Model(inputs, keras.layers.Dense(24)(x))
-
-
-def attention():
-    inputs = keras.Input((6,), dtype="int32")
-    x = keras.layers.Embedding(24, WIDTH)(inputs)
-    for _ in range(2):
-        x = x + keras.layers.MultiHeadAttention(2, 8)(keras.layers.LayerNormalization()(x), x)
-        x = x + keras.layers.Dense(WIDTH)(keras.layers.Dense(32, activation="gelu")(x))
-    return keras.Model(inputs, keras.layers.Dense(4)(x[:, 0]))
 
 
 def convolutions():
@@ -145,14 +137,14 @@ CASES = {
     "more parts than samples": Case(options={"count": 7}),
     "uneven batches": Case(batches=((X[:12], CLASSES[:12]), (X[:6], CLASSES[:6]))),
     "two axes": Case(
-        build=attention,
+        build=small_models.attention,
         batches=((TOKENS, CLASSES),),
         options={"mesh": {"batch": 2, "model": 2}, "layout_map": "auto", "count": 4},
     ),
     "model axis": Case(
-        build=attention, batches=((TOKENS, CLASSES),), options={"mesh": {"model": 4}, "layout_map": "auto"}
+        build=small_models.attention, batches=((TOKENS, CLASSES),), options={"mesh": {"model": 4}, "layout_map": "auto"}
     ),
-    "attention": Case(build=attention, batches=((TOKENS, CLASSES),)),
+    "attention": Case(build=small_models.attention, batches=((TOKENS, CLASSES),)),
     "convolutions": Case(build=convolutions),
     "branches": Case(build=branches),
     "constraints": Case(build=constrained),
@@ -420,12 +412,12 @@ def test_other_numbers_of_parts_are_refused(count):
 @pytest.mark.parametrize(
     ("build", "x", "options"),
     [
-        (attention, TOKENS, {}),
-        (attention, TOKENS, {"zero_stage": 1}),
-        (attention, TOKENS, {"zero_stage": 0}),
+        (small_models.attention, TOKENS, {}),
+        (small_models.attention, TOKENS, {"zero_stage": 1}),
+        (small_models.attention, TOKENS, {"zero_stage": 0}),
         (convolutions, X, {"zero_stage": 2, "analyzer": None}),
-        (attention, TOKENS, {"reduce_once": True, "analyzer": None}),
-        (attention, TOKENS, {"reduce_once": True, "zero_stage": 0}),
+        (small_models.attention, TOKENS, {"reduce_once": True, "analyzer": None}),
+        (small_models.attention, TOKENS, {"reduce_once": True, "zero_stage": 0}),
     ],
 )
 def test_a_plan_counts_what_each_part_sends(build, x, options):
@@ -461,7 +453,9 @@ ONCE = {
     "stage 3": Case(options={"analyzer": None}),
     "groups": Case(options={"count": 4}),
     "stage 0": Case(options={"zero_stage": 0}),
-    "attention": Case(build=attention, batches=((TOKENS, CLASSES),), options={"zero_stage": 2, "analyzer": None}),
+    "attention": Case(
+        build=small_models.attention, batches=((TOKENS, CLASSES),), options={"zero_stage": 2, "analyzer": None}
+    ),
     "convolutions": Case(build=convolutions, options={"zero_stage": 1, "analyzer": None}),
     "recurrent": of_reduction("sum_over_batch_size", (TOKEN_WEIGHTS,)),
     "clipped": Case(optimizer=lambda: opt.SGD(0.1, momentum=0.9, global_clipnorm=0.01)),

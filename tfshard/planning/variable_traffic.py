@@ -230,26 +230,20 @@ def predict_collectives(
                     formula=f"bytes(gradient) over {axis}, for each use of the layer",
                 )
             )
+        alone, merges = None, False
         if scattered and together and zero_stage == 3:
+            alone, merges = "for each use that is rearranged before it is scattered", True
+        elif stays_alone and together:
+            alone = "for each use of the layer, with the loss scaled"
+        if alone is not None:
             collectives.append(
                 found(
                     kind="all-reduce",
                     what=layout.spec.path,
                     count=together,
                     bytes=bytes_,
-                    formula=f"bytes(gradient) over {axis}, for each use that is rearranged before it is scattered",
-                    merges=True,
-                )
-            )
-            continue
-        if stays_alone and together:
-            collectives.append(
-                found(
-                    kind="all-reduce",
-                    what=layout.spec.path,
-                    count=together,
-                    bytes=bytes_,
-                    formula=f"bytes(gradient) over {axis}, for each use of the layer, with the loss scaled",
+                    formula=f"bytes(gradient) over {axis}, {alone}",
+                    merges=merges,
                 )
             )
             continue
