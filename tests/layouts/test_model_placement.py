@@ -112,13 +112,13 @@ def test_a_report_names_a_variable_that_is_elsewhere():
     assert chosen.report(model).misplaced == ()
 
 
-def test_accumulated_gradients_of_a_group_stand_alone_by_the_one_rule_for_slots():
+def test_accumulated_gradients_of_a_group_are_in_a_group_by_the_one_rule_for_slots():
     specs = [VariableSpec(path=f"d/{name}", shape=(8, 4)) for name in ("a", "b")]
     placed = ModelPlacement.of(specs, mesh_shape={"batch": 4}, zero_stage=3, groups=tfshard.ParameterAnalyzer())
     momentum = placed.slot(VariableSpec(path="d_a_momentum", shape=(8, 4), trainable=False), "d/a")
     assert (momentum.group, momentum.member, momentum.flat) == (0, 0, placed.variables[0].flat)
     accumulator = placed.slot(VariableSpec(path="d_a_gradient_accumulator", shape=(8, 4), trainable=False), "d/a")
-    assert accumulator.group is None and accumulator.storage == ("batch", None)
+    assert (accumulator.group, accumulator.member, accumulator.flat) == (0, 0, placed.variables[0].flat)
     other = VariableSpec(path="d_a_row", shape=(8,), trainable=False)
     assert not placement.follows(other, placed.variables[0])
 

@@ -25,6 +25,12 @@ def mlp():
     return keras.Sequential([keras.Input((16,)), *hidden, keras.layers.Dense(4)])
 
 
+@pytest.fixture(autouse=True, scope="module")
+def another_mesh():
+    """DTensor has used another mesh before, as in a process with several strategies."""
+    transfer.host_to_mesh(np.zeros(4, "float32"), ("batch",), tfshard.create_mesh(batch=4))
+
+
 @contextlib.contextmanager
 def offloading(**options):
     """A strategy on two devices whose slots rest on two others."""

@@ -39,6 +39,7 @@ from keras.src.models.model import functional_init_arguments
 from tfshard._private.context import (
     before_first_use,
     context_is_initialized,
+    default_mesh,
     dtensor_has_device,
     dtensor_is_initialized,
     gradients_without_optionals,
@@ -173,6 +174,7 @@ __all__ = [
     "constants_brought",
     "copied",
     "context_is_initialized",
+    "default_mesh",
     "ctc_with_own_names",
     "current_path",
     "distribute_strategy",

@@ -8,6 +8,7 @@ from absl import logging as _absl_logging
 from tensorflow.dtensor.python import accelerator_util as _accelerator_util
 from tensorflow.dtensor.python import api as _dtensor_api
 from tensorflow.python.eager import context as _context
+from tensorflow.experimental import dtensor
 from tensorflow.python.framework import ops as _ops
 
 
@@ -49,6 +50,19 @@ def make_dtensor_synchronous() -> None:
     the handles of its results: whoever does not read those never hears of it.
     """
     _dtensor_api.reset_dtensor_device(is_async=False)
+
+
+@contextlib.contextmanager
+def default_mesh(mesh: dtensor.Mesh) -> Iterator[None]:
+    """A context in which functions that are called have `mesh` for what depends on no DTensor, such as a loop's counter
+    (`DTensorDevice._experimental_default_mesh`). `dtensor.default_mesh` puts all that is made meanwhile there too, and
+    stays after an error."""
+    chosen = _dtensor_api._dtensor_device()._experimental_default_mesh(mesh)
+    chosen.__enter__()
+    try:
+        yield
+    finally:
+        chosen.__exit__(None, None, None)
 
 
 def gradients_without_optionals() -> contextlib.AbstractContextManager[None]:

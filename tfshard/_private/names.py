@@ -86,7 +86,8 @@ NAMES = (
     # context
     *_all("tensorflow", "2.19", {
         "dtensor.python.accelerator_util": "is_initialized",
-        "dtensor.python.api": "_dtensor_singleton reset_dtensor_device",
+        "dtensor.python.api": "_dtensor_device _dtensor_singleton reset_dtensor_device",
+        "dtensor.python.dtensor_device": "DTensorDevice._experimental_default_mesh",
         "python.eager.context": "async_wait context Context._initialized Context.ensure_initialized",
         "python.framework.ops": "uid",
     }),

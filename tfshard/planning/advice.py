@@ -141,7 +141,7 @@ def advise(
     >>> specs = [VariableSpec(path=f"dense_{i}/kernel", shape=(1024, 1024)) for i in range(8)]
     >>> advice = tfshard.advise(specs, devices=4, memory_per_device=60 << 20, batch=32)
     >>> advice.recommended.mesh_shape, advice.recommended.zero_stage, advice.recommended.peak_bytes >> 20
-    ({'batch': 4}, 3, 43)
+    ({'batch': 4}, 3, 36)
     """
     numbers = {"devices": devices, "memory_per_device": memory_per_device, "batch": batch}
     for name, number in numbers.items():

@@ -244,7 +244,13 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         shapes = str([getattr(leaf, "shape", None) for leaf in leaves])
         first = shapes not in traced
         traced.add(shapes)
-        with here.step(kind, leaves, first), failures.explained(f"A {kind}"), _private.quickly_parsed():
+        with (
+            here.step(kind, leaves, first),
+            failures.explained(f"A {kind}"),
+            _private.quickly_parsed(),
+            # DTensor puts a loop that begins with constants on the first mesh of the process.
+            _private.default_mesh(self.mesh),
+        ):
             try:
                 yield
                 here.wait_for_devices()
