@@ -1,5 +1,6 @@
 """Gathers wait for their turn, and what was gathered is freed and gathered again: fewer bytes, the same bits."""
 
+import functools
 import itertools
 import os
 
@@ -60,6 +61,31 @@ def test_there_are_as_few_turns_as_can_be(uses, kept):
 
     found = begun(" ".join(uses), kept)
     assert len(found.replace(" ", "")) == fewest(0, set())
+
+
+@pytest.mark.parametrize(("others", "waits"), [((), True), ((1 << 20,) * 10, False)])
+def test_what_makes_a_large_gradient_waits_for_the_last_use_of_the_variable(others, waits):
+    def step(x):
+        token = functools.partial(tf.raw_ops.ReadVariableOp, resource=number.handle, dtype=tf.float32)
+        reads = [tf.raw_ops.ReadVariableOp(resource=kernel.handle, dtype=tf.float32) for _ in range(1 + len(others))]
+        by_y = tf.matmul(x, reads[0]) * 2
+        by_x = tf.matmul(by_y, reads[0], transpose_b=True)
+        by_kernel = tf.matmul(x, by_y, transpose_a=True)
+        results = tf.reduce_sum(by_x), tf.reduce_sum(by_kernel), *(tf.reduce_sum(x @ each) for each in reads[1:])
+        gradient = turns.Gradient(key=0, tensor=results[1], is_scattered=False)
+        assert by_x.op not in turns.ancestors(results[1:2]), "premise"
+        stored = [turns.Stored(key=key, bytes=bytes_) for key, bytes_ in enumerate((1 << 20, *others))]
+        operations = by_x.graph.get_operations()
+        tokens = turns.arrange(operations, list(zip(stored, reads, strict=True)), [gradient], turns.Gathering(), token)
+        assert (by_x.op in turns.ancestors(results[1:2])) == waits
+        return *results, *tokens
+
+    number, kernel = tf.Variable(0.0), tf.Variable(RS.normal(size=(4, 4)).astype("float32"))
+    x = RS.normal(size=(2, 4)).astype("float32")
+    by_x, by_kernel = tf.function(step)(tf.constant(x))[:2]
+    by_y = 2 * x @ kernel.numpy()
+    np.testing.assert_allclose(by_x, np.sum(by_y @ kernel.numpy().T), rtol=1e-4)
+    np.testing.assert_allclose(by_kernel, np.sum(x.T @ by_y), rtol=1e-4)
 
 
 # --- Models ----------------------------------------------------------------------------------------------

@@ -48,6 +48,14 @@ _DTYPE_SENT = tf.float16
 # What is made of the batch, but known when the step is traced.
 _SIZES = frozenset(("Rank", "Shape", "ShapeN", "Size"))
 
+# What takes this share of all that is gathered, as the table of a language model may, is not whole on a device at the same
+# time as its gradient.
+_HEAVY = 1 / 8
+
+# The operations whose gradients are ordered so. Not convolutions: oneDNN makes one operation of the gradients by a kernel
+# and by a bias if both take outputs of one operation, even different ones (mkl_layout_pass.cc): silently wrong.
+_PRODUCTS = frozenset(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"))
+
 # What is smaller than what is kept by this factor is no turn that others are counted by. What takes that little all
 # together, as biases do, stays gathered.
 _FAR_LESS = 16
@@ -231,6 +239,14 @@ def arrange(
                         _look_up(use.operation, value)
             if use.tie is not None and not large.isdisjoint(use.numbers) and not is_update:
                 gates.close(use.tie, tensor)
+        last = {key: (use, tensor) for use, tensor in zip(uses, traced, strict=True) for key in use.numbers}
+        all_bytes = sum(each.bytes for each in stored.values())
+        for gradient in gradients:
+            use, tensor = last.get(gradient.key, (None, None))
+            if use is None or tensor is None or use.operation.type not in _PRODUCTS:
+                continue
+            if stored[gradient.key].bytes >= _HEAVY * all_bytes:
+                gates.give_way(use.operation, tensor, gradient)
     return gates.tokens
 
 
@@ -447,6 +463,30 @@ class _Gates:
                 user.fill(gradient)
         for user in held:
             user.fill(tied)
+
+    def give_way(self, use: tf.Operation, tensor: tf.Tensor, gradient: Gradient) -> None:
+        """Lets what makes a gradient wait until an operation has ended that works on the same and on what is gathered.
+
+        Args:
+            use: The operation, the last that works on it.
+            tensor: What both work on, as it was when the graph was traced.
+            gradient: Of what is gathered.
+        """
+        users = [user for output in use.outputs[:1] for user in self._users[output.ref()]]
+        others = (user for user in self._users[tensor.ref()] if user.operation is not use)
+        makes, before = ancestors([gradient.tensor]), ancestors(use.outputs)
+        waiting = [
+            user
+            for user in others
+            if user.operation in makes - before and use not in ancestors(user.operation.outputs[:1])
+        ]
+        if not waiting or not users:
+            return
+        tied, result = self._tie(waiting[0].tensor, use.outputs[0])
+        for user in waiting:
+            user.fill(tied)
+        for user in users:
+            user.fill(result)
 
     def _tie(self, tensor: tf.Tensor, made: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         token, tied, made = tf.raw_ops.IdentityN(input=[self._token(), tensor, made])
