@@ -7,8 +7,8 @@ import tensorflow as tf
 from absl import logging as _absl_logging
 from tensorflow.dtensor.python import accelerator_util as _accelerator_util
 from tensorflow.dtensor.python import api as _dtensor_api
-from tensorflow.python.eager import context as _context
 from tensorflow.experimental import dtensor
+from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import ops as _ops
 
 

@@ -39,6 +39,24 @@ class _Host:
     running: bool = False
 
 
+# How long what a client has told before it ended may take to arrive, in s.
+_LAST_WORDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Death:
+    """A client whose process has ended, with what `Watchdog.ended` takes.
+
+    Attributes:
+        since: When that became known.
+    """
+
+    client: WatchedClient
+    status: int
+    tail: list[str]
+    since: float
+
+
 class Leader:
     """The launcher of the first host."""
 
@@ -55,6 +73,7 @@ class Leader:
         self._seed = random.SystemRandom().randrange(1 << 31)
         self._watchdog = Watchdog(options, self._clock)
         self._by_connection: dict[Connection, WatchedClient] = {}
+        self._dead: list[_Death] = []
         self._secret = options.secret or channel.new_secret()
         host = check_private(options.address or options.hosts[0], allow_public=options.allow_public_address)
         port = options.port or (DEFAULT_PORT if len(options.hosts) > 1 else 0)
@@ -111,7 +130,7 @@ class Leader:
             WatchedClient(client_id=client_id, host=host, local_index=local, heard=self._clock.now)
             for client_id, (host, local) in enumerate(self._places)
         ]
-        self._by_connection = {}
+        self._by_connection, self._dead = {}, []
         self._agreements = agreements.Agreements(len(clients))
         self._watchdog = Watchdog(self._options, self._clock, clients, is_stopped=self._processes.is_stopped)
         for host in {client.host for client in clients}:
@@ -180,6 +199,11 @@ class Leader:
         for process in self._processes.poll():
             assert process.status is not None
             self._ended(process.client_id, process.status, process.tail(), self._restart)
+        for death in list(self._dead):
+            # What it has told before comes first: where it was.
+            if death.client.connection is None or self._clock.now - death.since > _LAST_WORDS:
+                self._dead.remove(death)
+                self._watchdog.ended(death.client, death.status, death.tail)
         self._hosts[0].running = bool(self._processes.running)
         for host in self._hosts.values():
             if host.connection is not None:
@@ -261,7 +285,7 @@ class Leader:
         """A client's process has ended, of this start or of one before it."""
         client = self._watchdog.clients.get(client_id)
         if client is not None and restart == self._restart:
-            self._watchdog.ended(client, status, tail)
+            self._dead.append(_Death(client=client, status=status, tail=tail, since=self._clock.now))
 
     def _reply(self, client: WatchedClient, message: Mapping[str, Any]) -> None:
         if client.connection is not None:

@@ -48,12 +48,12 @@ _DTYPE_SENT = tf.float16
 # What is made of the batch, but known when the step is traced.
 _SIZES = frozenset(("Rank", "Shape", "ShapeN", "Size"))
 
-# What takes this share of all that is gathered, as the table of a language model may, is not whole on a device at the same
-# time as its gradient.
+# What takes this share of all that is gathered, as the table of a language model may, is not whole on a device at the
+# same time as its gradient.
 _HEAVY = 1 / 8
 
-# The operations whose gradients are ordered so. Not convolutions: oneDNN makes one operation of the gradients by a kernel
-# and by a bias if both take outputs of one operation, even different ones (mkl_layout_pass.cc): silently wrong.
+# The operations whose gradients are ordered so. Not convolutions: oneDNN makes one operation of the gradients by a
+# kernel and by a bias if both take outputs of one operation, even different ones (mkl_layout_pass.cc): silently wrong.
 _PRODUCTS = frozenset(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"))
 
 # What is smaller than what is kept by this factor is no turn that others are counted by. What takes that little all
@@ -242,10 +242,10 @@ def arrange(
         last = {key: (use, tensor) for use, tensor in zip(uses, traced, strict=True) for key in use.numbers}
         all_bytes = sum(each.bytes for each in stored.values())
         for gradient in gradients:
-            use, tensor = last.get(gradient.key, (None, None))
-            if use is None or tensor is None or use.operation.type not in _PRODUCTS:
+            if gradient.key not in last or stored[gradient.key].bytes < _HEAVY * all_bytes:
                 continue
-            if stored[gradient.key].bytes >= _HEAVY * all_bytes:
+            use, tensor = last[gradient.key]
+            if tensor is not None and use.operation.type in _PRODUCTS:
                 gates.give_way(use.operation, tensor, gradient)
     return gates.tokens
 
