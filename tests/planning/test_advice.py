@@ -23,7 +23,7 @@ def advise(memory: int, **kwargs) -> tfshard.planning.Advice:
 SMALL_BYTES = 64 << 10
 
 
-@pytest.mark.parametrize(("memory", "stage", "peak"), [(169, 0, 160), (167, 1, 60), (62, 3, 36)])
+@pytest.mark.parametrize(("memory", "stage", "peak"), [(169, 0, 160), (167, 1, 60), (62, 3, 35)])
 def test_the_smallest_stage_that_fits_is_recommended(memory, stage, peak):
     advice = advise(memory)
     assert advice.shortfall_bytes == 0
@@ -42,9 +42,9 @@ def test_the_peak_is_the_sum_of_its_parts():
         ]
 
     # In MiB: P=32, a quarter is 8, a variable 4. At stage 0 gradients are joined in a buffer to be reduced as one. At
-    # stages 1 and 2 the new value is gathered while the next gradient is reduced; at stage 3 a gradient is made while
-    # one variable is used and the next comes.
-    assert parts() == [(96, 0, 32, 32, 0), (48, 4, 4, 3, 1), (48, 4, 4, 3, 1), (24, 8, 4, 0, 0)]
+    # stages 1 and 2 the new value is gathered while the next gradient is reduced; at stage 3 a gradient, which is made
+    # once the variable was used, is reduced while the next one is there.
+    assert parts() == [(96, 0, 32, 32, 0), (48, 4, 4, 3, 1), (48, 4, 4, 3, 1), (24, 4, 4, 3, 0)]
     # All gradients wait, as shards.
     clipped = keras.optimizers.Adam(global_clipnorm=1.0)
     assert parts(optimizer=clipped)[3] == (24, 8, 9, 0, 0)
@@ -54,10 +54,10 @@ def test_the_peak_is_the_sum_of_its_parts():
 def test_when_nothing_fits_the_missing_bytes_are_told():
     advice = advise(33)
     assert advice.recommended is None
-    # The peak of 36 MiB, 5% of it, and what reductions take that run at once.
+    # The peak of 35 MiB, 2 MiB, and what reductions take that run at once.
     best = advice.candidates[3]
     assert advice.shortfall_bytes == best.needed_bytes - 33 * MEBI
-    assert best.needed_bytes - best.overlap_bytes == pytest.approx(1.05 * 36 * MEBI, abs=SMALL_BYTES)
+    assert best.needed_bytes - best.overlap_bytes == pytest.approx((35 + 2) * MEBI, abs=SMALL_BYTES)
     text = str(advice)
     assert "Nothing fits. batch=4 at stage 3 comes closest" in text
     assert "A layout map over the axis 'model' would allow a model axis" in text

@@ -23,6 +23,10 @@ from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage import turns
 
 
+# Of a small model, by how much a step's peak may be above the predicted one, in bytes.
+_LEAST_ABOVE = 2 << 20
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate(Peak):
     """A mesh and a stage that were considered, with the predicted peak of a step. All bytes are of the fullest device.
@@ -44,8 +48,9 @@ class Candidate(Peak):
     @property
     def needed_bytes(self) -> int:
         """What a device should have: the peak, what reductions take that run at once, and by how much steps were
-        measured to be above it: a twentieth, with recomputation a sixth."""
-        return self.peak_bytes + self.overlap_bytes + self.peak_bytes // (6 if self.recompute else 20)
+        measured to be above it: a twentieth, with recomputation a sixth, and 2 MiB at least."""
+        above = max(self.peak_bytes // (6 if self.recompute else 20), _LEAST_ABOVE)
+        return self.peak_bytes + self.overlap_bytes + above
 
     @property
     def fits(self) -> bool:
@@ -141,7 +146,7 @@ def advise(
     >>> specs = [VariableSpec(path=f"dense_{i}/kernel", shape=(1024, 1024)) for i in range(8)]
     >>> advice = tfshard.advise(specs, devices=4, memory_per_device=60 << 20, batch=32)
     >>> advice.recommended.mesh_shape, advice.recommended.zero_stage, advice.recommended.peak_bytes >> 20
-    ({'batch': 4}, 3, 36)
+    ({'batch': 4}, 3, 35)
     """
     numbers = {"devices": devices, "memory_per_device": memory_per_device, "batch": batch}
     for name, number in numbers.items():
