@@ -45,9 +45,9 @@ def test_the_peak_is_the_sum_of_its_parts():
     # stages 1 and 2 the new value is gathered while the next gradient is reduced; at stage 3 a gradient, which is made
     # once the variable was used, is reduced while the next one is there.
     assert parts() == [(96, 0, 32, 32, 0), (48, 4, 4, 3, 1), (48, 4, 4, 3, 1), (24, 4, 4, 3, 0)]
-    # All gradients wait, as shards.
+    # All gradients wait, as shards; the last is whole, and being reduced.
     clipped = keras.optimizers.Adam(global_clipnorm=1.0)
-    assert parts(optimizer=clipped)[3] == (24, 8, 9, 0, 0)
+    assert parts(optimizer=clipped)[3] == (24, 0, 14, 3, 0)
     assert parts(reshard_after_forward=False)[3][1] == 24
 
 
