@@ -80,7 +80,7 @@ def _plan(model: keras.Model) -> dict[str, object]:
     if not isinstance(strategy, ShardedStrategy):
         return {"mesh": None}
     return {
-        "mesh": dict(strategy.mesh_shape),
+        "mesh": strategy.mesh_shape.given,
         "zero_stage": strategy.zero_stage,
         "layout_map": repr(strategy.layout_map),
         "analyzer": repr(strategy.analyzer),

@@ -67,6 +67,12 @@ def allow(operation: tf.Operation) -> None:
         _allowed.add(operation.type)
 
 
+def allow_local(*names: str) -> None:
+    """Lets each device do operations on what it has (devices/replicas.py), though DTensor has no expansion for them."""
+    for name in names:
+        os.environ[_switch(name)] = "1"
+
+
 _allowed: set[str] = set()
 
 

@@ -11,6 +11,7 @@ from tfshard.errors import MeshError
 
 # The names that axes have where nobody chose others.
 BATCH_AXIS = "batch"
+REPLICA_AXIS = "replica"
 MODEL_AXIS = "model"
 
 
@@ -21,6 +22,9 @@ class Role(str, enum.Enum):
 
     DATA = "data"
     """Devices along it have other samples of a batch, and the ZeRO stages store what they share in shards."""
+    REPLICA = "replica"
+    """Devices along it have other samples, too, and hold the same: what the data axis stores in shards is stored once for
+    each of them. It is for the slowest links, such as those between hosts."""
     TENSOR = "tensor"
     """Devices along it share the work of one layer: the layout map says which dims they shard."""
 
@@ -49,11 +53,21 @@ class MeshAxes(Mapping[str, int]):
     >>> MeshAxes.of({"batch": 2, "model": 4}).data
     'batch'
 
+    An axis of replicas is part of the data axis, over whose devices batches are sharded: they come first in it.
+
+    >>> hybrid = MeshAxes.of({"replica": 2, "batch": 4})
+    >>> hybrid, dict(hybrid), hybrid.data_size, hybrid.replicas, hybrid.shards
+    ({'replica': 2, 'batch': 4}, {'batch': 8}, 8, 2, 4)
+
     Attributes:
-        axes: The axes in order.
+        axes: The axes in order, as DTensor has them.
+        replica: The name of the axis of replicas; None without one.
+        replicas: How many times what the data axis shares out is stored.
     """
 
     axes: tuple[MeshAxis, ...]
+    replica: str | None = None
+    replicas: int = 1
 
     @classmethod
     def of(cls, axes: Mapping[str, int], roles: Mapping[str, str] | None = None) -> "MeshAxes":
@@ -61,12 +75,13 @@ class MeshAxes(Mapping[str, int]):
 
         Args:
             axes: Name to size. A `MeshAxes` keeps its roles.
-            roles: Name to role, `"data"` or `"tensor"`, of axes whose role does not follow from their name. By default
-                the axis `batch` is for data, and every other one for tensor parallelism.
+            roles: Name to role, `"data"`, `"replica"` or `"tensor"`, of axes whose role does not follow from their
+                name. By default the axis `batch` is for data, `replica` for replicas, and every other one for tensor
+                parallelism.
 
         Raises:
-            MeshError: A size that is not a positive integer, an unknown role, a role of an axis that is not there, or
-                two axes for data.
+            MeshError: A size that is not a positive integer, an unknown role, a role of an axis that is not there,
+                two axes for data or replicas, or replicas without an axis for data.
         """
         if isinstance(axes, cls) and roles is None:
             return axes
@@ -77,8 +92,17 @@ class MeshAxes(Mapping[str, int]):
                 )
         if isinstance(axes, cls) and isinstance(roles, Mapping):
             roles = {**axes.roles, **roles}
+            axes = axes.given
         found = roles_of(axes, roles)
-        return cls(tuple(MeshAxis(name=name, size=size, role=found[name]) for name, size in axes.items()))
+        replica = next((name for name, role in found.items() if role is Role.REPLICA), None)
+        replicas = 1 if replica is None else axes[replica]
+        sizes = {
+            name: size * replicas if found[name] is Role.DATA else size
+            for name, size in axes.items()
+            if name != replica
+        }
+        made = tuple(MeshAxis(name=name, size=size, role=found[name]) for name, size in sizes.items())
+        return cls(made, replica=replica, replicas=replicas)
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
@@ -94,9 +118,21 @@ class MeshAxes(Mapping[str, int]):
         return len(self._sizes)
 
     @functools.cached_property
+    def given(self) -> dict[str, int]:
+        """Name to size as a user gives them: the axis of replicas by itself, before the data axis."""
+        found: dict[str, int] = {}
+        for name, size in self._sizes.items():
+            if self.replica is not None and name == self.data:
+                found |= {self.replica: self.replicas, name: self.shards}
+            else:
+                found[name] = size
+        return found
+
+    @functools.cached_property
     def roles(self) -> dict[str, Role]:
-        """Name to role."""
-        return {axis.name: axis.role for axis in self.axes}
+        """Name to role, of what was given."""
+        found = {axis.name: axis.role for axis in self.axes}
+        return {name: found.get(name, Role.REPLICA) for name in self.given}
 
     def with_role(self, role: Role) -> tuple[str, ...]:
         """The names of the axes that have a role, in the order of the mesh."""
@@ -117,6 +153,11 @@ class MeshAxes(Mapping[str, int]):
         """The size of the data axis; 1 without one."""
         return 1 if self.data is None else self[self.data]
 
+    @property
+    def shards(self) -> int:
+        """In how many pieces the ZeRO stages store things: devices of the data axis in one replica."""
+        return self.data_size // self.replicas
+
     @functools.cached_property
     def tensor(self) -> tuple[str, ...]:
         """The axes for tensor parallelism."""
@@ -125,25 +166,25 @@ class MeshAxes(Mapping[str, int]):
     @property
     def has_default_roles(self) -> bool:
         """Whether the roles are those that the names of the axes say by themselves."""
-        return all(axis.role == default_role(axis.name) for axis in self.axes)
+        return all(role == default_role(name) for name, role in self.roles.items())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented
         same_roles = self.roles == other.roles if isinstance(other, MeshAxes) else self.has_default_roles
-        return self._sizes == dict(other) and same_roles
+        return self.given == (other.given if isinstance(other, MeshAxes) else dict(other)) and same_roles
 
     def __hash__(self) -> int:
-        return hash(frozenset(self.axes))
+        return hash((frozenset(self.axes), self.replicas))
 
     def __repr__(self) -> str:
         # As the dict that it equals.
-        return repr(self._sizes) if self.has_default_roles else f"MeshAxes.of({self._sizes}, roles={plain(self.roles)})"
+        return repr(self.given) if self.has_default_roles else f"MeshAxes.of({self.given}, roles={plain(self.roles)})"
 
 
 def default_role(name: str) -> Role:
     """The role of an axis to which nobody gave one."""
-    return Role.DATA if name == BATCH_AXIS else Role.TENSOR
+    return {BATCH_AXIS: Role.DATA, REPLICA_AXIS: Role.REPLICA}.get(name, Role.TENSOR)
 
 
 def plain(roles: Mapping[str, Role]) -> dict[str, str]:
@@ -186,18 +227,29 @@ def roles_of(axes: Mapping[str, int], roles: Mapping[str, str] | None = None) ->
             f"One axis of a mesh can have the role 'data', and {for_data} have it. An axis named '{BATCH_AXIS}' has it "
             f"unless roles says otherwise. Received: axes={dict(axes)}, roles={dict(roles)}"
         )
+    of_replicas = tuple(name for name, role in found.items() if role is Role.REPLICA)
+    if len(of_replicas) > 1 or (of_replicas and not for_data):
+        raise MeshError(
+            f"A mesh has one axis of replicas at most, beside one for data, such as {{'{REPLICA_AXIS}': 2, "
+            f"'{BATCH_AXIS}': 4}}. Received: axes={dict(axes)}, roles={dict(roles)}"
+        )
     return found
 
 
-# Roles that the names of the axes do not say are in the name of the mesh, which DTensor carries along: in the meshes of
+# Roles that the names of the axes do not say, and replicas, are in the name of the mesh, which DTensor carries along: in the meshes of
 # layouts and tensors, in comparisons, in copies and pickles. DTensor itself only looks up an order of TPU cores by it.
 # A mesh of any other name, such as one from dtensor.create_mesh, has the roles that the names of its axes say.
-_ROLES = "tfshard_roles="
+_ROLES, _REPLICAS = "tfshard_roles=", "tfshard_replicas="
 
 
 def mesh_name(mesh_axes: MeshAxes) -> str:
     """The name of a mesh with these axes."""
-    return "" if mesh_axes.has_default_roles else _ROLES + ",".join(axis.role for axis in mesh_axes.axes)
+    parts = []
+    if not mesh_axes.has_default_roles:
+        parts.append(_ROLES + ",".join(axis.role for axis in mesh_axes.axes))
+    if mesh_axes.replica is not None:
+        parts.append(f"{_REPLICAS}{mesh_axes.replica},{mesh_axes.replicas}")
+    return ";".join(parts)
 
 
 def axis_sizes(mesh: dtensor.Mesh) -> MeshAxes:
@@ -207,7 +259,14 @@ def axis_sizes(mesh: dtensor.Mesh) -> MeshAxes:
 
 @functools.cache
 def _axes_of(name: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> MeshAxes:
-    roles = None
-    if name.startswith(_ROLES):
-        roles = dict(zip(names, name.removeprefix(_ROLES).split(","), strict=True))
-    return MeshAxes.of(dict(zip(names, sizes, strict=True)), roles)
+    axes, roles = dict(zip(names, sizes, strict=True)), None
+    for part in name.split(";"):
+        if part.startswith(_ROLES):
+            roles = dict(zip(names, part.removeprefix(_ROLES).split(","), strict=True))
+        elif part.startswith(_REPLICAS):
+            replica, replicas = part.removeprefix(_REPLICAS).split(",")
+            data = MeshAxes.of(axes, roles).data
+            assert data is not None
+            axes = {replica: int(replicas), **axes, data: axes[data] // int(replicas)}
+            roles = {**({} if roles is None else roles), replica: Role.REPLICA}
+    return MeshAxes.of(axes, roles)

@@ -113,7 +113,7 @@ def flat_pieces(form: FlatForm, storage: Axes, location: Mapping[str, int]) -> l
     first, last = 0, form.rows * form.columns
     data = storage[-2]
     if data is not None:
-        first = location[data] * form.columns
+        first = location[data] % form.rows * form.columns
         last = first + form.columns
     pieces = []
     for index, member in enumerate(form.members):

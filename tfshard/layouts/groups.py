@@ -102,7 +102,7 @@ class _OpenGroup:
 
     def __init__(self, mesh_shape: MeshAxes):
         self.mesh_shape = mesh_shape
-        self.rows = mesh_shape.data_size
+        self.rows = mesh_shape.shards
         self.indices: list[int] = []
         self.members: list[FlatMember] = []
 

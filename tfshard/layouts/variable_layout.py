@@ -73,9 +73,10 @@ class FlatMember:
 class FlatForm:
     """One or more variables as a padded matrix with a row for each device of the batch axis.
 
-    For a group of small variables, and for a variable with no dim that the batch axis divides. The dims that
-    model axes shard come first, one dim for each such axis (the same axes for all members); behind them the
-    members' elements follow each other, padded with zeros to fill the rows: `(model..., batch, columns)`.
+    For a group of small variables, for a variable with no dim that the batch axis divides, and for every one where
+    there are replicas. The dims that model axes shard come first, one dim for each such axis (the same axes for all
+    members); behind them the members' elements follow each other, padded with zeros to fill the rows:
+    `(model..., shards, columns)`. Sharded, it has the rows once for each replica, one behind the other.
 
     Attributes:
         members: The variables in it.
@@ -120,7 +121,7 @@ class FlatForm:
 
     @property
     def rows(self) -> int:
-        return self.mesh_shape.data_size
+        return self.mesh_shape.shards
 
     @property
     def columns(self) -> int:
@@ -132,8 +133,14 @@ class FlatForm:
         return self.rows * self.columns - self.elements
 
     @property
-    def buffer_shape(self) -> tuple[int, ...]:
+    def gathered_shape(self) -> tuple[int, ...]:
+        """The shape of the buffer that is gathered over the batch axis, or was never sharded over it."""
         return (*self.model_sizes, self.rows, self.columns)
+
+    @property
+    def buffer_shape(self) -> tuple[int, ...]:
+        """The shape of the buffer sharded over the batch axis."""
+        return (*self.model_sizes, self.mesh_shape.data_size, self.columns)
 
     @property
     def buffer_axes(self) -> Axes:
@@ -233,8 +240,22 @@ class VariableLayout:
         return self.compute if self.flat is None else self.flat.gathered_axes
 
     @property
+    def gathered_shape(self) -> tuple[int, ...]:
+        """The shape of what is stored once it is gathered over the batch axis."""
+        return self.spec.shape if self.flat is None else self.flat.gathered_shape
+
+    @property
+    def update_shape(self) -> tuple[int, ...]:
+        """The shape in which an optimizer updates what is stored."""
+        if self.flat is None:
+            return self.spec.shape
+        return self.flat.buffer_shape if self.update_sharded else self.flat.gathered_shape
+
+    @property
     def storage_shape(self) -> tuple[int, ...]:
-        return self.spec.shape if self.flat is None else self.flat.buffer_shape
+        if self.flat is None:
+            return self.spec.shape
+        return self.flat.buffer_shape if self.store_sharded else self.flat.gathered_shape
 
     def slot(self, spec: VariableSpec) -> "VariableLayout":
         """The layout of an optimizer slot of the same shape: it rests as the variable is updated."""
@@ -288,9 +309,11 @@ def plan_variable(
     eligible = slot or spec.trainable or spec_bytes(spec) >= WHOLE_BELOW_BYTES
     stage = zero_stage if eligible else 0
     sharded, flat = None, None
-    if mesh_axes.data_size > 1 and math.prod(spec.shape) > 1 and stage > 0:
+    if mesh_axes.shards > 1 and math.prod(spec.shape) > 1 and stage > 0:
         preferred = axes.index(data) if data in axes else None
-        dim = _batch_dim(spec.shape, compute, mesh_axes.data_size, preferred)
+        # A layout cannot say of a dim that some devices of the axis have the same.
+        alone = mesh_axes.replicas == 1
+        dim = _batch_dim(spec.shape, compute, mesh_axes.data_size, preferred) if alone else None
         if dim is not None:
             sharded = tuple(data if i == dim else axis for i, axis in enumerate(compute))
         else:
@@ -411,7 +434,7 @@ def flatten_host_values(values: Iterable[np.ndarray], dtype: np.dtype, form: Fla
     buffer = np.zeros((*form.model_sizes, form.rows * form.columns), dtype)
     for value, member in zip(values, form.members, strict=True):
         buffer[..., member.offset : member.end] = form.shard_rows(member).flatten(value)
-    return buffer.reshape(form.buffer_shape)
+    return buffer.reshape(form.gathered_shape)
 
 
 def unflatten_host_value(buffer: np.ndarray, form: FlatForm, member: FlatMember) -> np.ndarray:

@@ -109,7 +109,7 @@ class Report:
         placed = strategy.placement_of(model).variables
         owned = [_private.backend_variable(variable) for variable, _ in inventory.owned_variables(model)]
         return cls(
-            mesh=dict(strategy.mesh_shape),
+            mesh=strategy.mesh_shape.given,
             world_size=math.prod(strategy.mesh_shape.values()),
             zero_stage=strategy.zero_stage,
             gradients_reduce_scattered=_scattered([row for row in rows if row is not None], strategy.mesh_shape.data),

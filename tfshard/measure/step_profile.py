@@ -108,7 +108,7 @@ class StepProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """The profile as plain data."""
-        return {**dataclasses.asdict(self), "mesh": dict(self.mesh)}
+        return {**dataclasses.asdict(self), "mesh": MeshAxes.of(self.mesh).given}
 
     def table(self) -> rich.table.Table:
         """The profile as a rich table."""

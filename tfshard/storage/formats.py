@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import host_meshes, transfer
+from tfshard.devices import host_meshes, replicas, transfer
 from tfshard.layouts import boxes, variable_layout
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.boxes import Piece
@@ -88,7 +88,12 @@ class StorageFormat(abc.ABC):
         """What a device has of the buffer once it is gathered."""
         sizes = axis_sizes(self.mesh)
         shares = math.prod(sizes[axis] for axis in self.gathered if axis is not None)
-        return math.prod(self.shape) // shares
+        return math.prod(self.gathered_shape) // shares
+
+    @property
+    def gathered_shape(self) -> tuple[int, ...]:
+        """The shape of the buffer once it is gathered over the batch axis."""
+        return self.shape
 
     @staticmethod
     def of(layout: VariableLayout, mesh: dtensor.Mesh) -> "StorageFormat":
@@ -276,6 +281,10 @@ class Flat(StorageFormat):
     direct = False
     packed = True
 
+    @property
+    def gathered_shape(self) -> tuple[int, ...]:
+        return self._form.gathered_shape
+
     def __init__(self, layout: VariableLayout, form: FlatForm, mesh: dtensor.Mesh):
         members = [Member(shape=place.shape, compute=place.compute, update=place.compute) for place in form.members]
         super().__init__(layout, mesh, tuple(members))
@@ -292,10 +301,17 @@ class Flat(StorageFormat):
             drawn(values[i]) if i in values else np.zeros(place.shape, dtype)
             for i, place in enumerate(self._form.members)
         )
-        return self.encode(variable_layout.flatten_host_values(filled, dtype, self._form))
+        return self.encode(self._for_replicas(variable_layout.flatten_host_values(filled, dtype, self._form), self.shape))
 
     def unpack_host(self, stored: np.ndarray, member: int) -> np.ndarray:
+        stored = stored[..., : self._form.rows, :]
         return variable_layout.unflatten_host_value(self.decode(stored), self._form, self._form.members[member])
+
+    @staticmethod
+    def _for_replicas(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The rows once for each replica, where the buffer of this shape has them so often."""
+        count = shape[-2] // rows.shape[-2]
+        return rows if count == 1 else np.concatenate([rows] * count, axis=-2)
 
     # --- on the mesh ----------------------------------------------------------------------------------
 
@@ -311,7 +327,32 @@ class Flat(StorageFormat):
             for gradient, member in zip(gradients, self.members, strict=True)
         ]
         buffer = self._join(filled)
-        return buffer if self.update == self.gathered else transfer.scatter(buffer, self.update, self.mesh)
+        if self.update == self.gathered or self._has_replicas:
+            return self._brought(buffer, self.update)
+        return transfer.scatter(buffer, self.update, self.mesh)
+
+    @property
+    def _has_replicas(self) -> bool:
+        return axis_sizes(self.mesh).replicas > 1
+
+    def _brought(self, buffer: tf.Tensor, axes: Axes) -> tf.Tensor:
+        """The buffer, sharded or gathered, in one of the two layouts."""
+        form = self._form
+        is_sharded = self._has_replicas and buffer.shape == form.buffer_shape
+        if is_sharded and axes == form.gathered_axes:
+            return replicas.gather(buffer, form.buffer_axes, self.mesh)
+        if self._has_replicas and not is_sharded and axes == form.buffer_axes:
+            return replicas.spread(buffer, axes, self.mesh)
+        return self._pin(buffer, axes)
+
+    def at_rest(self, buffer: tf.Tensor) -> tf.Tensor:
+        return self._brought(self.encode(buffer), self.storage)
+
+    def in_update(self, buffer: tf.Tensor) -> tf.Tensor:
+        return self._brought(buffer, self.update)
+
+    def for_update(self, stored: tf.Tensor) -> tf.Tensor:
+        return self.decode(self._brought(stored, self.update))
 
     def _join(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
         """The buffer, gathered over the batch axis, with zeros between and behind the members."""
@@ -325,7 +366,7 @@ class Flat(StorageFormat):
         if form.padding:
             parts.append(self._zeros(form.padding, parts[-1].dtype))
         buffer = self._pin(tf.concat(parts, axis=-1), (*model, None)) if len(parts) > 1 else parts[0]
-        return self._pin(tf.reshape(buffer, form.buffer_shape), form.gathered_axes)
+        return self._pin(tf.reshape(buffer, form.gathered_shape), form.gathered_axes)
 
     def _zeros(self, elements: int, dtype: tf.DType) -> tf.Tensor:
         return transfer.zeros((*self._form.model_sizes, elements), dtype, (*self._model_axes, None), self.mesh)
@@ -335,7 +376,7 @@ class Flat(StorageFormat):
         return _to_rows(value, self._form.shard_rows(place), pin)
 
     def gather(self, stored: tf.Tensor) -> tf.Tensor:
-        buffer = self._pin(stored, self._form.gathered_axes)
+        buffer = self._brought(stored, self._form.gathered_axes)
         return self.decode(self._pin(tf.reshape(buffer, self._in_line), (*self._model_axes, None)))
 
     def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:
@@ -354,6 +395,8 @@ class Flat(StorageFormat):
         for member in members:
             line[form.members[member].offset : form.members[member].end] = True
         mask = line.reshape((*(1 for _ in form.model_sizes), form.rows, form.columns))
+        if self.update != self.gathered:
+            mask = self._for_replicas(mask, form.buffer_shape)
         axes = (*(None for _ in form.model_sizes), *self.update[-2:])
         if _private.is_eager():
             return transfer.host_to_mesh(mask, axes, self.mesh)
@@ -362,13 +405,19 @@ class Flat(StorageFormat):
     # --- on one device, outside of a step -------------------------------------------------------------
 
     def extract(self, stored: tf.Tensor, member: int) -> tf.Tensor:
-        return self._from_line(tf.reshape(self.decode(stored), self._in_line), self._form.members[member], _as_it_is)
+        line = tf.reshape(self.decode(self._of_one_replica(stored)), self._in_line)
+        return self._from_line(line, self._form.members[member], _as_it_is)
+
+    def _of_one_replica(self, stored: tf.Tensor) -> tf.Tensor:
+        return stored[..., : self._form.rows, :] if stored.shape != self._form.gathered_shape else stored
 
     def insert(self, stored: Callable[[], tf.Tensor], member: int, value: tf.Tensor) -> tf.Tensor:
         place = self._form.members[member]
-        line, part = tf.reshape(stored(), self._in_line), self._to_part(self.encode(value), place, _as_it_is)
+        line = tf.reshape(self._of_one_replica(stored()), self._in_line)
+        part = self._to_part(self.encode(value), place, _as_it_is)
         joined = tf.concat([line[..., : place.offset], part, line[..., place.end :]], -1)
-        return tf.reshape(joined, self._form.buffer_shape)
+        rows = tf.reshape(joined, self._form.gathered_shape)
+        return tf.concat([rows] * (self.shape[-2] // self._form.rows), axis=-2)
 
     # --- what a device holds --------------------------------------------------------------------------
 
@@ -489,6 +538,9 @@ class InBlocks(StorageFormat):
 
     def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:
         return self._inner.read(gathered, member)
+
+    def at_rest(self, buffer: tf.Tensor) -> tf.Tensor:
+        return super().at_rest(self._inner.in_update(buffer))
 
     def in_update(self, buffer: tf.Tensor) -> tf.Tensor:
         return self._inner.in_update(buffer)

@@ -32,12 +32,16 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 import tensorflow as tf
 
 from tfshard import _private
+from tfshard.devices import replicas
 from tfshard.errors import StrategyError
 
 # What a stored value goes through between its gather and its use: made again for each turn.
 ON_THE_WAY = frozenset(
-    ("Cast", "ExpandDims", "Identity", "Relayout", "Reshape", "Slice", "Squeeze", "StridedSlice", "Transpose")
-)
+    (
+        "Cast", "EnsureShape", "ExpandDims", "GatherV2", "Identity", "Relayout", "Reshape", "Slice", "Squeeze", "StridedSlice",
+        "Transpose", replicas.GATHER,
+    )
+)  # fmt: skip
 
 # What variables are computed with under mixed precision.
 _NARROW = (tf.bfloat16, tf.float16)
@@ -536,6 +540,8 @@ class _Turn:
             return self.of(operation.inputs[tensor.value_index])
         if operation not in self._copies:
             inputs = [self.of(each) for each in operation.inputs]
+            if operation.type == replicas.GATHER:
+                inputs = replicas.renewed(inputs)
             if self._values.is_read(tensor):
                 self._copies[operation] = [self._begin(tensor)]
             elif operation.type == "Cast" and self._sent is not None:

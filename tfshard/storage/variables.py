@@ -342,7 +342,7 @@ class ShardedVariable(VariableSurface):
             outside.write(self, value)
             return self
         as_buffer = self.storage.format.packed and self._is_updated_as_buffer()
-        self._check_shape(value.shape, self.layout.storage_shape if as_buffer else self.layout.spec.shape)
+        self._check_shape(value.shape, self.layout.update_shape if as_buffer else self.layout.spec.shape)
         step = steps.current()
         if step is None:
             written = {} if as_buffer else {self.member: value}

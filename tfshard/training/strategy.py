@@ -159,7 +159,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 f"Received: mesh={self.mesh_shape}"
             )
         settings = {"zero_stage": zero_stage, "layout_map": auto_layout.AUTO if self.auto else repr(given),
-                    "analyzer": repr(analyzer), "mesh": dict(self.mesh_shape), "roles": plain(self.mesh_shape.roles),
+                    "analyzer": repr(analyzer), "mesh": self.mesh_shape.given, "roles": plain(self.mesh_shape.roles),
                     "already_sharded": already_sharded, "sequence_parallel": sequence_parallel,
                     "gathering": repr(self.gathering), "reduce_dtype": reduce_dtype,
                     "slot_dtypes": repr(self.slot_dtypes), "microbatches": microbatches,
@@ -418,7 +418,7 @@ def _offloads(offload: str | None, mesh: dtensor.Mesh, zero_stage: int) -> bool:
         raise StrategyError(
             "offload='slots' takes slots to the host that are sharded over the batch axis: what is whole on each "
             "device cannot go from each to its own host. Use zero_stage=1 or more on a mesh whose batch axis has "
-            f"several devices. Received: zero_stage={zero_stage}, mesh={dict(axes)}"
+            f"several devices. Received: zero_stage={zero_stage}, mesh={axes.given}"
         )
     return True
 

@@ -1,0 +1,136 @@
+"""Collectives of some devices of the data axis: of those of one replica.
+
+DTensor has collectives over whole axes of a mesh only, and shards a dim over one axis only. So a batch that is sharded
+over all devices and variables that are gathered among those of a host are not to be had of its layouts. Here each
+device does TensorFlow's own collective on what it has, with the devices of a group of ours: on a tensor in a "parted"
+layout no operation is expanded (SkipExpansionForPartedLayout in TensorFlow 2.21's dtensor/mlir/spmd_expander.cc).
+
+Each operation has an instance key of its own, which is the same on all clients, as they trace the same steps in the
+same order. One that is copied needs a new one (`renewed`).
+"""
+
+import functools
+import itertools
+import zlib
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard.devices import expansions, transfer
+from tfshard.layouts.axes import MeshAxes, axis_sizes
+from tfshard.layouts.variable_layout import Axes
+
+GATHER = "CollectiveGatherV2"
+
+# Which of its inputs is its instance key.
+_INSTANCE = 3
+
+# Keys of groups: far from DTensor's own, and others for each arrangement of the devices.
+_FIRST_GROUP, _ARRANGEMENTS, _GROUPS = 0x40000000, 1 << 16, 1 << 14
+_instances = itertools.count(0x100000)
+
+
+def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """The rows that the devices of a replica have, on each of them: one all-gather among them.
+
+    Args:
+        stored: `(model..., data, columns)`, with a row for each device of the data axis. That of a device is the same
+            in each replica.
+        axes: The layout: the model axes, the data axis, None.
+        mesh: The mesh.
+
+    Returns:
+        `(model..., shards, columns)`, whole over the data axis.
+    """
+    if tf.executing_eagerly():
+        gathered: tf.Tensor = _in_a_function(axes, mesh)(stored)
+        return gathered
+    sizes, columns = axis_sizes(mesh), stored.shape[-1]
+    model = axes[:-2]
+    expansions.allow_local(GATHER, "EnsureShape")
+    row = tf.reshape(_parted(transfer.relayout(stored, axes, mesh), axes, mesh), (-1,))
+    with tf.name_scope("all_gather"):
+        rows = tf.raw_ops.CollectiveGatherV2(
+            input=row,
+            group_size=sizes.shards,
+            group_key=_own_number(_keys_of_replicas(sizes), mesh),
+            instance_key=new_instance(),
+            ordering_token=[],
+            is_stateless=True,
+        )
+    # Its shape is not known otherwise. What the types say of the row is that of all devices.
+    rows = tf.ensure_shape(rows, (sizes.shards * columns,))
+    shape = (*(1 for _ in model), sizes.shards, columns)
+    result = transfer.relayout(tf.reshape(rows, shape), (None,) * len(shape), mesh)
+    for dim, axis in enumerate(model):
+        assert axis is not None
+        # Each device has its own there, by so many of which the types have it.
+        own = _parted(tf.zeros((sizes[axis],), tf.int32), (axis,), mesh)
+        taken = (*model[: dim + 1], *(None for _ in shape[dim + 1 :]))
+        result = transfer.relayout(tf.gather(result, own, axis=dim), taken, mesh)
+    return result
+
+
+@functools.cache
+def _in_a_function(axes: Axes, mesh: dtensor.Mesh) -> tf.types.experimental.PolymorphicFunction:
+    return tf.function(functools.partial(gather, axes=axes, mesh=mesh), autograph=False)
+
+
+def spread(rows: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """A row for each device of the data axis, out of those of one replica. Each device takes its own, as a copy.
+
+    Args:
+        rows: `(model..., shards, columns)`, whole over the data axis.
+        axes: The layout of the result.
+        mesh: The mesh.
+
+    Returns:
+        `(model..., data, columns)`.
+    """
+    sizes = axis_sizes(mesh)
+    whole = (*axes[:-2], None, None)
+    numbers = tf.constant(np.tile(np.arange(sizes.shards, dtype="int32"), sizes.replicas))
+    if tf.executing_eagerly():
+        spreading: tf.Tensor = _spread_in_a_function(axes, mesh)(rows)
+        return spreading
+    own = transfer.relayout(numbers, (axes[-2],), mesh)
+    return transfer.relayout(tf.gather(transfer.relayout(rows, whole, mesh), own, axis=len(axes) - 2), axes, mesh)
+
+
+@functools.cache
+def _spread_in_a_function(axes: Axes, mesh: dtensor.Mesh) -> tf.types.experimental.PolymorphicFunction:
+    return tf.function(functools.partial(spread, axes=axes, mesh=mesh), autograph=False)
+
+
+def _parted(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """A tensor of which every device does what follows with what it has."""
+    return dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
+
+
+def new_instance() -> int:
+    """An instance key that no collective has."""
+    return next(_instances)
+
+
+def renewed(inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    """The inputs of a copy of a gather."""
+    return [*inputs[:_INSTANCE], tf.constant(new_instance()), *inputs[_INSTANCE + 1 :]]
+
+
+def _keys_of_replicas(sizes: MeshAxes) -> np.ndarray:
+    """The key, by location, of the group of those devices of a replica that have the same model shards."""
+    locations = np.indices(tuple(sizes.values()))
+    at = dict(zip(sizes, locations, strict=True))
+    assert sizes.data is not None
+    at[sizes.data] = at[sizes.data] // sizes.shards
+    counts = [sizes.replicas if axis == sizes.data else size for axis, size in sizes.items()]
+    arrangement = zlib.crc32(repr(sizes).encode()) % _ARRANGEMENTS
+    keys: np.ndarray = _FIRST_GROUP + arrangement * _GROUPS + np.ravel_multi_index([at[axis] for axis in sizes], counts)
+    return keys.astype("int32")
+
+
+def _own_number(numbers: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Of numbers with a dim for each axis of the mesh, each device's own: a scalar."""
+    own = _parted(tf.constant(numbers), tuple(axis_sizes(mesh)), mesh)
+    return tf.reshape(tf.gather(tf.reshape(own, (-1,)), (0,)), ())
