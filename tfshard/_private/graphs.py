@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.dtensor.python import api as _dtensor_api
 from tensorflow.python.eager import record as _record
 from tensorflow.python.eager import tape as _tape
+from tensorflow.python.framework import auto_control_deps as _auto_control_deps
 from tensorflow.python.ops import cond_v2 as _cond_v2
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 
@@ -287,3 +288,13 @@ def is_called_by(module: str) -> bool:
 def func_graph(name: str) -> tf.Graph:
     """A graph that takes eager tensors in as constants of its own (`tf.__internal__.FuncGraph`)."""
     return tf.__internal__.FuncGraph(name)
+
+
+def run_when_used(names: Iterable[str]) -> None:
+    """From now on a `tf.function` runs operations of these types where their results are used, and in any order, as it
+    does with their first versions (`auto_control_deps.ASYNC_STATEFUL_OPS`). It looks when a trace has ended, so this is
+    for all that is traced later, in the whole process.
+
+    Else it would run them in the order in which they were added to the graph, also against that of their operands.
+    """
+    _auto_control_deps.ASYNC_STATEFUL_OPS |= frozenset(names)

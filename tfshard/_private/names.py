@@ -115,6 +115,7 @@ NAMES = (
         "python.eager.polymorphic_function.polymorphic_function": "Function.__call__.args Function.__call__.kwds",
         "python.eager.record": "stop_recording",
         "python.eager.tape": "variable_accessed",
+        "python.framework.auto_control_deps": "ASYNC_STATEFUL_OPS",
         "python.framework.func_graph": "FuncGraph.capture FuncGraph.captures FuncGraph.inputs FuncGraph.outer_graph",
         "python.framework.ops": "Graph._create_op_internal Graph._get_function Operation._update_input",
         "python.ops.cond_v2": "cond_v2 indexed_case",

@@ -18,12 +18,15 @@ def create_mesh(*, roles: Any = None, **sizes: int) -> dtensor.Mesh:
 
     An axis with the role `"data"` carries data parallelism and the ZeRO stages, one with the role `"tensor"` the
     layout map. The axis named `batch` is for data and every other axis (by custom `model`) for tensor parallelism,
-    unless `roles` says otherwise. With an axis `replica` (role `"replica"`) sharding is hybrid: every device has samples
-    of its own, and what the stages store in shards over `batch` is stored once for each replica, so that nothing is
-    gathered from one replica to another. Devices of a replica follow each other: give it the size that makes a replica
-    a host. In the mesh that comes back the axis `batch` has the devices of all replicas. Without an earlier `tfshard.initialize()`, it starts DTensor with as many devices
+    unless `roles` says otherwise. Without an earlier `tfshard.initialize()`, it starts DTensor with as many devices
     as the mesh has. In a launched run the devices are those of all clients, client 0's first: the last axes lie
     within a client, the first ones across clients.
+
+    With an axis `replica` (role `"replica"`) sharding is hybrid: every device has samples of its own, and what the
+    stages store in shards over `batch` is stored once for each replica, so that nothing is gathered from one replica
+    to another, and gradients of 64 KiB and more are added up in each replica before they are between them. Devices of
+    a replica follow each other: of as many as a host has, a replica is a host. In the mesh that comes back the axis
+    `batch` has the devices of all replicas.
 
     Args:
         roles: Axis name to role, for axes whose role does not follow from their name, such as
@@ -47,8 +50,8 @@ def create_mesh(*, roles: Any = None, **sizes: int) -> dtensor.Mesh:
     (['batch', 'model'], [2, 2])
     >>> mesh = tfshard.create_mesh(dp=2, tp=2, roles={"dp": "data", "tp": "tensor"})
     >>> hybrid = tfshard.create_mesh(replica=2, batch=2)
-    >>> hybrid.shape(), tfshard.axis_sizes(hybrid)
-    ([4], {'replica': 2, 'batch': 2})
+    >>> hybrid.dim_names, hybrid.shape()
+    (['batch'], [4])
     """
     if not sizes:
         raise MeshError("A mesh needs at least one axis, such as create_mesh(batch=4). Received: no axes")

@@ -12,11 +12,13 @@ same order. One that is copied needs a new one (`renewed`).
 import functools
 import itertools
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
+from tfshard import _private
 from tfshard.devices import expansions, transfer
 from tfshard.layouts.axes import MeshAxes, axis_sizes
 from tfshard.layouts.variable_layout import Axes
@@ -48,7 +50,7 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
         return gathered
     sizes, columns = axis_sizes(mesh), stored.shape[-1]
     model = axes[:-2]
-    expansions.allow_local(GATHER, "EnsureShape")
+    _allow()
     row = tf.reshape(_parted(transfer.relayout(stored, axes, mesh), axes, mesh), (-1,))
     with tf.name_scope("all_gather"):
         rows = tf.raw_ops.CollectiveGatherV2(
@@ -70,6 +72,13 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
         taken = (*model[: dim + 1], *(None for _ in shape[dim + 1 :]))
         result = transfer.relayout(tf.gather(result, own, axis=dim), taken, mesh)
     return result
+
+
+@functools.cache
+def _allow() -> None:
+    collectives = (GATHER, "CollectiveAllToAllV2", "CollectiveReduceV2")
+    expansions.allow_local(*collectives, "EnsureShape")
+    _private.run_when_used(collectives)
 
 
 @functools.cache
@@ -103,6 +112,41 @@ def _spread_in_a_function(axes: Axes, mesh: dtensor.Mesh) -> tf.types.experiment
     return tf.function(functools.partial(spread, axes=axes, mesh=mesh), autograph=False)
 
 
+def all_reduce(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """The sum, over all devices of the data axis, of what each device has, on each of them.
+
+    In each replica every device adds up a piece; the pieces are added up between replicas, and gathered again. So each
+    device sends its piece to other replicas, and not the whole.
+
+    Args:
+        own: What a device has, in a step that is traced. DTensor believes it to be the same on all.
+        mesh: A mesh of a data axis only.
+    """
+    sizes, count = axis_sizes(mesh), own.shape.num_elements()
+    columns = -(-count // sizes.shards)
+    _allow()
+    with tf.name_scope("all_reduce"):
+        line = tf.pad(tf.reshape(own, (-1,)), [[0, sizes.shards * columns - count]])
+        inside = {"group_size": sizes.shards, "group_key": _own_number(_keys_of_replicas(sizes), mesh)}
+        between = {"group_size": sizes.replicas, "group_key": _own_number(_keys_between_replicas(sizes), mesh)}
+        common = {"ordering_token": [], "is_stateless": True}
+        pieces = tf.reshape(line, (sizes.shards, columns))
+        if sizes.shards > 1:
+            pieces = tf.raw_ops.CollectiveAllToAllV2(input=pieces, instance_key=new_instance(), **inside, **common)
+        piece = tf.raw_ops.CollectiveReduceV2(
+            input=tf.reduce_sum(pieces, 0),
+            merge_op="Add",
+            final_op="Id",
+            instance_key=new_instance(),
+            **between,
+            **common,
+        )
+        if sizes.shards > 1:
+            piece = tf.raw_ops.CollectiveGatherV2(input=piece, instance_key=new_instance(), **inside, **common)
+        line = tf.ensure_shape(piece, (sizes.shards * columns,))
+        return transfer.relayout(tf.reshape(line[:count], own.shape), (None,) * own.shape.rank, mesh)
+
+
 def _parted(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     """A tensor of which every device does what follows with what it has."""
     return dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
@@ -120,12 +164,28 @@ def renewed(inputs: list[tf.Tensor]) -> list[tf.Tensor]:
 
 def _keys_of_replicas(sizes: MeshAxes) -> np.ndarray:
     """The key, by location, of the group of those devices of a replica that have the same model shards."""
-    locations = np.indices(tuple(sizes.values()))
-    at = dict(zip(sizes, locations, strict=True))
+    return _keys(sizes, lambda index: index // sizes.shards, sizes.replicas, "in a replica")
+
+
+def _keys_between_replicas(sizes: MeshAxes) -> np.ndarray:
+    """The key, by location, of the group of the devices that have the same place in each replica."""
+    return _keys(sizes, lambda index: index % sizes.shards, sizes.shards, "between replicas")
+
+
+def _keys(sizes: MeshAxes, part: Callable[[np.ndarray], np.ndarray], parts: int, what: str) -> np.ndarray:
+    """A key for each part of the data axis, and for each location on the others.
+
+    Args:
+        sizes: The mesh.
+        part: The part of an index on the data axis.
+        parts: How many there are.
+        what: What tells these groups from others.
+    """
+    at = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
     assert sizes.data is not None
-    at[sizes.data] = at[sizes.data] // sizes.shards
-    counts = [sizes.replicas if axis == sizes.data else size for axis, size in sizes.items()]
-    arrangement = zlib.crc32(repr(sizes).encode()) % _ARRANGEMENTS
+    at[sizes.data] = part(at[sizes.data])
+    counts = [parts if axis == sizes.data else size for axis, size in sizes.items()]
+    arrangement = zlib.crc32(f"{what} {sizes!r}".encode()) % _ARRANGEMENTS
     keys: np.ndarray = _FIRST_GROUP + arrangement * _GROUPS + np.ravel_multi_index([at[axis] for axis in sizes], counts)
     return keys.astype("int32")
 

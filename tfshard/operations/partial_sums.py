@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import replicas, transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import rows
 
@@ -25,12 +25,28 @@ def of_gradient(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh) -> t
         mesh: A mesh with a batch axis only.
     """
     with _private.stop_recording():
-        if isinstance(gradient, tf.IndexedSlices):
-            return _of_lookups(gradient, mesh)
-        found = _own(gradient, mesh)
+        found = _found(gradient, mesh)
         if found is None:  # It is whole on all devices: such as of a penalty of the weights.
-            found = transfer.whole(gradient, mesh) / tf.cast(axis_sizes(mesh).data_size, gradient.dtype)
+            whole = transfer.whole(tf.convert_to_tensor(gradient), mesh)
+            found = whole / tf.cast(axis_sizes(mesh).data_size, gradient.dtype)
         return found
+
+
+def by_replicas(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh) -> tf.Tensor | None:
+    """A gradient, as `of_gradient` takes it, that is added up in each replica first, and then between them.
+
+    Returns:
+        The sum, whole. None for one that DTensor has added up already, or of which a device has no part of its own.
+    """
+    with _private.stop_recording():
+        found = _found(gradient, mesh)
+        return None if found is None else replicas.all_reduce(found, mesh)
+
+
+def _found(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh) -> tf.Tensor | None:
+    if isinstance(gradient, tf.IndexedSlices):
+        return _of_lookups(gradient, mesh)
+    return _own(gradient, mesh)
 
 
 def stack(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -71,13 +87,12 @@ def _again(operation: tf.Operation, inputs: Mapping[int, tf.Tensor]) -> tf.Tenso
     return made
 
 
-def _of_lookups(gradient: tf.IndexedSlices, mesh: dtensor.Mesh) -> tf.Tensor:
+def _of_lookups(gradient: tf.IndexedSlices, mesh: dtensor.Mesh) -> tf.Tensor | None:
     """Of a table in which rows were looked up: what a device looked up is added up by row."""
     ids, values = gradient.indices, gradient.values
     count = tf.get_static_value(gradient.dense_shape)[0]
     if not rows.are_shared_out(ids, mesh):
-        whole = transfer.whole(tf.math.unsorted_segment_sum(values, ids, count), mesh)
-        return whole / tf.cast(axis_sizes(mesh).data_size, values.dtype)
+        return None
     with rows.inside():
         return tf.math.unsorted_segment_sum(rows.enter(values, mesh), rows.enter(ids, mesh), count)
 

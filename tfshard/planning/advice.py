@@ -22,7 +22,6 @@ from tfshard.planning.peak import Peak, needs_all_gradients, peak_of
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage import turns
 
-
 # Of a small model, by how much a step's peak may be above the predicted one, in bytes.
 _LEAST_ABOVE = 2 << 20
 

@@ -237,7 +237,12 @@ class ShardingPlan:
             }
             for kind in (*KINDS, None)
         }
-        return {**dataclasses.asdict(self), "mesh": MeshAxes.of(self.mesh).given, "world_size": self.world_size, "totals": totals}
+        return {
+            **dataclasses.asdict(self),
+            "mesh": MeshAxes.of(self.mesh).given,
+            "world_size": self.world_size,
+            "totals": totals,
+        }
 
     def to_json(self, indent: int | None = None) -> str:
         """The plan as a JSON text."""

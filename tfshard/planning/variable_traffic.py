@@ -343,7 +343,7 @@ def resting_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
 
 def whole_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
     """Bytes of a variable, or of its buffer, on one device once it is gathered over the batch axis."""
-    return device_bytes(layout.storage_shape, layout.gathered, mesh_shape, layout.spec.dtype)
+    return device_bytes(layout.gathered_shape, layout.gathered, mesh_shape, layout.spec.dtype)
 
 
 def gradient_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int], *, scattered: bool) -> int:

@@ -301,7 +301,9 @@ class Flat(StorageFormat):
             drawn(values[i]) if i in values else np.zeros(place.shape, dtype)
             for i, place in enumerate(self._form.members)
         )
-        return self.encode(self._for_replicas(variable_layout.flatten_host_values(filled, dtype, self._form), self.shape))
+        return self.encode(
+            self._for_replicas(variable_layout.flatten_host_values(filled, dtype, self._form), self.shape)
+        )
 
     def unpack_host(self, stored: np.ndarray, member: int) -> np.ndarray:
         stored = stored[..., : self._form.rows, :]

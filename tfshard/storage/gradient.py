@@ -20,17 +20,19 @@ def both_ways(
     backward: Axes,
     mesh: dtensor.Mesh,
     note: Callable[[tf.Tensor], object] = lambda gradient: None,
-    own: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    own: Callable[[tf.Tensor], tf.Tensor | None] | None = None,
 ) -> tf.Tensor:
     """`value` in the layout `forward`; its gradient is brought to the layout `backward` as soon as it exists.
 
     A sparse gradient (IndexedSlices) becomes dense here. `note` is told of the gradient in that layout.
-    With `own` it stays what that makes of it: what each device has of it, not added up.
+    With `own` it stays what that makes of it: what each device has of it, not added up, or added up in another way. If
+    that gives None, it is as without.
     """
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
-        if own is not None:
-            return own(upstream)
+        made = None if own is None else own(upstream)
+        if made is not None:
+            return made
         # Pinned to the forward layout first. The backward one alone would travel up into the operations that compute
         # the gradient, and many cannot be expanded with it: convolutions, attention, batch normalization, concat.
         if backward == forward:

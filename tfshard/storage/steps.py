@@ -54,12 +54,23 @@ class Updates(Protocol):
     graph: tf.Graph | None
 
 
+# Gradients of less are added up together with others, also where a step has a way of its own.
+LEAST_ADDED_UP_BYTES = 1 << 16
+
+
 class Step:
     """One run of a step function, traced or eager."""
 
-    def __init__(self, graph: tf.Graph | None, gathering: turns.Gathering | None = None):
+    def __init__(
+        self,
+        graph: tf.Graph | None,
+        gathering: turns.Gathering | None = None,
+        add_up: Callable[[tf.Tensor], tf.Tensor | None] | None = None,
+    ):
         self.graph = graph
         self._gathering = gathering
+        # Adds up a gradient over the devices in its own way, or gives None; None if DTensor adds up all.
+        self.add_up = add_up
         # The UpdateBatch that is open.
         self.updates: Updates | None = None
         # What was gathered, by the graph in which it is known; None for eager code.
@@ -164,7 +175,7 @@ class Step:
             graph: Of the part.
             carried: What the part before has handed on.
         """
-        part = Step(graph, self._gathering)
+        part = Step(graph, self._gathering, self.add_up)
         part.is_part = True
         part._recorded[graph] = {storage: Recorded(base=value, written={}) for storage, value in carried.items()}
         return part
@@ -521,16 +532,20 @@ def _within(graph: tf.Graph | None) -> contextlib.AbstractContextManager[object]
 
 
 @contextlib.contextmanager
-def step_scope(gathering: turns.Gathering | None = None) -> Iterator[None]:
+def step_scope(
+    gathering: turns.Gathering | None = None, add_up: Callable[[tf.Tensor], tf.Tensor | None] | None = None
+) -> Iterator[None]:
     """Opens a step: writes are recorded, and carried out when the outermost scope ends.
 
     Args:
         gathering: How the step gathers what is stored sharded, if it is traced; by default all at its start.
+        add_up: Makes of a gradient, as a layer gives it, the same added up over the devices in another way than
+            DTensor's; None of one that it cannot.
     """
     if _state.step is not None:
         yield
         return
-    _state.step = Step(None if _private.is_eager() else tf.compat.v1.get_default_graph(), gathering)
+    _state.step = Step(None if _private.is_eager() else tf.compat.v1.get_default_graph(), gathering, add_up)
     try:
         yield
         written = _state.step.flush()

@@ -13,7 +13,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import clients, transfer
 from tfshard.errors import LayoutError
-from tfshard.layouts.variable_layout import Axes, VariableLayout
+from tfshard.layouts.variable_layout import Axes, VariableLayout, spec_bytes
 from tfshard.storage import gradient, outside, steps
 from tfshard.storage.formats import StorageFormat
 from tfshard.storage.initial_values import HostValue
@@ -257,10 +257,14 @@ class ShardedVariable(VariableSurface):
                 **note,
             )
 
-    def _own_gradient(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
-        """What makes of a gradient what each device has of it, in a part of a step that is reduced by others."""
+    def _own_gradient(self) -> Callable[[tf.Tensor], tf.Tensor | None] | None:
+        """What makes of a gradient what each device has of it, in a part of a step that is reduced by others; or adds
+        it up in the step's own way, if it is not small: DTensor adds up small ones together."""
         step = steps.current()
-        return None if step is None or not self._trainable else step.own_gradient
+        if step is None or not self._trainable:
+            return None
+        is_small = self.layout.grouped or spec_bytes(self.layout.spec) < steps.LEAST_ADDED_UP_BYTES
+        return step.own_gradient or (None if is_small else step.add_up)
 
     def note_gradient(self, tensor: tf.Tensor | tf.IndexedSlices) -> None:
         """Remembers the layout in which a gradient came to an optimizer's update."""

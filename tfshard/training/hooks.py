@@ -8,13 +8,15 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import batching, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
+from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.layout_map import VariableSpec
-from tfshard.operations import assignments, rewrites
+from tfshard.operations import assignments, partial_sums, rewrites
 from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.initial_values import HostValue, InitialValue
 from tfshard.storage.steps import UpdatedWith, current, is_outside, step_scope, update_scope
@@ -196,7 +198,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         with (
             strategy.scope(),
             _ReplicaContext(strategy),
-            step_scope(strategy.gathering),
+            step_scope(strategy.gathering, _adding_up(strategy.mesh)),
             rewrites.exchanged(strategy.mesh),
         ):
             parts = microbatches.parts_of(
@@ -335,3 +337,11 @@ class _ValueContext(tf.distribute.experimental.ValueContext):  # type: ignore[mi
 
     def __init__(self) -> None:
         super().__init__(replica_id_in_sync_group=0, num_replicas_in_sync=1)
+
+
+def _adding_up(mesh: dtensor.Mesh) -> Callable[[tf.Tensor], tf.Tensor | None] | None:
+    """How a traced step adds up gradients, if not all as DTensor does."""
+    axes = axis_sizes(mesh)
+    # On other axes devices have parts of one gradient.
+    own_way = axes.replicas > 1 and not axes.shards_by_several and not _private.is_eager()
+    return functools.partial(partial_sums.by_replicas, mesh=mesh) if own_way else None
