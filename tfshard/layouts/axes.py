@@ -236,10 +236,10 @@ def roles_of(axes: Mapping[str, int], roles: Mapping[str, str] | None = None) ->
     return found
 
 
-# Roles that the names of the axes do not say, and replicas, are in the name of the mesh, which DTensor carries along: in
-# the meshes of layouts and tensors, in comparisons, in copies and pickles. DTensor itself only looks up an order of TPU
-# cores by it. A mesh of any other name, such as one from dtensor.create_mesh, has the roles that the names of its axes
-# say.
+# Roles that the names of the axes do not say, and replicas, are in the name of the mesh, which DTensor carries along:
+# in the meshes of layouts and tensors, in comparisons, in copies and pickles. DTensor itself only looks up an order of
+# TPU cores by it. A mesh of any other name, such as one from dtensor.create_mesh, has the roles that the names of its
+# axes say.
 _ROLES, _REPLICAS = "tfshard_roles=", "tfshard_replicas="
 
 

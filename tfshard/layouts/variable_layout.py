@@ -26,6 +26,9 @@ WHOLE_BELOW_BYTES = 1 << 20
 BLOCK_ELEMENTS = 256
 BLOCK_BYTES = BLOCK_ELEMENTS + 4
 
+# Gradients of less are added up together with others, also where there are replicas.
+LEAST_BY_REPLICAS_BYTES = 1 << 16
+
 # Members of at least so many bytes start at a multiple of it, so that TensorFlow can read them without a copy.
 ALIGNMENT_BYTES = 64
 
@@ -329,6 +332,13 @@ def plan_variable(
         slot_dtype=slot_dtypes.of_variable(spec),
         slots_on_host=slots_on_host and spec.trainable,
     )
+
+
+def is_added_up_by_replicas(layout: VariableLayout, mesh_axes: MeshAxes) -> bool:
+    """Whether the gradient of a variable is added up in each replica first, and then between them."""
+    # On other axes devices have parts of one gradient.
+    may_be = mesh_axes.replicas > 1 and mesh_axes.shards > 1 and not mesh_axes.shards_by_several
+    return may_be and not layout.grouped and spec_bytes(layout.spec) >= LEAST_BY_REPLICAS_BYTES
 
 
 def check_microbatches(count: int) -> int:

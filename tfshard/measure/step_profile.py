@@ -31,6 +31,7 @@ _KINDS = {
     "CollectiveReduceScatterV2": "reduce-scatter",
     "CollectiveAllToAllV2": "all-to-all",
 }
+_RINGS = ("CollectiveReduceV2", "CollectiveReduceScatterV2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class StepProfile:
 
     def table(self) -> rich.table.Table:
         """The profile as a rich table."""
-        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
+        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.given.items())
         title = f"One step on {axes}, {1e3 * self.seconds:.0f} ms"
         if self.peak is not None:
             title += f", {tables.size(self.peak.added)} more in memory at its peak"
@@ -243,7 +244,7 @@ def _collectives(
     first = min((event.begin for events in runs.values() for event in events), default=0)
     for (operation, name), events in runs.items():
         size = group_sizes[events[0].stats["group_key"]]
-        total = sent.get(name) if operation == "CollectiveGatherV2" else _bytes_of_ring(chunks, events, size)
+        total = _bytes_of_ring(chunks, events, size) if operation in _RINGS else sent.get(name)
         count = math.ceil(len(events) / devices)
         result.append(
             ProfiledCollective(

@@ -101,6 +101,13 @@ def _matrix_product(operation: tf.Operation) -> tuple[int, ...]:
     return (0, 1) if operation.get_attr("transpose_a") and not operation.get_attr("transpose_b") else ()
 
 
+def _einsum(operation: tf.Operation) -> tuple[int, ...]:
+    given, _, result = operation.get_attr("equation").decode().partition("->")
+    first = [labels[:1] for labels in given.split(",")]
+    sums = "." not in given and len(set(first)) == 1 and first[0] and first[0] not in result
+    return tuple(range(len(first))) if sums else ()
+
+
 def _sum(operation: tf.Operation) -> tuple[int, ...]:
     dims = _static(operation.inputs[1])
     return (0,) if dims is not None and 0 in np.atleast_1d(dims) else ()
@@ -111,13 +118,29 @@ def _static(tensor: tf.Tensor) -> np.ndarray | None:
     if tensor.op.type != "BroadcastGradientArgs":
         value: np.ndarray | None = tf.get_static_value(tensor)
         return value
-    shapes = [tf.get_static_value(each) for each in tensor.op.inputs]
+    shapes = [_part_of_shape(each) for each in tensor.op.inputs]
     if any(shape is None for shape in shapes):
         return None
-    rank = max(len(shape) for shape in shapes)
-    padded = [np.concatenate([np.ones(rank - len(shape), int), shape]) for shape in shapes]
+    known = [shape for shape in shapes if shape is not None]
+    rank = max(len(shape) for shape in known)
+    padded = [np.concatenate([np.ones(rank - len(shape), int), shape]) for shape in known]
     own, other = padded[tensor.value_index], padded[1 - tensor.value_index]
-    return np.flatnonzero((own == 1) & ((other != 1) | (np.arange(rank) < rank - len(shapes[tensor.value_index]))))
+    return np.flatnonzero((own == 1) & ((other != 1) | (np.arange(rank) < rank - len(known[tensor.value_index]))))
+
+
+def _part_of_shape(tensor: tf.Tensor) -> np.ndarray | None:
+    """The value of a shape, or of its first or last dims."""
+    operation = tensor.op
+    if operation.type != "StridedSlice" or operation.get_attr("shrink_axis_mask"):
+        value: np.ndarray | None = tf.get_static_value(tensor)
+        return value
+    shape, begin, end, stride = (tf.get_static_value(each) for each in operation.inputs)
+    if any(each is None for each in (shape, begin, end, stride)):
+        return None
+    first = None if operation.get_attr("begin_mask") else begin[0]
+    last = None if operation.get_attr("end_mask") else end[0]
+    part: np.ndarray = shape[first : last : stride[0]]
+    return part
 
 
 # The inputs of operations that add up over the first dim of these.
@@ -126,6 +149,7 @@ _SUMS: dict[str, Callable[[tf.Operation], tuple[int, ...]]] = {
     "Conv2DBackpropFilter": lambda operation: (0, 2),
     "Conv3DBackpropFilterV2": lambda operation: (0, 2),
     "DepthwiseConv2dNativeBackpropFilter": lambda operation: (0, 2),
+    "Einsum": _einsum,
     "MatMul": _matrix_product,
     "Sum": _sum,
 }

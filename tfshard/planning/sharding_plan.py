@@ -315,7 +315,7 @@ class ShardingPlan:
         Args:
             detail: A row for each variable, slot and collective. By default those that are alike share one.
         """
-        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
+        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.given.items())
         title = f"Plan for {self.world_size} devices ({axes}), ZeRO stage {self.zero_stage}"
         labels = ("parameters", "untrained state", "gradients until the update", "optimizer slots", "all")
         totals = [

@@ -20,7 +20,7 @@ class Collective:
     """What the devices send each other in a step.
 
     Attributes:
-        kind: `"all-gather"`, `"reduce-scatter"` or `"all-reduce"`.
+        kind: `"all-gather"`, `"reduce-scatter"`, `"all-reduce"` or `"all-to-all"`.
         what: The path of the variable, `"group 3"`, or `"float32 gradients"`.
         axis: The mesh axis over which it runs.
         count: How often in a step.
@@ -230,6 +230,9 @@ def predict_collectives(
                     formula=f"bytes(gradient) over {axis}, for each use of the layer",
                 )
             )
+        if together and variable_layout.is_added_up_by_replicas(layout, mesh_axes):
+            collectives += _by_replicas(layout.spec.path, bytes_, together, mesh_axes)
+            continue
         alone, merges = None, False
         if scattered and together and zero_stage == 3:
             alone, merges = "for each use that is rearranged before it is scattered", True
@@ -260,6 +263,22 @@ def predict_collectives(
             )
         )
     return tuple(parts.collectives(collectives, planned, mesh_shape, zero_stage))
+
+
+def _by_replicas(path: str, bytes_: int, count: int, mesh_axes: MeshAxes) -> list[Collective]:
+    """A gradient that is added up in each replica, by pieces, then between replicas, and gathered."""
+    assert mesh_axes.data is not None and mesh_axes.replica is not None
+    when = "for each use of the layer"
+    return [
+        Collective(
+            kind=kind, what=path, axis=axis, count=count, bytes=sent, formula=f"bytes({what}) over {axis}, {when}"
+        )
+        for kind, axis, sent, what in (
+            ("all-to-all", mesh_axes.data, bytes_, "gradient"),
+            ("all-reduce", mesh_axes.replica, -(-bytes_ // mesh_axes.shards), "piece of the gradient"),
+            ("all-gather", mesh_axes.data, bytes_, "gradient"),
+        )
+    ]
 
 
 def _flags(planned: Sequence[VariableLayout], mesh_axes: MeshAxes) -> list[Collective]:

@@ -54,10 +54,6 @@ class Updates(Protocol):
     graph: tf.Graph | None
 
 
-# Gradients of less are added up together with others, also where a step has a way of its own.
-LEAST_ADDED_UP_BYTES = 1 << 16
-
-
 class Step:
     """One run of a step function, traced or eager."""
 

@@ -36,12 +36,10 @@ from tfshard.devices import replicas
 from tfshard.errors import StrategyError
 
 # What a stored value goes through between its gather and its use: made again for each turn.
-ON_THE_WAY = frozenset(
-    (
-        "Cast", "EnsureShape", "ExpandDims", "GatherV2", "Identity", "Relayout", "Reshape", "Slice", "Squeeze", "StridedSlice",
-        "Transpose", replicas.GATHER,
-    )
-)  # fmt: skip
+ON_THE_WAY = frozenset({
+    "Cast", "EnsureShape", "ExpandDims", "GatherV2", "Identity", "Relayout", "Reshape", "Slice", "Squeeze",
+    "StridedSlice", "Transpose", replicas.GATHER,
+})  # fmt: skip
 
 # What variables are computed with under mixed precision.
 _NARROW = (tf.bfloat16, tf.float16)

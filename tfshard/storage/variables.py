@@ -13,7 +13,8 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import clients, transfer
 from tfshard.errors import LayoutError
-from tfshard.layouts.variable_layout import Axes, VariableLayout, spec_bytes
+from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.variable_layout import Axes, VariableLayout, is_added_up_by_replicas
 from tfshard.storage import gradient, outside, steps
 from tfshard.storage.formats import StorageFormat
 from tfshard.storage.initial_values import HostValue
@@ -259,12 +260,12 @@ class ShardedVariable(VariableSurface):
 
     def _own_gradient(self) -> Callable[[tf.Tensor], tf.Tensor | None] | None:
         """What makes of a gradient what each device has of it, in a part of a step that is reduced by others; or adds
-        it up in the step's own way, if it is not small: DTensor adds up small ones together."""
+        it up in the step's own way, where there are replicas."""
         step = steps.current()
         if step is None or not self._trainable:
             return None
-        is_small = self.layout.grouped or spec_bytes(self.layout.spec) < steps.LEAST_ADDED_UP_BYTES
-        return step.own_gradient or (None if is_small else step.add_up)
+        own_way = is_added_up_by_replicas(self.layout, axis_sizes(self.mesh))
+        return step.own_gradient or (step.add_up if own_way else None)
 
     def note_gradient(self, tensor: tf.Tensor | tf.IndexedSlices) -> None:
         """Remembers the layout in which a gradient came to an optimizer's update."""

@@ -341,7 +341,5 @@ class _ValueContext(tf.distribute.experimental.ValueContext):  # type: ignore[mi
 
 def _adding_up(mesh: dtensor.Mesh) -> Callable[[tf.Tensor], tf.Tensor | None] | None:
     """How a traced step adds up gradients, if not all as DTensor does."""
-    axes = axis_sizes(mesh)
-    # On other axes devices have parts of one gradient.
-    own_way = axes.replicas > 1 and not axes.shards_by_several and not _private.is_eager()
-    return functools.partial(partial_sums.by_replicas, mesh=mesh) if own_way else None
+    has_replicas = axis_sizes(mesh).replicas > 1 and not _private.is_eager()
+    return functools.partial(partial_sums.by_replicas, mesh=mesh) if has_replicas else None
