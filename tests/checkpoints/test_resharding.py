@@ -21,8 +21,17 @@ LAYOUTS = [
     {"batch": 4, "stage": 0},
     {"batch": 4, "stage": 1, "grouped": False},
     {"batch": 2, "stage": 3},
+    {"replica": 2, "batch": 2, "stage": 3},
+    {"replica": 2, "batch": 2, "stage": 1, "grouped": False},
 ]
-MESHES = [{"batch": 1}, {"batch": 2}, {"batch": 4}, {"batch": 2, "model": 2}, {"batch": 1, "model": 4}]
+MESHES = [
+    {"replica": 2, "batch": 2},
+    {"batch": 1},
+    {"batch": 2},
+    {"batch": 4},
+    {"batch": 2, "model": 2},
+    {"batch": 1, "model": 4},
+]
 EVEN_LAYOUTS = [
     {"even": True, "stage": stage, "grouped": grouped, **axes}
     for axes in MESHES
@@ -32,7 +41,7 @@ EVEN_LAYOUTS = [
 
 
 def name_of(layout: dict) -> str:
-    axes = ",".join(f"{axis}={layout[axis]}" for axis in ("batch", "model") if axis in layout)
+    axes = ",".join(f"{axis}={layout[axis]}" for axis in ("replica", "batch", "model") if axis in layout)
     how = ",whole dims" * layout.get("even", False) + ",no groups" * (not layout.get("grouped", True))
     return f"{axes},stage {layout['stage']}{how}"
 

@@ -13,6 +13,7 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -24,6 +25,9 @@ from tfshard.layouts.axes import MeshAxes, axis_sizes
 from tfshard.layouts.variable_layout import Axes
 
 GATHER = "CollectiveGatherV2"
+
+# What is done with a tensor of a layout on a mesh.
+Function: TypeAlias = Callable[[tf.Tensor, Axes, dtensor.Mesh], tf.Tensor]
 
 # Which of its inputs is its instance key.
 _INSTANCE = 3
@@ -46,8 +50,7 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
         `(model..., shards, columns)`, whole over the data axis.
     """
     if tf.executing_eagerly():
-        gathered: tf.Tensor = _in_a_function(axes, mesh)(stored)
-        return gathered
+        return _in_a_function(gather, stored, axes, mesh)
     sizes, columns = axis_sizes(mesh), stored.shape[-1]
     model = axes[:-2]
     _allow()
@@ -81,9 +84,18 @@ def _allow() -> None:
     _private.run_when_used(collectives)
 
 
+def _in_a_function(function: Function, tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    result: tf.Tensor = _traced(function, tuple(tensor.shape), tensor.dtype, axes, mesh)(tensor)
+    return result
+
+
 @functools.cache
-def _in_a_function(axes: Axes, mesh: dtensor.Mesh) -> tf.types.experimental.PolymorphicFunction:
-    return tf.function(functools.partial(gather, axes=axes, mesh=mesh), autograph=False)
+def _traced(
+    function: Function, shape: tuple[int, ...], dtype: tf.DType, axes: Axes, mesh: dtensor.Mesh
+) -> tf.types.experimental.ConcreteFunction:
+    """A concrete function, which is one also where Keras runs functions eagerly."""
+    traced = tf.function(lambda tensor: function(tensor, axes, mesh), autograph=False)
+    return traced.get_concrete_function(tf.TensorSpec(shape, dtype))
 
 
 def spread(rows: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -99,17 +111,11 @@ def spread(rows: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     """
     sizes = axis_sizes(mesh)
     whole = (*axes[:-2], None, None)
-    numbers = tf.constant(np.tile(np.arange(sizes.shards, dtype="int32"), sizes.replicas))
     if tf.executing_eagerly():
-        spreading: tf.Tensor = _spread_in_a_function(axes, mesh)(rows)
-        return spreading
+        return _in_a_function(spread, rows, axes, mesh)
+    numbers = tf.constant(np.tile(np.arange(sizes.shards, dtype="int32"), sizes.replicas))
     own = transfer.relayout(numbers, (axes[-2],), mesh)
     return transfer.relayout(tf.gather(transfer.relayout(rows, whole, mesh), own, axis=len(axes) - 2), axes, mesh)
-
-
-@functools.cache
-def _spread_in_a_function(axes: Axes, mesh: dtensor.Mesh) -> tf.types.experimental.PolymorphicFunction:
-    return tf.function(functools.partial(spread, axes=axes, mesh=mesh), autograph=False)
 
 
 def all_reduce(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:

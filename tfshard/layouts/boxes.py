@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.variable_layout import Axes, FlatForm
 
 
@@ -143,7 +144,17 @@ def part(axes: Sequence[str | None], location: Mapping[str, int]) -> tuple[int, 
     return tuple(location[axis] for axis in axes if axis is not None)
 
 
-def owner(storage: Axes, mesh_shape: Mapping[str, int], location: Mapping[str, int], number: int) -> dict[str, int]:
+def in_replica(location: Mapping[str, int], mesh_axes: MeshAxes) -> dict[str, int]:
+    """The same location in the first replica, where the same is stored.
+
+    >>> in_replica({"batch": 5, "model": 1}, MeshAxes.of({"replica": 2, "batch": 4, "model": 2}))
+    {'batch': 1, 'model': 1}
+    """
+    data = mesh_axes.data
+    return dict(location) if data is None else {**location, data: location[data] % mesh_axes.shards}
+
+
+def owner(storage: Axes, mesh_shape: MeshAxes, location: Mapping[str, int], number: int) -> dict[str, int]:
     """The one device that writes what the device at `location` holds: it has the same, and perhaps others have it too.
 
     Args:
@@ -152,6 +163,9 @@ def owner(storage: Axes, mesh_shape: Mapping[str, int], location: Mapping[str, i
         location: Axis name to index.
         number: Of the storage, so that the writing of what many devices hold is spread over them.
     """
-    free = [axis for axis in mesh_shape if axis not in storage]
-    replicas = list(itertools.product(*(range(mesh_shape[axis]) for axis in free)))
-    return {**location, **dict(zip(free, replicas[number % len(replicas)], strict=True))}
+    free = {axis: range(mesh_shape[axis]) for axis in mesh_shape if axis not in storage}
+    data = mesh_shape.data
+    if data is not None and data in storage:
+        free[data] = range(location[data] % mesh_shape.shards, mesh_shape.data_size, mesh_shape.shards)
+    same = list(itertools.product(*free.values()))
+    return {**location, **dict(zip(free, same[number % len(same)], strict=True))}

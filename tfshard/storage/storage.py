@@ -13,6 +13,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import host_meshes, transfer
 from tfshard.layouts import boxes
+from tfshard.layouts.axes import axis_sizes
 from tfshard.storage import initial_values, steps
 from tfshard.storage.formats import StorageFormat
 from tfshard.storage.initial_values import HostValue, InitialValue
@@ -190,7 +191,7 @@ class Storage:
         first: dict[tuple[int, ...], np.ndarray] = {}
         pieces, differed = [], False
         for location, tensor in self.local_tensors():
-            part = boxes.part(self.format.storage, location)
+            part = boxes.part(self.format.storage, boxes.in_replica(location, axis_sizes(self.mesh)))
             piece = tensor.numpy()
             pieces.append(first.setdefault(part, piece))
             differed |= piece.tobytes() != pieces[-1].tobytes()
