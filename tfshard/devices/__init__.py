@@ -14,6 +14,7 @@ A *client* is one of several processes that train together; a process by itself 
     gathers       which collective gathers, on which mesh
     merges        which all-reduces are merged
     reductions    in which dtype gradients are added up
+    replicas      collectives of the devices of one replica, and between replicas
     expansions    which operations without an expansion are computed whole on every device
 """
 
