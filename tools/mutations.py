@@ -594,14 +594,6 @@ MUTATIONS = [
         killed_by="tests/training/test_hybrid.py::test_a_model_trains_as_on_one_device[mlp-3-False]",
     ),
     Mutation(
-        area="replicas",
-        file="tfshard/storage/turns.py",
-        old="inputs = replicas.renewed(inputs)",
-        new="inputs = list(inputs)",
-        what="two gathers of a step have one key",
-        killed_by="tests/training/test_hybrid.py::test_a_model_trains_as_on_one_device[mlp-3-False]",
-    ),
-    Mutation(
         area="turns",
         file="tfshard/storage/turns.py",
         old="                gates.give_way(use.operation, tensor, gradient)\n",

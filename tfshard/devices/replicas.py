@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import expansions, transfer
+from tfshard.devices import clients, expansions, transfer
 from tfshard.layouts.axes import MeshAxes, axis_sizes
 from tfshard.layouts.variable_layout import Axes
 
@@ -82,6 +82,30 @@ def _allow() -> None:
     collectives = (GATHER, "CollectiveAllToAllV2", "CollectiveReduceV2")
     expansions.allow_local(*collectives, "EnsureShape")
     _private.run_when_used(collectives)
+
+
+def meet(mesh: dtensor.Mesh) -> None:
+    """Makes the devices of each group meet once, as `transfer.meet` does with those of DTensor's. Eager only."""
+    sizes = axis_sizes(mesh)
+    if sizes.replicas == 1 or mesh.to_string() in _met:
+        return
+    shape = [*(sizes[axis] for axis in sizes.tensor), sizes.data_size, 1]
+    axes = (*sizes.tensor, sizes.data, None)
+    stored = transfer.host_to_mesh(np.zeros(shape, np.float32), axes, mesh)
+    with clients.here().operation("the first meeting of the devices of a replica", first=True):
+        gather(stored, axes, mesh)
+        if not sizes.shards_by_several:
+            zero = transfer.host_to_mesh(np.zeros(1, np.float32), (None,), mesh)
+            _in_a_function(_all_reduce, zero, (None,), mesh)
+    _met.add(mesh.to_string())
+
+
+_met: set[str] = set()
+
+
+def _all_reduce(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    del axes
+    return all_reduce(tensor, mesh)
 
 
 def _in_a_function(function: Function, tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import batching, clients, gathers, host_meshes, reductions, startup, transfer
+from tfshard.devices import batching, clients, gathers, host_meshes, reductions, replicas, startup, transfer
 from tfshard.devices.mesh import create_mesh
 from tfshard.errors import MeshError, StrategyError
 from tfshard.graph import auto_layout, model_specs
@@ -168,6 +168,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         gathers.choose(mesh)
         reductions.choose(reduce_dtype)
         transfer.meet(mesh)
+        replicas.meet(mesh)
         # The shapes that each function has been run on.
         self._traced: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
         tf.distribute.Strategy.__init__(self, ShardedExtended(self))
