@@ -563,6 +563,14 @@ MUTATIONS = [
     ),
     Mutation(
         area="watchdog",
+        file="tfshard/launch/follower.py",
+        old="if self._clock.now - heard > HOST_SECONDS:",
+        new="if False:",
+        what="the host that leads is waited for when it is silent",
+        killed_by="tests/launch/test_faults.py::test_the_launcher_of_another_host_ends_its_clients_when_the_first_one_is_silent",
+    ),
+    Mutation(
+        area="watchdog",
         file="tfshard/launch/processes.py",
         old="prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)",
         new="prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)",

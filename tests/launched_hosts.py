@@ -1,0 +1,65 @@
+"""Trains at some stages: launched, on hosts with a network between them; imported, on one device."""
+
+import json
+
+import keras
+import numpy as np
+
+import parity
+import tfshard
+from tools.host_runs import network
+
+DEVICES = 4
+STEPS = 6
+# What is sent once has been sent before these steps.
+COUNTED = 4
+# Stage, and whether variables share a buffer.
+WAYS = {"stage 0": (0, True), "stage 3": (3, True), "stage 3, alone": (3, False)}
+RANDOM = np.random.RandomState(0)
+BATCH = RANDOM.randn(8, 256).astype("float32"), RANDOM.randn(8, 256).astype("float32")
+
+
+def build() -> keras.Sequential:
+    """Of 1 MiB, beside which heartbeats are little."""
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input((256,)), keras.layers.Dense(512, "tanh"), keras.layers.Dense(256)])
+
+
+def plain() -> list[float]:
+    """The losses of plain Keras."""
+    model = build()
+    model.compile(parity.dense_gradients(keras.optimizers.Adam(1e-3)), "mse", jit_compile=False)
+    return [float(model.train_on_batch(*BATCH)) for _ in range(STEPS)]
+
+
+def sent_in_a_ring(kind: str, size: int) -> float:
+    """Bytes that each device sends to the next one for a collective of a plan."""
+    share = (DEVICES - 1) / DEVICES * size
+    # A CPU reduces all before it scatters.
+    return share if kind == "all-gather" else 2 * share
+
+
+def sent_so_far() -> int:
+    """What this host has sent, once all clients have got what they wait for."""
+    tfshard.collectives.barrier()
+    return network.own_traffic().sent
+
+
+def train(stage: int, grouped: bool) -> dict:
+    """Losses, what this host sent in a step, and what it should by the plan, in bytes."""
+    options = {} if grouped else {"analyzer": None}
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=DEVICES), zero_stage=stage, **options)
+    model = tfshard.as_distributed(build())
+    model.compile(keras.optimizers.Adam(1e-3), "mse", strategy=strategy)
+    losses = [float(model.train_on_batch(*BATCH)) for _ in range(STEPS - COUNTED)]
+    before = sent_so_far()
+    losses += [float(model.train_on_batch(*BATCH)) for _ in range(COUNTED)]
+    sent = (sent_so_far() - before) / COUNTED
+    collectives = strategy.plan(model, inputs=BATCH[0]).collectives
+    planned = sum(each.count * sent_in_a_ring(each.kind, each.bytes) for each in collectives)
+    return {"losses": losses, "sent": sent, "planned": planned, "kinds": sorted({each.kind for each in collectives})}
+
+
+if __name__ == "__main__":
+    for name, way in WAYS.items():
+        print(f"FOUND {json.dumps([name, train(*way)])}", flush=True)
