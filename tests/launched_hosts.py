@@ -60,6 +60,21 @@ def train(stage: int, grouped: bool) -> dict:
     return {"losses": losses, "sent": sent, "planned": planned, "kinds": sorted({each.kind for each in collectives})}
 
 
+def collectives() -> dict[str, float]:
+    """What each host sends for a collective of the two clients, over what a ring would: 1 MiB for each of these."""
+    value = RANDOM.randn(1 << 18).astype("float32")
+    found = {}
+    for name in ("all_reduce", "all_gather", "broadcast"):
+        collective = getattr(tfshard.collectives, name)
+        collective(value)
+        before = sent_so_far()
+        collective(value)
+        found[name] = (sent_so_far() - before) / value.nbytes
+    return found
+
+
 if __name__ == "__main__":
+    # Before a strategy chooses how this process gathers.
+    print(f"FOUND {json.dumps(['collectives', collectives()])}", flush=True)
     for name, way in WAYS.items():
         print(f"FOUND {json.dumps([name, train(*way)])}", flush=True)

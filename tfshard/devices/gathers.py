@@ -6,7 +6,9 @@ Mostly the step is refused then; where a dim has size 1, or where the first dim 
 numbers are wrong (tests/devices/test_gathers.py). Which gathers a step has, only DTensor knows.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -27,6 +29,20 @@ def choose(mesh: dtensor.Mesh) -> None:
         os.environ[SWITCH] = "1"
     else:
         del os.environ[SWITCH]
+
+
+@contextlib.contextmanager
+def chosen(mesh: dtensor.Mesh) -> Iterator[None]:
+    """A context: what is done in it on a mesh, in eager code, is compiled as `choose` says; then all is as before."""
+    before = os.environ.get(SWITCH)
+    choose(mesh)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(SWITCH, None)
+        else:
+            os.environ[SWITCH] = before
 
 
 def narrow_dtypes(mesh_shape: MeshAxes) -> tuple[tf.DType, ...]:

@@ -214,10 +214,10 @@ def _exchange(
     return {part: from_words(words[part], like.shape, like.dtype) for part in np.ndindex(words.shape[:-1])}
 
 
-def to_words(value: np.ndarray) -> np.ndarray:
-    """The bytes of an array as int32, filled up with zeros."""
+def to_words(value: np.ndarray, dtype: type[np.integer[Any]] = np.int32) -> np.ndarray:
+    """The bytes of an array as integers, filled up with zeros."""
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    return np.pad(data, (0, -data.size % 4)).view(np.int32)
+    return np.pad(data, (0, -data.size % np.dtype(dtype).itemsize)).view(dtype)
 
 
 def from_words(words: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
