@@ -7,6 +7,7 @@ import numpy as np
 
 import parity
 import tfshard
+from tfshard.devices import transfer
 from tools.host_runs import network
 
 DEVICES = 4
@@ -60,21 +61,30 @@ def train(stage: int, grouped: bool) -> dict:
     return {"losses": losses, "sent": sent, "planned": planned, "kinds": sorted({each.kind for each in collectives})}
 
 
-def collectives() -> dict[str, float]:
-    """What each host sends for a collective of the two clients, over what a ring would: 1 MiB for each of these."""
-    value = RANDOM.randn(1 << 18).astype("float32")
+def values() -> dict[str, float]:
+    """What each host sends for a value of 1 MiB, over what it should: its own rows or piece to the other host, or a
+    ring of the two clients."""
+    value = RANDOM.randn(512, 512).astype("float32")
+    mesh = tfshard.create_mesh(model=2, batch=2)
+    sharded = {axes: transfer.host_to_mesh(value, axes, mesh) for axes in (("batch", "model"), (None, "model"))}
+    ways = {
+        "all_reduce": lambda: tfshard.collectives.all_reduce(value),
+        "all_gather": lambda: tfshard.collectives.all_gather(value),
+        "broadcast": lambda: tfshard.collectives.broadcast(value),
+        # Both devices of a client send what it has, or what it has gathered.
+        **{f"to host from {axes}": lambda tensor=tensor: transfer.to_host(tensor) for axes, tensor in sharded.items()},
+    }
     found = {}
-    for name in ("all_reduce", "all_gather", "broadcast"):
-        collective = getattr(tfshard.collectives, name)
-        collective(value)
+    for name, way in ways.items():
+        way()
         before = sent_so_far()
-        collective(value)
+        way()
         found[name] = (sent_so_far() - before) / value.nbytes
     return found
 
 
 if __name__ == "__main__":
-    # Before a strategy chooses how this process gathers.
-    print(f"FOUND {json.dumps(['collectives', collectives()])}", flush=True)
+    # Before a strategy chooses how steps gather.
+    print(f"FOUND {json.dumps(['values', values()])}", flush=True)
     for name, way in WAYS.items():
         print(f"FOUND {json.dumps([name, train(*way)])}", flush=True)

@@ -200,7 +200,7 @@ def gather(rows: Sequence[tf.Tensor], over: dtensor.Mesh) -> tf.Tensor:
 
 def gather_packed(packed: tf.Tensor, over: dtensor.Mesh) -> tf.Tensor:
     """`gather` of rows that are one DTensor."""
-    with gathers.chosen(over):
+    with gathers.one_axis_at_once():
         return transfer.relayout(packed, (None, None), over)
 
 

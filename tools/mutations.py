@@ -588,7 +588,7 @@ MUTATIONS = [
     Mutation(
         area="collectives",
         file="tfshard/collectives.py",
-        old="with gathers.chosen(over):",
+        old="with gathers.one_axis_at_once():",
         new="if True:",
         what="clients gather by reductions, four times the bytes",
         killed_by="tests/devices/test_gathers.py::test_collectives_gather_by_gathers_and_leave_the_switch_as_it_was",

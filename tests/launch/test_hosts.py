@@ -44,9 +44,9 @@ def run(machine) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def found(run) -> list[dict]:
-    """What its clients found, but for the collectives: by way."""
+    """What its clients found, but for the values: by way."""
     clients = launched.found(run, 2)
-    assert [list(client) for client in clients] == [["collectives", *launched_hosts.WAYS]] * 2
+    assert [list(client) for client in clients] == [["values", *launched_hosts.WAYS]] * 2
     return [{name: client[name] for name in launched_hosts.WAYS} for client in clients]
 
 
@@ -66,10 +66,11 @@ def test_hosts_send_what_is_planned(found):
             assert 1 <= way["sent"] / way["planned"] < 1.1, (name, way)
 
 
-def test_collectives_send_what_a_ring_does(run):
+def test_values_are_sent_once(run):
+    """As collectives, and to the host from a mesh of two axes, of which one is within a client."""
     for client in launched.found(run, 2):
-        assert len(client["collectives"]) == 3
-        for name, ratio in client["collectives"].items():
+        assert len(client["values"]) == 5
+        for name, ratio in client["values"].items():
             assert 1 <= ratio < 1.1, (name, ratio)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard.devices import clients, host_memory
+from tfshard.devices import clients, gathers, host_memory
 from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
@@ -207,9 +207,10 @@ def _exchange(
     with clients.here().operation(f"the exchange of {rows[0].nbytes} bytes a device", first=True):
         gathered = dtensor.pack([tf.constant(row) for row in rows], layout(axes, mesh))
         # One axis after the other: an eager relayout over two of them at once can fail.
-        for i in reversed(range(len(used))):
-            axes = tuple(None if dim == i else axis for dim, axis in enumerate(axes))
-            gathered = relayout(gathered, axes, mesh)
+        with gathers.one_axis_at_once():
+            for i in reversed(range(len(used))):
+                axes = tuple(None if dim == i else axis for dim, axis in enumerate(axes))
+                gathered = relayout(gathered, axes, mesh)
         words = np.asarray(dtensor.unpack(gathered)[0])
     return {part: from_words(words[part], like.shape, like.dtype) for part in np.ndindex(words.shape[:-1])}
 
