@@ -23,7 +23,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, mesh, startup, transfer
+from tfshard.devices import clients, gathers, mesh, startup, transfer
 from tfshard.errors import CollectiveError
 
 # The axis of the meshes that collectives run on.
@@ -157,8 +157,8 @@ def broadcast(value: Any, root: int = 0) -> Any:
     if not _agreed("broadcast", array, root=root):
         return _like(value, array)
     with _operation("broadcast", array):
-        words = transfer.to_words(array)
-        # A sum with zeros, as integers: every bit stays as it is.
+        words = transfer.to_words(array, np.int64)
+        # A sum with zeros, as integers: every bit stays as it is. Those of 32 bits are sent as 64 (by the counter).
         words = words if rank() == root else np.zeros_like(words)
         result = reduce([tf.constant(words)], "sum", _clients_mesh())
         return _like(value, transfer.from_words(np.asarray(dtensor.unpack(result)[0]), array.shape, array.dtype))
@@ -195,7 +195,13 @@ def reduce_packed(packed: tf.Tensor, op: str, over: dtensor.Mesh, scattered: boo
 
 def gather(rows: Sequence[tf.Tensor], over: dtensor.Mesh) -> tf.Tensor:
     """Gathers one row (1, n) of each device of a mesh with the one axis `AXIS`; (devices, n) on all of them."""
-    return transfer.relayout(dtensor.pack(rows, transfer.layout((AXIS, None), over)), (None, None), over)
+    return gather_packed(dtensor.pack(rows, transfer.layout((AXIS, None), over)), over)
+
+
+def gather_packed(packed: tf.Tensor, over: dtensor.Mesh) -> tf.Tensor:
+    """`gather` of rows that are one DTensor."""
+    with gathers.one_axis_at_once():
+        return transfer.relayout(packed, (None, None), over)
 
 
 @functools.cache

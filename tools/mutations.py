@@ -563,6 +563,14 @@ MUTATIONS = [
     ),
     Mutation(
         area="watchdog",
+        file="tfshard/launch/follower.py",
+        old="if self._clock.now - heard > HOST_SECONDS:",
+        new="if False:",
+        what="the host that leads is waited for when it is silent",
+        killed_by="tests/launch/test_faults.py::test_the_launcher_of_another_host_ends_its_clients_when_the_first_one_is_silent",
+    ),
+    Mutation(
+        area="watchdog",
         file="tfshard/launch/processes.py",
         old="prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)",
         new="prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)",
@@ -608,6 +616,14 @@ MUTATIONS = [
         new="",
         what="a loop that begins with constants is on the first mesh of the process",
         killed_by="tests/storage/test_host_slots.py::test_slots_on_the_host_train_as_on_one_device[microbatches]",
+    ),
+    Mutation(
+        area="collectives",
+        file="tfshard/collectives.py",
+        old="with gathers.one_axis_at_once():",
+        new="if True:",
+        what="clients gather by reductions, four times the bytes",
+        killed_by="tests/devices/test_gathers.py::test_collectives_gather_by_gathers_and_leave_the_switch_as_it_was",
     ),
     Mutation(
         area="channel",

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 import tfshard
+from tfshard import collectives
 from tfshard.devices import gathers, transfer
 
 SHAPES = [(8, 6), (4, 8, 6), (1, 8, 6), (8, 2, 6), (8, 6, 1)]
@@ -62,3 +63,23 @@ def test_steps_of_strategies_on_both_kinds_of_mesh_take_turns():
         for function in (lambda t: tf.expand_dims(t, 0), lambda t: tf.transpose(t)[None] * 2.0):
             ours = strategy.run(tf.function(function), args=(sharded,))
             np.testing.assert_array_equal(transfer.to_host(ours), function(tf.constant(value)))
+
+
+def test_collectives_gather_by_gathers_and_leave_the_switch_as_it_was(monkeypatch):
+    over = tfshard.create_mesh(**{collectives.AXIS: 4})
+    rows = np.arange(12, dtype="int32").reshape(4, 3)
+    seen = []
+
+    def noted(*args):
+        seen.append(os.environ.get(gathers.SWITCH))
+        return relayout(*args)
+
+    relayout = transfer.relayout
+    monkeypatch.setattr(transfer, "relayout", noted)
+    for sizes, switch in (({"batch": 2, "model": 2}, None), ({"batch": 4}, "1")):
+        gathers.choose(tfshard.create_mesh(**sizes))
+        assert os.environ.get(gathers.SWITCH) == switch
+        for piece in pieces(collectives.gather([tf.constant(row[np.newaxis]) for row in rows], over)):
+            np.testing.assert_array_equal(piece, rows)
+        assert os.environ.get(gathers.SWITCH) == switch
+    assert seen == ["1", "1"]

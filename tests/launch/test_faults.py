@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import re
+import signal
 
 import keras
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 import launched
 import sweeps
 import tfshard
+from tfshard.launch.options import HOST_SECONDS
 from tools import faults
 from tools.fault_runs import model, watched
+from tools.fault_runs.table import DEATH_LIMIT
 
 FAULTS = faults.faults(2)
 # Each waits most of its time.
@@ -89,6 +92,27 @@ def test_a_host_that_is_lost_is_left_out():
         run.launchers[0].terminate()
         run.wait(20)
         run.check_nothing_is_left(3)
+    assert "The launcher of host 1 (127.0.0.2), with clients (1,), closed its connection." in run.said
+
+
+def test_the_launcher_of_another_host_ends_its_clients_when_the_first_one_is_silent():
+    """That of host 0 is stopped: its connections stay open. When it goes on, it ends too."""
+    flags = ["--hosts=127.0.0.1,127.0.0.2", f"--port={watched.free_port()}", "--num_processes=1"]
+    environment = {"TFSHARD_SECRET": os.urandom(32).hex()}
+    first = [*flags, "--host_index=0", watched.BARE_CLIENT]
+    with watched.running(*first, launch=watched.BARE_LAUNCH, environment=environment, num_clients=2) as run:
+        run.launch(*flags, "--host_index=1", watched.BARE_CLIENT, environment=environment)
+        run.wait_for("CLIENT step 5 ")
+        leader, follower = run.launchers
+        leader.send_signal(signal.SIGSTOP)
+        follower.wait(HOST_SECONDS + DEATH_LIMIT)
+        assert watched.is_stopped(leader.pid)
+        assert run.pids[1] not in run.living()
+        leader.send_signal(signal.SIGCONT)
+        run.wait(DEATH_LIMIT)
+        run.check_nothing_is_left(3)
+    assert [leader.returncode, follower.returncode] == [1, 1], run.text
+    assert "The launcher of host 0 sent no heartbeat for 8 s: all clients of this host are ended." in run.said
     assert "The launcher of host 1 (127.0.0.2), with clients (1,), closed its connection." in run.said
 
 

@@ -4,9 +4,14 @@ A `CollectiveGatherV2` sends half the bytes. Over two axes of a mesh at once Ten
 devices of both axes are one group, in an order of their own, and the sizes of dims that are not gathered are left out.
 Mostly the step is refused then; where a dim has size 1, or where the first dim is sharded by the second axis, the
 numbers are wrong (tests/devices/test_gathers.py). Which gathers a step has, only DTensor knows.
+
+Values for the host are gathered over one axis after the other, which is right on any mesh. They are integers, of which
+an all-reduce sends 64 bits each: four times the bytes, by the counters of tests/launch/test_hosts.py.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -27,6 +32,21 @@ def choose(mesh: dtensor.Mesh) -> None:
         os.environ[SWITCH] = "1"
     else:
         del os.environ[SWITCH]
+
+
+@contextlib.contextmanager
+def one_axis_at_once() -> Iterator[None]:
+    """A context: eager gathers over one axis each, on any mesh. They gather; then the switch is as before."""
+    before = os.environ.get(SWITCH)
+    if _is_ours:
+        os.environ[SWITCH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(SWITCH, None)
+        else:
+            os.environ[SWITCH] = before
 
 
 def narrow_dtypes(mesh_shape: MeshAxes) -> tuple[tf.DType, ...]:

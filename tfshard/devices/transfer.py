@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard.devices import clients, host_memory
+from tfshard.devices import clients, gathers, host_memory
 from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
@@ -207,17 +207,18 @@ def _exchange(
     with clients.here().operation(f"the exchange of {rows[0].nbytes} bytes a device", first=True):
         gathered = dtensor.pack([tf.constant(row) for row in rows], layout(axes, mesh))
         # One axis after the other: an eager relayout over two of them at once can fail.
-        for i in reversed(range(len(used))):
-            axes = tuple(None if dim == i else axis for dim, axis in enumerate(axes))
-            gathered = relayout(gathered, axes, mesh)
+        with gathers.one_axis_at_once():
+            for i in reversed(range(len(used))):
+                axes = tuple(None if dim == i else axis for dim, axis in enumerate(axes))
+                gathered = relayout(gathered, axes, mesh)
         words = np.asarray(dtensor.unpack(gathered)[0])
     return {part: from_words(words[part], like.shape, like.dtype) for part in np.ndindex(words.shape[:-1])}
 
 
-def to_words(value: np.ndarray) -> np.ndarray:
-    """The bytes of an array as int32, filled up with zeros."""
+def to_words(value: np.ndarray, dtype: type[np.integer[Any]] = np.int32) -> np.ndarray:
+    """The bytes of an array as integers, filled up with zeros."""
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    return np.pad(data, (0, -data.size % 4)).view(np.int32)
+    return np.pad(data, (0, -data.size % np.dtype(dtype).itemsize)).view(dtype)
 
 
 def from_words(words: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:

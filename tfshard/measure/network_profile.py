@@ -174,10 +174,10 @@ def _operation(kind: str, words: int, over: dtensor.Mesh) -> Callable[[], tf.Ten
         layout = transfer.layout((collectives.AXIS, None), over)
         rows = np.zeros((1, words // over.size), np.int32)
         packed = dtensor.pack([tf.constant(rows)] * local, layout)
-        return lambda: transfer.relayout(packed, (None, None), over)
-    # A broadcast is a sum of integers with zeros.
-    dtype = np.int32 if kind == "broadcast" else np.float32
-    packed = collectives.pack([tf.zeros((words,), dtype)] * local, over)
+        return lambda: collectives.gather_packed(packed, over)
+    # A broadcast is a sum of integers of 64 bits with zeros.
+    like = tf.zeros((-(-words // 2),), tf.int64) if kind == "broadcast" else tf.zeros((words,))
+    packed = collectives.pack([like] * local, over)
     return lambda: collectives.reduce_packed(packed, "sum", over, scattered=kind == "reduce_scatter")
 
 

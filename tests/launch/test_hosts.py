@@ -1,0 +1,166 @@
+"""Hosts with a network between them: numbers of one device, bytes by the plan, and cables that are pulled."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import launched
+import launched_hosts
+from tfshard.launch.options import HOST_SECONDS
+from tools.fault_runs import watched
+from tools.fault_runs.table import DEATH_LIMIT
+from tools.host_runs import network
+
+# Of losses.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def machine() -> None:
+    """One that can have such a network."""
+    if (why := network.missing()) is not None:
+        pytest.skip(f"no network of hosts: {why}")
+
+
+def namespaces(pid: int) -> list[str]:
+    """What the runs of a process have."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"tfshard-{pid}-")]
+
+
+@pytest.fixture(scope="module")
+def run(machine) -> subprocess.CompletedProcess:
+    """Of launched_hosts.py, on two hosts of two devices."""
+    done = launched.run("-m", "tools.hosts", "--rate=1gbit", str(launched.HERE / "launched_hosts.py"))
+    assert done.returncode == 0, done.stdout
+    return done
+
+
+@pytest.fixture(scope="module")
+def found(run) -> list[dict]:
+    """What its clients found, but for the values: by way."""
+    clients = launched.found(run, 2)
+    assert [list(client) for client in clients] == [["values", *launched_hosts.WAYS]] * 2
+    return [{name: client[name] for name in launched_hosts.WAYS} for client in clients]
+
+
+def test_hosts_train_to_the_numbers_of_one_device(found):
+    expected = launched_hosts.plain()
+    assert expected[0] - expected[-1] > 100 * TOLERANCE * expected[0]
+    for client in found:
+        for name, way in client.items():
+            np.testing.assert_allclose(way["losses"], expected, rtol=TOLERANCE, err_msg=name)
+
+
+def test_hosts_send_what_is_planned(found):
+    assert found[0]["stage 0"]["kinds"] == ["all-reduce"]
+    assert found[0]["stage 3, alone"]["kinds"] == ["all-gather", "all-reduce", "reduce-scatter"]
+    for client in found:
+        for name, way in client.items():
+            assert 1 <= way["sent"] / way["planned"] < 1.1, (name, way)
+
+
+def test_values_are_sent_once(run):
+    """As collectives, and to the host from a mesh of two axes, of which one is within a client."""
+    for client in launched.found(run, 2):
+        assert len(client["values"]) == 5
+        for name, ratio in client["values"].items():
+            assert 1 <= ratio < 1.1, (name, ratio)
+
+
+def test_what_all_interfaces_sent_and_received_is_printed(run, found):
+    line = r"hosts: host \d \(10\.77\.0\.\d\) sent (\S+) bytes in \S+ packets, and received (\S+) bytes"
+    counted = [[int(text.replace(",", "")) for text in pair] for pair in re.findall(line, run.stdout)]
+    (sent, received), (sent_back, received_back) = counted
+    for number, other, client in ((sent, received_back, found[0]), (sent_back, received, found[1])):
+        assert number > sum(launched_hosts.STEPS * way["planned"] for way in client.values())
+        assert abs(number - other) < 0.01 * number
+
+
+def test_a_cable_that_is_pulled_ends_all_launchers_with_the_cause_and_one_that_is_loose_does_not(machine):
+    with network.connected(2, "1gbit") as hosts:
+        flags = [f"--hosts={','.join(hosts.addresses)}", "--num_processes=1"]
+        environment = {"TFSHARD_SECRET": os.urandom(32).hex()}
+        first, second = [
+            hosts.on(host, *watched.BARE_LAUNCH, *flags, f"--host_index={host}", watched.BARE_CLIENT) for host in (0, 1)
+        ]
+        with watched.running(*first, launch=(), environment=environment, num_clients=2) as run:
+            run.launch(*second, environment=environment)
+            run.wait_for("CLIENT step 5 ")
+            hosts.set_link(1, up=False)
+            time.sleep(1)
+            while run.take(0.0) is not None:
+                pass
+            # Clients agree in each step, so nobody goes on alone.
+            done = len(run.steps(0))
+            assert run.take(0.5) is None
+            hosts.set_link(1, up=True)
+            run.wait_for(f"CLIENT step {done + 5} ", 30)
+            assert "tfshard launch:" not in run.said
+            hosts.set_link(1, up=False)
+            run.wait(HOST_SECONDS + DEATH_LIMIT)
+            run.check_nothing_is_left(0)
+    assert [launcher.returncode for launcher in run.launchers] == [1, 1], run.text
+    assert "The launcher of host 1 (10.77.0.2), with clients (1,), sent no heartbeat for 8 s." in run.said
+    assert "The launcher of host 0 sent no heartbeat for 8 s: all clients of this host are ended." in run.said
+
+
+def test_nothing_is_left_of_a_run_that_is_ended(machine):
+    with subprocess.Popen(
+        [sys.executable, "-m", "tools.hosts", str(launched.HERE / "launched_hosts.py")],
+        cwd=launched.ROOT, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert "10.77.0.1, 10.77.0.2, with links of 10gbit" in process.stdout.readline()
+        assert len(namespaces(process.pid)) == 3
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert namespaces(process.pid) == []
+
+
+def test_what_a_killed_run_left_is_cleaned_and_living_runs_stay(machine):
+    program = (
+        "import time; from tools.host_runs import network; n = network.Network(2, '1gbit'); print(1); time.sleep(99)"
+    )
+    with (
+        subprocess.Popen(
+            [sys.executable, "-u", "-c", program], cwd=launched.ROOT, stdout=subprocess.PIPE, text=True
+        ) as process,
+        network.connected(1, "1gbit") as living,
+    ):
+        assert process.stdout.readline() == "1\n"
+        process.kill()
+        process.wait()
+        left = namespaces(process.pid)
+        assert len(left) == 3
+        assert set(left) <= set(network.clean())
+        assert namespaces(process.pid) == []
+        assert len(namespaces(os.getpid())) == 2
+        assert living.traffic(0).sent == 0
+
+
+def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "tools.hosts", *arguments],
+        cwd=launched.ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_where_there_cannot_be_such_a_network_it_is_said_in_a_line_with_an_exit_code_of_its_own():
+    done = tool("train.py", PATH="")
+    assert done.returncode == 77
+    assert re.fullmatch(r"tools/hosts: there is no such network here: .*(root|no program 'ip').*\n", done.stderr)
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("down", ["2@1", "1", "1@", "x@1", "1@2+"])
+def test_a_link_that_cannot_go_down_is_refused(down):
+    done = tool(f"--down={down}", "train.py")
+    assert done.returncode == 1
+    assert f"Write HOST@SECONDS, HOST from 0 to 1. Received: down={down}" in done.stdout + done.stderr

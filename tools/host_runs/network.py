@@ -1,0 +1,232 @@
+"""Hosts on one Linux machine: network namespaces on a bridge, with links of one rate.
+
+    host 0 [eth0] ---- [port0  bridge  port1] ---- [eth0] host 1
+
+The bridge has a namespace of its own, so nothing of this is in the machine's network, and a namespace that is deleted
+takes its links with it. Both ends of a link are shaped (tc-tbf), which limits what a host sends and what it gets.
+Names hold the process that made them and when it was started, so that runs do not collide and what a dead one left can
+be told.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from tools.fault_runs.watched import process_state
+
+INTERFACE = "eth0"
+_NAME = re.compile(r"tfshard-(\d+)-(\d+)-\d+-(?:switch|host\d+)")
+RATE = re.compile(r"([1-9]\d*)([kmg]bit)")
+_BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+# What may be sent at once: so much time at the rate, and a segment of TCP at least.
+_BURST_SECONDS = 0.001
+_LEAST_BURST_BYTES = 1 << 16
+# What waits longer at a link is dropped.
+_QUEUE = "50ms"
+MAX_HOSTS = 254
+_numbers = itertools.count()
+
+
+class NetworkError(Exception):
+    """This machine has no such network, or `ip` or `tc` refused something."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What a host's interface sent and received, as the kernel counts it.
+
+    Attributes:
+        sent: Bytes, with headers. A packet may be of up to 64 KiB with one header, as a network card that cuts it (TSO)
+            is given it.
+        received: Likewise.
+        packets: How many it sent.
+    """
+
+    sent: int
+    received: int
+    packets: int
+
+    def since(self, before: "Traffic") -> "Traffic":
+        """What came on top of an earlier count."""
+        return Traffic(
+            sent=self.sent - before.sent,
+            received=self.received - before.received,
+            packets=self.packets - before.packets,
+        )
+
+
+def own_traffic() -> Traffic:
+    """What the interface of the host on which this process runs sent and received so far."""
+    with open("/proc/self/net/dev", encoding="ascii") as file:
+        lines = dict(line.split(":", 1) for line in file.readlines()[2:])
+    # Of what was received, and then of what was sent: bytes, packets and six other counts.
+    counts = [int(word) for word in {name.strip(): counts for name, counts in lines.items()}[INTERFACE].split()]
+    return Traffic(sent=counts[8], received=counts[0], packets=counts[9])
+
+
+def bits_per_second(rate: str) -> int:
+    """What a rate as `"1gbit"` says.
+
+    >>> bits_per_second("100mbit")
+    100000000
+    """
+    match = RATE.fullmatch(rate)
+    assert match is not None, rate
+    return int(match[1]) * _BITS[match[2]]
+
+
+class Network:
+    """Hosts with links of one rate; `connected` makes one and takes it away.
+
+    Attributes:
+        addresses: Of the hosts, all private.
+    """
+
+    def __init__(self, num_hosts: int, rate: str):
+        """Makes it.
+
+        Args:
+            num_hosts: 1 to 254.
+            rate: Of each link and direction, such as `"1gbit"`.
+
+        Raises:
+            NetworkError: It cannot be made; then nothing of it is left.
+        """
+        assert 1 <= num_hosts <= MAX_HOSTS, num_hosts
+        run = f"tfshard-{os.getpid()}-{process_state(os.getpid())[1]}-{next(_numbers)}"
+        self.addresses = tuple(f"10.77.0.{host + 1}" for host in range(num_hosts))
+        self._switch = f"{run}-switch"
+        self._hosts = tuple(f"{run}-host{host}" for host in range(num_hosts))
+        burst = max(_LEAST_BURST_BYTES, int(bits_per_second(rate) * _BURST_SECONDS / 8))
+        _check_machine()
+        try:
+            _ip("netns", "add", self._switch)
+            _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "bridge", "up")
+            for host in range(num_hosts):
+                self._connect(host, rate, burst)
+        except NetworkError:
+            self.close()
+            raise
+        self._begin = [self._counted(host) for host in range(num_hosts)]
+
+    def _connect(self, host: int, rate: str, burst: int) -> None:
+        name, port = self._hosts[host], f"port{host}"
+        _ip("netns", "add", name)
+        _ip("link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch)
+        _ip("-n", self._switch, "link", "set", port, "master", "bridge")
+        for namespace, interface in ((name, INTERFACE), (self._switch, port)):
+            _tc(
+                "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", "rate", rate, "burst", str(burst),
+                "latency", _QUEUE,
+            )  # fmt: skip
+            # IPv6 would have things to say of its own.
+            _ip("-n", namespace, "link", "set", interface, "addrgenmode", "none")
+        _ip("-n", name, "address", "add", f"{self.addresses[host]}/24", "dev", INTERFACE)
+        _ip("-n", name, "link", "set", "lo", "up")
+        _ip("-n", name, "link", "set", INTERFACE, "up")
+        self.set_link(host, up=True)
+
+    def on(self, host: int, *command: str) -> tuple[str, ...]:
+        """The command that runs a command on a host. It ends with the process that starts it."""
+        return ("ip", "netns", "exec", self._hosts[host], "setpriv", "--pdeathsig", "KILL", *command)
+
+    def set_link(self, host: int, *, up: bool) -> None:
+        """Plugs a host's cable in, or pulls it: the host keeps its address, and nothing goes in or out."""
+        _ip("-n", self._switch, "link", "set", f"port{host}", "up" if up else "down")
+
+    def traffic(self, host: int) -> Traffic:
+        """What a host's interface sent and received since the network was made."""
+        return self._counted(host).since(self._begin[host])
+
+    def _counted(self, host: int) -> Traffic:
+        (link,) = json.loads(_ip("-n", self._hosts[host], "-s", "-j", "link", "show", "dev", INTERFACE))
+        sent, received = link["stats64"]["tx"], link["stats64"]["rx"]
+        return Traffic(sent=sent["bytes"], received=received["bytes"], packets=sent["packets"])
+
+    def close(self) -> None:
+        """Ends the processes on all hosts, and takes the hosts away."""
+        _remove({*self._hosts, self._switch} & set(_names()))
+
+
+@contextlib.contextmanager
+def connected(num_hosts: int, rate: str) -> Iterator[Network]:
+    """A `Network`, of which nothing is left afterwards."""
+    network = Network(num_hosts, rate)
+    try:
+        yield network
+    finally:
+        network.close()
+
+
+def missing() -> str | None:
+    """Why there cannot be such a network here; None where there can."""
+    try:
+        Network(1, "1gbit").close()
+    except NetworkError as error:
+        return str(error)
+    return None
+
+
+def clean() -> list[str]:
+    """Takes away what dead runs left, and ends what still runs there; returns the names of the namespaces.
+
+    Raises:
+        NetworkError: This machine has no such networks, or `ip` refused something.
+    """
+    _check_machine()
+    left = [name for name in _names() if (match := _NAME.fullmatch(name)) and not _lives(int(match[1]), int(match[2]))]
+    _remove(left)
+    return left
+
+
+def _lives(pid: int, started: int) -> bool:
+    state, since = process_state(pid)
+    return state not in "ZX" and since == started
+
+
+def _names() -> list[str]:
+    return [line.split()[0] for line in _ip("netns", "list").splitlines()]
+
+
+def _remove(names: "set[str] | list[str]") -> None:
+    for name in names:
+        for pid in _ip("netns", "pids", name).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    for name in names:
+        _ip("netns", "delete", name)
+
+
+def _check_machine() -> None:
+    if sys.platform != "linux":
+        raise NetworkError(f"Network namespaces are Linux's. Received: {sys.platform}")
+    if os.geteuid():
+        raise NetworkError(f"Only root can make network namespaces: use sudo. Received: user {os.geteuid()}")
+    for program in ("ip", "tc", "setpriv"):
+        if shutil.which(program) is None:
+            raise NetworkError(f"There is no program '{program}': install iproute2 and util-linux.")
+
+
+def _ip(*arguments: str) -> str:
+    return _run("ip", *arguments)
+
+
+def _tc(*arguments: str) -> str:
+    return _run("tc", *arguments)
+
+
+def _run(*command: str) -> str:
+    """What a command prints. A ^C at the terminal does not reach it: it is needed to clean up."""
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if done.returncode:
+        raise NetworkError(f"'{' '.join(command)}' failed: {' '.join(done.stderr.split()) or done.returncode}")
+    return done.stdout
