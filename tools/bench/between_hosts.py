@@ -123,12 +123,14 @@ def main(argv):
             batch = f"{gpt_flags.BATCH_SIZE.value} x {gpt_flags.SEQUENCE.value}"
             print(f"{first['parameters']:,} parameters, batch {batch}, Adam")
             print(
-                f"{'rate':>8} {'stage':>6} {'way':>7} {'step ms':>9} {'sent MB':>9} {'planned':>9} {'ratio':>7} {'Gbit/s':>7}"
+                f"{'rate':>8} {'stage':>6} {'way':>7} {'step ms':>9} {'sent MB':>9} {'planned':>9} {'ratio':>7} "
+                f"{'Gbit/s':>7}"
             )
         for found in results:
             megabytes, planned = found["sent"] / 1e6, found["planned"] / 1e6
             print(
-                f"{rate:>8} {found['stage']:>6} {found['way']:>7} {1e3 * found['step']:>9.0f} {megabytes:>9.2f} {planned:>9.2f} "
+                f"{rate:>8} {found['stage']:>6} {found['way']:>7} {1e3 * found['step']:>9.0f} {megabytes:>9.2f} "
+                f"{planned:>9.2f} "
                 f"{megabytes / planned:>7.3f} {8e-3 * megabytes / found['step']:>7.2f}",
                 flush=True,
             )
