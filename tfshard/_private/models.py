@@ -148,11 +148,13 @@ def compiled_metrics(model: keras.Model) -> list[keras.Metric]:
 
 
 def loss_count(model: keras.Model) -> float:
-    """The samples of an epoch so far, as Keras counts them to average the loss; NaN where it does not
-    (`_loss_tracker`)."""
+    """The samples of an epoch so far, as Keras counts them to average the loss; NaN where it does not, and where
+    replicas of a model count their own (`_loss_tracker`)."""
     tracker = getattr(model, "_loss_tracker", None)
-    count = math.nan if tracker is None else float(tracker.count.numpy())
-    return count or math.nan
+    strategy = distribute_strategy(model)
+    if tracker is None or (strategy is not None and strategy.num_replicas_in_sync > 1):
+        return math.nan
+    return float(tracker.count.numpy()) or math.nan
 
 
 def metric_function(metric: keras.Metric) -> Callable[..., Any] | None:

@@ -285,7 +285,7 @@ class _Run:
     def _size_of(self, step: WatchedStep) -> "_Size":
         inputs = [keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in step.batches]
         if self._inputs is None:
-            self._inputs = keras.tree.map_structure(lambda each: tf.TensorSpec(each.shape, each.dtype), inputs[0])
+            self._inputs = keras.tree.map_structure(_spec, inputs[0])
         samples = [_samples(each) for each in inputs]
         tokens = [self._tokens(each, count) for each, count in zip(inputs, samples, strict=True)]
         return _Size(steps=len(inputs), samples=sum(samples), tokens=sum(tokens))
@@ -369,7 +369,7 @@ class _Run:
             inputs = model_graph.batch_of(model, 1)
             flops = math.nan if inputs is None else _known("FLOPs", lambda: training_flops(model, inputs))
             return _Facts(collective_bytes=math.nan, device_bytes=math.nan, flops_per_sample=flops)
-        if self._inputs is None:  # There were no data.
+        if None in keras.tree.flatten(self._inputs):  # There were no data, or none for an input.
             return _Facts(collective_bytes=math.nan, device_bytes=math.nan, flops_per_sample=math.nan)
 
         def sent() -> int:
@@ -392,6 +392,10 @@ def _known(what: str, find: Callable[[], int | None]) -> float:
         warnings.warn(f"Telemetry does not know the {what} of a step. {error}", stacklevel=2)
         return math.nan
     return math.nan if found is None else found
+
+
+def _spec(tensor: Any) -> tf.TensorSpec | None:
+    return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
 def _samples(inputs: Any) -> int:
