@@ -4,9 +4,11 @@
 tests/training/test_metrics.py prove it.
 """
 
+import dataclasses
 import functools
 import pathlib
 import re
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -22,7 +24,7 @@ YES_OR_NO = RS.randint(0, 2, (24, 4)).astype("float32")
 NUMBERS = RS.uniform(0.1, 1.0, (24, 4)).astype("float32")
 L = keras.losses
 
-MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}}
+MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}, "model4": {"model": 4}}
 
 # The loss, what the model ends in, and labels.
 LOSSES = {
@@ -50,41 +52,132 @@ LOSSES = {
     "Tversky": (L.Tversky, "sigmoid", YES_OR_NO),
 }
 
-# Units, activation, loss and labels of each kind of model, and its metrics.
+
+class MeanPrediction(keras.metrics.Mean):
+    """The mean of what is predicted, which takes labels as compiled metrics do."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(y_pred, sample_weight)
+
+
+class SumOfPredictions(keras.metrics.Sum):
+    """The same for the sum."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(y_pred, sample_weight)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of model, and metrics that fit it.
+
+    Attributes:
+        units: How many numbers it gives.
+        activation: What they come out of.
+        loss: Its name in Keras.
+        labels: (24, ...); (24, 3, ...) where the model has three timesteps, some of them masked.
+        metrics: Makes the metrics, new ones each time.
+    """
+
+    units: int
+    activation: str | None
+    loss: str
+    labels: np.ndarray
+    metrics: Callable[[], list[keras.metrics.Metric]]
+
+    @property
+    def is_masked(self) -> bool:
+        return self.labels.shape[1:2] == (3,)
+
+
+M = keras.metrics
+# Rows of the data of metrics: batches of 8, 8 and 5, which no batch axis divides.
+ROWS = 21
+WEIGHTS = np.where(np.arange(24) % 5, RS.uniform(0.5, 2.0, 24), 0).astype("float32")
+# Timesteps of zeros are masked.
+TIMESTEPS = RS.normal(size=(24, 3, 5)).astype("float32") * (RS.uniform(size=(24, 3, 1)) < 0.7)
+CLASSES_OF_STEPS = RS.randint(0, 4, (24, 3))
+WEIGHTS_OF_STEPS = np.where(RS.uniform(size=(24, 3)) < 0.8, RS.uniform(0.5, 2.0, (24, 3)), 0).astype("float32")
+
 KINDS = {
-    "yes or no": (
-        1, "sigmoid", "binary_crossentropy", RS.randint(0, 2, (24, 1)).astype("float32"),
-        lambda m: [
-            m.AUC(name="auc"), m.AUC(curve="PR", num_thresholds=20, name="auc_pr"),
-            m.AUC(thresholds=[0.1, 0.4, 0.45], name="auc_at"),
-            m.PrecisionAtRecall(0.5), m.RecallAtPrecision(0.5), m.SensitivityAtSpecificity(0.5),
-            m.SpecificityAtSensitivity(0.5), m.BinaryIoU(threshold=0.6), m.Precision(), m.Recall(thresholds=[0.3, 0.5]),
-            m.TruePositives(), m.FalsePositives(), m.TrueNegatives(), m.FalseNegatives(), m.BinaryAccuracy(),
-            m.Accuracy(), m.BinaryCrossentropy(), m.Hinge(), m.SquaredHinge(),
+    "yes or no": Kind(
+        units=1, activation="sigmoid", loss="binary_crossentropy",
+        labels=RS.randint(0, 2, (24, 1)).astype("float32"),
+        metrics=lambda: [
+            M.AUC(name="auc"), M.AUC(curve="PR", num_thresholds=20, name="auc_pr"),
+            M.AUC(thresholds=[0.1, 0.4, 0.45], name="auc_at"),
+            M.AUC(summation_method="minoring", from_logits=True, name="auc_of_logits"),
+            M.PrecisionAtRecall(0.5), M.RecallAtPrecision(0.5), M.SensitivityAtSpecificity(0.5),
+            M.SpecificityAtSensitivity(0.5), M.BinaryIoU(threshold=0.6), M.Precision(), M.Recall(thresholds=[0.3, 0.5]),
+            M.TruePositives(), M.FalsePositives(), M.TrueNegatives(), M.FalseNegatives(),
+            M.TruePositives(thresholds=[0.3, 0.5], name="true_positives_at"), M.BinaryAccuracy(),
+            M.Accuracy(), M.BinaryCrossentropy(), M.Hinge(), M.SquaredHinge(),
         ],
     ),
-    "one of four": (
-        4, "softmax", "categorical_crossentropy", ONE_HOT,
-        lambda m: [
-            m.AUC(multi_label=True), m.OneHotMeanIoU(4), m.OneHotIoU(4, [1]), m.Precision(top_k=2),
-            m.Recall(class_id=1),
-            m.F1Score(), m.FBetaScore("macro", 2.0, 0.4), m.CategoricalAccuracy(), m.TopKCategoricalAccuracy(2),
-            m.CategoricalCrossentropy(), m.KLDivergence(), m.CategoricalHinge(), m.Poisson(),
+    "one of four": Kind(
+        units=4, activation="softmax", loss="categorical_crossentropy", labels=ONE_HOT,
+        metrics=lambda: [
+            M.AUC(multi_label=True), M.AUC(multi_label=True, label_weights=[1.0, 2.0, 0.0, 1.0], name="auc_weighted"),
+            M.AUC(name="auc_of_all"),
+            M.OneHotMeanIoU(4), M.OneHotIoU(4, [1]), M.Precision(top_k=2), M.Recall(class_id=1),
+            M.Precision(top_k=2, class_id=1, name="precision_of_class"), M.Recall(top_k=3, name="recall_top"),
+            M.PrecisionAtRecall(0.5, class_id=1), M.RecallAtPrecision(0.3, class_id=2),
+            M.SensitivityAtSpecificity(0.5, class_id=3), M.SpecificityAtSensitivity(0.5, class_id=0),
+            M.F1Score(), M.F1Score("weighted", name="f1_weighted"), M.F1Score("micro", 0.3, name="f1_micro"),
+            M.FBetaScore("macro", 2.0, 0.4), M.CategoricalAccuracy(), M.TopKCategoricalAccuracy(2),
+            M.CategoricalCrossentropy(), M.CategoricalCrossentropy(label_smoothing=0.1, name="smoothed"),
+            M.KLDivergence(), M.CategoricalHinge(), M.Poisson(), M.FalsePositives(), M.BinaryAccuracy(threshold=0.2),
         ],
     ),
-    "one of four, by number": (
-        4, "softmax", "sparse_categorical_crossentropy", CLASSES,
-        lambda m: [
-            m.MeanIoU(4, sparse_y_pred=False), m.IoU(4, [0, 2], sparse_y_pred=False), m.SparseCategoricalAccuracy(),
-            m.SparseTopKCategoricalAccuracy(2), m.SparseCategoricalCrossentropy(),
+    "one of four, by number": Kind(
+        units=4, activation="softmax", loss="sparse_categorical_crossentropy", labels=CLASSES,
+        metrics=lambda: [
+            M.MeanIoU(4, sparse_y_pred=False), M.IoU(4, [0, 2], sparse_y_pred=False),
+            M.MeanIoU(4, sparse_y_pred=False, ignore_class=1, name="mean_io_u_but_one"),
+            M.SparseCategoricalAccuracy(), M.SparseTopKCategoricalAccuracy(2), M.SparseCategoricalCrossentropy(),
+            M.SparseCategoricalCrossentropy(ignore_class=0, name="crossentropy_but_one"),
         ],
     ),
-    "numbers": (
-        4, None, "mse", NUMBERS,
-        lambda m: [
-            m.MeanSquaredError(), m.RootMeanSquaredError(), m.MeanAbsoluteError(), m.MeanAbsolutePercentageError(),
-            m.MeanSquaredLogarithmicError(), m.CosineSimilarity(), m.LogCoshError(), m.R2Score(),
-            m.PearsonCorrelation(), m.ConcordanceCorrelation(),
+    "numbers": Kind(
+        units=4, activation=None, loss="mse", labels=NUMBERS,
+        metrics=lambda: [
+            M.MeanSquaredError(), M.RootMeanSquaredError(), M.MeanAbsoluteError(), M.MeanAbsolutePercentageError(),
+            M.MeanSquaredLogarithmicError(), M.CosineSimilarity(), M.LogCoshError(), M.R2Score(),
+            M.R2Score("variance_weighted_average", name="r2_weighted"), M.R2Score(None, name="r2_of_each"),
+            M.PearsonCorrelation(), M.ConcordanceCorrelation(),
+            M.MeanMetricWrapper(lambda y_true, y_pred: abs(y_true - y_pred), name="by_function"),
+            MeanPrediction(), SumOfPredictions(),
+        ],
+    ),
+    "masked, yes or no": Kind(
+        units=1, activation="sigmoid", loss="binary_crossentropy",
+        labels=RS.randint(0, 2, (24, 3, 1)).astype("float32"),
+        metrics=lambda: [
+            M.AUC(), M.PrecisionAtRecall(0.5), M.BinaryIoU(), M.Precision(), M.Recall(), M.TruePositives(),
+            M.FalseNegatives(), M.BinaryAccuracy(), M.Accuracy(), M.BinaryCrossentropy(), M.Hinge(), M.SquaredHinge(),
+        ],
+    ),
+    "masked, one of four": Kind(
+        units=4, activation="softmax", loss="categorical_crossentropy", labels=np.eye(4, dtype="f")[CLASSES_OF_STEPS],
+        metrics=lambda: [
+            M.AUC(), M.OneHotMeanIoU(4), M.OneHotIoU(4, [1]), M.Precision(top_k=2), M.Recall(class_id=1),
+            M.CategoricalAccuracy(), M.TopKCategoricalAccuracy(2), M.CategoricalCrossentropy(), M.KLDivergence(),
+            M.CategoricalHinge(), M.Poisson(),
+        ],
+    ),
+    "masked, one of four, by number": Kind(
+        units=4, activation="softmax", loss="sparse_categorical_crossentropy", labels=CLASSES_OF_STEPS,
+        metrics=lambda: [
+            M.MeanIoU(4, sparse_y_pred=False), M.IoU(4, [0, 2], sparse_y_pred=False), M.SparseCategoricalAccuracy(),
+            M.SparseTopKCategoricalAccuracy(2), M.SparseCategoricalCrossentropy(),
+        ],
+    ),
+    "masked, numbers": Kind(
+        units=4, activation=None, loss="mse", labels=RS.uniform(0.1, 1.0, (24, 3, 4)).astype("float32"),
+        metrics=lambda: [
+            M.MeanSquaredError(), M.RootMeanSquaredError(), M.MeanAbsoluteError(), M.MeanAbsolutePercentageError(),
+            M.MeanSquaredLogarithmicError(), M.CosineSimilarity(), M.LogCoshError(), M.ConcordanceCorrelation(),
+            MeanPrediction(), SumOfPredictions(),
         ],
     ),
 }  # fmt: skip
@@ -155,39 +248,71 @@ def loss_outcome(name: str, mesh: str) -> str:
 def named(kind: str) -> dict[str, keras.metrics.Metric]:
     """The metrics of a kind by their names, which Keras makes of their classes."""
     keras.backend.clear_session()
-    return {metric.name: metric for metric in KINDS[kind][-1](keras.metrics)}
+    return {metric.name: metric for metric in KINDS[kind].metrics()}
+
+
+def keras_class(metric: keras.metrics.Metric) -> str:
+    """The class of Keras's that a metric is of."""
+    return next(each.__name__ for each in type(metric).__mro__ if vars(keras.metrics).get(each.__name__) is each)
+
+
+def weighted(kind: str, names: list[str]) -> list[keras.metrics.Metric]:
+    """Those of some names again, with names of their own."""
+    found = [metric for name, metric in named(kind).items() if name in names]
+    for metric in found:
+        metric.name = f"weighted_{metric.name}"
+    return found
+
+
+def measured_model(kind: Kind) -> keras.Model:
+    """Two layers, for each timestep if there are any."""
+    inputs = x = keras.Input((3, 5) if kind.is_masked else (5,))
+    if kind.is_masked:
+        x = keras.layers.Masking()(x)
+    x = keras.layers.Dense(4, activation="tanh", name="hidden")(x)
+    return keras.Model(inputs, keras.layers.Dense(kind.units, activation=kind.activation, name="last")(x))
 
 
 def fitted(kind: str, names: list[str], mesh: str | None) -> dict[str, np.ndarray]:
-    """What fit and evaluate report of metrics that are compiled into one model."""
-    units, activation, loss, labels, _ = KINDS[kind]
+    """What fit and evaluate report of metrics that are compiled into one model, without and with sample weights."""
+    of_kind = KINDS[kind]
+    again = weighted(kind, names)
     chosen = [metric for name, metric in named(kind).items() if name in names]
     keras.utils.set_random_seed(1)
-    inputs = keras.Input((5,))
-    hidden = keras.layers.Dense(4, activation="tanh", name="hidden")(inputs)
-    model = keras.Model(inputs, keras.layers.Dense(units, activation=activation, name="last")(hidden))
+    model = measured_model(of_kind)
     options: dict = {"jit_compile": False}
     if mesh is not None:
         tfshard.as_distributed(model)
-        options = {"strategy": strategy(mesh, classes=units)}
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=chosen, **options)
-    history = model.fit(INPUTS, labels, batch_size=8, verbose=0, shuffle=False).history
-    evaluated = model.evaluate(INPUTS, labels, batch_size=8, verbose=0, return_dict=True)
+        options = {"strategy": strategy(mesh, classes=of_kind.units)}
+    model.compile(keras.optimizers.SGD(0.1), of_kind.loss, metrics=chosen, weighted_metrics=again, **options)
+    inputs, weights = (TIMESTEPS, WEIGHTS_OF_STEPS) if of_kind.is_masked else (INPUTS, WEIGHTS)
+    data = {"x": inputs[:ROWS], "y": of_kind.labels[:ROWS], "sample_weight": weights[:ROWS], "batch_size": 8}
+    history = model.fit(**data, verbose=0, shuffle=False).history
+    evaluated = model.evaluate(**data, verbose=0, return_dict=True)
     assert mesh is None or model.trainable_variables[0].value.mesh.size == 4
     return {**{f"fit {k}": np.asarray(v) for k, v in history.items()}, **evaluated}
 
 
-def metric_outcome(kind: str, name: str, mesh: str) -> str:
-    """`"right"`, or what is wrong, or with which words it was refused."""
-    expected = fitted(kind, [name], None)
-    assert len(expected) == 4, "premise: the loss and the metric, of fit and of evaluate"
+def metric_outcomes(kind: str, names: list[str], mesh: str) -> dict[str, str]:
+    """Of each metric `"right"`, or what is wrong, or with which words it was refused.
+
+    All are in one model, unless that is refused.
+    """
+    expected = fitted(kind, names, None)
+    assert len(expected) == 2 + 4 * len(names), "premise: metrics, with weights and without, of fit and of evaluate"
     try:
-        found = fitted(kind, [name], mesh)
+        found = fitted(kind, names, mesh)
     except tfshard.errors.ShardingError as error:
-        return f"refused: {error}"
-    for key, value in expected.items():
-        if not np.allclose(found[key], value, rtol=1e-5, atol=1e-6):
-            return f"wrong: {key} is {found[key]} in place of {value}"
+        if len(names) == 1:
+            return {names[0]: f"refused: {error}"}
+        return {name: outcome for each in names for name, outcome in metric_outcomes(kind, [each], mesh).items()}
+    return {name: _compared(name, found, expected) for name in names}
+
+
+def _compared(name: str, found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> str:
+    for key in (name, f"weighted_{name}", f"fit {name}", f"fit weighted_{name}"):
+        if not np.allclose(found[key], expected[key], rtol=1e-5, atol=1e-6):
+            return f"wrong: {key} is {found[key]} in place of {expected[key]}"
     return "right"
 
 
@@ -204,21 +329,24 @@ def short(outcome: str) -> str:
 
 def documented() -> dict[str, list[str]]:
     """What docs/losses.md says of each loss, and of each metric, `kind: name`, on each mesh."""
-    rows = re.findall(r"^\| (.+?) \| (\S.*?) \| (\S.*?) \|$", DOCS.read_text().partition(MARK)[2], re.MULTILINE)
-    return {name: outcomes for name, *outcomes in rows if name not in ("Loss", "Metric", "---")}
+    rows = re.findall(r"^\| (.+?) \| (\S.*?) \|$", DOCS.read_text().partition(MARK)[2], re.MULTILINE)
+    return {name: outcomes.split(" | ") for name, outcomes in rows if name not in ("Loss", "Metric", "---")}
 
 
 def main() -> None:
     tfshard.initialize(num_devices=4, device_type="CPU")
-    lines = ["| Loss | On four devices | On two by two |", "|---|---|---|"]
+    head = " | ".join(("On four devices", "On two by two", "On a model axis of four"))
+    lines = [f"| Loss | {head} |", "|---|---|---|---|"]
     for name in LOSSES:
         lines.append(f"| {name} | " + " | ".join(short(loss_outcome(name, mesh)) for mesh in MESHES) + " |")
         print(lines[-1], flush=True)
-    lines += ["", "| Metric | On four devices | On two by two |", "|---|---|---|"]
+    lines += ["", f"| Metric | {head} |", "|---|---|---|---|"]
     for kind in KINDS:
-        for name, metric in named(kind).items():
-            outcomes = [short(metric_outcome(kind, name, mesh)) for mesh in MESHES]
-            lines.append(f"| {type(metric).__name__}, {kind}: {name} | " + " | ".join(outcomes) + " |")
+        metrics = named(kind)
+        outcomes = [metric_outcomes(kind, list(metrics), mesh) for mesh in MESHES]
+        for name, metric in metrics.items():
+            found = " | ".join(short(of_mesh[name]) for of_mesh in outcomes)
+            lines.append(f"| {keras_class(metric)}, {kind}: {name} | {found} |")
             print(lines[-1], flush=True)
     DOCS.write_text(DOCS.read_text().partition(MARK)[0] + MARK + "\n" + "\n".join(lines) + "\n")
 

@@ -14,6 +14,7 @@ Its wings, each on those above it; docs/design.md leads through them:
     planning       what will be stored and sent, and what is wrong with it?
     measure        what was really stored and sent?
     training       how does Keras reach us?
+    callbacks      what does a run measure while it trains?
     verifying      are the numbers those of one device?
     checkpoints    how does a run survive?
 
@@ -23,7 +24,7 @@ and beside them `errors`, `layers`, `presets`, `collectives`, for users, `tables
 __version__ = "0.1.0"
 
 # _private first: it checks the versions of TensorFlow and Keras.
-from tfshard import _moved, _private, collectives, errors, layers, measure, planning, presets
+from tfshard import _moved, _private, callbacks, collectives, errors, layers, measure, planning, presets
 from tfshard.checkpoints import CheckpointCallback, CheckpointManager, export, import_weights
 from tfshard.devices import create_mesh, initialize
 from tfshard.errors import ShardingError
@@ -47,6 +48,7 @@ __all__ = [
     "advise",
     "as_distributed",
     "auto_layout_map",
+    "callbacks",
     "collectives",
     "create_mesh",
     "errors",

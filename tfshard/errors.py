@@ -54,6 +54,10 @@ class LayoutWarning(UserWarning):
     """A layout map that works, and sends more than it has to."""
 
 
+class TelemetryError(ShardingError):
+    """Telemetry that cannot be taken or written as asked."""
+
+
 class CheckpointError(ShardingError):
     """A checkpoint cannot be written, found or used."""
 

@@ -9,41 +9,54 @@ import tensorflow as tf
 
 import sweeps
 import tfshard
-from built_in_losses import INPUTS, KINDS, MESHES, documented, fitted, named
+from built_in_losses import INPUTS, KINDS, MESHES, documented, fitted, keras_class, metric_outcomes, named
 
 # What DTensor by itself refuses of them.
 ORDINARY = [
     ("yes or no", name)
     for name in ("auc", "auc_at", "precision_at_recall", "sensitivity_at_specificity", "binary_io_u")
 ] + [("one of four, by number", "mean_io_u")]
+# Those that are counted without gathering what a model axis shards, whose masks our functions have to keep.
+MASKED = ("masked, one of four, by number", ("sparse_categorical_accuracy", "sparse_top_k_categorical_accuracy"))
 
 
 ALL = [(kind, name) for kind in KINDS for name in named(kind)]
-TAKEN = sweeps.taken("metrics", ALL, always=ORDINARY, sample=2)
+# The latter is Keras's, of weights for metrics that count.
+IGNORED = ("ignore:.*:tfshard.errors.LayoutWarning", "ignore:You are passing weight as `float`:UserWarning")
+TAKEN = sweeps.taken("metrics", ALL, always=ORDINARY, sample=3)
 
 
-@pytest.mark.filterwarnings("ignore:.*:tfshard.errors.LayoutWarning")
+@pytest.mark.filterwarnings(*IGNORED)
 @sweeps.table(
-    "kinds of metrics", ("kind", "mesh"), itertools.product(KINDS, MESHES), sample=1,
-    always={(kind, "batch4") for kind, _ in TAKEN},
+    "kinds of metrics", ("kind", "mesh"), itertools.product(KINDS, MESHES),
+    always={(kind, "batch4") for kind, _ in TAKEN} | {("yes or no", "model4")}, sample=1,
 )  # fmt: skip
 def test_metrics_of_fit_and_evaluate_are_those_of_plain_keras(kind: str, mesh: str):
-    names = [name for of_kind, name in TAKEN if of_kind == kind] or list(named(kind))
-    expected, values = fitted(kind, names, None), fitted(kind, names, mesh)
-    assert values.keys() == expected.keys() and len(values) >= 4, "loss and a metric, of fit and of evaluate"
-    for name, value in values.items():
-        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    """Also with sample weights, with a last batch that the batch axis does not divide, and with masks."""
+    names = [name for of_kind, name in TAKEN if of_kind == kind] or list(named(kind))[:4]
+    assert metric_outcomes(kind, names, mesh) == dict.fromkeys(names, "right")
+
+
+@pytest.mark.filterwarnings(*IGNORED)
+@pytest.mark.parametrize("mesh", ["batch2_model2", "model4"])
+def test_metrics_that_leave_classes_sharded_keep_masks(mesh: str):
+    kind, names = MASKED
+    expected = fitted(kind, list(names), None)
+    weighted, alone = (expected[f"{each}{names[0]}"] for each in ("weighted_", ""))
+    assert abs(weighted - alone) > 1e-3, "premise: weights count"
+    assert metric_outcomes(kind, list(names), mesh) == dict.fromkeys(names, "right")
 
 
 def test_the_docs_list_every_metric():
-    listed = {row.partition(", ")[2] for row in documented()}
-    assert {f"{kind}: {name}" for kind, name in ALL} <= listed, "Write it again: python tests/built_in_losses.py"
+    listed = {row.partition(", ")[2]: outcomes for row, outcomes in documented().items()}
+    assert {f"{kind}: {name}" for kind, name in ALL} <= set(listed), "Write it again: python tests/built_in_losses.py"
+    assert {len(outcomes) for outcomes in listed.values()} == {len(MESHES)}
 
 
 def test_every_metric_of_keras_is_in_the_table():
-    tried = {type(metric).__name__ for *_, metrics in KINDS.values() for metric in metrics(keras.metrics)}
+    tried = {keras_class(metric) for kind in KINDS.values() for metric in kind.metrics()}
     classes = {name for name, value in vars(keras.metrics).items() if isinstance(value, type)}
-    assert classes - tried == {"Metric", "Mean", "Sum", "MeanMetricWrapper"}
+    assert classes - tried == {"Metric"}
 
 
 class Printing(keras.layers.Layer):
@@ -86,7 +99,7 @@ def compiled(layer: keras.Layer, loss="mse", metrics=None, **options) -> keras.M
     return model
 
 
-LABELS = KINDS["numbers"][3]
+LABELS = KINDS["numbers"].labels
 REFUSED = {
     "layer": (lambda: compiled(Convolving(name="parts")), "layer 'parts' .Convolving., test_metrics.py:.* in "),
     "metric": (

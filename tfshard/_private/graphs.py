@@ -68,10 +68,16 @@ def element_shape(tensor_list: tf.Tensor) -> list[int] | None:
     return [dim.size for dim in data.shape_and_type[0].shape.dim]
 
 
+def function_graph(operation: tf.Operation, attribute: str) -> tf.Graph | None:
+    """The graph of a function that an operation runs, by the attribute that names it (`Graph._get_function`); None for
+    one of TensorFlow 1."""
+    return getattr(operation.graph._get_function(operation.get_attr(attribute).name), "graph", None)
+
+
 def know_element_shapes(loop: tf.Operation) -> None:
     """Gives a loop that fills lists of tensors (`TensorListReserve` before it, `TensorListSetItem` in its body) others,
     which know of which shape their elements are, where only the body tells (Operation._update_input)."""
-    body = getattr(loop.graph._get_function(loop.get_attr("body").name), "graph", None)
+    body = function_graph(loop, "body")
     if body is None:  # Of TensorFlow 1.
         return
     for number, (tensor, result) in enumerate(zip(loop.inputs, body.outputs, strict=True)):

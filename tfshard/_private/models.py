@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterator
@@ -144,6 +145,16 @@ def compiled_metrics(model: keras.Model) -> list[keras.Metric]:
         # Those given by name exist once they are built.
         metrics += [m for m in compile_metrics.metrics if all(m is not known for known in metrics)]
     return metrics
+
+
+def loss_count(model: keras.Model) -> float:
+    """The samples of an epoch so far, as Keras counts them to average the loss; NaN where it does not, and where
+    replicas of a model count their own (`_loss_tracker`)."""
+    tracker = getattr(model, "_loss_tracker", None)
+    strategy = distribute_strategy(model)
+    if tracker is None or (strategy is not None and strategy.num_replicas_in_sync > 1):
+        return math.nan
+    return float(tracker.count.numpy()) or math.nan
 
 
 def metric_function(metric: keras.Metric) -> Callable[..., Any] | None:

@@ -100,11 +100,13 @@ class Clients(abc.ABC):
         rank: The number of this client, from 0.
         count: How many clients there are.
         is_launched: Whether a launcher started them, which is true of a single one too.
+        restarts: How often it started them anew.
     """
 
     rank: int
     count: int
     is_launched: bool
+    restarts: int
 
     @abc.abstractmethod
     def agree(
@@ -201,6 +203,7 @@ class Alone(Clients):
     rank = 0
     count = 1
     is_launched = False
+    restarts = 0
 
     def agree(
         self,
@@ -258,6 +261,7 @@ class Launched(Clients):
         self.settings = settings
         self.rank = settings.client_id
         self.count = settings.num_clients
+        self.restarts = settings.restart
         self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
         self._operations = self._agreements = 0
         self._inside = False

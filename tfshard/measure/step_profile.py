@@ -1,11 +1,13 @@
 """What one training step really sent: collectives, their bytes and times, read from a trace of it."""
 
 import collections
+import contextlib
 import dataclasses
 import math
 import pathlib
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -190,16 +192,12 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
         )
     arguments = batch if isinstance(batch, tuple) else (batch,)
     model.train_on_batch(*arguments)
-    with tempfile.TemporaryDirectory() as directory:
-        options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3, python_tracer_level=0)
-        with tf.profiler.experimental.Profile(directory, options):
-            begin = time.perf_counter()
-            model.train_on_batch(*arguments)
-            # The loss is there before the variables are written: reading them waits for that.
-            held = _variable_bytes(model)
-            seconds = time.perf_counter() - begin
-        (file,) = pathlib.Path(directory).rglob("*.xplane.pb")
-        trace = _private.read_trace(file)
+    with traced() as trace:
+        begin = time.perf_counter()
+        model.train_on_batch(*arguments)
+        # The loss is there before the variables are written: reading them waits for that.
+        held = _variable_bytes(model)
+        seconds = time.perf_counter() - begin
     local = len(mesh.local_devices())
     collectives, spans = _collectives(trace, local)
     return StepProfile(
@@ -211,6 +209,33 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
         spans=spans,
         peak=peak_of(trace, local),
     )
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[list[_private.TraceEvent]]:
+    """A context whose operations are traced: the events are in the list, in time, when it has ended.
+
+    Raises:
+        tf.errors.AlreadyExistsError: Another profiler runs.
+    """
+    events: list[_private.TraceEvent] = []
+    with tempfile.TemporaryDirectory() as directory:
+        options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3, python_tracer_level=0)
+        with tf.profiler.experimental.Profile(directory, options):
+            yield events
+        (file,) = pathlib.Path(directory).rglob("*.xplane.pb")
+        events += _private.read_trace(file)
+
+
+def collective_wall_seconds(trace: list[_private.TraceEvent], devices: int) -> float:
+    """In how many of the seconds of a trace of `devices` devices at least one collective ran, on whichever device;
+    waiting for other devices included."""
+    _, spans = _collectives(trace, devices)
+    seconds, end = 0.0, 0.0
+    for span in sorted(spans, key=lambda each: each.begin):
+        seconds += max(0.0, span.end - max(span.begin, end))
+        end = max(end, span.end)
+    return seconds
 
 
 def _sharded_variables(model: keras.Model) -> list[ShardedVariable]:

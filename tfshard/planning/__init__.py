@@ -12,6 +12,7 @@ Read `sharding_plan` first: what a plan holds.
     local_shares          what model axes shard of it
     liveness              what is in memory while its operations run
     peak                  what a device holds at the peak of a step
+    step_flops            how many floating-point operations a step takes
     linter                mistakes in layout maps; run by compile
     advice                which mesh and stage fit in memory
 """
@@ -20,6 +21,7 @@ from tfshard.planning.advice import Advice, advise
 from tfshard.planning.analyzer import ParameterAnalyzer, plan
 from tfshard.planning.linter import Finding, lint
 from tfshard.planning.sharding_plan import ShardingPlan
+from tfshard.planning.step_flops import training_flops
 from tfshard.planning.variable_traffic import Collective, predict_collectives
 
 __all__ = [
@@ -32,4 +34,5 @@ __all__ = [
     "lint",
     "plan",
     "predict_collectives",
+    "training_flops",
 ]

@@ -208,7 +208,7 @@ class _Trace:
                 if recompute is not None:
                     stack.enter_context(blocks.marked(model, recompute))
                 tensors = model_graph.local_inputs(model, inputs, self._devices)
-                gradients = self._differentiate(functools.partial(_loss_of_model, model, tensors))
+                gradients = self._differentiate(functools.partial(loss_of_model, model, tensors))
             else:
                 gradients = self._differentiate(functools.partial(_loss_of_chain, list(self._values)))
             arranged = self._update(gradients)
@@ -454,7 +454,17 @@ class _Reads(keras.StatelessScope):  # type: ignore[misc]
         return self._read(self._paths[id(variable)]) if written is None and id(variable) in self._paths else written
 
 
-def _loss_of_model(model: keras.Model, tensors: Any, read: Callable[[str], tf.Tensor]) -> tf.Tensor:
+def loss_of_model(model: keras.Model, tensors: Any, read: Callable[[str], tf.Tensor]) -> tf.Tensor:
+    """The loss of a model in the graph that is being built, for labels of which only shapes are known.
+
+    Args:
+        model: The model; without a loss that it is compiled with, a mean square is taken.
+        tensors: What it is called on.
+        read: Gives the value of a variable, by path.
+
+    Raises:
+        LayoutError: The model cannot be called on the tensors, or no loss can be made of its outputs.
+    """
     with _Reads(read, model):
         try:
             return _loss_of(model, model(tensors, training=True))

@@ -100,7 +100,7 @@ class Parts:
             rows = leaf.shape[0]
             devices = axes.data_size if rows % axes.data_size == 0 else 1
             count = variable_layout.parts_of(rows // devices, self.count)
-            return keras.KerasTensor((rows // count, *leaf.shape[1:]), str(leaf.dtype))
+            return keras.KerasTensor((rows // count, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
 
         return keras.tree.map_structure(part, inputs)
 

@@ -10,6 +10,7 @@ Read `models` first, where `compile(strategy=...)` is, then `strategy`.
     adoption      `Adopter`: models, with their optimizers and metrics, brought to the mesh
     placements    `Placer`: where the variables of a model go
     reshard       variables brought to their places, and moved
+    watching      callbacks that are told what each step is run on
     failures      a step that failed: where it came from, and what it left behind
     datasets      datasets whose batches are on the mesh; the position in them
     pipelines     random Keras layers in an input pipeline

@@ -19,7 +19,7 @@ from tfshard.devices import batching, clients, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.operations import unsupported
-from tfshard.training import adoption, datasets, failures, generation, readiness
+from tfshard.training import adoption, datasets, failures, generation, readiness, watching
 from tfshard.training.strategy import ShardedStrategy
 
 # So that mypy takes the `super()` of a mixin for the Keras model that comes after it.
@@ -123,14 +123,19 @@ class _Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
 
     @functools.wraps(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
+        callbacks = watching.callbacks_of(self, args, kwargs)
         if clients.here().is_launched:
-            for callback in keras.tree.flatten(kwargs.get("callbacks")):
+            for callback in callbacks:
                 if isinstance(callback, keras.callbacks.BackupAndRestore):
                     raise StrategyError(
                         "The clients of a launched run would overwrite each other's backups. Use "
                         f"tfshard.CheckpointCallback, which also restores. Received: callback={callback!r}"
                     )
-        return super().fit(*args, **kwargs)
+        strategy = _private.distribute_strategy(self)
+        if not isinstance(strategy, ShardedStrategy):
+            return super().fit(*args, **kwargs)
+        with strategy.watched.by([each for each in callbacks if isinstance(each, watching.StepWatcher)]):
+            return super().fit(*args, **kwargs)
 
     def make_train_function(self, force: bool = False) -> None:
         super().make_train_function(force)

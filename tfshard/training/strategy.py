@@ -32,6 +32,7 @@ from tfshard.storage import turns
 from tfshard.training import datasets, failures, readiness
 from tfshard.training.adoption import Adopter
 from tfshard.training.hooks import ShardedExtended
+from tfshard.training.watching import Watched
 
 
 class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  # TensorFlow has no types.
@@ -169,6 +170,8 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         reductions.choose(reduce_dtype)
         transfer.meet(mesh)
         replicas.meet(mesh)
+        # Who is told of the steps of a `fit`.
+        self.watched = Watched()
         # The shapes that each function has been run on.
         self._traced: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
         tf.distribute.Strategy.__init__(self, ShardedExtended(self))
@@ -246,6 +249,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         first = shapes not in traced
         traced.add(shapes)
         with (
+            self.watched.step(kind, batch, shapes, first),
             here.step(kind, leaves, first),
             failures.explained(f"A {kind}"),
             _private.quickly_parsed(),

@@ -1,0 +1,68 @@
+"""Where measures are written: a CSV file, TensorBoard."""
+
+import csv
+import os
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfshard.errors import TelemetryError
+
+
+class CsvFile:
+    """A row for each epoch, behind those that are there: a run that is restarted goes on in its file.
+
+    Args:
+        path: The file.
+        names: Of the columns, behind the epoch and the time (UTC).
+
+    Raises:
+        TelemetryError: There is a file with other columns.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], names: Sequence[str]):
+        self._path = pathlib.Path(path)
+        self._columns = ["epoch", "time", *names]
+        header = self._header()
+        if header and header != self._columns:
+            raise TelemetryError(
+                f"'{self._path}' has other columns than Telemetry writes, {self._columns}. Give another file, or move "
+                f"this one away. Received: a file with the columns {header}"
+            )
+        self._is_new = not header
+
+    def _header(self) -> list[str]:
+        if not self._path.exists():
+            return []
+        with self._path.open(newline="") as file:
+            return next(csv.reader(file), [])
+
+    def write(self, epoch: int, values: Mapping[str, float]) -> None:
+        """Adds a row. What is not among the values has an empty place."""
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        with self._path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, restval="")
+            if self._is_new:
+                writer.writeheader()
+            writer.writerow({"epoch": epoch, "time": now, **values})
+        self._is_new = False
+
+
+class Board:
+    """Scalars for TensorBoard, `telemetry/...`, by epoch.
+
+    Args:
+        log_dir: The directory of a TensorBoard.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]):
+        self._writer = tf.summary.create_file_writer(os.fspath(log_dir))
+
+    def write(self, epoch: int, values: Mapping[str, float]) -> None:
+        """Adds values at an epoch."""
+        with self._writer.as_default(step=epoch):
+            for name, value in values.items():
+                tf.summary.scalar(f"telemetry/{name}", value)
+        self._writer.flush()

@@ -1,0 +1,174 @@
+"""How many floating-point operations a training step takes: its forward and backward pass, counted in their graph."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.graph import inventory, model_graph
+from tfshard.planning import training_graph
+
+
+def training_flops(model: keras.Model, inputs: Any) -> int | None:
+    """Counts the operations of matrix products and convolutions in a step; nothing is computed or allocated.
+
+    A product of (m, k) and (k, n) is 2 m k n: a multiplication and an addition for each k. A convolution is
+    2 * (elements of its output) * (elements of its kernel) / (output channels). The backward pass is counted in the
+    graph as well: for most layers two such products for one of the forward pass, so that a chain of Dense layers with P
+    parameters in kernels comes to about 6 P for each sample (Kaplan et al. 2020, section 2.1). What works element by
+    element, optimizers, and what `strategy.recompute` computes again, are not counted: model FLOPs as in PaLM
+    (Chowdhery et al. 2022, appendix B).
+
+    Args:
+        model: A built model, sharded or not. With the loss that it is compiled with, else with a mean square.
+        inputs: What it is called on, over all devices: arrays, or anything with a shape and a dtype, nested like its
+            inputs.
+
+    Returns:
+        The count, over all devices. None where the graph does not tell: a dim is not known before the step runs, or how
+        often a loop runs that has such products.
+
+    Raises:
+        LayoutError: The model cannot be called on `inputs`, or no loss can be made of its outputs.
+
+    Example: two products of (8, 4) and (4, 2); the first layer's input needs no gradient.
+
+    >>> import keras, numpy as np
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    >>> training_flops(model, np.ones((8, 4))) == 2 * (2 * 8 * 4 * 2)
+    True
+    """
+    graph = _private.func_graph("tfshard_flops")
+    with graph.as_default(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The model's own call warns again when it is trained.
+        variables = [variable for variable, _ in inventory.owned_variables(model)]
+        values = {each.path: tf.compat.v1.placeholder(each.dtype, each.shape) for each in variables}
+        trained = [values[each.path] for each in variables if each.trainable]
+        with tf.GradientTape() as tape:
+            tape.watch(trained)
+            tensors = model_graph.local_inputs(model, inputs, 1)
+            loss = training_graph.loss_of_model(model, tensors, values.__getitem__)
+        gradients = [each for each in tape.gradient(loss, trained) if each is not None]
+        try:
+            return _of_results([loss, *tf.nest.flatten(gradients, expand_composites=True)])
+        except _UnknownError:
+            return None
+
+
+class _UnknownError(Exception):
+    """The graph does not tell."""
+
+
+def _of_results(tensors: Iterable[tf.Tensor]) -> int:
+    """Of all that leads to some tensors of a graph: TensorFlow takes the rest away."""
+    waiting = [each.op for each in tensors]
+    needed: set[tf.Operation] = set()
+    while waiting:
+        operation = waiting.pop()
+        if operation not in needed:
+            needed.add(operation)
+            waiting += [each.op for each in operation.inputs]
+    return sum(_OF[each.type](each) for each in needed if each.type in _OF)
+
+
+def _size(shape: tf.TensorShape) -> int:
+    if not shape.is_fully_defined():
+        raise _UnknownError
+    return math.prod(shape.as_list())
+
+
+def _of_product(operation: tf.Operation) -> int:
+    left = operation.inputs[0].shape
+    is_turned = operation.get_attr("transpose_a" if operation.type == "MatMul" else "adj_x")
+    summed = left[-2:-1] if is_turned else left[-1:]
+    return 2 * _size(operation.outputs[0].shape) * _size(summed)
+
+
+def _of_einsum(operation: tf.Operation) -> int:
+    """Of two operands: every product is added up once. One operand is only added up, or turned."""
+    if len(operation.inputs) != 2:
+        return 0
+    given, result = operation.get_attr("equation").decode().split("->")
+    summed: dict[str, int] = {}
+    for labels, operand in zip(given.split(","), operation.inputs, strict=True):
+        before, _, after = labels.partition("...")
+        rank = operand.shape.rank
+        if rank is None:
+            raise _UnknownError
+        places = [*enumerate(before), *((rank - len(after) + place, label) for place, label in enumerate(after))]
+        summed |= {label: _size(operand.shape[place : place + 1]) for place, label in places if label not in result}
+    return 2 * _size(operation.outputs[0].shape) * math.prod(summed.values())
+
+
+def _of_convolution(kernel: int, output: int) -> Callable[[tf.Operation], int]:
+    """Of a convolution or one of its gradients.
+
+    Args:
+        kernel: Which of its inputs has the shape of the kernel; -1: its result.
+        output: Likewise, of the convolution's output.
+    """
+
+    def count(operation: tf.Operation) -> int:
+        tensors = [*operation.inputs, operation.outputs[0]]
+        shape = tensors[output].shape
+        channels = shape[1:2] if operation.get_attr("data_format").startswith(b"NC") else shape[-1:]
+        return 2 * _size(shape) * _size(tensors[kernel].shape) // _size(channels)
+
+    return count
+
+
+def _of_loop(operation: tf.Operation) -> int:
+    once = _of_function(operation, "body")
+    return once * _turns(operation) if once else 0
+
+
+def _turns(loop: tf.Operation) -> int:
+    """How often a loop runs, if that is known: its second input is the most that it may, and a gradient's loop runs as
+    often as that of the forward pass."""
+    most = loop.inputs[1]
+    if most.op.type in _LOOPS:
+        return _turns(most.op)
+    # Keras gives the largest length of a sequence.
+    known = tf.get_static_value(most.op.inputs[0] if most.op.type == "Max" else most)
+    if known is None or known.max() < 0:
+        raise _UnknownError
+    return int(known.max())
+
+
+def _of_call(operation: tf.Operation) -> int:
+    return _of_function(operation, "f")
+
+
+def _of_branches(operation: tf.Operation) -> int:
+    """Of the branch that has the most."""
+    return max(_of_function(operation, name) for name in ("then_branch", "else_branch"))
+
+
+def _of_function(operation: tf.Operation, attribute: str) -> int:
+    """Of one run of a function that an operation has."""
+    graph = _private.function_graph(operation, attribute)
+    if graph is None:
+        raise _UnknownError
+    return _of_results(graph.outputs)
+
+
+_LOOPS = frozenset({"StatelessWhile", "While"})
+_OF: dict[str, Callable[[tf.Operation], int]] = {
+    **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul"), _of_product),
+    "Einsum": _of_einsum,
+    **dict.fromkeys(("Conv", "Conv2D", "Conv3D", "DepthwiseConv2dNative"), _of_convolution(1, -1)),
+    **dict.fromkeys(
+        ("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput"), _of_convolution(1, 2)
+    ),
+    **dict.fromkeys(
+        ("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter"),
+        _of_convolution(-1, 2),
+    ),
+    **dict.fromkeys(_LOOPS, _of_loop),
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), _of_call),
+    **dict.fromkeys(("If", "StatelessIf"), _of_branches),
+}
