@@ -113,7 +113,7 @@ def _letters(layer: keras.layers.EinsumDense) -> tuple[str, str, str]:
 
 
 def _added(layer: keras.layers.Layer, result: Any, adapted: Any) -> Any:
-    total = keras.ops.add(result, (layer.lora_alpha / layer.lora_rank) * adapted)
+    total = keras.ops.add(result, getattr(layer, "lora_alpha", layer.lora_rank) / layer.lora_rank * adapted)
     return keras.ops.cast(total, layer.compute_dtype)
 
 
