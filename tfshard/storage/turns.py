@@ -40,6 +40,9 @@ ON_THE_WAY = frozenset(
      "Transpose")
 )  # fmt: skip
 
+# And what is stored in integers, until it is numbers: kernels are taken apart and scaled (Keras's `quantize`).
+_OF_INTEGERS = frozenset(("BitwiseAnd", "BitwiseXor", "Mul", "Pack", "RealDiv", "RightShift", "Sub"))
+
 # What variables are computed with under mixed precision.
 _NARROW = (tf.bfloat16, tf.float16)
 
@@ -206,7 +209,8 @@ def arrange(
     Returns:
         Numbers that have to be used for something, so that nothing is taken for superfluous.
     """
-    values = Values((each.key, tensor) for each, tensor in reads)
+    whole = {each.key for each, _ in reads if not each.is_gathered}
+    values = Values(((each.key, tensor) for each, tensor in reads), whole)
     with operations[0].graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
         uses = list(values.uses(operations))
         sent = {key: dtype for key, dtype in sent_dtypes(uses).items() if dtype in narrow}
@@ -328,6 +332,7 @@ class Values:
 
     Args:
         reads: A key and what was read, for each read. Those of one key are the same.
+        whole: The keys of what is not gathered.
 
     Attributes:
         first: What was read first, by key.
@@ -335,7 +340,8 @@ class Values:
         narrow_of: The dtype that it was cast to on the way; None if it was not.
     """
 
-    def __init__(self, reads: Iterable[tuple[Hashable, tf.Tensor]]):
+    def __init__(self, reads: Iterable[tuple[Hashable, tf.Tensor]], whole: Collection[Hashable] = ()):
+        self._whole = whole
         self.first: dict[Hashable, tf.Tensor] = {}
         self.key_of: dict[Hashable, Hashable] = {}
         self.narrow_of: dict[Hashable, tf.DType | None] = {}
@@ -375,8 +381,8 @@ class Values:
                         self._add(output, self.key_of[each.ref()], self.narrow_of[each.ref()])
                     elif each.ref() in of_batch:
                         of_batch.add(output.ref())
-            elif len(numbers) == 1 and not batch and operation.type in ON_THE_WAY:
-                ((key, (number, *_)),) = numbers.items()
+            elif not batch and (key := self._made_of(operation, numbers)) is not None:
+                number = numbers[key][0]
                 narrow = self.narrow_of[inputs[number].ref()]
                 if operation.type == "Cast" and inputs[0].dtype == tf.float32:
                     narrow = _narrow_of_cast(operation)
@@ -401,6 +407,16 @@ class Values:
                     if operation.type == "GatherV2" and 0 in numbers.get(self.key_of.get(inputs[0].ref()), ()):
                         narrow[self.key_of[inputs[0].ref()]] = _narrow_of_lookup(operation)
                     yield Use(operation=operation, numbers=numbers, narrow=narrow, tie=tie)
+
+    def _made_of(self, operation: tf.Operation, keys: Collection[Hashable]) -> Hashable | None:
+        """The key of the one value that goes on through an operation which does not take the batch; None if none does,
+        or the operation works on it."""
+        if operation.type in ON_THE_WAY:
+            return next(iter(keys)) if len(keys) == 1 else None
+        gathered = [key for key in keys if key not in self._whole]
+        if operation.type not in _OF_INTEGERS or len(gathered) != 1:
+            return None
+        return gathered[0] if self.first[gathered[0]].dtype.is_integer else None
 
     def _add(self, tensor: tf.Tensor, key: Hashable, narrow: tf.DType | None) -> None:
         self.key_of[tensor.ref()] = key
@@ -551,7 +567,7 @@ class _Turn:
 
     def of(self, tensor: tf.Tensor) -> tf.Tensor:
         """The same tensor, of what this turn gathers."""
-        if tensor.ref() not in self._values.key_of:
+        if self._values.key_of.get(tensor.ref()) != self._key:
             return tensor
         if self._values.is_read(tensor):
             tensor = self._values.first[self._key]
