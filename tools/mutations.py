@@ -250,6 +250,50 @@ MUTATIONS = [
         killed_by="tests/storage/test_turns.py::test_gathers_send_the_compute_dtype[mixed_bfloat16]",
     ),
     Mutation(
+        area="adapters",
+        file="tfshard/operations/rewrites.py",
+        old='exchange["BatchMatMulV3"] = products.of_integers',
+        new="pass",
+        what="products of integers are whole on every device",
+        killed_by="tests/operations/test_products.py::test_a_product_of_integers_is_that_of_one_device"
+        "[batch x model-column-True]",
+    ),
+    Mutation(
+        area="adapters",
+        file="tfshard/storage/formats.py",
+        old="        elif layout.flat.word > 1:\n",
+        new="        elif False:\n",
+        what="integers of 8 bits are gathered as int32",
+        killed_by="tests/training/test_adapters.py::"
+        "test_integers_are_gathered_in_a_quarter_of_the_bytes_and_no_kernel_is_reduced",
+    ),
+    Mutation(
+        area="adapters",
+        file="tfshard/storage/turns.py",
+        old="        _leave_out(operations, values)\n",
+        new="",
+        what="custom gradients take what they do not give",
+        killed_by="tests/training/test_adapters.py::"
+        "test_integers_are_gathered_in_a_quarter_of_the_bytes_and_no_kernel_is_reduced",
+    ),
+    Mutation(
+        area="adapters",
+        file="tfshard/training/adoption.py",
+        old="        adapters.install(model)\n",
+        new="",
+        what="the gradient of a whole kernel is reduced for that of its adapter",
+        killed_by="tests/training/test_adapters.py::"
+        "test_integers_are_gathered_in_a_quarter_of_the_bytes_and_no_kernel_is_reduced",
+    ),
+    Mutation(
+        area="adapters",
+        file="tfshard/graph/adapters.py",
+        old='"lora_enabled": False, "bias": None',
+        new='"lora_enabled": False',
+        what="a bias is added twice where there is an adapter",
+        killed_by="tests/training/test_adapters.py::test_adapters_train_to_the_numbers_of_one_device[LoRA-batch-3]",
+    ),
+    Mutation(
         area="host slots",
         file="tfshard/storage/storage.py",
         old="            if step is not None and tied:\n",

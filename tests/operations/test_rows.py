@@ -109,12 +109,6 @@ CASES = {
     "contrast": (("AdjustContrastv2",), lambda i, m: tf.stop_gradient(tf.image.adjust_contrast(i, 1.5))),
     "hue": (("AdjustHue",), lambda i, m: tf.stop_gradient(tf.image.adjust_hue(colors(i), 0.1))),
     "saturation": (("AdjustSaturation",), lambda i, m: tf.stop_gradient(tf.image.adjust_saturation(colors(i), 0.5))),
-    "product of integers": (
-        ("BatchMatMulV3",),
-        lambda i, m: tf.matmul(
-            tf.cast(i * 100, tf.int8), tf.cast(m[0, :4] * 9, tf.int8)[None, None], output_type=tf.int32
-        ),
-    ),
     "bucketize": (("Bucketize",), lambda i, m: raw.Bucketize(input=i, boundaries=[0.3, 0.6])),
 }  # fmt: skip
 

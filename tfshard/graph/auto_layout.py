@@ -27,10 +27,12 @@ from tfshard.graph.model_graph import ModelGraph, trace
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, mesh_sizes
 from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import MODEL_AXIS, MeshAxes
-from tfshard.layouts.layout_map import LayoutMap, VariableSpec, layer_dim
+from tfshard.layouts.layout_map import KINDS, LayoutMap, VariableSpec, goes_with_kernel, is_in_4_bits, layer_dim
 
 # A variable with a larger share of a model's bytes than this is worth sharding, also as an output by itself.
 LARGE_SHARE = 0.02
+
+_WITH_ADAPTERS = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedding)
 
 # The name of auto_layout_map as a strategy's layout map.
 AUTO = "auto"
@@ -172,6 +174,7 @@ def choose(graph: ModelGraph, devices: int) -> tuple[dict[str, int], dict[str, s
         fits = len(wanted) == len(travel.places) and all(chosen.get(p, d) == d for p, d in travel.places)
         if fits and all(specs[path].shape[dim] % devices == 0 for path, dim in travel.places):
             chosen |= wanted
+    chosen |= _with_kernels(specs.values(), chosen, devices)
     for name, spec in graph.variables.items():
         if name not in graph.consumers and is_large(spec, total):
             # Nothing reads it: any dim will do, and the largest is a vocabulary.
@@ -184,6 +187,22 @@ def choose(graph: ModelGraph, devices: int) -> tuple[dict[str, int], dict[str, s
         if path not in chosen and is_large(spec, total)
     }
     return chosen, reasons
+
+
+def _with_kernels(specs: Iterable[VariableSpec], chosen: Mapping[str, int], devices: int) -> dict[str, int]:
+    """The matrices of LoRA and the scales that go with kernels which are sharded, and their dims."""
+    kinds: dict[int, str] = {}
+    for spec in specs:
+        has_more = isinstance(spec.layer, _WITH_ADAPTERS) and len(spec.shape) > 1
+        if spec.path in chosen and has_more and not goes_with_kernel(spec):
+            kinds |= {id(spec.layer): kind for kind in KINDS if layer_dim(spec, kind) == chosen[spec.path]}
+    found = {}
+    for spec in specs:
+        if spec.path not in chosen and goes_with_kernel(spec) and id(spec.layer) in kinds:
+            dim = layer_dim(spec, kinds[id(spec.layer)])
+            if dim is not None and spec.shape[dim] % devices == 0:
+                found[spec.path] = dim
+    return found
 
 
 def variable_places(graph: ModelGraph) -> dict[Place, Place]:
@@ -276,10 +295,14 @@ def _candidates(travels: Iterable[Travel], specs: Mapping[str, VariableSpec], to
     found = []
     for travel in travels:
         spec = specs[travel.source[0]]
+        if goes_with_kernel(spec):
+            continue
         table = isinstance(spec.layer, keras.layers.Embedding)
         layers = [specs[path].layer for path, _ in travel.places]
         if any(_private.is_convolution(each) and not _private.can_shard_convolution(each) for each in layers):
             travel.blocked = "of convolutions, only Conv2D and Conv3D without groups can be sharded"
+        if any(is_in_4_bits(each) for each in layers):
+            travel.blocked = "layers quantized to 4 bits stay whole"
         experts = bool(travel.summed) and travel.multiplied and _stacks_kernels(travel, specs)
         if travel.summed and not experts:
             travel.blocked = travel.blocked or travel.summed
@@ -363,7 +386,7 @@ def _layer_rule(members: list[VariableSpec], chosen: Mapping[str, int]) -> str |
     """`"column"` or `"row"` if that says just what was chosen for the variables of a layer."""
     if not any(spec.path in chosen for spec in members) or isinstance(members[0].layer, keras.layers.Embedding):
         return None
-    for kind in ("column", "row"):
+    for kind in KINDS:
         try:
             if all(layer_dim(spec, kind) == chosen.get(spec.path) for spec in members):
                 return kind

@@ -21,7 +21,7 @@ class Flow:
         outputs: (Number of the output, dim).
         aligned: (Number of the input, dim) of other inputs that are cut along with it.
         repeated: The numbers of other inputs that are used by all shards: their gradients are partial sums.
-        statistics: How many all-reduces of the size of the result without this dim it takes (softmax).
+        statistics: How many all-reduces of the size of the result without this dim it takes (softmax, quantization).
     """
 
     outputs: tuple[tuple[int, int], ...]
@@ -308,6 +308,9 @@ def _reduce(operation: tf.Operation, number: int, dim: int, devices: int) -> Out
     if number or axes is None:
         return _reduced(operation)
     dims = {int(axis) % len(operation.inputs[0].shape) for axis in np.atleast_1d(axes)}
+    if dim in dims and operation.type == "Max" and operation.inputs[0].op.type == "Abs":
+        # The scale of what is quantized: a number for each row, which the shards are divided by.
+        return Flow(outputs=(), statistics=1)
     if dim in dims:
         return Summed() if operation.type == "Sum" else _reduced(operation)
     kept = operation.get_attr("keep_dims") if operation.type not in ("ArgMax", "ArgMin") else False
@@ -386,10 +389,10 @@ def _conv(operation: tf.Operation, number: int, dim: int, devices: int) -> Outco
 Rule = Callable[[tf.Operation, int, int, int], Outcome]
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        "Abs Add AddN AddV2 BitwiseAnd Cast Ceil CheckNumerics Cos Cosh Div DivNoNan Elu Equal Erf Erfc Exp "
-        "Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity Inv Invert IsFinite IsInf IsNan "
-        "LeakyRelu Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan "
-        "Neg NotEqual OnesLike Pow PreventGradient RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select "
+        "Abs Add AddN AddV2 BitwiseAnd BitwiseOr BitwiseXor Cast Ceil CheckNumerics Cos Cosh Div DivNoNan Elu Equal "
+        "Erf Erfc Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity Inv Invert IsFinite IsInf IsNan "
+        "LeakyRelu LeftShift Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan "
+        "Neg NotEqual OnesLike Pow PreventGradient RealDiv Reciprocal Relu Relu6 RightShift Rint Round Rsqrt Select "
         "SelectV2 Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference StopGradient "
         "Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlogy ZerosLike".split(),
         _elementwise,

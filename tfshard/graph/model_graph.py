@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfshard import _private
 from tfshard.errors import LayoutError
-from tfshard.graph import inventory
+from tfshard.graph import adapters, inventory
 from tfshard.layouts.layout_map import VariableSpec
 
 # What a dim that the model leaves open is traced with. Position embeddings may be short and images are reduced often.
@@ -127,7 +127,7 @@ def _trace(model: keras.Model, specs: Any) -> ModelGraph:
                 layer=layer,
             )
         tensors = _map_specs(lambda shape, dtype: tf.compat.v1.placeholder(dtype, shape), specs)
-        with keras.StatelessScope(state_mapping=mapping):
+        with keras.StatelessScope(state_mapping=mapping), adapters.apart(model):
             outputs = model(tensors, training=False)
     return ModelGraph(
         operations=tuple(graph.get_operations()),

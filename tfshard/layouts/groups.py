@@ -41,7 +41,8 @@ class GroupPolicy:
 
         Trained variables are grouped at every stage, scalars too. Variables that are not trained are grouped at
         stage 3 only, where the group is large enough to be worth a gather (`variable_layout.WHOLE_BELOW_BYTES`). Only
-        floating-point dtypes are grouped. A group has at least two members.
+        floating-point dtypes and integers of one byte, those of quantized kernels, are grouped. A group has at least
+        two members.
 
         Args:
             planned: The layout of each variable by itself, in the order of the model's layers. Slots are left out:
@@ -69,7 +70,7 @@ class GroupPolicy:
         result = list(planned)
         kept = [group for group in groups if group.worth_it(planned)]
         for number, group in enumerate(kept):
-            form = FlatForm(members=tuple(group.members), mesh_shape=mesh_axes)
+            form = FlatForm(members=tuple(group.members), mesh_shape=mesh_axes, word=group.word)
             for member, index in enumerate(group.indices):
                 layout = planned[index]
                 trained = layout.spec.trainable
@@ -93,8 +94,11 @@ class GroupPolicy:
             stage_3: Whether parameters rest sharded.
         """
         bytes_ = variable_layout.spec_bytes(layout.spec)
-        floating = layout.spec.dtype.startswith(("float", "bfloat"))
-        return floating and 0 < bytes_ < self.group_threshold_bytes and (layout.spec.trainable or stage_3)
+        # Scales of quantized kernels take a thousandth of their bytes and are used with them. Gathered apart, they
+        # would need turns of their own.
+        is_scale = not layout.spec.trainable and layout.spec.path.endswith(("_scale", "_zero", "/g_idx"))
+        fits = layout.spec.dtype.startswith(("float", "bfloat")) or variable_layout.is_in_bytes(layout.spec.dtype)
+        return fits and not is_scale and 0 < bytes_ < self.group_threshold_bytes and (layout.spec.trainable or stage_3)
 
 
 class _OpenGroup:
@@ -105,17 +109,20 @@ class _OpenGroup:
         self.rows = mesh_shape.shards
         self.indices: list[int] = []
         self.members: list[FlatMember] = []
+        self.word = 1
 
     def add(self, index: int, layout: VariableLayout, max_bytes: int) -> bool:
         """Adds a variable unless the buffer would exceed `max_bytes`; says whether it did."""
         itemsize = variable_layout.itemsize(layout.spec.dtype)
         member = FlatMember.after(self.members, layout.spec.shape, layout.compute, self.mesh_shape, itemsize)
         shards = math.prod(self.mesh_shape[axis] for axis in layout.compute if axis is not None)
-        columns = -(-member.end // self.rows)
+        word = variable_layout.word_elements(itemsize)
+        columns = -(-member.end // (self.rows * word)) * word
         if shards * self.rows * columns * itemsize > max_bytes:
             return False
         self.indices.append(index)
         self.members.append(member)
+        self.word = word
         return True
 
     def worth_it(self, planned: Sequence[VariableLayout]) -> bool:

@@ -194,7 +194,8 @@ class LayoutMap(Mapping[str, Rule]):
         """Shards the output dim of the kernels, and the biases, of the layers whose path `pattern` matches.
 
         Known layers: Dense, EinsumDense (its first output-only dim), Conv2D and Conv3D, Embedding (the vector dim),
-        `tfshard.layers.SketchedDense`.
+        `tfshard.layers.SketchedDense`. With the kernel go the scales of a quantized one, and the second matrix of LoRA.
+        Layers quantized to 4 bits stay whole.
 
         Args:
             pattern: Regular expression that must match the whole path of the layer, such as `".*/query"`.
@@ -206,7 +207,8 @@ class LayoutMap(Mapping[str, Rule]):
     def row(self, pattern: str, *, axis: str = MODEL_AXIS, optional: bool = False) -> None:
         """Shards the input dim of the kernels of the layers whose path `pattern` matches; biases stay whole.
 
-        Known layers: those of `column`; for an Embedding the input dim is the vocabulary.
+        Known layers: those of `column`; for an Embedding the input dim is the vocabulary. With the kernel goes the
+        first matrix of LoRA.
 
         Args:
             pattern: Regular expression that must match the whole path of the layer, such as `".*/output"`.
@@ -343,6 +345,33 @@ def _describe(rule: Rule) -> str:
     return text + (" (optional)" if rule.optional else "")
 
 
+# Of rules for layers.
+KINDS = ("column", "row")
+
+# The first matrix of an adapter goes with the input of a kernel, the second with its output.
+_DENSE_DIMS: dict[str, dict[str, int]] = {
+    "column": {"kernel": 1, "kernel_scale": 0, "lora_kernel_b": 1},
+    "row": {"kernel": 0, "lora_kernel_a": 0},
+}
+# The reverse embedding of an untied ReversibleEmbedding is (vector, vocabulary).
+_EMBEDDING_DIMS: dict[str, dict[str, int]] = {
+    "column": {"embeddings": 1, "reverse_embeddings": 0, "lora_embeddings_b": 1},
+    "row": {"embeddings": 0, "reverse_embeddings": 1, "lora_embeddings_a": 0},
+}
+
+
+def goes_with_kernel(spec: VariableSpec) -> bool:
+    """Whether a variable is a matrix of LoRA, or what a quantized kernel is scaled by."""
+    name = spec.path.rpartition("/")[2]
+    return name.startswith("lora_") or (not spec.trainable and name.endswith(("_scale", "_zero")))
+
+
+def is_in_4_bits(layer: keras.layers.Layer | None) -> bool:
+    """Whether a layer is quantized to 4 bits. Its kernel stays whole over model axes: Keras takes it apart, and
+    looks up in a table by what its rows are scaled, which DTensor does not expand where rows are sharded."""
+    return getattr(layer, "quantization_mode", None) == "int4"
+
+
 def layer_dim(spec: VariableSpec, kind: str, pattern: str = "") -> int | None:
     """The dim that a column or row rule shards, None for a variable that stays whole under it.
 
@@ -351,24 +380,21 @@ def layer_dim(spec: VariableSpec, kind: str, pattern: str = "") -> int | None:
     """
     name = spec.path.rpartition("/")[2]
     column = kind == "column"
-    layer = spec.layer
+    layer, rank = spec.layer, len(spec.shape)
+    if is_in_4_bits(layer):
+        return None
     if isinstance(layer, keras.layers.EinsumDense):
-        return _einsum_dense_dim(layer, name, column)
+        return _einsum_dense_dim(layer, name, rank, column)
     if name == "bias":
         return 0 if column else None
     if isinstance(layer, SketchedDense):
         if name.startswith("output"):
             return 1 if column else None
         return None if column else 0
-    rank = len(spec.shape)
     if isinstance(layer, keras.layers.Embedding):
-        # The reverse embedding of an untied ReversibleEmbedding is (vector, vocabulary).
-        vector_dim = 0 if name == "reverse_embeddings" else 1
-        return vector_dim if column else 1 - vector_dim
+        return _EMBEDDING_DIMS[kind].get(name)
     if isinstance(layer, keras.layers.Dense):
-        if name == "kernel":
-            return 1 if column else 0
-        return None
+        return _DENSE_DIMS[kind].get(name)
     if name in ("kernel", "depthwise_kernel"):
         if isinstance(
             layer, (keras.layers.Conv1DTranspose, keras.layers.Conv2DTranspose, keras.layers.Conv3DTranspose)
@@ -385,17 +411,25 @@ def layer_dim(spec: VariableSpec, kind: str, pattern: str = "") -> int | None:
     )
 
 
-def _einsum_dense_dim(layer: keras.layers.EinsumDense, name: str, column: bool) -> int | None:
+def _einsum_dense_dim(layer: keras.layers.EinsumDense, name: str, rank: int, column: bool) -> int | None:
     """EinsumDense: a column rule shards the first kernel label that only the output has, a row rule the first
     label that is contracted; "abc,cde->abde" (a query projection) gives d by column and c by row."""
     inputs, kernel, output = re.split(",|->", layer.equation.replace(" ", ""))
     output_only = next((label for label in kernel if label in output and label not in inputs), None)
     contracted = next((label for label in kernel if label in inputs and label not in output), None)
+    label = output_only if column else contracted
+    if label is None:
+        return None
     if name == "kernel":
-        label = output_only if column else contracted
-        return None if label is None else kernel.index(label)
-    if name == "bias" and column and output_only is not None and output_only in (layer.bias_axes or ""):
+        return kernel.index(label)
+    if name == "lora_kernel_a":
+        return kernel.index(label) if label != kernel[-1] else None
+    if name == "lora_kernel_b":
+        return 1 if label == kernel[-1] else None
+    if name == "kernel_scale" and column:
+        return output.index(label) - (len(output) - rank)  # Its dims are the last of the output's.
+    if name == "bias" and column and label in (layer.bias_axes or ""):
         # The bias has the output's dims from the first of bias_axes on.
-        first = min(output.index(label) for label in layer.bias_axes)
-        return output.index(output_only) - first
+        first = min(output.index(axis) for axis in layer.bias_axes)
+        return output.index(label) - first
     return None

@@ -29,6 +29,9 @@ BLOCK_BYTES = BLOCK_ELEMENTS + 4
 # Gradients of less are added up together with others, also where there are replicas.
 LEAST_BY_REPLICAS_BYTES = 1 << 16
 
+# Elements of one byte are gathered in words of so many bytes: DTensor gathers no smaller integers.
+WORD_BYTES = 8
+
 # Members of at least so many bytes start at a multiple of it, so that TensorFlow can read them without a copy.
 ALIGNMENT_BYTES = 64
 
@@ -76,18 +79,21 @@ class FlatMember:
 class FlatForm:
     """One or more variables as a padded matrix with a row for each device of the batch axis.
 
-    For a group of small variables, for a variable with no dim that the batch axis divides, and for every one where
-    there are replicas. The dims that model axes shard come first, one dim for each such axis (the same axes for all
-    members); behind them the members' elements follow each other, padded with zeros to fill the rows:
-    `(model..., shards, columns)`. Sharded, it has the rows once for each replica, one behind the other.
+    For a group of small variables, for a variable with no dim that the batch axis divides, for integers of one byte that
+    rest sharded, and for every one where there are replicas. The dims that model axes shard come first, one dim for
+    each such axis (the same axes for all members); behind them the members' elements follow each other, padded with
+    zeros to fill the rows: `(model..., shards, columns)`. Sharded, it has the rows once for each replica, one behind
+    the other.
 
     Attributes:
         members: The variables in it.
         mesh_shape: Axis name to size.
+        word: Of how many elements a row has a multiple, which are stored as one (`word_elements`).
     """
 
     members: tuple[FlatMember, ...]
     mesh_shape: MeshAxes = dataclasses.field(hash=False)
+    word: int = 1
 
     @classmethod
     def pack(
@@ -98,12 +104,12 @@ class FlatForm:
         Args:
             variables: (shape, compute layout) of each; all sharded over the same model axes.
             mesh_shape: Axis name to size.
-            itemsize: Bytes of an element.
+            itemsize: Bytes of an element. Those of one byte are stored in words.
         """
         members: list[FlatMember] = []
         for shape, compute in variables:
             members.append(FlatMember.after(members, shape, compute, mesh_shape, itemsize))
-        form = cls(members=tuple(members), mesh_shape=MeshAxes.of(mesh_shape))
+        form = cls(members=tuple(members), mesh_shape=MeshAxes.of(mesh_shape), word=word_elements(itemsize))
         assert len({frozenset(axis for axis in m.compute if axis) for m in members}) == 1, members
         return form
 
@@ -128,7 +134,7 @@ class FlatForm:
 
     @property
     def columns(self) -> int:
-        return -(-self.elements // self.rows)
+        return -(-self.elements // (self.rows * self.word)) * self.word
 
     @property
     def padding(self) -> int:
@@ -172,7 +178,8 @@ class VariableLayout:
         spec: The variable.
         compute: Compute layout: the mesh axis of each dim when the forward pass reads it.
         sharded: Compute layout plus the batch axis on one dim; None when no dim divides or the axis is 1.
-        flat: The padded form: the group's, or the variable's own when the batch axis divides no dim; else None.
+        flat: The padded form: the group's, or the variable's own when the batch axis divides no dim, or when it rests
+            sharded in integers of one byte; else None.
         store_sharded: Whether the variable itself rests sharded over the batch axis (parameters: stage 3).
         update_sharded: Whether it is updated shard by shard (stages 1 to 3; the slots rest like this).
         reduce_scatter: Whether its gradient is reduce-scattered as soon as it exists (stages 2 and 3).
@@ -317,7 +324,7 @@ def plan_variable(
         # A layout cannot say of a dim that some devices of the axis have the same.
         alone = mesh_axes.replicas == 1
         dim = _batch_dim(spec.shape, compute, mesh_axes.data_size, preferred) if alone else None
-        if dim is not None:
+        if dim is not None and not (stage == 3 and is_in_bytes(spec.dtype)):
             sharded = tuple(data if i == dim else axis for i, axis in enumerate(compute))
         else:
             flat = FlatForm.pack([(spec.shape, compute)], mesh_axes, itemsize(spec.dtype))
@@ -363,6 +370,16 @@ def takes_slots_to_host(offload: str | None) -> bool:
     if offload not in (None, "slots"):
         raise StrategyError(f"offload must be None or 'slots'. Received: offload={offload!r}")
     return offload is not None
+
+
+def is_in_bytes(dtype: str) -> bool:
+    """Whether elements are integers of one byte, as in quantized kernels: gathered, they are words of a flat form."""
+    return dtype in ("int8", "uint8")
+
+
+def word_elements(itemsize: int) -> int:
+    """How many elements of a flat form are stored as one."""
+    return WORD_BYTES if itemsize == 1 else 1
 
 
 def itemsize(dtype: str) -> int:

@@ -17,6 +17,7 @@ functions get a `LayerPatch`. Read `rewrites` first.
     row_functions   `tf.map_fn`, `tf.vectorized_map`, `tf.nn.ctc_loss`
     loops           loops of recurrent layers, and the lists that loops fill
     partial_sums    gradients as each device has them, before they are added up over the devices
+    products        products of integers of 8 bits, those of quantized layers
     lookups         lookups of integers in a vocabulary
     origins         which layer, loss or metric made an operation, and the user's line
     layer_patch     every change to a layer or metric of a user's model, with undo
@@ -24,6 +25,7 @@ functions get a `LayerPatch`. Read `rewrites` first.
     convolution     convolutions with sharded kernels, dilated ones, and grouped ones of volumes
     assignments     arrays that are assigned to large variables
     averages        moving averages of weights on shards
+    adapters        LoRA by its two matrices
     blocks          blocks of layers that are computed again in the backward pass
     sequence        sequence parallelism: what layers gather and scatter
     unsupported     layers and optimizers that cannot be sharded, and what to do instead

@@ -70,6 +70,18 @@ LOOKUP = Change(
     why="searches the sorted vocabulary, where a table is a resource of the host",
     module="lookups",
 )
+ADAPTER = Change(
+    of="Dense, EinsumDense and Embedding layers with LoRA",
+    attribute="call",
+    why="multiplies by the adapter's two matrices, where Keras adds their product to the kernel",
+    module="adapters",
+)
+QUANTIZED_ADAPTER = Change(
+    of="the same, where they are quantized",
+    attribute="quantized_call",
+    why="multiplies by them without merging dims that are sharded",
+    module="adapters",
+)
 SEQUENCE = Change(
     of="layers with kernels, with `sequence_parallel=True`",
     attribute="call",
@@ -119,8 +131,8 @@ RECORDED_GRADIENTS = Change(
     module="step_recording",
 )
 CHANGES = (
-    TABLE_READ, METRIC_UPDATE, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, SEQUENCE, BLOCK, REMAT, AVERAGES,
-    ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS, RECORDED_GRADIENTS,
+    TABLE_READ, METRIC_UPDATE, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, ADAPTER, QUANTIZED_ADAPTER, SEQUENCE,
+    BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS, RECORDED_GRADIENTS,
 )  # fmt: skip
 
 

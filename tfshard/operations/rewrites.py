@@ -23,6 +23,7 @@ from tfshard.operations import (
     einsums,
     loops,
     origins,
+    products,
     row_functions,
     row_operations,
     rows,
@@ -74,6 +75,7 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         **_SLICES, "Einsum": einsums.without_ellipsis, "Select": selects.with_dims, "SelectV2": selects.with_dims,
     }  # fmt: skip
     if not _private.is_eager():
+        exchange["BatchMatMulV3"] = products.of_integers
         exchange.update(dict.fromkeys(ROW_OPERATIONS, functools.partial(row_operations.exchange, mesh=mesh)))
         exchange["Tile"] = functools.partial(_tile, mesh=mesh)
         exchange |= {operation: functools.partial(_if_unsized, function) for operation, function in _UNSIZED.items()}

@@ -50,13 +50,6 @@ def _ranks(least: int) -> Callable[[_private.Call], bool]:
     return lambda call: call.inputs[0].shape.rank >= least
 
 
-def _by_one_matrix(call: _private.Call) -> bool:
-    """Whether a product is by the same matrix for all samples."""
-    matrix = call.inputs[1].shape
-    is_one = matrix.rank is not None and all(size == 1 for size in matrix[:-2])
-    return is_one and not call.get_attr("adj_x") and call.inputs[0].shape.rank >= matrix.rank
-
-
 def _like(names: Iterable[str], operation: RowOperation) -> dict[str, RowOperation]:
     return dict.fromkeys(names, operation)
 
@@ -87,8 +80,6 @@ ROW_OPERATIONS: dict[str, RowOperation] = {
         ("MatrixSetDiagV3", "MatrixSolve", "MatrixTriangularSolve", "MatrixSolveLs", "BandedTriangularSolve"),
         RowOperation(operands=(0, 1), when=_ranks(3)),
     ),
-    # Products of int8, those of quantized layers.
-    "BatchMatMulV3": RowOperation(when=_by_one_matrix),
     # Images.
     **_like(
         ("ResizeBicubic", "ResizeArea", "ScaleAndTranslate", "ImageProjectiveTransformV2"), RowOperation(when=_ranks(4))

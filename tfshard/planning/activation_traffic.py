@@ -26,7 +26,8 @@ class Sent:
     Attributes:
         kind: `"all-reduce"` or `"all-gather"`.
         what: The variable it comes from, by path, or the operation.
-        why: `"row"`, `"lookup"`, `"experts"`, `"column"`, `"softmax"`, `"loss"` or `"cut"`.
+        why: `"row"`, `"lookup"`, `"experts"`, `"column"`, `"softmax"`, `"scale"`, `"loss"` or
+            `"cut"`.
         shape: Of the whole tensor.
         bytes: Of the whole tensor.
         count: How often.
@@ -80,6 +81,7 @@ _FORMULAS = {
     "column": "bytes(input) over the model axis, backward: column layers",
     "softmax": "4 bytes for each row of the softmax: its largest and its sum",
     "loss": "4 bytes for each label: softmax cross entropy's largest logit, sum and own logit",
+    "scale": "4 bytes for each row of what is quantized: its largest magnitude",
     "cut": "bytes(activation), backward: what was whole and was cut along with a sharded activation",
 }
 
@@ -231,7 +233,9 @@ class _Prediction:
                     self.sharded.setdefault(operation.outputs[output].name, to)
                 if operation.inputs[number].name not in self.variable_of:
                     self._cut(operation, outcome)
-                if outcome.statistics and outcome.outputs:
+                if outcome.statistics and not outcome.outputs:
+                    self._note("all-reduce", operation.name, "scale", tuple(operation.outputs[0].shape), 1)
+                elif outcome.statistics:
                     output, to = outcome.outputs[0]
                     shape = tuple(n for i, n in enumerate(operation.outputs[output].shape) if i != to)
                     self._note("all-reduce", operation.name, "softmax", shape, outcome.statistics)

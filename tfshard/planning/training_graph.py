@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.devices import gathers
 from tfshard.errors import LayoutError
-from tfshard.graph import inventory, model_graph
+from tfshard.graph import adapters, inventory, model_graph
 from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout, itemsize
@@ -465,7 +465,7 @@ def loss_of_model(model: keras.Model, tensors: Any, read: Callable[[str], tf.Ten
     Raises:
         LayoutError: The model cannot be called on the tensors, or no loss can be made of its outputs.
     """
-    with _Reads(read, model):
+    with _Reads(read, model), adapters.apart(model):
         try:
             return _loss_of(model, model(tensors, training=True))
         # A model's own call may raise anything.

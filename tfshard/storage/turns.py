@@ -37,9 +37,12 @@ from tfshard.errors import StrategyError
 
 # What a stored value goes through between its gather and its use: made again for each turn.
 ON_THE_WAY = frozenset({
-    "Cast", "EnsureShape", "ExpandDims", "GatherV2", "Identity", "Relayout", "Reshape", "Slice", "Squeeze",
+    "Bitcast", "Cast", "EnsureShape", "ExpandDims", "GatherV2", "Identity", "Relayout", "Reshape", "Slice", "Squeeze",
     "StridedSlice", "Transpose", replicas.GATHER,
 })  # fmt: skip
+
+# And what is stored in integers, until it is numbers: kernels are taken apart and scaled (Keras's `quantize`).
+_OF_INTEGERS = frozenset(("BitwiseAnd", "BitwiseXor", "Mul", "Pack", "RealDiv", "RightShift", "Sub"))
 
 # What variables are computed with under mixed precision.
 _NARROW = (tf.bfloat16, tf.float16)
@@ -207,7 +210,8 @@ def arrange(
     Returns:
         Numbers that have to be used for something, so that nothing is taken for superfluous.
     """
-    values = Values((each.key, tensor) for each, tensor in reads)
+    whole = {each.key for each, _ in reads if not each.is_gathered}
+    values = Values(((each.key, tensor) for each, tensor in reads), whole)
     with operations[0].graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
         uses = list(values.uses(operations))
         sent = {key: dtype for key, dtype in sent_dtypes(uses).items() if dtype in narrow}
@@ -249,7 +253,26 @@ def arrange(
             use, tensor = last[gradient.key]
             if tensor is not None and use.operation.type in _PRODUCTS:
                 gates.give_way(use.operation, tensor, gradient)
+        _leave_out(operations, values)
     return gates.tokens
+
+
+def _leave_out(operations: Iterable[tf.Operation], values: "Values") -> None:
+    """Takes stored values out of custom gradients. There an IdentityN has the results, and all arguments, of which
+    nobody uses what it gives."""
+    for operation in operations:
+        if operation.type != "IdentityN":
+            continue
+        users = [output.consumers() for output in operation.outputs]
+        kept = [i for i, each in enumerate(operation.inputs) if not values.is_made_of_stored(each)]
+        if not any(users[i] for i in kept) or any(users[i] for i in range(len(users)) if i not in kept):
+            continue
+        made = tf.raw_ops.IdentityN(input=[operation.inputs[i] for i in kept])
+        for i, tensor in zip(kept, made, strict=True):
+            for user in users[i]:
+                for number, each in enumerate(user.inputs):
+                    if each is operation.outputs[i]:
+                        _private.update_input(user, number, tensor)
 
 
 def ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
@@ -310,6 +333,7 @@ class Values:
 
     Args:
         reads: A key and what was read, for each read. Those of one key are the same.
+        whole: The keys of what is not gathered.
 
     Attributes:
         first: What was read first, by key.
@@ -317,7 +341,8 @@ class Values:
         narrow_of: The dtype that it was cast to on the way; None if it was not.
     """
 
-    def __init__(self, reads: Iterable[tuple[Hashable, tf.Tensor]]):
+    def __init__(self, reads: Iterable[tuple[Hashable, tf.Tensor]], whole: Collection[Hashable] = ()):
+        self._whole = whole
         self.first: dict[Hashable, tf.Tensor] = {}
         self.key_of: dict[Hashable, Hashable] = {}
         self.narrow_of: dict[Hashable, tf.DType | None] = {}
@@ -329,6 +354,10 @@ class Values:
     def is_read(self, tensor: tf.Tensor) -> bool:
         """Whether it is what was read itself."""
         return tensor.ref() in self._read
+
+    def is_made_of_stored(self, tensor: tf.Tensor) -> bool:
+        """Whether it is what was read, or made of nothing else."""
+        return tensor.ref() in self.key_of
 
     def uses(self, operations: Sequence[tf.Operation]) -> Iterator[Use]:
         """Those of all operations of a graph that work on stored values, in the same order."""
@@ -353,8 +382,8 @@ class Values:
                         self._add(output, self.key_of[each.ref()], self.narrow_of[each.ref()])
                     elif each.ref() in of_batch:
                         of_batch.add(output.ref())
-            elif len(numbers) == 1 and not batch and operation.type in ON_THE_WAY:
-                ((key, (number, *_)),) = numbers.items()
+            elif not batch and (key := self._made_of(operation, numbers)) is not None:
+                number = numbers[key][0]
                 narrow = self.narrow_of[inputs[number].ref()]
                 if operation.type == "Cast" and inputs[0].dtype == tf.float32:
                     narrow = _narrow_of_cast(operation)
@@ -379,6 +408,16 @@ class Values:
                     if operation.type == "GatherV2" and 0 in numbers.get(self.key_of.get(inputs[0].ref()), ()):
                         narrow[self.key_of[inputs[0].ref()]] = _narrow_of_lookup(operation)
                     yield Use(operation=operation, numbers=numbers, narrow=narrow, tie=tie)
+
+    def _made_of(self, operation: tf.Operation, keys: Collection[Hashable]) -> Hashable | None:
+        """The key of the one value that goes on through an operation which does not take the batch; None if none does,
+        or the operation works on it."""
+        if operation.type in ON_THE_WAY:
+            return next(iter(keys)) if len(keys) == 1 else None
+        gathered = [key for key in keys if key not in self._whole]
+        if operation.type not in _OF_INTEGERS or len(gathered) != 1:
+            return None
+        return gathered[0] if self.first[gathered[0]].dtype.is_integer else None
 
     def _add(self, tensor: tf.Tensor, key: Hashable, narrow: tf.DType | None) -> None:
         self.key_of[tensor.ref()] = key
@@ -529,7 +568,7 @@ class _Turn:
 
     def of(self, tensor: tf.Tensor) -> tf.Tensor:
         """The same tensor, of what this turn gathers."""
-        if tensor.ref() not in self._values.key_of:
+        if self._values.key_of.get(tensor.ref()) != self._key:
             return tensor
         if self._values.is_read(tensor):
             tensor = self._values.first[self._key]

@@ -21,7 +21,17 @@ from tfshard.graph import inventory
 from tfshard.layouts import placement
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.slot_dtypes import SlotDtypes
-from tfshard.operations import averages, blocks, convolution, lookups, loops, sequence, unsupported, vocabulary
+from tfshard.operations import (
+    adapters,
+    averages,
+    blocks,
+    convolution,
+    lookups,
+    loops,
+    sequence,
+    unsupported,
+    vocabulary,
+)
 from tfshard.planning.analyzer import ParameterAnalyzer
 from tfshard.storage.initial_values import HostValue
 from tfshard.storage.storage import Storage
@@ -230,6 +240,7 @@ class Adopter(Placer):
         convolution.install(model, self.mesh)
         loops.install(model, self.mesh)
         lookups.install(model)
+        adapters.install(model)
         blocks.install_remat(model)
         if self.sequence_parallel:
             sequence.install(model, self.mesh)
