@@ -48,6 +48,8 @@ QUICK = {
     ),
     # measure; and the report in test_memory.py and test_groups.py
     "test_verify.py": ("test_what_is_no_sharded_model_is_refused",),
+    # callbacks
+    "test_telemetry.py": ("test_wrong_arguments_are_refused", "test_a_clock_without_steps_knows_nothing"),
     # training
     "test_optimizers.py": ("test_training_matches_one_device[adam-batch4-3-grouped]",),
     "test_models.py": ("test_model_matches_one_device[mlp-batch4-3]",),
