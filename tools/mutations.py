@@ -138,7 +138,7 @@ MUTATIONS = [
     Mutation(
         area="layouts",
         file="tfshard/layouts/boxes.py",
-        old="first = location[data] * form.columns",
+        old="first = location[data] % form.rows * form.columns",
         new="first = 0 * form.columns",
         what="every device is said to hold the first row of a flat form",
         killed_by="tests/checkpoints/test_resharding.py::test_pieces_are_written_once_and_tensorflow_reads_whole_variables",

@@ -60,7 +60,10 @@ def test_axes_are_a_mapping_that_equals_one_with_the_same_roles():
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        ({"dp": "sequence"}, r"Unknown role of mesh axis 'dp'. Roles: \['data', 'tensor'\]. Received: .*'sequence'"),
+        (
+            {"dp": "sequence"},
+            r"Unknown role of mesh axis 'dp'. Roles: \['data', 'replica', 'tensor'\]. Received: .*'sequence'",
+        ),
         ({"dp": None}, "Unknown role"),
         ({"pd": "data"}, r"roles names axis 'pd', which is not in the mesh. Mesh axes: \('dp', 'tp'\)"),
         ({"dp": "data", "tp": "data"}, r"One axis .* can have the role 'data', and \('dp', 'tp'\) have it.*Received"),

@@ -80,10 +80,10 @@ class FlatForm:
     """One or more variables as a padded matrix with a row for each device of the batch axis.
 
     For a group of small variables, for a variable with no dim that the batch axis divides, for integers of one byte
-    that rest sharded, and for every one where there are replicas. The dims that model axes shard come first, one dim for
-    each such axis (the same axes for all members); behind them the members' elements follow each other, padded with
-    zeros to fill the rows: `(model..., shards, columns)`. Sharded, it has the rows once for each replica, one behind
-    the other.
+    that rest sharded, and for every one where there are replicas. The dims that model axes shard come first, one dim
+    for each such axis (the same axes for all members); behind them the members' elements follow each other, padded
+    with zeros to fill the rows: `(model..., shards, columns)`. Sharded, it has the rows once for each replica, one
+    behind the other.
 
     Attributes:
         members: The variables in it.
