@@ -81,7 +81,7 @@ class Comparison:
         kinds = ("batch", "failure", "random", "replicas", "layout", "layer", "loss", "gradient", "update", "metric")
         return Verification(
             model=self._subject.model.name,
-            mesh=dict(strategy.mesh_shape),
+            mesh=strategy.mesh_shape.given,
             zero_stage=strategy.zero_stage,
             tolerance=self._tolerance,
             compared=tuple(self._rows),
