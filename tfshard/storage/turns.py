@@ -259,9 +259,9 @@ def arrange(
 
 def _leave_out(operations: Iterable[tf.Operation], values: "Values") -> None:
     """Takes stored values out of custom gradients. There an IdentityN has the results, and all arguments, of which
-    nobody uses what it gives."""
+    nobody uses what it gives. Ties, which are an IdentityN too, stay as they are."""
     for operation in operations:
-        if operation.type != "IdentityN":
+        if operation.type != "IdentityN" or "_gradient_op_type" not in operation.node_def.attr:
             continue
         users = [output.consumers() for output in operation.outputs]
         kept = [i for i, each in enumerate(operation.inputs) if not values.is_made_of_stored(each)]
