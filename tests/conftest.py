@@ -7,19 +7,27 @@ import pathlib
 import sys
 
 import keras
+import numpy as np
 import pytest
+from tensorflow.python.framework import ops
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import portions  # noqa: E402
 import quick  # noqa: E402
 import sweeps  # noqa: E402
 import tfshard  # noqa: E402
+from tools.mutations import MUTATIONS  # noqa: E402
 
 tfshard.initialize(num_devices=4, device_type="CPU")
 
 # Cases of each table that ran, and all that it has.
 _RAN: collections.Counter[str] = collections.Counter()
 _ALL: dict[str, int] = {}
+# Slow tests of which some cases ran, and how many they have.
+_PORTIONS: dict[str, int] = {}
+_RAN_OF_PORTIONS: set[str] = set()
+_SECONDS: collections.Counter[str] = collections.Counter()
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -30,12 +38,29 @@ def pytest_ignore_collect(collection_path, config):
     return True if missing or collection_path.name not in quick.QUICK else None
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if quick.is_quick(item.path.name, getattr(item, "originalname", item.name), item.name):
             item.add_marker(pytest.mark.quick)
         if table := item.get_closest_marker("table"):
             item.user_properties.append(("table", table.args))
+    if not (sweeps.SWEEP or portions.WRITES or config.option.keyword or any("::" in each for each in config.args)):
+        _take_portions(config, items)
+
+
+def _take_portions(config, items):
+    """Of slow tests, those cases that an ordinary run takes."""
+    always = {item.nodeid for item in items if item.get_closest_marker("quick")}
+    always |= {mutation.killed_by for mutation in MUTATIONS}
+    out = portions.left_out([item.nodeid for item in items], always, portions.known(), sweeps.SEED)
+    counts = collections.Counter(portions.test_of(item.nodeid) for item in items)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
+    cut = {portions.test_of(case) for case in out}
+    items[:] = [item for item in items if item.nodeid not in out]
+    for item in items:
+        test = portions.test_of(item.nodeid)
+        if test in cut:
+            item.user_properties.append(("portion", (test, counts[test])))
 
 
 def pytest_collection_finish():
@@ -44,11 +69,33 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def heap():
-    """What a file of tests leaves behind, the models that it caches above all, is not looked through in later ones."""
+@pytest.fixture(autouse=True)
+def no_kept_gradients():
+    """TensorFlow keeps each custom gradient that is traced, and with it the graph of the step, for as long as a process
+    lives: some megabytes for a test, which each collection of garbage looks through."""
     yield
+    entries = ops.gradient_registry._registry
+    for name in [name for name in entries if name.startswith("CustomGradient-")]:
+        del entries[name]
+
+
+@pytest.fixture(autouse=True)
+def numbers_of_its_own(request):
+    """A test draws the same numbers whichever ran before it."""
+    for value in vars(request.module).values():
+        if isinstance(value, np.random.RandomState):
+            value.seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heap(request):
+    """What a file of tests leaves behind is not looked through in later ones; the models that it caches are freed."""
+    yield
+    for value in vars(request.module).values():
+        if getattr(value, "__module__", None) == request.module.__name__ and hasattr(value, "cache_clear"):
+            value.cache_clear()
     keras.backend.clear_session()
+    gc.collect()
     gc.freeze()
 
 
@@ -58,9 +105,24 @@ def pytest_runtest_logreport(report):
         if name == "table" and report.when == "call" and not report.skipped:
             _RAN[value[0]] += 1
             _ALL[value[0]] = value[1]
+        if name == "portion" and report.when == "call":
+            _PORTIONS[value[0]] = value[1]
+            _RAN_OF_PORTIONS.add(report.nodeid)
+    _SECONDS[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session):
+    """Called in the process that prints, too."""
+    if portions.WRITES and not hasattr(session.config, "workerinput"):
+        portions.write(_SECONDS.items())
 
 
 def pytest_terminal_summary(terminalreporter):
+    if _PORTIONS:
+        terminalreporter.section("portions of slow tests")
+        terminalreporter.write_line(
+            f"{len(_RAN_OF_PORTIONS)} of {sum(_PORTIONS.values())} cases of {len(_PORTIONS)} tests (tests/portions.py)"
+        )
     if not _RAN:
         return
     terminalreporter.section("tables")

@@ -1,0 +1,76 @@
+"""Which cases of a slow test an ordinary run takes, so that all of it ends in twenty minutes.
+
+tests/seconds.json has the seconds of a case, for each test. Of a test whose cases take longer together than `PORTION`,
+a run takes those that the quick tests or tools/mutations.py name, and of the others as many as fit, drawn by
+the seed of tests/sweeps.py: other ones each day. All of them run with `TFSHARD_SWEEP=1`, and where cases are named
+(`-k`, `file::test`).
+
+    TFSHARD_WRITE_SECONDS=1 tools/test.sh      # measures them again, those that run
+"""
+
+import collections
+import json
+import math
+import os
+import pathlib
+import random
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+# Seconds that an ordinary run gives a test with several cases, and of those it takes at least so many.
+PORTION = 5.0
+LEAST_CASES = 1
+
+# Of a case of a test that was never measured.
+UNKNOWN = 3.0
+
+FILE = pathlib.Path(__file__).parent / "seconds.json"
+WRITES = os.environ.get("TFSHARD_WRITE_SECONDS") == "1"
+
+
+def known() -> dict[str, float]:
+    """The seconds of a case, by the name of its test without cases."""
+    return json.loads(FILE.read_text())
+
+
+def test_of(case: str) -> str:
+    """`"file::test"` of `"file::test[case]"`."""
+    return case.partition("[")[0]
+
+
+def left_out(cases: Sequence[str], always: Collection[str], seconds: Mapping[str, float], seed: str) -> set[str]:
+    """The cases that a run does not take.
+
+    Args:
+        cases: All, as pytest names them.
+        always: Those that are taken in any case.
+        seconds: Of a case, by test.
+        seed: By which they are drawn.
+    """
+    by_test: dict[str, list[str]] = collections.defaultdict(list)
+    for case in cases:
+        by_test[test_of(case)].append(case)
+    out: set[str] = set()
+    for test, its in by_test.items():
+        each = seconds.get(test, UNKNOWN)
+        if each * len(its) <= PORTION:
+            continue
+        named = [case for case in its if case in always]
+        others = [case for case in its if case not in always]
+        random.Random(f"{seed} {test}").shuffle(others)
+        count = max(math.floor(PORTION / each), LEAST_CASES) - len(named)
+        out.update(others[max(count, 0) :])
+    return out
+
+
+def write(measured: Iterable[tuple[str, float]]) -> None:
+    """Writes the file again, with what cases took now: the mean of those of a test.
+
+    Args:
+        measured: Each case, and its seconds.
+    """
+    by_test: dict[str, list[float]] = collections.defaultdict(list)
+    for case, seconds in measured:
+        by_test[test_of(case)].append(seconds)
+    means = {test: round(statistics.mean(each), 1) for test, each in by_test.items()}
+    FILE.write_text(json.dumps(dict(sorted((known() | means).items())), indent=1) + "\n")

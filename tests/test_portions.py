@@ -1,0 +1,38 @@
+"""Which cases of slow tests a run takes (portions.py), and that what is known of them is of tests that there are."""
+
+import collections
+import pathlib
+
+import portions
+
+ROOT = pathlib.Path(__file__).parents[1]
+CASES = [f"a.py::test_slow[{number}]" for number in range(20)] + [f"a.py::test_quick[{number}]" for number in range(20)]
+SECONDS = {"a.py::test_slow": portions.PORTION / 4, "a.py::test_quick": 0.0}
+
+
+def test_a_slow_test_runs_with_as_many_cases_as_fit_and_others_each_day():
+    runs = [set(CASES) - portions.left_out(CASES, set(), SECONDS, f"day {day}") for day in range(30)]
+    for run in runs:
+        assert collections.Counter(map(portions.test_of, run)) == {"a.py::test_slow": 4, "a.py::test_quick": 20}
+    assert set.union(*runs) == set(CASES)
+    assert portions.left_out(CASES, set(), SECONDS, "day 0") == set(CASES) - runs[0]
+
+
+def test_cases_that_are_named_run_and_count():
+    named = set(CASES[:3])
+    run = set(CASES[:20]) - portions.left_out(CASES[:20], named, SECONDS, "")
+    assert named < run and len(run) == 4
+    assert portions.left_out(CASES[:20], set(CASES[:6]), SECONDS, "") == set(CASES[6:20])
+
+
+def test_of_a_very_slow_or_unknown_test_some_cases_run():
+    assert len(portions.left_out(CASES[:20], set(), {"a.py::test_slow": 1000.0}, "")) == 20 - portions.LEAST_CASES
+    assert portions.left_out(CASES, set(), {}, "")
+
+
+def test_seconds_are_of_tests_that_there_are():
+    texts = {file.name: file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
+    for test in portions.known():
+        path, _, name = test.partition("::")
+        if path.startswith("tests/"):
+            assert f"def {name.rpartition('::')[2]}(" in texts[pathlib.Path(path).name], f"{test}: no such test"
