@@ -25,6 +25,9 @@ import tfshard
 _MESH = flags.DEFINE_string("mesh", "", "Mesh axes, such as 'batch:4' or 'batch:2,model:2'; empty: one device.")
 _NUM_DEVICES = flags.DEFINE_integer("num_devices", None, "Devices to start; by default as many as the mesh has.")
 _ZERO_STAGE = flags.DEFINE_integer("zero_stage", 3, "What rests sharded over the batch axis.", 0, 3)
+_COMPRESSION = flags.DEFINE_string(
+    "compression", "", "Of gradients between devices: 'bfloat16', 'int8' or 'powersgd:4' for rank 4; empty: none."
+)
 _TEXT_PATH = flags.DEFINE_string("text_path", None, "A file or a directory to train on instead.")
 _LAYERS = flags.DEFINE_integer("layers", 4, "Transformer blocks.", 1)
 _WIDTH = flags.DEFINE_integer("width", 128, "Size of the residual stream.", 1)
@@ -95,6 +98,12 @@ def parse_mesh(text: str) -> dict[str, int]:
     return {name.strip(): int(size) for name, size in axes}
 
 
+def parse_compression(text: str) -> str | tfshard.PowerSGD | None:
+    """What the flag says: `"powersgd:4"` is a `tfshard.PowerSGD` of rank 4, with the first tenth of the steps exact."""
+    name, _, rank = text.partition(":")
+    return tfshard.PowerSGD(rank=int(rank), warm_up_steps=_STEPS.value // 10) if name == "powersgd" else text or None
+
+
 def make_strategy() -> tfshard.ShardedStrategy | None:
     """The strategy that the flags ask for, None for one device."""
     axes = parse_mesh(_MESH.value)
@@ -103,7 +112,10 @@ def make_strategy() -> tfshard.ShardedStrategy | None:
     size = None if -1 in axes.values() else math.prod(axes.values())
     tfshard.initialize(num_devices=_NUM_DEVICES.value or size)
     layout_map = "auto" if "model" in axes else None
-    return tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=_ZERO_STAGE.value)
+    compression = parse_compression(_COMPRESSION.value)
+    return tfshard.ShardedStrategy(
+        tfshard.create_mesh(**axes), layout_map, zero_stage=_ZERO_STAGE.value, compression=compression
+    )
 
 
 def make_model() -> keras.Model:

@@ -15,6 +15,11 @@ RUNS = {
         "train_lm.py", *TINY_LM, "--sequence_length=32", "--eval_bytes=2048", "--mesh=batch:2,model:2"
     ),
     "digits": ("train_digits.py", "--mesh=batch:4", "--min_accuracy=0.97"),
+    "recommender": ("recommender.py", "--mesh=batch:4", "--rows=20000", "--steps=60", "--min_auc=0.65"),
+    "recommender_lazy": (
+        "recommender.py", "--mesh=batch:3", "--rows=20001", "--steps=60", "--min_auc=0.65", "--optimizer=adam",
+        "--sparse=lazy",
+    ),
     "keras_hub": ("finetune_keras_hub.py", "--mesh=batch:4", "--steps=3"),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ def test_what_import_tfshard_shows():
         initialize create_mesh ShardedStrategy LayoutMap ParameterAnalyzer Model Sequential as_distributed
         CheckpointManager CheckpointCallback export import_weights plan lint verify advise auto_layout_map
         abstract_model profile_step profile_network random_map ShardingError
-        errors layers callbacks collectives presets planning measure
+        errors layers callbacks collectives presets planning measure pipeline pipelining PowerSGD EmbeddingTables
     """
     assert sorted(tfshard.__all__) == sorted(expected.split())
     for name in tfshard.__all__:

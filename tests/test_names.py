@@ -37,6 +37,7 @@ ELSEWHERE = {
     ),
     *("hashlib.file_digest", "saving_lib._save_model_to_fileobj", "CUDA_VISIBLE_DEVICES", "TMPDIR", "div", "mul"),
     *("SKLinear", "panther/nn/linear.py", "S1_i", "S2_i", "U1_i", "U2_i", "l", "N"),
+    *("fully_shard", "mics_shard_size"),
     *("dense_kernel_momentum", "block3", "block_3", "train.py"),
     "test_adam_matches_one_device_when_dim_does_not_divide",
 }
@@ -101,7 +102,9 @@ def prose(path: pathlib.Path) -> str:
     """What is meant to be read: a document without its blocks of code, or docstrings and comments."""
     text = path.read_text()
     if path.suffix == ".md":
-        return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        if path.name == "coming_from.md":  # In the first column are the names of others.
+            text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+        return re.sub(r"^ *```.*?^ *```|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     kept = [t.string for t in tokens if t.type == tokenize.COMMENT or t.string.lstrip("rb").startswith('"""')]
     return re.sub(r"^\s*>>>.*$", "", "\n".join(kept), flags=re.MULTILINE)

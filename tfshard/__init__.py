@@ -24,13 +24,14 @@ and beside them `errors`, `layers`, `presets`, `collectives`, for users, `tables
 __version__ = "0.1.0"
 
 # _private first: it checks the versions of TensorFlow and Keras.
-from tfshard import _moved, _private, callbacks, collectives, errors, layers, measure, planning, presets
+from tfshard import _moved, _private, callbacks, collectives, errors, layers, measure, pipelining, planning, presets
 from tfshard.checkpoints import CheckpointCallback, CheckpointManager, export, import_weights
 from tfshard.devices import create_mesh, initialize
 from tfshard.errors import ShardingError
 from tfshard.graph import abstract_model, auto_layout_map
-from tfshard.layouts import LayoutMap
+from tfshard.layouts import EmbeddingTables, LayoutMap, PowerSGD
 from tfshard.measure import profile_network, profile_step
+from tfshard.pipelining import pipeline
 from tfshard.planning import ParameterAnalyzer, advise, lint, plan
 from tfshard.training import Model, Sequential, ShardedStrategy, as_distributed, random_map
 from tfshard.verifying import verify
@@ -38,9 +39,11 @@ from tfshard.verifying import verify
 __all__ = [
     "CheckpointCallback",
     "CheckpointManager",
+    "EmbeddingTables",
     "LayoutMap",
     "Model",
     "ParameterAnalyzer",
+    "PowerSGD",
     "Sequential",
     "ShardedStrategy",
     "ShardingError",
@@ -58,6 +61,8 @@ __all__ = [
     "layers",
     "lint",
     "measure",
+    "pipeline",
+    "pipelining",
     "plan",
     "planning",
     "presets",

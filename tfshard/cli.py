@@ -76,6 +76,9 @@ def _plan_flags() -> flags.FlagValues:
     values = _layout_flags()
     flags.DEFINE_integer("zero_stage", 3, "ZeRO stage: 0, 1, 2 or 3.", flag_values=values)
     flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer, for its slots.", flag_values=values)
+    flags.DEFINE_string("links", None, "What profile-network --save wrote: tells the time of collectives.",
+        flag_values=values,
+    )  # fmt: skip
     flags.DEFINE_boolean("detail", False, "Print a row for each variable and collective.", flag_values=values)
     flags.DEFINE_boolean("json", False, "Print JSON instead of tables, bytes as numbers.", flag_values=values)
     return values
@@ -89,6 +92,7 @@ def _plan(values: flags.FlagValues, arguments: list[str]) -> int:
         layout_map=_layout_map(values.layout_map),
         zero_stage=values.zero_stage,
         optimizer=values.optimizer,
+        links=values.links,
     )
     print(plan.to_json(indent=2) if values.json else plan.text(detail=values.detail))
     return int(bool(plan.refused))
@@ -329,6 +333,11 @@ def _network_flags() -> flags.FlagValues:
     sizes = [str(size) for size in network_profile.SIZES]
     flags.DEFINE_list("sizes", sizes, "Bytes of the messages.", flag_values=values)
     flags.DEFINE_integer("repeats", 10, "How often each is measured.", flag_values=values)
+    flags.DEFINE_integer(
+        "devices_per_host", None, "How many devices are taken for a host. By default those of a launcher.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_string("save", None, "Write the links to this file, for plan --links and advise.", flag_values=values)
     flags.DEFINE_string("plot", None, "Draw a picture to this file. Needs matplotlib.", flag_values=values)
     flags.DEFINE_boolean("json", False, "Print JSON instead of a table.", flag_values=values)
     return values
@@ -339,9 +348,12 @@ def _profile_network(values: flags.FlagValues, arguments: list[str]) -> int:
     if not all(size.isdecimal() for size in values.sizes):
         raise UsageError(f"--sizes must be numbers of bytes. Received: sizes={values.sizes}")
     started = tfshard.initialize(num_devices=values.num_devices)
-    profile = tfshard.profile_network([int(size) for size in values.sizes], values.repeats)
+    sizes = [int(size) for size in values.sizes]
+    profile = tfshard.profile_network(sizes, values.repeats, values.devices_per_host)
     if started.client_id == 0:
         print(json.dumps(profile.to_dict(), indent=2) if values.json else profile)
+        if values.save:
+            profile.links.save(values.save)
         if values.plot:
             profile.plot(values.plot)
     return 0

@@ -24,7 +24,10 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import clients, gathers, mesh, startup, transfer
+from tfshard.devices.words import from_words, to_words
 from tfshard.errors import CollectiveError
+
+__all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "rank", "reduce_scatter", "world_size"]
 
 # The axis of the meshes that collectives run on.
 AXIS = "world"
@@ -106,9 +109,9 @@ def all_gather(value: Any, axis: int = 0) -> Any:
     if not _agreed("all_gather", array, axis=axis):
         return _like(value, array)
     with _operation("all_gather", array):
-        words = gather([tf.constant(transfer.to_words(array)[np.newaxis])], _clients_mesh())
+        words = gather([tf.constant(to_words(array)[np.newaxis])], _clients_mesh())
         rows = np.asarray(dtensor.unpack(words)[0])
-        parts = [transfer.from_words(row, array.shape, array.dtype) for row in rows]
+        parts = [from_words(row, array.shape, array.dtype) for row in rows]
         return _like(value, np.concatenate(parts, axis=axis))
 
 
@@ -157,11 +160,11 @@ def broadcast(value: Any, root: int = 0) -> Any:
     if not _agreed("broadcast", array, root=root):
         return _like(value, array)
     with _operation("broadcast", array):
-        words = transfer.to_words(array, np.int64)
+        words = to_words(array, np.int64)
         # A sum with zeros, as integers: every bit stays as it is. Those of 32 bits are sent as 64 (by the counter).
         words = words if rank() == root else np.zeros_like(words)
         result = reduce([tf.constant(words)], "sum", _clients_mesh())
-        return _like(value, transfer.from_words(np.asarray(dtensor.unpack(result)[0]), array.shape, array.dtype))
+        return _like(value, from_words(np.asarray(dtensor.unpack(result)[0]), array.shape, array.dtype))
 
 
 # --- on devices --------------------------------------------------------------------------------------

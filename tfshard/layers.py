@@ -117,6 +117,7 @@ class SketchedDense(keras.layers.Layer):  # type: ignore[misc]
         self.supports_masking = True
 
     def build(self, input_shape: Sequence[int | None]) -> None:
+        """Makes the weights for inputs of shape `(..., features)`."""
         features = input_shape[-1]
         if features is None:
             raise ShardingError(
@@ -171,6 +172,7 @@ class SketchedDense(keras.layers.Layer):  # type: ignore[misc]
         return ops.cast(ops.matmul(ops.transpose(input_sketch), kernel), dtype)
 
     def call(self, inputs: keras.KerasTensor) -> keras.KerasTensor:
+        """`(..., features)` to `(..., units)`."""
         first = ops.matmul(ops.matmul(inputs, self.input_kernel), self.output_sketch)
         second = ops.matmul(ops.matmul(inputs, self.input_sketch), self.output_kernel)
         outputs = (first + second) * (0.5 / self.num_sketches)
@@ -179,6 +181,7 @@ class SketchedDense(keras.layers.Layer):  # type: ignore[misc]
         return self.activation(outputs)
 
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
+        """The shape of the inputs with `units` in place of the last dim."""
         return (*input_shape[:-1], self.units)
 
     def get_config(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import pathlib
 import re
 import signal
 
@@ -13,6 +14,7 @@ import launched
 import sweeps
 import tfshard
 from tfshard.launch.options import HOST_SECONDS
+from tfshard.layouts import variable_layout
 from tools import faults
 from tools.fault_runs import model, watched
 from tools.fault_runs.table import DEATH_LIMIT
@@ -20,8 +22,9 @@ from tools.fault_runs.table import DEATH_LIMIT
 FAULTS = faults.faults(2)
 # Each waits most of its time.
 AT_ONCE = 6
-# Of losses.
+# Of losses; of those with gradients in codes of 8 bits.
 TOLERANCE = 1e-4
+COMPRESSED = 1e-3
 
 
 @pytest.fixture(autouse=True)
@@ -136,17 +139,6 @@ def test_launchers_find_each_other_by_the_variables_of_a_cluster(system):
         assert [(step, clients) for step, _, clients in run.steps(client)] == [(1, 2), (2, 2), (3, 2)]
 
 
-def plain_losses(steps: int, rate: float = 1e-2) -> list[float]:
-    """What plain Keras says after each step on one device: the mean so far."""
-    losses: list[float] = []
-    keras.utils.set_random_seed(0)
-    trained = model.build()
-    trained.compile(keras.optimizers.Adam(rate), "mse", jit_compile=False)
-    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(float(logs["loss"])))
-    trained.fit(model.batches(steps), shuffle=False, verbose=0, callbacks=[note])
-    return losses
-
-
 @sweeps.table("restarts from a checkpoint", "how", ["no", ""], always=["no"])
 def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_commit_with_the_numbers_of_one_device(how, tmp_path):
     """Client 1 is killed when it has written its pieces, and does not come back."""
@@ -169,12 +161,103 @@ def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_commit_with_the_n
     assert done == 4 if how == "no" else done >= 4
     again = [(step, 2) for step in range(1, done + 1)] + [(step, 1) for step in range(3, 7)]
     assert [(step, clients) for step, _, clients in found] == again
-    expected = plain_losses(6)
+    expected = launched.plain_losses(6)
     # What is said tells whether each step before it was done.
-    assert abs(expected[5] - plain_losses(6, rate=0.0)[5]) > 100 * TOLERANCE * expected[5]
+    assert abs(expected[5] - launched.plain_losses(6, rate=0.0)[5]) > 100 * TOLERANCE * expected[5]
     for step, loss, _ in found:
         np.testing.assert_allclose(float(loss), expected[step - 1], rtol=TOLERANCE, err_msg=f"step {step}")
     assert tfshard.CheckpointManager(tmp_path).latest_step() == 6
+
+
+def assert_goes_on(flag: str, clients: int, directory: pathlib.Path) -> None:
+    """Client 1 is killed after a step of a run with this flag, and comes back or does not: the losses of all steps are
+    those of one device."""
+    flags = ["--num_processes=2", "--devices_per_process=2", f"--max_restarts={3 - clients}", "--elastic_min=1"]
+    program = [
+        watched.CLIENT, f"--fault={'kill' if clients == 2 else 'kill,gone'}", "--at_step=5", "--steps=8",
+        f"--state={directory}", "--every_steps=2", flag,
+    ]  # fmt: skip
+    with watched.running(*flags, *program, launch=watched.BARE_LAUNCH, num_clients=2) as run:
+        run.wait(300)
+        run.check_nothing_is_left(3)
+    assert run.launchers[0].returncode == 0, run.text
+    assert re.search(r"Client 1 was killed by signal 9 \(SIGKILL\) (in|after) training step 5\.", run.said)
+    assert f"with {clients} clients" in run.said
+    resumed = [line.rpartition(" ")[2] for line in run.lines if "[client 0] resumes after step" in line]
+    assert resumed == ["None", "4"]
+    found = run.steps(0)
+    before, after = found[:-4], found[-4:]
+    assert [(step, count) for step, _, count in after] == [(step, clients) for step in range(5, 9)]
+    # The other client may end before it has said that it did the step.
+    assert [step for step, _, _ in before] in ([1, 2, 3, 4], [1, 2, 3, 4, 5])
+    expected = launched.plain_losses(8)
+    assert abs(expected[7] - launched.plain_losses(8, rate=0.0)[7]) > 100 * TOLERANCE * expected[7], "premise"
+    for step, loss, _ in found:
+        np.testing.assert_allclose(float(loss), expected[step - 1], rtol=TOLERANCE, err_msg=f"step {step}")
+    assert tfshard.CheckpointManager(directory).latest_step() == 8
+
+
+@sweeps.table(
+    "restarts of hybrid runs", ("replicas", "clients"), [("2,2", 2), ("2,1", 2), ("2,1", 1), ("1,2", 2)], sample=1
+)
+def test_a_hybrid_run_that_was_killed_goes_on_on_such_a_mesh_and_on_a_flat_one(replicas, clients, tmp_path):
+    assert_goes_on(f"--replicas={replicas}", clients, tmp_path)
+
+
+@sweeps.table(
+    "restarts of pipelines",
+    ("ranks", "clients"),
+    [("2,2", 2), ("2,1", 2), ("2,1", 1), ("2,2", 1), ("1,2", 2)],
+    sample=1,
+)
+def test_a_pipeline_that_was_killed_goes_on_as_one_and_on_a_flat_mesh(ranks, clients, tmp_path):
+    assert_goes_on(f"--pipeline={ranks}", clients, tmp_path)
+
+
+@sweeps.table("restarts of compressed runs", "replicas", ["1,1,1", "2,2,1"], sample=1)
+def test_a_compressed_run_that_was_killed_goes_on_with_the_same_bits_and_without_compression(
+    replicas, tmp_path, monkeypatch
+):
+    """Client 1 is killed, comes back, is killed again and is left out; the other one goes on with exact sums."""
+    flags = ["--num_processes=2", "--devices_per_process=2", "--max_restarts=3", "--elastic_min=1"]
+    program = [
+        watched.CLIENT, "--fault=kill,kill,gone", "--at_step=5,7", "--steps=10", f"--state={tmp_path}",
+        "--every_steps=2", f"--replicas={replicas},1", "--compression=int8,int8,none",
+    ]  # fmt: skip
+    with watched.running(*flags, *program, launch=watched.BARE_LAUNCH, num_clients=2) as run:
+        run.wait(300)
+        run.check_nothing_is_left(4)
+    assert run.launchers[0].returncode == 0, run.text
+    for step in (5, 7):
+        assert re.search(rf"Client 1 was killed by signal 9 \(SIGKILL\) (in|after) training step {step}\.", run.said)
+    resumed = [line.rpartition(" ")[2] for line in run.lines if "[client 0] resumes after step" in line]
+    assert resumed == ["None", "4", "6"]
+    assert any("What devices had not sent of those of 3 variables" in line for line in run.lines), run.text
+    ended = [when for line, when in zip(run.lines, run.times, strict=True) if re.search(r"restart \d of 3", line)]
+    for step, when in zip((5, 7), ended, strict=False):
+        # Its last word may still have been under way.
+        last = [at for line, at in zip(run.lines, run.times, strict=True) if f"[client 1] step {step - 1} " in line]
+        assert when - last[-1] < DEATH_LIMIT, f"step {step}"
+    compressed = [(step, loss) for step, loss, clients in run.steps(0) if clients == 2]
+    exact = [(step, loss) for step, loss, clients in run.steps(0) if clients == 1]
+    # The other client may end before it has said that it did the step.
+    assert [step for step, _ in compressed] in (
+        [*range(1, first + 1), *range(5, second + 1)] for first in (4, 5) for second in (6, 7)
+    )
+    assert [step for step, _ in exact] == [7, 8, 9, 10]
+    monkeypatch.setattr(variable_layout, "LEAST_BY_REPLICAS_BYTES", model.COMPRESSED_BYTES)
+    axes = {"replica": 2, "batch": 2} if replicas.startswith("2") else {"batch": 4}
+    mesh = tfshard.create_mesh(**axes)
+    alone = launched.losses(10, strategy=tfshard.ShardedStrategy(mesh, analyzer=None, compression="int8"))
+    expected = launched.plain_losses(10)
+    assert abs(expected[9] - launched.plain_losses(10, rate=0.0)[9]) > 100 * COMPRESSED * expected[9], "premise"
+    assert any(abs(a - b) > 1e-6 * b for a, b in zip(alone, expected, strict=True)), "premise: codes lose something"
+    # With what was not sent before the kill: a run that had lost it would have other bits from step 5 on.
+    for step, loss in compressed:
+        assert loss == f"{alone[step - 1]:.9g}", f"step {step}"
+    for step, loss in exact:
+        np.testing.assert_allclose(float(loss), expected[step - 1], rtol=COMPRESSED, err_msg=f"step {step}")
+    assert tfshard.CheckpointManager(tmp_path).latest_step() == 10
 
 
 def test_a_process_that_was_not_launched_opens_no_port():

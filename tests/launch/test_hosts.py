@@ -12,7 +12,12 @@ import pytest
 
 import launched
 import launched_hosts
+import launched_tables
+import sweeps
+import tfshard
 from tfshard.launch.options import HOST_SECONDS
+from tfshard.layouts.layout_map import VariableSpec
+from tfshard.planning import Links
 from tools.fault_runs import watched
 from tools.fault_runs.table import DEATH_LIMIT
 from tools.host_runs import network
@@ -83,6 +88,25 @@ def test_what_all_interfaces_sent_and_received_is_printed(run, found):
         assert abs(number - other) < 0.01 * number
 
 
+def test_links_are_told_apart_and_replicas_are_proposed_for_them(machine, tmp_path):
+    file = tmp_path / "links.json"
+    done = launched.run(
+        "-m", "tools.hosts", "--rate=100mbit", "--launch_flags=--module", "tfshard", "profile-network",
+        "--sizes=1024,262144", "--repeats=2", f"--save={file}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    links = Links.load(file)
+    assert links.devices_per_host == 2
+    for kind in ("all-gather", "all-reduce"):
+        for link in (links.between[kind], links.across[kind]):
+            # 100 Mbit/s are 12.5 MB/s, shared by the two devices of a host; a bucket of tc's is free.
+            assert 8e6 < link.bandwidth < 20e6, (kind, link)
+        assert links.inside[kind].bandwidth > 5 * links.between[kind].bandwidth
+    kernels = [VariableSpec(path=f"dense_{i}/kernel", shape=(1024, 1024)) for i in range(8)]
+    advice = tfshard.advise(kernels, 4, 1 << 30, 32, links=file)
+    assert advice.recommended.mesh_shape == {"replica": 2, "batch": 2}, str(advice)
+
+
 def test_a_cable_that_is_pulled_ends_all_launchers_with_the_cause_and_one_that_is_loose_does_not(machine):
     with network.connected(2, "1gbit") as hosts:
         flags = [f"--hosts={','.join(hosts.addresses)}", "--num_processes=1"]
@@ -109,6 +133,70 @@ def test_a_cable_that_is_pulled_ends_all_launchers_with_the_cause_and_one_that_i
     assert [launcher.returncode for launcher in run.launchers] == [1, 1], run.text
     assert "The launcher of host 1 (10.77.0.2), with clients (1,), sent no heartbeat for 8 s." in run.said
     assert "The launcher of host 0 sent no heartbeat for 8 s: all clients of this host are ended." in run.said
+
+
+CABLES = {
+    "hybrid": ["--replicas=2", "--compression=none"],
+    "compressed": ["--replicas=2", "--compression=int8"],
+    "pipeline": ["--pipeline=2"],
+}
+
+
+def pulled(*program, after: str) -> watched.Run:
+    """A run of two hosts of two devices whose cable is pulled after a line: it has ended on both, with the cause."""
+    with network.connected(2, "1gbit") as hosts:
+        flags = [f"--hosts={','.join(hosts.addresses)}", "--num_processes=1", "--devices_per_process=2"]
+        environment = {"TFSHARD_SECRET": os.urandom(32).hex(), "PYTHONPATH": str(launched.ROOT)}
+        first, second = [
+            hosts.on(host, *watched.BARE_LAUNCH, *flags, f"--host_index={host}", *program) for host in (0, 1)
+        ]
+        with watched.running(*first, launch=(), environment=environment, num_clients=2) as run:
+            run.launch(*second, environment=environment)
+            run.wait_for(after)
+            hosts.set_link(1, up=False)
+            run.wait(HOST_SECONDS + DEATH_LIMIT)
+            run.check_nothing_is_left(0)
+    assert [launcher.returncode for launcher in run.launchers] == [1, 1], run.text
+    assert "The launcher of host 1 (10.77.0.2), with clients (1,), sent no heartbeat for 8 s." in run.said
+    assert "The launcher of host 0 sent no heartbeat for 8 s: all clients of this host are ended." in run.said
+    return run
+
+
+@sweeps.table("cables", "feature", CABLES, sample=1)
+def test_a_run_whose_cable_is_pulled_ends_with_the_cause_and_goes_on_on_a_flat_mesh(machine, feature, tmp_path):
+    """Its host that is left goes on from the last checkpoint, with exact sums and the losses of one device."""
+    steps = 12
+    program = [f"--steps={steps}", f"--state={tmp_path}", "--every_steps=2"]
+    run = pulled(watched.CLIENT, *program, "--step_seconds=1", *CABLES[feature], after="CLIENT step 5 ")
+    found = run.steps(0)
+    done = launched.run(
+        *watched.BARE_LAUNCH[1:], "--num_processes=1", "--devices_per_process=2", watched.CLIENT, *program
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (resumed,) = launched.said(done, "resumes after step ")
+    assert 4 <= int(resumed) <= found[-1][0] < steps, "premise"
+    losses = {step: loss for step, loss, _ in found}
+    for line in launched.said(done, "[client 0] step "):
+        step, _, loss, *_ = line.split()
+        losses[int(step)] = loss
+    expected = launched.plain_losses(steps)
+    assert sorted(losses) == list(range(1, steps + 1))
+    tolerance = 1e-3 if feature == "compressed" else 1e-4
+    for step, loss in losses.items():
+        np.testing.assert_allclose(float(loss), expected[step - 1], rtol=tolerance, err_msg=f"step {step}")
+
+
+def test_a_run_with_a_table_whose_cable_is_pulled_goes_on_with_the_devices_of_a_host(machine, tmp_path):
+    program = [str(launched.HERE / "launched_tables.py"), str(tmp_path), "slow"]
+    pulled(*program, "4", after="CLIENT step 3 ")
+    done = launched.run(*watched.BARE_LAUNCH[1:], "--num_processes=1", "--devices_per_process=2", *program, "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1 done" not in done.stdout, "premise: it went on from a checkpoint"
+    plain = launched_tables.compiled(None)
+    plain.fit(launched_tables.X, launched_tables.Y, batch_size=8, shuffle=False, verbose=0)
+    (client,) = launched.found(done, 1)
+    for variable in plain.variables:
+        np.testing.assert_allclose(client["weights"][variable.path], variable.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_is_left_of_a_run_that_is_ended(machine):

@@ -117,7 +117,7 @@ def largest_allocation(model: keras.Model, batch: tuple) -> int:
             model.train_on_batch(*batch)
             model.get_weights()
         (file,) = pathlib.Path(directory).rglob("*.xplane.pb")
-        trace = _private.read_trace(file)
+        trace = _private.read_trace(file.read_bytes())
     return max(e.stats["requested_bytes"] for e in trace if e.name == "MemoryAllocation")
 
 

@@ -75,6 +75,16 @@ def test_reading_calling_and_training_an_abstract_model_are_errors():
         model.fit(np.zeros((2, 12, 12, 3)), np.zeros((2, 10)), verbose=0)
 
 
+def test_an_abstract_model_that_compiles_itself_is_refused_with_the_remedy():
+    def build():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+        return model
+
+    with pytest.raises(tfshard.errors.StrategyError, match=r"makes a variable from a value.*compile=False"):
+        tfshard.abstract_model(build)
+
+
 def test_training_an_abstract_model_under_a_strategy_is_an_error():
     model = tfshard.as_distributed(tfshard.abstract_model(build))
     model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
@@ -298,6 +308,7 @@ def test_a_plan_is_plain_data():
         "bytes": 4 * MEBI,
         "formula": "bytes(variable) over batch, before its use",
         "merges": False,
+        "at_most": False,
     }
 
 

@@ -175,7 +175,7 @@ def live_bytes(model: keras.Model, batch: tuple, operation: str) -> int | None:
         with tf.profiler.experimental.Profile(directory, tf.profiler.experimental.ProfilerOptions(host_tracer_level=3)):
             model.train_on_batch(*batch)
         (file,) = pathlib.Path(directory).rglob("*.xplane.pb")
-        trace = _private.read_trace(file)
+        trace = _private.read_trace(file.read_bytes())
     if not any(event.name == "MemoryAllocation" for event in trace):
         return None
     live: dict[int, int] = {}

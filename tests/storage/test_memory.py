@@ -107,7 +107,7 @@ def allocated() -> int:
         with tf.profiler.experimental.Profile(directory, tf.profiler.experimental.ProfilerOptions(host_tracer_level=3)):
             np.asarray(tf.zeros((1 << 16,)) + 1)
         (file,) = pathlib.Path(directory).rglob("*.xplane.pb")
-        trace = _private.read_trace(file)
+        trace = _private.read_trace(file.read_bytes())
     found = [event.stats["bytes_allocated"] for event in trace if event.name == "MemoryAllocation"]
     return max(found, default=0)
 

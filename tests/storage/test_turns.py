@@ -15,6 +15,7 @@ import parity
 import small_models
 import tfshard
 from tfshard.devices import reductions
+from tfshard.planning import Link, Links
 from tfshard.storage import turns
 
 RS = np.random.RandomState(0)
@@ -278,6 +279,27 @@ def test_variables_that_are_gathered_again_are_chosen_by_their_paths(patterns, a
     count, profile = gathers(model, (X, X))
     assert count == 4 + again
     tfshard.measure.assert_matches_plan(profile, strategy.plan(model))
+
+
+def test_prefetch_hides_reductions_behind_one_more_layer_and_takes_its_memory():
+    """In the backward pass of layers that are alike, by a plan; with the numbers of one that waits."""
+    links = Links.of(devices_per_host=4, inside=Link(latency=0.0, bandwidth=1e9))
+    x = np.random.RandomState(0).normal(size=(16, 256)).astype("float32")
+    losses, overlaps, peaks = [], [], []
+    for prefetch in (1, 2):
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(256, activation="tanh", use_bias=False) for _ in range(6)]
+        model = tfshard.Sequential([keras.Input((256,)), *layers])
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), analyzer=None, prefetch=prefetch)
+        model.compile(keras.optimizers.Adam(1e-2), "mse", strategy=strategy)
+        losses.append([float(model.train_on_batch(x, x)) for _ in range(3)])
+        plan = strategy.plan(model, inputs=x, links=links, compute_seconds=0.01)
+        overlaps.append(plan.overlap)
+        peaks.append(plan.peak.peak_bytes)
+    assert losses[0] == losses[1]
+    assert overlaps[0].collective_seconds == pytest.approx(overlaps[1].collective_seconds), "premise"
+    assert overlaps[1].hidden > overlaps[0].hidden + 0.1 and overlaps[1].seconds < overlaps[0].seconds
+    assert peaks[0] < peaks[1] <= peaks[0] + 4 * 4 * 256 * 256
 
 
 @pytest.mark.parametrize("wrong", [3, None, ["("], [1], "("])

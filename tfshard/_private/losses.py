@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import masking as _masking
 from keras.src.losses import loss as _loss
 
 
@@ -52,3 +53,35 @@ def reduced_losses(change: Callable[[Reduced], tf.Tensor]) -> Iterator[None]:
         yield
     finally:
         _loss.reduce_weighted_values = original
+
+
+def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool) -> tf.Tensor:
+    """A model's loss, as `train_step` asks for it (`Trainer._compute_loss`)."""
+    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+
+
+@contextlib.contextmanager
+def additional_losses(model: keras.Model, losses: list[tf.Tensor]) -> Iterator[None]:
+    """A context in which a model has these losses besides the compiled one (`Layer._losses_override`; its own, if
+    there are none)."""
+    before = model._losses_override
+    vars(model)["_losses_override"] = losses
+    try:
+        yield
+    finally:
+        vars(model)["_losses_override"] = before
+
+
+def track_loss(model: keras.Model, loss: tf.Tensor, samples: tf.Tensor) -> None:
+    """Tells a model's metric of the loss, as `train_step` does (`Trainer._loss_tracker`)."""
+    model._loss_tracker.update_state(_loss.unscale_loss_for_distribution(loss), sample_weight=samples)
+
+
+def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
+    """The mask that Keras has put on a tensor (`masking.get_keras_mask`)."""
+    return _masking.get_keras_mask(tensor)
+
+
+def set_mask(tensor: tf.Tensor, mask: tf.Tensor) -> None:
+    """Puts a mask on a tensor, for the layers that take it (`masking.set_keras_mask`)."""
+    _masking.set_keras_mask(tensor, mask)

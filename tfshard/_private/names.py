@@ -87,8 +87,13 @@ NAMES = (
     *_all("tensorflow", "2.19", {
         "dtensor.python.accelerator_util": "is_initialized",
         "dtensor.python.api": "_dtensor_device _dtensor_singleton reset_dtensor_device",
-        "dtensor.python.dtensor_device": "DTensorDevice._experimental_default_mesh",
-        "python.eager.context": "async_wait context Context._initialized Context.ensure_initialized",
+        "dtensor.python.dtensor_device": (
+            "DTensorDevice DTensorDevice._default_layout DTensorDevice._experimental_default_mesh"
+        ),
+        "python.eager.context": (
+            "async_wait context Context._initialized Context.ensure_initialized Context.get_function_def "
+            "Context.list_function_names"
+        ),
         "python.framework.ops": "uid",
     }),
     Name(
@@ -96,6 +101,12 @@ NAMES = (
         since="2.21",
         instead="nothing: DTensor ends the process at the gradient of a tf.cond",
     ),
+    # functional
+    *_all("keras", "3.10", {
+        "src.models.functional": "Functional Functional._standardize_inputs",
+        "src.models.sequential": "Sequential Sequential._functional",
+        "src.ops.function": "Function._inputs_struct Function._outputs_struct Function._run_through_graph",
+    }),
     # functions
     *_all("tensorflow", "2.19", {
         "python.eager.context": "Context.add_function_def Context.get_function_def Context.list_function_names "
@@ -179,12 +190,18 @@ NAMES = (
         "src.utils.naming": "to_snake_case",
     }),
     # losses
-    *_all("keras", "3.10", {"src.losses.loss": "apply_mask reduce_weighted_values"}),
+    *_all("keras", "3.10", {
+        "src.backend.common.masking": "get_keras_mask set_keras_mask",
+        "src.layers.layer": "Layer._losses_override",
+        "src.losses.loss": "apply_mask reduce_weighted_values unscale_loss_for_distribution",
+        "src.trainers.trainer": "Trainer._compute_loss Trainer._loss_tracker",
+    }),
     # optimizers
     *_all("keras", "3.10", {
         "src.backend.tensorflow.optimizer": "TFOptimizer._distribution_strategy",
-        "src.optimizers.base_optimizer": "BaseOptimizer BaseOptimizer._trainable_variables "
-        "BaseOptimizer._use_weight_decay BaseOptimizer._variables",
+        "src.optimizers.base_optimizer": "BaseOptimizer BaseOptimizer._accumulated_gradients "
+        "BaseOptimizer._model_variables_moving_average BaseOptimizer._trainable_variables "
+        "BaseOptimizer._use_weight_decay BaseOptimizer._variables global_norm",
         "src.optimizers.loss_scale_optimizer": "LossScaleOptimizer.inner_optimizer",
     }),
     Name(

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.optimizers import base_optimizer as _base_optimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfshard._private.models import auto_name
@@ -48,6 +49,11 @@ def uses_weight_decay(
     return bool(optimizer._use_weight_decay(variable))
 
 
+def decays(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
+    """Whether an optimizer has a weight decay that changes `variable`."""
+    return bool(getattr(optimizer, "weight_decay", None)) and bool(optimizer._use_weight_decay(variable))
+
+
 def optimizer_references(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The trainable variables that an optimizer was built with (`BaseOptimizer._trainable_variables`)."""
     return list(getattr(optimizer, "_trainable_variables", []))
@@ -58,6 +64,44 @@ def given_name(optimizer: keras.optimizers.Optimizer) -> str:
     base = auto_name(optimizer)
     name: str = optimizer.name
     return base if re.fullmatch(rf"{re.escape(base)}(_\d+)?", name) else name
+
+
+@contextlib.contextmanager
+def only_for(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> Iterator[None]:
+    """A context in which an optimizer averages, and sets sums of gradients to zero, of some of its variables only
+    (`_trainable_variables`, `_model_variables_moving_average`, `_accumulated_gradients`; slots are found by
+    `_get_variable_index`, which goes on as before)."""
+    wanted = {id(variable) for variable in variables}
+    every = optimizer_references(optimizer)
+    kept = [id(variable) in wanted for variable in every]
+    changed: dict[str, list[Any]] = {
+        "_trainable_variables": [each for each, keep in zip(every, kept, strict=True) if keep]
+    }
+    if optimizer.use_ema:
+        averages = optimizer._model_variables_moving_average
+        changed["_model_variables_moving_average"] = [each for each, keep in zip(averages, kept, strict=True) if keep]
+    if optimizer.gradient_accumulation_steps:
+        sums = optimizer._accumulated_gradients
+        changed["_accumulated_gradients"] = [each if keep else None for each, keep in zip(sums, kept, strict=True)]
+    before = {name: getattr(optimizer, name) for name in changed}
+    # Not by setattr, which would track the lists.
+    vars(optimizer).update(changed)
+    try:
+        yield
+    finally:
+        vars(optimizer).update(before)
+
+
+@contextlib.contextmanager
+def known_global_norm(norm: tf.Tensor | None) -> Iterator[None]:
+    """A context in which the norm of all gradients is known (`base_optimizer.global_norm`); as ever with None."""
+    original = _base_optimizer.global_norm
+    if norm is not None:
+        _base_optimizer.global_norm = lambda values: norm
+    try:
+        yield
+    finally:
+        _base_optimizer.global_norm = original
 
 
 @contextlib.contextmanager

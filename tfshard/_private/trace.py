@@ -1,7 +1,6 @@
 """The events of a profiler's trace."""
 
 import dataclasses
-import pathlib
 from typing import Any
 
 from tensorflow.tsl.profiler.protobuf import xplane_pb2 as _xplane_pb2
@@ -18,9 +17,9 @@ class TraceEvent:
     stats: dict[str, Any]
 
 
-def read_trace(file: pathlib.Path) -> list[TraceEvent]:
-    """The events of a profiler's `.xplane.pb`, in time (`tensorflow.tsl.profiler.protobuf.xplane_pb2`)."""
-    space = _xplane_pb2.XSpace.FromString(file.read_bytes())
+def read_trace(written: bytes) -> list[TraceEvent]:
+    """The events of a profiler's file, in time (`tensorflow.tsl.profiler.protobuf.xplane_pb2`)."""
+    space = _xplane_pb2.XSpace.FromString(written)
     events = []
     for plane in space.planes:
         names = {key: value.name for key, value in plane.event_metadata.items()}

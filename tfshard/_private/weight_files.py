@@ -68,6 +68,14 @@ def visit_weights(model: keras.Model, *, read: bool = False, optimizer: bool = F
     return visit.found
 
 
+def read_as_written(model: keras.Model, *, whole_model: bool) -> None:
+    """Reads what `write_keras_file` reads, or `write_weights_file`, in the same order: for a client that does not write
+    what another does."""
+    if whole_model:
+        _saving_lib._serialize_model_as_json(model)  # It reads the learning rate.
+    visit_weights(model, read=True, optimizer=True)
+
+
 def write_weights_file(model: keras.Model, path: pathlib.Path) -> None:
     """`model.save_weights`, to a file of any name: one variable at a time (`saving_lib._save_state`)."""
     store = _saving_lib.H5IOStore(path, mode="w")

@@ -4,9 +4,9 @@
 
 Times are taken where Keras announces a step, so that they add up to the time in which an epoch trains, data and other
 callbacks included. What a step was run on, and whether it compiled something, the strategy tells (`StepWatcher`). The
-collectives of a step are read from TensorFlow's trace of it: of a step that trains, by all clients at the same one. The
-trace takes about as long as two steps, so a step of some hundreds is traced; its own time, and that of steps that
-compiled, is not counted.
+collectives of a step are read from TensorFlow's trace of it, of a step that trains. In a launched run client 0 traces
+(`step_profile` says why), and the others know when. The trace takes about as long as two steps, so a step of some
+hundreds is traced; its own time, and that of steps that compiled, is not counted.
 
 What rests, what a step sends and how many operations it takes are the same for all steps: they are looked up once, when
 the first epoch ends.
@@ -33,6 +33,7 @@ from tfshard.errors import LayoutError, TelemetryError
 from tfshard.graph import model_graph
 from tfshard.measure import step_profile
 from tfshard.measure.peak_memory import peak_of
+from tfshard.pipelining import plans as pipelines
 from tfshard.planning.step_flops import training_flops
 from tfshard.training.strategy import ShardedStrategy
 from tfshard.training.watching import StepWatcher, WatchedStep
@@ -71,7 +72,8 @@ class Telemetry(keras.callbacks.Callback, StepWatcher):  # type: ignore[misc]  #
     | `restarts` | how often the launcher restarted the run |
 
     Steps that compiled something, and those that were profiled, are not among the times; validation is not either. What
-    is not known is NaN. With several clients times, bytes and seconds are those of the slowest and fullest one.
+    is not known is NaN. With several clients times and bytes are those of the slowest and fullest one; what is profiled
+    is client 0's step.
 
     In plain Keras there is what does not need a mesh: samples (from the count of the loss that `compile` made), step
     times without the first step, and FLOP/s of a model that leaves only its batch open.
@@ -290,8 +292,8 @@ class _Run:
         tokens = [self._tokens(each, count) for each, count in zip(inputs, samples, strict=True)]
         return _Size(steps=len(inputs), samples=sum(samples), tokens=sum(tokens))
 
-    def _trace(self, stack: contextlib.ExitStack) -> list[_private.TraceEvent] | None:
-        """Begins to trace what is run, if that is due: the events, once the stack is left."""
+    def _trace(self, stack: contextlib.ExitStack) -> step_profile.Trace | None:
+        """Begins to trace what is run, if that is due: the trace, once the stack is left."""
         if self._profile_every is None or self._strategy is None:
             return None
         if self._wait > 0:
@@ -304,12 +306,15 @@ class _Run:
         self._wait = self._profile_every - 1
         return trace
 
-    def _note(self, trace: list[_private.TraceEvent], steps: int) -> None:
+    def _note(self, trace: step_profile.Trace, steps: int) -> None:
+        if not trace.written:
+            return  # Client 0 tells.
         assert self._strategy is not None
-        local = len(self._strategy.mesh.local_devices())
-        peak = peak_of(trace, local)
+        events = trace.events()
+        local = len(_local_devices(self._strategy))
+        peak = peak_of(events, local)
         self._sample = _Sample(
-            collective_seconds=step_profile.collective_wall_seconds(trace, local) / steps,
+            collective_seconds=step_profile.collective_wall_seconds(events, local) / steps,
             added_bytes=math.nan if peak is None else peak.device_added,
         )
 
@@ -360,7 +365,7 @@ class _Run:
     def _peak_bytes(self, by_profile: float) -> float:
         if self._strategy is None or self._strategy.mesh.device_type().upper() != "GPU":
             return by_profile
-        names = [device.rpartition("device:")[2] for device in self._strategy.mesh.local_devices()]
+        names = [device.rpartition("device:")[2] for device in _local_devices(self._strategy)]
         return max(float(tf.config.experimental.get_memory_info(name)["peak"]) for name in names)
 
     def _find_facts(self) -> _Facts:
@@ -377,11 +382,19 @@ class _Run:
             return sum(each.count * (each.bytes or 0) for each in found)
 
         flops = _known("FLOPs", lambda: training_flops(model, self._inputs))
+        if pipelines.is_pipeline(model):
+            held = max(report.bytes_per_device() for report in pipelines.reports(model))
+            return _Facts(collective_bytes=math.nan, device_bytes=held, flops_per_sample=flops / _samples(self._inputs))
         return _Facts(
             collective_bytes=_known("bytes of collectives", sent),
             device_bytes=strategy.report(model).bytes_per_device(),
             flops_per_sample=flops / _samples(self._inputs),
         )
+
+
+def _local_devices(strategy: ShardedStrategy) -> list[str]:
+    """The devices of this client that a strategy has, on all places of a pipeline axis."""
+    return [str(device) for each in strategy.ranks for device in each.mesh.local_devices()]
 
 
 def _known(what: str, find: Callable[[], int | None]) -> float:
@@ -414,7 +427,7 @@ def _sequences(inputs: Any) -> Iterator[Any]:
 
 
 def _most(*values: float) -> list[float]:
-    """The largest of all clients' values, one by one. What is not known is so on all: the same steps are profiled."""
+    """The largest of all clients' values that are known, one by one; NaN where none is."""
     known = np.array(values, np.float64)
     largest = collectives.all_reduce(np.nan_to_num(known, nan=-1.0), "max")
     return [float(each) if each >= 0 else math.nan for each in largest]

@@ -7,6 +7,7 @@ Read `manager` first; docs/checkpoints.md has the format and what is promised.
     writer            a training run to a checkpoint, committed by one rename
     reader            `Checkpoint`: compared before it is used
     manifest          what a checkpoint holds, as JSON, with nothing in it trusted
+    unsent            what devices had not sent of compressed gradients
     files             names, syncing, opening without following links
     held_pieces       pieces out of the devices' tensors, and back into them
     training_state    every variable of a training run, under a key that survives a restart

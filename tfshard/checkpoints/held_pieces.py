@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tfshard.checkpoints.training_state import StateVariable
 from tfshard.layouts import boxes
-from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.boxes import Box, Piece
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
@@ -60,7 +59,7 @@ def held(variables: Iterable[StateVariable], *, first_client: bool) -> list[Held
                 box = boxes.whole(variable.shape)
                 found.append(HeldPiece(variable=variable, box=box, tensor=tensor, begin=0))
             continue
-        sizes = axis_sizes(storage.mesh)
+        sizes = storage.format.mesh_axes
         for location, tensor in storage.local_tensors():
             if boxes.owner(storage.format.storage, sizes, location, number) != location:
                 continue

@@ -73,7 +73,7 @@ def _export_together(model: keras.Model, path: pathlib.Path) -> None:
     try:
         if clients.here().rank > 0:
             # Reading a variable takes all clients.
-            _private.visit_weights(model, read=True, optimizer=True)
+            _private.read_as_written(model, whole_model=path.suffix == ".keras")
         else:
             if path.suffix == ".keras":
                 _private.write_keras_file(model, temporary)

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.checkpoints import files, training_state
+from tfshard.checkpoints import files, training_state, unsent
 from tfshard.checkpoints.manifest import Position
 from tfshard.checkpoints.reader import Checkpoint
 from tfshard.checkpoints.training_state import Optimizers
@@ -274,7 +274,9 @@ class CheckpointManager:
         seed = training_state.GLOBAL_SEED
         if seed in stored and stored[seed].kind == "seed" and all(v.key != seed for v in variables):
             training_state.make_global_seed(model)
-        checkpoint.assign(training_state.collect(model, named=training_state.optimizers(model, optimizers)))
+        variables = training_state.collect(model, named=training_state.optimizers(model, optimizers))
+        checkpoint.assign(variables)
+        unsent.restore(checkpoint, variables)
         clients.here().continue_steps("training step", checkpoint.step)
 
 

@@ -28,7 +28,7 @@ DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128 "
     "float8_e4m3fn float8_e5m2".split()
 )
-KINDS = ("parameter", "state", "slot", "seed", "metric")
+KINDS = ("parameter", "state", "slot", "seed", "metric", "compression")
 _DATA_FILE = re.compile(r"data\.data-\d{5}-of-\d{5}")
 _OTHER_FILE = re.compile(r"data\.index|iterator-\d{5}\.(index|data-00000-of-00001)")
 
@@ -51,7 +51,7 @@ class StoredVariable:
     """A variable.
 
     Attributes:
-        kind: `"parameter"`, `"state"`, `"slot"`, `"seed"` or `"metric"`.
+        kind: `"parameter"`, `"state"`, `"slot"`, `"seed"`, `"metric"` or `"compression"`.
         path: Its Keras path, for messages.
         shape: Of the whole variable.
         dtype: Its name.

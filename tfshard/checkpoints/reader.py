@@ -213,7 +213,7 @@ class Checkpoint:
                 needed.
             left_out: Whether other optimizers of the checkpoint are not wanted.
         """
-        found = {v.key: v for v in variables if v.kind not in ("metric", "seed")}
+        found = {v.key: v for v in variables if v.kind not in ("metric", "seed", training_state.COMPRESSION)}
         theirs = {name for key in self.manifest.variables if (name := training_state.optimizer_of(key)) is not None}
         lines = []
         for name in sorted(optimizers - theirs - {""}):
@@ -244,10 +244,15 @@ class Checkpoint:
         return lines
 
     def assign(self, variables: Iterable[StateVariable]) -> None:
-        """Gives variables their stored values; those that are not stored, or in another shape, keep theirs."""
+        """Gives variables their stored values; those that are not stored, or in another shape, keep theirs, and so does
+        what the compression of gradients keeps (unsent.py)."""
         stored = self.manifest.variables
         fitting = [
-            v for v in variables if v.key in stored and (stored[v.key].shape, stored[v.key].dtype) == (v.shape, v.dtype)
+            v
+            for v in variables
+            if v.key in stored
+            and (stored[v.key].shape, stored[v.key].dtype) == (v.shape, v.dtype)
+            and v.kind != training_state.COMPRESSION
         ]
         held_pieces.assign(fitting, lambda variable, box: self.read(variable.key, box))
 

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import keras
@@ -13,9 +13,12 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.errors import CheckpointError
 from tfshard.graph import inventory, model_specs
+from tfshard.storage.variables import ShardedVariable
 from tfshard.training.strategy import ShardedStrategy
 
 GLOBAL_SEED = "seed/global"
+# The kind of what the compression of gradients keeps, and what the keys begin with.
+COMPRESSION = "compression"
 
 Optimizers: TypeAlias = (
     keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | Mapping[str, keras.optimizers.Optimizer] | None
@@ -29,7 +32,7 @@ class StateVariable:
 
     Attributes:
         key: What it is called in a checkpoint.
-        kind: `"parameter"`, `"state"`, `"slot"`, `"seed"` or `"metric"`.
+        kind: `"parameter"`, `"state"`, `"slot"`, `"seed"`, `"metric"` or `"compression"`.
         path: Its Keras path.
         shape: Of the whole variable.
         dtype: Its name.
@@ -233,6 +236,7 @@ def collect(
         found.append(_of(variable, keys.key("model", path), "parameter" if id(variable) in trained else "state"))
     for each in optimizers(model) if named is None else named:
         found += _of_optimizer(model, each, keys, owners)
+    found += [each for variable in found for each in _kept(variable)]
     generator = _private.global_seed_generator()
     if generator is not None:
         found.append(_of(generator.state, GLOBAL_SEED, "seed"))
@@ -253,6 +257,15 @@ def _of(variable: keras.Variable, key: str, kind: str) -> StateVariable:
     return StateVariable(
         key=key, kind=kind, path=variable.path, shape=tuple(value.shape), dtype=value.dtype.name, value=value
     )
+
+
+def _kept(variable: StateVariable) -> Iterator[StateVariable]:
+    """What the compression of a variable's gradient keeps."""
+    for name, kept in variable.value.kept.items() if isinstance(variable.value, ShardedVariable) else ():
+        key = f"{COMPRESSION}/{variable.key.partition('/')[2]}/{name}"
+        yield StateVariable(
+            key=key, kind=COMPRESSION, path=kept.path, shape=tuple(kept.shape), dtype=kept.dtype.name, value=kept
+        )
 
 
 def _of_optimizer(

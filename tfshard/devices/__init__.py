@@ -8,6 +8,10 @@ A *client* is one of several processes that train together; a process by itself 
     host_meshes   the mesh of the host's processors beside a mesh of GPUs, and copies between the two
     host_memory   arrays and tensors on the host, with few copies
     batching      batches to the mesh
+    messages      tensors and values from one client to another
+    between_meshes    tensors to another mesh of the same axes
+    instances     clients number collectives alike, when they have compiled other ones
+    words         arrays of any dtype as words that collectives take
     clients       who else takes part in a run, what is agreed on and done together
     channel       the control channel of a launched run: authenticated messages
     checksums     CRC-32 of what is compared
@@ -15,6 +19,7 @@ A *client* is one of several processes that train together; a process by itself 
     merges        which all-reduces are merged
     reductions    in which dtype gradients are added up
     replicas      collectives of the devices of one replica, and between replicas
+    exchanges     lists of any length that devices send each other
     expansions    which operations without an expansion are computed whole on every device
 """
 

@@ -100,12 +100,14 @@ class Clients(abc.ABC):
         rank: The number of this client, from 0.
         count: How many clients there are.
         is_launched: Whether a launcher started them, which is true of a single one too.
+        local_index: The number of this client among those of its host, from 0.
         restarts: How often it started them anew.
     """
 
     rank: int
     count: int
     is_launched: bool
+    local_index: int
     restarts: int
 
     @abc.abstractmethod
@@ -203,6 +205,7 @@ class Alone(Clients):
     rank = 0
     count = 1
     is_launched = False
+    local_index = 0
     restarts = 0
 
     def agree(
@@ -261,6 +264,7 @@ class Launched(Clients):
         self.settings = settings
         self.rank = settings.client_id
         self.count = settings.num_clients
+        self.local_index = settings.local_index
         self.restarts = settings.restart
         self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
         self._operations = self._agreements = 0

@@ -1,15 +1,18 @@
 """Names and sizes of axes to a DTensor mesh."""
 
+import collections
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import clients, startup
 from tfshard.errors import MeshError
-from tfshard.layouts.axes import MeshAxes, mesh_name, plain, roles_of
+from tfshard.layouts.axes import MeshAxes, axis_sizes, mesh_name, plain, roles_of
 
 
 # Any: to mypy, `**sizes` of a caller may hold roles too.
@@ -27,6 +30,9 @@ def create_mesh(*, roles: Any = None, **sizes: int) -> dtensor.Mesh:
     to another, and gradients of 64 KiB and more are added up in each replica before they are between them. Devices of
     a replica follow each other: of as many as a host has, a replica is a host. In the mesh that comes back the axis
     `batch` has the devices of all replicas.
+
+    An axis `pipeline` (role `"pipeline"`) is for models that `tfshard.pipeline` has cut into parts: each of its places
+    has other layers, on a mesh of all other axes.
 
     Args:
         roles: Axis name to role, for axes whose role does not follow from their name, such as
@@ -93,15 +99,88 @@ def create_mesh(*, roles: Any = None, **sizes: int) -> dtensor.Mesh:
         )
 
 
+def rank_meshes(mesh: dtensor.Mesh) -> tuple[dtensor.Mesh, ...]:
+    """The meshes of the places on the pipeline axis, in its order, with all other axes; the mesh itself without one.
+
+    In a launched run each is made on all clients, also on those that have none of its devices.
+    """
+    axes = axis_sizes(mesh)
+    if axes.pipeline is None:
+        return (mesh,)
+    devices = np.array(_all_devices(mesh)).reshape(mesh.shape())
+    by_rank = np.moveaxis(devices, list(axes).index(axes.pipeline), 0)
+    of_a_rank, local = axes.of_a_rank, {str(device) for device in mesh.local_devices()}
+    with _private.without_log():
+        meshes = tuple(_mesh_of(of_a_rank, list(each.flatten()), local) for each in by_rank)
+    for each in meshes:
+        _private.give_own_device(each)
+    return meshes
+
+
+def _all_devices(mesh: dtensor.Mesh) -> list[str]:
+    """The devices of all clients that a mesh has, in its order."""
+    local, count = [str(device) for device in mesh.local_devices()], clients.here().count
+    here = f"/task:{clients.here().rank}/"
+    return [name.replace(here, f"/task:{client}/") for client in range(count) for name in local]
+
+
+def _mesh_of(axes: MeshAxes, devices: list[str], local: Collection[str]) -> dtensor.Mesh:
+    """A mesh of some devices of a run, of which this client may have none.
+
+    Args:
+        axes: Its axes.
+        devices: Its devices, in order.
+        local: Those of this client.
+    """
+    specs = [tf.DeviceSpec.from_string(device) for device in devices]
+    here = [number for number, device in enumerate(devices) if device in local]
+    return dtensor.Mesh(
+        list(axes),
+        np.arange(len(devices)).reshape(list(axes.values())),
+        here,
+        [specs[number] for number in here],
+        mesh_name=mesh_name(axes),
+        global_devices=specs,
+    )
+
+
 def _distributed_mesh(mesh_axes: MeshAxes, started: startup.Runtime) -> dtensor.Mesh:
     """A mesh over all clients: as many devices of each, those of client 0 first."""
     if math.prod(mesh_axes.values()) % started.num_clients:
         raise MeshError(
             f"A mesh has equally many devices of each of the {started.num_clients} clients. Received: axes={mesh_axes}"
         )
+    check_ranks(mesh_axes, started.num_clients)
     agreed = {"axes": list(mesh_axes.given.items()), "roles": plain(mesh_axes.roles)}
     clients.here().agree("the mesh", agreed, error=MeshError)
     return distributed_mesh(mesh_axes, started)
+
+
+def check_ranks(mesh_axes: MeshAxes, num_clients: int) -> None:
+    """Checks that a place on the pipeline axis has equally many devices of each client that it has some of.
+
+    DTensor has no other meshes ("Uneven local clusters" in TensorFlow 2.21's dtensor/cc/tensor_layout.cc).
+
+    Args:
+        mesh_axes: Of a mesh that has equally many devices of all clients, those of client 0 first.
+        num_clients: How many there are.
+
+    Raises:
+        MeshError: It has not, with a pipeline axis that would do.
+    """
+    if mesh_axes.pipeline is None:
+        return
+    count = math.prod(mesh_axes.values())
+    owners = np.arange(count).reshape(list(mesh_axes.values())) // (count // num_clients)
+    by_rank = np.moveaxis(owners, list(mesh_axes).index(mesh_axes.pipeline), 0)
+    for rank, each in enumerate(by_rank):
+        counts = collections.Counter(int(owner) for owner in each.flatten())
+        if len(set(counts.values())) > 1:
+            raise MeshError(
+                f"Place {rank} of the axis '{mesh_axes.pipeline}' would have {dict(counts)} devices by client: a place "
+                f"has equally many of each of its clients. Give the axis {num_clients} places, as many as there are "
+                f"clients, or name it last, where each place has devices of all. Received: axes={mesh_axes.given}"
+            )
 
 
 def distributed_mesh(sizes: Mapping[str, int], started: startup.Runtime) -> dtensor.Mesh:

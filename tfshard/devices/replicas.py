@@ -13,7 +13,7 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -21,7 +21,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import clients, expansions, transfer
-from tfshard.layouts.axes import MeshAxes, axis_sizes
+from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 
 GATHER = "CollectiveGatherV2"
@@ -53,13 +53,13 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
         return _in_a_function(gather, stored, axes, mesh)
     sizes, columns = axis_sizes(mesh), stored.shape[-1]
     model = axes[:-2]
-    _allow()
-    row = tf.reshape(_parted(transfer.relayout(stored, axes, mesh), axes, mesh), (-1,))
+    allow_collectives()
+    row = tf.reshape(parted(transfer.relayout(stored, axes, mesh), axes, mesh), (-1,))
     with tf.name_scope("all_gather"):
         rows = tf.raw_ops.CollectiveGatherV2(
             input=row,
             group_size=sizes.shards,
-            group_key=_own_number(_keys_of_replicas(sizes), mesh),
+            group_key=_own_number(_keys_of_replicas(mesh), mesh),
             instance_key=new_instance(),
             ordering_token=[],
             is_stateless=True,
@@ -71,14 +71,15 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     for dim, axis in enumerate(model):
         assert axis is not None
         # Each device has its own there, by so many of which the types have it.
-        own = _parted(tf.zeros((sizes[axis],), tf.int32), (axis,), mesh)
+        own = parted(tf.zeros((sizes[axis],), tf.int32), (axis,), mesh)
         taken = (*model[: dim + 1], *(None for _ in shape[dim + 1 :]))
         result = transfer.relayout(tf.gather(result, own, axis=dim), taken, mesh)
     return result
 
 
 @functools.cache
-def _allow() -> None:
+def allow_collectives() -> None:
+    """Lets each device do TensorFlow's own collectives."""
     collectives = (GATHER, "CollectiveAllToAllV2", "CollectiveReduceV2")
     expansions.allow_local(*collectives, "EnsureShape")
     _private.run_when_used(collectives)
@@ -94,13 +95,28 @@ def meet(mesh: dtensor.Mesh) -> None:
     stored = transfer.host_to_mesh(np.zeros(shape, np.float32), axes, mesh)
     with clients.here().operation("the first meeting of the devices of a replica", first=True):
         gather(stored, axes, mesh)
-        if not sizes.shards_by_several:
-            zero = transfer.host_to_mesh(np.zeros(1, np.float32), (None,), mesh)
-            _in_a_function(_all_reduce, zero, (None,), mesh)
+        zero = transfer.host_to_mesh(np.zeros(1, np.float32), (None,), mesh)
+        _in_a_function(_all_reduce, zero, (None,), mesh)
     _met.add(mesh.to_string())
 
 
 _met: set[str] = set()
+
+
+def meet_to_exchange(mesh: dtensor.Mesh) -> None:
+    """`meet`, of the devices that exchange compressed gradients: of all, and of those between replicas. Eager only."""
+    key = f"{mesh.to_string()} to exchange"
+    if axis_sizes(mesh).data_size == 1 or key in _met:
+        return
+
+    def meeting(zeros: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+        del axes
+        return whole_sum(tf.reduce_sum(exchanged(zeros, mesh), 0), mesh)
+
+    zeros = transfer.host_to_mesh(np.zeros((_between(mesh)[0], 1), np.float32), (None, None), mesh)
+    with clients.here().operation("the first meeting of the devices that exchange gradients", first=True):
+        _in_a_function(meeting, zeros, (None, None), mesh)
+    _met.add(key)
 
 
 def _all_reduce(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -143,41 +159,177 @@ def spread(rows: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def all_reduce(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """The sum, over all devices of the data axis, of what each device has, on each of them.
+    """The sum, over all devices of the data axis with the same model shards, of what each has, on each of them.
 
     In each replica every device adds up a piece; the pieces are added up between replicas, and gathered again. So each
     device sends its piece to other replicas, and not the whole.
 
     Args:
         own: What a device has, in a step that is traced. DTensor believes it to be the same on all.
-        mesh: A mesh of a data axis only.
+        mesh: The mesh.
     """
     sizes, count = axis_sizes(mesh), own.shape.num_elements()
-    columns = -(-count // sizes.shards)
-    _allow()
     with tf.name_scope("all_reduce"):
-        line = tf.pad(tf.reshape(own, (-1,)), [[0, sizes.shards * columns - count]])
-        inside = {"group_size": sizes.shards, "group_key": _own_number(_keys_of_replicas(sizes), mesh)}
-        between = {"group_size": sizes.replicas, "group_key": _own_number(_keys_between_replicas(sizes), mesh)}
-        common = {"ordering_token": [], "is_stateless": True}
-        pieces = tf.reshape(line, (sizes.shards, columns))
+        line = tf.reshape(own, (-1,))
         if sizes.shards > 1:
-            pieces = tf.raw_ops.CollectiveAllToAllV2(input=pieces, instance_key=new_instance(), **inside, **common)
-        piece = tf.raw_ops.CollectiveReduceV2(
-            input=tf.reduce_sum(pieces, 0),
-            merge_op="Add",
-            final_op="Id",
-            instance_key=new_instance(),
-            **between,
-            **common,
-        )
+            line = sum_in_replica(line, mesh)
+        line = _all_reduced(line, sizes.replicas, _keys_between_replicas(mesh), mesh)
         if sizes.shards > 1:
-            piece = tf.raw_ops.CollectiveGatherV2(input=piece, instance_key=new_instance(), **inside, **common)
-        line = tf.ensure_shape(piece, (sizes.shards * columns,))
+            line = gathered_in_replica(line, mesh)
         return transfer.relayout(tf.reshape(line[:count], own.shape), (None,) * own.shape.rank, mesh)
 
 
-def _parted(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+def chain(kind: str, over: str, words: int, count: int, mesh: dtensor.Mesh) -> Callable[[], tf.Tensor]:
+    """Collectives of float32 zeros, of which each takes what the one before gave: a function that runs them.
+
+    Args:
+        kind: `"all-gather"`, `"all-reduce"` or `"all-to-all"`.
+        over: `"inside"`: the devices of each replica; `"between"`: those that have the same place in each replica;
+            `"across"`: all devices.
+        words: Elements of the whole tensor on one device, a multiple of the devices of a group.
+        count: How many.
+        mesh: A mesh of a data axis only.
+    """
+    sizes = axis_sizes(mesh)
+    group_size, keys = {
+        "inside": (sizes.shards, _keys_of_replicas(mesh)),
+        "between": (sizes.replicas, _keys_between_replicas(mesh)),
+        "across": (sizes.data_size, _keys(mesh, np.zeros_like, 1, "across replicas")),
+    }[over]
+    allow_collectives()
+
+    def run(own: tf.Tensor) -> tf.Tensor:
+        common = {
+            "group_size": group_size, "group_key": _own_number(keys, mesh), "ordering_token": [], "is_stateless": True,
+        }  # fmt: skip
+        for _ in range(count):
+            keyed = {"instance_key": new_instance(), **common}
+            if kind == "all-gather":
+                gathered = tf.raw_ops.CollectiveGatherV2(input=own[: words // group_size], **keyed)
+                own = tf.ensure_shape(gathered, (words,))
+            elif kind == "all-reduce":
+                own = tf.raw_ops.CollectiveReduceV2(input=own, merge_op="Add", final_op="Id", **keyed)
+            else:
+                pieces = tf.reshape(own, (group_size, -1))
+                own = tf.reshape(tf.raw_ops.CollectiveAllToAllV2(input=pieces, **keyed), (-1,))
+        return transfer.relayout(own, (None,), mesh)
+
+    zeros = transfer.host_to_mesh(np.zeros(words, np.float32), (None,), mesh)
+    traced = tf.function(run, autograph=False).get_concrete_function(tf.TensorSpec((words,), tf.float32))
+    return lambda: traced(zeros)
+
+
+def exchanged(rows: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """An all-to-all between replicas, or between all devices where there are none.
+
+    Args:
+        rows: `(devices that exchange, ...)`, of each device: a row for each of the others. In a step that is traced.
+        mesh: A mesh of a data axis only.
+
+    Returns:
+        Of the same shape: the row of each of the others for this device.
+    """
+    allow_collectives()
+    size, key = _between(mesh)
+    return tf.raw_ops.CollectiveAllToAllV2(
+        input=rows,
+        group_size=size,
+        **_common(key, mesh),
+    )
+
+
+def gathered_rows(row: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """An all-gather between replicas, or between all devices where there are none.
+
+    Args:
+        row: `(1, ...)`, of each device. In a step that is traced.
+        mesh: A mesh of a data axis only.
+
+    Returns:
+        `(devices that exchange, ...)`, the same on those.
+    """
+    allow_collectives()
+    size, key = _between(mesh)
+    rows = tf.raw_ops.CollectiveGatherV2(
+        input=row,
+        group_size=size,
+        **_common(key, mesh),
+    )
+    return tf.ensure_shape(rows, (size, *row.shape[1:]))
+
+
+def whole_sum(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """The sum over all devices of the data axis of what each has, on each: one all-reduce, as of what is small.
+
+    Args:
+        own: What a device has, in a step that is traced. DTensor believes it to be the same on all.
+        mesh: A mesh of a data axis only.
+    """
+    sizes = axis_sizes(mesh)
+    return _all_reduced(own, sizes.data_size, _keys_of_all(mesh), mesh)
+
+
+def _all_reduced(own: tf.Tensor, group_size: int, keys: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
+    allow_collectives()
+    return tf.raw_ops.CollectiveReduceV2(
+        input=own, merge_op="Add", final_op="Id", group_size=group_size, **_common(keys, mesh)
+    )
+
+
+def sum_in_replica(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Of what each device has, this device's piece of the sum over its replica, by an all-to-all in it.
+
+    Args:
+        own: A line, in a step that is traced. DTensor believes it to be the same on all.
+        mesh: The mesh.
+
+    Returns:
+        A line of one of so many pieces as a replica has devices; the last is filled up with zeros.
+    """
+    sizes = axis_sizes(mesh)
+    count = own.shape.num_elements()
+    columns = -(-count // sizes.shards)
+    allow_collectives()
+    pieces = tf.reshape(tf.pad(own, [[0, sizes.shards * columns - count]]), (sizes.shards, columns))
+    pieces = tf.raw_ops.CollectiveAllToAllV2(
+        input=pieces,
+        group_size=sizes.shards,
+        **_common(_keys_of_replicas(mesh), mesh),
+    )
+    return tf.reduce_sum(pieces, 0)
+
+
+def gathered_in_replica(piece: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """The pieces of the devices of a replica one behind the other, on each of them."""
+    sizes = axis_sizes(mesh)
+    allow_collectives()
+    line = tf.raw_ops.CollectiveGatherV2(
+        input=piece,
+        group_size=sizes.shards,
+        **_common(_keys_of_replicas(mesh), mesh),
+    )
+    return tf.ensure_shape(line, (sizes.shards * piece.shape[0],))
+
+
+def _common(keys: np.ndarray, mesh: dtensor.Mesh) -> dict[str, Any]:
+    """What all collectives take, whose groups have these keys, by location."""
+    return {
+        "group_key": _own_number(keys, mesh),
+        "instance_key": new_instance(),
+        "ordering_token": [],
+        "is_stateless": True,
+    }
+
+
+def _between(mesh: dtensor.Mesh) -> tuple[int, np.ndarray]:
+    """How many exchange what is compressed, and the key of their group, by location."""
+    sizes = axis_sizes(mesh)
+    if sizes.replicas > 1:
+        return sizes.replicas, _keys_between_replicas(mesh)
+    return sizes.data_size, _keys_of_all(mesh)
+
+
+def parted(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     """A tensor of which every device does what follows with what it has."""
     return dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
 
@@ -187,40 +339,63 @@ def new_instance() -> int:
     return next(_instances)
 
 
+def new_instances(count: int) -> int:
+    """The first of so many instance keys that no collective has, one behind the other."""
+    return [next(_instances) for _ in range(count)][0]
+
+
+def group_key(mesh: dtensor.Mesh) -> tf.Tensor:
+    """The key of the group of the devices of the data axis that have the same model shards, without replicas."""
+    sizes = axis_sizes(mesh)
+    assert sizes.replicas == 1, "With replicas there is a group for each."
+    allow_collectives()
+    return _own_number(_keys_of_replicas(mesh), mesh)
+
+
 def renewed(inputs: list[tf.Tensor]) -> list[tf.Tensor]:
     """The inputs of a copy of a gather."""
     return [*inputs[:_INSTANCE], tf.constant(new_instance()), *inputs[_INSTANCE + 1 :]]
 
 
-def _keys_of_replicas(sizes: MeshAxes) -> np.ndarray:
+def _keys_of_replicas(mesh: dtensor.Mesh) -> np.ndarray:
     """The key, by location, of the group of those devices of a replica that have the same model shards."""
-    return _keys(sizes, lambda index: index // sizes.shards, sizes.replicas, "in a replica")
+    sizes = axis_sizes(mesh)
+    return _keys(mesh, lambda index: index // sizes.shards, sizes.replicas, "in a replica")
 
 
-def _keys_between_replicas(sizes: MeshAxes) -> np.ndarray:
+def _keys_between_replicas(mesh: dtensor.Mesh) -> np.ndarray:
     """The key, by location, of the group of the devices that have the same place in each replica."""
-    return _keys(sizes, lambda index: index % sizes.shards, sizes.shards, "between replicas")
+    sizes = axis_sizes(mesh)
+    return _keys(mesh, lambda index: index % sizes.shards, sizes.shards, "between replicas")
 
 
-def _keys(sizes: MeshAxes, part: Callable[[np.ndarray], np.ndarray], parts: int, what: str) -> np.ndarray:
+def _keys_of_all(mesh: dtensor.Mesh) -> np.ndarray:
+    """The key, by location, of the group of the devices of the data axis that have the same model shards."""
+    return _keys(mesh, lambda index: 0 * index, 1, "all")
+
+
+def _keys(mesh: dtensor.Mesh, part: Callable[[np.ndarray], np.ndarray], parts: int, what: str) -> np.ndarray:
     """A key for each part of the data axis, and for each location on the others.
 
     Args:
-        sizes: The mesh.
+        mesh: The mesh.
         part: The part of an index on the data axis.
         parts: How many there are.
         what: What tells these groups from others.
     """
+    sizes = axis_sizes(mesh)
     at = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
     assert sizes.data is not None
     at[sizes.data] = part(at[sizes.data])
     counts = [parts if axis == sizes.data else size for axis, size in sizes.items()]
-    arrangement = zlib.crc32(f"{what} {sizes!r}".encode()) % _ARRANGEMENTS
+    # Meshes of a pipeline differ in their devices only, which other meshes do not name.
+    devices = [str(device) for device in mesh.global_devices()]
+    arrangement = zlib.crc32(f"{what} {sizes!r} {devices}".encode()) % _ARRANGEMENTS
     keys: np.ndarray = _FIRST_GROUP + arrangement * _GROUPS + np.ravel_multi_index([at[axis] for axis in sizes], counts)
     return keys.astype("int32")
 
 
 def _own_number(numbers: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
     """Of numbers with a dim for each axis of the mesh, each device's own: a scalar."""
-    own = _parted(tf.constant(numbers), tuple(axis_sizes(mesh)), mesh)
+    own = parted(tf.constant(numbers), tuple(axis_sizes(mesh)), mesh)
     return tf.reshape(tf.gather(tf.reshape(own, (-1,)), (0,)), ())

@@ -25,6 +25,9 @@ _FORBIDDEN = {
     "DTENSOR_ENABLE_MULTI_DEVICE_EXPANSION": "it loses variable updates on a one-device mesh",
     "DTENSOR_DO_NOT_FUSE_REDUCE_SCATTER": "gradients would be all-reduced instead of reduce-scattered",
 }
+# What TensorFlow calls the clients of a launched run.
+JOB = "worker"
+
 _DEVICE_TYPES = ("CPU", "GPU", "TPU")
 
 
@@ -194,7 +197,7 @@ def _join(settings: clients.Settings, num_devices: int | None, device_type: str)
     os.environ.update(
         DTENSOR_CLIENT_ID=str(settings.client_id),
         DTENSOR_NUM_CLIENTS=str(settings.num_clients),
-        DTENSOR_JOB_NAME="worker",
+        DTENSOR_JOB_NAME=JOB,
         DTENSOR_JOBS=",".join(jobs),
     )
     with client.operation("the start of DTensor"):

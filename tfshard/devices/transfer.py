@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard.devices import clients, gathers, host_memory
+from tfshard.devices import clients, gathers, host_memory, messages
+from tfshard.devices.words import from_words, to_words
 from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
@@ -48,6 +49,12 @@ def layout(axes: Axes, mesh: dtensor.Mesh) -> dtensor.Layout:
 def axes_of(layout: dtensor.Layout) -> Axes:
     """The mesh axis, or None, of each dim of a DTensor layout: what `layout` was given."""
     return tuple(None if axis == dtensor.UNSHARDED else axis for axis in layout.sharding_specs)
+
+
+def piece_shape(shape: tuple[int, ...], layout: dtensor.Layout) -> tuple[int, ...]:
+    """The shape of a device's piece of a tensor."""
+    sizes = axis_sizes(layout.mesh)
+    return boxes.shard_box(shape, axes_of(layout), sizes, dict.fromkeys(sizes, 0)).shape
 
 
 def relayout(tensor: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -145,7 +152,8 @@ def host_to_mesh(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor
     """Puts a host value on the mesh; each device receives its own piece only."""
     sizes = axis_sizes(mesh)
     parts = [boxes.shard_box(value.shape, axes, sizes, location) for location in mesh.local_device_locations()]
-    return dtensor.pack([tf.constant(value[part.slices]) for part in parts], layout(axes, mesh))
+    pieces = [tf.constant(value[part.slices]) for part in parts]
+    return messages.packed(pieces, value.shape, tf.as_dtype(value.dtype), layout(axes, mesh))
 
 
 def host_pieces(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> Iterator[tf.Tensor]:
@@ -176,20 +184,32 @@ def zeros(shape: tuple[int, ...], dtype: tf.DType, axes: Axes, mesh: dtensor.Mes
 def mesh_to_host(tensor: tf.Tensor) -> np.ndarray:
     """The whole value of an eager DTensor, put together on the host from the devices' pieces.
 
-    Where clients of a launched run hold different pieces, they exchange them: all clients have to call this.
+    Where clients of a launched run hold different pieces, or none, they exchange them: all clients have to call this.
     """
     found = dtensor.fetch_layout(tensor)
+    value = _put_together(tensor, found)
+    if messages.is_everywhere(found.mesh):
+        assert value is not None
+        return value
+    return messages.from_first(value, tensor.shape, tensor.dtype, found.mesh)
+
+
+def _put_together(tensor: tf.Tensor, found: dtensor.Layout) -> np.ndarray | None:
+    """The value, from what the clients have that have devices of its mesh; None on others."""
     mesh, sizes = found.mesh, axis_sizes(found.mesh)
-    local = [np.asarray(piece) for piece in dtensor.unpack(tensor)]
+    local = [np.asarray(piece) for piece in messages.unpacked(tensor)]
     if found.is_fully_replicated():
-        return local[0]
+        return local[0] if local else None
     specs = axes_of(found)
     used = tuple(axis for axis in mesh.dim_names if axis in specs)
     pieces = {}
     for piece, location in zip(local, mesh.local_device_locations(), strict=True):
         pieces[boxes.part(used, location)] = piece
-    if not is_local(used, mesh):
-        pieces = _exchange(pieces, used, mesh)
+    if not _is_with_each(used, mesh):
+        like = np.empty(piece_shape(tuple(tensor.shape), found), tensor.dtype.as_numpy_dtype)
+        pieces = _exchange(pieces, used, mesh, like)
+    if not local:
+        return None
     whole = np.empty(tuple(tensor.shape), local[0].dtype)
     for part, piece in pieces.items():
         box = boxes.shard_box(whole.shape, specs, sizes, dict(zip(used, part, strict=True)))
@@ -199,51 +219,54 @@ def mesh_to_host(tensor: tf.Tensor) -> np.ndarray:
 
 def is_local(axes: Sequence[str], mesh: dtensor.Mesh) -> bool:
     """Whether every client holds all pieces of a tensor that `axes` shard. The same on all clients."""
-    per_client = mesh.num_local_devices()
-    if per_client == mesh.size:
+    return messages.is_everywhere(mesh) and _is_with_each(axes, mesh)
+
+
+def _is_with_each(axes: Sequence[str], mesh: dtensor.Mesh) -> bool:
+    """Whether every client that has devices of a mesh holds all pieces of a tensor that `axes` shard."""
+    if len(messages.clients_of(mesh)) == 1:
         return True
+    names = mesh.global_devices()
     held: dict[int, set[tuple[int, ...]]] = {}
     for device, location in mesh.unravel_index().items():
-        held.setdefault(device // per_client, set()).add(boxes.part(axes, location))
+        client = messages.client_of(names[device]) if names else device // mesh.num_local_devices()
+        held.setdefault(client, set()).add(boxes.part(axes, location))
     pieces = math.prod(axis_sizes(mesh)[axis] for axis in axes)
     return all(len(parts) == pieces for parts in held.values())
 
 
 def _exchange(
-    pieces: Mapping[tuple[int, ...], np.ndarray], used: tuple[str, ...], mesh: dtensor.Mesh
+    pieces: Mapping[tuple[int, ...], np.ndarray], used: tuple[str, ...], mesh: dtensor.Mesh, like: np.ndarray
 ) -> dict[tuple[int, ...], np.ndarray]:
     """All pieces of a tensor, by place on the `used` axes, from the local ones.
 
     They travel as words of 32 bits: all-gathers take few dtypes, and every bit arrives.
+
+    Args:
+        pieces: The local ones; none on a client that has no devices of the mesh, which goes along.
+        used: The axes.
+        mesh: The mesh.
+        like: Of a piece's shape and dtype.
     """
-    like = next(iter(pieces.values()))
     rows = []
     for location in mesh.local_device_locations():
         piece = pieces[boxes.part(used, location)]
         rows.append(to_words(piece).reshape(*(1 for _ in used), -1))
     axes: Axes = (*used, None)
-    with clients.here().operation(f"the exchange of {rows[0].nbytes} bytes a device", first=True):
-        gathered = dtensor.pack([tf.constant(row) for row in rows], layout(axes, mesh))
+    row = to_words(like)
+    with clients.here().operation(f"the exchange of {row.nbytes} bytes a device", first=True):
+        shape = (*(axis_sizes(mesh)[axis] for axis in used), row.size)
+        gathered = messages.packed([tf.constant(row) for row in rows], shape, tf.int32, layout(axes, mesh))
         # One axis after the other: an eager relayout over two of them at once can fail.
         with gathers.one_axis_at_once():
             for i in reversed(range(len(used))):
                 axes = tuple(None if dim == i else axis for dim, axis in enumerate(axes))
                 gathered = relayout(gathered, axes, mesh)
-        words = np.asarray(dtensor.unpack(gathered)[0])
+        received = messages.unpacked(gathered)
+    if not received:
+        return {}
+    words = np.asarray(received[0])
     return {part: from_words(words[part], like.shape, like.dtype) for part in np.ndindex(words.shape[:-1])}
-
-
-def to_words(value: np.ndarray, dtype: type[np.integer[Any]] = np.int32) -> np.ndarray:
-    """The bytes of an array as integers, filled up with zeros."""
-    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    return np.pad(data, (0, -data.size % np.dtype(dtype).itemsize)).view(dtype)
-
-
-def from_words(words: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """The array that `to_words` took apart."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    value: np.ndarray = np.ascontiguousarray(words).view(np.uint8)[:size].view(dtype).reshape(shape)
-    return value
 
 
 def is_dtensor(value: Any) -> bool:
@@ -273,4 +296,4 @@ def map_tensors(fn: Callable[[tf.Tensor], Any], structure: Any) -> Any:
 
 def local_bytes(tensor: tf.Tensor) -> Mapping[str, int]:
     """Bytes that each device of this process really holds of an eager DTensor, by device name."""
-    return {piece.device: int(np.asarray(piece).nbytes) for piece in dtensor.unpack(tensor)}
+    return {piece.device: int(np.asarray(piece).nbytes) for piece in messages.unpacked(tensor)}

@@ -38,7 +38,8 @@ def abstract_model(build: Callable[[], keras.Model]) -> keras.Model:
         The model.
 
     Raises:
-        StrategyError: `build` did not return a built Keras model, or variables of the model were allocated.
+        StrategyError: `build` did not return a built Keras model, made an optimizer, or variables of the model were
+            allocated.
 
     Example: a layer of 400 GB.
 
@@ -50,7 +51,16 @@ def abstract_model(build: Callable[[], keras.Model]) -> keras.Model:
     '100,001,000,000'
     """
     with _private.abstract_scope(_refuse_value):
-        model = build()
+        try:
+            model = build()
+        except ValueError as error:
+            if "in a stateless scope" not in str(error):  # Keras's words for a variable that cannot wait for its value.
+                raise
+            raise StrategyError(
+                "The function given to abstract_model makes a variable from a value, as an optimizer does. Leave "
+                "compile() out; a task of KerasHub, which compiles itself, takes compile=False. "
+                f"Received: build={build!r}"
+            ) from error
     _check_built(model)
     allocated = [v.path for v in model.variables if _private.backend_variable(v) is not None]
     if allocated:

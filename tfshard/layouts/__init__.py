@@ -7,15 +7,30 @@ A *layout* says which axis of the mesh shards which dim. Read `variable_layout` 
     layout_map         path patterns to axes, columns and rows
     variable_layout    a variable's spec to its `VariableLayout`; `FlatForm`, the padded form
     shard_rows         an array with a row for each shard
+    compression        what is done with gradients before devices add them up; `PowerSGD`
+    compressed_form    how the gradient of a variable is compressed, what that keeps, what it sends
     slot_dtypes        in which dtype the optimizer slots of each variable rest
+    embedding_tables   `EmbeddingTables`: which tables are read and updated by rows
     groups             which small variables share a buffer
     placement          `ModelPlacement`: where each variable of a model goes, and each slot
     boxes              which part of which variable a device holds, as boxes of the variable's own shape
 """
 
 from tfshard.layouts.axes import MeshAxes, Role
+from tfshard.layouts.compression import PowerSGD
+from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout, plan_variable
 
-__all__ = ["LayoutMap", "MeshAxes", "ModelPlacement", "Role", "VariableLayout", "VariableSpec", "plan_variable"]
+__all__ = [
+    "EmbeddingTables",
+    "LayoutMap",
+    "MeshAxes",
+    "ModelPlacement",
+    "PowerSGD",
+    "Role",
+    "VariableLayout",
+    "VariableSpec",
+    "plan_variable",
+]

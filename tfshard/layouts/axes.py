@@ -13,6 +13,7 @@ from tfshard.errors import MeshError
 BATCH_AXIS = "batch"
 REPLICA_AXIS = "replica"
 MODEL_AXIS = "model"
+PIPELINE_AXIS = "pipeline"
 
 
 class Role(str, enum.Enum):
@@ -27,6 +28,8 @@ class Role(str, enum.Enum):
     for each of them. It is for the slowest links, such as those between hosts."""
     TENSOR = "tensor"
     """Devices along it share the work of one layer: the layout map says which dims they shard."""
+    PIPELINE = "pipeline"
+    """Devices along it have other layers: each of its places is a mesh of the other axes, for one part of a model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,6 +146,11 @@ class MeshAxes(Mapping[str, int]):
         """Whether more than one axis has several devices."""
         return sum(size > 1 for size in self.values()) > 1
 
+    def gathers_by_reduction(self, axis: str) -> bool:
+        """Whether what is sharded over an axis is gathered by a reduction of zeros and a piece: by DTensor on a mesh of
+        several axes, but not among the devices of a replica."""
+        return self.shards_by_several and not (self.replica is not None and axis == self.data)
+
     @functools.cached_property
     def data(self) -> str | None:
         """The axis that batches, and with the ZeRO stages variables, are sharded over; None without one."""
@@ -162,6 +170,18 @@ class MeshAxes(Mapping[str, int]):
     def tensor(self) -> tuple[str, ...]:
         """The axes for tensor parallelism."""
         return self.with_role(Role.TENSOR)
+
+    @functools.cached_property
+    def pipeline(self) -> str | None:
+        """The axis along which devices have other layers; None without one."""
+        return next(iter(self.with_role(Role.PIPELINE)), None)
+
+    @property
+    def of_a_rank(self) -> "MeshAxes":
+        """The axes of what one place on the pipeline axis has: all others; an axis for data if there is none."""
+        sizes = {name: size for name, size in self.given.items() if name != self.pipeline}
+        roles = {name: self.roles[name] for name in sizes}
+        return MeshAxes.of(sizes or {BATCH_AXIS: 1}, roles)
 
     @property
     def has_default_roles(self) -> bool:
@@ -184,7 +204,8 @@ class MeshAxes(Mapping[str, int]):
 
 def default_role(name: str) -> Role:
     """The role of an axis to which nobody gave one."""
-    return {BATCH_AXIS: Role.DATA, REPLICA_AXIS: Role.REPLICA}.get(name, Role.TENSOR)
+    defaults = {BATCH_AXIS: Role.DATA, REPLICA_AXIS: Role.REPLICA, PIPELINE_AXIS: Role.PIPELINE}
+    return defaults.get(name, Role.TENSOR)
 
 
 def plain(roles: Mapping[str, Role]) -> dict[str, str]:
@@ -226,6 +247,12 @@ def roles_of(axes: Mapping[str, int], roles: Mapping[str, str] | None = None) ->
         raise MeshError(
             f"One axis of a mesh can have the role 'data', and {for_data} have it. An axis named '{BATCH_AXIS}' has it "
             f"unless roles says otherwise. Received: axes={dict(axes)}, roles={dict(roles)}"
+        )
+    of_pipelines = tuple(name for name, role in found.items() if role is Role.PIPELINE)
+    if len(of_pipelines) > 1:
+        raise MeshError(
+            f"A mesh has one axis with the role 'pipeline' at most, and {of_pipelines} have it. "
+            f"Received: axes={dict(axes)}, roles={dict(roles)}"
         )
     of_replicas = tuple(name for name, role in found.items() if role is Role.REPLICA)
     if len(of_replicas) > 1 or (of_replicas and not for_data):

@@ -53,8 +53,8 @@ class GroupPolicy:
             The layouts in the same order; those of members have `flat`, `group` and `member` set.
         """
         mesh_axes = MeshAxes.of(mesh_shape)
-        # A small variable that is not trained does not tell the stage: it rests whole at each.
-        stage_3 = any(layout.store_sharded for layout in planned)
+        # A small variable that is not trained does not tell the stage: it rests whole at each. Nor does a table.
+        stage_3 = any(layout.store_sharded for layout in planned if layout.table is None)
         open_groups: dict[Hashable, _OpenGroup] = {}
         groups: list[_OpenGroup] = []
         for index, layout in enumerate(planned):
@@ -98,7 +98,8 @@ class GroupPolicy:
         # would need turns of their own.
         is_scale = not layout.spec.trainable and layout.spec.path.endswith(("_scale", "_zero", "/g_idx"))
         fits = layout.spec.dtype.startswith(("float", "bfloat")) or variable_layout.is_in_bytes(layout.spec.dtype)
-        return fits and not is_scale and 0 < bytes_ < self.group_threshold_bytes and (layout.spec.trainable or stage_3)
+        is_alone = is_scale or layout.table is not None
+        return fits and not is_alone and 0 < bytes_ < self.group_threshold_bytes and (layout.spec.trainable or stage_3)
 
 
 class _OpenGroup:

@@ -35,6 +35,11 @@ class VariableSpec:
     trainable: bool = True
     layer: keras.layers.Layer | None = dataclasses.field(default=None, compare=False, repr=False)
 
+    @property
+    def is_kernel_of_dense(self) -> bool:
+        """Whether it is the kernel of a Dense or EinsumDense layer, as far as the layer is known."""
+        return isinstance(self.layer, (keras.layers.Dense, keras.layers.EinsumDense)) and self.path.endswith("kernel")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:

@@ -9,8 +9,10 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from tfshard.errors import LayoutError
-from tfshard.layouts import variable_layout
+from tfshard.layouts import compressed_form, variable_layout
 from tfshard.layouts.axes import MeshAxes
+from tfshard.layouts.compression import Compression
+from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.slot_dtypes import OWN, SlotDtypes
@@ -48,6 +50,8 @@ class ModelPlacement:
         resting: Sequence[VariableLayout | None] = (),
         slot_dtypes: SlotDtypes = OWN,
         slots_on_host: bool = False,
+        compression: Compression = None,
+        tables: EmbeddingTables | None = None,
     ) -> "ModelPlacement":
         """Decides where the variables of a model go.
 
@@ -61,10 +65,12 @@ class ModelPlacement:
                 rule allows it: another model may have it too, and functions that read it go on.
             slot_dtypes: In which dtype the moments of float32 variables rest.
             slots_on_host: Whether moments that are updated in shards rest on the host.
+            compression: What is done with gradients before devices add them up.
+            tables: Which variables are embedding tables.
 
         Raises:
             LayoutError: The layout map names an axis that the mesh does not have.
-            StrategyError: An unknown stage.
+            StrategyError: An unknown stage; a variable that is to be an embedding table cannot be one.
         """
         variable_layout.check_stage(zero_stage)
         axes = MeshAxes.of(mesh_shape)
@@ -81,6 +87,7 @@ class ModelPlacement:
                     zero_stage=zero_stage,
                     slot_dtypes=slot_dtypes,
                     slots_on_host=slots_on_host,
+                    tables=tables,
                 )
             except LayoutError as error:
                 faults[number] = str(error)
@@ -91,6 +98,7 @@ class ModelPlacement:
         variables = tuple(alone)
         if groups is not None:
             variables = _grouped(groups, alone, list(resting) or [None] * len(alone), mesh_shape)
+        variables = tuple(compressed_form.chosen(layout, compression, axes) for layout in variables)
         return cls(
             mesh_shape=axes,
             zero_stage=zero_stage,

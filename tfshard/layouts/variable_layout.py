@@ -12,6 +12,8 @@ import numpy as np
 
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.layouts.axes import MeshAxes, Role
+from tfshard.layouts.compression import Compression
+from tfshard.layouts.embedding_tables import EmbeddingTables, rows_of_a_device
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.shard_rows import ShardRows
 from tfshard.layouts.slot_dtypes import OWN, SlotDtypes
@@ -190,6 +192,10 @@ class VariableLayout:
             scale.
         slots_on_host: Whether its moments are to rest on the host of accelerators. Those do that it updates in shards.
         on_host: Whether it rests on the host.
+        compression: What is done with its gradient before devices add it up (`compressed_form.chosen`).
+        table: What an update of it means (`EmbeddingTables.sparse`) if it is an embedding table, or a slot of one; else
+            None. It rests by rows over the batch axis, the last device's filled up, and is never gathered.
+        table_rows: How many rows it has with those that fill it up; 0 if it is none.
     """
 
     spec: VariableSpec
@@ -205,6 +211,9 @@ class VariableLayout:
     stored_dtype: str | None = None
     slots_on_host: bool = False
     on_host: bool = False
+    compression: Compression = None
+    table: str | None = None
+    table_rows: int = 0
 
     def bytes_at_rest(self, elements: int) -> int:
         """Bytes of what a device stores of so many elements."""
@@ -263,6 +272,9 @@ class VariableLayout:
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
+        """The shape of what rests on the mesh: the variable's, or of its flat form or table, with padding."""
+        if self.table is not None:
+            return (self.table_rows, self.spec.shape[1])
         if self.flat is None:
             return self.spec.shape
         return self.flat.buffer_shape if self.store_sharded else self.flat.gathered_shape
@@ -278,6 +290,7 @@ class VariableLayout:
             stored_dtype=self.slot_dtype if narrow else None,
             slot_dtype=None,
             slots_on_host=False,
+            compression=None,
             on_host=self.slots_on_host and is_moment and self.update_sharded and self.splits,
         )
 
@@ -291,6 +304,7 @@ def plan_variable(
     slot: bool = False,
     slot_dtypes: SlotDtypes = OWN,
     slots_on_host: bool = False,
+    tables: EmbeddingTables | None = None,
 ) -> VariableLayout:
     """Decides the layout of one variable.
 
@@ -302,15 +316,19 @@ def plan_variable(
         slot: Whether it is an optimizer variable, which is sharded from stage 1 on.
         slot_dtypes: In which dtype its moments rest.
         slots_on_host: Whether they are to rest on the host.
+        tables: Which variables are embedding tables.
 
     Returns:
         The `VariableLayout`.
 
     Raises:
         LayoutError: Two patterns match, too many dims, or a sharded dim that its axis does not divide.
+        StrategyError: A variable that is to be an embedding table cannot be one.
     """
     mesh_axes = MeshAxes.of(mesh_shape)
     match = layout_map.match(spec)
+    if tables is not None and tables.matches(spec):
+        return _table(spec, tables, match, mesh_axes, slot_dtypes.of_variable(spec))
     axes: Axes = match[1] if match else (None,) * len(spec.shape)
     if match is not None:
         _check_divides(spec, match[0], axes, mesh_axes)
@@ -341,11 +359,45 @@ def plan_variable(
     )
 
 
+def _table(
+    spec: VariableSpec,
+    tables: EmbeddingTables,
+    match: tuple[str, Axes] | None,
+    mesh_axes: MeshAxes,
+    slot_dtype: str | None,
+) -> VariableLayout:
+    """The layout of an embedding table, at every stage."""
+    tables.check(spec, mesh_axes, slot_dtype)
+    if match is not None and any(match[1]):
+        raise StrategyError(
+            f"'{spec.path}' is an embedding table, whose rows the batch axis shards, and the layout map has another "
+            f"layout for it. Take it out of one of them. Received: axes={match[1]} for pattern '{match[0]}', "
+            f"tables={tables}"
+        )
+    sharded = (mesh_axes.data, None) if mesh_axes.data_size > 1 else None
+    return VariableLayout(
+        spec=spec,
+        compute=(None, None),
+        sharded=sharded,
+        flat=None,
+        store_sharded=True,
+        update_sharded=True,
+        reduce_scatter=False,
+        table=tables.sparse,
+        table_rows=rows_of_a_device(spec.shape[0], mesh_axes.data_size) * mesh_axes.data_size,
+    )
+
+
 def is_added_up_by_replicas(layout: VariableLayout, mesh_axes: MeshAxes) -> bool:
-    """Whether the gradient of a variable is added up in each replica first, and then between them."""
-    # On other axes devices have parts of one gradient.
-    may_be = mesh_axes.replicas > 1 and mesh_axes.shards > 1 and not mesh_axes.shards_by_several
-    return may_be and not layout.grouped and spec_bytes(layout.spec) >= LEAST_BY_REPLICAS_BYTES
+    """Whether the gradient of a variable is added up in each replica first, and then between them.
+
+    On a mesh with model axes these are the kernels that they shard, of Dense and EinsumDense.
+    """
+    if mesh_axes.replicas == 1 or mesh_axes.shards == 1 or layout.grouped:
+        return False
+    if mesh_axes.shards_by_several and not (any(layout.compute) and layout.spec.is_kernel_of_dense):
+        return False
+    return spec_bytes(layout.spec) >= LEAST_BY_REPLICAS_BYTES
 
 
 def check_microbatches(count: int) -> int:

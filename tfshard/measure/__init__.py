@@ -3,12 +3,25 @@
 report             what every device holds, and what is synchronized
 consistency        whether devices that should hold the same bits do
 step_profile       what a step sent, by TensorFlow's trace; compared with a plan
+timeline           operations and collectives of a step in time, and how much of these is hidden
 peak_memory        what a step had in memory at its peak, by the same trace
 network_profile    latency and bandwidth of the collectives
+encoding           how long a device takes to compress a gradient
 """
 
+from tfshard.measure.encoding import encode_seconds_per_byte
 from tfshard.measure.network_profile import NetworkProfile, profile_network
 from tfshard.measure.report import Report
 from tfshard.measure.step_profile import StepProfile, assert_matches_plan, profile_step
+from tfshard.measure.timeline import Timeline
 
-__all__ = ["NetworkProfile", "Report", "StepProfile", "assert_matches_plan", "profile_network", "profile_step"]
+__all__ = [
+    "NetworkProfile",
+    "Report",
+    "StepProfile",
+    "Timeline",
+    "assert_matches_plan",
+    "encode_seconds_per_byte",
+    "profile_network",
+    "profile_step",
+]

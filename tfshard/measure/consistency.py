@@ -9,7 +9,6 @@ from tfshard.devices import clients
 from tfshard.errors import ConsistencyError
 from tfshard.graph import inventory
 from tfshard.layouts import boxes
-from tfshard.layouts.axes import axis_sizes
 from tfshard.storage.variables import ShardedVariable
 
 
@@ -33,7 +32,7 @@ def _check_consistency(model: keras.Model) -> None:
         checked.add(id(current.storage))
         first: dict[tuple[int, ...], tuple[str, bytes]] = {}
         for location, piece in current.storage.local_tensors():
-            part = boxes.part(current.layout.storage, boxes.in_replica(location, axis_sizes(current.mesh)))
+            part = boxes.part(current.layout.storage, boxes.in_replica(location, current.storage.format.mesh_axes))
             device = piece.device.rpartition("device:")[2]
             expected = first.setdefault(part, (device, piece.numpy().tobytes()))
             if piece.numpy().tobytes() != expected[1]:

@@ -1,9 +1,9 @@
-"""profile_network: how long each collective takes, by the size of its message."""
+"""profile_network: how long each collective takes, by the size of its message, inside a host and between hosts."""
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,19 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private, collectives, tables
-from tfshard.devices import clients, mesh, startup, transfer
+from tfshard.devices import clients, mesh, replicas, startup, transfer
 from tfshard.errors import CollectiveError
+from tfshard.layouts.compression import CODES, PowerSGD
+from tfshard.measure import encoding
+from tfshard.planning import links
+from tfshard.planning.links import Link, Links
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))
 _WARMUP = 2
+# Collectives that follow each other in one function, as in a step: what it costs to call it is shared out.
+_CHAIN = 4
+# With more bytes only the time of the measurement grows.
+_LARGEST_OF_LINKS = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,16 +33,19 @@ class Measurement:
     """One collective at one size.
 
     Attributes:
-        kind: `"all_reduce"`, `"all_gather"`, `"reduce_scatter"` or `"broadcast"`.
+        kind: `"all_reduce"`, `"all_gather"`, `"reduce_scatter"` or `"broadcast"`; of a link `"all-reduce"`,
+            `"all-gather"` or `"all-to-all"`.
         bytes: Of the message: the whole tensor, what a gather gives, what a scatter takes.
         seconds: The median of the repeats, of the slowest client.
         devices: How many take part.
+        over: Of a link, among which: `"inside"`, `"between"` or `"across"` (`tfshard.planning.Links`).
     """
 
     kind: str
     bytes: int
     seconds: float
     devices: int
+    over: str = ""
 
     @property
     def bandwidth(self) -> float:
@@ -48,7 +59,8 @@ class Measurement:
         As in NVIDIA's nccl-tests (doc/PERFORMANCE.md).
         """
         n = self.devices
-        factor = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(self.kind, (n - 1) / n)
+        twice = 2 * (n - 1) / n
+        factor = {"all_reduce": twice, "all-reduce": twice, "broadcast": 1.0}.get(self.kind, (n - 1) / n)
         return self.bandwidth * factor
 
 
@@ -60,25 +72,49 @@ class NetworkProfile:
         devices: How many devices took part.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`.
         num_clients: How many processes they belong to.
-        measurements: By kind and size.
+        measurements: By kind and size, of eager operations.
+        devices_per_host: How many devices a host has, as far as links are told apart.
+        in_steps: By kind, devices and size, of operations in a function, as those of a step.
+        encoding: Of compressed gradients, as in `tfshard.planning.Links`; CPU only.
     """
 
     devices: int
     device_type: str
     num_clients: int
     measurements: tuple[Measurement, ...]
+    devices_per_host: int
+    in_steps: tuple[Measurement, ...] = ()
+    encoding: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def latency(self, kind: str) -> float:
         """Seconds of the smallest message of a kind."""
         return min((m for m in self.measurements if m.kind == kind), key=lambda m: m.bytes).seconds
 
+    @property
+    def links(self) -> Links:
+        """What `tfshard.advise` and plans take: a latency and a bandwidth for each kind of collective and of link."""
+        found: dict[str, dict[str, Link]] = {}
+        for over in links.GROUPS:
+            # A host's devices each have a group between hosts, at once; all devices are one.
+            at_once = self.devices_per_host if over == links.BETWEEN else 1
+            rows = [m for m in self.in_steps if m.over == over]
+            found[over] = {kind: _fitted([m for m in rows if m.kind == kind], at_once) for kind in links.KINDS if rows}
+        return Links(
+            devices_per_host=self.devices_per_host, device_type=self.device_type, encoding=self.encoding, **found
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The profile as plain data."""
-        rows = [
-            {**dataclasses.asdict(m), "bandwidth": m.bandwidth, "bus_bandwidth": m.bus_bandwidth}
-            for m in self.measurements
-        ]
-        return {**dataclasses.asdict(self), "measurements": rows}
+        return {
+            **dataclasses.asdict(self),
+            **{
+                name: [
+                    {**dataclasses.asdict(m), "bandwidth": m.bandwidth, "bus_bandwidth": m.bus_bandwidth} for m in rows
+                ]
+                for name, rows in (("measurements", self.measurements), ("in_steps", self.in_steps))
+            },
+            "links": self.links.to_dict(),
+        }
 
     def table(self) -> rich.table.Table:
         """The profile as a rich table."""
@@ -96,8 +132,33 @@ class NetworkProfile:
             )  # fmt: skip
         return table
 
+    def links_table(self) -> rich.table.Table:
+        """The links as a rich table."""
+        hosts = self.devices // self.devices_per_host
+        title = f"Links of {hosts} x {self.devices_per_host} {self.device_type} devices, in a step"
+        table = rich.table.Table(title=title, box=rich.box.SIMPLE_HEAD)
+        table.add_column("collective")
+        table.add_column("among")
+        table.add_column("latency (us)", justify="right")
+        table.add_column("bandwidth (MB/s)", justify="right")
+        table.add_column("of each")
+        among = {
+            links.INSIDE: ("the devices of a host", "device"),
+            links.BETWEEN: ("one device of each host", "host"),
+            links.ACROSS: ("all devices", "host"),
+        }
+        for over, of_kinds in ((over, getattr(self.links, over)) for over in links.GROUPS):
+            for kind, link in of_kinds.items():
+                numbers = (f"{1e6 * link.latency:,.0f}", f"{link.bandwidth / 1e6:,.1f}")
+                table.add_row(kind, among[over][0], *numbers, among[over][1])
+        if self.encoding:
+            table.add_section()
+        for name, seconds in self.encoding.items():
+            table.add_row(f"encoded for {name}", "", "", f"{1e-6 / seconds:,.1f}", "device")
+        return table
+
     def __str__(self) -> str:
-        return tables.as_text(self.table())
+        return tables.as_text(self.table(), self.links_table())
 
     def plot(self, path: str) -> None:
         """Draws latency and bandwidth over the size. Needs matplotlib (`pip install tfshard[plots]`).
@@ -121,20 +182,30 @@ class NetworkProfile:
         figure.savefig(path)
 
 
-def profile_network(sizes: Sequence[int] = SIZES, repeats: int = 10) -> NetworkProfile:
-    """Measures each collective between all devices, in a launched run between those of all clients.
+def profile_network(
+    sizes: Sequence[int] = SIZES, repeats: int = 10, devices_per_host: int | None = None
+) -> NetworkProfile:
+    """Measures each collective between all devices, in a launched run between those of all clients, and each link.
 
-    The times include what one eager DTensor operation costs, as a step that consists of it would.
+    The times of the former include what one eager DTensor operation costs, as a step that consists of it would. Links
+    are measured in functions of some collectives: among the devices of a host (all hosts at once), among one device of
+    each host (as many groups at once as a host has devices), and among all devices. What `profile.links` has of them
+    is for `tfshard.advise(links=)`. On CPU it is measured besides how long devices take to compress gradients, all of
+    them at once (`tfshard.advise(compression=)`).
 
     Args:
-        sizes: Bytes of the messages; rounded up to a multiple of 4 bytes for each device.
+        sizes: Bytes of the messages; rounded up to a multiple of 4 bytes for each device. Links are measured with those
+            of at most 4 MiB.
         repeats: How often each is measured, after two that are not.
+        devices_per_host: How many devices are taken for a host. By default those of a launcher's clients; in a process
+            that was not launched all.
 
     Returns:
         The `NetworkProfile`.
 
     Raises:
-        CollectiveError: A size or a number of repeats that is not a positive integer.
+        CollectiveError: A size or a number of repeats that is not a positive integer, or hosts that the devices do not
+            make up.
 
     Example:
 
@@ -143,6 +214,8 @@ def profile_network(sizes: Sequence[int] = SIZES, repeats: int = 10) -> NetworkP
     >>> profile = tfshard.profile_network(sizes=[4096], repeats=2)
     >>> [(m.kind, m.bytes) for m in profile.measurements]
     [('all_reduce', 4096), ('all_gather', 4096), ('reduce_scatter', 4096), ('broadcast', 4096)]
+    >>> profile.devices_per_host, sorted(profile.links.inside)
+    (4, ['all-gather', 'all-reduce', 'all-to-all'])
     """
     for number in (*sizes, repeats):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -150,6 +223,7 @@ def profile_network(sizes: Sequence[int] = SIZES, repeats: int = 10) -> NetworkP
                 f"Sizes and repeats must be positive integers. Received: sizes={list(sizes)}, repeats={repeats}"
             )
     started = startup.initialize()
+    per_host = _devices_per_host(started, devices_per_host)
     axes = {collectives.AXIS: started.num_devices}
     over = mesh.create_mesh(**axes)
     measured = []
@@ -164,7 +238,84 @@ def profile_network(sizes: Sequence[int] = SIZES, repeats: int = 10) -> NetworkP
         device_type=started.device_type,
         num_clients=started.num_clients,
         measurements=tuple(measured),
+        devices_per_host=per_host,
+        in_steps=tuple(_in_steps(sizes, repeats, started.num_devices, per_host)),
+        encoding=_encoding(repeats, started.local_devices) if started.device_type == "CPU" else {},
     )
+
+
+def _encoding(repeats: int, devices: int) -> dict[str, float]:
+    """Seconds in which a device encodes and decodes a byte of a gradient, by compression, while all devices do."""
+    found = {}
+    for name in (*CODES, links.POWER_SGD):
+        how = name if name in CODES else PowerSGD(rank=links.MEASURED_RANK)
+        seconds = _measure(encoding.encoder(how, devices), f"gradients that are encoded for {name}", repeats)
+        found[name] = seconds / encoding.GRADIENT_BYTES
+    return found
+
+
+def _devices_per_host(started: startup.Runtime, given: int | None) -> int:
+    """How many devices are taken for a host, checked."""
+    if given is None:
+        return clients_per_host() * started.local_devices
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1 or started.num_devices % given:
+        raise CollectiveError(
+            f"devices_per_host must be a positive integer that divides the {started.num_devices} devices. "
+            f"Received: devices_per_host={given!r}"
+        )
+    return given
+
+
+def clients_per_host() -> int:
+    """How many clients of the run a launcher started, which is to say, a host has. The same on all clients.
+
+    Raises:
+        CollectiveError: Hosts have different numbers of clients.
+    """
+    numbers = [int(number) for number in collectives.all_gather(np.array([clients.here().local_index]))]
+    count = max(numbers) + 1
+    if numbers != list(range(count)) * (len(numbers) // count):
+        raise CollectiveError(
+            "Hosts with different numbers of clients: give devices_per_host, by which devices are to be told apart. "
+            f"Received: numbers of the clients on their hosts {numbers}"
+        )
+    return count
+
+
+def _in_steps(sizes: Sequence[int], repeats: int, devices: int, per_host: int) -> list[Measurement]:
+    """Each kind of collective among each kind of group that there is."""
+    hosts = devices // per_host
+    counts = {
+        links.INSIDE: per_host,
+        links.BETWEEN: hosts if hosts > 1 else 1,
+        links.ACROSS: devices if hosts > 1 else 1,
+    }
+    over_hosts = mesh.create_mesh(replica=hosts, batch=per_host)
+    found = []
+    for over, count in counts.items():
+        for kind in links.KINDS if count > 1 else ():
+            for size in sorted({min(size, _LARGEST_OF_LINKS) for size in sizes}):
+                words = -(-size // (4 * count)) * count
+                chain = replicas.chain(kind, over, words, _CHAIN, over_hosts)
+                seconds = _measure(chain, f"{kind} of {4 * words} bytes, {over}", repeats) / _CHAIN
+                found.append(Measurement(kind=kind, bytes=4 * words, seconds=seconds, devices=count, over=over))
+    return found
+
+
+def _fitted(rows: Sequence[Measurement], at_once: int) -> Link:
+    """The latency and the bandwidth that give the measured times: least squares of relative differences.
+
+    Args:
+        rows: Of one kind, by size.
+        at_once: How many groups used the link at the same time.
+    """
+    times = np.array([m.seconds for m in rows])
+    sent = np.array([at_once * m.bytes * m.bus_bandwidth / m.bandwidth for m in rows])
+    (latency, inverse), *_ = np.linalg.lstsq(np.stack([1 / times, sent / times], 1), np.ones(len(rows)), rcond=None)
+    if len(rows) == 1 or latency < 0 or inverse <= 0:
+        # Too few sizes to tell them apart.
+        latency, inverse = 0.0, times[-1] / sent[-1]
+    return Link(latency=float(latency), bandwidth=float(1 / inverse))
 
 
 def _operation(kind: str, words: int, over: dtensor.Mesh) -> Callable[[], tf.Tensor]:

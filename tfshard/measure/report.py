@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import keras
 import rich.table
+from tensorflow.experimental import dtensor
 
 from tfshard import _private, tables
 from tfshard.devices import transfer
@@ -21,6 +22,8 @@ from tfshard.storage.variables import ShardedVariable
 
 class Strategy(Protocol):
     """What a report takes of a `ShardedStrategy`, whose wing is below this one."""
+
+    mesh: dtensor.Mesh
 
     @property
     def mesh_shape(self) -> MeshAxes:
@@ -40,7 +43,7 @@ class VariableReport:
 
     Attributes:
         path: The Keras path.
-        kind: `"parameter"`, `"state"` (not trained) or `"slot"`.
+        kind: `"parameter"`, `"state"` (not trained) or `"slot"`, also of what the compression of gradients keeps.
         shape: Of the whole variable.
         dtype: Its name.
         compute_layout: The mesh axis of each dim when it is read.
@@ -98,16 +101,29 @@ class Report:
     misplaced: tuple[str, ...] = ()
 
     @classmethod
-    def from_model(cls, model: keras.Model, strategy: Strategy) -> "Report":
-        """Measures a model that is built or compiled under `strategy`."""
+    def from_model(cls, model: keras.Model, strategy: Strategy, parts: Sequence[keras.Model] | None = None) -> "Report":
+        """Measures a model that is built or compiled under `strategy`.
+
+        Args:
+            model: The model.
+            strategy: Its strategy, or that of one rank of a pipeline.
+            parts: Of a pipeline: the parts of the model that the rank has.
+        """
         rows: list[VariableReport | None] = []
         trained = {id(variable) for variable in model.trainable_variables}
-        for variable, _ in inventory.owned_variables(model):
+        owned_by = [each for part in parts or [model] for each in inventory.owned_variables(part)]
+        for variable, _ in dict((id(each), (each, layer)) for each, layer in owned_by).values():
             kind = "parameter" if id(variable) in trained else "state"
             rows.append(_measure(variable, kind, strategy.mesh_shape))
-        rows += [_measure(variable, "slot", strategy.mesh_shape) for variable in inventory.optimizer_variables(model)]
-        placed = strategy.placement_of(model).variables
-        owned = [_private.backend_variable(variable) for variable, _ in inventory.owned_variables(model)]
+        slots = inventory.optimizer_variables(model)
+        if parts is not None:
+            slots = [each for each in slots if _is_on(each, strategy.mesh)]
+        rows += [_measure(variable, "slot", strategy.mesh_shape) for variable in slots]
+        owned = [_private.backend_variable(variable) for variable, _ in owned_by]
+        for current in owned:
+            for kept in current.kept.values() if isinstance(current, ShardedVariable) else ():
+                rows.append(dataclasses.replace(_measured(kept, kept.path, "slot", strategy.mesh_shape), bytes_whole=0))
+        placed = [layout for part in parts or [model] for layout in strategy.placement_of(part).variables]
         return cls(
             mesh=strategy.mesh_shape.given,
             world_size=math.prod(strategy.mesh_shape.values()),
@@ -223,15 +239,22 @@ class Report:
         return tables.totals(title, [*rows, gradients, *(on_host if self.host_bytes_per_device() else [])])
 
 
+def _is_on(variable: keras.Variable, mesh: dtensor.Mesh) -> bool:
+    current = _private.backend_variable(variable)
+    return isinstance(current, ShardedVariable) and current.mesh == mesh
+
+
 def _measure(variable: keras.Variable, kind: str, mesh_shape: MeshAxes) -> VariableReport | None:
     current = _private.backend_variable(variable)
-    if not isinstance(current, ShardedVariable):
-        return None
+    return _measured(current, variable.path, kind, mesh_shape) if isinstance(current, ShardedVariable) else None
+
+
+def _measured(current: ShardedVariable, path: str, kind: str, mesh_shape: MeshAxes) -> VariableReport:
     layout = current.layout
     # Slots are given gradients too: those that accumulate them.
     gradient = current.gradient_layout if kind == "parameter" else None
     return VariableReport(
-        path=variable.path,
+        path=path,
         kind=kind,
         shape=layout.spec.shape,
         dtype=layout.spec.dtype,
@@ -263,7 +286,10 @@ def _scattered(rows: Sequence[VariableReport], data: str | None) -> bool | None:
 
 def _bytes_at_rest(variable: ShardedVariable) -> int:
     """Bytes of the fullest device's piece of the buffer; of a group's buffer, this member's part."""
-    piece = max(transfer.local_bytes(variable.buffer.value()).values())
+    buffer = variable.buffer
+    # Devices of other clients have a piece of the same shape.
+    one = math.prod(transfer.piece_shape(tuple(buffer.shape), buffer.layout)) * buffer.dtype.size
+    piece = max(transfer.local_bytes(buffer.value()).values(), default=one)
     return variable.storage.format.share(piece, variable.member)
 
 

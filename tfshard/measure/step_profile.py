@@ -1,4 +1,14 @@
-"""What one training step really sent: collectives, their bytes and times, read from a trace of it."""
+"""What one training step really sent: collectives, their bytes and times, read from a trace of it.
+
+# Note: who traces in a launched run
+
+Client 0 alone; the others have its events. TensorFlow's recorder of traces may write to memory that it has freed where
+an activity began in one thread and ended in another: the client dies at the end of the trace or later, or events are
+missing. (`TraceMeRecorder::Consume` of traceme_recorder.cc keeps pointers to ends of activities that wait for their
+begins, while the vector of what each thread recorded grows, which copies it.) In a step there is one such activity,
+`CollectiveExecutor::CompleteParams`: a client asks client 0, which leads the groups of collectives, about each
+collective, and a thread of gRPC takes the answer. Client 0 asks nobody, so that it begins and ends there in one thread.
+"""
 
 import collections
 import contextlib
@@ -11,16 +21,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import rich.box
 import rich.table
 import tensorflow as tf
 
-from tfshard import _private, tables
-from tfshard.devices import transfer
+from tfshard import _private, collectives, tables
+from tfshard.devices import clients, transfer
 from tfshard.errors import PlanMismatchError, StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts.axes import MeshAxes, axis_sizes
 from tfshard.measure.peak_memory import PeakMemory, peak_of
+from tfshard.measure.timeline import Timeline, timeline_of
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage.variables import ShardedVariable
 
@@ -82,6 +94,7 @@ class StepProfile:
         spans: Where in time each collective was.
         peak: What was in memory at the peak of the step; None where the allocator does not tell: it does on CPU,
             through oneDNN.
+        timeline: What each device did when; None where the trace does not tell: it does on CPU.
     """
 
     mesh: MeshAxes
@@ -91,6 +104,7 @@ class StepProfile:
     variable_bytes: dict[str, int]
     spans: tuple[Span, ...]
     peak: PeakMemory | None = None
+    timeline: Timeline | None = dataclasses.field(default=None, repr=False)
 
     def count(self, kind: str | None = None) -> int:
         """How many collectives a device took part in, of one kind or of all."""
@@ -109,9 +123,17 @@ class StepProfile:
         """Time that a device spent in collectives, overlapping ones counted twice."""
         return sum(c.seconds for c in self.collectives)
 
+    @property
+    def hidden(self) -> float | None:
+        """The share of the time in collectives in which the same device also computes (`Timeline.hidden`); None where
+        that is not known."""
+        return None if self.timeline is None else self.timeline.hidden
+
     def to_dict(self) -> dict[str, Any]:
-        """The profile as plain data."""
-        return {**dataclasses.asdict(self), "mesh": MeshAxes.of(self.mesh).given}
+        """The profile as plain data; of the timeline its numbers."""
+        numbers = None if self.timeline is None else self.timeline.to_dict()
+        values = dataclasses.asdict(dataclasses.replace(self, timeline=None))
+        return {**values, "mesh": MeshAxes.of(self.mesh).given, "timeline": numbers}
 
     def table(self) -> rich.table.Table:
         """The profile as a rich table."""
@@ -119,6 +141,8 @@ class StepProfile:
         title = f"One step on {axes}, {1e3 * self.seconds:.0f} ms"
         if self.peak is not None:
             title += f", {tables.size(self.peak.added)} more in memory at its peak"
+        if self.hidden is not None:
+            title += f", {self.hidden:.0%} of collectives hidden"
         table = rich.table.Table(title=title, box=rich.box.SIMPLE_HEAD)
         table.add_column("collective")
         table.add_column("operation", overflow="fold")
@@ -161,7 +185,8 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
     """Trains two steps on a batch and tells what the second one sent.
 
     The steps are real ones: weights, slots and metrics change as in `train_on_batch`. The first compiles what is
-    not compiled yet. In a launched run all clients call it; each sees what its own devices sent.
+    not compiled yet. In a launched run all clients call it, and have what the devices of client 0 sent, with their
+    times and their peak; `seconds` and `variable_bytes` are each client's own.
 
     Args:
         model: A model compiled under a ShardedStrategy.
@@ -199,32 +224,60 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
         held = _variable_bytes(model)
         seconds = time.perf_counter() - begin
     local = len(mesh.local_devices())
-    collectives, spans = _collectives(trace, local)
+    events = _from_client_0(trace).events()
+    sent, spans = _collectives(events, local)
     return StepProfile(
         mesh=axis_sizes(mesh),
         device_type=mesh.device_type().upper(),
-        collectives=collectives,
+        collectives=sent,
         seconds=seconds,
         variable_bytes=held,
         spans=spans,
-        peak=peak_of(trace, local),
+        peak=peak_of(events, local),
+        timeline=timeline_of(events, frozenset(_KINDS)),
     )
 
 
+@dataclasses.dataclass
+class Trace:
+    """Of some operations.
+
+    Attributes:
+        written: What TensorFlow's profiler wrote; nothing before they have ended.
+    """
+
+    written: bytes = b""
+
+    def events(self) -> list[_private.TraceEvent]:
+        """The events, in time."""
+        return _private.read_trace(self.written)
+
+
 @contextlib.contextmanager
-def traced() -> Iterator[list[_private.TraceEvent]]:
-    """A context whose operations are traced: the events are in the list, in time, when it has ended.
+def traced() -> Iterator[Trace]:
+    """A context whose operations are traced; in a launched run in client 0 only (see the note above).
 
     Raises:
         tf.errors.AlreadyExistsError: Another profiler runs.
     """
-    events: list[_private.TraceEvent] = []
+    trace = Trace()
+    if clients.here().rank != 0:
+        yield trace
+        return
     with tempfile.TemporaryDirectory() as directory:
         options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3, python_tracer_level=0)
         with tf.profiler.experimental.Profile(directory, options):
-            yield events
+            yield trace
         (file,) = pathlib.Path(directory).rglob("*.xplane.pb")
-        events += _private.read_trace(file)
+        trace.written = file.read_bytes()
+
+
+def _from_client_0(trace: Trace) -> Trace:
+    """Client 0's trace, on all clients."""
+    written = np.zeros(int(collectives.broadcast(len(trace.written))), np.uint8)
+    if trace.written:
+        written[:] = np.frombuffer(trace.written, np.uint8)
+    return Trace(collectives.broadcast(written).tobytes())
 
 
 def collective_wall_seconds(trace: list[_private.TraceEvent], devices: int) -> float:
@@ -240,8 +293,9 @@ def collective_wall_seconds(trace: list[_private.TraceEvent], devices: int) -> f
 
 def _sharded_variables(model: keras.Model) -> list[ShardedVariable]:
     variables = [variable for variable, _ in inventory.owned_variables(model)] + inventory.optimizer_variables(model)
-    found = [_private.backend_variable(variable) for variable in variables]
-    return [variable for variable in found if isinstance(variable, ShardedVariable)]
+    current = [_private.backend_variable(variable) for variable in variables]
+    found = [variable for variable in current if isinstance(variable, ShardedVariable)]
+    return [*found, *(kept for variable in found for kept in variable.kept.values())]
 
 
 def _variable_bytes(model: keras.Model) -> dict[str, int]:
@@ -312,11 +366,13 @@ def _bytes_of_ring(chunks: list[_private.TraceEvent], events: list[_private.Trac
 def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
     """Checks that a step sent what the plan predicted: collectives of each kind, and their bytes.
 
-    On CPU a reduce-scatter is an all-reduce, and on meshes of several axes an all-gather is one too. Reductions of
+    On CPU a reduce-scatter is an all-reduce, and on meshes of several axes an all-gather is one too, unless it is one
+    among the devices of a replica. Reductions of
     losses and metrics join those of gradients, except that beside such gathers one may stay alone; their few bytes
     are not in the plan (`SCALAR_BYTES` of slack). Bytes that the trace does not tell are bounded
     (`StepProfile.untold_bytes`), and those of activations are compared only if the plan was made with `inputs`.
-    Where DTensor may merge collectives that do not depend on each other, there may be fewer than planned.
+    Where DTensor may merge collectives that do not depend on each other, there may be fewer than planned. Of what a
+    plan has the most bytes of (`Collective.at_most`), there may be fewer.
 
     Args:
         profile: From `tfshard.profile_step`.
@@ -331,15 +387,17 @@ def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
         )
     planned: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     open_ended, merging, gathered = set(), collections.Counter[str](), collections.Counter[str]()
-    by_reduction = ["reduce-scatter"] if profile.device_type == "CPU" else []
-    if plan.mesh.shards_by_several:
-        by_reduction.append("all-gather")
+    less = collections.Counter[str]()
+    reduction = ["reduce-scatter"] if profile.device_type == "CPU" else []
     for collective in plan.collectives:
+        by_reduction = reduction + ["all-gather"] * plan.mesh.gathers_by_reduction(collective.axis)
         kind = "all-reduce" if collective.kind in by_reduction else collective.kind
         planned[kind][0] += collective.count
         planned[kind][1] += collective.count * (collective.bytes or 0)
         if collective.bytes is None:
             open_ended.add(kind)
+        if collective.at_most:
+            less[kind] += collective.count * (collective.bytes or 0)
         if collective.kind == "all-gather" and kind == "all-reduce":
             # It merges as all-reduces do; small integers are sent as 64 bits.
             gathered[kind] += collective.count * (collective.bytes or 0)
@@ -350,7 +408,7 @@ def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
     for kind in sorted({*planned, *(c.kind for c in profile.collectives)}):
         count, bytes_ = planned[kind]
         sent, sent_bytes = profile.count(kind), profile.bytes(kind)
-        fits = bytes_ - profile.untold_bytes(kind) <= sent_bytes
+        fits = bytes_ - less[kind] - profile.untold_bytes(kind) <= sent_bytes
         fits = fits and (kind in open_ended or sent_bytes <= bytes_ + gathered[kind] + SCALAR_BYTES)
         counted = count - merging[kind] <= sent <= count + bool(gathered[kind])
         if not counted or (profile.device_type == "CPU" and not fits):

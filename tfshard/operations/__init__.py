@@ -17,11 +17,15 @@ functions get a `LayerPatch`. Read `rewrites` first.
     row_functions   `tf.map_fn`, `tf.vectorized_map`, `tf.nn.ctc_loss`
     loops           loops of recurrent layers, and the lists that loops fill
     partial_sums    gradients as each device has them, before they are added up over the devices
+    compression     gradients that are added up compressed, with error feedback
+    gradient_codes  bfloat16, and codes of 8 bits, as they are sent
     products        products of integers of 8 bits, those of quantized layers
     lookups         lookups of integers in a vocabulary
     origins         which layer, loss or metric made an operation, and the user's line
     layer_patch     every change to a layer or metric of a user's model, with undo
     vocabulary      lookups and metrics over a sharded vocabulary
+    embedding_lookups  lookups in tables that are sharded by rows over the batch axis
+    embedding_updates  their updates, by rows
     convolution     convolutions with sharded kernels, dilated ones, and grouped ones of volumes
     assignments     arrays that are assigned to large variables
     averages        moving averages of weights on shards

@@ -40,6 +40,12 @@ TABLE_READ = Change(
     why="each device looks up in its own rows, where `tf.gather` would gather the table",
     module="vocabulary",
 )
+ROWS_READ = Change(
+    of="embedding tables of `tables=`",
+    attribute="sparse_read",
+    why="asks the devices that have the rows, where `tf.gather` would gather the table",
+    module="embedding_lookups",
+)
 METRIC_UPDATE = Change(
     of="compiled accuracy and top-k metrics",
     attribute="update_state",
@@ -131,7 +137,7 @@ RECORDED_GRADIENTS = Change(
     module="step_recording",
 )
 CHANGES = (
-    TABLE_READ, METRIC_UPDATE, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, ADAPTER, QUANTIZED_ADAPTER, SEQUENCE,
+    TABLE_READ, ROWS_READ, METRIC_UPDATE, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, ADAPTER, QUANTIZED_ADAPTER, SEQUENCE,
     BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS, RECORDED_GRADIENTS,
 )  # fmt: skip
 

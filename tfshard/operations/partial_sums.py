@@ -3,9 +3,14 @@
 DTensor has no layout for partial sums. Here the operations that add up over the rows of the batch are made again, of
 the rows of each device (rows.py): each device has a sum of its own where DTensor believes it to be the same on all.
 `stack` makes a tensor of it that has a layout: a row for each device, which the batch axis shards.
+
+Of a gradient that model axes shard a device has its shard only, in the shape of a shard: the layout is followed from
+the result to the operands.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +19,11 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import replicas, transfer
 from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import rows
+
+# The inputs of an operation by number, and the model axes that shard the dims of each, but for the first.
+Operands: TypeAlias = dict[int, Axes]
 
 
 def of_gradient(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -25,28 +34,43 @@ def of_gradient(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh) -> t
         mesh: A mesh with a batch axis only.
     """
     with _private.stop_recording():
-        found = _found(gradient, mesh)
+        found = found_of(gradient, mesh)
         if found is None:  # It is whole on all devices: such as of a penalty of the weights.
             whole = transfer.whole(tf.convert_to_tensor(gradient), mesh)
             found = whole / tf.cast(axis_sizes(mesh).data_size, gradient.dtype)
         return found
 
 
-def by_replicas(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """A gradient, as `of_gradient` takes it, that is added up in each replica first, and then between them.
+def by_replicas(gradient: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
+    """A gradient, as a layer gives it, that is added up in each replica first, and then between them.
+
+    Args:
+        gradient: In a step that is traced.
+        axes: The layout in which its variable is read: the model axes that shard it.
+        mesh: The mesh.
 
     Returns:
-        The sum, whole. None for one that DTensor has added up already, or of which a device has no part of its own.
+        The sum, in that layout. None for one that DTensor has added up already, or of which a device has no part of its
+        own.
     """
     with _private.stop_recording():
-        found = _found(gradient, mesh)
-        return None if found is None else replicas.all_reduce(found, mesh)
+        found = found_of(gradient, mesh, axes)
+        if found is None:
+            return None
+        return rows.leave_shard(replicas.all_reduce(found, mesh), axes, mesh)
 
 
-def _found(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh) -> tf.Tensor | None:
+def found_of(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh, axes: Axes = ()) -> tf.Tensor | None:
+    """The part of a gradient that a device has, as `of_gradient` gives it; None if it has no part of its own.
+
+    Args:
+        gradient: In a step that is traced.
+        mesh: The mesh.
+        axes: The model axes that shard its dims; none.
+    """
     if isinstance(gradient, tf.IndexedSlices):
-        return _of_lookups(gradient, mesh)
-    return _own(gradient, mesh)
+        return None if any(axes) else _of_lookups(gradient, mesh)
+    return _own(gradient, axes or (None,) * gradient.shape.rank, mesh)
 
 
 def stack(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -55,28 +79,61 @@ def stack(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
         return rows.leave(tf.expand_dims(own, 0), mesh)
 
 
+def unstacked(stacked: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """What `stack` took."""
+    with rows.inside():
+        return tf.squeeze(rows.enter(stacked, mesh), 0)
+
+
 def total(stacked: tf.Tensor) -> tf.Tensor:
     """The sum of what each device has: of what `stack` gave."""
     return tf.reduce_sum(stacked, 0)
 
 
-def _own(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor | None:
+def _own(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
     operation = tensor.op
-    if operation.type in ("Cast", "Identity", "Reshape", "Transpose", "Relayout"):
-        before = _own(operation.inputs[0], mesh)
+    if operation.type in ("Cast", "Identity", "Relayout"):
+        before = _own(operation.inputs[0], axes, mesh)
         if before is None or operation.type == "Relayout":  # What it was pinned to.
             return before
         return _again(operation, {0: before})
+    if operation.type in ("Reshape", "Transpose") and not any(axes):
+        before = _own(operation.inputs[0], (None,) * operation.inputs[0].shape.rank, mesh)
+        return None if before is None else _again(operation, {0: before})
+    if operation.type == "Reshape":
+        source = operation.inputs[0]
+        sharded = _reshaped(tuple(tensor.shape), axes, tuple(source.shape), axis_sizes(mesh))
+        before = None if sharded is None else _own(source, sharded, mesh)
+        with rows.inside():
+            return None if before is None else tf.reshape(before, _of_shard(tensor.shape, axes, axis_sizes(mesh)))
+    if operation.type == "Transpose":
+        order = _order(operation)
+        if order is None:
+            return None
+        before = _own(operation.inputs[0], tuple(axes[order.index(dim)] for dim in range(len(order))), mesh)
+        return None if before is None else _again(operation, {0: before})
     if operation.type == "AddN":
-        terms = [_own(each, mesh) for each in operation.inputs]
+        terms = [_own(each, axes, mesh) for each in operation.inputs]
         if any(each is None for each in terms):
             return None
         return _again(operation, {number: each for number, each in enumerate(terms) if each is not None})
-    of_rows = _SUMS.get(operation.type, lambda operation: ())(operation)
-    if not of_rows or not all(rows.are_shared_out(operation.inputs[number], mesh) for number in of_rows):
+    find = _SUMS.get(operation.type)
+    operands = {} if find is None else find(operation, axes)
+    if not operands or not all(rows.are_shared_out(operation.inputs[number], mesh) for number in operands):
         return None
     with rows.inside():
-        return _again(operation, {number: rows.enter(operation.inputs[number], mesh) for number in of_rows})
+        shards = {number: rows.enter_shard(operation.inputs[number], of, mesh) for number, of in operands.items()}
+        return _again(operation, shards)
+
+
+def _order(transpose: tf.Operation) -> list[int] | None:
+    """In which order a transpose has the dims; of a gradient it is the inverse of another one's."""
+    given = transpose.inputs[1]
+    if given.op.type == "InvertPermutation":
+        inverse = tf.get_static_value(given.op.inputs[0])
+        return None if inverse is None else [int(dim) for dim in np.argsort(inverse)]
+    found = tf.get_static_value(given)
+    return None if found is None else [int(dim) for dim in found]
 
 
 def _again(operation: tf.Operation, inputs: Mapping[int, tf.Tensor]) -> tf.Tensor:
@@ -85,6 +142,44 @@ def _again(operation: tf.Operation, inputs: Mapping[int, tf.Tensor]) -> tf.Tenso
         given = [inputs.get(number, each) for number, each in enumerate(operation.inputs)]
         (made,) = _private.copied(operation, given)
     return made
+
+
+def _of_shard(shape: Sequence[int], axes: Axes, sizes: Mapping[str, int]) -> list[int]:
+    """The shape of what a device has of a tensor."""
+    return [size if axis is None else size // sizes[axis] for size, axis in zip(shape, axes, strict=True)]
+
+
+def _reshaped(shape: Sequence[int], axes: Axes, before: Sequence[int], sizes: Mapping[str, int]) -> Axes | None:
+    """The layout of a tensor that a reshape brings to another one, so that each device reshapes what it has.
+
+    A dim that is sharded is the first of those that are one dim, or the first that one dim becomes: a shard of it is a
+    shard there.
+
+    >>> _reshaped((16, 2, 8), (None, "model", None), (16, 16), {"model": 2})
+    (None, 'model')
+    >>> _reshaped((16, 2, 8), (None, None, "model"), (16, 16), {"model": 2}) is None
+    True
+
+    Args:
+        shape: After the reshape.
+        axes: The layout there.
+        before: The shape before it.
+        sizes: Axis name to size.
+    """
+    found: list[str | None] = [None] * len(before)
+    for dim, axis in enumerate(axes):
+        if axis is None:
+            continue
+        ahead = math.prod(shape[:dim])
+        same = [
+            number
+            for number, size in enumerate(before)
+            if size > 1 and math.prod(before[:number]) == ahead and size % sizes[axis] == 0
+        ]
+        if not same:
+            return None
+        found[same[0]] = axis
+    return tuple(found)
 
 
 def _of_lookups(gradient: tf.IndexedSlices, mesh: dtensor.Mesh) -> tf.Tensor | None:
@@ -97,20 +192,41 @@ def _of_lookups(gradient: tf.IndexedSlices, mesh: dtensor.Mesh) -> tf.Tensor | N
         return tf.math.unsorted_segment_sum(rows.enter(values, mesh), rows.enter(ids, mesh), count)
 
 
-def _matrix_product(operation: tf.Operation) -> tuple[int, ...]:
-    return (0, 1) if operation.get_attr("transpose_a") and not operation.get_attr("transpose_b") else ()
+def _matrix_product(operation: tf.Operation, axes: Axes) -> Operands:
+    if not operation.get_attr("transpose_a") or operation.get_attr("transpose_b"):
+        return {}
+    return {0: (None, axes[0]), 1: (None, axes[1])}
 
 
-def _einsum(operation: tf.Operation) -> tuple[int, ...]:
+def _einsum(operation: tf.Operation, axes: Axes) -> Operands:
     given, _, result = operation.get_attr("equation").decode().partition("->")
-    first = [labels[:1] for labels in given.split(",")]
-    sums = "." not in given and len(set(first)) == 1 and first[0] and first[0] not in result
-    return tuple(range(len(first))) if sums else ()
+    labels = given.split(",")
+    first = [each[:1] for each in labels]
+    if "." in given or len(set(first)) != 1 or not first[0] or first[0] in result:
+        return {}
+    axis_of = dict(zip(result, axes, strict=True))
+    return {number: tuple(axis_of.get(label) for label in each) for number, each in enumerate(labels)}
 
 
-def _sum(operation: tf.Operation) -> tuple[int, ...]:
+def _sum(operation: tf.Operation, axes: Axes) -> Operands:
     dims = _static(operation.inputs[1])
-    return (0,) if dims is not None and 0 in np.atleast_1d(dims) else ()
+    if dims is None or 0 not in np.atleast_1d(dims):
+        return {}
+    rank = operation.inputs[0].shape.rank
+    kept = [dim for dim in range(rank) if operation.get_attr("keep_dims") or dim not in np.atleast_1d(dims) % rank]
+    axis_of = dict(zip(kept, axes, strict=True))
+    return {0: tuple(axis_of.get(dim) for dim in range(rank))}
+
+
+def _bias(operation: tf.Operation, axes: Axes) -> Operands:
+    rank = operation.inputs[0].shape.rank
+    return {0: (*(None,) * (rank - 1), axes[0])} if operation.get_attr("data_format") == b"NHWC" else {}
+
+
+def _convolution(operation: tf.Operation, axes: Axes) -> Operands:
+    if any(axes):
+        return {}
+    return {number: (None,) * operation.inputs[number].shape.rank for number in (0, 2)}
 
 
 def _static(tensor: tf.Tensor) -> np.ndarray | None:
@@ -143,12 +259,13 @@ def _part_of_shape(tensor: tf.Tensor) -> np.ndarray | None:
     return part
 
 
-# The inputs of operations that add up over the first dim of these.
-_SUMS: dict[str, Callable[[tf.Operation], tuple[int, ...]]] = {
-    "BiasAddGrad": lambda operation: (0,) if operation.get_attr("data_format") == b"NHWC" else (),
-    "Conv2DBackpropFilter": lambda operation: (0, 2),
-    "Conv3DBackpropFilterV2": lambda operation: (0, 2),
-    "DepthwiseConv2dNativeBackpropFilter": lambda operation: (0, 2),
+# Of operations that add up over the first dim of some inputs, by the layout of their result: those inputs, and which
+# model axes shard their dims.
+_SUMS: dict[str, Callable[[tf.Operation, Axes], Operands]] = {
+    "BiasAddGrad": _bias,
+    "Conv2DBackpropFilter": _convolution,
+    "Conv3DBackpropFilterV2": _convolution,
+    "DepthwiseConv2dNativeBackpropFilter": _convolution,
     "Einsum": _einsum,
     "MatMul": _matrix_product,
     "Sum": _sum,

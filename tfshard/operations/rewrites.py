@@ -21,6 +21,8 @@ from tfshard.operations import (
     counts,
     dims,
     einsums,
+    embedding_lookups,
+    embedding_updates,
     loops,
     origins,
     products,
@@ -82,7 +84,9 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         for operation, dims_of in _DIMS.items():
             exchange[operation] = functools.partial(dims_of, mesh=mesh)
         exchange["DenseBincount"] = functools.partial(counts.counted, mesh=mesh)
+        exchange["ConcatV2"] = functools.partial(embedding_lookups.joined, mesh=mesh)
         exchange.update(dict.fromkeys(_REFUSED, _refuse))
+        exchange |= {operation: functools.partial(_draw, draw, mesh) for operation, draw in _DRAWS.items()}
     for operation, function in _SCATTERS.items():
         exchange[operation] = functools.partial(_scattered, function, mesh)
     axes = axis_sizes(mesh)
@@ -109,7 +113,7 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         op: functools.partial(listed, function) for op, function in exchange.items()
     }
     if not _private.is_eager():
-        table |= loops.EXCHANGES
+        table |= loops.EXCHANGES | {"Square": embedding_updates.square}
 
     def note(operation: tf.Operation) -> None:
         origins.note(operation)
@@ -171,6 +175,33 @@ def _refuse(call: _private.Call) -> None:
 
 
 # --- Random numbers -------------------------------------------------------------------------------------
+
+# TensorFlow's own generators keep their state in the kernel, one on each device.
+_DRAWS: dict[str, Callable[..., tf.Tensor]] = {
+    "RandomStandardNormal": tf.random.stateless_normal,
+    "RandomUniform": tf.random.stateless_uniform,
+    "RandomUniformInt": tf.random.stateless_uniform,
+    "TruncatedNormal": tf.random.stateless_truncated_normal,
+}
+
+
+def _draw(draw: Callable[..., tf.Tensor], mesh: dtensor.Mesh, call: _private.Call) -> tf.Tensor | None:
+    """`tf.random.normal` and others, drawn as `keras.random` draws: by the state of Keras's generator of the process,
+    and the seeds that the operation was given."""
+    assert call.outputs is not None
+    (random,) = call.outputs
+    if not random.shape.is_fully_defined():
+        return None  # DTensor refuses it.
+    shape = tuple(random.shape)
+    state = tf.cast(_private.global_seed_generator(create=True).next(), tf.int32)
+    seed = state + tf.constant([call.get_attr("seed") % _SEEDS, call.get_attr("seed2") % _SEEDS], tf.int32)
+    limits = {"minval": call.inputs[1], "maxval": call.inputs[2]} if call.type == "RandomUniformInt" else {}
+    drawn = draw(shape, seed, dtype=random.dtype, **limits)
+    axes = axis_sizes(mesh)
+    return transfer.relayout(drawn, random_axes(shape, axes), mesh) if axes.shards_by_several else drawn
+
+
+_SEEDS = 1 << 31
 
 
 def _pin_random(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:

@@ -33,6 +33,7 @@ from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.errors import UnsupportedOperationError
 from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.variable_layout import Axes
 from tfshard.storage import steps
 
 # In the names of operations, functions and loops here. TensorFlow puts it into those of their gradients, too.
@@ -78,6 +79,47 @@ def enter(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
 def leave(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Of what each device has, `(b, ...)`, the tensor `(b * devices, ...)` that the batch axis shards."""
     return _with_gradient(_leave, enter, tensor, mesh)
+
+
+def enter_shard(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """`enter` for a tensor of which model axes shard dims, too: what a device has, in the shape of that. Not to be
+    differentiated.
+
+    Args:
+        tensor: `(B, ...)`, in a step that is traced. The batch axis divides B.
+        axes: The model axes that shard its dims; none shards the first.
+        mesh: The mesh.
+    """
+    if not any(axes):
+        return _enter(tensor, mesh)
+    sizes = axis_sizes(mesh)
+    axes = (sizes.data, *axes[1:])
+    own = dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
+    for dim, axis in enumerate(axes):
+        if axis is not None:
+            own = tf.gather(own, np.arange(tensor.shape[dim] // sizes[axis], dtype="int32"), axis=dim)
+    return transfer.relayout(own, (None,) * own.shape.rank, mesh)
+
+
+def leave_shard(own: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """The way back of `enter_shard`, of what is the same on the devices of the batch axis: a tensor in a layout.
+
+    Args:
+        own: What each device has, in the shape of a shard, in a step that is traced.
+        axes: The model axes that shard the dims of the result.
+        mesh: The mesh.
+    """
+    taken: list[str | None] = [None] * own.shape.rank
+    for dim, axis in enumerate(axes):
+        if axis is None:
+            continue
+        # Each device takes all of its own, by so many of which the types have it.
+        numbers = np.tile(np.arange(own.shape[dim], dtype="int32"), axis_sizes(mesh)[axis])
+        its = dtensor.relayout(tf.constant(numbers), transfer.layout((axis,), mesh).to_parted())
+        own = tf.gather(transfer.relayout(own, tuple(taken), mesh), its, axis=dim)
+        taken[dim] = axis
+        own = transfer.relayout(own, tuple(taken), mesh)
+    return own
 
 
 def shared(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -216,10 +258,10 @@ def _captured(tensor: tf.Tensor, size: int | None, mesh: dtensor.Mesh) -> tf.Ten
 
 def _has_rows(tensor: tf.Tensor, size: int) -> bool:
     is_value = tensor.dtype not in (tf.resource, tf.variant)
-    return bool(is_value and tensor.shape.rank and tensor.shape[0] == size and _comes_from_batch(tensor))
+    return bool(is_value and tensor.shape.rank and tensor.shape[0] == size and comes_from_batch(tensor))
 
 
-def _comes_from_batch(tensor: tf.Tensor) -> bool:
+def comes_from_batch(tensor: tf.Tensor) -> bool:
     """Whether a tensor is made of the step's arguments or of random numbers: not of variables and constants alone."""
     if tf.executing_eagerly():
         return True

@@ -93,7 +93,7 @@ def _read_rows(variable: keras.Variable, ids: Any, name: str | None = None) -> t
     axis = current.layout.compute[0]
     assert axis is not None
     # Through Keras's variable, so that mixed precision casts it.
-    table = transfer.relayout(tf.convert_to_tensor(variable), current.layout.compute, current.mesh)
+    table = tf.convert_to_tensor(variable)
     return lookup(table, tf.convert_to_tensor(ids), axis=axis, mesh=current.mesh)
 
 

@@ -5,6 +5,7 @@ Read `sharding_plan` first: what a plan holds.
     sharding_plan         `ShardingPlan`: what will be stored and sent
     analyzer              `plan`; `ParameterAnalyzer`, which makes groups and plans with them
     variable_traffic      what a step sends of variables and gradients
+    table_traffic         what a step sends of embedding tables, at the most
     gather_counts         how often a step gathers a variable or a group
     gradient_dtypes       in which dtype a step reduces each gradient
     activation_traffic    what a step sends of activations over a model axis
@@ -14,12 +15,18 @@ Read `sharding_plan` first: what a plan holds.
     peak                  what a device holds at the peak of a step
     step_flops            how many floating-point operations a step takes
     linter                mistakes in layout maps; run by compile
+    links                 how fast devices reach each other, and what collectives take over that
+    overlap               how much of what a step sends is hidden behind what it computes
+    compression_gain      whether a compression of gradients pays on a link
     advice                which mesh and stage fit in memory
 """
 
 from tfshard.planning.advice import Advice, advise
 from tfshard.planning.analyzer import ParameterAnalyzer, plan
+from tfshard.planning.compression_gain import CompressionGain, compression_pays
+from tfshard.planning.links import Link, Links
 from tfshard.planning.linter import Finding, lint
+from tfshard.planning.overlap import Overlap
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_flops import training_flops
 from tfshard.planning.variable_traffic import Collective, predict_collectives
@@ -27,10 +34,15 @@ from tfshard.planning.variable_traffic import Collective, predict_collectives
 __all__ = [
     "Advice",
     "Collective",
+    "CompressionGain",
     "Finding",
+    "Link",
+    "Links",
+    "Overlap",
     "ParameterAnalyzer",
     "ShardingPlan",
     "advise",
+    "compression_pays",
     "lint",
     "plan",
     "predict_collectives",

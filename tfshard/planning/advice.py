@@ -1,6 +1,9 @@
 """advise: which mesh and ZeRO stage fit a model in the memory of the devices, with the reasons."""
 
+import contextlib
 import dataclasses
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,18 +15,27 @@ from tfshard import tables
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
-from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS
+from tfshard.layouts import compression as compression_of_gradients
+from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
+from tfshard.layouts.compression import CODES, Compression, PowerSGD
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
 from tfshard.operations import blocks
-from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer
+from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, without_peak
+from tfshard.planning.compression_gain import CompressionGain, encoded_bytes
+from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.peak import Peak, needs_all_gradients, peak_of
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage import turns
 
 # Of a small model, by how much a step's peak may be above the predicted one, in bytes.
 _LEAST_ABOVE = 2 << 20
+# A compression is proposed where collectives and encoding take at most so much of what exact sums take, though so much
+# of the time that the link is spared was hidden behind computing anyhow: it loses something, and encoding takes time of
+# computing.
+_CLEARLY, _HIDDEN = 0.9, 0.5
+AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +48,10 @@ class Candidate(Peak):
         recompute: Whether blocks are computed again (`strategy.recompute(model)`).
         problem: Why it cannot be used whatever the memory, or None.
         memory_per_device: What a device has.
+        collective_seconds: What the collectives of a step take, one after the other; None without links, or where their
+            bytes are not known.
+        compression: Of gradients; None for exact sums.
+        encode_seconds: What a device takes in a step to encode and decode gradients; None without links.
     """
 
     mesh_shape: dict[str, int]
@@ -43,6 +59,16 @@ class Candidate(Peak):
     recompute: bool = False
     problem: str | None = None
     memory_per_device: int
+    collective_seconds: float | None = None
+    compression: Compression = None
+    encode_seconds: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """What collectives and encoding take, one after the other; infinite where that is not known."""
+        if self.collective_seconds is None or self.encode_seconds is None:
+            return math.inf
+        return self.collective_seconds + self.encode_seconds
 
     @property
     def needed_bytes(self) -> int:
@@ -79,13 +105,21 @@ class Advice:
         table.add_column("mesh", no_wrap=True)
         for column in ("stage", "stored", "gathered", "gradients", "reduced", "updated", "activations", "peak"):
             table.add_column(column, justify="right", no_wrap=True)
+        timed = any(each.collective_seconds is not None for each in self.candidates)
+        encoded = any(each.compression is not None for each in self.candidates)
+        if timed:
+            # With what it encodes: a column more would not be wide enough for the last one.
+            table.add_column("takes, ms" if encoded else "sends, ms", justify="right", no_wrap=True)
         table.add_column("", overflow="fold")
         for each in self.candidates:
             parts = (each.stored_bytes, each.gathered_bytes, each.gradient_bytes, each.reduced_bytes)
             numbers = (*parts, each.updated_bytes, each.activation_bytes, each.peak_bytes)
             cells = [f"{number / (1 << 20):,.1f}" if each.problem is None else "" for number in numbers]
+            if timed:
+                cells.append("" if math.isinf(each.seconds) else f"{1e3 * each.seconds:,.1f}")
             verdict = each.problem or ("fits" if each.fits else "too large")
             verdict += ", with recompute" if each.recompute else ""
+            verdict += "" if each.compression is None else f", {each.compression}"
             table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
         return tables.as_text(*self.reasons, table)
 
@@ -103,12 +137,23 @@ def advise(
     reshard_after_forward: bool | str | Sequence[str] = True,
     slot_dtype: SlotDtype = None,
     inputs: Any = None,
+    links: LinksLike | None = None,
+    compression: Compression = None,
 ) -> Advice:
     """Recommends a mesh and a ZeRO stage for a model, or says by how much nothing fits.
 
     The smallest stage that fits with all devices on the batch axis is preferred: a lower stage sends less, and the
     batch axis sends nothing for activations. Then comes stage 3 with blocks computed again, which costs time. Meshes
     with a model axis are considered when a layout map names the axis `model`, the smallest model axis first.
+
+    With `links`, what `tfshard profile-network` measured, the mesh and the stage are preferred whose collectives take
+    least by themselves, of those that fit; with blocks computed again only where nothing else fits. Hybrid meshes are
+    considered then, `create_mesh(replica=2, batch=4)`: a replica is a host, or some hosts.
+
+    With `compression` besides, each mesh and stage is considered with it, too, and proposed where that clearly pays:
+    where collectives and the time to encode are at most nine tenths of the collectives of exact sums, even if half of
+    what the link is spared was hidden behind computing. The reasons say what it gains or loses on the mesh and the
+    stage that are recommended, whether it is proposed or not.
 
     The peak of a step on one device is found by running its operations one after the other, on paper: what rests, what
     is gathered for its turns, activations until their last use, gradients, the buffers of reductions, new values.
@@ -130,12 +175,15 @@ def advise(
         slot_dtype: As for `tfshard.ShardedStrategy`.
         inputs: What a step calls the model on, of `batch` samples (or anything with shapes and dtypes). By default what
             the model was built for, if it leaves no dim open but the batch.
+        links: `tfshard.planning.Links`, or the file that they are in.
+        compression: As for `tfshard.ShardedStrategy`, or `"auto"` for `"bfloat16"` and `"int8"`.
 
     Returns:
         The `Advice`.
 
     Raises:
-        StrategyError: A number that is not a positive integer, or a model that cannot be planned.
+        StrategyError: A number that is not a positive integer, or a model that cannot be planned; a compression without
+            links, or one of which the links do not tell how long it takes.
         LayoutError: The layout map names an axis other than `batch` and `model`.
 
     Example:
@@ -151,6 +199,10 @@ def advise(
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise StrategyError(f"{name} must be a positive integer. Received: {name}={number!r}")
+    known = None if links is None else Links.from_any(links)
+    if known is not None:
+        known.check_devices(devices)
+    compressions = _compressions(compression, known)
     automatic = auto_layout.is_auto(layout_map)
     if not automatic:
         layout_map = LayoutMap.from_any(layout_map)
@@ -165,6 +217,8 @@ def advise(
         model=model,
         specs=specs,
         slots=slots,
+        optimizer=optimizer,
+        links=known,
         analyzer=analyzer,
         gathering=turns.Gathering.of(reshard_after_forward),
         needs_all_gradients=needs_all_gradients(optimizer),
@@ -173,21 +227,87 @@ def advise(
     )
     has_blocks = step.inputs is not None and isinstance(model, keras.Model) and blocks.can_mark(model)
     candidates = []
-    for size in sizes:
-        # Each mesh has the model axis where the layout map names it.
-        mesh_shape = {BATCH_AXIS: devices // size} | ({MODEL_AXIS: size} if has_model_axis else {})
+    for mesh_shape in _meshes(devices, sizes if has_model_axis else None, known):
+        data_size = MeshAxes.of(mesh_shape).data_size
         chosen = auto_layout.resolve(layout_map, model, mesh_shape)
-        for stage, recompute in [(0, False), (1, False), (2, False), (3, False), *[(3, True)] * has_blocks]:
+        can_compress = MeshAxes.of(mesh_shape).get(MODEL_AXIS, 1) == 1 and data_size > 1
+        ways = [(0, False), (1, False), (2, False), (3, False), *[(3, True)] * has_blocks]
+        for (stage, recompute), how in itertools.product(ways, [None, *compressions] if can_compress else [None]):
             empty = Candidate(
-                mesh_shape=mesh_shape, zero_stage=stage, recompute=recompute, memory_per_device=memory_per_device
+                mesh_shape=mesh_shape,
+                zero_stage=stage,
+                recompute=recompute,
+                memory_per_device=memory_per_device,
+                compression=how,
             )
-            if batch % mesh_shape[BATCH_AXIS]:
+            if batch % data_size:
                 problem = f"its batch axis does not divide the batch of {batch}: every device would compute all of it"
                 candidates.append(dataclasses.replace(empty, problem=problem))
                 continue
-            activations = (activation_bytes or 0) * (batch // mesh_shape[BATCH_AXIS])
+            activations = (activation_bytes or 0) * (batch // data_size)
             candidates.append(step.measure(empty, chosen, activations))
+    if known is not None:
+        # Those of which nothing is known come last.
+        exact = {_where(each): each for each in candidates if each.compression is None}
+        candidates.sort(key=lambda each: (each.recompute, _preferred_by(each, exact[_where(each)])))
     return _choose(candidates, activation_bytes is None and inputs is None, has_model_axis)
+
+
+def _meshes(devices: int, model_sizes: Sequence[int] | None, links: Links | None) -> list[dict[str, int]]:
+    """The meshes to consider: flat ones, and, over several hosts, those whose replicas are whole hosts.
+
+    Args:
+        devices: How many there are.
+        model_sizes: Sizes of the model axis, which each mesh has then.
+        links: The links between devices, if they are known.
+    """
+    hosts = devices // links.devices_per_host if links is not None and links.has_hosts else 1
+    found = []
+    for size in model_sizes or [1]:
+        model = {} if model_sizes is None else {MODEL_AXIS: size}
+        shares = devices // size
+        found.append({BATCH_AXIS: shares} | model)
+        found += [
+            {REPLICA_AXIS: replicas, BATCH_AXIS: shares // replicas} | model
+            for replicas in range(2, hosts + 1)
+            if hosts % replicas == 0 and shares % replicas == 0 and shares > replicas
+        ]
+    return found
+
+
+def _compressions(given: Compression, links: Links | None) -> list[str | PowerSGD]:
+    """Which compressions are considered, checked."""
+    if given is None:
+        return []
+    found: list[str | PowerSGD] = [*CODES] if given == AUTO else [given]
+    for each in found:
+        compression_of_gradients.check(each, {})
+    if links is None:
+        raise StrategyError(
+            "What a compression gains depends on the links: give links=, what 'tfshard profile-network --save=FILE' "
+            f"wrote. Received: compression={given!r}, links=None"
+        )
+    for each in found:
+        links.encode_seconds(each, 0)
+    return found
+
+
+def _where(candidate: Candidate) -> tuple[object, ...]:
+    """What candidates have in common that differ in their compression."""
+    return tuple(candidate.mesh_shape.items()), candidate.zero_stage, candidate.recompute
+
+
+def _at_most(candidate: Candidate, exact: Candidate) -> float:
+    """What collectives and encoding take, if a part of what they are less than those of exact sums was hidden."""
+    spared = exact.seconds - (candidate.seconds - (candidate.encode_seconds or 0.0))
+    return candidate.seconds + _HIDDEN * max(0.0, spared)
+
+
+def _preferred_by(candidate: Candidate, exact: Candidate) -> float:
+    """Less is better: seconds, more of a compression that does not clearly pay."""
+    if candidate.compression is None or math.isinf(candidate.seconds):
+        return candidate.seconds
+    return _at_most(candidate, exact) / _CLEARLY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,6 +318,8 @@ class _Step:
         model: The model or its specs.
         specs: Its variables.
         slots: The optimizer's.
+        optimizer: The optimizer.
+        links: The links between devices, if they are known.
         analyzer: Makes the groups.
         gathering: How steps gather.
         needs_all_gradients: Whether updates wait for all gradients.
@@ -208,6 +330,8 @@ class _Step:
     model: ModelOrSpecs
     specs: Sequence[VariableSpec]
     slots: Sequence[SlotSpec]
+    optimizer: OptimizerLike
+    links: Links | None
     analyzer: ParameterAnalyzer | None
     gathering: turns.Gathering
     needs_all_gradients: bool
@@ -224,6 +348,7 @@ class _Step:
                 layout_map=layout_map,
                 groups=self.analyzer,
                 slot_dtypes=self.slot_dtypes,
+                compression=empty.compression,
             ).check()
         except LayoutError as e:
             return dataclasses.replace(empty, problem=str(e))
@@ -238,7 +363,30 @@ class _Step:
             recompute=blocks.AUTO if empty.recompute else None,
             activation_bytes=activation_bytes,
         )
-        return dataclasses.replace(empty, **dataclasses.asdict(peak))
+        return self._timed(dataclasses.replace(empty, **dataclasses.asdict(peak)), placement)
+
+    def _timed(self, empty: Candidate, placement: ModelPlacement) -> Candidate:
+        """With the time of what it sends and encodes, if the links are known."""
+        if self.links is None:
+            return empty
+        with contextlib.ExitStack() as stack:
+            if empty.recompute:
+                assert isinstance(self.model, keras.Model)
+                stack.enter_context(blocks.marked(self.model, blocks.AUTO))
+            planned = without_peak(
+                placement,
+                self.model,
+                slots=self.slots,
+                optimizer=self.optimizer,
+                inputs=self.inputs,
+                gathering=self.gathering,
+            )
+        how, encode_seconds = empty.compression, 0.0
+        if how is not None:
+            encode_seconds = self.links.encode_seconds(how, encoded_bytes(placement, planned))
+        return dataclasses.replace(
+            empty, collective_seconds=planned.over(self.links).collective_seconds, encode_seconds=encode_seconds
+        )
 
 
 def _choose(candidates: Sequence[Candidate], without_activations: bool, has_model_axis: bool) -> Advice:
@@ -247,10 +395,14 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
     chosen = next((candidate for candidate in possible if candidate.fits), None)
     shortfall: int | None = 0
     if chosen is not None:
+        is_timed = chosen.collective_seconds is not None
+        why = "It sends fastest of those that fit" if is_timed else "It is the first that fits"
         reasons = [
-            f"Recommended: {_text(chosen)}. It is the first that fits: {chosen.peak_bytes:,} bytes at the peak of a "
+            f"Recommended: {_text(chosen)}. {why}: {chosen.peak_bytes:,} bytes at the peak of a "
             f"step, {chosen.needed_bytes:,} with room to spare, of {chosen.memory_per_device:,} on a device."
         ]
+        reasons += _compared(chosen, possible)
+        reasons += _judged(chosen, possible)
         reasons += [
             f"{_text(other)} was passed over: "
             + (other.problem or f"{other.needed_bytes - other.memory_per_device:,} bytes too large.")
@@ -278,9 +430,60 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
     return Advice(recommended=chosen, shortfall_bytes=shortfall, reasons=tuple(reasons), candidates=tuple(candidates))
 
 
+def _compared(chosen: Candidate, possible: Sequence[Candidate]) -> list[str]:
+    """What the best of the other kind of meshes, hybrid or flat, would take that fits: a sentence, if that is known."""
+    if chosen.collective_seconds is None:
+        return []
+    is_hybrid = REPLICA_AXIS in chosen.mesh_shape
+    others = [each for each in possible if (REPLICA_AXIS in each.mesh_shape) != is_hybrid and each.fits]
+    if not others:
+        return []
+    best = min(others, key=lambda each: each.seconds)
+    encoding = "" if chosen.compression is None else " and its encoding"
+    return [
+        f"Its collectives{encoding} take {1e3 * chosen.seconds:,.1f} ms, one after the other; of the "
+        f"{'flat' if is_hybrid else 'hybrid'} meshes {_text(best)} would take {1e3 * best.seconds:,.1f} ms."
+    ]
+
+
+def _judged(chosen: Candidate, possible: Sequence[Candidate]) -> list[str]:
+    """What each compression gains or loses on the mesh and the stage that are recommended: sentences."""
+    twins = {each.compression: each for each in possible if _where(each) == _where(chosen)}
+    exact = twins[None]
+    reasons = []
+    for compression, each in twins.items():
+        if compression is None or math.isinf(each.seconds):
+            continue
+        if not each.encode_seconds:
+            reasons.append(f"compression={compression!r} there compresses no gradient: all are too small for it.")
+            continue
+        assert exact.collective_seconds is not None and each.collective_seconds is not None
+        gain = CompressionGain(
+            link_seconds=exact.collective_seconds - each.collective_seconds, encode_seconds=each.encode_seconds
+        )
+        reasons.append(f"compression={compression!r} there: {gain} {_verdict(each, exact, chosen)}")
+    return reasons
+
+
+def _verdict(each: Candidate, exact: Candidate, chosen: Candidate) -> str:
+    """Whether it is proposed, and if not, why."""
+    most = _at_most(each, exact)
+    share = f"That is {each.seconds / exact.seconds:.2f} of what exact sums take"
+    if most > each.seconds:
+        share += f", {most / exact.seconds:.2f} if half of the former was hidden behind computing"
+    if each is chosen:
+        return f"{share}: it is recommended."
+    if not each.fits:
+        return f"{share}, but it is {each.needed_bytes - each.memory_per_device:,} bytes too large."
+    if most > _CLEARLY * exact.seconds:
+        return f"{share}: leave it out."
+    return f"{share}."
+
+
 def _text(candidate: Candidate) -> str:
     again = " with strategy.recompute(model)" if candidate.recompute else ""
-    return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}"
+    compressed = "" if candidate.compression is None else f" with compression={candidate.compression!r}"
+    return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{compressed}"
 
 
 def _mesh_text(mesh_shape: Mapping[str, int]) -> str:

@@ -8,12 +8,25 @@ import keras
 
 from tfshard.errors import StrategyError
 from tfshard.graph import auto_layout, model_specs
-from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike
+from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike, SlotSpec
+from tfshard.layouts import compression as compression_of_gradients
 from tfshard.layouts import variable_layout
+from tfshard.layouts.compression import Compression
+from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
-from tfshard.planning import activation_traffic, gather_counts, gradient_dtypes, linter, variable_traffic
+from tfshard.planning import (
+    activation_traffic,
+    gather_counts,
+    gradient_dtypes,
+    linter,
+    table_traffic,
+    training_graph,
+    variable_traffic,
+)
+from tfshard.planning.links import Links, LinksLike
+from tfshard.planning.overlap import overlap_of
 from tfshard.planning.peak import needs_all_gradients, peak_of
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage import turns
@@ -86,6 +99,10 @@ def plan(
     microbatches: int = 1,
     reduce_once: bool = False,
     offload: str | None = None,
+    links: LinksLike | None = None,
+    compute_seconds: float | None = None,
+    compression: Compression = None,
+    tables: EmbeddingTables | str | Sequence[str] | None = None,
 ) -> ShardingPlan:
     """Plans a model on a mesh, without a device and without a step.
 
@@ -104,6 +121,12 @@ def plan(
         microbatches: As for `tfshard.ShardedStrategy`. It divides the rows of a device.
         reduce_once: As for `tfshard.ShardedStrategy`.
         offload: As for `tfshard.ShardedStrategy` on GPUs: bytes of slots that go to the host are not the devices'.
+        links: What `tfshard profile-network --save=FILE` wrote, or `tfshard.planning.Links`: tells what the collectives
+            of a step take.
+        compute_seconds: What a device takes to compute a step (`profile_step(...).timeline.computing_seconds`). With
+            `links` and `inputs` the plan tells how much of what a step sends is hidden behind that.
+        compression: As for `tfshard.ShardedStrategy`.
+        tables: As for `tfshard.ShardedStrategy`. What a step sends of them is planned as the most that it can be.
 
     Returns:
         The `ShardingPlan`. What `compile` would refuse of the model is in its `refused`.
@@ -111,7 +134,8 @@ def plan(
     Raises:
         MeshError: A mesh that cannot exist.
         LayoutError: The layout map does not fit the mesh or the model.
-        StrategyError: A model that is not built, an unknown stage or optimizer.
+        StrategyError: A model that is not built, an unknown stage, optimizer or compression, links that cannot be read
+            or are those of other hosts.
 
     Example:
 
@@ -132,15 +156,20 @@ def plan(
         )
     sizes = model_specs.mesh_sizes(mesh_shape)
     specs = model_specs.specs_of(model_or_specs)
-    automatic = auto_layout.is_auto(layout_map)
+    automatic, chosen = auto_layout.is_auto(layout_map), EmbeddingTables.of(tables)
+    resolved = auto_layout.resolve(layout_map, model_or_specs, sizes)
+    if automatic and chosen is not None:
+        resolved = chosen.take_out_of(resolved)
     placement = ModelPlacement.of(
         specs,
         mesh_shape=sizes,
         zero_stage=zero_stage,
-        layout_map=auto_layout.resolve(layout_map, model_or_specs, sizes),
+        layout_map=resolved,
         groups=analyzer,
         slot_dtypes=SlotDtypes.of(slot_dtype),
         slots_on_host=variable_layout.takes_slots_to_host(offload),
+        compression=compression_of_gradients.check(compression, sizes),
+        tables=chosen,
     )
     gathering = turns.Gathering.of(reshard_after_forward)
     return plan_placement(
@@ -151,6 +180,8 @@ def plan(
         automatic=automatic,
         gathering=gathering,
         parts=variable_traffic.Parts(count=variable_layout.check_microbatches(microbatches), reduce_once=reduce_once),
+        links=links,
+        compute_seconds=compute_seconds,
     )
 
 
@@ -163,6 +194,8 @@ def plan_placement(
     automatic: bool = False,
     gathering: turns.Gathering,
     parts: variable_traffic.Parts = variable_traffic.WHOLE,
+    links: LinksLike | None = None,
+    compute_seconds: float | None = None,
 ) -> ShardingPlan:
     """What a placement stores and sends.
 
@@ -174,11 +207,14 @@ def plan_placement(
         automatic: Whether the layout map was found for the model.
         gathering: How steps gather what is stored sharded.
         parts: In which parts they take their batch.
+        links: As for `plan`.
+        compute_seconds: As for `plan`.
 
     Raises:
         LayoutError: The layout map does not fit the model.
-        StrategyError: An unknown optimizer.
+        StrategyError: An unknown optimizer, or links that do not fit.
     """
+    known = None if links is None else Links.from_any(links)
     placement.check()
     if optimizer is None:
         optimizer = getattr(model_or_specs, "optimizer", None)
@@ -186,22 +222,33 @@ def plan_placement(
     refused: list[linter.Finding] = []
     if isinstance(model_or_specs, keras.Model):
         refused = linter.refusals(model_or_specs, placement, automatic=automatic)
-    gathers = gather_counts.gathers_of(model_or_specs, placement, gathering, inputs)
-    of_part = parts.of(inputs, placement.mesh_shape)
-    sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, of_part)
-    planned = ShardingPlan.from_placement(
+    planned = without_peak(
         placement,
+        model_or_specs,
         slots=slots,
-        activations=[dataclasses.replace(each, count=each.count * parts.count) for each in sent.collectives],
-        unknown=sent.unknown,
-        uses=sent.uses,
-        gathers=gathers,
+        optimizer=optimizer,
+        inputs=inputs,
+        gathering=gathering,
         parts=parts,
-        reductions=gradient_dtypes.reductions_of(model_or_specs, placement.variables, optimizer, inputs),
         refused=[str(finding) for finding in refused],
     )
+    if known is not None:
+        planned = planned.over(known)
     if inputs is None or not isinstance(model_or_specs, keras.Model):
         return planned
+    if any(layout.table is not None for layout in placement.variables):
+        unknown = "; ".join(text for text in (planned.unknown, "the peak of a step with embedding tables") if text)
+        return dataclasses.replace(planned, unknown=unknown)
+    if known is not None and compute_seconds is not None and parts.count == 1:
+        graph = training_graph.trace(
+            model_or_specs,
+            placement,
+            gathering=gathering,
+            inputs=inputs,
+            needs_all_gradients=needs_all_gradients(optimizer),
+        )
+        overlap = overlap_of(graph, known, placement.mesh_shape, compute_seconds)
+        planned = dataclasses.replace(planned, overlap=overlap)
     peak = peak_of(
         model_or_specs,
         placement,
@@ -213,3 +260,46 @@ def plan_placement(
         parts=parts,
     )
     return dataclasses.replace(planned, peak=peak)
+
+
+def without_peak(
+    placement: ModelPlacement,
+    model_or_specs: ModelOrSpecs,
+    *,
+    slots: Sequence[SlotSpec],
+    optimizer: OptimizerLike,
+    inputs: Any,
+    gathering: turns.Gathering,
+    parts: variable_traffic.Parts = variable_traffic.WHOLE,
+    refused: Sequence[str] = (),
+) -> ShardingPlan:
+    """A plan without the peak of a step.
+
+    Args:
+        placement: Where the variables of the model go.
+        model_or_specs: As for `plan`.
+        slots: The optimizer's variables.
+        optimizer: As for `plan`.
+        inputs: As for `plan`.
+        gathering: How steps gather what is stored sharded.
+        parts: In which parts they take their batch.
+        refused: What `compile` would refuse.
+    """
+    of_part = parts.of(inputs, placement.mesh_shape)
+    sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, of_part)
+    return ShardingPlan.from_placement(
+        placement,
+        slots=slots,
+        activations=[
+            *table_traffic.collectives(
+                model_or_specs, placement.variables, placement.mesh_shape, optimizer=optimizer, inputs=inputs
+            ),
+            *(dataclasses.replace(each, count=each.count * parts.count) for each in sent.collectives),
+        ],
+        unknown=sent.unknown,
+        uses=sent.uses,
+        gathers=gather_counts.gathers_of(model_or_specs, placement, gathering, inputs),
+        parts=parts,
+        reductions=gradient_dtypes.reductions_of(model_or_specs, placement.variables, optimizer, inputs),
+        refused=refused,
+    )

@@ -269,7 +269,11 @@ def _whole_findings(placement: ModelPlacement) -> list[Finding]:
         return []
     total = sum(variable_layout.spec_bytes(spec) for spec in specs)
     used = {axis for rule in layout_map.values() for axis in rule.axes}
-    matrices = [spec for spec in specs if len(spec.shape) > 1 and not layout_map.matching(spec)]
+    matrices = [
+        layout.spec
+        for layout in placement.variables
+        if len(layout.spec.shape) > 1 and layout.table is None and not layout_map.matching(layout.spec)
+    ]
     unmentioned = [spec for spec in matrices if auto_layout.is_large(spec, total)]
     # Together: a deep model has no matrix that is large by itself.
     left = sum(variable_layout.spec_bytes(spec) for spec in matrices)

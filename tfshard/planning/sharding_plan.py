@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,11 +19,13 @@ from tfshard import tables
 from tfshard.devices import startup
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph.model_specs import SlotSpec
-from tfshard.layouts import variable_layout
+from tfshard.layouts import compressed_form, variable_layout
 from tfshard.layouts.axes import BATCH_AXIS, MeshAxes
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout
 from tfshard.planning import variable_traffic
+from tfshard.planning.links import Links
+from tfshard.planning.overlap import Overlap
 from tfshard.planning.peak import PARTS, Peak
 from tfshard.planning.variable_traffic import Collective
 
@@ -118,12 +120,15 @@ class ShardingPlan:
         zero_stage: 0 to 3.
         groups: The groups.
         variables: Each variable of the model once, in the order of its layers.
-        slots: Each optimizer variable.
+        slots: Each optimizer variable, and what the compression of gradients keeps between steps.
         collectives: What a step sends: `variable_traffic` predicts it for variables, `activation_traffic` for
             activations.
         unknown: Why what is sent of activations could not be predicted; empty when it was.
         refused: What `compile` or the first step would refuse of the model, with the remedies (`tfshard.lint`).
         peak: What a device holds at the peak of a step; None where the plan was made without `inputs`.
+        collective_seconds: What the collectives take one after the other, over the links that the plan was given; None
+            without links, or where bytes are not known.
+        overlap: How much of that is hidden behind what a step computes; None where it was not given what that takes.
     """
 
     mesh: MeshAxes
@@ -135,6 +140,8 @@ class ShardingPlan:
     unknown: str = ""
     refused: tuple[str, ...] = ()
     peak: Peak | None = None
+    collective_seconds: float | None = None
+    overlap: Overlap | None = None
 
     @classmethod
     def from_placement(
@@ -186,7 +193,10 @@ class ShardingPlan:
                 for index, members in placement.groups().items()
             ),
             variables=tuple(_planned_variable(layout, mesh_shape) for layout in placement.variables),
-            slots=tuple(_planned_variable(layout, mesh_shape, slot=True) for layout in slot_layouts),
+            slots=(
+                *(_planned_variable(layout, mesh_shape, slot=True) for layout in slot_layouts),
+                *_planned_errors(placement),
+            ),
             collectives=(*sent, *activations),
             unknown=unknown,
             refused=tuple(refused),
@@ -223,6 +233,15 @@ class ShardingPlan:
             return sum(slot.bytes_whole for slot in self.slots)
         kind = "parameter" if kind == "gradient" else kind
         return sum(variable.bytes_whole for variable in self.variables if variable.kind == kind)
+
+    def over(self, links: Links) -> "ShardingPlan":
+        """The same plan, with what its collectives take over some links.
+
+        Raises:
+            StrategyError: The devices of the plan are no whole number of the links' hosts.
+        """
+        links.check_devices(self.world_size)
+        return dataclasses.replace(self, collective_seconds=links.total_seconds(self.collectives, self.mesh))
 
     def collective_count(self) -> int:
         """How many collectives a step has."""
@@ -333,7 +352,12 @@ class ShardingPlan:
         Args:
             detail: A row for each variable, slot and collective. By default those that are alike share one.
         """
-        notes = [f"Not predicted: {self.unknown}"] if self.unknown else []
+        notes = []
+        if self.collective_seconds is not None:
+            notes.append(f"Over these links, one after the other, they take {1e3 * self.collective_seconds:,.1f} ms.")
+        if self.overlap is not None and self.overlap.hidden is not None:
+            notes.append(self.overlap.text())
+        notes += [f"Not predicted: {self.unknown}"] if self.unknown else []
         notes += [f"This model cannot be trained like this: {refused}" for refused in self.refused]
         return tables.as_text(*self.tables(detail=detail), *notes)
 
@@ -388,6 +412,14 @@ def _planned_variable(layout: VariableLayout, mesh_shape: Mapping[str, int], *, 
         gradient_bytes_per_device=None if member else gradient,
         host_bytes_per_device=None if member else resting if layout.on_host else 0,
     )
+
+
+def _planned_errors(placement: ModelPlacement) -> Iterator[PlannedVariable]:
+    """What the compression of gradients keeps, which one device would not."""
+    for layout in placement.variables:
+        form = compressed_form.of(layout, placement.mesh_shape)
+        for kept in () if form is None else form.state(layout.spec.path).values():
+            yield dataclasses.replace(_planned_variable(kept, placement.mesh_shape, slot=True), bytes_whole=0)
 
 
 def _planned_group(

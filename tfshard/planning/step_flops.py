@@ -59,6 +59,14 @@ def training_flops(model: keras.Model, inputs: Any) -> int | None:
             return None
 
 
+def flops_of(operation: tf.Operation) -> int:
+    """Those of the products of one operation; 0 where its graph does not tell."""
+    try:
+        return _OF[operation.type](operation) if operation.type in _OF else 0
+    except _UnknownError:
+        return 0
+
+
 class _UnknownError(Exception):
     """The graph does not tell."""
 

@@ -24,6 +24,7 @@ from tfshard.devices import gathers
 from tfshard.errors import LayoutError
 from tfshard.graph import adapters, inventory, model_graph
 from tfshard.graph.model_specs import ModelOrSpecs
+from tfshard.layouts import variable_layout
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout, itemsize
 from tfshard.operations import blocks
@@ -49,6 +50,9 @@ class Cost:
     Attributes:
         kind: What it is.
         unit: The name of what is gathered.
+        sent: Of a collective, bytes of the whole tensor.
+        is_cut: Whether devices need a part of what is reduced only.
+        by_replicas: Whether it is added up in each replica, and then between them.
         output: Bytes of what it gives; None where it gives its input.
         temporary: Bytes that it has while it works, on top.
     """
@@ -57,6 +61,9 @@ class Cost:
     output: int | None
     temporary: int = 0
     unit: str = ""
+    sent: int = 0
+    is_cut: bool = False
+    by_replicas: bool = False
 
     @property
     def is_collective(self) -> bool:
@@ -73,7 +80,7 @@ class TrainingGraph:
         costs: Of operations that stand for others.
         stored: The names of placeholders of what rests.
         shards: Operations on what rests of a unit on a device, before it is gathered.
-        devices: Among how many the batch axis shares things out.
+        devices: Among how many the batch axis shares what is stored out.
         results: What the step is there for.
         shares: Among how many devices of model axes a tensor is shared out.
     """
@@ -256,7 +263,7 @@ class _Trace:
         bytes_ = self._bytes(layout)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            shard = self._stand_in(self._reduced(upstream, bytes_), Kind.SHARD, bytes_ // self._devices)
+            shard = self._stand_in(self._reduced(upstream, bytes_, is_cut=True), Kind.SHARD, bytes_ // self._devices)
             self._scattered.append((name, shard))
             return shard
 
@@ -283,9 +290,11 @@ class _Trace:
 
     # --- reductions and updates -----------------------------------------------------------------------
 
-    def _stand_in(self, tensor: tf.Tensor, kind: Kind, output: int | None, temporary: float = 0) -> tf.Tensor:
+    def _stand_in(
+        self, tensor: tf.Tensor, kind: Kind, output: int | None, temporary: float = 0, **sent: Any
+    ) -> tf.Tensor:
         made = tf.identity(tensor)
-        self._costs[made.op] = Cost(kind=kind, output=output, temporary=int(temporary))
+        self._costs[made.op] = Cost(kind=kind, output=output, temporary=int(temporary), **sent)
         return made
 
     def _update(self, gradients: Mapping[str, tf.Tensor]) -> list[turns.Gradient]:
@@ -296,12 +305,21 @@ class _Trace:
         """
         scattered = dict(self._scattered)
         merged: dict[tf.DType, dict[str, tf.Tensor]] = {}
+        by_replicas: dict[str, tf.Tensor] = {}
         for name, members in self._units.items():
             for each in members:
                 gradient = gradients.get(each.spec.path)
-                if gradient is not None and name not in scattered:
+                if gradient is None or name in scattered:
+                    continue
+                if variable_layout.is_added_up_by_replicas(each, self._mesh_shape):
+                    bytes_ = self._bytes(each)
+                    # The pieces of all devices of a replica, and what is gathered of sums (`replicas.all_reduce`).
+                    by_replicas[name] = self._stand_in(
+                        gradient, Kind.REDUCTION, bytes_, bytes_, sent=bytes_, by_replicas=True
+                    )
+                else:
                     merged.setdefault(gradient.dtype, {})[each.spec.path] = gradient
-        waiting = {name: gradients[self._units[name][0].spec.path] for name in scattered}
+        waiting = {name: gradients[self._units[name][0].spec.path] for name in scattered} | by_replicas
         for together in merged.values():
             waiting |= self._merged(together)
         if self._needs_all:
@@ -323,9 +341,10 @@ class _Trace:
         """Of a gradient, whole over the batch axis."""
         return variable_traffic.device_bytes(layout.spec.shape, layout.compute, self._mesh_shape, layout.spec.dtype)
 
-    def _reduced(self, gradient: tf.Tensor, bytes_: int) -> tf.Tensor:
+    def _reduced(self, gradient: tf.Tensor, bytes_: int, is_cut: bool = False) -> tf.Tensor:
         """A ring reduces in place, with a buffer for each piece but its own (TensorFlow's ring_reducer.cc)."""
-        return self._stand_in(gradient, Kind.REDUCTION, None, bytes_ * (1 - 1 / self._devices))
+        ring = bytes_ * (1 - 1 / self._devices)
+        return self._stand_in(gradient, Kind.REDUCTION, None, ring, sent=bytes_, is_cut=is_cut)
 
     def _merged(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Gradients that are reduced as one, by the name of their unit: views of a buffer."""
@@ -364,7 +383,8 @@ class _Trace:
         new = shard + self._slot_bytes.get(name, 0)
         updated = self._stand_in(gradient, Kind.UPDATE, shard, new)
         if self._placement.zero_stage in (1, 2) and self._devices > 1 and variable_traffic.is_gathered(first, 1):
-            updated = self._stand_in(updated, Kind.GATHER, variable_traffic.whole_bytes(first, self._mesh_shape))
+            whole = variable_traffic.whole_bytes(first, self._mesh_shape)
+            updated = self._stand_in(updated, Kind.GATHER, whole, sent=whole)
         return updated
 
     # --- turns ----------------------------------------------------------------------------------------
@@ -409,9 +429,9 @@ class _Trace:
                     gathered[each.ref()] = operation.outputs[0]
                     whole = stored[name].bytes // stored[name].itemsize * each.dtype.size
                     # On a mesh of several axes it is a reduction of zeros and a piece.
-                    several = self._mesh_shape.shards_by_several
+                    several = self._mesh_shape.shards_by_several and self._mesh_shape.replicas == 1
                     ring = whole - whole // self._devices if several else 0
-                    self._costs[operation] = Cost(kind=Kind.GATHER, output=whole, temporary=ring, unit=name)
+                    self._costs[operation] = Cost(kind=Kind.GATHER, output=whole, temporary=ring, unit=name, sent=whole)
                 elif operation.type == "IdentityN":
                     begun[operation.outputs[number].ref()] = name
                 elif operation.type in ("Cast", "Bitcast"):
@@ -422,7 +442,7 @@ class _Trace:
             costs=self._costs,
             stored=frozenset(tensor.name for tensor in self._stored.values()),
             shards=frozenset(shards),
-            devices=self._devices,
+            devices=self._mesh_shape.shards,
             results=(self._loss, *self._results),
             shares=local_shares.shares_of(self._sources, self._mesh_shape),
         )

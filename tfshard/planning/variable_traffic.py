@@ -9,8 +9,9 @@ from typing import Any
 import keras
 
 from tfshard import _private
-from tfshard.layouts import variable_layout
+from tfshard.layouts import compressed_form, variable_layout
 from tfshard.layouts.axes import MeshAxes
+from tfshard.layouts.compressed_form import CompressedForm
 from tfshard.layouts.layout_map import VariableSpec
 from tfshard.layouts.variable_layout import Axes, VariableLayout
 
@@ -28,6 +29,7 @@ class Collective:
             when no `inputs` were given to plan for: they depend on the batch.
         formula: How `bytes` comes about.
         merges: Whether DTensor may merge it with others that do not depend on it: `count` is then the most there are.
+        at_most: Whether `bytes` is the most that it may be: it depends on the values of the batch.
     """
 
     kind: str
@@ -37,6 +39,7 @@ class Collective:
     bytes: int | None
     formula: str
     merges: bool = False
+    at_most: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,15 @@ class Parts:
             return keras.KerasTensor((rows // count, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
 
         return keras.tree.map_structure(part, inputs)
+
+    def of_gradient(self, each: Collective) -> Collective:
+        """What a step in parts sends where one that takes its batch as one sends this, of a compressed gradient."""
+        if self.count == 1:
+            return each
+        if self.reduce_once:
+            return dataclasses.replace(each, count=1)
+        formula = f"{each.formula}, in each of {self.count} parts"
+        return dataclasses.replace(each, count=each.count * self.count, formula=formula)
 
     def sum_bytes(self, planned: Sequence[VariableLayout], mesh_shape: Mapping[str, int]) -> int:
         """Bytes of what a device adds gradients up in."""
@@ -173,7 +185,8 @@ def predict_collectives(
     which the loss and the metrics join; but at stage 3 parts of gradients for which the backward pass waits may stay
     alone. An optimizer that scales the loss needs to know whether all gradients are finite: those of stage 1 are
     reduced whole for it, and one flag is reduced besides where devices have different parts. It updates in a branch,
-    and on a mesh of several axes nothing of such a step is merged (`tfshard.devices.merges`), nor the metrics.
+    and on a mesh of several axes nothing of such a step is merged (`tfshard.devices.merges`), nor the metrics. What is
+    sent of a compressed gradient its form says, once PowerSGD is warm.
 
     Not predicted: what a custom step reduces besides, and batch statistics.
 
@@ -187,6 +200,7 @@ def predict_collectives(
         reductions: How gradients are reduced (`gradient_dtypes`).
         parts: In which parts the batch is taken.
     """
+    planned = [each for each in planned if each.table is None]  # table_traffic.py
     mesh_axes = MeshAxes.of(mesh_shape)
     axis = mesh_axes.data
     collectives = _flags(planned, mesh_axes) if reductions.scales_loss else []
@@ -213,6 +227,7 @@ def predict_collectives(
                 )
             )
     merged: dict[str, list[int]] = {"float32": []}
+    compressed: list[Collective] = []
     for layout in planned:
         if not layout.spec.trainable:
             continue
@@ -220,6 +235,10 @@ def predict_collectives(
         scattered, together = _contributions(layout, uses or {})
         if reductions.scales_loss and not layout.reduce_scatter:
             scattered, together = 0, scattered + together
+        form = compressed_form.of(layout, mesh_axes)
+        if form is not None:
+            compressed += _compressed(layout.spec.path, form, scattered + together, mesh_axes)
+            continue
         if scattered:
             collectives.append(
                 found(
@@ -231,7 +250,7 @@ def predict_collectives(
                 )
             )
         if together and variable_layout.is_added_up_by_replicas(layout, mesh_axes):
-            collectives += _by_replicas(layout.spec.path, bytes_, together, mesh_axes)
+            collectives += by_replicas(layout.spec.path, bytes_, together, mesh_axes)
             continue
         alone, merges = None, False
         if scattered and together and zero_stage == 3:
@@ -262,10 +281,13 @@ def predict_collectives(
                 formula=f"bytes(all other {dtype} gradients) over {axis}{scalars}",
             )
         )
-    return tuple(parts.collectives(collectives, planned, mesh_shape, zero_stage))
+    return (
+        *parts.collectives(collectives, planned, mesh_shape, zero_stage),
+        *(parts.of_gradient(each) for each in compressed),
+    )
 
 
-def _by_replicas(path: str, bytes_: int, count: int, mesh_axes: MeshAxes) -> list[Collective]:
+def by_replicas(path: str, bytes_: int, count: int, mesh_axes: MeshAxes) -> list[Collective]:
     """A gradient that is added up in each replica, by pieces, then between replicas, and gathered."""
     assert mesh_axes.data is not None and mesh_axes.replica is not None
     when = "for each use of the layer"
@@ -279,6 +301,17 @@ def _by_replicas(path: str, bytes_: int, count: int, mesh_axes: MeshAxes) -> lis
             ("all-gather", mesh_axes.data, bytes_, "gradient"),
         )
     ]
+
+
+def _compressed(path: str, form: CompressedForm, count: int, mesh_axes: MeshAxes) -> list[Collective]:
+    """A gradient that devices add up compressed."""
+    found = []
+    for sent in form.sends():
+        axis = mesh_axes.replica if sent.between_replicas else mesh_axes.data
+        assert axis is not None
+        formula = f"bytes({sent.what}) over {axis}, for each use of the layer"
+        found.append(Collective(kind=sent.kind, what=path, axis=axis, count=count, bytes=sent.bytes, formula=formula))
+    return found
 
 
 def _flags(planned: Sequence[VariableLayout], mesh_axes: MeshAxes) -> list[Collective]:
@@ -326,8 +359,10 @@ def updated_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str,
 
 def is_gathered(layout: VariableLayout, zero_stage: int) -> bool:
     """Whether a step gathers it: at stage 3 to read it, at stages 1 and 2 after the update."""
-    return layout.splits and (
-        layout.store_sharded if zero_stage == 3 else layout.update_sharded and layout.spec.trainable
+    return (
+        layout.table is None
+        and layout.splits
+        and (layout.store_sharded if zero_stage == 3 else layout.update_sharded and layout.spec.trainable)
     )
 
 
@@ -366,7 +401,12 @@ def whole_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
 
 
 def gradient_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int], *, scattered: bool) -> int:
-    """Bytes of a gradient on one device, as a shard or as it comes out of the backward pass."""
+    """Bytes of a gradient on one device, as a shard or as it comes out of the backward pass.
+
+    That of an embedding table has what was looked up, which is counted with the activations.
+    """
+    if layout.table is not None:
+        return 0
     if scattered and layout.splits:
         shape, axes = layout.spec.shape, layout.sharded
         if layout.flat is not None:

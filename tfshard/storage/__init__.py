@@ -16,6 +16,7 @@ A *storage* is one DTensor variable; a group's members live in it together. A *s
     surface            what a `tf.Variable` does besides being read and written
     outside            variables in traced functions that belong to no step
     gradient           gradients from the compute layout to the one in which a variable is updated
+    touched            the rows of an embedding table that a device updates in a step
     group_update       the updates of a group's members as one
     optimizer_kinds    which optimizers update element by element
 """

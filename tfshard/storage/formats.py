@@ -22,7 +22,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import host_meshes, replicas, transfer
 from tfshard.layouts import boxes, variable_layout
-from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.axes import MeshAxes, axis_sizes
 from tfshard.layouts.boxes import Piece
 from tfshard.layouts.shard_rows import ShardRows
 from tfshard.layouts.variable_layout import Axes, FlatForm, FlatMember, VariableLayout
@@ -63,10 +63,12 @@ class StorageFormat(abc.ABC):
         is_encoded: Whether elements are stored in another form than that in which they are updated.
         packed: Whether members have other shapes in the buffer than by themselves. An update that works element by
             element is then one of the buffer.
+        is_repeated: Whether what the data axis shards is there once for each replica; else it is other in each.
     """
 
     direct: bool
     packed: bool
+    is_repeated: bool
     is_encoded = False
 
     def __init__(self, layout: VariableLayout, mesh: dtensor.Mesh, members: tuple[Member, ...]):
@@ -77,6 +79,12 @@ class StorageFormat(abc.ABC):
         self.storage = layout.storage
         self.update = layout.update
         self.gathered = layout.gathered
+
+    @property
+    def mesh_axes(self) -> MeshAxes:
+        """The mesh, with replicas if what is stored is the same in each."""
+        axes = axis_sizes(self.mesh)
+        return axes if self.is_repeated else MeshAxes(axes.axes)
 
     @property
     def is_gathered(self) -> bool:
@@ -100,6 +108,8 @@ class StorageFormat(abc.ABC):
         """The format of the storage in which a variable of this layout lives."""
         narrow = layout.stored_dtype == "bfloat16"
         format: StorageFormat
+        if layout.table is not None:
+            return TableRows(layout, mesh)
         if layout.flat is None:
             format = (WholeInBfloat16 if narrow else Whole)(layout, mesh)
         elif layout.flat.word > 1:
@@ -215,6 +225,7 @@ class Whole(StorageFormat):
 
     direct = True
     packed = False
+    is_repeated = False
 
     def __init__(self, layout: VariableLayout, mesh: dtensor.Mesh):
         super().__init__(layout, mesh, (Member(shape=layout.spec.shape, compute=layout.compute, update=layout.update),))
@@ -242,6 +253,70 @@ class Whole(StorageFormat):
 
     def pieces(self, location: Mapping[str, int]) -> list[Piece]:
         return [Piece(member=0, box=boxes.shard_box(self.shape, self.storage, axis_sizes(self.mesh), location))]
+
+    def share(self, piece: int, member: int) -> int:
+        return piece
+
+
+class TableRows(StorageFormat):
+    """An embedding table or a slot of one: as many rows on each device, the last one's filled up with zeros.
+
+    A step reads and writes rows of it (`Touched`), and never all.
+    """
+
+    direct = False
+    packed = False
+    is_repeated = False
+
+    def __init__(self, layout: VariableLayout, mesh: dtensor.Mesh):
+        super().__init__(layout, mesh, (Member(shape=layout.spec.shape, compute=layout.compute, update=layout.update),))
+        self._rows = layout.spec.shape[0]
+
+    @property
+    def devices(self) -> int:
+        """Among how many devices the rows are shared out."""
+        return axis_sizes(self.mesh).data_size
+
+    @property
+    def rows_of_a_device(self) -> int:
+        """How many rows a device has, filled up."""
+        return self.shape[0] // self.devices
+
+    @property
+    def is_gathered(self) -> bool:
+        return False
+
+    def pack_host(self, values: Mapping[int, HostValue]) -> np.ndarray:
+        value, filling = drawn(values[0]), self.shape[0] - self._rows
+        if not filling:
+            return value
+        if not any(value.strides):  # One number for all elements, which takes the memory of one.
+            return np.broadcast_to(value[:1, :1], self.shape)
+        return np.concatenate([value, np.zeros((filling, value.shape[1]), value.dtype)])
+
+    def unpack_host(self, stored: np.ndarray, member: int) -> np.ndarray:
+        return stored[: self._rows]
+
+    def pack(self, written: Mapping[int, tf.Tensor], read: Callable[[int], tf.Tensor]) -> tf.Tensor:
+        raise AssertionError("A step writes rows.")
+
+    def gather(self, stored: tf.Tensor) -> tf.Tensor:
+        raise AssertionError("A step reads rows.")
+
+    def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:
+        raise AssertionError("A step reads rows.")
+
+    def extract(self, stored: tf.Tensor, member: int) -> tf.Tensor:
+        return stored[: self._rows]
+
+    def insert(self, stored: Callable[[], tf.Tensor], member: int, value: tf.Tensor) -> tf.Tensor:
+        return tf.pad(value, [[0, self.shape[0] - self._rows], [0, 0]])
+
+    def pieces(self, location: Mapping[str, int]) -> list[Piece]:
+        box = boxes.shard_box(self.shape, self.storage, axis_sizes(self.mesh), location)
+        rows = max(0, min(box.shape[0], self._rows - box.offset[0]))
+        offset = min(box.offset[0], self._rows)
+        return [Piece(member=0, box=boxes.Box(offset=(offset, 0), shape=(rows, box.shape[1])))]
 
     def share(self, piece: int, member: int) -> int:
         return piece
@@ -282,6 +357,7 @@ class Flat(StorageFormat):
 
     direct = False
     packed = True
+    is_repeated = True
 
     @property
     def gathered_shape(self) -> tuple[int, ...]:
@@ -542,7 +618,7 @@ class InBlocks(StorageFormat):
     def __init__(self, layout: VariableLayout, inner: StorageFormat):
         super().__init__(layout, inner.mesh, inner.members)
         assert inner.storage == inner.update, "Slots rest as they are updated."
-        self.packed = inner.packed
+        self.packed, self.is_repeated = inner.packed, inner.is_repeated
         self._inner = inner
         self._rows = ShardRows(shape=inner.shape, axes=inner.storage, mesh_shape=axis_sizes(inner.mesh))
         self._blocks = -(-self._rows.elements // variable_layout.BLOCK_ELEMENTS)

@@ -39,3 +39,36 @@ def update_key(optimizer: keras.optimizers.Optimizer, fn: Callable[..., Any], va
     """
     key = getattr(optimizer, "tfshard_update_key", None)
     return _private.uses_weight_decay(optimizer, fn, variable), key(variable) if key is not None else None
+
+
+# Those of Keras that square a gradient once, and use it besides in sums and multiples only.
+_SQUARE = (
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Nadam,
+    keras.optimizers.RMSprop,
+)
+
+
+def squares(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an update depends on a gradient, and on its square, by sums and multiples only."""
+    return type(optimizer) in _SQUARE
+
+
+def is_known_sparse(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether it is known what an update is of a sparse gradient with the same row in several places."""
+    return type(optimizer) is keras.optimizers.SGD or squares(optimizer)
+
+
+def leaves_others(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
+    """Whether Keras's update leaves elements and slots as they are whose gradient is zero."""
+    if decays(optimizer, variable):
+        return False
+    is_plain = type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
+    return is_plain or type(optimizer) is keras.optimizers.Adagrad
+
+
+def decays(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
+    """Whether an optimizer lets a variable decay."""
+    return _private.decays(optimizer, variable)

@@ -35,6 +35,9 @@ PRODUCTS = frozenset(
     )
 )
 
+# In the names of operations whose results stay: of what devices ask each other for.
+STAYS = "stays_in_memory"
+
 _NEVER = frozenset(("Const", "Placeholder", "ReadVariableOp"))
 _WITH_BODIES = ("Case", "If", "PartitionedCall", "While")
 
@@ -222,6 +225,7 @@ class _Recomputation:
     def _is_copied(self, operation: tf.Operation) -> bool:
         return (
             operation.type not in _NEVER
+            and STAYS not in operation.name
             and operation.type not in self._block.keeps
             and not operation.op_def.is_stateful
             and not operation.type.endswith(_WITH_BODIES)

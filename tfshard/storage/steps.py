@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -40,6 +40,9 @@ from tfshard.storage.writes import Recorded, Writable
 Gathered: TypeAlias = dict[Hashable, tuple[tf.Tensor, tf.Tensor | None]]
 
 
+# Adds up a gradient of a variable over the devices in another way than DTensor; or gives None, of one that it cannot.
+AddUp: TypeAlias = Callable[[tf.Tensor, Any], tf.Tensor | None]
+
 # A branch of a tf.cond.
 Branch: TypeAlias = Callable[[], Any]
 
@@ -54,6 +57,22 @@ class Updates(Protocol):
     graph: tf.Graph | None
 
 
+class RowUpdate(Protocol):
+    """Rows of an embedding table that a step updates: a `Touched`, as far as a step knows it."""
+
+    def value(self, storage: Any) -> tf.Tensor:
+        """What the rows of the table or of a slot have."""
+
+    def record(self, storage: Any, value: tf.Tensor) -> None:
+        """Takes note of new rows."""
+
+    def known(self) -> tf.Tensor:
+        """Zero, a float32 on the mesh, once the new rows are known."""
+
+    def write(self, reads: Sequence[tf.Tensor]) -> None:
+        """Writes them."""
+
+
 class Step:
     """One run of a step function, traced or eager."""
 
@@ -61,11 +80,11 @@ class Step:
         self,
         graph: tf.Graph | None,
         gathering: turns.Gathering | None = None,
-        add_up: Callable[[tf.Tensor], tf.Tensor | None] | None = None,
+        add_up: AddUp | None = None,
     ):
         self.graph = graph
         self._gathering = gathering
-        # Adds up a gradient over the devices in its own way, or gives None; None if DTensor adds up all.
+        # None if DTensor adds up all.
         self.add_up = add_up
         # The UpdateBatch that is open.
         self.updates: Updates | None = None
@@ -98,8 +117,19 @@ class Step:
         self._tokens: list[tf.Tensor] = []
         # Numbers on host meshes that have to be used for something, by mesh and layout.
         self._host_tokens: dict[tuple[dtensor.Mesh, Axes], list[tf.Tensor]] = collections.defaultdict(list)
+        # What is given out instead of written, by what the backward pass waits for.
+        self._given: dict[Writable, tf.Tensor] = {}
+        # A number that has to be used for something, of a step that writes nothing.
+        self.token: tf.Tensor | None = None
         # Of a part: the ids of variables that are updated once the last part has ended.
         self._updated_later: set[int] = set()
+        # What lookups have read of each embedding table, and the rows of it that are updated.
+        self._rows_read: dict[Writable, list[tf.Tensor]] = collections.defaultdict(list)
+        self.row_updates: dict[Writable, RowUpdate] = {}
+        # What stands for all of an embedding table, by its path: nothing may be computed from it.
+        self._stand_ins: dict[str, tf.Tensor] = {}
+        # What the gradient of an embedding table is taken with respect to.
+        self._anchors: dict[Writable, tf.Tensor] = {}
 
     def gathered(self, graph: tf.Graph | None) -> Gathered:
         """What reads have gathered in a graph of this step, or in eager code (None): kept until the step ends."""
@@ -191,6 +221,12 @@ class Step:
         tokens = self._arrange(sums)
         return written, tf.add_n([tf.zeros(()), *tokens])
 
+    def give_out(self, sums: dict[Writable, tf.Tensor]) -> None:
+        """Has the backward pass wait for these sums of gradients, by storage, as it does for updates: they are results
+        of the step, which has no update. What has to be given out instead is in the same dict when the step has ended,
+        and so does `token`, if there is one."""
+        self._given = sums
+
     def end_parts(self, token: tf.Tensor) -> None:
         """Takes what `close_part` gave."""
         self._tokens.append(token)
@@ -208,6 +244,45 @@ class Step:
             *(tensor for each, tensor in self._stored if each is storage),
             *(each for each in new if each is not None),
         ]
+
+    def note_rows_read(self, storage: Writable, rows: tf.Tensor) -> None:
+        """Remembers rows that were read of an embedding table: a write of it waits for them."""
+        self._rows_read[storage].append(rows)
+
+    def stand_in(self, path: str, shape: tuple[int, ...], dtype: tf.DType) -> tf.Tensor:
+        """What stands for all of an embedding table, of which only the shape may be asked for."""
+        if path not in self._stand_ins:
+            with self._own_graph():
+                self._stand_ins[path] = tf.fill(shape, tf.constant(0, dtype))
+        return self._stand_ins[path]
+
+    def anchor(self, storage: Writable) -> tf.Tensor:
+        """What the gradient of an embedding table is taken with respect to: a number that each lookup takes."""
+        if storage not in self._anchors:
+            with self._own_graph():
+                self._anchors[storage] = tf.zeros(())
+        return self._anchors[storage]
+
+    @contextlib.contextmanager
+    def _own_graph(self) -> Iterator[None]:
+        graph: tf.Graph = self.graph
+        with _private.stop_recording(), graph.as_default(), tf.control_dependencies(None):
+            yield
+
+    def _check_stand_ins(self) -> None:
+        """Raises `StrategyError` if something was computed from all of an embedding table."""
+        for path, tensor in self._stand_ins.items():
+            users = list(tensor.consumers())
+            while users:
+                user = users.pop()
+                if user.type not in ("Cast", "Identity"):
+                    raise StrategyError(
+                        f"Embedding table '{path}' is used as a whole in a step, by operation '{user.name}' of type "
+                        f"{user.type}, and is never gathered. It can be looked up with keras.layers.Embedding, "
+                        "keras.ops.take or tf.gather along its rows. A table that is also a matrix elsewhere (tied "
+                        "weights), or that has a constraint or a regularizer, cannot be one of tables=: take it out."
+                    )
+                users += user.outputs[0].consumers()
 
     def update_later(self, variables: Iterable[tf.Variable]) -> None:
         """These are updated when the last part has ended: a part must not read them any more."""
@@ -348,12 +423,21 @@ class Step:
         """
         values = {storage: storage.at_rest(self._recorded[self.graph][storage]) for storage in self._to_flush}
         self._to_flush.clear()
-        tokens = self._arrange(values)
-        values = _small_copies_last(values, tokens + self._tokens)
+        self._check_stand_ins()
+        waited = values | self._given
+        tokens = self._arrange(waited)
+        self._given.update((storage, waited[storage]) for storage in self._given)
+        values = {storage: waited[storage] for storage in values}
+        if not values and tokens:
+            self.token = tf.add_n(tokens)
+        known = [update.known() for update in self.row_updates.values()]
+        values = _small_copies_last(values, tokens + self._tokens, known)
         for storage, value in values.items():
             storage.write_at_rest(value)
         for (host, axes), used in self._host_tokens.items():
             _token(host, axes).assign(tf.add_n(used), read_value=False)
+        for written, update in self.row_updates.items():
+            update.write(self._rows_read[written])
         return values
 
     def _arrange(self, values: dict[Writable, tf.Tensor]) -> list[tf.Tensor]:
@@ -413,7 +497,9 @@ class Step:
         return any(op.type in _CALLS for op in graph.get_operations()[since:])
 
 
-def _small_copies_last(values: dict[Writable, tf.Tensor], tokens: list[tf.Tensor]) -> dict[Writable, tf.Tensor]:
+def _small_copies_last(
+    values: dict[Writable, tf.Tensor], tokens: list[tf.Tensor], known: list[tf.Tensor]
+) -> dict[Writable, tf.Tensor]:
     """The same values, of which those of counters, seeds, statistics and metrics exist when the others do.
 
     They depend on little. In a step that fails on one device, others would have counted it by then, and this one not:
@@ -427,15 +513,17 @@ def _small_copies_last(values: dict[Writable, tf.Tensor], tokens: list[tf.Tensor
     Args:
         values: What is to be stored.
         tokens: Numbers that have to be used for something.
+        known: Numbers that are there when the new rows of embedding tables are, for which small copies wait, too.
     """
     small = [storage for storage, value in values.items() if _is_small_copy(storage, value)]
     if _private.is_eager() or not values:
         return values  # In eager code a failure ends the step before the first write.
     waiting = small + [storage for storage in values if storage not in small][:1]
     token = _token(waiting[0].mesh)
-    tied = tf.raw_ops.IdentityN(input=[token.value(), *(values[storage] for storage in waiting)])
-    token.assign(tf.add_n([tied[0], *tokens]), read_value=False)
-    return values | dict(zip(waiting, tied[1:], strict=True))
+    tied = tf.raw_ops.IdentityN(input=[token.value(), *(values[storage] for storage in waiting), *known])
+    last = len(waiting) + 1
+    token.assign(tf.add_n([tied[0], *tokens, *tied[last:]]), read_value=False)
+    return values | dict(zip(waiting, tied[1:last], strict=True))
 
 
 _tokens: dict[tuple[str, Axes], dtensor.DVariable] = {}
@@ -483,6 +571,8 @@ class _State(threading.local):
     updating: bool = False
     packed: Writable | None = None
     after: UpdatedWith | None = None
+    # The rows of an embedding table that are updated.
+    touched: RowUpdate | None = None
 
 
 _state = _State()
@@ -528,15 +618,12 @@ def _within(graph: tf.Graph | None) -> contextlib.AbstractContextManager[object]
 
 
 @contextlib.contextmanager
-def step_scope(
-    gathering: turns.Gathering | None = None, add_up: Callable[[tf.Tensor], tf.Tensor | None] | None = None
-) -> Iterator[None]:
+def step_scope(gathering: turns.Gathering | None = None, add_up: AddUp | None = None) -> Iterator[None]:
     """Opens a step: writes are recorded, and carried out when the outermost scope ends.
 
     Args:
         gathering: How the step gathers what is stored sharded, if it is traced; by default all at its start.
-        add_up: Makes of a gradient, as a layer gives it, the same added up over the devices in another way than
-            DTensor's; None of one that it cannot.
+        add_up: Takes a gradient, as a layer gives it, and its variable.
     """
     if _state.step is not None:
         yield
@@ -594,16 +681,19 @@ def noting() -> Step | None:
 
 
 @contextlib.contextmanager
-def update_scope(packed: Writable | None = None, after: UpdatedWith | None = None) -> Iterator[None]:
+def update_scope(
+    packed: Writable | None = None, after: UpdatedWith | None = None, touched: RowUpdate | None = None
+) -> Iterator[None]:
     """Opens an optimizer's update: variables are read and written in the layout of their slots.
 
     Args:
         packed: The storage that is updated as one tensor. Its members, and those of its slots, stand for the buffer.
         after: What it works on.
+        touched: The rows that are updated, if it is of an embedding table. The table and its slots stand for them.
     """
-    before = _state.updating, _state.packed, _state.after
-    _state.updating, _state.packed, _state.after = True, packed, after
+    before = _state.updating, _state.packed, _state.after, _state.touched
+    _state.updating, _state.packed, _state.after, _state.touched = True, packed, after, touched
     try:
         yield
     finally:
-        _state.updating, _state.packed, _state.after = before
+        _state.updating, _state.packed, _state.after, _state.touched = before

@@ -11,9 +11,8 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import host_meshes, transfer
+from tfshard.devices import host_meshes, messages, transfer
 from tfshard.layouts import boxes
-from tfshard.layouts.axes import axis_sizes
 from tfshard.storage import initial_values, steps
 from tfshard.storage.formats import StorageFormat
 from tfshard.storage.initial_values import HostValue, InitialValue
@@ -38,6 +37,7 @@ class Storage:
         members: The variables that live in it, by number.
         root: The storage of the parameters that these slots belong to; itself for parameters.
         slots: The storages of slots in the same form, by optimizer and number of the slot.
+        times_set: How often it was set from the host, and not by a step.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Storage:
         self.members: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
         # Whether a gradient may be asked for: an eager step has read it.
         self.read_by_eager_step = False
+        self.times_set = 0
         # Whole values that eager steps and graphs without a step have read, by graph and member, while a tape or their
         # graph keeps them: a gradient may be asked for after the step.
         self._last_whole: weakref.WeakValueDictionary[tuple[int, int], tf.Tensor] = weakref.WeakValueDictionary()
@@ -92,6 +93,7 @@ class Storage:
         one, each device's piece is written by itself, when the old one is gone.
         """
         self._checksums[member] = initial_values.checksum(value)
+        self.times_set += 1
         if self._buffer is None:
             self._host[member] = value
             return
@@ -154,7 +156,12 @@ class Storage:
         return self._buffer
 
     def _from_host(self, values: Mapping[int, HostValue]) -> tf.Tensor:
-        return dtensor.pack(list(self._host_pieces(values)), transfer.layout(self.format.storage, self.format.rests_on))
+        layout = transfer.layout(self.format.storage, self.format.rests_on)
+        if layout.mesh.is_remote():
+            zeros = {member: np.broadcast_to(np.zeros((), each.dtype), each.shape) for member, each in values.items()}
+            like = self.format.pack_host(zeros)
+            return messages.stand_in(like.shape, tf.as_dtype(like.dtype), layout)
+        return dtensor.pack(list(self._host_pieces(values)), layout)
 
     def _host_pieces(self, values: Mapping[int, HostValue]) -> Iterator[tf.Tensor]:
         return transfer.host_pieces(self.format.pack_host(values), self.format.storage, self.format.rests_on)
@@ -165,7 +172,7 @@ class Storage:
 
     def local_tensors(self) -> list[tuple[dict[str, int], tf.Tensor]]:
         """What each device of this client holds, with its location (axis name to index). Eager only."""
-        pieces = dtensor.unpack(self.buffer.value())
+        pieces = messages.unpacked(self.buffer.value())
         return list(zip(self.format.rests_on.local_device_locations(), pieces, strict=True))
 
     @functools.cached_property
@@ -173,14 +180,17 @@ class Storage:
         """The resource of each device of this client's piece, with its location. The same objects each time: by them
         TensorFlow orders what a function reads and writes."""
         with tf.init_scope():
-            handles = dtensor.unpack(self.buffer.handle)
+            handles = [] if self.format.rests_on.is_remote() else dtensor.unpack(self.buffer.handle)
         return list(zip(self.format.rests_on.local_device_locations(), handles, strict=True))
 
     def set_local(self, pieces: list[np.ndarray]) -> None:
         """Sets what each device of this client holds, in the order of `local_tensors`. Eager only."""
-        tensors = [tf.constant(piece) for piece in pieces]
-        value = dtensor.pack(tensors, transfer.layout(self.format.storage, self.format.rests_on))
-        self.buffer.assign(value, read_value=False)
+        self.times_set += 1
+        if pieces:
+            value = dtensor.pack(
+                [tf.constant(piece) for piece in pieces], transfer.layout(self.format.storage, self.format.rests_on)
+            )
+            self.buffer.assign(value, read_value=False)
 
     def equalize(self) -> bool:
         """Gives devices of this client that should hold the same the value of the first. Eager only.
@@ -191,7 +201,7 @@ class Storage:
         first: dict[tuple[int, ...], np.ndarray] = {}
         pieces, differed = [], False
         for location, tensor in self.local_tensors():
-            part = boxes.part(self.format.storage, boxes.in_replica(location, axis_sizes(self.mesh)))
+            part = boxes.part(self.format.storage, boxes.in_replica(location, self.format.mesh_axes))
             piece = tensor.numpy()
             pieces.append(first.setdefault(part, piece))
             differed |= piece.tobytes() != pieces[-1].tobytes()

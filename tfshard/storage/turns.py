@@ -73,7 +73,8 @@ class Gathering:
     Attributes:
         reshard_after_forward: Whether what was gathered is freed after its use and gathered again for a later one; or
             regular expressions, one of which matches the whole path of each variable for which that holds.
-        prefetch: How many turns before its own a gather may start.
+        prefetch: How many turns before its own a gather may start. As many gradients, and one at least, may be whole
+            while the backward pass goes on.
     """
 
     reshard_after_forward: bool | tuple[str, ...] = True
@@ -221,7 +222,8 @@ def arrange(
         gradients = list(gradients)
         made = ancestors(each.updated for each in gradients if each.updated is not None)
         updates = made - ancestors(each.tensor for each in gradients)
-        gates = _Gates(operations, [each for each in gradients if each.key in large], token)
+        ahead = max(gathering.prefetch - 1, 0)
+        gates = _Gates(operations, [each for each in gradients if each.key in large], token, ahead)
         gathered = [[key for key in use.numbers if stored[key].is_gathered] for use in uses]
         begins = begun([[stored[key] for key in keys] for keys in gathered], kept_bytes)
         turns: dict[Hashable, _Turn] = {}
@@ -462,14 +464,26 @@ def sent_dtypes(uses: Iterable[Use]) -> dict[Hashable, tf.DType]:
 
 
 class _Gates:
-    """Where the backward pass waits until gradients that it made before are no more whole, and used up."""
+    """Where the backward pass waits until gradients that it made before are no more whole, and used up.
+
+    Args:
+        operations: Those of the graph, in order.
+        gradients: Those that are waited for.
+        token: Reads a variable: a number that nobody needs.
+        ahead: How many gradients, that were made last, are not waited for: they are reduced meanwhile.
+    """
 
     def __init__(
-        self, operations: Sequence[tf.Operation], gradients: Iterable[Gradient], token: Callable[[], tf.Tensor]
+        self,
+        operations: Sequence[tf.Operation],
+        gradients: Iterable[Gradient],
+        token: Callable[[], tf.Tensor],
+        ahead: int,
     ):
+        self._ahead = ahead
         self._number_of = {operation: number for number, operation in enumerate(operations)}
         self._waiting = collections.deque(sorted(gradients, key=lambda each: self._number_of[each.tensor.op]))
-        self._made: Gradient | None = None
+        self._made: collections.deque[Gradient] = collections.deque()
         self._users: dict[Hashable, list[Slot]] = collections.defaultdict(list)
         for operation in operations:
             for number, each in enumerate(operation.inputs):
@@ -478,7 +492,8 @@ class _Gates:
         self.tokens: list[tf.Tensor] = []
 
     def close(self, slot: Slot, tensor: tf.Tensor) -> None:
-        """Lets an operation, and those after it that work on the same, wait for the gradient that was made last.
+        """Lets an operation, and those after it that work on the same, wait for the gradient that was made last but for
+        those that it need not wait for.
 
         Args:
             slot: An input of the operation.
@@ -486,15 +501,17 @@ class _Gates:
         """
         here = self._number_of[slot.operation]
         while self._waiting and self._number_of[self._waiting[0].tensor.op] < here:
-            self._made = self._waiting.popleft()
-        if self._made is None:
+            self._made.append(self._waiting.popleft())
+        while len(self._made) > self._ahead + 1:
+            self._made.popleft()
+        if len(self._made) <= self._ahead:
             return
-        made = self._made
+        made = self._made[0]
         held = [slot, *(user for user in self._users[tensor.ref()] if self._number_of[user.operation] > here)]
         # What is waited for must not be made of what waits for it.
         if made.updated is not None and not self._is_made_of(made.updated, {user.operation for user in held}, here):
             tied, made.updated = self._tie(slot.tensor, made.updated)
-            self._made = None
+            self._made.popleft()
         else:
             users = self._users[made.tensor.ref()]
             if not made.is_scattered or not users or any(self._number_of[user.operation] <= here for user in users):

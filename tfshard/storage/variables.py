@@ -12,7 +12,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import clients, transfer
-from tfshard.errors import LayoutError
+from tfshard.errors import LayoutError, StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes, VariableLayout, is_added_up_by_replicas
 from tfshard.storage import gradient, outside, steps
@@ -40,6 +40,7 @@ class ShardedVariable(VariableSurface):
         storage: The `Storage` it lives in, alone or with others.
         member: Its number among the members of the storage.
         slots: Its optimizer slots, by optimizer and number of the slot.
+        kept: What the compression of its gradient keeps between steps, by name (`compressed_form`).
         gradient_layout: The layout in which an optimizer got its gradient, in the last step that was traced or ran
             eagerly. None before that, and where it cannot be told.
     """
@@ -79,6 +80,7 @@ class ShardedVariable(VariableSurface):
         self.mesh = mesh
         self.path = layout.spec.path
         self.slots: weakref.WeakValueDictionary[SlotKey, ShardedVariable] = weakref.WeakValueDictionary()
+        self.kept: dict[str, ShardedVariable] = {}
         self._trainable = trainable
         self._own_name = name or self.path
         self._own_id = unique_id or f"{self._own_name}_{next(_serial)}"
@@ -111,6 +113,7 @@ class ShardedVariable(VariableSurface):
         del self.storage.members[self.member]
         self.path, self.layout, self.member = layout.spec.path, layout, layout.member
         self.gradient_layout = None
+        self.kept = {}
         self.storage = storage or self._own_storage(layout)
         self.storage.members[self.member] = self
         self.storage.fill(self.member, value)
@@ -140,14 +143,17 @@ class ShardedVariable(VariableSurface):
 
     @property
     def trainable(self) -> bool:
+        """Whether it is trained; also for gradient tapes."""
         return self._trainable
 
     @property
     def synchronization(self) -> tf.VariableSynchronization:
+        """As it was given to the variable's creator; without effect."""
         return self._options.get("synchronization", tf.VariableSynchronization.AUTO)
 
     @property
     def aggregation(self) -> tf.VariableAggregation:
+        """As it was given to the variable's creator; without effect."""
         return self._options.get("aggregation", tf.VariableAggregation.NONE)
 
     @property
@@ -179,6 +185,8 @@ class ShardedVariable(VariableSurface):
         read = None if step is None else step.last_read(self)
         if read is not None:
             return read
+        if step is not None and self.layout.table is not None and not _private.is_eager():
+            return step.anchor(self.storage)  # It was not looked up: there is no gradient.
         if outside.is_here() or (steps.is_outside() and not self.storage.read_by_eager_step):
             outside.refuse_gradient(self)
         return self.buffer.handle if self._is_direct() else self.storage.whole(self.member)
@@ -207,6 +215,8 @@ class ShardedVariable(VariableSurface):
         if self.storage.waits and _private.in_symbolic_scope():
             # Keras learns shapes there; it is never run.
             return tf.compat.v1.placeholder(self.dtype, self.shape)
+        if self.layout.table is not None:
+            return self._table_value()
         if self._is_updated_as_buffer():
             return self.storage.update_value()
         if self._is_direct():
@@ -220,6 +230,34 @@ class ShardedVariable(VariableSurface):
             return gradient.both_ways(
                 whole, forward=compute, backward=compute, mesh=self.mesh, own=self._own_gradient()
             )
+
+    def _table_value(self) -> tf.Tensor:
+        """What stands for all of an embedding table; in an update, the rows that are touched."""
+        touched, step = steps.state().touched, steps.current()
+        if touched is not None:
+            return touched.value(self.storage)
+        if step is None:
+            return tf.compat.v1.placeholder(self.dtype, self.shape)  # Keras learns shapes; it is never run.
+        self.check_compiled()
+        return step.stand_in(self.path, self.layout.spec.shape, self.dtype)
+
+    def check_compiled(self) -> None:
+        """Raises `StrategyError` if an embedding table is used in an eager step."""
+        if _private.is_eager():
+            raise StrategyError(
+                f"Embedding table '{self.path}' is used in an eager step, which would gather it. Compile the model "
+                "without run_eagerly=True and give strategy.run a tf.function, or take it out of tables=."
+            )
+
+    def read_rows(self) -> tf.Tensor:
+        """What the gradient of a lookup in an embedding table is taken with respect to, as read by this step."""
+        step = steps.current()
+        assert step is not None, "Rows are read in steps."
+        anchor = step.anchor(self.storage)
+        if self._trainable:
+            step.note_read(self, anchor)
+            _private.record_variable_access(self)
+        return anchor
 
     def _note_read(self, tensor_or_handle: tf.Tensor) -> None:
         step = steps.current()
@@ -254,18 +292,30 @@ class ShardedVariable(VariableSurface):
                 forward=layout.compute,
                 backward=layout.gradient,
                 mesh=self.mesh,
-                own=self._own_gradient(),
+                own=self._own_gradient(**note),
                 **note,
             )
 
-    def _own_gradient(self) -> Callable[[tf.Tensor], tf.Tensor | None] | None:
+    def _own_gradient(
+        self, note: Callable[[tf.Tensor], object] = lambda gradient: None
+    ) -> Callable[[tf.Tensor], tf.Tensor | None] | None:
         """What makes of a gradient what each device has of it, in a part of a step that is reduced by others; or adds
-        it up in the step's own way, where there are replicas."""
+        it up in the step's own way, where it is compressed or there are replicas, and is noted then."""
         step = steps.current()
         if step is None or not self._trainable:
             return None
-        own_way = is_added_up_by_replicas(self.layout, axis_sizes(self.mesh))
-        return step.own_gradient or (step.add_up if own_way else None)
+        own_way = self.layout.compression is not None or is_added_up_by_replicas(self.layout, axis_sizes(self.mesh))
+        if step.own_gradient is not None or step.add_up is None or not own_way:
+            return step.own_gradient
+        add_up = step.add_up
+
+        def added_up(upstream: tf.Tensor) -> tf.Tensor | None:
+            made = add_up(upstream, self)
+            if made is not None and self.layout.compression is not None:
+                note(made)
+            return made
+
+        return added_up
 
     def note_gradient(self, tensor: tf.Tensor | tf.IndexedSlices) -> None:
         """Remembers the layout in which a gradient came to an optimizer's update."""
@@ -320,6 +370,7 @@ class ShardedVariable(VariableSurface):
         return None
 
     def is_initialized(self, name: str | None = None) -> tf.Tensor:
+        """True, as a tensor: its storage has a value."""
         del name
         return tf.constant(True)
 
@@ -346,6 +397,8 @@ class ShardedVariable(VariableSurface):
             self._check_shape(value.shape, self.layout.spec.shape)
             outside.write(self, value)
             return self
+        if self.layout.table is not None:
+            return self._assign_rows(value)
         as_buffer = self.storage.format.packed and self._is_updated_as_buffer()
         self._check_shape(value.shape, self.layout.update_shape if as_buffer else self.layout.spec.shape)
         step = steps.current()
@@ -357,6 +410,22 @@ class ShardedVariable(VariableSurface):
         else:
             step.record_member(self.storage, self.member, value)
         return self
+
+    def _assign_rows(self, value: tf.Tensor) -> "ShardedVariable":
+        """Sets the rows that an update touches."""
+        touched = steps.state().touched
+        if touched is None:
+            raise StrategyError(
+                f"Embedding table '{self.path}' is assigned in a step, by something else than an optimizer's update of "
+                "its rows. Assign it outside of the step, or take it out of tables=."
+            )
+        touched.record(self.storage, value)
+        return self
+
+    def _dense(self, sparse: tf.IndexedSlices | tf.Tensor) -> tf.Tensor:
+        if self.layout.table is None or steps.state().touched is None or not isinstance(sparse, tf.IndexedSlices):
+            return super()._dense(sparse)
+        return tf.math.unsorted_segment_sum(sparse.values, sparse.indices, tf.gather(tf.shape(self.value()), 0))
 
     def _check_shape(self, shape: Any, expected: tuple[int, ...]) -> None:
         if not tf.TensorShape(shape).is_compatible_with(expected):

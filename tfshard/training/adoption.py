@@ -19,6 +19,8 @@ from tfshard.devices import clients, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts import placement
+from tfshard.layouts.compression import Compression
+from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.slot_dtypes import SlotDtypes
 from tfshard.operations import (
@@ -26,6 +28,8 @@ from tfshard.operations import (
     averages,
     blocks,
     convolution,
+    embedding_lookups,
+    embedding_updates,
     lookups,
     loops,
     sequence,
@@ -36,7 +40,7 @@ from tfshard.planning.analyzer import ParameterAnalyzer
 from tfshard.storage.initial_values import HostValue
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
-from tfshard.training import reshard
+from tfshard.training import kept_errors, reshard
 from tfshard.training.placements import Placer
 
 # models.py adds the function that gives a model a compile() with strategy= and on-mesh step functions.
@@ -66,6 +70,8 @@ class Adopter(Placer):
         analyzer: ParameterAnalyzer | None,
         slot_dtypes: SlotDtypes,
         slots_on_host: bool,
+        compression: Compression,
+        tables: EmbeddingTables | None = None,
     ):
         super().__init__(
             mesh,
@@ -74,6 +80,8 @@ class Adopter(Placer):
             analyzer=analyzer,
             slot_dtypes=slot_dtypes,
             slots_on_host=slots_on_host,
+            compression=compression,
+            tables=tables,
         )
         self.sequence_parallel = sequence_parallel
         self.already_sharded = already_sharded
@@ -83,6 +91,9 @@ class Adopter(Placer):
             weakref.WeakKeyDictionary()
         )
         self._has_births = False
+        # Models that a pipeline computes in parts, and those parts that are on this mesh.
+        self.in_parts: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        self.own_parts: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
     def distribute(self, model: keras.Model) -> None:
         """Reshards the variables of a built model in place, keeping their values.
@@ -92,11 +103,15 @@ class Adopter(Placer):
             LayoutError: The layout map does not fit; the model is unchanged.
             UnsupportedLayerError: The model has a layer that DTensor cannot expand.
         """
+        self.check_takes(model)
         _check_not_elsewhere(model, self)
         unsupported.check_layers(model)
         self.check_layouts(model)
         if reshard.to_mesh(self._placed(model), self.mesh):
             _forget_functions(model)
+
+    def check_takes(self, model: keras.Model) -> None:
+        """Raises `StrategyError` for a model that this strategy cannot take whole; none without a pipeline axis."""
 
     def _placed(self, model: keras.Model) -> list[reshard.Placed]:
         """The variables of a model that have values, and where they go.
@@ -146,6 +161,7 @@ class Adopter(Placer):
         self.distribute(model)
         self.adopt(loops.states(model))
         for optimizer in inventory.own_optimizers(model):
+            embedding_updates.check(optimizer, [variable for variable, _ in inventory.owned_variables(model)])
             self.adopt_optimizer(optimizer)
         for metric in _private.compiled_metrics(model):
             self.adopt(metric.variables)
@@ -201,12 +217,14 @@ class Adopter(Placer):
         """A variable of an optimizer; as the parameter it belongs to, when it has its shape."""
         owner = None if reference is None else reference.layout
         layout = placement.slot_layout(spec, owner, mesh_shape=self.mesh_shape, zero_stage=self.zero_stage)
+        # Of a model that is cut into parts, parameters are on several meshes.
+        mesh = self.mesh if reference is None else reference.mesh
         if reference is None or not placement.follows(spec, reference.layout):
-            return ShardedVariable(value, layout=layout, mesh=self.mesh, trainable=False, **options)
+            return ShardedVariable(value, layout=layout, mesh=mesh, trainable=False, **options)
         number = sum(owner == id(optimizer) for owner, _ in reference.slots)
         key = (id(optimizer), number)
         place = reshard.slot_storage(reference, key, layout)
-        slot = ShardedVariable(value, layout=layout, mesh=self.mesh, trainable=False, storage=place, **options)
+        slot = ShardedVariable(value, layout=layout, mesh=mesh, trainable=False, storage=place, **options)
         reference.slots[key] = slot
         return slot
 
@@ -216,6 +234,8 @@ class Adopter(Placer):
         if not self._has_births or variable.layout.spec.layer is None:
             return  # It is a metric's, or was made by itself: looking for models takes half a second.
         for model in _outside_in(_private.live_models(self)):
+            if model in self.in_parts:
+                continue
             owned = [_private.backend_variable(owned) for owned, _ in inventory.owned_variables(model)]
             if model.built and any(each is variable for each in owned):
                 reshard.settle(self._placed(model), self.mesh, waiting=True)
@@ -232,10 +252,12 @@ class Adopter(Placer):
         # Before the first collective: clients with other variables would hang in it.
         self._agree_on_values(model)
         self._forget_left(reshard.settle(self._placed(model), self.mesh), model)
+        kept_errors.make(model, self.mesh)
         self._install(model)
 
     def _install(self, model: keras.Model) -> None:
         """Gives layers and metrics what they need over sharded variables. After the variables are in their places."""
+        embedding_lookups.install([variable for variable, _ in inventory.owned_variables(model)])
         vocabulary.install(model, [variable for variable, _ in inventory.owned_variables(model)], self.mesh)
         convolution.install(model, self.mesh)
         loops.install(model, self.mesh)
@@ -293,7 +315,7 @@ class Adopter(Placer):
         if not self._has_births or not _private.is_eager():
             return
         self._has_births = False
-        models = _private.live_models(self)
+        models = [model for model in _private.live_models(self) if model not in self.in_parts]
         # Variables in a group of a model that is in another one would stay there.
         for model in _outside_in(models):
             for adopt in model_adopters:

@@ -23,14 +23,14 @@ def _check_in_python() -> None:
 
 
 class ShardedIterator:
-    """The batches of a dataset, each put on the mesh.
+    """The batches of a dataset, each put on the mesh; on the host, without one.
 
     Attributes:
         host: The iterator of the dataset.
         exhausted: Whether it has come to its end.
     """
 
-    def __init__(self, host: Iterator[Any], mesh: dtensor.Mesh, already_sharded: bool = False):
+    def __init__(self, host: Iterator[Any], mesh: dtensor.Mesh | None, already_sharded: bool = False):
         self.host = host
         self.exhausted = False
         self._mesh = mesh
@@ -44,7 +44,8 @@ class ShardedIterator:
         _check_in_python()
         if self.is_at_end():
             raise StopIteration
-        return batch_to_mesh(self._ahead.pop(), self._mesh, self._already_sharded)
+        batch = self._ahead.pop()
+        return batch if self._mesh is None else batch_to_mesh(batch, self._mesh, self._already_sharded)
 
     def is_at_end(self) -> bool:
         """Whether there is no further batch. To know that, the next one is read."""
@@ -61,14 +62,15 @@ class ShardedIterator:
 class ShardedDataset:
     """An iterable over the batches of a dataset, each put on the mesh.
 
-    Iterate it in eager Python code; each batch is the whole (global) batch.
+    Iterate it in eager Python code; each batch is the whole (global) batch. Without a mesh, as for a pipeline, batches
+    stay on the host.
 
     Attributes:
         host: The dataset.
         current: The iterator that was made last, or None.
     """
 
-    def __init__(self, dataset: Iterable[Any], mesh: dtensor.Mesh, already_sharded: bool = False):
+    def __init__(self, dataset: Iterable[Any], mesh: dtensor.Mesh | None, already_sharded: bool = False):
         self.host: Any = dataset
         self.current: ShardedIterator | None = None
         self._mesh = mesh

@@ -8,18 +8,16 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import batching, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
-from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.layout_map import VariableSpec
-from tfshard.operations import assignments, partial_sums, rewrites
+from tfshard.operations import assignments, compression, embedding_updates, partial_sums, rewrites
 from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.initial_values import HostValue, InitialValue
-from tfshard.storage.steps import UpdatedWith, current, is_outside, step_scope, update_scope
+from tfshard.storage.steps import AddUp, UpdatedWith, current, is_outside, step_scope, update_scope
 from tfshard.storage.variables import ShardedVariable
 from tfshard.training import datasets, microbatches, readiness
 from tfshard.training.adoption import Adopter
@@ -52,6 +50,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
     """The hooks through which tf.distribute and Keras reach the strategy."""
 
     _results_stay_sharded = False
+    _adds_up_exactly = False
 
     def _strategy(self) -> Adopter:
         """The strategy, as far as its hooks know it."""
@@ -66,6 +65,15 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             yield
         finally:
             self._results_stay_sharded = False
+
+    @contextlib.contextmanager
+    def adding_up_exactly(self) -> Iterator[None]:
+        """What is traced in this context compresses no gradients."""
+        self._adds_up_exactly = True
+        try:
+            yield
+        finally:
+            self._adds_up_exactly = False
 
     # --- variables
 
@@ -161,6 +169,8 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             fn = functools.partial(fn, **kwargs)
         if optimizer is not None and args and _is_gradient(args[0], var):
             var.note_gradient(args[0])
+        if var.layout.table is not None:
+            return embedding_updates.update(var, fn, tuple(args), optimizer)
         if var.storage.format.packed and optimizer_kinds.is_elementwise(optimizer):
             if not var.storage.is_group:
                 return group_update.run_alone(var, fn, tuple(args), optimizer)
@@ -189,18 +199,25 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
     def _default_device_scope(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """In this context a step is run, or traced."""
+        strategy = self._container_strategy()
+        with (
+            strategy.scope(),
+            _ReplicaContext(strategy),
+            step_scope(strategy.gathering, _adding_up(strategy, exactly=self._adds_up_exactly)),
+            rewrites.exchanged(strategy.mesh),
+        ):
+            yield
+
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if isinstance(tf.distribute.get_replica_context(), _ReplicaContext):
             return fn(*args, **(kwargs or {}))  # From within merge_call: the step is open.
         strategy = self._container_strategy()
-        with (
-            strategy.scope(),
-            _ReplicaContext(strategy),
-            step_scope(strategy.gathering, _adding_up(strategy.mesh)),
-            rewrites.exchanged(strategy.mesh),
-        ):
+        with self.step():
             parts = microbatches.parts_of(
                 fn,
                 args,
@@ -339,7 +356,16 @@ class _ValueContext(tf.distribute.experimental.ValueContext):  # type: ignore[mi
         super().__init__(replica_id_in_sync_group=0, num_replicas_in_sync=1)
 
 
-def _adding_up(mesh: dtensor.Mesh) -> Callable[[tf.Tensor], tf.Tensor | None] | None:
+def _adding_up(strategy: Adopter, *, exactly: bool) -> AddUp | None:
     """How a traced step adds up gradients, if not all as DTensor does."""
-    has_replicas = axis_sizes(mesh).replicas > 1 and not _private.is_eager()
-    return functools.partial(partial_sums.by_replicas, mesh=mesh) if has_replicas else None
+    mesh, has_replicas = strategy.mesh, strategy.mesh_shape.replicas > 1
+    compresses = strategy.compression is not None and not exactly
+    if _private.is_eager() or not (has_replicas or compresses):
+        return None
+
+    def add_up(gradient: tf.Tensor, variable: ShardedVariable) -> tf.Tensor | None:
+        if compresses and variable.layout.compression is not None:
+            return compression.reduced(gradient, variable, mesh)
+        return partial_sums.by_replicas(gradient, variable.layout.compute, mesh) if has_replicas else None
+
+    return add_up

@@ -28,7 +28,7 @@ from tfshard.devices.batching import Parts
 from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import loops, partial_sums
+from tfshard.operations import compression, loops, partial_sums
 from tfshard.storage import steps, turns
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
@@ -39,7 +39,7 @@ _Summed: TypeAlias = tuple[Storage, int | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Update:
+class Update:
     """A call of an optimizer's `apply`.
 
     Attributes:
@@ -82,20 +82,28 @@ class _Update:
         for variable, _ in self._present():
             storage = variable.storage
             if (storage, variable.member) in sums:
-                gradients[id(variable)] = variable.reduced(partial_sums.total(sums[storage, variable.member]))
+                gradients[id(variable)] = _reduced(sums[storage, variable.member], variable)
             elif storage in gathered:
                 gradients[id(variable)] = storage.format.read(gathered[storage], variable.member)
             else:
                 gradients[id(variable)] = sums[storage, None]
-        self.optimizer.apply([gradients.get(id(_backend(each))) for each in self.variables], self.variables)
+        self.optimizer.apply([gradients.get(id(sharded_of(each))) for each in self.variables], self.variables)
 
     def _present(self) -> Iterable[tuple[ShardedVariable, tf.Tensor]]:
         for variable, gradient in zip(self.variables, self.gradients, strict=True):
             if gradient is not None:
-                yield _backend(variable), gradient
+                yield sharded_of(variable), gradient
 
 
-def _backend(variable: keras.Variable | tf.Variable) -> ShardedVariable:
+def _reduced(stacked: tf.Tensor, variable: ShardedVariable) -> tf.Tensor:
+    """The gradient of a variable, of what each device has added up of it."""
+    if variable.layout.compression is None:
+        return variable.reduced(partial_sums.total(stacked))
+    with _private.stop_recording():
+        return compression.of_parts(partial_sums.unstacked(stacked, variable.mesh), variable, variable.mesh)
+
+
+def sharded_of(variable: keras.Variable | tf.Variable) -> ShardedVariable:
     own = _private.backend_variable(variable) if isinstance(variable, keras.Variable) else variable
     if not isinstance(own, ShardedVariable):
         raise StrategyError(
@@ -117,7 +125,7 @@ class _Traced:
 
     outputs: list[Any]
     structure: Any
-    updates: list[_Update]
+    updates: list[Update]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +187,7 @@ class Microbatches:
         return self._loop((args, kwargs), learned, part_of, self._totals(learned, part_of))
 
     def _trace(self, given: Any, change: Callable[[_private.Reduced], tf.Tensor]) -> _Traced:
-        updates: list[_Update] = []
+        updates: list[Update] = []
         step = steps.current()
         assert step is not None
 
@@ -188,8 +196,8 @@ class Microbatches:
 
         def later(optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
             share = 1.0 if id(optimizer) in scaled else 1 / count
-            updates.append(_Update(optimizer=optimizer, gradients=gradients, variables=variables, share=share))
-            step.update_later(_backend(variable) for variable in variables)
+            updates.append(Update(optimizer=optimizer, gradients=gradients, variables=variables, share=share))
+            step.update_later(sharded_of(variable) for variable in variables)
 
         def scale(optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
             # Gradients of float16 overflow where they do with the whole batch.
@@ -206,7 +214,7 @@ class Microbatches:
     def _own_gradient(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
         return functools.partial(partial_sums.of_gradient, mesh=self.mesh) if self.reduce_once else None
 
-    def _sums(self, update: _Update) -> dict[_Summed, tf.Tensor]:
+    def _sums(self, update: Update) -> dict[_Summed, tf.Tensor]:
         return update.sums(self.mesh, reduced=not self.reduce_once)
 
     def _axes(self, key: _Summed, rank: int) -> Axes:
@@ -308,7 +316,7 @@ class Microbatches:
             graph = tf.compat.v1.get_default_graph()
             carried = {storage: loops.made_here(value) for storage, value in zip(learned.state, state, strict=True)}
             with steps.part_scope(graph, carried, self._own_gradient) as part:
-                done = self._trace(tf.nest.pack_sequence_as(given, part_of(number)), _Shares(count, totals))
+                done = self._trace(tf.nest.pack_sequence_as(given, part_of(number)), Shares(count, totals))
                 added = [
                     {
                         key: transfer.relayout(total + gradient, self._axes(key, gradient.shape.rank), self.mesh)
@@ -399,7 +407,7 @@ def parts_of(
     return Microbatches(fn=fn, parts=parts, mesh=mesh, reduce_once=reduce_once)
 
 
-class _Shares:
+class Shares:
     """Makes losses of a part, divided by what the part has, such that their mean over the parts is that of the batch.
 
     Args:

@@ -29,7 +29,7 @@ _KerasModel: Any = object
 _StepFunction = Callable[[Any], Any]
 
 
-class _Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
+class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
     """Mixed into a Keras model's class: `compile` takes `strategy=`, and steps take their batches to the mesh."""
 
     # Keras's: a step function, or None while there is none.
@@ -78,12 +78,17 @@ class _Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         strategy, clone = _private.distribute_strategy(self), _private.clone_being_made()
         if clone is None or not isinstance(strategy, ShardedStrategy):
             return super().get_compile_config()
-        if not isinstance(clone, keras.Model):
+        if not isinstance(clone, keras.Model) or not self._prepares(clone):
             # Of a subclassed model, which Keras makes from its config: not compiled rather than not sharded.
             return None
         # What follows is clone.compile_from_config(), which shards it.
-        _private.set_distribute_strategy(as_distributed(clone), strategy)
+        _private.set_distribute_strategy(clone, strategy)
         return super().get_compile_config()
+
+    def _prepares(self, clone: keras.Model) -> bool:
+        """Makes of a clone what is compiled as this model is; False if that cannot be."""
+        as_distributed(clone)
+        return True
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         own = super().compile_from_config
@@ -315,11 +320,11 @@ def _joined(*parts: Any) -> Any:
     return tf.constant(on_host[0] if len(on_host) == 1 else np.concatenate(on_host))
 
 
-def _predict_function(model: _Distributed) -> _StepFunction:
+def _predict_function(model: Distributed) -> _StepFunction:
     """What Keras makes for predictions."""
     mine = model.predict_function
     try:
-        super(_Distributed, model).make_predict_function(force=True)
+        super(Distributed, model).make_predict_function(force=True)
         function: _StepFunction = model.predict_function
     finally:
         model.predict_function = mine
@@ -346,7 +351,7 @@ def _distributed_class(cls: type) -> type:
 
     It has the name and module of its parent, so that what is saved loads in a plain Keras process.
     """
-    bases = (_Distributed, *generation.mixins(cls), cls)
+    bases = (Distributed, *generation.mixins(cls), cls)
     created = type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
     _private.register_same_name(created, cls)
     return created
@@ -375,7 +380,7 @@ def as_distributed(model: keras.Model) -> keras.Model:
     """
     if not isinstance(model, keras.Model):
         raise StrategyError(f"as_distributed takes a keras.Model. Received: {model!r} (of type {type(model)})")
-    if not isinstance(model, _Distributed):
+    if not isinstance(model, Distributed):
         cls: Any = type(model)  # A type is hashable, which mypy does not know of every one.
         model.__class__ = _distributed_class(cls)
     return model
@@ -384,7 +389,7 @@ def as_distributed(model: keras.Model) -> keras.Model:
 adoption.model_adopters.append(as_distributed)
 
 
-class Model(_Distributed, keras.Model):  # type: ignore[misc]  # Keras has no types.
+class Model(Distributed, keras.Model):  # type: ignore[misc]  # Keras has no types.
     """`keras.Model` whose `compile` takes `strategy=`, for functional and subclassed models.
 
     >>> import keras, tfshard
@@ -423,7 +428,7 @@ def _functional_subclass(cls: type) -> type:
     )
 
 
-class Sequential(_Distributed, keras.Sequential):  # type: ignore[misc]  # Keras has no types.
+class Sequential(Distributed, keras.Sequential):  # type: ignore[misc]  # Keras has no types.
     """`keras.Sequential` whose `compile` takes `strategy=`.
 
     >>> import keras, tfshard

@@ -8,8 +8,10 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.graph import auto_layout, inventory
-from tfshard.layouts import variable_layout
+from tfshard.layouts import compressed_form, variable_layout
 from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.compression import Compression
+from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtypes
@@ -46,6 +48,8 @@ class Placer:
         analyzer: Which small variables share a buffer; None: each is by itself.
         slot_dtypes: In which dtype the moments of float32 variables rest.
         slots_on_host: Whether moments that are updated in shards rest on the host of the mesh.
+        compression: What is done with gradients before devices add them up.
+        tables: Which variables are embedding tables.
     """
 
     def __init__(
@@ -57,7 +61,11 @@ class Placer:
         analyzer: ParameterAnalyzer | None,
         slot_dtypes: SlotDtypes,
         slots_on_host: bool,
+        compression: Compression,
+        tables: EmbeddingTables | None = None,
     ):
+        self.compression = compression
+        self.tables = tables
         self.slot_dtypes = slot_dtypes
         self.slots_on_host = slots_on_host
         self.mesh = mesh
@@ -74,21 +82,24 @@ class Placer:
 
     def plan_variable(self, spec: VariableSpec) -> VariableLayout:
         """The layout of a variable by itself under this strategy. Needs no device."""
-        return variable_layout.plan_variable(
+        layout = variable_layout.plan_variable(
             spec,
             layout_map=self.layout_map,
             mesh_shape=self.mesh_shape,
             zero_stage=self.zero_stage,
             slot_dtypes=self.slot_dtypes,
             slots_on_host=self.slots_on_host,
+            tables=self.tables,
         )
+        return compressed_form.chosen(layout, self.compression, self.mesh_shape)
 
     def layout_map_for(self, model: keras.Model) -> LayoutMap:
         """The layout map of a model: with `layout_map="auto"` the one found for it, empty until it is built."""
         if not self.auto or not model.built:
             return self.layout_map
         if model not in self._found_maps:
-            self._found_maps[model] = auto_layout.auto_layout_map(model, self.mesh)
+            found = auto_layout.auto_layout_map(model, self.mesh)
+            self._found_maps[model] = found if self.tables is None else self.tables.take_out_of(found)
         return self._found_maps[model]
 
     def may_move(self, layout: VariableLayout) -> bool:
@@ -132,6 +143,8 @@ class Placer:
             resting=resting,
             slot_dtypes=self.slot_dtypes,
             slots_on_host=self.slots_on_host,
+            compression=self.compression,
+            tables=self.tables,
         )
         # Without the layers: they would keep the model, and with it this entry.
         self._placements[model] = (
@@ -147,6 +160,8 @@ class Placer:
             LayoutError: It does not fit the model, or leaves a large matrix whole that it does not mention. With
                 `layout_map="auto"`: it found nothing to shard over a model axis.
         """
+        if model.built and self.tables is not None and model not in self._checked:
+            self.tables.check_used([spec.path for spec in self.placement_of(model).specs])
         if model.built and model not in self._checked:
             (linter.check_found if self.auto else linter.check)(model, self.placement_of(model))
             self._checked.add(model)

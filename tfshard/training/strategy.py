@@ -14,11 +14,14 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import batching, clients, gathers, host_meshes, reductions, replicas, startup, transfer
-from tfshard.devices.mesh import create_mesh
+from tfshard.devices.mesh import create_mesh, rank_meshes
 from tfshard.errors import MeshError, StrategyError
 from tfshard.graph import auto_layout, model_specs
+from tfshard.layouts import compression as compression_of_gradients
 from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
+from tfshard.layouts.compression import Compression
+from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
@@ -26,6 +29,7 @@ from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats
 from tfshard.operations import blocks as blocks_of_layers
 from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, plan_placement
+from tfshard.planning.links import LinksLike
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.variable_traffic import Parts
 from tfshard.storage import turns
@@ -81,11 +85,19 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             them for their update. Sums of gradients and averages of weights stay. On CPU devices slots rest on the host
             anyhow: a warning says that nothing is done. Not run: no GPU was there (docs/planning.md says what to look
             at when one is).
+        compression: How gradients of 64 KiB and more go between devices, or, where there are replicas, between
+            those: `"bfloat16"`, in half the bytes; `"int8"`, in about a quarter; or a `tfshard.PowerSGD`, for
+            kernels of Dense and EinsumDense. What a step does not send of a gradient, each device keeps in float32, and
+            sends with a later one (docs/compression.md). On meshes without a model axis; eager steps add up exactly.
+        tables: Which embedding tables rest sharded by rows at every stage, and are read and updated by the rows that a
+            step looks up, never gathered: a `tfshard.EmbeddingTables`, or patterns of their paths for one that does
+            what Keras does (docs/tables.md).
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
         LayoutError: `layout_map` is of another type or names an axis that the mesh does not have.
-        StrategyError: An unknown stage or slot dtype; `offload` on TPUs, or where no slot is sharded.
+        StrategyError: An unknown stage, slot dtype or compression; `offload` on TPUs, or where no slot is sharded;
+            `compression` on a mesh with a model axis.
 
     The batch is global: `batch_size` in `fit` is the number of samples of one step over all devices, the loss is
     the mean over that batch, and `num_replicas_in_sync` is 1.
@@ -117,7 +129,10 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         microbatches: int = 1,
         reduce_once: bool = False,
         offload: str | None = None,
+        compression: Compression = None,
+        tables: EmbeddingTables | str | Sequence[str] | None = None,
     ):
+        settings_of_ranks = {name: value for name, value in locals().items() if name not in ("self", "mesh")}
         variable_layout.takes_slots_to_host(offload)
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
             raise MeshError(
@@ -135,7 +150,15 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         self.reduce_dtype = reduce_dtype
         mesh = mesh or getattr(layout_map, "mesh", None)
         mesh = mesh or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
+        # Of each place on the pipeline axis; this is that of the last one, where losses and metrics are.
+        self.pipeline_axes = axis_sizes(mesh)
+        *others, mesh = rank_meshes(mesh)
+        self.ranks: tuple[ShardedStrategy, ...] = (
+            *(ShardedStrategy(each, **settings_of_ranks) for each in others),
+            self,
+        )
         offload = offload if _offloads(offload, mesh, zero_stage) else None
+        compression_of_gradients.check(compression, axis_sizes(mesh))
         given = None if auto_layout.is_auto(layout_map) else LayoutMap.from_any(layout_map, axis_sizes(mesh))
         if startup.current() is None:
             startup.initialize()
@@ -149,8 +172,10 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             analyzer=analyzer,
             slot_dtypes=SlotDtypes.of(slot_dtype),
             slots_on_host=offload is not None,
+            compression=compression,
             sequence_parallel=sequence_parallel,
             already_sharded=already_sharded,
+            tables=EmbeddingTables.of(tables),
         )
         self.microbatches = microbatches
         self.reduce_once = reduce_once
@@ -164,12 +189,15 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                     "already_sharded": already_sharded, "sequence_parallel": sequence_parallel,
                     "gathering": repr(self.gathering), "reduce_dtype": reduce_dtype,
                     "slot_dtypes": repr(self.slot_dtypes), "microbatches": microbatches,
-                    "reduce_once": reduce_once, "offload": offload}  # fmt: skip
+                    "reduce_once": reduce_once, "offload": offload, "compression": repr(compression),
+                    "tables": repr(self.tables)}  # fmt: skip
         clients.here().agree("the strategy", settings, error=StrategyError)
         gathers.choose(mesh)
         reductions.choose(reduce_dtype)
         transfer.meet(mesh)
         replicas.meet(mesh)
+        if compression is not None:
+            replicas.meet_to_exchange(mesh)
         # Who is told of the steps of a `fit`.
         self.watched = Watched()
         # The shapes that each function has been run on.
@@ -188,11 +216,25 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
 
     def __repr__(self) -> str:
         layout_map = repr(auto_layout.AUTO) if self.auto else self.layout_map
-        return f"ShardedStrategy(mesh={self.mesh_shape}, zero_stage={self.zero_stage}, layout_map={layout_map})"
+        return f"ShardedStrategy(mesh={self.pipeline_axes}, zero_stage={self.zero_stage}, layout_map={layout_map})"
 
     def scope(self) -> "_Scope":
         """The context in which variables are born sharded and Keras models belong to this strategy."""
         return _Scope(super().scope(), self)
+
+    def check_takes(self, model: keras.Model) -> None:
+        if self.pipeline_axes.pipeline is None or model in self.own_parts:
+            return
+        if model in self.in_parts:
+            raise StrategyError(
+                f"Model '{model.name}' is computed in parts by a pipeline: fit, evaluate, predict, their *_on_batch, "
+                "checkpoints, files, plan and report take it. For others, build it on a mesh without a pipeline axis."
+            )
+        raise StrategyError(
+            f"The mesh has a pipeline axis, and model '{model.name}' is not cut into parts for it. Call model = "
+            "tfshard.pipeline(model, stages=..., microbatches=...) before it is compiled, outside of the strategy's "
+            f"scope, or leave the axis out. Received: mesh={self.pipeline_axes}"
+        )
 
     # --- running --------------------------------------------------------------------------------------
 
@@ -217,6 +259,11 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         del options
         if not isinstance(args, (list, tuple)):
             raise ValueError(f"Positional args must be a list or tuple. Received: args={args!r} (of type {type(args)})")
+        if self.pipeline_axes.pipeline is not None:
+            raise StrategyError(
+                "A strategy whose mesh has a pipeline axis runs the steps of models that tfshard.pipeline has cut, by "
+                f"fit and its like. For a loop of your own, leave the axis out. Received: mesh={self.pipeline_axes}"
+            )
         readiness.make_step_ready(fn, self)
         if _private.is_eager():
             self.adopt_global_seed()
@@ -303,7 +350,8 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         A batch that the axis does not divide is whole on every device.
         """
         del options
-        return datasets.ShardedDataset(dataset, self.mesh, self.already_sharded)
+        # The parts of a pipeline take their microbatches each.
+        return datasets.ShardedDataset(dataset, None if len(self.ranks) > 1 else self.mesh, self.already_sharded)
 
     @property
     def input_shard(self) -> batching.InputShard:
@@ -312,8 +360,15 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
 
     # --- models ---------------------------------------------------------------------------------------
 
+    def _check_not_in_parts(self, model: keras.Model, instead: str) -> None:
+        if model in self.in_parts:
+            raise StrategyError(
+                f"Model '{model.name}' is on several meshes, by parts: use tfshard.pipelining.{instead}(model)."
+            )
+
     def report(self, model: keras.Model) -> Report:
         """What each device holds: the totals, and every variable with its layout and bytes."""
+        self._check_not_in_parts(model, "reports")
         return Report.from_model(model, self)
 
     def recompute(
@@ -356,7 +411,13 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         return found
 
     def plan(
-        self, model: keras.Model, optimizer: keras.optimizers.Optimizer | str | None = None, inputs: Any = None
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer | str | None = None,
+        inputs: Any = None,
+        *,
+        links: LinksLike | None = None,
+        compute_seconds: float | None = None,
     ) -> ShardingPlan:
         """What will be stored where, and what each step will send, for a built model. Nothing is changed or run.
 
@@ -364,7 +425,10 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             model: A built `keras.Model`, sharded or not.
             optimizer: An optimizer or its name, for the slots; by default the one the model is compiled with.
             inputs: What a step calls the model on, for the bytes of activations over a model axis.
+            links: As for `tfshard.plan`.
+            compute_seconds: As for `tfshard.plan`.
         """
+        self._check_not_in_parts(model, "plan")
         placement = self.placement_of(model)
         specs = model_specs.specs_of(model)
         if placement.specs != specs or not placement.has_whole_groups():
@@ -376,10 +440,19 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 layout_map=placement.layout_map,
                 groups=self.analyzer,
                 slot_dtypes=self.slot_dtypes,
+                compression=self.compression,
+                tables=self.tables,
             )
         parts = Parts(count=self.microbatches, reduce_once=self.reduce_once)
         planned = plan_placement(
-            placement, model, optimizer=optimizer, inputs=inputs, gathering=self.gathering, parts=parts
+            placement,
+            model,
+            optimizer=optimizer,
+            inputs=inputs,
+            gathering=self.gathering,
+            parts=parts,
+            links=links,
+            compute_seconds=compute_seconds,
         )
         if not self.sequence_parallel:
             return planned

@@ -176,7 +176,9 @@ class Recorder:
                     self.values[key] = None
                     continue
                 self._note(key, gradient)
-                if self._gradients is not None:
+                tables = self._subject.strategy.tables
+                is_table = tables is not None and tables.matches_path(path)
+                if self._gradients is not None and not is_table:  # Whose squares depend on how it is sparse.
                     given[i] = self._instead(gradient, self._gradients.get(key))
             return apply(given, trainable_variables)
 
@@ -299,7 +301,8 @@ def run_sharded(subject: Subject, batch: Any, select: Select | None = None, *, r
         return Recorder(subject, pin=pin if return_randoms else None)
 
     def run_step(step: Method, data: Any) -> Any:
-        with strategy.extended.results_stay_sharded():
+        # Compressed gradients are not those of one device, nor meant to be.
+        with strategy.extended.results_stay_sharded(), strategy.extended.adding_up_exactly():
             return strategy.run(step, args=(data,))
 
     with failures.translated_errors(f"A step of model '{subject.model.name}'"):

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.devices import batching, clients, transfer
 from tfshard.errors import StrategyError
+from tfshard.layouts.embedding_tables import LAZY
 from tfshard.training import readiness
 from tfshard.training.strategy import ShardedStrategy
 from tfshard.verifying.comparison import Comparison
@@ -36,7 +37,8 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
         A `Verification`.
 
     Raises:
-        StrategyError: The model is not compiled with a ShardedStrategy, or this is a client of a launched run.
+        StrategyError: The model is not compiled with a ShardedStrategy, or it has lazy embedding tables, or this is a
+            client of a launched run.
         UnsupportedOperationError: The step has an operation that DTensor cannot expand.
 
     Example:
@@ -55,6 +57,11 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
             "verify takes a model that is compiled with a ShardedStrategy: "
             "tfshard.as_distributed(model).compile(optimizer, loss, strategy=...). "
             f"Received: model '{getattr(model, 'name', model)}' under {strategy!r}"
+        )
+    if strategy.tables is not None and strategy.tables.sparse == LAZY:
+        raise StrategyError(
+            "verify compares with what Keras does on one device, which updates no table lazily. Verify the model with "
+            f"sparse='keras'. Received: tables={strategy.tables}"
         )
     if clients.here().is_launched:
         raise StrategyError(

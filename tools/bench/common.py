@@ -28,6 +28,15 @@ def run_child(*arguments: str) -> dict:
     return json.loads(output.splitlines()[-1])
 
 
+def rounds(ways: Iterable[str], count: int) -> dict[str, list[dict]]:
+    """Runs this script as each way, `count` times in turn: what each run of a way said, in order."""
+    results: dict[str, list[dict]] = {way: [] for way in ways}
+    for _ in range(count):
+        for way, runs in results.items():
+            runs.append(run_child(f"--way={way}"))
+    return results
+
+
 def origin() -> str:
     """Versions and machine."""
     import keras

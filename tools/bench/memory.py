@@ -74,10 +74,7 @@ def main(argv):
         return
     if _ALLOCATOR.value == "system":
         os.environ.update(common.SYSTEM_ALLOCATOR)
-    results: dict = {way: [] for way in _WAYS.value}
-    for _ in range(_ROUNDS.value):
-        for way, runs in results.items():
-            runs.append(common.run_child(f"--way={way}"))
+    results = common.rounds(_WAYS.value, _ROUNDS.value)
     first = results[_WAYS.value[0]][0]
     unit = 4 * first["parameters"]
     print(f"{first['origin']}, {_ALLOCATOR.value}'s allocator, median (and range) of {_ROUNDS.value} rounds")

@@ -48,10 +48,7 @@ def main(argv):
     if _WAY.value:
         print(json.dumps(measure(_WAY.value)))
         return
-    results: dict = {way: [] for way in _WAYS.value}
-    for _ in range(_ROUNDS.value):
-        for way, runs in results.items():
-            runs.append(common.run_child(f"--way={way}"))
+    results = common.rounds(_WAYS.value, _ROUNDS.value)
     measured = results[_WAYS.value[0]]
     print(f"{measured[0]['origin']}, median (and range) of {_ROUNDS.value} rounds")
     print(f"2 LSTM layers of {_UNITS.value} units, {_TIMESTEPS.value} timesteps, batch {_BATCH_SIZE.value}, SGD")

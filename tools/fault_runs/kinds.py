@@ -23,6 +23,11 @@ flags.DEFINE_integer("every_steps", 1, "Steps from one checkpoint to the next.")
 flags.DEFINE_bool("async_save", False, "Write checkpoints in a thread.")
 flags.DEFINE_float("step_seconds", 0.0, "Sleep after each step.")
 flags.DEFINE_integer("model_axis", 1, "Size of the model axis, across clients.")
+_REPLICAS = flags.DEFINE_list("replicas", ["1"], "Of the mesh, in the first start and in each restart; 1: it is flat.")
+_PIPELINE = flags.DEFINE_list("pipeline", ["1"], "Places on the pipeline axis, likewise; 1: there is none.")
+_COMPRESSION = flags.DEFINE_list(
+    "compression", ["none"], "Of gradients, in the first start and in each restart: none, bfloat16, int8."
+)
 
 
 def fault() -> tuple[str, int]:
@@ -31,6 +36,26 @@ def fault() -> tuple[str, int]:
     if int(os.environ["TFSHARD_LOCAL_INDEX"]) != _CLIENT.value or restart >= len(_FAULT.value):
         return "", 0
     return _FAULT.value[restart], int(_AT_STEP.value[min(restart, len(_AT_STEP.value) - 1)])
+
+
+def replicas() -> int:
+    """How many replicas the mesh of this start has."""
+    return int(_of_this_start(_REPLICAS.value))
+
+
+def pipeline() -> int:
+    """How many places the pipeline axis of this start has."""
+    return int(_of_this_start(_PIPELINE.value))
+
+
+def compression() -> str | None:
+    """What this start does with gradients."""
+    name = _of_this_start(_COMPRESSION.value)
+    return None if name == "none" else name
+
+
+def _of_this_start(values: list[str]) -> str:
+    return values[min(int(os.environ["TFSHARD_RESTART"]), len(values) - 1)]
 
 
 def kill() -> None:

@@ -3,6 +3,9 @@
 import keras
 import tensorflow as tf
 
+# From how many bytes on its gradients are compressed, where that is asked for: all but the last bias.
+COMPRESSED_BYTES = 100
+
 
 def batches(steps: int, wrong_from: int | None = None) -> tf.data.Dataset:
     """The batches of a run, other ones from a step on."""

@@ -130,6 +130,23 @@ def faults(num_processes: int) -> dict[str, Fault]:
             cause=rf"Client {client} was killed by signal 9 \(SIGKILL\) (in|after) training step \d+",
             code=137,
         )
+    for client in (0, num_processes - 1):
+        found[f"hybrid_kill_{client}"] = Fault(
+            flags=(f"--replicas={num_processes}",),
+            launch_flags=("--devices_per_process=2",),
+            bring_about=_signal_client(client, signal.SIGKILL),
+            cause=rf"Client {client} was killed by signal 9 \(SIGKILL\) (in|after) training step \d+",
+            code=137,
+            bare=False,
+        )
+        found[f"pipeline_kill_{client}"] = Fault(
+            flags=("--pipeline=2",),
+            launch_flags=("--devices_per_process=2",),
+            bring_about=_signal_client(client, signal.SIGKILL),
+            cause=rf"Client {client} was killed by signal 9 \(SIGKILL\) (in|after) training step \d+",
+            code=137,
+            bare=False,
+        )
     return found | {
         "kill_importing": Fault(
             flags=("--fault=kill_importing",),

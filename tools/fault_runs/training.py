@@ -13,6 +13,7 @@ from absl import flags
 import tfshard
 from tfshard.checkpoints import writer
 from tfshard.devices import clients, startup
+from tfshard.layouts import variable_layout
 
 _FLAGS = flags.FLAGS
 # Where a save of several clients is cut off: before or after which function of tfshard/checkpoints/writer.py.
@@ -78,6 +79,17 @@ def train(fault: str, at_step: int) -> None:
         _kill_in_save(fault, at_step)
     keras.utils.set_random_seed(1 if fault == "seed" else 0)
     axes = {"model": _FLAGS.model_axis, "batch": -1} if _FLAGS.model_axis > 1 else {"batch": -1}
+    options: dict[str, Any] = {}
+    if kinds.replicas() > 1:
+        axes = {"replica": kinds.replicas(), **axes}
+        # Each gradient is added up in a replica first, and then between them, also those of this small model.
+        variable_layout.LEAST_BY_REPLICAS_BYTES = 0
+        options = {"analyzer": None}
+    if kinds.pipeline() > 1:
+        axes = {"pipeline": kinds.pipeline(), **axes}
+    if (how := kinds.compression()) is not None:
+        variable_layout.LEAST_BY_REPLICAS_BYTES = small.COMPRESSED_BYTES
+        options = {"analyzer": None, "compression": how}
     if fault == "mesh":
         axes = {"batch": 1, "model": -1}
     layout_map = tfshard.LayoutMap()
@@ -94,8 +106,10 @@ def train(fault: str, at_step: int) -> None:
                 kinds.kill()
             return super().call(x)
 
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, **options)
     model = tfshard.as_distributed(small.build(Up))
+    if kinds.pipeline() > 1:
+        model = tfshard.pipeline(model, kinds.pipeline(), microbatches=3)
     model.compile(keras.optimizers.Adam(1e-2), "mse", strategy=strategy)
     callbacks: list[Any] = []
     if _FLAGS.state:

@@ -1,0 +1,25 @@
+"""Which meshes of several clients have places on a pipeline axis that DTensor can be told of."""
+
+import math
+
+import pytest
+
+import tfshard
+from tfshard.devices import mesh
+from tfshard.layouts.axes import MeshAxes
+
+
+@pytest.mark.parametrize(
+    "axes", [{"pipeline": 2, "batch": 4}, {"batch": 3, "pipeline": 2}, {"pipeline": 6}, {"pipeline": 3, "batch": 2}]
+)
+def test_places_with_as_many_devices_of_each_of_their_clients_can_be(axes):
+    """With two devices of each client."""
+    mesh.check_ranks(MeshAxes.of(axes), num_clients=math.prod(axes.values()) // 2)
+
+
+def test_a_place_with_more_devices_of_one_client_is_refused_with_what_would_do():
+    expected = r"{0: 2, 1: 1} devices by client.*Give the axis 3 places"
+    with pytest.raises(tfshard.errors.MeshError, match=expected) as error:
+        mesh.check_ranks(MeshAxes.of({"pipeline": 2, "batch": 3}), num_clients=3)
+    assert "name it last" in str(error.value)
+    mesh.check_ranks(MeshAxes.of({"batch": 3, "pipeline": 2}), num_clients=3)

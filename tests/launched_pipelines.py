@@ -1,0 +1,142 @@
+"""Clients train pipelines over meshes of all kinds, and say what they find."""
+
+import json
+import pathlib
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+import tfshard
+from tfshard.devices import between_meshes, instances, mesh, messages, transfer
+
+RANDOM = np.random.RandomState(0)
+STEPS = 3
+X = RANDOM.randint(0, 32, (16 * STEPS, 6)).astype("int32")
+Y = RANDOM.randint(0, 32, (16 * STEPS, 6))
+
+# Axes, parts and schedule, by name. With two clients of two devices: a place of the pipeline axis is a client; each
+# client has a device of each place; two places are in each client; a client has two parts of each place.
+MESHES = {
+    "a client each": ({"pipeline": 2, "batch": 2}, 2, "1f1b"),
+    "across clients": ({"batch": 2, "pipeline": 2}, 2, "gpipe"),
+    "two in each client": ({"pipeline": 4}, 4, "1f1b"),
+    "interleaved": ({"pipeline": 2, "model": 2}, 4, "interleaved"),
+}
+
+
+def build() -> keras.Model:
+    """A table that is also the last matrix: it is on two places of the pipeline axis."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,), dtype="int32")
+    table = keras.layers.ReversibleEmbedding(32, 16, name="table")
+    x = table(inputs)
+    for number in range(5):
+        x = keras.layers.Dense(16, activation="tanh", name=f"dense_{number}")(x)
+    x = keras.layers.LayerNormalization(name="norm")(x)
+    return keras.Model(inputs, table(x, reverse=True), name="net")
+
+
+def compiled(where: tuple[dict[str, int], int, str] | None) -> keras.Model:
+    model = build()
+    optimizer = keras.optimizers.Adam(1e-2, global_clipnorm=0.5)
+    loss, metrics = keras.losses.SparseCategoricalCrossentropy(from_logits=True), ["accuracy"]
+    if where is None:
+        model.compile(optimizer, loss, metrics=metrics, jit_compile=False)
+        return model
+    axes, parts, schedule = where
+    model = tfshard.pipeline(model, parts, microbatches=4, schedule=schedule)
+    layout_map = tfshard.LayoutMap()
+    if "model" in axes:
+        layout_map.column("dense_.*/kernel", optional=True)
+    layout_map.whole(".*", optional=True)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map)
+    model.compile(optimizer, loss, metrics=metrics, strategy=strategy)
+    return model
+
+
+def found_of(model: keras.Model) -> dict:
+    """What fit, evaluate and predict give, and the weights."""
+    history = model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+    return {
+        "fit": {name: values[-1] for name, values in history.history.items()},
+        "evaluate": model.evaluate(X, Y, batch_size=16, verbose=0, return_dict=True),
+        "predict": model.predict(X[:20], batch_size=16, verbose=0)[:, 0].tolist(),
+        "weights": {variable.path: variable.numpy().tolist() for variable in model.variables},
+    }
+
+
+# What clients can send each other; bits that are no number arrive, too.
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "int8", "uint8", "uint16", "bool")
+
+
+def sent_and_received() -> dict[str, bool]:
+    """What a tensor of each dtype is on the other mesh, there and back again: whether it has the same bytes."""
+    meshes = mesh.rank_meshes(tfshard.create_mesh(pipeline=2, batch=2))
+    found = {}
+    for dtype in DTYPES:
+        # Each byte another number, among them those of NaNs.
+        value = np.arange(48, dtype="uint8") % 2 if dtype == "bool" else 255 - np.arange(48, dtype="uint8")
+        rows = value.view(tf.as_dtype(dtype).as_numpy_dtype).reshape(2, -1)
+        there = between_meshes.handed_over(transfer.host_to_mesh(rows, ("batch", None), meshes[0]), meshes[1])
+        back = between_meshes.handed_over(there, meshes[0])
+        messages.wait_until_sent()
+        assert dtensor.fetch_layout(back).mesh == meshes[0]
+        for name, tensor in (("there", there), ("back", back)):
+            found[f"{dtype} {name}"] = transfer.to_host(tensor).tobytes() == rows.tobytes()
+    scalar = between_meshes.handed_over(transfer.host_to_mesh(np.float32(7), (), meshes[0]), meshes[1])
+    found["a scalar"] = float(transfer.to_host(scalar)) == 7
+    messages.wait_until_sent()
+    return found
+
+
+def flat_loss() -> float:
+    """Of a step of a model on a mesh of all clients, which have compiled other functions by then."""
+    model = tfshard.as_distributed(build())
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), strategy=strategy)
+    return float(model.train_on_batch(X[:16], Y[:16]))
+
+
+def numbers_of_collectives() -> list[list[int]]:
+    """What each client would number its next collective by, when one of them has compiled five more; and behind
+    `count_alike`."""
+    if tfshard.collectives.rank() == 0:
+        instances._compile_unused(5)
+    before = messages.of_all(instances._compile_unused(1))
+    instances.count_alike()
+    return [before, messages.of_all(instances._compile_unused(1))]
+
+
+def main(directory: pathlib.Path, names: list[str]) -> None:
+    def tell(name: str, found: object) -> None:
+        """In a file: what TensorFlow says may come into the middle of a long line of the output."""
+        (directory / f"found {tfshard.collectives.rank()} {name}.json").write_text(json.dumps(found))
+
+    tell("messages", sent_and_received())
+    for name in names:
+        model = compiled(MESHES[name])
+        found = found_of(model)
+        model.distribute_strategy.check_consistency(model)
+        here = [
+            sum(len(each.value.storage.local_tensors()) for each in rank.variables) / len(rank.variables)
+            for rank in tfshard.pipelining.models.pipeline_of(model).ranks
+        ]
+        measured = tfshard.pipelining.measured(model)
+        found |= {"devices": here, "bubble": measured.bubble, "in flight": measured.in_flight}
+        found["stored"] = [report.bytes_per_device() for report in tfshard.pipelining.reports(model)]
+        tfshard.CheckpointManager(directory / name).save(model, STEPS)
+        tfshard.export(model, str(directory / f"{name}.keras"))
+        tell(name, found)
+    callbacks = [tfshard.callbacks.Telemetry(profile_every=2), keras.callbacks.LearningRateScheduler(lambda epoch: 0.0)]
+    history = model.fit(X, Y, batch_size=16, epochs=2, verbose=0, callbacks=callbacks).history
+    told = {name: history[name][-1] for name in ("samples_per_second", "collective_seconds", "device_bytes")}
+    tell("telemetry", told)
+    tell("flat", flat_loss())
+    tell("numbers", numbers_of_collectives())
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,39 @@
+"""Tensors from one mesh to another that has the same axes and other devices."""
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard.devices import messages, transfer
+
+
+def handed_over(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """A tensor on another mesh: each of its devices gets what the one in the same place has. Eager only.
+
+    In a launched run all clients call this. Those that have devices of neither mesh have nothing to do; what comes from
+    another client is waited for, and what goes to one is sent while this one goes on.
+
+    Args:
+        tensor: A DTensor.
+        mesh: A mesh with axes of the same names and sizes as the tensor's.
+
+    Returns:
+        The same values in the same layout, on `mesh`.
+    """
+    before = dtensor.fetch_layout(tensor)
+    if before.mesh == mesh:
+        return tensor
+    layout = dtensor.Layout(before.sharding_specs, mesh)
+    own = iter(messages.unpacked(tensor))
+    shape = transfer.piece_shape(tuple(tensor.shape), before)
+    pieces = []
+    for source, target in zip(messages.devices_of(before.mesh), messages.devices_of(mesh), strict=True):
+        piece = next(own) if messages.is_here(source) else None
+        if not messages.is_here(target):
+            if piece is not None:
+                messages.send(piece, source, target)
+        elif piece is None:
+            pieces.append(messages.received(shape, tensor.dtype, source, target))
+        else:
+            with tf.device(target):
+                pieces.append(tf.identity(piece))
+    return messages.packed(pieces, tensor.shape, tensor.dtype, layout)

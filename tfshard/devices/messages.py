@@ -1,0 +1,206 @@
+"""Tensors from a device to one that may be another client's, and values from one client to the others.
+
+Between clients a message is a broadcast in a group of two (`CollectiveBcastSendV2`, `CollectiveBcastRecvV2`), so it
+goes the way of all collectives. What one device sends to another arrives in the order in which it was sent: both
+clients have to come to the messages of such a pair in the same order. A thread for each pair sends, while the one that
+sent goes on.
+
+DTensor has meshes that a client has no devices of ("remote"): there, tensors have a layout, a shape and no value, and
+an operation does nothing. So all clients trace and compile the same functions in the same order, by which DTensor
+numbers its collectives.
+"""
+
+import collections
+from collections.abc import Sequence
+from concurrent import futures
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.devices import clients, startup
+from tfshard.devices.words import from_words, to_words
+
+# Keys of groups: between DTensor's own and those of replicas.py.
+_FIRST_GROUP, _PLACES = 0x20000000, 1 << 13
+# What a broadcast takes, and what goes as something else of as many bits.
+_TAKEN = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+_AS = {tf.bfloat16: tf.float16}
+
+# An end that is the host of a client, beside its devices.
+_HOST = "host:"
+
+# A number for each shape and dtype that one end has sent to another, in the order in which both came to them.
+# TensorFlow keeps what it knows of each for good, and asks client 0 for it once.
+_instances: dict[tuple[str, str], dict[tuple[tuple[int, ...], tf.DType], int]] = collections.defaultdict(dict)
+_senders: dict[tuple[str, str], futures.ThreadPoolExecutor] = {}
+_stand_ins: dict[tuple[tuple[int, ...], tf.DType, str], tf.Tensor] = {}
+_unsent: list[futures.Future[None]] = []
+
+
+def clients_of(mesh: dtensor.Mesh) -> tuple[int, ...]:
+    """The clients that have devices of a mesh, in order. The same on all clients."""
+    names = mesh.global_devices()  # None where a mesh has devices of every client.
+    return tuple(sorted({client_of(name) for name in names})) if names else tuple(range(clients.here().count))
+
+
+def is_everywhere(mesh: dtensor.Mesh) -> bool:
+    """Whether every client has devices of a mesh. The same on all clients."""
+    return clients.here().count == 1 or len(clients_of(mesh)) == clients.here().count
+
+
+def devices_of(mesh: dtensor.Mesh) -> list[str]:
+    """All devices of a mesh of one process, or of one that does not have those of all clients, in its order."""
+    return [str(name) for name in mesh.global_devices() or mesh.local_devices()]
+
+
+def client_of(device: object) -> int:
+    """The client that has a device."""
+    return int(tf.DeviceSpec.from_string(str(device)).task or 0)
+
+
+def is_here(device: str) -> bool:
+    """Whether a device is one of this client's."""
+    return clients.here().count == 1 or client_of(device) == clients.here().rank
+
+
+# --- from device to device
+
+
+def send(tensor: tf.Tensor, source: str, target: str) -> None:
+    """Sends a tensor of one of this client's devices to one of another's, which has to receive it."""
+    key, pair = _instance(tensor.shape, tensor.dtype, source, target), (source, target)
+    if pair not in _senders:
+        _senders[pair] = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="tfshard_send")
+    _unsent.append(_senders[pair].submit(_send, tensor, key, source, target))
+
+
+def _send(tensor: tf.Tensor, instance: int, source: str, target: str) -> None:
+    with tf.device(_device(source)):
+        if tensor.dtype in _AS:
+            tensor = tf.bitcast(tensor, _AS[tensor.dtype])
+        elif tensor.dtype not in _TAKEN:
+            tensor = tf.constant(to_words(tensor.numpy()))
+        tf.raw_ops.CollectiveBcastSendV2(input=tensor, **_keys(instance, source, target))
+
+
+def wait_until_sent() -> None:
+    """Waits for what was sent, and raises what went wrong."""
+    while _unsent:
+        _unsent.pop(0).result()
+
+
+def received(shape: Sequence[int], dtype: tf.DType, source: str, target: str) -> tf.Tensor:
+    """What a device of another client sends to one of this client's; waits for it."""
+    instance, shape = _instance(shape, dtype, source, target), tuple(shape)
+    sent, as_words = _AS.get(dtype, dtype), dtype not in _AS and dtype not in _TAKEN
+    words = to_words(np.zeros(shape, dtype.as_numpy_dtype)).shape if as_words else ()
+    with tf.device(_device(target)):
+        tensor = tf.raw_ops.CollectiveBcastRecvV2(
+            T=tf.int32 if as_words else sent, shape=words if as_words else shape, **_keys(instance, source, target)
+        )
+        if as_words:
+            return tf.constant(from_words(tensor.numpy(), shape, dtype.as_numpy_dtype))
+        return tensor if sent == dtype else tf.bitcast(tensor, dtype)
+
+
+def _instance(shape: Sequence[int], dtype: tf.DType, source: str, target: str) -> int:
+    known = _instances[source, target]
+    return known.setdefault((tuple(shape), dtype), len(known) + 1)
+
+
+def _keys(instance: int, source: str, target: str) -> dict[str, object]:
+    group = _FIRST_GROUP + _place(source) * _PLACES + _place(target)
+    return {"group_size": 2, "group_key": group, "instance_key": instance, "communication_hint": "auto"}
+
+
+def _place(end: str) -> int:
+    """A number for each device of the run, and for each client's host."""
+    runtime = startup.current()
+    assert runtime is not None
+    if end.startswith(_HOST):
+        return runtime.num_devices + int(end.removeprefix(_HOST))
+    return client_of(end) * runtime.local_devices + int(tf.DeviceSpec.from_string(end).device_index or 0)
+
+
+def _device(end: str) -> str:
+    """Where its operations are run."""
+    return f"/job:{startup.JOB}/task:{end.removeprefix(_HOST)}/device:CPU:0" if end.startswith(_HOST) else end
+
+
+# --- from client to client
+
+
+def from_first(value: np.ndarray | None, shape: Sequence[int], dtype: tf.DType, mesh: dtensor.Mesh) -> np.ndarray:
+    """A value on the host that the clients which have devices of a mesh know, on all clients. All have to call this.
+
+    Args:
+        value: The value; None on the others.
+        shape: Its shape.
+        dtype: Its dtype.
+        mesh: The mesh.
+    """
+    here, knowing = clients.here(), clients_of(mesh)
+    others = [client for client in range(here.count) if client not in knowing]
+    with here.operation(f"what clients {others} hear of client {knowing[0]}", first=True):
+        source = f"{_HOST}{knowing[0]}"
+        if here.rank == knowing[0]:
+            assert value is not None
+            for other in others:
+                send(tf.constant(value), source, f"{_HOST}{other}")
+            wait_until_sent()
+        if here.rank in others:
+            value = received(shape, dtype, source, f"{_HOST}{here.rank}").numpy()
+    assert value is not None
+    return value
+
+
+def of_all(number: int) -> list[int]:
+    """A number of each client, on all clients. All have to call this."""
+    here, shape = clients.here(), ()
+    with here.operation("a number of each client", first=True):
+        for other in range(here.count):
+            if other != here.rank:
+                send(tf.constant(number, tf.int64), f"{_HOST}{here.rank}", f"{_HOST}{other}")
+        found = [
+            number
+            if other == here.rank
+            else int(received(shape, tf.int64, f"{_HOST}{other}", f"{_HOST}{here.rank}").numpy())
+            for other in range(here.count)
+        ]
+        wait_until_sent()
+    return found
+
+
+# --- meshes that this client has no devices of
+
+
+def packed(pieces: Sequence[tf.Tensor], shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:
+    """The pieces of this client's devices as one tensor on a mesh; its `stand_in` where there are none.
+
+    Args:
+        pieces: In the order of the devices.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        layout: Its layout.
+    """
+    return dtensor.pack(list(pieces), layout) if pieces else stand_in(shape, dtype, layout)
+
+
+def stand_in(shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:
+    """A tensor without a value, on a mesh that this client has no devices of: the same object each time.
+
+    The first time from the main thread: DTensor's default layout is the same for all threads.
+    """
+    key = tuple(shape), dtype, layout.to_string()
+    if key not in _stand_ins:
+        with _private.default_mesh(layout.mesh):
+            _stand_ins[key] = dtensor.call_with_layout(tf.zeros, layout, key[0], dtype)
+    return _stand_ins[key]
+
+
+def unpacked(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """The pieces of this client's devices, perhaps none."""
+    layout = dtensor.fetch_layout(tensor)
+    return [] if layout.mesh.num_local_devices() == 0 else list(dtensor.unpack(tensor))

@@ -1,0 +1,73 @@
+"""Compression of gradients: what a user may ask for."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from tfshard.errors import StrategyError
+from tfshard.layouts.axes import MeshAxes
+
+CODES = ("bfloat16", "int8")
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerSGD:
+    """Compression of matrices by low rank: of a gradient of a by b elements, (a + b) * rank are added up.
+
+    Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
+    (https://arxiv.org/abs/1905.13727), Algorithms 1 and 2: one power iteration a step, which begins with the factor of
+    the step before, and error feedback. For kernels of Dense and EinsumDense; other gradients are added up exactly.
+
+    Args:
+        rank: Of what is sent.
+        warm_up_steps: How many steps are exact before the first that compresses. Gradients change most at the begin.
+            Counted for each kernel as its gradient is reduced: so by microbatches, unless with `reduce_once`, and by
+            each use of a layer.
+
+    Raises:
+        StrategyError: Not numbers, or too small.
+
+    Example:
+
+    >>> import tfshard
+    >>> _ = tfshard.initialize(num_devices=4, device_type="CPU")
+    >>> compression = tfshard.PowerSGD(rank=2, warm_up_steps=10)
+    >>> strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), compression=compression)
+    """
+
+    rank: int = 4
+    warm_up_steps: int = 100
+
+    def __post_init__(self) -> None:
+        for name, least in (("rank", 1), ("warm_up_steps", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise StrategyError(
+                    f"{name} of PowerSGD must be an integer, {least} or more. Received: {name}={value!r}"
+                )
+
+
+Compression: TypeAlias = str | PowerSGD | None
+"""What is done with gradients: `"bfloat16"`, `"int8"`, a `PowerSGD`, or nothing."""
+
+
+def check(compression: Compression, mesh_shape: Mapping[str, int]) -> Compression:
+    """What a user gave, if it can be done on a mesh.
+
+    Raises:
+        StrategyError: Something else, or a mesh with a model axis.
+    """
+    if compression is None:
+        return None
+    if not isinstance(compression, PowerSGD) and compression not in CODES:
+        raise StrategyError(
+            "compression must be None, 'bfloat16', 'int8' or a tfshard.PowerSGD. "
+            f"Received: compression={compression!r} (of type {type(compression)})"
+        )
+    axes = MeshAxes.of(mesh_shape)
+    if any(axes[axis] > 1 for axis in axes.tensor):
+        raise StrategyError(
+            "Gradients are compressed on meshes of a batch axis, with or without replicas: on other axes devices hold "
+            f"parts of one gradient. Leave compression out. Received: compression={compression!r}, mesh={axes.given}"
+        )
+    return compression

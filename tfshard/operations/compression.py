@@ -1,0 +1,198 @@
+"""Gradients that devices add up compressed, with error feedback: what a step does not send, a later one does.
+
+Seide et al. 2014, "1-Bit Stochastic Gradient Descent", and Karimireddy et al. 2019, "Error Feedback Fixes SignSGD"
+(https://arxiv.org/abs/1901.09847). Each device adds what it has not sent so far to its part of the gradient, sends the
+sum encoded (`gradient_codes`), and keeps the difference. An all-to-all gives each device its chunk of all parts, which
+it adds up in float32. Where the gradient ends whole on each device, the chunks of the sum are encoded as well, and
+gathered; what that loses is kept by the device whose chunk it is, as in Tang et al. 2021, "1-bit Adam"
+(https://arxiv.org/abs/2102.02888).
+
+PowerSGD adds up two factors of the gradient instead (`layouts.compression.PowerSGD`). Both are linear in it: over
+replicas the sum is that which an exact sum in each replica first would give. All devices send, and what each has not
+sent is of its own part (line 8 of Algorithm 2).
+
+A layer that is used several times has so many gradients, one after the other, each with what the one before left.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.devices import replicas, transfer
+from tfshard.layouts import compressed_form
+from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.compressed_form import ERROR, FACTOR, STEPS, SUM_ERROR, CompressedForm
+from tfshard.layouts.compression import PowerSGD
+from tfshard.operations import gradient_codes, partial_sums, rows
+from tfshard.storage.variables import ShardedVariable
+
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
+
+
+def reduced(gradient: Gradient, variable: ShardedVariable, mesh: dtensor.Mesh) -> tf.Tensor | None:
+    """A gradient that was added up over the devices, in the layout in which it is to be, in a step that is traced.
+
+    Args:
+        gradient: As a layer gives it.
+        variable: Its variable, whose gradients are compressed.
+        mesh: A mesh of a data axis only.
+
+    Returns:
+        None for one that DTensor has added up already, or of which a device has no part of its own.
+    """
+    with _private.stop_recording():
+        own = partial_sums.found_of(gradient, mesh)
+        return None if own is None else of_parts(own, variable, mesh)
+
+
+def of_parts(own: tf.Tensor, variable: ShardedVariable, mesh: dtensor.Mesh) -> tf.Tensor:
+    """The same of what each device has, which DTensor believes to be the same on all."""
+    form = compressed_form.of(variable.layout, axis_sizes(mesh))
+    assert form is not None, variable
+    with rows.inside():
+        result = _Reduction(form, variable, mesh).of(tf.cast(own, tf.float32))
+    return tf.cast(result, own.dtype)
+
+
+class _Reduction:
+    """One gradient on its way."""
+
+    def __init__(self, form: CompressedForm, variable: ShardedVariable, mesh: dtensor.Mesh):
+        self._form = form
+        self._variable = variable
+        self._kept = variable.kept
+        self._mesh = mesh
+
+    def of(self, own: tf.Tensor) -> tf.Tensor:
+        return self._low_rank(own) if isinstance(self._form.compression, PowerSGD) else self._encoded(own)
+
+    # --- what is kept
+
+    def _unsent(self, name: str) -> tf.Tensor:
+        """What this device has kept, `(1, elements)`."""
+        return self._parted(rows.enter(self._kept[name].storage.update_value(), self._mesh))
+
+    def _keep(self, name: str, error: tf.Tensor) -> None:
+        """Replaces it. What is not a number would be one for ever: a step with such gradients is lost as without."""
+        error = tf.where(tf.math.is_finite(error), error, tf.zeros_like(error))
+        self._kept[name].assign(rows.leave(self._whole(error), self._mesh))
+
+    # --- codes
+
+    def _encoded(self, own: tf.Tensor) -> tf.Tensor:
+        form = self._form
+        line = self._parted(tf.reshape(own, (-1,)))
+        if form.adders > 1:
+            line = replicas.sum_in_replica(line, self._mesh)
+        unsent = tf.reshape(self._unsent(ERROR), (-1,)) + line
+        chunks = self._cut(unsent)
+        encoded = self._encode(chunks)
+        self._keep(ERROR, tf.reshape(unsent - self._joined(self._decode(encoded)), (1, -1)))
+        received = self._decode(replicas.exchanged(encoded, self._mesh))
+        chunk = tf.reduce_sum(received, 0, keepdims=True)
+        if form.dim is not None:
+            return self._shard(chunk, form.dim)
+        unsent = self._unsent(SUM_ERROR) + chunk
+        encoded = self._encode(unsent)
+        self._keep(SUM_ERROR, unsent - self._decode(encoded))
+        line = self._joined(self._decode(replicas.gathered_rows(encoded, self._mesh)))
+        if form.adders > 1:
+            line = replicas.gathered_in_replica(line, self._mesh)
+        return self._whole(tf.reshape(line[: form.elements], form.shape))
+
+    def _encode(self, chunks: tf.Tensor) -> tf.Tensor:
+        assert isinstance(self._form.compression, str)
+        return gradient_codes.encode(chunks, self._form.compression)
+
+    def _decode(self, encoded: tf.Tensor) -> tf.Tensor:
+        assert isinstance(self._form.compression, str)
+        return gradient_codes.decode(encoded, self._form.compression, self._form.chunk)
+
+    def _cut(self, line: tf.Tensor) -> tf.Tensor:
+        """A piece as chunks, a row for each device that exchanges; the last is filled up with zeros."""
+        form, count = self._form, self._form.exchanging
+        if form.dim is None:
+            return tf.reshape(tf.pad(line, [[0, count * form.chunk - form.piece]]), (count, form.chunk))
+        return tf.reshape(tf.transpose(tf.reshape(line, self._split), (1, 0, 2)), (count, form.chunk))
+
+    def _joined(self, chunks: tf.Tensor) -> tf.Tensor:
+        """What `_cut` took."""
+        form = self._form
+        if form.dim is None:
+            return tf.reshape(chunks, (-1,))[: form.piece]
+        before, count, behind = self._split
+        return tf.reshape(tf.transpose(tf.reshape(chunks, (count, before, behind)), (1, 0, 2)), (-1,))
+
+    @property
+    def _split(self) -> tuple[int, int, int]:
+        """The gradient with the devices that shard its dim as a dim: what is before, and what behind."""
+        form = self._form
+        assert form.dim is not None
+        before = int(np.prod(form.shape[: form.dim], dtype=int))
+        return before, form.exchanging, form.elements // (before * form.exchanging)
+
+    # --- layouts
+
+    def _parted(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Of which each device does what follows with what it has."""
+        return replicas.parted(tensor, (None,) * tensor.shape.rank, self._mesh)
+
+    def _whole(self, tensor: tf.Tensor) -> tf.Tensor:
+        return transfer.relayout(tensor, (None,) * tensor.shape.rank, self._mesh)
+
+    def _shard(self, chunk: tf.Tensor, dim: int) -> tf.Tensor:
+        """Of each device's chunk the tensor that the data axis shards in a dim."""
+        form = self._form
+        size = form.shape[dim] // form.devices
+        own = self._whole(tf.reshape(chunk, (*form.shape[:dim], size, *form.shape[dim + 1 :])))
+        indices = tf.constant(np.tile(np.arange(size, dtype="int32"), form.devices))
+        sharded = tf.gather(own, replicas.parted(indices, (form.axis,), self._mesh), axis=dim)
+        axes = tuple(form.axis if each == dim else None for each in range(len(form.shape)))
+        return transfer.relayout(sharded, axes, self._mesh)
+
+    # --- low rank
+
+    def _low_rank(self, own: tf.Tensor) -> tf.Tensor:
+        form, power = self._form, self._form.compression
+        assert isinstance(power, PowerSGD)
+        error = self._whole(self._unsent(ERROR))
+        own = self._whole(own)
+        factor = self._kept[FACTOR].storage.update_value()
+        steps = self._kept[STEPS].storage.update_value()
+
+        def compressed() -> tuple[tf.Tensor, ...]:
+            return self._iterated(own, error, factor)
+
+        def exact() -> tuple[tf.Tensor, ...]:
+            return self._added_up(own), tf.identity(error), tf.identity(factor)
+
+        if power.warm_up_steps:
+            result, error, factor = tf.cond(steps < power.warm_up_steps, exact, compressed)
+            self._kept[STEPS].assign(self._whole(tf.minimum(steps + 1, power.warm_up_steps)))
+        else:
+            result, error, factor = compressed()
+        self._keep(ERROR, error)
+        self._kept[FACTOR].assign(self._whole(factor))
+        result = self._whole(tf.reshape(result, form.shape))
+        return result if form.dim is None else transfer.scatter(result, self._variable.layout.gradient, self._mesh)
+
+    def _added_up(self, own: tf.Tensor) -> tf.Tensor:
+        """The exact sum, as a matrix."""
+        add_up = replicas.all_reduce if self._form.adders > 1 else replicas.whole_sum
+        return self._whole(tf.reshape(add_up(self._parted(own), self._mesh), self._form.matrix))
+
+    def _iterated(self, own: tf.Tensor, error: tf.Tensor, factor: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """One power iteration: the sum of rank `rank`, what of this device's part is not in it, and the next factor."""
+        matrix = tf.reshape(self._parted(own), self._form.matrix) + tf.reshape(self._parted(error), self._form.matrix)
+        before = self._parted(factor)
+        left, _ = tf.linalg.qr(replicas.whole_sum(tf.matmul(matrix, before), self._mesh))
+        part = tf.matmul(matrix, left, transpose_a=True)
+        right = replicas.whole_sum(part, self._mesh)
+        result = tf.matmul(left, right, transpose_b=True)
+        error = tf.reshape(matrix - tf.matmul(left, part, transpose_b=True), (1, -1))
+        # What is not a number would be one for ever.
+        factor = tf.where(tf.reduce_all(tf.math.is_finite(right), keepdims=True), right, before)
+        return self._whole(result), self._whole(error), self._whole(factor)

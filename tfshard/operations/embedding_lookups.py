@@ -1,0 +1,213 @@
+"""Lookups in embedding tables that rest sharded by rows over the batch axis: devices ask each other for rows.
+
+Each device looks up the ids of its own part of the batch. It sends each different id once, to the device that has the
+row (exchanges.py), and gets the rows back: two all-to-all, and the maximum of a number. The gradient of a lookup is
+what it is on one device, `IndexedSlices` of what was looked up, sharded like the batch; an update sends it
+(`embedding_updates`).
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.devices import exchanges, transfer
+from tfshard.errors import StrategyError
+from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.embedding_tables import ids_of_a_device
+from tfshard.operations import layer_patch, rows
+from tfshard.storage import recomputing, steps, touched
+from tfshard.storage.formats import TableRows
+from tfshard.storage.variables import ShardedVariable
+
+# In the names of gradients of lookups.
+_GRADIENT = "gradient_of_rows"
+
+
+def install(variables: list[keras.Variable]) -> None:
+    """Lets lookups of a model's embedding tables ask for rows.
+
+    Args:
+        variables: The variables of the model, all on the mesh.
+    """
+    for variable in variables:
+        current = _private.backend_variable(variable)
+        if isinstance(current, ShardedVariable) and current.layout.table is not None:
+            layer_patch.apply(layer_patch.ROWS_READ, variable, functools.partial(_read_function, variable))
+
+
+def _read_function(variable: keras.Variable, original: None) -> Callable[..., tf.Tensor]:
+    """`sparse_read`, which Keras's variables do not have."""
+    assert original is None
+    return functools.partial(_read_rows, variable)
+
+
+def _read_rows(variable: keras.Variable, ids: Any, name: str | None = None) -> tf.Tensor:
+    """What `tf.gather(variable, ids)` calls (TensorFlow's protocol for resource variables)."""
+    del name
+    current = _private.backend_variable(variable)
+    step = steps.current()
+    if step is None or not isinstance(current, ShardedVariable) or current.layout.table is None:
+        # tf.gather then reads the whole variable: Keras learns shapes, or no strategy runs this.
+        raise AttributeError("sparse_read")
+    try:
+        found = lookup(current, tf.convert_to_tensor(ids))
+    except AttributeError as error:
+        # tf.gather would take it for a variable that has no `sparse_read`.
+        raise RuntimeError(f"A lookup in embedding table '{current.path}' failed") from error
+    # Keras casts a variable as mixed precision has it; here what was looked up.
+    return tf.cast(found, variable.value.dtype)
+
+
+def lookup(table: ShardedVariable, ids: tf.Tensor) -> tf.Tensor:
+    """Rows of an embedding table, in a step that is traced.
+
+    Args:
+        table: The table, `(rows, width)`.
+        ids: Integers of any shape, sharded over the batch axis or whole. One that is not from 0 to rows - 1 is an error
+            of TensorFlow's when the step runs on CPU, and gives zeros on GPU, as on one device.
+
+    Returns:
+        `(*ids.shape, width)`, sharded like `ids`.
+
+    Raises:
+        StrategyError: The step is eager, takes its batch in parts, has updated the table, or looks up in a loop, a
+            branch or a function; or the shape of the ids is not known.
+    """
+    table.check_compiled()
+    step = steps.current()
+    assert step is not None
+    _check(table, ids, step)
+    with tf.name_scope(recomputing.STAYS):
+        return _looked_up(table, ids, step)
+
+
+def _looked_up(table: ShardedVariable, ids: tf.Tensor, step: steps.Step) -> tf.Tensor:
+    mesh, shape, width = table.mesh, tuple(ids.shape), table.layout.spec.shape[1]
+    devices, count = axis_sizes(mesh).data_size, math.prod(shape)
+    total = ids_of_a_device(shape, devices) * devices
+    # Positions are not the batch's: what is looked up for all samples alike is whole.
+    is_shared_out = bool(shape) and shape[0] % devices == 0 and rows.comes_from_batch(ids)
+    line = _in_line(tf.cast(ids, tf.int64), is_shared_out, mesh)
+    if total > count:  # Filled up with the first ids, whose gradients there are zero.
+        line = transfer.whole(tf.gather(line, np.arange(total) % count), mesh)
+    line = _sharded(line, mesh)
+
+    def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
+        with tf.name_scope(_GRADIENT):
+            values = _in_line(tf.cast(upstream, table.dtype), is_shared_out, mesh, inner=1)
+            if total > count:
+                values = transfer.whole(tf.pad(values, [[0, total - count], [0, 0]]), mesh)
+            return tf.IndexedSlices(
+                tf.identity(_sharded(values, mesh)),
+                tf.identity(_sharded(line, mesh)),
+                tf.constant(table.layout.spec.shape, tf.int32),
+            )
+
+    def apply(anchor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.IndexedSlices]]:
+        del anchor
+        with _private.stop_recording():
+            found = _found(table, line, step)
+            if not is_shared_out:
+                found = transfer.relayout(found, (None, None), mesh)[:count]
+            found = tf.reshape(found, (*shape, width))
+            axis = axis_sizes(mesh).data if is_shared_out and devices > 1 else None
+            return transfer.relayout(found, (axis, *(None,) * len(shape)), mesh), gradient
+
+    return tf.custom_gradient(apply)(table.read_rows())
+
+
+def _check(table: ShardedVariable, ids: tf.Tensor, step: steps.Step) -> None:
+    """Raises `StrategyError` if this cannot be looked up."""
+    what = None
+    if step.is_part:
+        what = "in a step that takes its batch in microbatches. Set strategy.microbatches = 1"
+    elif steps.here() is not step.graph:
+        what = "in a loop, a branch or a function within a step. Look its rows up before it"
+    elif table.storage in step.row_updates or steps.state().updating:
+        what = "after its update in the same step. Look its rows up before it"
+    elif not ids.shape.is_fully_defined():
+        what = f"with ids of a shape that is not known while the step is traced: {ids.shape}. Give them a shape"
+    if what is not None:
+        raise StrategyError(f"Embedding table '{table.path}' is looked up {what}, or take it out of tables=.")
+
+
+def _in_line(tensor: tf.Tensor, is_shared_out: bool, mesh: dtensor.Mesh, inner: int = 0) -> tf.Tensor:
+    """A tensor with the dims before the last `inner` ones made one."""
+    tensor = transfer.by_sample(tensor, mesh) if is_shared_out else transfer.whole(tensor, mesh)
+    kept = tensor.shape[tensor.shape.rank - inner :]
+    return tf.reshape(tensor, (math.prod(tensor.shape[: tensor.shape.rank - inner]), *kept))
+
+
+def _sharded(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Sharded over the batch axis, which divides the first dim."""
+    axis = axis_sizes(mesh).data if axis_sizes(mesh).data_size > 1 else None
+    return transfer.relayout(tensor, (axis, *(None,) * (tensor.shape.rank - 1)), mesh)
+
+
+def own_part(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """What a device has of a tensor of which it has `1 / devices` of the rows; to be computed with in `rows.inside`."""
+    axes = axis_sizes(mesh)
+    count = tensor.shape[0] // axes.data_size
+    layout = transfer.layout((axes.data, *(None,) * (tensor.shape.rank - 1)), mesh)
+    return tf.gather(dtensor.relayout(tensor, layout.to_parted()), np.arange(count, dtype="int32"))
+
+
+def owners(ids: tf.Tensor, format: TableRows, count: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Which device has the row of each id, and where among its own: int32.
+
+    An id that is none gives a place that no device has, by which TensorFlow's kernel names it.
+
+    Args:
+        ids: Any, int64.
+        format: How the table rests.
+        count: The number of rows of the table.
+    """
+    each = format.rows_of_a_device
+    owner = tf.clip_by_value(ids // each, 0, format.devices - 1)
+    is_one = (ids >= 0) & (ids < count)
+    own = tf.where(is_one, ids - owner * each, tf.clip_by_value(tf.where(ids < 0, _NO_ROW, ids), each, _NO_ROW))
+    return tf.cast(owner, tf.int32), tf.cast(own, tf.int32)
+
+
+_NO_ROW = np.int64(np.iinfo(np.int32).max - 1)
+
+
+def _found(table: ShardedVariable, line: tf.Tensor, step: steps.Step) -> tf.Tensor:
+    """The rows of ids, one behind the other, sharded like them."""
+    mesh, format, width = table.mesh, table.storage.format, table.layout.spec.shape[1]
+    assert isinstance(format, TableRows)
+    devices = axis_sizes(mesh).data_size
+    each = line.shape[0] // devices
+    with rows.inside():
+        ids, where = exchanges.distinct(own_part(line, mesh))
+        owner, own = owners(ids, format, table.layout.spec.shape[0])
+        lists = exchanges.Lists.to(owner, each, mesh)
+        # One more, since the lists end with zeros.
+        asked = lists.sent(own + 1) - 1
+        given = touched.read(table.storage, tf.maximum(asked, 0))
+        step.note_rows_read(table.storage, given)
+        found = tf.ensure_shape(tf.gather(lists.answered(given), where), (each, width))
+        found = transfer.relayout(found, (None, None), mesh)
+        return rows.leave(found, mesh) if devices > 1 else found
+
+
+def joined(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
+    """Gradients of several lookups behind each other, device by device: the order of `IndexedSlices` means nothing.
+
+    DTensor would gather them. TensorFlow's tape puts their values and their indices together in the same order.
+    """
+    parts, axis = call.inputs[:-1], tf.get_static_value(call.inputs[-1])
+    is_gradient = all(isinstance(each, tf.Tensor) and _GRADIENT in each.op.name for each in parts)
+    if axis != 0 or not is_gradient or axis_sizes(mesh).data_size == 1:
+        return None
+    with rows.inside():
+        line = tf.concat([own_part(each, mesh) for each in parts], axis=0)
+        line = transfer.relayout(line, (None,) * line.shape.rank, mesh)
+        return rows.leave(line, mesh)

@@ -1,0 +1,215 @@
+"""Updates of embedding tables by the rows that a step has looked up.
+
+The gradient of a table is sharded like the batch (`embedding_lookups`). Each device adds up what it has of each row and
+sends it to the device that has the row in the table (exchanges.py). The optimizer's own update function runs on each
+device on its own rows: what it reads of the table and of its slots are those rows, and so is what it writes
+(`Touched`).
+
+Keras squares a sparse gradient as it is, so that what a row was given in several places is squared before it is added
+up. With `sparse="keras"` the devices send these sums of squares besides, which take the place of the square that the
+update function asks for.
+"""
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.devices import exchanges
+from tfshard.errors import StrategyError
+from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.embedding_tables import KERAS, LAZY
+from tfshard.operations import embedding_lookups, rows
+from tfshard.storage import optimizer_kinds, steps
+from tfshard.storage.formats import TableRows
+from tfshard.storage.touched import Touched, as_parted
+from tfshard.storage.variables import ShardedVariable
+
+
+def check(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+    """Raises `StrategyError` if an optimizer cannot update the embedding tables among variables.
+
+    Args:
+        optimizer: The optimizer.
+        variables: Those of its model.
+    """
+    for variable in variables:
+        current = _private.backend_variable(variable)
+        if isinstance(current, ShardedVariable) and current.layout.table is not None and variable.trainable:
+            for part in _private.optimizer_chain(optimizer):
+                _check_one(part, current)
+
+
+def _check_one(optimizer: keras.optimizers.Optimizer, table: ShardedVariable) -> None:
+    what = None
+    if not optimizer_kinds.is_elementwise(optimizer):
+        what = (
+            "does not update element by element, as far as is known. Use one of keras.optimizers that does, such as "
+            "SGD, Adagrad or Adam; a class of your own says so with tfshard_elementwise = True"
+        )
+    elif getattr(optimizer, "gradient_accumulation_steps", None):
+        what = "adds gradients up over several steps, whole. Leave out gradient_accumulation_steps"
+    elif getattr(optimizer, "use_ema", False):
+        what = "averages weights, whole. Leave out use_ema"
+    elif _clips_whole(optimizer):
+        what = "clips gradients by value or by their norm together, which makes them whole. Use clipnorm, or none"
+    elif table.layout.table == KERAS and not optimizer_kinds.is_known_sparse(optimizer):
+        what = "is none of which it is known what Keras does with rows that were looked up twice. Use sparse='lazy'"
+    elif table.layout.table == LAZY and optimizer_kinds.decays(optimizer, table):
+        what = (
+            "lets all rows decay, and with sparse='lazy' a step touches those that it has looked up only. Call its "
+            "exclude_from_weight_decay(var_list=[table]) before it is built, leave out weight_decay, or use "
+            "sparse='keras'"
+        )
+    if what is not None:
+        raise StrategyError(
+            f"Optimizer {type(optimizer).__name__} cannot update embedding table '{table.path}': it {what}; or take "
+            "the table out of tables=."
+        )
+
+
+def _clips_whole(optimizer: keras.optimizers.Optimizer) -> bool:
+    return any(getattr(optimizer, name, None) is not None for name in ("clipvalue", "global_clipnorm"))
+
+
+def update(
+    table: ShardedVariable,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    optimizer: keras.optimizers.Optimizer | None,
+) -> Any:
+    """Runs an optimizer's update function on each device's own rows, in a step that is traced.
+
+    Args:
+        table: The table.
+        fn: Takes it and `args`.
+        args: The gradient and others; none for a decay of all rows.
+        optimizer: Whose update it is.
+
+    Raises:
+        StrategyError: It cannot be updated so.
+    """
+    step = _check_here(table)
+    if optimizer is None:
+        raise StrategyError(
+            f"Embedding table '{table.path}' is updated by something else than an optimizer of Keras. Use one, or take "
+            "the table out of tables=."
+        )
+    _check_one(optimizer, table)
+    if args and not isinstance(args[0], tf.IndexedSlices):
+        raise StrategyError(
+            f"The gradient of embedding table '{table.path}' came to its optimizer as a whole matrix: something on the "
+            "way made one of the rows that were looked up. Give the optimizer what the tape gave, or take the table "
+            f"out of tables=. Received: {args[0]!r}"
+        )
+    is_lazy = table.layout.table == LAZY
+    every = not is_lazy and not optimizer_kinds.leaves_others(optimizer, table)
+    if not args and not optimizer_kinds.decays(optimizer, table):
+        return None  # It is weight decay, of a table that has none.
+    with rows.inside():
+        if not args:
+            with steps.update_scope(touched=_touched(table, step, None)):
+                return fn(table)
+        squares = not is_lazy and optimizer_kinds.squares(optimizer)
+        own, sums = _brought(table, args[0], squares=squares)
+        different, where = (None, own) if every else exchanges.distinct(own)
+        touched = _touched(table, step, different)
+        gradient, *squared = (tf.math.unsorted_segment_sum(each, where, touched.count) for each in sums)
+        with steps.update_scope(touched=touched), _squared(gradient, squared):
+            return fn(table, gradient, *args[1:])
+
+
+def _touched(table: ShardedVariable, step: steps.Step, different: tf.Tensor | None) -> Touched:
+    """The rows that an update touches: all of a device's if `different` does not say which."""
+    found = step.row_updates.get(table.storage)
+    if different is None:
+        if found is None:
+            format = table.storage.format
+            assert isinstance(format, TableRows)
+            found = Touched(as_parted(tf.range(format.rows_of_a_device), table.mesh))
+    elif found is None:
+        found = Touched(as_parted(different, table.mesh))
+    else:
+        raise StrategyError(
+            f"Embedding table '{table.path}' is updated twice in a step, by the rows that were looked up. Update it "
+            "once, or take it out of tables=."
+        )
+    assert isinstance(found, Touched)
+    step.row_updates[table.storage] = found
+    return found
+
+
+@contextlib.contextmanager
+def _squared(gradient: tf.Tensor, squared: Sequence[tf.Tensor]) -> Iterator[None]:
+    """While this is open, an optimizer that squares a gradient gets what Keras's squares of a sparse one add up to."""
+    if not squared:
+        yield
+        return
+    _squares.values = {gradient.ref(): squared[0]}
+    try:
+        yield
+        assert not _squares.values, "Keras's optimizer squares the gradient that it was given, once."
+    finally:
+        _squares.values = {}
+
+
+class _Squares(threading.local):
+    """What the square of a gradient is, until it is asked for."""
+
+    values: dict[Hashable, tf.Tensor]
+
+    def __init__(self) -> None:
+        self.values = {}
+
+
+_squares = _Squares()
+
+
+def square(call: _private.Call) -> list[tf.Tensor] | None:
+    """Exchanged for a Square: of the gradient of an embedding table, the sum of what its parts are squared."""
+    found = _squares.values.pop(call.inputs[0].ref(), None) if _squares.values else None
+    return None if found is None else [found]
+
+
+def _check_here(table: ShardedVariable) -> steps.Step:
+    table.check_compiled()
+    step = steps.current()
+    if step is None or steps.here() is not step.graph:
+        raise StrategyError(
+            f"Embedding table '{table.path}' is updated in a loop, a branch or a function within a step, as by an "
+            "optimizer that scales the loss. Update it in the step itself, or take it out of tables=."
+        )
+    return step
+
+
+def _brought(table: ShardedVariable, gradient: tf.IndexedSlices, *, squares: bool) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    """A gradient on the devices that have its rows.
+
+    Args:
+        table: The table.
+        gradient: Sharded like the batch.
+        squares: Whether the sums of the squares are needed, too.
+
+    Returns:
+        `(items,)`, int32: which of a device's own rows; and `(items, width)`, what devices have added up for each: the
+        gradients, and their squares if they are needed.
+    """
+    mesh, format = table.mesh, table.storage.format
+    assert isinstance(format, TableRows)
+    devices = axis_sizes(mesh).data_size
+    ids, where = exchanges.distinct(embedding_lookups.own_part(gradient.indices, mesh))
+    values = embedding_lookups.own_part(gradient.values, mesh)
+    parts = [values, tf.square(values)] if squares else [values]
+    sums = [tf.math.unsorted_segment_sum(each, where, tf.size(ids)) for each in parts]
+    owner, own = embedding_lookups.owners(ids, format, table.layout.spec.shape[0])
+    lists = exchanges.Lists.to(owner, math.prod(gradient.indices.shape) // devices, mesh)
+    # One more, since the lists end with zeros.
+    came = lists.sent(own + 1)
+    given = tf.split(lists.sent(tf.concat(sums, axis=1)), len(sums), axis=2)
+    own, *sums = exchanges.flattened(came, given, came > 0)
+    return own - 1, sums

@@ -1,0 +1,312 @@
+"""Where a model is cut: its layers in order, in parts that cost alike, and what goes from part to part."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.errors import StrategyError
+
+
+class Source(NamedTuple):
+    """Where a tensor comes from: a part, or the model's inputs (`part=-1`), and its number among those."""
+
+    part: int
+    number: int
+
+
+class PartOfModel(keras.Model):  # type: ignore[misc]  # Keras has no types.
+    """The layers of a part, as a functional model that leaves masks to them."""
+
+    def __init__(self, inputs: list[Any], outputs: list[Any], **kwargs: Any):
+        super().__init__(inputs, outputs, **kwargs)
+        # Else Keras warns of masks on its inputs.
+        self.supports_masking = True
+
+    def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
+        """None: an output has the mask that its layer has put on it."""
+        del inputs, previous_mask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a model.
+
+    Attributes:
+        number: From 0, in the order of the model.
+        model: Its layers, as a functional model: from what it takes to what it gives.
+        takes: Where each input of `model` comes from.
+        has_rows: Of each output of `model`, whether its first dim is that of the batch.
+        layers: The names of the model's layers, or operations, that are in it.
+    """
+
+    number: int
+    model: keras.Model
+    takes: tuple[Source, ...]
+    has_rows: tuple[bool, ...]
+    layers: tuple[str, ...]
+
+    @property
+    def gives(self) -> int:
+        """How many outputs it has."""
+        return len(self.model.outputs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CutModel:
+    """A model in parts.
+
+    Attributes:
+        parts: In order.
+        outputs: Where each output of the model comes from.
+        graph: The model whose inputs and outputs those are: a Functional.
+    """
+
+    parts: tuple[Part, ...]
+    outputs: tuple[Source, ...]
+    graph: keras.Model
+
+    def readers(self, source: Source) -> list[int]:
+        """The parts that take a tensor. The last one takes what the model gives."""
+        found = [part.number for part in self.parts if source in part.takes]
+        last = self.parts[-1].number
+        if source in self.outputs and source.part != last and last not in found:
+            found.append(last)
+        return found
+
+    def shapes(self, inputs: Any) -> dict[Source, tf.TensorSpec]:
+        """The shape and dtype of each tensor that goes from part to part, for a batch.
+
+        Args:
+            inputs: What the model is called on: arrays, or anything with a shape and a dtype, nested like its inputs.
+        """
+        found: dict[Source, tf.TensorSpec] = {}
+        for number, (given, own) in enumerate(
+            zip(_private.flat_inputs(self.graph, inputs), self.graph.inputs, strict=True)
+        ):
+            found[Source(-1, number)] = tf.TensorSpec(tuple(given.shape), own.dtype)
+        for part in self.parts:
+            takes = [found[source] for source in part.takes]
+            symbols = [keras.KerasTensor(tuple(each.shape), each.dtype.name) for each in takes]
+            for number, each in enumerate(keras.tree.flatten(part.model.compute_output_spec(symbols))):
+                found[Source(part.number, number)] = tf.TensorSpec(each.shape, each.dtype)
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call of a layer or operation on symbolic tensors."""
+
+    operation: keras.Operation
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    gives: tuple[Any, ...]
+
+    @property
+    def takes(self) -> list[Any]:
+        """The tensors among its arguments."""
+        return [each for each in keras.tree.flatten((self.args, self.kwargs)) if isinstance(each, keras.KerasTensor)]
+
+    def again(self, tensors: dict[int, Any]) -> None:
+        """Calls on other tensors, by the ids of those that they stand for; what it gives is added to them."""
+        args, kwargs = keras.tree.map_structure(lambda each: tensors.get(id(each), each), (self.args, self.kwargs))
+        made = keras.tree.flatten(self.operation(*args, **kwargs))
+        tensors.update((id(old), new) for old, new in zip(self.gives, made, strict=True))
+
+    @property
+    def cost(self) -> float:
+        """Multiplications of kernels for one sample, and elements of results: what its time is taken to grow with."""
+        elements = float(sum(_elements(each) for each in self.gives))
+        if not self.takes or not any(_is_floating(each) for each in self.takes):
+            return elements  # A lookup.
+        weights: list[Any] = getattr(self.operation, "weights", [])
+        most = max((each.shape for each in self.gives), key=len, default=())
+        positions = math.prod(int(size or 1) for size in most[1:-1])
+        return elements + positions * float(sum(math.prod(each.shape) for each in weights if len(each.shape) > 1))
+
+
+def _elements(tensor: Any) -> int:
+    return math.prod(size or 1 for size in tensor.shape[1:])
+
+
+def _is_floating(tensor: Any) -> bool:
+    found: bool = keras.backend.is_float_dtype(tensor.dtype)
+    return found
+
+
+def cut(model: keras.Model, stages: int | Sequence[str]) -> CutModel:
+    """Cuts a model.
+
+    Args:
+        model: A built functional or Sequential model. Models in it that are called without arguments besides their
+            inputs are looked into.
+        stages: How many parts, of about the same cost. Or regular expressions: each matches the whole path or name of
+            a layer with which the next part begins.
+
+    Raises:
+        StrategyError: A model that is not built, or of another kind; fewer layers than parts; an expression that
+            matches no layer, or one before that of the expression before it.
+    """
+    if not model.built:
+        raise StrategyError(f"Model '{model.name}' is not built: call it, or give it an Input, before it is cut.")
+    graph = _private.functional_of(model)
+    if graph is None:
+        raise StrategyError(
+            f"Only functional and Sequential models are cut: what a `call` of its own does is not known as a graph of "
+            f"layers. Received: model '{model.name}' (of type {type(model)})"
+        )
+    inputs = [keras.Input(batch_shape=each.shape, dtype=each.dtype) for each in graph.inputs]
+    calls, outputs = _calls_of(graph, inputs)
+    begins = _balanced(calls, stages) if isinstance(stages, int) else _named(calls, stages, model)
+    return _parts(graph, inputs, calls, outputs, begins)
+
+
+def _calls_of(graph: keras.Model, inputs: list[Any]) -> tuple[list[_Call], list[Any]]:
+    """The calls of a model's layers in order, those in nested models too; and its outputs."""
+    calls: list[_Call] = []
+
+    def call(operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
+        nested = _private.functional_of(operation) if isinstance(operation, keras.Model) else None
+        if nested is not None and len(args) == 1 and all(each is None for each in keras.tree.flatten(kwargs)):
+            opened = _private.run_through(nested, _private.flat_inputs(nested, args[0]), call)
+            return _private.packed_outputs(nested, opened)
+        outputs = operation(*args, **kwargs)
+        calls.append(_Call(operation=operation, args=args, kwargs=kwargs, gives=tuple(keras.tree.flatten(outputs))))
+        return outputs
+
+    return calls, _private.run_through(graph, inputs, call)
+
+
+def _named(calls: Sequence[_Call], names: Sequence[str], model: keras.Model) -> list[int]:
+    """The number of the call with which each part begins."""
+    begins = [0]
+    for name in names:
+        try:
+            pattern = re.compile(name)
+        except (re.error, TypeError) as error:
+            raise StrategyError(
+                f"stages must be a number or regular expressions for the names of layers. Received: {name!r} ({error})"
+            ) from error
+        found = next(
+            (
+                number
+                for number, call in enumerate(calls)
+                if any(pattern.fullmatch(text) for text in {call.operation.name, _path(call.operation)})
+            ),
+            None,
+        )
+        if found is None or found <= begins[-1]:
+            problem = "matches no layer" if found is None else "matches a layer before, or at, the last cut"
+            raise StrategyError(
+                f"stages: {name!r} {problem} of model '{model.name}'. "
+                f"Layers in order: {list(dict.fromkeys(_path(call.operation) for call in calls))}"
+            )
+        begins.append(found)
+    return begins
+
+
+def _path(operation: keras.Operation) -> str:
+    return str(getattr(operation, "path", None) or operation.name)
+
+
+def _balanced(calls: Sequence[_Call], parts: int) -> list[int]:
+    """The numbers of the calls with which parts begin: their highest cost is least, within a tenth, and of those the
+    one for which least goes from part to part.
+
+    All parts but the last compute their forward pass twice (`part_functions.py`): four units for its three.
+    """
+    if isinstance(parts, bool) or parts < 1:
+        raise StrategyError(f"stages must be a positive number, or names of layers. Received: stages={parts!r}")
+    if parts > len(calls):
+        raise StrategyError(f"A model of {len(calls)} layers cannot be cut into {parts}. Received: stages={parts!r}")
+    total = [0.0]
+    for call in calls:
+        total.append(total[-1] + call.cost)
+    crossing = _crossing(calls)
+
+    def cost(begin: int, end: int) -> float:
+        return (total[end] - total[begin]) * (3 if end == len(calls) else 4)
+
+    count = len(calls)
+    # best[k][i]: the least highest cost of the first i calls in k parts.
+    best = [[math.inf] * (count + 1) for _ in range(parts + 1)]
+    best[0][0] = 0.0
+    for k in range(1, parts + 1):
+        for end in range(k, count + 1):
+            best[k][end] = min(max(best[k - 1][begin], cost(begin, end)) for begin in range(k - 1, end))
+    bound = best[parts][count] * 1.1
+    # sent[k][i]: the least that crosses, and where the last of k parts begins.
+    sent: list[list[tuple[float, int]]] = [[(math.inf, -1)] * (count + 1) for _ in range(parts + 1)]
+    sent[0][0] = (0.0, -1)
+    for k in range(1, parts + 1):
+        for end in range(k, count + 1):
+            found = [
+                (sent[k - 1][begin][0] + crossing[begin], begin)
+                for begin in range(k - 1, end)
+                if cost(begin, end) <= bound
+            ]
+            sent[k][end] = min(found, default=(math.inf, -1))
+    begins, end = [], count
+    for k in range(parts, 0, -1):
+        end = sent[k][end][1]
+        begins.append(end)
+    return begins[::-1]
+
+
+def _crossing(calls: Sequence[_Call]) -> list[int]:
+    """Before each call: the elements of one sample that calls before it give to it and those behind it."""
+    made = {id(tensor): number for number, call in enumerate(calls) for tensor in call.gives}
+    last: dict[int, int] = {}
+    for number, call in enumerate(calls):
+        for tensor in call.takes:
+            last[id(tensor)] = number
+    tensors = {id(tensor): tensor for call in calls for tensor in call.gives}
+    found = [0] * len(calls)
+    for key, until in last.items():
+        if key in made:
+            for number in range(made[key] + 1, until + 1):
+                found[number] += _elements(tensors[key])
+    return found
+
+
+def _parts(
+    graph: keras.Model, inputs: list[Any], calls: list[_Call], outputs: list[Any], begins: list[int]
+) -> CutModel:
+    sources: dict[int, Source] = {id(tensor): Source(-1, number) for number, tensor in enumerate(inputs)}
+    parts: list[Part] = []
+    for number, (begin, end) in enumerate(zip(begins, [*begins[1:], len(calls)], strict=True)):
+        own = calls[begin:end]
+        made = {id(tensor): tensor for call in own for tensor in call.gives}
+        later = {id(tensor) for call in calls[end:] for tensor in call.takes} | {id(tensor) for tensor in outputs}
+        taken = {id(tensor): tensor for call in own for tensor in call.takes if id(tensor) not in made}
+        given = [tensor for key, tensor in made.items() if key in later]
+        if not taken or not given:
+            raise StrategyError(
+                "A part of a model has to take and give tensors. Cut it elsewhere: give the names of layers with which "
+                f"parts begin. Received: a part of {[_path(call.operation) for call in own]}"
+            )
+        # Called again: keras.Model of tensors in the middle of a graph takes a layer that made one for an input, also
+        # where it is called again (Keras 3's clone_graph_nodes).
+        tensors = {key: keras.Input(batch_shape=each.shape, dtype=each.dtype) for key, each in taken.items()}
+        began = list(tensors.values())
+        for call in own:
+            call.again(tensors)
+        ended = [tensors[id(each)] for each in given]
+        part = PartOfModel(began, ended, name=f"{graph.name}_part_{number}")
+        parts.append(
+            Part(
+                number=number,
+                model=part,
+                takes=tuple(sources[key] for key in taken),
+                has_rows=tuple(bool(tensor.shape) and tensor.shape[0] is None for tensor in given),
+                layers=tuple(dict.fromkeys(_path(call.operation) for call in own)),
+            )
+        )
+        for place, tensor in enumerate(given):
+            sources[id(tensor)] = Source(number, place)
+    return CutModel(parts=tuple(parts), outputs=tuple(sources[id(tensor)] for tensor in outputs), graph=graph)

@@ -1,0 +1,56 @@
+"""By what the losses of a whole batch are divided, known before its microbatches are computed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.errors import StrategyError
+from tfshard.graph import inventory
+from tfshard.storage import turns
+
+# Of x, y and sample weights on the host: the divisors of the losses, in the order in which Keras divides by them.
+Divisors = Callable[[Any, Any, Any], Sequence[tf.Tensor]]
+
+
+def of_batch(model: keras.Model, *, training: bool) -> Divisors:
+    """How the divisors of a model's losses follow from a batch: how many places are not masked, or sums of weights.
+
+    Args:
+        model: A compiled model.
+        training: Whether of a training step.
+    """
+
+    def divisors(x: Any, y: Any, sample_weight: Any) -> list[tf.Tensor]:
+        found: list[tf.Tensor] = []
+
+        def note(reduced: _private.Reduced) -> tf.Tensor:
+            if reduced.divisor is not None:
+                found.append(reduced.divisor)
+            return reduced.loss
+
+        mapping = [
+            (variable, tf.compat.v1.placeholder(variable.dtype, variable.shape))
+            for variable, _ in inventory.owned_variables(model)
+        ]
+        with keras.StatelessScope(state_mapping=mapping), _private.reduced_losses(note):
+            predicted = model(x, training=training)
+            _private.compute_loss(model, x, y, predicted, sample_weight, training=training)
+        values = {stand_in.op for _, stand_in in mapping}
+        if not values.isdisjoint(turns.ancestors(found)):
+            raise StrategyError(
+                "A loss is divided by what depends on the variables of the model, which is not known of the whole "
+                "batch before its microbatches are computed. Divide it by what depends on the batch alone."
+            )
+        return found
+
+    compiled = tf.function(divisors, autograph=False)
+
+    def on_host(x: Any, y: Any, sample_weight: Any) -> Sequence[tf.Tensor]:
+        with tf.device("CPU:0"):
+            found: list[tf.Tensor] = compiled(x, y, sample_weight)
+        return found
+
+    return on_host

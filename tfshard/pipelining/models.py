@@ -1,0 +1,269 @@
+"""`pipeline`: a model whose steps are done by a pipeline."""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.devices import clients, messages, transfer
+from tfshard.errors import StrategyError
+from tfshard.graph import inventory
+from tfshard.operations import unsupported
+from tfshard.pipelining import schedules
+from tfshard.pipelining.cut import CutModel, cut
+from tfshard.pipelining.pipeline import Pipeline
+from tfshard.training import failures
+from tfshard.training.models import Distributed, as_distributed
+from tfshard.training.strategy import ShardedStrategy
+
+_cuts: "weakref.WeakKeyDictionary[keras.Model, _Cut]" = weakref.WeakKeyDictionary()
+_pipelines: "weakref.WeakKeyDictionary[keras.Model, Pipeline]" = weakref.WeakKeyDictionary()
+
+
+class _Cut(NamedTuple):
+    """How a model was cut: what `pipeline` was given, and the parts."""
+
+    made: CutModel
+    stages: int | Sequence[str]
+    microbatches: int
+    schedule: str
+
+
+class _Pipelined(Distributed):
+    """Mixed into the class of a model: its steps are done in parts on the ranks of its strategy."""
+
+    def compile(self, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> None:
+        strategy = strategy or _private.distribute_strategy(self)
+        if not isinstance(strategy, ShardedStrategy):
+            if strategy is not None:
+                raise StrategyError(f"strategy must be a tfshard.ShardedStrategy. Received: strategy={strategy!r}")
+            super().compile(*args, **kwargs)
+            return
+        known = _pipelines.get(self)
+        if known is not None and known.strategy is not strategy:
+            raise StrategyError(
+                f"Model '{self.name}' was compiled under another strategy. Build a new model, or compile it with that "
+                f"strategy. Its strategy: {known.strategy!r}. Received: strategy={strategy!r}"
+            )
+        how = _cuts[self]
+        _check(self, how.made, strategy, how.schedule, kwargs)
+        if known is None:
+            _pipelines[self] = Pipeline(self, how.made, strategy, how.schedule, how.microbatches)
+        pipeline = _pipelines[self]
+        strategy.in_parts.add(self)
+        pipeline.place()
+        _private.set_distribute_strategy(self, strategy)
+        with strategy.scope():
+            super(Distributed, self).compile(*args, **kwargs)
+        if self.jit_compile:
+            unsupported.raise_jit_compile(self)
+        if self.run_eagerly:
+            raise StrategyError("A pipeline runs compiled steps: leave out run_eagerly=True.")
+        inventory.note_compiled(self.optimizer)
+        _check_optimizer(self.optimizer)
+        for part in _private.optimizer_chain(self.optimizer):
+            _private.set_distribute_strategy(part, strategy)
+        pipeline.forget()
+
+    def _prepares(self, clone: keras.Model) -> bool:
+        if not clone.built:
+            return False
+        how = _cuts[self]
+        pipeline(clone, how.stages, microbatches=how.microbatches, schedule=how.schedule)
+        return True
+
+    def _ready(self) -> Pipeline:
+        """The pipeline, with whatever the model got since the last step on the mesh of a rank."""
+        pipeline = _pipelines[self]
+        strategy = pipeline.strategy
+        strategy.adopt_global_seed()
+        seen = _private.structure(self)
+        if _structures.get(self) != seen:
+            pipeline.place()
+            pipeline.forget()
+        pipeline.place_optimizer()
+        for metric in _private.compiled_metrics(self):
+            strategy.adopt(metric.variables)
+        _structures[self] = _private.structure(self)
+        return pipeline
+
+    def get_metrics_result(self) -> Any:
+        return keras.tree.map_structure(_known_everywhere, super().get_metrics_result())
+
+    def make_train_function(self, force: bool = False) -> None:
+        self.train_function = self._function("training step", lambda pipeline: pipeline.train)
+
+    def make_test_function(self, force: bool = False) -> None:
+        self.test_function = self._function("evaluation step", lambda pipeline: pipeline.test)
+
+    def make_predict_function(self, force: bool = False) -> None:
+        self.predict_function = self._function("prediction step", lambda pipeline: pipeline.predict)
+
+    def _function(self, kind: str, step_of: Callable[[Pipeline], Callable[[Any], Any]]) -> Callable[[Any], Any]:
+        pipeline = self._ready()
+        pipeline.bring_up_to_date()
+
+        def function(iterator: Iterable[Any]) -> Any:
+            batches = list(itertools.islice(iterator, self.steps_per_execution))
+            if not batches:
+                raise StopIteration
+            pipeline = self._ready()
+            results = []
+            with failures.translated_errors(f"A {kind} of model '{self.name}'"):
+                for batch in batches:
+                    for leaf in keras.tree.flatten(batch):
+                        if tf.is_tensor(leaf):
+                            clients.here().note_value(leaf, np.asarray(leaf))
+                    with pipeline.strategy.operation(function, kind, batch):
+                        pipeline.bring_up_to_date()
+                        result = step_of(pipeline)(_without_optionals(batch))
+                        results.append(keras.tree.map_structure(_known_everywhere, result))
+            if kind != "prediction step":
+                return results[-1]
+            return results[0] if len(results) == 1 else tf.nest.map_structure(lambda *of: tf.concat(of, 0), *results)
+
+        return function
+
+
+_structures: "weakref.WeakKeyDictionary[keras.Model, object]" = weakref.WeakKeyDictionary()
+
+
+def _known_everywhere(value: Any) -> Any:
+    """A result of a step, as every client of a launched run can read it."""
+    if transfer.is_dtensor(value) and not messages.is_everywhere(dtensor.fetch_layout(value).mesh):
+        return tf.constant(transfer.to_host(value))
+    return value
+
+
+def _without_optionals(batch: Any) -> Any:
+    return keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
+
+
+def _check(
+    model: keras.Model, made: CutModel, strategy: ShardedStrategy, schedule: str, settings: dict[str, Any]
+) -> None:
+    if strategy.pipeline_axes.pipeline is None:
+        raise StrategyError(
+            f"Model '{model.name}' was cut by tfshard.pipeline, and the mesh of the strategy has no axis for that. "
+            "Make one with tfshard.create_mesh(pipeline=2, batch=2). "
+            f"Received: a mesh with axes {strategy.pipeline_axes}"
+        )
+    schedules.check(schedule, ranks=len(strategy.ranks), parts=len(made.parts))
+    if strategy.already_sharded and clients.here().count > 1:
+        raise StrategyError(
+            "Each place on the pipeline axis takes what it needs of a batch, so every client feeds all of it: leave "
+            "out already_sharded=True, or the pipeline axis."
+        )
+    if strategy.microbatches > 1:
+        raise StrategyError(
+            "A pipeline has microbatches of its own: tfshard.pipeline(model, microbatches=...). "
+            f"Received: a strategy with microbatches={strategy.microbatches}"
+        )
+    if strategy.tables is not None:
+        raise StrategyError(
+            "A pipeline adds up the gradients of its microbatches as they are updated, whole, and those of embedding "
+            f"tables are rows: leave tables out, or the pipeline axis. Received: tables={strategy.tables!r}"
+        )
+    if settings.get("jit_compile") is True:
+        unsupported.raise_jit_compile(model)
+    for name in ("train_step", "test_step", "predict_step"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise StrategyError(
+                f"A pipeline does Keras's own {name}, and that of {type(model).__name__} is another. Override "
+                "compute_loss or compute_metrics, or use a mesh without a pipeline axis."
+            )
+    count = len(strategy.ranks)
+    at: dict[int, int] = {}
+    for part in made.parts:
+        for variable, _ in inventory.owned_variables(part.model):
+            home = at.setdefault(id(variable), part.number % count)
+            if home != part.number % count and (not variable.trainable or variable.regularizer is not None):
+                raise StrategyError(
+                    f"Variable '{variable.path}' is in parts on several ranks of the pipeline, and "
+                    f"{'has a regularizer' if variable.trainable else 'is not trained'}: that is done for weights "
+                    "without one. Cut the model so that the layer's calls are in parts of one rank."
+                )
+
+
+def _check_optimizer(optimizer: keras.optimizers.Optimizer | None) -> None:
+    if optimizer is not None and len(_private.optimizer_chain(optimizer)) > 1:
+        raise StrategyError(
+            "A pipeline updates with one optimizer, without another inside of it: with mixed_bfloat16 no loss scaling "
+            f"is necessary. Received: optimizer={optimizer!r}"
+        )
+
+
+@functools.cache
+def _pipelined_class(cls: type) -> type:
+    created = type(cls.__name__, (_Pipelined, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    _private.register_same_name(created, cls)
+    return created
+
+
+def pipeline(
+    model: keras.Model, stages: int | Sequence[str], *, microbatches: int, schedule: str = "1f1b"
+) -> keras.Model:
+    """Cuts a model into parts for the places on the pipeline axis of a mesh.
+
+    Each part has its own devices. A step takes the batch in microbatches, which go through the parts one behind the
+    other, so that all work at once; what is sent between devices are the activations at the cuts. In a part, the other
+    axes of the mesh do what they do without a pipeline.
+
+    Args:
+        model: A built functional or Sequential `keras.Model`, such as a KerasHub backbone.
+        stages: How many parts, cut so that they take about the same time; or regular expressions, each for the name or
+            path of the layer with which the next part begins. As many parts as the pipeline axis has places, or, with
+            `"interleaved"`, a multiple.
+        microbatches: In how many microbatches a step takes its batch; more if it does not divide the batch.
+        schedule: `"gpipe"` (Huang et al. 2019): all forward passes, then all backward passes; each part keeps its
+            inputs of all microbatches. `"1f1b"` (Narayanan et al. 2019, PipeDream with flushes): forward and backward
+            in turn; part `n` of `p` keeps those of `p - n`. `"interleaved"` (Narayanan et al. 2021, Megatron-LM):
+            several parts on each place, for a shorter wait.
+
+    Returns:
+        The same object: `compile` takes a strategy on a mesh with an axis `pipeline`.
+
+    Raises:
+        StrategyError: The model is not built, or has a `call` of its own; it cannot be cut like this; or an unknown
+            schedule.
+
+    Example:
+
+    >>> import keras, numpy as np, tfshard
+    >>> _ = tfshard.initialize(num_devices=4, device_type="CPU")
+    >>> layers = [keras.layers.Dense(8, activation="relu", name=f"dense_{i}") for i in range(4)]
+    >>> model = keras.Sequential([keras.Input((8,)), *layers])
+    >>> model = tfshard.pipeline(model, stages=["dense_2"], microbatches=4)
+    >>> mesh = tfshard.create_mesh(pipeline=2, batch=2)
+    >>> model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(mesh))
+    >>> history = model.fit(np.ones((16, 8)), np.ones((16, 8)), batch_size=16, verbose=0)
+    """
+    if not isinstance(model, keras.Model):
+        raise StrategyError(f"pipeline takes a keras.Model. Received: {model!r} (of type {type(model)})")
+    if schedule not in schedules.NAMES:
+        raise StrategyError(f"Unknown schedule. Schedules: {schedules.NAMES}. Received: schedule={schedule!r}")
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise StrategyError(f"microbatches must be a positive integer. Received: microbatches={microbatches!r}")
+    if _private.distribute_strategy(model) is not None:
+        raise StrategyError(
+            f"Model '{model.name}' is compiled under a strategy already. Cut it before that, or build a new one."
+        )
+    made = cut(model, stages)
+    as_distributed(model)
+    if not isinstance(model, _Pipelined):
+        cls: Any = type(model)
+        model.__class__ = _pipelined_class(cls)
+    _cuts[model] = _Cut(made, stages, microbatches, schedule)
+    return model
+
+
+def pipeline_of(model: keras.Model) -> Pipeline | None:
+    """The pipeline of a model that was cut and compiled; else None."""
+    return _pipelines.get(model)

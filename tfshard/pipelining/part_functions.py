@@ -1,0 +1,463 @@
+"""What is compiled for each part of a model: its forward pass, its backward pass, the last part's loss, the update.
+
+A backward pass computes the part's forward pass again from what the part took, as in Huang et al. 2019, "GPipe",
+section 2.3: a part keeps its inputs of a microbatch from one to the other, and nothing else. What it reads besides (the
+seeds of dropout, states) has the values that the first forward pass read, and what it writes the second time is thrown
+away.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.devices import batching, transfer
+from tfshard.graph import inventory
+from tfshard.layouts.axes import axis_sizes
+from tfshard.pipelining.cut import CutModel, Part, Source
+from tfshard.pipelining.ranks import Rank
+from tfshard.storage import steps
+from tfshard.storage.storage import Storage
+from tfshard.storage.variables import ShardedVariable
+from tfshard.training import readiness
+from tfshard.training.microbatches import Shares, Update, sharded_of
+
+# A tensor that goes from part to part, and its mask.
+Passed = tuple[tf.Tensor, tf.Tensor | None]
+# Sums of gradients, in the order of a part's storages.
+Sums = list[tf.Tensor]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Kept:
+    """What a part keeps of a microbatch for its backward pass.
+
+    Attributes:
+        takes: What it took.
+        states: What variables that it wrote had before.
+    """
+
+    takes: list[Passed]
+    states: list[tf.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Of all devices together, without what is on several twice."""
+        tensors = [*(each for passed in self.takes for each in passed if each is not None), *self.states]
+        return sum(each.shape.num_elements() * each.dtype.size for each in tensors)
+
+
+def _compiled(rank: Rank, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs as a step on the mesh of a rank. Traced by one thread; other threads may call it then."""
+
+    def step(*args: Any) -> Any:
+        with rank.seen():
+            with rank.strategy.extended.step():
+                result = function(*args)
+                readiness.check_captures(tf.compat.v1.get_default_graph())
+            return result() if callable(result) else result
+
+    # A partial has no code, by which TensorFlow would count the traces of all these functions as those of one.
+    own = functools.partial(step)
+    compiled: Callable[..., Any] = tf.function(own, jit_compile=False, reduce_retracing=False, autograph=False)
+    return compiled
+
+
+class PartFunctions:
+    """The functions of one part.
+
+    Args:
+        model: The model that was cut.
+        cut: Its parts.
+        part: The part.
+        rank: Where it is.
+        count: In how many microbatches a batch is taken.
+    """
+
+    def __init__(self, model: keras.Model, cut: CutModel, part: Part, rank: Rank, count: int):
+        self._model, self._cut, self.part, self.rank, self._count = model, cut, part, rank, count
+        self.forward = _compiled(rank, self._forward)
+        self.forward_without_training = _compiled(rank, self._forward_without_training)
+        self.backward = _compiled(rank, self._backward)
+        self.loss_and_backward = _compiled(rank, self._loss_and_backward)
+        self.loss = _compiled(rank, self._loss)
+        self.predictions = _compiled(rank, lambda takes, others: self._predictions(takes, others, training=False))
+        self.added = _compiled(rank, lambda sums, more: [a + b for a, b in zip(sums, more, strict=True)])
+        # What the forward pass wrote.
+        self._written: list[keras.Variable] = []
+        # What gradients are summed up for, and the update that they are for.
+        self.storages: list[Storage] = []
+        self.update: Update | None = None
+
+    # --- the passes
+
+    def _forward(self, takes: list[Passed]) -> Callable[[], Any]:
+        """Of a training step.
+
+        Returns:
+            What the part gives, its losses, and what variables that it wrote had before.
+        """
+        fixed = {id(variable) for variable in self.part.model.trainable_variables}
+        states = [each for each, _ in inventory.owned_variables(self.part.model) if id(each) not in fixed]
+        before = [tf.convert_to_tensor(each) for each in states]
+        gives = self._gives(takes, training=True)
+        losses = self._losses()
+        step = steps.current()
+        assert step is not None
+        written = set(step.written)
+        kept = [_storage(each) in written for each in states]
+        self._written = [each for each, keep in zip(states, kept, strict=True) if keep]
+        values = [self._whole(each) for each, keep in zip(before, kept, strict=True) if keep]
+        return lambda: (gives, losses, values, step.token)
+
+    def _forward_without_training(self, takes: list[Passed]) -> tuple[list[Passed], tf.Tensor | None]:
+        """What the part gives, and its losses."""
+        return self._gives(takes, training=False), self._losses()
+
+    def _gives(self, takes: list[Passed], *, training: bool) -> list[Passed]:
+        """What a part makes of what it takes."""
+        return [
+            (self._placed(tensor, rows), None if mask is None else self._placed(mask, rows))
+            for (tensor, mask), rows in zip(self._called(takes, training=training), self.part.has_rows, strict=True)
+        ]
+
+    def _losses(self, collected: Sequence[tf.Tensor] = ()) -> tf.Tensor | None:
+        """The sum of the additional losses of the part, once it was called.
+
+        Args:
+            collected: Those that Keras has given to a scope instead of the layers.
+        """
+        losses = [*collected, *self.part.model.losses]
+        if not losses:
+            return None
+        # As `_aggregate_additional_loss` does.
+        return self._whole(tf.add_n([tf.cast(tf.reduce_sum(each), tf.float32) for each in losses]))
+
+    def _called(self, takes: Sequence[Passed], *, training: bool) -> list[Passed]:
+        masks = [mask for _, mask in takes]
+        # As an argument: Keras would warn of a mask on what a functional model takes.
+        more = {"mask": masks} if any(mask is not None for mask in masks) else {}
+        outputs = keras.tree.flatten(self.part.model([tensor for tensor, _ in takes], training=training, **more))
+        return [(tensor, _private.mask_of(tensor)) for tensor in outputs]
+
+    def _backward(
+        self, takes: list[Passed], states: list[tf.Tensor], slopes: list[list[tf.Tensor]], of_loss: tf.Tensor | None
+    ) -> Callable[[], Any]:
+        """Of a part that is not the last.
+
+        Args:
+            takes, states: What the forward pass had.
+            slopes: Of each output, its gradients from the parts that took it.
+            of_loss: The gradient of the part's losses.
+
+        Returns:
+            The gradients of what it took, None of what has none; and the sums for its storages.
+        """
+        with tf.GradientTape() as tape:
+            takes, watched = self._watched(takes, tape)
+            before = list(zip(self._written, states, strict=True))
+            with keras.StatelessScope(state_mapping=before, collect_losses=True) as scope:
+                given = self._gives(takes, training=True)
+            losses = self._losses(scope.losses)
+        reached = [(tensor, tf.add_n(of)) for (tensor, _), of in zip(given, slopes, strict=True) if of]
+        if losses is not None and of_loss is not None:
+            reached.append((losses, of_loss))
+        targets, gradients = [tensor for tensor, _ in reached], [gradient for _, gradient in reached]
+        return self._differentiated(tape, targets, gradients, watched)
+
+    def _watched(self, takes: Sequence[Passed], tape: tf.GradientTape) -> tuple[list[Passed], list[tf.Tensor | None]]:
+        """What comes from other parts and can have a gradient is watched; the others are None."""
+        passed: list[Passed] = []
+        watched: list[tf.Tensor | None] = []
+        for source, (tensor, mask) in zip(self.part.takes, takes, strict=True):
+            if source.part >= 0 and tensor.dtype.is_floating:
+                tape.watch(tensor)
+                watched.append(tensor)
+            else:
+                watched.append(None)
+            passed.append((tensor, mask))
+        return passed, watched
+
+    def _differentiated(
+        self,
+        tape: tf.GradientTape,
+        targets: Sequence[tf.Tensor],
+        gradients: Sequence[tf.Tensor] | None,
+        watched: Sequence[tf.Tensor | None],
+    ) -> Callable[[], Any]:
+        variables = self.part.model.trainable_variables
+        sources = [*variables, *(each for each in watched if each is not None)]
+        found = tape.gradient(list(targets), sources, output_gradients=gradients) if targets else [None] * len(sources)
+        update = Update(
+            optimizer=self._model.optimizer, gradients=found[: len(variables)], variables=variables, share=1.0
+        )
+        sums: dict[Any, tf.Tensor] = {
+            storage: each for (storage, _), each in update.sums(self.rank.strategy.mesh, reduced=True).items()
+        }
+        step = steps.current()
+        assert step is not None
+        step.give_out(sums)
+        self.storages, self.update = list(sums), update
+        of_takes = iter(found[len(variables) :])
+        slopes = [None if each is None else self._slope(next(of_takes), each) for each in watched]
+
+        def result() -> Any:
+            return slopes, list(sums.values()), step.token
+
+        return result
+
+    def _slope(self, gradient: Any, tensor: tf.Tensor) -> tf.Tensor | None:
+        if gradient is None:
+            return None
+        return self._placed(tf.convert_to_tensor(gradient), rows=bool(tensor.shape.rank))
+
+    # --- the last part
+
+    def _predictions(self, takes: list[Passed], others: list[Passed], *, training: bool) -> Any:
+        """What the model gives, of what the last part takes, and of what parts before it give of that."""
+        own, passed = self._called(takes, training=training), iter(others)
+        flat = []
+        for source in self._cut.outputs:
+            tensor, mask = own[source.number] if source.part == self.part.number else next(passed)
+            if mask is not None:
+                tensor = tf.identity(tensor)
+                _private.set_mask(tensor, mask)
+            flat.append(tensor)
+        return _private.packed_outputs(self._cut.graph, flat)
+
+    def _loss_of(
+        self,
+        batch: tuple[Any, Any, Any],
+        predicted: Any,
+        losses: Sequence[tf.Tensor],
+        totals: Sequence[tf.Tensor],
+        samples: int,
+        *,
+        training: bool,
+    ) -> tf.Tensor:
+        """The loss of a microbatch, such that the mean over all is the batch's."""
+        x, y, sample_weight = batch
+        with (
+            _private.additional_losses(self._model, [*losses, *self.part.model.losses]),
+            _private.reduced_losses(Shares(self._count, [each[0] for each in totals])),
+        ):
+            loss = _private.compute_loss(self._model, x, y, predicted, sample_weight, training=training)
+        _private.track_loss(self._model, loss, tf.constant(samples))
+        return loss
+
+    def _loss_and_backward(
+        self,
+        takes: list[Passed],
+        others: list[Passed],
+        losses: list[tf.Tensor],
+        batch: tuple[Any, Any, Any],
+        totals: list[tf.Tensor],
+        samples: int,
+    ) -> Callable[[], Any]:
+        """Of a training step.
+
+        Args:
+            takes: What the part takes.
+            others: What other parts give of the model's outputs.
+            losses: Those of other parts.
+            batch: x, y and sample weights of the microbatch; x None unless the model's own `compute_loss` takes it.
+            totals: By what losses of the whole batch are divided, each as a vector of equal elements.
+            samples: Of the microbatch.
+
+        Returns:
+            Gradients of `takes`, of `others` and of `losses`; the sums for its storages; what the metrics say.
+        """
+        with tf.GradientTape() as tape:
+            takes, watched = self._watched(takes, tape)
+            for tensor in [*(tensor for tensor, _ in others if tensor.dtype.is_floating), *losses]:
+                tape.watch(tensor)
+            predicted = self._predictions(takes, others, training=True)
+            loss = self._loss_of(batch, predicted, losses, totals, samples, training=True)
+            scaled = self._model.optimizer.scale_loss(loss) / tf.cast(self._count, loss.dtype)
+        more = [tensor if tensor.dtype.is_floating else None for tensor, _ in others]
+        result = self._differentiated(tape, [scaled], None, [*watched, *more, *losses])
+        logs = self._logs(batch, predicted)
+
+        def with_logs() -> Any:
+            slopes, sums, token = result()
+            ends = len(watched), len(watched) + len(more)
+            return slopes[: ends[0]], slopes[ends[0] : ends[1]], slopes[ends[1] :], sums, logs, token
+
+        return with_logs
+
+    def _loss(
+        self,
+        takes: list[Passed],
+        others: list[Passed],
+        losses: list[tf.Tensor],
+        batch: tuple[Any, Any, Any],
+        totals: list[tf.Tensor],
+        samples: int,
+    ) -> Any:
+        """Of an evaluation step: what the metrics say."""
+        predicted = self._predictions(takes, others, training=False)
+        self._loss_of(batch, predicted, losses, totals, samples, training=False)
+        return self._logs(batch, predicted)
+
+    def _logs(self, batch: tuple[Any, Any, Any], predicted: Any) -> Any:
+        x, y, sample_weight = batch
+        logs = self._model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
+        return transfer.map_tensors(self._whole, logs)
+
+    # --- layouts
+
+    def _placed(self, tensor: tf.Tensor, rows: bool) -> tf.Tensor:
+        """A tensor that is passed on: sharded by its rows, if it has some, else whole."""
+        mesh = self.rank.strategy.mesh
+        shape = tuple(tensor.shape)
+        axes = batching.batch_axes(shape, mesh) if rows else (None,) * len(shape)
+        return transfer.relayout(tensor, axes, mesh)
+
+    def _whole(self, value: Any) -> Any:
+        return self.rank.strategy.extended.make_whole(value)
+
+
+def _storage(variable: keras.Variable) -> Storage | None:
+    current = _private.backend_variable(variable)
+    return current.storage if isinstance(current, ShardedVariable) else None
+
+
+class RankFunctions:
+    """The functions of a rank: what is done with the sums of its parts at the end of a step.
+
+    Args:
+        rank: The rank.
+        parts: The functions of its parts.
+        optimizer: The model's.
+        mirrored: Variables that have mirrors on some rank, by id.
+
+    Attributes:
+        mirrored: Trainable variables that are updated on other ranks.
+        copied: Variables that are updated here and have mirrors.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        parts: Sequence[PartFunctions],
+        optimizer: keras.optimizers.Optimizer,
+        mirrored: Collection[int],
+    ):
+        self.rank = rank
+        self._parts = list(parts)
+        self._optimizer = optimizer
+        self.mirrored = [variable for variable, _ in rank.mirrors.values() if variable.trainable]
+        self.copied = [variable for variable in rank.variables if id(variable) in mirrored]
+        self.values = _compiled(rank, lambda: [self._shared_out(sharded_of(each).value()) for each in self.copied])
+        self.take_over = _compiled(rank, self._take_over)
+        self.gradients_of_mirrors = _compiled(rank, self._gradients_of_mirrors)
+        self.square = _compiled(rank, self._square)
+        # What an update writes; empty until it is traced.
+        self.written: frozenset[Any] = frozenset()
+        self.update = _compiled(rank, self._update)
+
+    def _merged(self, sums: list[Sums]) -> dict[Storage, tf.Tensor]:
+        merged: dict[Storage, tf.Tensor] = {}
+        for part, own in zip(self._parts, sums, strict=True):
+            for storage, each in zip(part.storages, own, strict=True):
+                merged[storage] = merged[storage] + each if storage in merged else each
+        return merged
+
+    def _gradients_of_mirrors(self, sums: list[Sums]) -> list[tf.Tensor | None]:
+        """Of each variable in `mirrored`: its gradient; None if it has none."""
+        merged, found = self._merged(sums), []
+        for variable in self.mirrored:
+            here = sharded_of(variable)
+            each = merged.get(here.storage)
+            if each is not None and here.storage.format.packed:
+                each = here.storage.format.read(here.storage.format.gather(each), here.member)
+            found.append(None if each is None else self._shared_out(each))
+        return found
+
+    def _shared_out(self, tensor: tf.Tensor) -> tf.Tensor:
+        """A tensor of a variable as it goes to another rank: of each device a piece, along a dim that can be cut."""
+        mesh, shape = self.rank.strategy.mesh, tuple(tensor.shape)
+        sizes = axis_sizes(mesh)
+        dim = next((dim for dim, size in enumerate(shape) if size % sizes.data_size == 0), None)
+        axes = tuple(sizes.data if at == dim else None for at in range(len(shape)))
+        return transfer.relayout(transfer.whole(tensor, mesh), axes, mesh)
+
+    def _take_over(self, values: Sequence[tf.Tensor]) -> None:
+        """Sets the mirrors to the values that are at home."""
+        for variable, value in zip(self.mirrored, values, strict=True):
+            sharded_of(variable).assign(transfer.whole(value, self.rank.strategy.mesh))
+
+    def _with_mirrors(
+        self, sums: list[Sums], of_mirrors: Mapping[int, Sequence[tf.Tensor]]
+    ) -> tuple[dict[Storage, tf.Tensor], set[int]]:
+        """The sums of gradients, those of mirrors added.
+
+        Args:
+            sums: Of the parts.
+            of_mirrors: By the number of a variable in `rank.variables`: the gradients of its mirrors.
+        """
+        merged, more = self._merged(sums), set()
+        for number, gradients in of_mirrors.items():
+            variable = sharded_of(self.rank.variables[number])
+            more.add(id(variable))
+            whole = [transfer.whole(each, self.rank.strategy.mesh) for each in gradients]
+            storage, gradient = variable.storage, tf.add_n(whole)
+            if storage.format.packed:
+                members = [gradient if at == variable.member else None for at in range(len(storage.format.members))]
+                gradient = storage.format.pack_gradients(members, gradient.dtype)
+            else:
+                gradient = variable.to_update(gradient)
+            merged[storage] = merged[storage] + gradient if storage in merged else gradient
+        return merged, more
+
+    def _square(self, sums: list[Sums], of_mirrors: Mapping[int, Sequence[tf.Tensor]]) -> tf.Tensor:
+        """The sum of the squares of all gradients of the rank; those of mirrors count at home."""
+        merged, _ = self._with_mirrors(sums, of_mirrors)
+        squares = [_square(each) for each in merged.values()]
+        squares += [-_square(each) for each in self._gradients_of_mirrors(sums) if each is not None]
+        return self.rank.strategy.extended.make_whole(tf.add_n(squares) if squares else tf.zeros(()))
+
+    def _update(
+        self, sums: list[Sums], of_mirrors: Mapping[int, Sequence[tf.Tensor]], norm: tf.Tensor | None
+    ) -> Callable[[], Any]:
+        """Updates the variables of the rank.
+
+        Args:
+            sums: Of its parts.
+            of_mirrors: As for `_with_mirrors`.
+            norm: That of all gradients of the model, if the optimizer clips by it, as a vector of equal elements.
+        """
+        merged, more = self._with_mirrors(sums, of_mirrors)
+        present = {
+            id(_private.backend_variable(variable))
+            for part in self._parts
+            if part.update is not None
+            for variable, gradient in zip(part.update.variables, part.update.gradients, strict=True)
+            if gradient is not None
+        } | more
+        variables = self.rank.variables
+        # `apply` asks which have one, and takes its value from the sums.
+        has_one: list[Any] = [id(_private.backend_variable(each)) in present or None for each in variables]
+        update = Update(optimizer=self._optimizer, gradients=has_one, variables=variables, share=1.0)
+        with (
+            _private.only_for(self._optimizer, variables),
+            _private.known_global_norm(None if norm is None else norm[0]),
+        ):
+            update.apply({(storage, None): each for storage, each in merged.items()})
+        step = steps.current()
+        assert step is not None
+        self.written = frozenset(step.written)
+        return lambda: None
+
+
+def _square(gradient: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
+
+
+def sources_of_outputs(cut: CutModel) -> list[Source]:
+    """The model's outputs that parts before the last give."""
+    return [source for source in cut.outputs if source.part != cut.parts[-1].number]

@@ -1,0 +1,414 @@
+"""A model on a pipeline: its parts on their ranks, and the steps that are done with them."""
+
+import collections
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.devices import batching, clients, instances, messages, transfer
+from tfshard.devices.between_meshes import handed_over
+from tfshard.errors import StrategyError
+from tfshard.layouts import variable_layout
+from tfshard.layouts.axes import axis_sizes
+from tfshard.pipelining import divisors, ranks
+from tfshard.pipelining.cut import CutModel, Source
+from tfshard.pipelining.part_functions import Kept, PartFunctions, Passed, RankFunctions, Sums, sources_of_outputs
+from tfshard.pipelining.ranks import Rank
+from tfshard.pipelining.runner import Measured, Runner
+from tfshard.pipelining.schedules import Schedule, Task, Timed
+from tfshard.training.strategy import ShardedStrategy
+
+# On several clients: the steps with batches of a shape that compile, everywhere in the same order. In the second
+# DTensor compiles a function again if it took a small tensor for a constant.
+_STEPS_IN_TURN = 2
+# More elements than a tensor has that it takes for one: of 16 it does, of 32 not (TensorFlow 2.21).
+_NO_CONSTANT = 64
+
+
+class Pipeline:
+    """A model in parts on the ranks of a strategy.
+
+    Attributes:
+        model: The model.
+        cut: Its parts.
+        strategy: Of the last rank, with all ranks in it.
+        ranks: The ranks.
+        measured: What was measured in the last training step; None before the first, and of one that was traced.
+    """
+
+    def __init__(self, model: keras.Model, cut: CutModel, strategy: ShardedStrategy, schedule: str, microbatches: int):
+        self.model = model
+        self.cut = cut
+        self.strategy = strategy
+        self.schedule = schedule
+        self.microbatches = microbatches
+        self.ranks = ranks.ranks_of(cut, strategy)
+        self.measured: Measured | None = None
+        self._runner = Runner(len(self.ranks))
+        self._functions: dict[int, _Functions] = {}
+        self._seen: collections.Counter[object] = collections.Counter()
+
+    def place(self) -> None:
+        """Brings the variables of the model to the ranks of their parts."""
+        ranks.place(self.ranks)
+
+    def place_optimizer(self) -> None:
+        """Builds the model's optimizer, and brings what it has to the ranks."""
+        optimizer = self.model.optimizer
+        if optimizer is None:
+            return
+        if not optimizer.built:
+            with self.strategy.scope():
+                optimizer.build(self.model.trainable_variables)
+        ranks.place_optimizer(self.ranks, optimizer)
+
+    def forget(self) -> None:
+        """Functions are traced anew: the model has changed."""
+        self._functions.clear()
+        self._seen.clear()
+
+    def bring_up_to_date(self) -> None:
+        """Gives each rank what was set on the host."""
+        ranks.bring_up_to_date(self.ranks)
+
+    def count_of(self, rows: int) -> int:
+        """In how many microbatches a batch is taken: as many as asked for, or more, where that does not divide it."""
+        devices = axis_sizes(self.strategy.mesh).data_size
+        return variable_layout.parts_of(rows // devices if rows % devices == 0 else rows, self.microbatches)
+
+    # --- steps
+
+    def train(self, data: Any) -> Any:
+        """One training step on a batch on the host.
+
+        Returns:
+            What the metrics say.
+        """
+        step = _Step(self, data, training=True)
+        schedule = Schedule.of(self.schedule, ranks=len(self.ranks), parts=len(self.cut.parts), microbatches=step.count)
+        timed = self._run(step, schedule, schedule.tasks)
+        step.update()
+        messages.wait_until_sent()
+        if timed is None:
+            instances.count_alike()
+        else:
+            self.measured = Measured(
+                schedule=schedule,
+                tasks=tuple(tuple(each) for each in timed),
+                in_flight=tuple(step.most_kept),
+                kept_bytes=tuple(step.most_bytes),
+                sent_bytes=step.sent_bytes,
+            )
+        return step.logs
+
+    def test(self, data: Any) -> Any:
+        """One evaluation step. As `train`."""
+        step = _Step(self, data, training=False)
+        self._run_forward(step)
+        return step.logs
+
+    def predict(self, data: Any) -> Any:
+        """One prediction step on a batch on the host.
+
+        Returns:
+            What the model gives, on the host.
+        """
+        x = keras.utils.unpack_x_y_sample_weight(data)[0]
+        step = _Step(self, (x,), training=False, predicts=True)
+        self._run_forward(step)
+        parts = [keras.tree.flatten(step.predictions[number]) for number in range(step.count)]
+        joined = [tf.constant(np.concatenate(each)) for each in zip(*parts, strict=True)]
+        return keras.tree.pack_sequence_as(step.predictions[0], joined)
+
+    def _run_forward(self, step: "_Step") -> None:
+        """The forward passes only: every rank takes one microbatch after the other."""
+        count, parts = step.count, len(self.cut.parts)
+        schedule = Schedule.of("gpipe", ranks=parts, parts=parts, microbatches=count)
+        size = len(self.ranks)
+        # By microbatch, so that a rank with several parts does not wait for itself.
+        tasks = [
+            [
+                Task(part < parts - 1, part, number)
+                for first in range(0, count, size)
+                for part in range(rank, parts, size)
+                for number in range(first, min(first + size, count))
+            ]
+            for rank in range(size)
+        ]
+        timed = self._run(step, schedule, tasks)
+        messages.wait_until_sent()
+        if timed is None:
+            instances.count_alike()
+
+    def _run(self, step: "_Step", schedule: Schedule, tasks: Sequence[Sequence[Task]]) -> list[list[Timed]] | None:
+        if self._seen[step.key] == (1 if clients.here().count == 1 else _STEPS_IN_TURN):
+            return self._runner.run(schedule, tasks, step.do)
+        # Functions are traced and compiled by one thread, each with the mesh of its rank, in the same order on all
+        # clients.
+        waiting = [collections.deque(own) for own in tasks]
+        done: set[Task] = set()
+        while any(waiting):
+            for rank, own in zip(self.ranks, waiting, strict=True):
+                while own and all(each in done for each in schedule.needs(own[0])):
+                    with _private.default_mesh(rank.strategy.mesh):
+                        step.do(own[0])
+                    _private.give_own_names()
+                    done.add(own.popleft())
+        self._seen[step.key] += 1
+        return None
+
+    def functions(self, count: int) -> "_Functions":
+        """What is compiled for batches of so many microbatches."""
+        if count not in self._functions:
+            self._functions[count] = _Functions(self, count)
+        return self._functions[count]
+
+
+class _Functions:
+    """What is compiled for the parts and ranks of a pipeline."""
+
+    def __init__(self, pipeline: Pipeline, count: int):
+        model, cut = pipeline.model, pipeline.cut
+        at = {part.number: rank for rank in pipeline.ranks for part in rank.parts}
+        self.parts = [PartFunctions(model, cut, part, at[part.number], count) for part in cut.parts]
+        mirrored = {key for rank in pipeline.ranks for key in rank.mirrors}
+        self.ranks = [
+            RankFunctions(rank, [self.parts[part.number] for part in rank.parts], model.optimizer, mirrored)
+            for rank in pipeline.ranks
+        ]
+        self.divisors = {training: divisors.of_batch(model, training=training) for training in (True, False)}
+
+
+class _Step:
+    """One step: what goes from task to task.
+
+    Args:
+        pipeline: The pipeline.
+        data: The batch, on the host.
+        training: Whether it trains.
+        predicts: Whether it gives predictions.
+    """
+
+    def __init__(self, pipeline: Pipeline, data: Any, *, training: bool, predicts: bool = False):
+        self._pipeline = pipeline
+        self._cut = pipeline.cut
+        self._training = training
+        self._predicts = predicts
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.device("CPU:0"):
+            self._inputs = _private.standardized_inputs(self._cut.graph, x)
+        leaves = [each for each in keras.tree.flatten((self._inputs, y, sample_weight)) if each is not None]
+        self._rows = _rows_of(leaves)
+        self.count = pipeline.count_of(self._rows)
+        self._functions = pipeline.functions(self.count)
+        takes_x = type(pipeline.model).compute_loss is not keras.Model.compute_loss
+        takes_x = takes_x or type(pipeline.model).compute_metrics is not keras.Model.compute_metrics
+        self._batch = (x if takes_x else None, y, sample_weight)
+        shapes = [(tuple(each.shape), str(each.dtype)) for each in leaves]
+        self.key = (training, predicts, self.count, str(shapes), str(keras.tree.map_structure(type, (x, y))))
+        self._totals: list[tf.Tensor] = []
+        if not predicts:
+            found = self._functions.divisors[training](x, y, sample_weight)
+            self._totals = [_number(each.numpy(), pipeline.strategy.mesh) for each in found]
+        self._lock = threading.Lock()
+        # What tasks give each other, by who takes it.
+        self._passed: dict[tuple[Source, int, int], Passed] = {}
+        self._losses: dict[tuple[int, int], tf.Tensor] = {}
+        self._slopes: dict[tuple[Source, int], list[tf.Tensor]] = collections.defaultdict(list)
+        self._of_losses: dict[tuple[int, int], tf.Tensor] = {}
+        self._kept: dict[tuple[int, int], Kept] = {}
+        self._sums: dict[int, Sums] = {}
+        self.logs: Any = None
+        self.predictions: dict[int, Any] = {}
+        self.most_kept = [0] * len(self._cut.parts)
+        self.most_bytes = [0] * len(self._cut.parts)
+        self.sent_bytes = 0
+
+    def do(self, task: Task) -> None:
+        """Does one task."""
+        if task.part == len(self._cut.parts) - 1:
+            self._last(task.microbatch)
+        elif task.is_forward:
+            self._forward(task.part, task.microbatch)
+        else:
+            self._backward(task.part, task.microbatch)
+
+    # --- tasks
+
+    def _forward(self, part: int, number: int) -> None:
+        functions = self._functions.parts[part]
+        takes = [self._take(source, number, part) for source in functions.part.takes]
+        if self._training:
+            gives, losses, states, _ = functions.forward(takes)
+            self._keep(part, number, Kept(takes=takes, states=states))
+        else:
+            gives, losses = functions.forward_without_training(takes)
+        for place, passed in enumerate(gives):
+            for reader in self._cut.readers(Source(part, place)):
+                self._give(Source(part, place), number, reader, passed)
+        if losses is not None:
+            self._losses[part, number] = self._sent(losses, self._pipeline.ranks[-1])
+
+    def _backward(self, part: int, number: int) -> None:
+        functions = self._functions.parts[part]
+        kept = self._kept.pop((part, number))
+        places = range(functions.part.gives)
+        slopes = [self._slopes.pop((Source(part, place), number), []) for place in places]
+        found, sums, _ = functions.backward(kept.takes, kept.states, slopes, self._of_losses.pop((part, number), None))
+        self._add(part, sums)
+        self._hand_back(functions, functions.part.takes, found, number)
+
+    def _last(self, number: int) -> None:
+        functions = self._functions.parts[-1]
+        last = functions.part.number
+        takes = [self._take(source, number, last) for source in functions.part.takes]
+        more = sources_of_outputs(self._cut)
+        others = [self._take(source, number, last) for source in more]
+        if self._predicts:
+            found = functions.predictions(takes, others)
+            self.predictions[number] = keras.tree.map_structure(transfer.to_host, found)
+            return
+        parts = [part for part, at in sorted(self._losses) if at == number]
+        losses = [self._losses.pop((part, number)) for part in parts]
+        batch = self._part_of_batch(number)
+        samples = self._rows // self.count
+        if not self._training:
+            self.logs = functions.loss(takes, others, losses, batch, self._totals, samples)
+            return
+        of_takes, of_others, of_losses, sums, self.logs, _ = functions.loss_and_backward(
+            takes, others, losses, batch, self._totals, samples
+        )
+        self._add(last, sums)
+        self._hand_back(functions, functions.part.takes, of_takes, number)
+        self._hand_back(functions, more, of_others, number)
+        for part, slope in zip(parts, of_losses, strict=True):
+            if slope is not None:
+                self._of_losses[part, number] = self._sent(slope, self._functions.parts[part].rank)
+
+    def update(self) -> None:
+        """Updates the variables of all ranks, after the last task."""
+        pipeline, functions = self._pipeline, self._functions.ranks
+        sums = [[self._sums[part.number] for part in rank.parts] for rank in pipeline.ranks]
+        of_mirrors: list[dict[int, list[tf.Tensor]]] = [{} for _ in pipeline.ranks]
+        for rank, own in zip(functions, sums, strict=True):
+            if not rank.mirrored:
+                continue
+            for variable, gradient in zip(
+                rank.mirrored, self._on(rank.rank, rank.gradients_of_mirrors, own), strict=True
+            ):
+                if gradient is not None:
+                    home, number = self._home(variable)
+                    of_mirrors[home.number].setdefault(number, []).append(self._sent(gradient, home))
+        norm = self._norm(sums, of_mirrors)
+        for rank, own, more in zip(functions, sums, of_mirrors, strict=True):
+            here = None if norm is None else _number(norm, rank.rank.strategy.mesh)
+            self._on(rank.rank, rank.update, own, more, here)
+        ranks.find_homes(pipeline.ranks, [each.written for each in functions])
+        values = {
+            id(variable): value
+            for rank in functions
+            if rank.copied
+            for variable, value in zip(rank.copied, self._on(rank.rank, rank.values), strict=True)
+        }
+        for rank in functions:
+            if rank.mirrored:
+                here = [self._sent(values[id(variable)], rank.rank) for variable in rank.mirrored]
+                self._on(rank.rank, rank.take_over, here)
+
+    def _norm(self, sums: list[list[Sums]], of_mirrors: list[dict[int, list[tf.Tensor]]]) -> np.ndarray | None:
+        optimizer = self._pipeline.model.optimizer
+        if not optimizer.global_clipnorm:
+            return None
+        squares = [
+            float(transfer.to_host(self._on(rank.rank, rank.square, own, more)))
+            for rank, own, more in zip(self._functions.ranks, sums, of_mirrors, strict=True)
+        ]
+        return np.array(math.sqrt(sum(squares)) / (optimizer.loss_scale_factor or 1.0), np.float32)
+
+    def _home(self, variable: keras.Variable) -> tuple[Rank, int]:
+        for rank in self._pipeline.ranks:
+            for number, each in enumerate(rank.variables):
+                if each is variable:
+                    return rank, number
+        raise AssertionError(f"{variable.path} is on no rank.")
+
+    @staticmethod
+    def _on(rank: Rank, function: Callable[..., Any], *args: Any) -> Any:
+        with _private.default_mesh(rank.strategy.mesh):
+            return function(*args)
+
+    # --- what is passed
+
+    def _take(self, source: Source, number: int, part: int) -> Passed:
+        if source.part >= 0:
+            return self._passed.pop((source, number, part))
+        mesh = self._functions.parts[part].rank.strategy.mesh
+        return batching.to_mesh(self._slice(self._inputs[source.number], number), mesh), None
+
+    def _give(self, source: Source, number: int, reader: int, passed: Passed) -> None:
+        rank = self._functions.parts[reader].rank
+        tensor, mask = passed
+        self._passed[source, number, reader] = (
+            self._sent(tensor, rank),
+            None if mask is None else self._sent(mask, rank),
+        )
+
+    def _hand_back(self, functions: PartFunctions, takes: Iterable[Source], slopes: list[Any], number: int) -> None:
+        for source, slope in zip(takes, slopes, strict=True):
+            if slope is not None and source.part >= 0:
+                here = self._sent(slope, self._functions.parts[source.part].rank)
+                with self._lock:
+                    self._slopes[source, number].append(here)
+
+    def _sent(self, tensor: tf.Tensor, rank: Rank) -> tf.Tensor:
+        here = handed_over(tensor, rank.strategy.mesh)
+        if here is not tensor:
+            with self._lock:
+                self.sent_bytes += tensor.shape.num_elements() * tensor.dtype.size
+        return here
+
+    def _keep(self, part: int, number: int, kept: Kept) -> None:
+        self._kept[part, number] = kept
+        # A part's tasks are those of one thread; others add and take under other keys.
+        own = [each for (of, _), each in list(self._kept.items()) if of == part]
+        self.most_kept[part] = max(self.most_kept[part], len(own))
+        self.most_bytes[part] = max(self.most_bytes[part], sum(each.bytes for each in own))
+
+    def _add(self, part: int, sums: Sums) -> None:
+        before = self._sums.get(part)
+        self._sums[part] = sums if before is None or not sums else self._functions.parts[part].added(before, sums)
+
+    def _part_of_batch(self, number: int) -> tuple[Any, Any, Any]:
+        mesh = self._pipeline.strategy.mesh
+        found: tuple[Any, Any, Any] = keras.tree.map_structure(
+            lambda each: None if each is None else batching.to_mesh(self._slice(each, number), mesh), self._batch
+        )
+        return found
+
+    def _slice(self, value: Any, number: int) -> Any:
+        if value is None or not getattr(value, "shape", ()):
+            return value
+        rows = self._rows // self.count
+        return np.asarray(value)[number * rows : (number + 1) * rows]
+
+
+def _number(value: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
+    """A number on a mesh, `(_NO_CONSTANT,)`."""
+    return transfer.host_to_mesh(np.full(_NO_CONSTANT, value, value.dtype), (None,), mesh)
+
+
+def _rows_of(leaves: Sequence[Any]) -> int:
+    sizes = {each.shape[0] for each in leaves if len(each.shape)}
+    if len(sizes) != 1:
+        raise StrategyError(
+            "A pipeline takes a batch in microbatches, so all of its tensors need as many rows. "
+            f"Received: tensors of shapes {[tuple(each.shape) for each in leaves]}"
+        )
+    return int(sizes.pop())

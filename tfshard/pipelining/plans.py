@@ -1,0 +1,250 @@
+"""What a pipeline stores, sends and waits for: told before a step runs, and measured behind one."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import tables
+from tfshard.devices import messages
+from tfshard.errors import StrategyError
+from tfshard.measure.report import Report
+from tfshard.pipelining import models
+from tfshard.pipelining.cut import Source
+from tfshard.pipelining.pipeline import Pipeline
+from tfshard.pipelining.runner import Measured
+from tfshard.pipelining.schedules import Schedule, Timed
+from tfshard.planning.sharding_plan import ShardingPlan
+from tfshard.planning.step_flops import training_flops
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedPart:
+    """A part of a model on a pipeline.
+
+    Attributes:
+        rank: The place on the pipeline axis.
+        layers: The names of its layers.
+        stored: What its devices store, and what a step without microbatches would send among them.
+        flops: Of its forward and backward pass with one batch, over all devices; NaN where the graph does not tell.
+        sent_bytes: What it gives to parts on other ranks of one batch, over all devices: as much comes back as
+            gradients, of what is not an integer.
+        in_flight: For how many microbatches it keeps its inputs at once, at most.
+    """
+
+    rank: int
+    layers: tuple[str, ...]
+    stored: ShardingPlan
+    flops: float
+    sent_bytes: int
+    in_flight: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """The result of `plan`; `print` it, or use it as data.
+
+    Attributes:
+        mesh: Axis name to size.
+        schedule: The schedule.
+        parts: The parts in order.
+    """
+
+    mesh: dict[str, int]
+    schedule: Schedule
+    parts: tuple[PlannedPart, ...]
+
+    def bytes_per_device(self, kind: str | None = None) -> int:
+        """Bytes that the fullest device holds; `kind` as for `ShardingPlan.bytes_per_device`."""
+        held = [0] * self.schedule.ranks
+        for part in self.parts:
+            held[part.rank] += part.stored.bytes_per_device(kind)
+        return max(held)
+
+    def bubble(self, times: dict[tuple[bool, int], float] | None = None) -> float:
+        """The share of the ranks' time in which they wait, of a step whose sending takes no time.
+
+        Args:
+            times: By whether it is forward, and part: how long a task takes, such as `Measured.times`. By default what
+                follows from FLOPs: a third for a forward pass, all and a third for a backward pass, which computes it
+                again; all for both in the last part.
+        """
+        return self.schedule.bubble(times or self._times())
+
+    def _times(self) -> dict[tuple[bool, int], float]:
+        last = len(self.parts) - 1
+        known = all(not math.isnan(part.flops) for part in self.parts)
+        flops = [part.flops if known else 1.0 for part in self.parts]
+        return {
+            (forward, number): each * (1 if forward else 3 if number == last else 4) / 3
+            for number, each in enumerate(flops)
+            for forward in (True, False)
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data: JSON types only."""
+        return {
+            "mesh": self.mesh,
+            "schedule": self.schedule.name,
+            "microbatches": self.schedule.microbatches,
+            "bubble": self.bubble(),
+            "bytes_per_device": self.bytes_per_device(),
+            "parts": [
+                {
+                    "rank": part.rank,
+                    "layers": list(part.layers),
+                    "flops": part.flops,
+                    "sent_bytes": part.sent_bytes,
+                    "in_flight": part.in_flight,
+                    "stored": part.stored.to_dict(),
+                }
+                for part in self.parts
+            ],
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The plan as a JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        table = tables.plain("Parts")
+        for name in ("part", "rank", "layers", "parameters", "stored per device", "FLOPs", "sent", "in flight"):
+            table.add_column(name, justify="left" if name == "layers" else "right")
+        for number, part in enumerate(self.parts):
+            first, last = part.layers[0], part.layers[-1]
+            table.add_row(
+                str(number),
+                str(part.rank),
+                first if len(part.layers) == 1 else f"{first} to {last}",
+                tables.size(part.stored.bytes_on_one_device("parameter")),
+                tables.size(part.stored.resting_bytes()),
+                "?" if math.isnan(part.flops) else f"{part.flops:.3g}",
+                tables.size(part.sent_bytes),
+                str(part.in_flight),
+            )
+        head = (
+            f"Pipeline on {math.prod(self.mesh.values())} devices "
+            f"({', '.join(f'{name}={size}' for name, size in self.mesh.items())}), {self.schedule.name}, "
+            f"{self.schedule.microbatches} microbatches: ranks wait {self.bubble():.0%} of a step"
+        )
+        return f"{head}\n\n{tables.as_text(table)}"
+
+
+def plan(model: keras.Model, inputs: Any, optimizer: keras.optimizers.Optimizer | str | None = None) -> PipelinePlan:
+    """What a pipeline stores where, what goes from rank to rank, and how long ranks wait. Nothing is run.
+
+    Args:
+        model: A model that `tfshard.pipeline` has cut, compiled under a strategy.
+        inputs: A batch as `fit` takes it, without labels: arrays, or anything with a shape and a dtype.
+        optimizer: As for `strategy.plan`; by default the one that the model is compiled with.
+
+    Raises:
+        StrategyError: The model is not on a pipeline.
+
+    Example:
+
+    >>> import keras, numpy as np, tfshard
+    >>> _ = tfshard.initialize(num_devices=4, device_type="CPU")
+    >>> layers = [keras.layers.Dense(8, name=f"dense_{i}") for i in range(4)]
+    >>> model = tfshard.pipeline(keras.Sequential([keras.Input((8,)), *layers]), stages=["dense_2"], microbatches=4)
+    >>> model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(pipeline=2, batch=2)))
+    >>> planned = tfshard.pipelining.plan(model, np.ones((16, 8), "float32"))
+    >>> [part.sent_bytes for part in planned.parts], planned.schedule.in_flight
+    ([512, 0], (2, 0))
+    """
+    pipeline = _pipeline(model)
+    cut = pipeline.cut
+    shapes = cut.shapes(inputs)
+    rows = next(iter(shapes.values())).shape[0]
+    schedule = Schedule.of(
+        pipeline.schedule, ranks=len(pipeline.ranks), parts=len(cut.parts), microbatches=pipeline.count_of(rows)
+    )
+    optimizer = model.optimizer if optimizer is None else optimizer
+    parts = []
+    for part in cut.parts:
+        rank = pipeline.ranks[part.number % len(pipeline.ranks)]
+        takes = [shapes[source] for source in part.takes]
+        with rank.seen():
+            stored = rank.strategy.plan(part.model, optimizer=optimizer, inputs=takes)
+            flops = training_flops(part.model, takes)
+        sent = sum(
+            _bytes(shapes[source])
+            for source in (Source(part.number, number) for number in range(part.gives))
+            for reader in cut.readers(source)
+            if reader % len(pipeline.ranks) != rank.number
+        )
+        parts.append(
+            PlannedPart(
+                rank=rank.number,
+                layers=part.layers,
+                stored=stored,
+                flops=math.nan if flops is None else float(flops),
+                sent_bytes=sent,
+                in_flight=schedule.in_flight[part.number],
+            )
+        )
+    return PipelinePlan(mesh=pipeline.strategy.pipeline_axes.given, schedule=schedule, parts=tuple(parts))
+
+
+def _bytes(spec: tf.TensorSpec) -> int:
+    return int(spec.shape.num_elements() * spec.dtype.size)
+
+
+def reports(model: keras.Model) -> tuple[Report, ...]:
+    """What each device holds, measured: a report for each place on the pipeline axis, of the parts that it has.
+
+    Raises:
+        StrategyError: The model is not on a pipeline.
+    """
+    found = []
+    for rank in _pipeline(model).ranks:
+        with rank.seen():
+            found.append(Report.from_model(model, rank.strategy, [part.model for part in rank.parts]))
+    return tuple(found)
+
+
+def measured(model: keras.Model) -> Measured | None:
+    """What was measured in the last training step: when each task began and ended, what was kept and sent. None before
+    the first step that was not compiled. In a launched run all clients call this, and hear of each other's tasks.
+
+    Raises:
+        StrategyError: The model is not on a pipeline.
+    """
+    pipeline = _pipeline(model)
+    found = pipeline.measured
+    if found is None:
+        return None
+    tasks = tuple(_timed(own, rank.strategy.mesh) for own, rank in zip(found.tasks, pipeline.ranks, strict=True))
+    return dataclasses.replace(found, tasks=tasks)
+
+
+def _timed(tasks: tuple[Timed, ...], mesh: dtensor.Mesh) -> tuple[Timed, ...]:
+    """The tasks of a rank, timed by a client that has done them."""
+    if messages.is_everywhere(mesh):
+        return tasks
+    own = None if mesh.is_remote() else np.array([(each.begin, each.end) for each in tasks])
+    times = messages.from_first(own, (len(tasks), 2), tf.float64, mesh)
+    return tuple(
+        dataclasses.replace(each, begin=float(begin), end=float(end))
+        for each, (begin, end) in zip(tasks, times, strict=True)
+    )
+
+
+def is_pipeline(model: keras.Model) -> bool:
+    """Whether a model was cut, and compiled on a mesh with a pipeline axis."""
+    return models.pipeline_of(model) is not None
+
+
+def _pipeline(model: keras.Model) -> Pipeline:
+    found = models.pipeline_of(model)
+    if found is None:
+        raise StrategyError(
+            "The model is not on a pipeline: cut it with tfshard.pipeline, and compile it with a strategy whose mesh "
+            f"has a pipeline axis. Received: model={model!r}"
+        )
+    return found

@@ -1,0 +1,166 @@
+"""Ranks: places on the pipeline axis, and what a variable is there that several of them have.
+
+A layer that parts on several ranks have (an embedding table that is also the last layer's matrix) has a variable on
+each: the *home* of it is where its first part is, where it is updated; the others are *mirrors*, to which its value is
+sent after each update, and whose gradients are added to its own. Variables of an optimizer that belong to no weight
+(its iterations, its learning rate) are on each rank, too: every rank updates them in the same way.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.devices import transfer
+from tfshard.graph import inventory
+from tfshard.operations import averages
+from tfshard.pipelining.cut import CutModel, Part
+from tfshard.storage.storage import Storage
+from tfshard.storage.variables import ShardedVariable
+from tfshard.training import reshard
+from tfshard.training.microbatches import sharded_of
+from tfshard.training.strategy import ShardedStrategy
+
+
+class Rank:
+    """A place on the pipeline axis.
+
+    Attributes:
+        number: From 0.
+        strategy: Of its mesh.
+        parts: What it has of the model.
+        mirrors: Variables whose home is on another rank, and what each is here.
+        shared: Variables of the optimizer that all ranks have, and what each is here; none on the last rank, whose
+            ones are those that a user sees.
+        known: The storage at home of each of both, and how often it had been set when its value came here last.
+    """
+
+    def __init__(self, number: int, strategy: ShardedStrategy, parts: list[Part]):
+        self.number = number
+        self.strategy = strategy
+        self.parts = parts
+        self.mirrors: dict[int, tuple[keras.Variable, tf.Variable]] = {}
+        self.shared: dict[int, tuple[keras.Variable, tf.Variable]] = {}
+        self.known: dict[int, tuple[Storage, int]] = {}
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        """A context in which Keras's variables are what they are on this rank."""
+        views = [*self.mirrors.values(), *self.shared.values()]
+        before = [(variable, _private.backend_variable(variable)) for variable, _ in views]
+        for variable, here in views:
+            _private.set_backend_variable(variable, here)
+        try:
+            yield
+        finally:
+            for (variable, _), (_, here) in zip(before, views, strict=True):
+                here_now = _private.backend_variable(variable)
+                for kept in (self.mirrors, self.shared):
+                    if id(variable) in kept and here_now is not here:
+                        kept[id(variable)] = variable, here_now
+            for variable, home in before:
+                _private.set_backend_variable(variable, home)
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The trainable variables that are updated here, in order."""
+        found = {id(variable): variable for part in self.parts for variable in part.model.trainable_variables}
+        return [variable for key, variable in found.items() if key not in self.mirrors]
+
+
+def ranks_of(cut: CutModel, strategy: ShardedStrategy) -> list[Rank]:
+    """The ranks of a model that is cut: part `n` is on rank `n mod ranks`."""
+    count = len(strategy.ranks)
+    return [Rank(number, each, list(cut.parts[number::count])) for number, each in enumerate(strategy.ranks)]
+
+
+def place(ranks: list[Rank]) -> None:
+    """Brings the variables of each part to the mesh of its rank."""
+    home: dict[int, int] = {}
+    parts = sorted((part.number, rank.number) for rank in ranks for part in rank.parts)
+    for number, at in parts:
+        rank = ranks[at]
+        part = next(part for part in rank.parts if part.number == number)
+        for variable, _ in inventory.owned_variables(part.model):
+            if home.setdefault(id(variable), at) != at and id(variable) not in rank.mirrors:
+                rank.mirrors[id(variable)] = variable, _copy(variable)
+        rank.strategy.own_parts.add(part.model)
+        with rank.seen():
+            rank.strategy.adopt_model(part.model)
+
+
+def _copy(variable: keras.Variable) -> tf.Variable:
+    """A plain variable like a Keras variable's, of the same value."""
+    current = _private.backend_variable(variable)
+    assert current is not None, "A model that is cut is built."
+    with tf.device("CPU:0"):
+        return tf.Variable(transfer.to_host(current), trainable=current.trainable, name=current.name.partition(":")[0])
+
+
+def place_optimizer(ranks: list[Rank], optimizer: keras.optimizers.Optimizer) -> None:
+    """Brings the slots of an optimizer to where their variables are, and gives each rank its own of the others.
+
+    Args:
+        ranks: The ranks, with their variables.
+        optimizer: Built, its variables on the mesh of the last rank or of their own.
+    """
+    by_mesh = {rank.strategy.mesh.to_string(): rank for rank in ranks}
+    shared: list[keras.Variable] = []
+    for part in _private.optimizer_chain(optimizer):
+        averages.install(part)
+        references = {each.path.replace("/", "_"): each for each in _private.optimizer_references(part)}
+        for variable in _private.optimizer_own_variables(part):
+            owner = _private.slot_owner(variable.name, references)
+            if owner is None:
+                shared.append(variable)
+                continue
+            reference, current = sharded_of(references[owner]), _private.backend_variable(variable)
+            if isinstance(current, ShardedVariable) and current.mesh == reference.mesh:
+                continue
+            spec, options = inventory.variable_spec(variable, None), reshard.options_of(current)
+            strategy = by_mesh[reference.mesh.to_string()].strategy
+            slot = strategy.create_slot(transfer.to_host(current), spec, reference, part, **options)
+            _private.set_backend_variable(variable, slot)
+    ranks[-1].strategy.adopt(shared)
+    for rank in ranks[:-1]:
+        for variable in shared:
+            if id(variable) not in rank.shared:
+                current = _private.backend_variable(variable)
+                layout = rank.strategy.plan_variable(inventory.variable_spec(variable, None))
+                here = reshard.sharded(transfer.to_host(current), current, layout=layout, mesh=rank.strategy.mesh)
+                rank.shared[id(variable)] = variable, here
+
+
+def find_homes(ranks: list[Rank], written: Sequence[Collection[object]]) -> None:
+    """Of what all ranks have: what one of them writes alone is that one's, such as a statistic that an optimizer keeps
+    for a weight under a name that does not say so.
+
+    Args:
+        ranks: The ranks.
+        written: The storages that each one's update writes.
+    """
+    every = {key: variable for rank in ranks for key, (variable, _) in rank.shared.items()}
+    for key, variable in every.items():
+        at = []
+        for rank, own in zip(ranks, written, strict=True):
+            here = rank.shared[key][1] if key in rank.shared else sharded_of(variable)
+            at += [(rank, here)] if here.storage in own else []
+        if len(at) == 1 and key in at[0][0].shared:
+            _private.set_backend_variable(variable, at[0][1])
+        if len(at) == 1:
+            for rank in ranks:
+                rank.shared.pop(key, None)
+
+
+def bring_up_to_date(ranks: list[Rank]) -> None:
+    """Gives each rank what was set on the host of what several have: a callback may have set the learning rate, a
+    checkpoint the iterations, `set_weights` a table."""
+    for rank in ranks:
+        for variable, here in [*rank.shared.values(), *rank.mirrors.values()]:
+            home = sharded_of(variable)
+            times = home.storage, home.storage.times_set
+            if rank.known.get(id(variable)) != times:
+                here.assign(home.numpy())
+                rank.known[id(variable)] = times

@@ -1,0 +1,115 @@
+"""What a step sends of embedding tables: ids, rows and their gradients, at the most."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from tfshard.errors import LayoutError
+from tfshard.graph.model_graph import ModelGraph, trace
+from tfshard.graph.model_specs import ModelOrSpecs
+from tfshard.layouts.axes import MeshAxes
+from tfshard.layouts.embedding_tables import KERAS, ids_of_a_device
+from tfshard.layouts.variable_layout import VariableLayout
+from tfshard.planning.variable_traffic import Collective
+from tfshard.storage import optimizer_kinds
+
+# Of what is sent: the place of a row, the length of the longest list, an element.
+_BYTES = 4
+
+
+def collectives(
+    model: ModelOrSpecs,
+    planned: Sequence[VariableLayout],
+    mesh_shape: Mapping[str, int],
+    *,
+    optimizer: Any = None,
+    inputs: Any = None,
+) -> list[Collective]:
+    """What a training step sends of embedding tables.
+
+    A device sends each other one a list of the different ids that it looks up there. The bytes are those of the longest
+    that there can be: if all ids of each device were different, and in the rows of one. A step sends what its longest
+    list takes, about a fraction `1 / devices` of that if ids lie evenly.
+
+    Args:
+        model: A built model; of a list of specs, each table is taken to be looked up once.
+        planned: The layouts of its variables.
+        mesh_shape: Axis name to size.
+        optimizer: As for `plan`.
+        inputs: What a step calls the model on; without it bytes are not known.
+    """
+    axes = MeshAxes.of(mesh_shape)
+    tables = [each for each in planned if each.table is not None]
+    if not tables or axes.data is None or axes.data_size == 1:
+        return []
+    shapes = _lookups(model, inputs)
+    found = []
+    for layout in tables:
+        width, path, devices = layout.spec.shape[1], layout.spec.path, axes.data_size
+        ids = [ids_of_a_device(shape, devices) for shape in shapes.get(path, ((),))]
+        each = devices * sum(ids) // len(ids) * _BYTES
+        whole = devices * sum(ids) * _BYTES
+        squares = layout.table == KERAS and _squares(optimizer)
+        sent = [
+            ("all-reduce", len(ids), _BYTES, "the longest list of ids, for each lookup"),
+            ("all-to-all", len(ids), each, "4 bytes x devices x ids of a device, for each lookup, at the most"),
+            (
+                "all-to-all",
+                len(ids),
+                each * width,
+                "bytes(row) x devices x ids of a device, for each lookup, at the most",
+            ),
+        ]
+        if layout.spec.trainable:
+            what = "bytes(row of gradients and squares)" if squares else "bytes(row of gradients)"
+            sent += [
+                ("all-reduce", 1, _BYTES, "the longest list of gradients"),
+                ("all-to-all", 1, whole, "4 bytes x devices x ids of a device, for the update, at the most"),
+                (
+                    "all-to-all",
+                    1,
+                    whole * width * (2 if squares else 1),
+                    f"{what} x devices x ids of a device, for the update, at the most",
+                ),
+            ]
+        found += [
+            Collective(
+                kind=kind,
+                what=path,
+                axis=axes.data,
+                count=count,
+                bytes=bytes_ if inputs is not None or kind == "all-reduce" else None,
+                formula=formula,
+                at_most=kind == "all-to-all",
+            )
+            for kind, count, bytes_, formula in sent
+        ]
+    return found
+
+
+def _squares(optimizer: Any) -> bool:
+    if isinstance(optimizer, (str, dict)):
+        optimizer = keras.optimizers.get(optimizer)
+    return isinstance(optimizer, keras.optimizers.Optimizer) and optimizer_kinds.squares(optimizer)
+
+
+def _lookups(model: ModelOrSpecs, inputs: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The shapes of the ids of each lookup, by the path of the variable."""
+    try:
+        graph = trace(model, inputs) if isinstance(model, keras.Model) else None
+    except LayoutError:
+        graph = None
+    return {} if graph is None else _lookups_in(graph)
+
+
+def _lookups_in(graph: ModelGraph) -> dict[str, tuple[tuple[int, ...], ...]]:
+    paths = {name: spec.path for name, spec in graph.variables.items()}
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for operation in graph.operations:
+        if operation.type in ("Cast", "Identity") and operation.inputs[0].name in paths:
+            paths[operation.outputs[0].name] = paths[operation.inputs[0].name]
+        if operation.type in ("GatherV2", "ResourceGather") and operation.inputs[0].name in paths:
+            path = paths[operation.inputs[0].name]
+            found[path] = (*found.get(path, ()), tuple(operation.inputs[1].shape))
+    return found
