@@ -1,0 +1,149 @@
+"""One report: tfshard beside one device, MirroredStrategy, Keras on JAX and PyTorch's FSDP2.
+
+    tools/report.sh                    # all of it: hours
+    tools/report.sh --quick            # ten minutes: two models, a round
+    tools/report.sh --models="gpt 5M,lstm" --rounds=3 --parts=time
+    tools/report.sh --compare          # makes it again, and names ratios that moved by more than 15%
+
+Each way of training runs in a process of its own, in turn, `rounds` times over, so that a machine whose speed drifts
+slows all of them; ratios are of the same round. Results go to docs/benchmarks: report.json, report.md and plots.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from absl import app, flags
+
+from tools.report import models, resident, writing
+
+_QUICK = flags.DEFINE_bool("quick", False, "Two models, one round.")
+_MODELS = flags.DEFINE_list("models", list(models.MODELS), "Which models.")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds.", lower_bound=1)
+_PARTS = flags.DEFINE_list("parts", ["time", "memory", "growth"], "What is measured.")
+_COMPARE = flags.DEFINE_bool("compare", False, "Compare with the report that there is, and leave that as it is.")
+_OUT = flags.DEFINE_string("out", "docs/benchmarks", "Where the report goes.")
+_JAX = flags.DEFINE_string("jax_python", None, "Python of the environment with JAX; without it no such rows.")
+_TORCH = flags.DEFINE_string("torch_python", None, "Python of the environment with PyTorch; without it no such rows.")
+
+QUICK_MODELS = ("gpt 5M", "lstm")
+_TIMEOUT_SECONDS = 1800
+
+
+def runs_on(way: str) -> str:
+    """`"tensorflow"`, `"jax"` or `"torch"`."""
+    return "jax" if way.startswith("JAX") else "torch" if way in ("FSDP2", "torch, one device") else "tensorflow"
+
+
+def can_be(way: str, model: models.Model) -> bool:
+    """Whether a model is trained in a way: see the notes of docs/benchmarks/report.md."""
+    transformer = model.kind in ("gpt", "bert")
+    if way in ("tensor", "2-D", "pipeline", "JAX, tensor"):
+        return transformer
+    return not (runs_on(way) == "jax" and model.kind == "moe")
+
+
+def measured(model: models.Model, way: str, *, devices: int = 4, memory: bool = False) -> dict[str, Any]:
+    """What a process says that trains a model in a way; `{"failed": ...}` with its last line where it failed."""
+    python = {"jax": _JAX.value, "torch": _TORCH.value, "tensorflow": sys.executable}[runs_on(way)]
+    if python is None:
+        return {"failed": "no environment"}
+    module = "on_torch" if runs_on(way) == "torch" else "on_keras"
+    environment = {**os.environ, "KERAS_BACKEND": "jax" if runs_on(way) == "jax" else "tensorflow"}
+    if runs_on(way) == "jax":
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={1 if 'one' in way else devices}"
+    if memory:
+        environment |= resident.ENVIRONMENT
+    sizes = json.dumps(dataclasses.asdict(model))
+    command = [python, "-m", f"tools.report.{module}", f"--model={sizes}", f"--way={way}", f"--devices={devices}"]
+    command += ["--memory"] * memory
+    with tempfile.TemporaryDirectory() as folder:
+        if way == "JAX, tensor":
+            file = f"--map_file={folder}/map.pickle"
+            planned = [sys.executable, "-m", "tools.report.on_keras", f"--model={sizes}", "--way=plan", file]
+            _said([*planned, f"--devices={devices}"], {**os.environ, "KERAS_BACKEND": "tensorflow"})
+            command.append(file)
+        return _said(command, environment)
+
+
+def _said(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done in {_TIMEOUT_SECONDS} s"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        errors = [line for line in said if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
+        return {"failed": (errors or said)[-1]}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def times(names: list[str], rounds: int, ways: tuple[str, ...]) -> dict[str, Any]:
+    """Of each model and way what each round said."""
+    found: dict[str, Any] = {name: {} for name in names}
+    for number in range(rounds):
+        for name in names:
+            model = models.MODELS[name]
+            for way in ways:
+                if can_be(way, model):
+                    said = measured(model, way)
+                    found[name].setdefault(way, []).append(said)
+                    step = f"{1e3 * said['step']:.0f} ms" if "step" in said else said["failed"]
+                    print(f"round {number + 1}, {name}, {way}: {step}", flush=True)
+    return found
+
+
+def memory(cases: dict[str, tuple[models.Model, int]], ways: tuple[str, ...]) -> dict[str, Any]:
+    """Of each case, a model and a number of devices, and way the bytes of a device."""
+    found: dict[str, Any] = {}
+    for name, (model, devices) in cases.items():
+        for way in ways:
+            if can_be(way, model):
+                found.setdefault(name, {})[way] = said = measured(model, way, devices=devices, memory=True)
+                print(f"memory, {name}, {way}: {said}", flush=True)
+    return found
+
+
+def grown() -> dict[str, dict[str, tuple[models.Model, int]]]:
+    """The cases of what grows: by devices, by depth and by width."""
+    return {
+        "devices": {str(count): (models.MODELS["gpt 5M"], count) for count in models.DEVICES},
+        "depth": {str(layers): (models.deeper(layers), 4) for layers in models.DEPTHS},
+        "width": {str(width): (models.wider(width), 4) for width in models.WIDTHS},
+    }
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    unknown = sorted(set(_MODELS.value) - set(models.MODELS))
+    if unknown:
+        raise app.UsageError(f"Unknown models: {unknown}. Models: {list(models.MODELS)}")
+    names = [name for name in _MODELS.value if not _QUICK.value or name in QUICK_MODELS]
+    rounds = 1 if _QUICK.value else _ROUNDS.value
+    out = pathlib.Path(_OUT.value)
+    report: dict[str, Any] = {"machine": writing.machine(), "rounds": rounds, "quick": _QUICK.value}
+    if "time" in _PARTS.value:
+        report["time"] = times(names, rounds, writing.QUICK_WAYS if _QUICK.value else writing.WAYS)
+    if "memory" in _PARTS.value:
+        report["memory"] = memory({name: (models.MODELS[name], 4) for name in names}, writing.MEMORY_WAYS)
+    if "growth" in _PARTS.value and not _QUICK.value:
+        report["growth"] = {what: memory(cases, writing.GROWING_WAYS) for what, cases in grown().items()}
+    if _COMPARE.value:
+        before = json.loads((out / "report.json").read_text())
+        moved = writing.moved(before, report)
+        print("\n".join(moved) or "No ratio moved by more than 15%.")
+        raise SystemExit(bool(moved))
+    writing.write(report, out)
+    print(f"Written: {out}/report.md")
+
+
+if __name__ == "__main__":
+    app.run(main)

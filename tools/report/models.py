@@ -1,0 +1,142 @@
+"""The models of the report and their batches: for Keras on any backend, the same sizes that on_torch.py builds.
+
+No import of a backend: keras is imported when it is configured.
+"""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model of the report.
+
+    Attributes:
+        kind: `"gpt"`, `"bert"`, `"resnet"`, `"efficientnet"`, `"lstm"` or `"moe"`.
+        batch: Samples of a step, over all devices.
+        layers: Blocks.
+        width: Of the residual stream, or of a recurrent layer.
+        heads: Of attention.
+        vocabulary: Tokens, or classes of images.
+        length: Tokens of a sample, or pixels of a side of an image.
+    """
+
+    kind: str
+    batch: int
+    layers: int = 0
+    width: int = 0
+    heads: int = 0
+    vocabulary: int = 0
+    length: int = 0
+
+
+MODELS = {
+    "gpt 5M": Model(kind="gpt", batch=16, layers=4, width=256, heads=4, vocabulary=8000, length=128),
+    "gpt narrow": Model(kind="gpt", batch=8, layers=12, width=128, heads=4, vocabulary=1500, length=128),
+    "gpt 25M": Model(kind="gpt", batch=8, layers=7, width=512, heads=8, vocabulary=8000, length=128),
+    "gpt 110M": Model(kind="gpt", batch=4, layers=12, width=768, heads=12, vocabulary=32000, length=128),
+    "bert": Model(kind="bert", batch=16, layers=4, width=256, heads=4, vocabulary=8000, length=128),
+    "resnet50": Model(kind="resnet", batch=16, vocabulary=100, length=64),
+    "efficientnet": Model(kind="efficientnet", batch=16, vocabulary=100, length=64),
+    "lstm": Model(kind="lstm", batch=32, layers=2, width=256, vocabulary=8000, length=64),
+    "moe": Model(kind="moe", batch=8, layers=2, width=256, heads=4, vocabulary=4000, length=64),
+}
+# What grows: memory and time by devices, by depth and by width.
+DEPTHS = (6, 12, 24, 48)
+WIDTHS = (128, 256, 512, 1024)
+DEVICES = (1, 2, 4, 8)
+
+EXPERTS, CHOSEN = 4, 2
+
+
+def deeper(layers: int) -> Model:
+    """A GPT of width 128 with so many blocks."""
+    return Model(kind="gpt", batch=8, layers=layers, width=128, heads=4, vocabulary=1500, length=64)
+
+
+def wider(width: int) -> Model:
+    """A GPT of four blocks, of so much width."""
+    return Model(kind="gpt", batch=8, layers=4, width=width, heads=4, vocabulary=1500, length=64)
+
+
+def tiny(model: Model) -> Model:
+    """One of the same kind with next to nothing in it, for what a process loads when it trains the first of a kind."""
+    return dataclasses.replace(
+        model, layers=1, width=16 * (model.heads or 1), vocabulary=64, length=min(model.length, 32)
+    )
+
+
+def data(model: Model, steps: int) -> tuple[Any, Any]:
+    """Random samples for so many steps, and what is to be told of them."""
+    import numpy as np
+
+    rs, count = np.random.RandomState(0), steps * model.batch
+    if model.kind in ("resnet", "efficientnet"):
+        images = rs.normal(size=(count, model.length, model.length, 3)).astype("float32")
+        return images, rs.randint(0, model.vocabulary, count).astype("int32")
+    tokens = rs.randint(0, model.vocabulary, (count, model.length + 1)).astype("int32")
+    if model.kind == "lstm":
+        return tokens[:, :-1], tokens[:, 0] % 2
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def build(model: Model) -> Any:
+    """The model in Keras, without dropout."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    if model.kind in ("resnet", "efficientnet"):
+        applications = {"resnet": keras.applications.ResNet50, "efficientnet": keras.applications.EfficientNetB0}
+        return applications[model.kind](
+            weights=None, input_shape=(model.length, model.length, 3), classes=model.vocabulary,
+            classifier_activation=None,
+        )  # fmt: skip
+    if model.kind == "lstm":
+        tokens = keras.Input((model.length,), dtype="int32")
+        x = keras.layers.Embedding(model.vocabulary, model.width)(tokens)
+        for number in range(model.layers):
+            x = keras.layers.LSTM(model.width, return_sequences=number < model.layers - 1)(x)
+        return keras.Model(tokens, keras.layers.Dense(2)(x))
+    if model.kind == "moe":
+        import keras_hub
+
+        backbone = keras_hub.models.MixtralBackbone(
+            vocabulary_size=model.vocabulary, num_layers=model.layers, num_query_heads=model.heads,
+            hidden_dim=model.width, intermediate_dim=2 * model.width, num_key_value_heads=model.heads,
+            num_experts=EXPERTS, top_k=CHOSEN,
+        )  # fmt: skip
+        return keras.Model(backbone.input, backbone.token_embedding(backbone.output, reverse=True))
+    return _transformer(model)
+
+
+def _transformer(model: Model) -> Any:
+    """Norms first, learned positions, tied embeddings; GPT-2's where it is causal."""
+    import keras
+    from keras import layers
+
+    class Positions(layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.embeddings = self.add_weight(name="embeddings", shape=shape[1:], initializer="normal")
+
+        def call(self, inputs: Any) -> Any:
+            return inputs + self.embeddings
+
+    tokens = keras.Input((model.length,), dtype="int32", name="tokens")
+    embedding = layers.ReversibleEmbedding(model.vocabulary, model.width, name="token_embedding")
+    x = Positions(name="positions")(embedding(tokens))
+    for i in range(model.layers):
+        y = layers.LayerNormalization(name=f"block_{i}_attention_norm")(x)
+        attention = layers.MultiHeadAttention(model.heads, model.width // model.heads, name=f"block_{i}_attention")
+        x = x + attention(y, y, use_causal_mask=model.kind == "gpt")
+        y = layers.LayerNormalization(name=f"block_{i}_feedforward_norm")(x)
+        y = layers.Dense(4 * model.width, activation="gelu", name=f"block_{i}_up")(y)
+        x = x + layers.Dense(model.width, name=f"block_{i}_down")(y)
+    x = layers.LayerNormalization(name="final_norm")(x)
+    return keras.Model(tokens, embedding(x, reverse=True), name=model.kind)
+
+
+def inputs_of(model: Model, tokens: Any) -> Any:
+    """What the Keras model takes."""
+    import numpy as np
+
+    return {"token_ids": tokens, "padding_mask": np.ones_like(tokens)} if model.kind == "moe" else tokens

@@ -1,0 +1,183 @@
+"""What the report says of what was measured: tables, plots, and which ratios moved since the last one."""
+
+import datetime
+import json
+import os
+import pathlib
+import platform
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+WAYS = (
+    "one device", "one device, XLA", "mirrored", "stage 0", "stage 1", "stage 2", "stage 3", "stage 3 alone",
+    "tensor", "2-D", "pipeline", "JAX, one device", "JAX, data", "JAX, tensor", "torch, one device", "FSDP2",
+)  # fmt: skip
+QUICK_WAYS = ("one device", "mirrored", "stage 0", "stage 3", "tensor", "JAX, data", "JAX, tensor", "FSDP2")
+MEMORY_WAYS = ("mirrored", "stage 0", "stage 3", "JAX, data", "FSDP2")
+GROWING_WAYS = ("stage 3", "FSDP2")
+
+# What each way is divided by: plain Keras without sharding.
+BASE = "one device"
+# How far a ratio may be from that of another day.
+TOLERANCE = 0.15
+_MIB = 1 << 20
+
+NOTES = (pathlib.Path(__file__).parent / "notes.md").read_text()
+
+Runs: TypeAlias = list[dict[str, Any]]
+
+
+def machine() -> dict[str, str]:
+    """When and where."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB",
+    }
+
+
+def spread(values: Iterable[float], form: str = ".2f") -> str:
+    """The median, and from the least to the most."""
+    found = sorted(values)
+    if len(found) == 1:
+        return f"{found[0]:{form}}"
+    return f"{statistics.median(found):{form}} ({found[0]:{form}} to {found[-1]:{form}})"
+
+
+def ratios(runs: Runs, base: Runs) -> list[float]:
+    """How the steps of a way compare, round by round; none of rounds in which one failed."""
+    return [
+        one["step"] / other["step"] for one, other in zip(runs, base, strict=False) if "step" in one and "step" in other
+    ]
+
+
+def all_ratios(report: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """Of each model and way the median ratio to one device."""
+    found = {}
+    for name, ways in report.get("time", {}).items():
+        for way, runs in ways.items():
+            if values := ratios(runs, ways.get(BASE, [])):
+                found[name, way] = statistics.median(values)
+    return found
+
+
+def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The ratios of both reports that are not within 15% of each other, a line each."""
+    old, new = all_ratios(before), all_ratios(now)
+    return [
+        f"{name}, {way}: {old[name, way]:.2f} then, {new[name, way]:.2f} now"
+        for name, way in old.keys() & new.keys()
+        if abs(new[name, way] / old[name, way] - 1) > TOLERANCE
+    ]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _time_table(ways: Mapping[str, Runs]) -> list[str]:
+    rows, failed = [], []
+    for way, runs in ways.items():
+        done = [run for run in runs if "step" in run]
+        if not done:
+            rows.append([f"*{way}*", "-", "-", "-", "-", "-"])
+            failed.append(f"{way}: {runs[0]['failed']}")
+            continue
+        compared = ratios(runs, ways.get(BASE, []))
+        last = done[-1]
+        rows.append([
+            way,
+            spread((1e3 * run["step"] for run in done), ".0f"),
+            spread(compared) if compared else "-",
+            spread((run["first"] for run in done), ".1f"),
+            str(last.get("collectives", "-")),
+            f"{last['bytes'] / _MIB:.1f}" if "bytes" in last else "-",
+        ])  # fmt: skip
+    head = ["way", "step, ms", "/ one device", "first step, s", "collectives", "sent, MiB"]
+    return [*_table(head, rows), "", *(f"*{line}*" for line in failed)]
+
+
+def _memory_table(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], what: str) -> list[str]:
+    ways = list(dict.fromkeys(way for found in cases.values() for way in found))
+    rows = []
+    for name, found in cases.items():
+        cells = []
+        for way in ways:
+            said = found.get(way, {})
+            cells.append(f"{said['rests'] / _MIB:,.0f} / {said['peak'] / _MIB:,.0f}" if "rests" in said else "-")
+        rows.append([name, *cells])
+    return _table([what, *ways], rows)
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """The report as Markdown."""
+    where = report["machine"]
+    versions = sorted({
+        run["versions"] for ways in report.get("time", {}).values() for runs in ways.values() for run in runs
+        if "versions" in run
+    })  # fmt: skip
+    command = "tools/report.sh --quick" if report["quick"] else "tools/report.sh"
+    lines = [
+        "# The report", "",
+        f"`{command}`, {where['date']}: Python {where['python']}, {'; '.join(versions)}; {where['machine']}. "
+        f"{report['rounds']} round{'s' * (report['rounds'] > 1)}; medians, with the least and the most.", "", NOTES,
+    ]  # fmt: skip
+    for name, ways in report.get("time", {}).items():
+        parameters = next((run["parameters"] for runs in ways.values() for run in runs if "parameters" in run), 0)
+        lines += [f"## Time of {name}", "", f"{parameters:,} parameters.", "", *_time_table(ways), ""]
+    if "time" in report:
+        lines += ["![Step time over that of one device](time.svg)", ""]
+    if "memory" in report:
+        lines += ["## Memory", "", "MiB on a device: between two steps / at the peak of one.", ""]
+        lines += [*_memory_table(report["memory"], "model"), ""]
+    for what, cases in report.get("growth", {}).items():
+        lines += [f"## Memory by {what}", "", *_memory_table(cases, what), "", f"![Memory by {what}]({what}.svg)", ""]
+    return "\n".join(lines)
+
+
+def write(report: Mapping[str, Any], out: pathlib.Path) -> None:
+    """Writes report.json, report.md and the plots into a directory."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / "report.md").write_text(text(report).rstrip() + "\n")
+    if "time" in report:
+        _plot_times(report, out / "time.svg")
+    for what, cases in report.get("growth", {}).items():
+        _plot_growth(what, cases, out / f"{what}.svg")
+
+
+def _plot_times(report: Mapping[str, Any], file: pathlib.Path) -> None:
+    import matplotlib.figure
+
+    found = all_ratios(report)
+    names, ways = list(report["time"]), [way for way in WAYS if way != BASE and any(way == each for _, each in found)]
+    figure = matplotlib.figure.Figure(figsize=(9, 1 + 0.9 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / max(1, len(ways))
+    for number, way in enumerate(ways):
+        at = [(row + number * height, found[name, way]) for row, name in enumerate(names) if (name, way) in found]
+        axes.barh([place for place, _ in at], [value for _, value in at], height, label=way)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks([row + 0.4 for row in range(len(names))], names)
+    axes.invert_yaxis()
+    axes.set_xlabel("time of a step over that of plain Keras on one device")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+    figure.savefig(file)
+
+
+def _plot_growth(what: str, cases: Mapping[str, Mapping[str, Mapping[str, Any]]], file: pathlib.Path) -> None:
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(5, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for way in GROWING_WAYS:
+        for key, line in (("rests", "--"), ("peak", "-")):
+            points = [(int(name), found[way][key] / _MIB) for name, found in cases.items() if key in found.get(way, {})]
+            axes.plot(*zip(*points, strict=True), line, marker="o", label=f"{way}, {key}") if points else None
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(what)
+    axes.set_ylabel("MiB on a device")
+    axes.legend(fontsize="small")
+    figure.savefig(file)
