@@ -2,7 +2,7 @@
 
 tests/seconds.json has the seconds of a case, for each test. Of a test whose cases take longer together than `PORTION`,
 a run takes those that the quick tests or tools/mutations.py name, and of the others as many as fit, drawn by
-the seed of tests/sweeps.py: other ones each day. All of them run with `TFSHARD_SWEEP=1`, and where cases are named
+the seed of tests/sweeps.py. All of them run with `TFSHARD_SWEEP=1`, and where cases are named
 (`-k`, `file::test`).
 
     TFSHARD_WRITE_SECONDS=1 tools/test.sh      # measures them again, those that run

@@ -1,6 +1,6 @@
 """Every public name of tfshard with what it takes, a line each: public_api.txt, which test_public_api.py compares.
 
-python tests/public_api.py      # writes it again: what that changes is for the changelog
+`python tests/public_api.py` writes it again. What that changes is for the changelog.
 """
 
 import inspect

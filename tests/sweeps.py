@@ -1,19 +1,34 @@
 """Which cases of a long table a run takes.
 
-All of them with `TFSHARD_SWEEP=1`. Else those that are always taken, and a sample that is another one each day: its
-seed is the date, is printed at the end of a run, and can be given as `TFSHARD_SAMPLE_SEED`.
+All of them with `TFSHARD_SWEEP=1`. Else those that are always taken, and a sample that is another one each day of
+work: its seed is the date of the last commit, so that a commit is tested alike wherever it is. It is printed at the
+end of a run, and can be given as `TFSHARD_SAMPLE_SEED`.
 """
 
 import datetime
 import os
+import pathlib
 import random
+import subprocess
 from collections.abc import Callable, Iterable
 
 import pytest
 
 SWEEP = os.environ.get("TFSHARD_SWEEP") == "1"
-# In the environment, so that the processes of a run that begins before midnight take the same.
-SEED = os.environ.setdefault("TFSHARD_SAMPLE_SEED", datetime.date.today().isoformat())
+
+
+def _date() -> str:
+    """Of the last commit; today's where there is none, as in an unpacked archive."""
+    command = ["git", "log", "-1", "--format=%as"]
+    try:
+        told = subprocess.run(command, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return datetime.date.today().isoformat()
+    return told.stdout.strip()
+
+
+# In the environment, so that the processes of a run take the same.
+SEED = os.environ.setdefault("TFSHARD_SAMPLE_SEED", _date())
 
 sweep = pytest.mark.skipif(not SWEEP, reason="a longer check: set TFSHARD_SWEEP=1")
 

@@ -331,18 +331,18 @@ def test_the_number_of_parts_can_be_changed_between_steps():
 def test_a_part_holds_the_activations_of_a_part():
     x = RS.normal(size=(4096, 64)).astype("float32")
     added = {}
-    for count in (1, 4):
+    for count in (1, 8):
         layers = [keras.layers.Dense(512, activation="tanh") for _ in range(4)]
         model = tfshard.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(64)])
         model.compile("sgd", "mse", strategy=strategy(count=count, analyzer=None))
         # The least of several: on a busy machine a part may begin while another's tensors are not freed yet.
-        peaks = [tfshard.profile_step(model, (x, x)).peak for _ in range(3)]
+        peaks = [tfshard.profile_step(model, (x, x)).peak for _ in range(6)]
         if any(peak is None for peak in peaks):
             pytest.skip("This TensorFlow's CPU allocator does not report what it holds (no oneDNN).")
         added[count] = min(peak.added for peak in peaks)
     activations = 4 * 4096 * 512 * 4
     assert added[1] > activations, "premise: they are what a step holds most of"
-    assert added[1] - added[4] > 0.6 * activations
+    assert added[1] - added[8] > 0.6 * activations
 
 
 @pytest.mark.parametrize(
