@@ -433,6 +433,17 @@ def test_a_step_sends_what_was_planned(mesh, stage):
     assert plan.bytes_per_device("slot") == parity.held_bytes(model.optimizer.variables)
 
 
+def test_a_model_with_large_recurrent_kernels_is_planned():
+    """They are read in a loop."""
+    inputs = keras.Input((5, 256))
+    x = keras.layers.LSTM(256, return_sequences=True)(inputs)
+    model = keras.Model(inputs, keras.layers.GRU(256)(x))
+    plan = tfshard.plan(model, {"batch": 4}, zero_stage=3, inputs=np.ones((8, 5, 256), "float32"))
+    alone = [each for each in plan.variables if each.group is None]
+    assert len(alone) >= 4, "premise"
+    assert plan.peak.peak_bytes > plan.bytes_per_device() + 4 * 256 * 4 * 256
+
+
 @pytest.fixture
 def mixed():
     """Sets a dtype policy for what a test makes."""

@@ -355,6 +355,34 @@ def test_gathers_send_the_compute_dtype(policy):
     assert losses[policy, True] == losses[policy, False] != losses["float32", False]
 
 
+class CastBack(keras.layers.Dense):
+    """Its kernel is cast to the compute dtype and back, as norms of KerasHub's cast their scales."""
+
+    def call(self, inputs):
+        return tf.cast(tf.matmul(tf.cast(inputs, "float32"), tf.cast(self.kernel, "float32")), self.compute_dtype)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_what_is_cast_back_is_sent_in_the_compute_dtype(policy):
+    """As plain Keras on one device."""
+    losses, batch = {}, (RS.normal(size=(8, 256)).astype("float32"), RS.normal(size=(8, 256)))
+    kernels = [0.1 * RS.normal(size=(256, 256)) for _ in range(3)]
+    for is_sharded in (False, True):
+        inputs = x = keras.Input((256,))
+        for _ in kernels:
+            x = CastBack(256, use_bias=False, dtype=policy)(x)
+        model = keras.Model(inputs, x)
+        options = {}
+        if is_sharded:
+            model = tfshard.as_distributed(model)
+            options["strategy"] = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), analyzer=None)
+        model.set_weights(kernels)
+        model.compile(keras.optimizers.Adam(1e-2), "mse", **options)
+        losses[is_sharded] = [float(model.train_on_batch(*batch)) for _ in range(4)]
+    assert tfshard.profile_step(model, batch).count("all-gather") >= len(kernels), "premise"
+    assert losses[True] == pytest.approx(losses[False], rel=2e-3)
+
+
 def test_the_dtype_of_reductions_is_a_switch_of_what_is_compiled_next(monkeypatch):
     monkeypatch.delenv(reductions.SWITCH, raising=False)
     monkeypatch.delenv(reductions.SIZE, raising=False)

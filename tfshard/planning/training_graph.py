@@ -248,15 +248,16 @@ class _Trace:
         return alone and layout.spec.trainable and layout.update_sharded and self._devices > 1
 
     def _read(self, path: str) -> tf.Tensor:
-        """The value of a variable, as a step reads it: where it is used, and each time anew."""
+        """The value of a variable, as a step reads it: each time anew; outside of a loop or a branch that uses it."""
         value = self._values[path]
         name = self._name_of[path]
         first = self._units[name][0]
         if first.grouped:
             return value
-        if self._is_scattered(first):
-            return self._scattering(name, first, value)
-        return tf.identity(value) if self._is_gathered(first) else value
+        with steps.scope_of(value):
+            if self._is_scattered(first):
+                return self._scattering(name, first, value)
+            return tf.identity(value) if self._is_gathered(first) else value
 
     def _scattering(self, name: str, layout: VariableLayout, value: tf.Tensor) -> tf.Tensor:
         """The same value. Its gradient is reduced and cut where it is made (as by `gradient.both_ways`)."""

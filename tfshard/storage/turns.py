@@ -387,7 +387,7 @@ class Values:
             elif not batch and (key := self._made_of(operation, numbers)) is not None:
                 number = numbers[key][0]
                 narrow = self.narrow_of[inputs[number].ref()]
-                if operation.type == "Cast" and inputs[0].dtype == tf.float32:
+                if operation.type == "Cast" and inputs[0].dtype == self.first[key].dtype == tf.float32:
                     narrow = _narrow_of_cast(operation)
                 for output in operation.outputs:
                     self._add(output, key, narrow)
@@ -598,13 +598,17 @@ class _Turn:
                 inputs = replicas.renewed(inputs)
             if self._values.is_read(tensor):
                 self._copies[operation] = [self._begin(tensor)]
-            elif operation.type == "Cast" and self._sent is not None:
+            elif self._sent is not None and self._is_narrowed_by(operation):
                 self._copies[operation] = [_received(inputs[0], tensor.dtype)]
             else:
                 is_cast = self._values.narrow_of[tensor.ref()] is not None
                 dtype = None if self._sent is None or is_cast else _DTYPE_SENT
                 self._copies[operation] = _private.copied(operation, inputs, dtype=dtype)
         return self._copies[operation][tensor.value_index]
+
+    def _is_narrowed_by(self, operation: tf.Operation) -> bool:
+        """Whether an operation is the first cast on the way: a later one may cast back."""
+        return operation.type == "Cast" and self._values.narrow_of[operation.inputs[0].ref()] is None
 
     def _begin(self, stored: tf.Tensor) -> tf.Tensor:
         if self._tie is not None:
