@@ -106,6 +106,7 @@ from tfshard._private.losses import (
 )
 from tfshard._private.messages import quickly_parsed
 from tfshard._private.models import (
+    add_to_compile,
     auto_name,
     can_shard_convolution,
     clone_being_made,
@@ -173,6 +174,7 @@ from tfshard._private.weight_files import (
 )
 
 __all__ = [
+    "add_to_compile",
     "ALL_RANDOM_OPS",
     "RANDOM_OPS",
     "TRACKING_ATTRIBUTE",

@@ -19,6 +19,13 @@ from keras.src.saving import object_registration as _object_registration
 from keras.src.utils import naming as _naming
 
 
+def add_to_compile(make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+    """Puts what `make` makes of it in the place of every Keras model's own `compile`. A class is compared with the one
+    that has it (`Trainer.compile`) where a saved model is compiled, so it is replaced there."""
+    (trainer,) = (cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+    trainer.compile = make(trainer.compile)
+
+
 def set_distribute_strategy(
     owner: keras.Model | keras.optimizers.Optimizer, strategy: tf.distribute.Strategy | None
 ) -> None:

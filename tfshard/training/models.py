@@ -57,22 +57,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         if strategy is None:
             super().compile(*args, **kwargs)
             return
-        if not isinstance(strategy, ShardedStrategy):
-            raise StrategyError(
-                "strategy must be a tfshard.ShardedStrategy; other tf.distribute strategies are used through their "
-                f"scope(). Received: strategy={strategy!r} (of type {type(strategy)})"
-            )
-        if kwargs.get("jit_compile") is True:
-            unsupported.raise_jit_compile(self)
-        strategy.distribute(self)
-        _private.set_distribute_strategy(self, strategy)
-        with strategy.scope():
-            super().compile(*args, **kwargs)
-        if self.jit_compile:
-            unsupported.raise_jit_compile(self)
-        inventory.note_compiled(self.optimizer)
-        readiness.forget_ready(self)
-        strategy.adopt_model(self)
+        _compile_under(self, strategy, functools.partial(super().compile, *args, **kwargs), kwargs.get("jit_compile"))
 
     def get_compile_config(self) -> Any:
         strategy, clone = _private.distribute_strategy(self), _private.clone_being_made()
@@ -358,7 +343,10 @@ def _distributed_class(cls: type) -> type:
 
 
 def as_distributed(model: keras.Model) -> keras.Model:
-    """Gives a Keras model a `compile` that takes `strategy=`.
+    """Gives a Keras model a `compile` that takes `strategy=`, and steps that take batches to the mesh.
+
+    `keras.Model.compile(strategy=)` does so itself. Call it first where a class has a `compile` of its own that takes
+    no arguments that it does not know, as many a GAN's: all that is made there is born on the mesh then.
 
     Args:
         model: Any `keras.Model`: Sequential, functional, subclassed, or from KerasHub, built or not.
@@ -387,6 +375,43 @@ def as_distributed(model: keras.Model) -> keras.Model:
 
 
 adoption.model_adopters.append(as_distributed)
+
+
+def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[[], None], jit_compile: Any) -> None:
+    if not isinstance(strategy, ShardedStrategy):
+        raise StrategyError(
+            "strategy must be a tfshard.ShardedStrategy; other tf.distribute strategies are used through their "
+            f"scope(). Received: strategy={strategy!r} (of type {type(strategy)})"
+        )
+    if jit_compile is True:
+        unsupported.raise_jit_compile(model)
+    strategy.distribute(model)
+    _private.set_distribute_strategy(model, strategy)
+    with strategy.scope():
+        compile_()
+    if model.jit_compile:
+        unsupported.raise_jit_compile(model)
+    inventory.note_compiled(model.optimizer)
+    readiness.forget_ready(model)
+    strategy.adopt_model(model)
+
+
+def _with_strategy(own: Callable[..., None]) -> Callable[..., None]:
+    """Keras's `compile`, which gives a model what `as_distributed` does where there is a strategy. A class's `compile`
+    that hands on arguments which it does not know comes here, too, with the model's own part of it done."""
+
+    @functools.wraps(own)
+    def compile_(self: keras.Model, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> None:
+        if strategy is None:
+            own(self, *args, **kwargs)
+            return
+        as_distributed(self)
+        _compile_under(self, strategy, functools.partial(own, self, *args, **kwargs), kwargs.get("jit_compile"))
+
+    return compile_
+
+
+_private.add_to_compile(_with_strategy)
 
 
 class Model(Distributed, keras.Model):  # type: ignore[misc]  # Keras has no types.
