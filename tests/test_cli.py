@@ -90,7 +90,8 @@ def test_help_names_every_command_and_flag(capsys):
     [
         (
             ("plam",),
-            "Unknown command. Commands: ('plan', 'lint', 'verify', 'launch', 'doctor', 'profile-network'). ",
+            "Unknown command. Commands: ('plan', 'lint', 'verify', 'launch', 'doctor', 'profile-network', 'calibrate', "
+            "'simulate'). ",
         ),
         (("plan", "--mesh=batch:4"), "takes 1 positional arguments"),
         (("launch",), "takes 1 positional arguments ('SCRIPT',)"),
@@ -98,7 +99,7 @@ def test_help_names_every_command_and_flag(capsys):
         (("launch", "--num_processes=0", "SCRIPT"), "num_processes must be at least 1"),
         (("launch", "--hosts=a,b", "SCRIPT"), "Which of the hosts is this?"),
         (("launch", "--steps=3", "SCRIPT"), "Unknown command line flag 'steps'"),
-        (("profile-network", "--sizes=1k"), "--sizes must be numbers of bytes"),
+        (("profile-network", "--sizes=1k"), "--sizes must be numbers"),
         (("plan", "SCRIPT:build", "--mash=batch:4"), "Unknown command line flag 'mash'"),
         (("plan", "SCRIPT:build"), "--mesh must be axes with sizes"),
         (("plan", "SCRIPT:build", "--mesh=batch:four"), "Received: mesh='batch:four'"),

@@ -16,7 +16,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 # Where a library is wanted only if it is there.
-OPTIONAL = {"keras_hub", "matplotlib"}
+OPTIONAL = {"keras_hub", "matplotlib", "scipy"}
 
 
 def wing(module: str) -> str:

@@ -63,7 +63,8 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "tfshard").rglob("*.py")}
-    assert packed == modules | {"tfshard/py.typed"}
+    clusters = {str(path.relative_to(ROOT)) for path in (ROOT / "tfshard").rglob("*.yaml")}
+    assert packed == modules | clusters | {"tfshard/py.typed"} and len(clusters) == 3
     assert len({name.rpartition("/")[0] for name in modules}) > 1, "there are subpackages"
     assert wheel.name == f"tfshard-{tfshard.__version__}-py3-none-any.whl"
 

@@ -16,15 +16,17 @@ Its wings, each on those above it; docs/design.md leads through them:
     training       how does Keras reach us?
     callbacks      what does a run measure while it trains?
     verifying      are the numbers those of one device?
+    calibration    what do devices take for the work of a step?
     checkpoints    how does a run survive?
 
 and beside them `errors`, `layers`, `presets`, `collectives`, for users, `tables` and `cli`.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # _private first: it checks the versions of TensorFlow and Keras.
 from tfshard import _moved, _private, callbacks, collectives, errors, layers, measure, pipelining, planning, presets
+from tfshard.calibration import calibrate
 from tfshard.checkpoints import CheckpointCallback, CheckpointManager, export, import_weights
 from tfshard.devices import create_mesh, initialize
 from tfshard.errors import ShardingError
@@ -32,7 +34,7 @@ from tfshard.graph import abstract_model, auto_layout_map
 from tfshard.layouts import EmbeddingTables, LayoutMap, PowerSGD
 from tfshard.measure import profile_network, profile_step
 from tfshard.pipelining import pipeline
-from tfshard.planning import ParameterAnalyzer, advise, lint, plan
+from tfshard.planning import ParameterAnalyzer, advise, lint, plan, simulate
 from tfshard.training import Model, Sequential, ShardedStrategy, as_distributed, random_map
 from tfshard.verifying import verify
 
@@ -51,6 +53,7 @@ __all__ = [
     "advise",
     "as_distributed",
     "auto_layout_map",
+    "calibrate",
     "callbacks",
     "collectives",
     "create_mesh",
@@ -69,6 +72,7 @@ __all__ = [
     "profile_network",
     "profile_step",
     "random_map",
+    "simulate",
     "verify",
 ]
 

@@ -1,4 +1,5 @@
-"""The command line: `tfshard plan`, `lint`, `verify`, `launch`, `doctor`, `profile-network`; or `python -m tfshard`."""
+"""Commands: `tfshard plan`, `lint`, `verify`, `launch`, `doctor`, `profile-network`, `calibrate`, `simulate`; or
+`python -m tfshard`."""
 
 import dataclasses
 import functools
@@ -345,10 +346,8 @@ def _network_flags() -> flags.FlagValues:
 
 def _profile_network(values: flags.FlagValues, arguments: list[str]) -> int:
     del arguments
-    if not all(size.isdecimal() for size in values.sizes):
-        raise UsageError(f"--sizes must be numbers of bytes. Received: sizes={values.sizes}")
+    sizes = _numbers("sizes", values.sizes)
     started = tfshard.initialize(num_devices=values.num_devices)
-    sizes = [int(size) for size in values.sizes]
     profile = tfshard.profile_network(sizes, values.repeats, values.devices_per_host)
     if started.client_id == 0:
         print(json.dumps(profile.to_dict(), indent=2) if values.json else profile)
@@ -357,6 +356,77 @@ def _profile_network(values: flags.FlagValues, arguments: list[str]) -> int:
         if values.plot:
             profile.plot(values.plot)
     return 0
+
+
+# --- tfshard calibrate -------------------------------------------------------------------------------
+
+
+def _calibrate_flags() -> flags.FlagValues:
+    values = _no_flags()
+    flags.DEFINE_integer("num_devices", None, "Devices of the whole run. By default all.", flag_values=values)
+    flags.DEFINE_string("save", None, "Write the machine to this file, for simulate and advise.", flag_values=values)
+    return values
+
+
+def _calibrate(values: flags.FlagValues, arguments: list[str]) -> int:
+    del arguments
+    started = tfshard.initialize(num_devices=values.num_devices)
+    machine = tfshard.calibrate()
+    if started.client_id == 0:
+        print(machine)
+        if values.save:
+            machine.save(values.save)
+    return 0
+
+
+# --- tfshard simulate --------------------------------------------------------------------------------
+
+
+def _simulate_flags() -> flags.FlagValues:
+    values = _no_flags()
+    flags.DEFINE_string(
+        "cluster",
+        None,
+        "The file that describes a device, and the links (docs/simulating.md); or a100, h100 or v5p.",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "devices", ["8", "16", "32", "64", "128", "256", "512", "1024", "2048", "4096"], "How many, each of them.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_integer("batch", None, "Samples of a step, over all devices.", flag_values=values)
+    flags.DEFINE_integer("length", None, "Of what the model's inputs leave open: tokens.", flag_values=values)
+    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
+    flags.DEFINE_list("zero_stages", ["3"], "The ZeRO stages to consider.", flag_values=values)
+    flags.DEFINE_string("optimizer", "adam", "Name of a Keras optimizer, for its slots.", flag_values=values)
+    flags.DEFINE_string("plot", None, "Draw a picture to this file. Needs matplotlib.", flag_values=values)
+    flags.DEFINE_boolean("json", False, "Print JSON instead of a table.", flag_values=values)
+    return values
+
+
+def _simulate(values: flags.FlagValues, arguments: list[str]) -> int:
+    if values.cluster is None or values.batch is None:
+        raise UsageError("Give --cluster=FILE, which describes the devices, and --batch, the samples of a step.")
+    simulation = tfshard.simulate(
+        _built(arguments[0]),
+        values.cluster,
+        _numbers("devices", values.devices),
+        values.batch,
+        length=values.length,
+        layout_map=_layout_map(values.layout_map),
+        zero_stages=_numbers("zero_stages", values.zero_stages),
+        optimizer=values.optimizer,
+    )
+    print(simulation.to_json(indent=2) if values.json else simulation)
+    if values.plot:
+        simulation.plot(values.plot)
+    return int(all(each is None for each in simulation.best.values()))
+
+
+def _numbers(name: str, texts: list[str]) -> list[int]:
+    if not all(text.isdecimal() for text in texts):
+        raise UsageError(f"--{name} must be numbers. Received: {name}={texts}")
+    return [int(text) for text in texts]
 
 
 # --- the command line --------------------------------------------------------------------------------
@@ -395,6 +465,18 @@ COMMANDS: Mapping[str, Command] = {
         run=_profile_network,
         options=_network_flags,
         summary="Measure latency and bandwidth of each collective; in processes with tfshard launch --module tfshard.",
+    ),
+    "calibrate": Command(
+        run=_calibrate,
+        options=_calibrate_flags,
+        summary="Measure what devices take for the work of a step, and their links, for simulate and advise.",
+    ),
+    "simulate": Command(
+        run=_simulate,
+        arguments=("MODULE:FUNCTION",),
+        options=_simulate_flags,
+        summary="Predict steps of the Keras model that FUNCTION builds on clusters of many sizes, and the best mesh of "
+        "each; exits with 1 if nothing fits.",
     ),
 }
 

@@ -136,10 +136,16 @@ def _trace(model: keras.Model, specs: Any) -> ModelGraph:
     )
 
 
-def batch_of(model: keras.Model, samples: int) -> Any:
-    """What a model is called on, with shapes and dtypes, if it leaves no dim open but the batch; else None."""
+def batch_of(model: keras.Model, samples: int, length: int | None = None) -> Any:
+    """What a model is called on, with shapes and dtypes, if it leaves no dim open but the batch; else None.
+
+    Args:
+        model: A built model.
+        samples: Of the batch.
+        length: Of the other dims that it leaves open.
+    """
     try:
-        specs = _input_specs(model, None, None)
+        specs = _input_specs(model, None, length)
     except LayoutError:
         return None
     found = _map_specs(lambda shape, dtype: tf.TensorSpec((samples, *shape[1:]), dtype), specs)

@@ -17,8 +17,11 @@ Read `sharding_plan` first: what a plan holds.
     linter                mistakes in layout maps; run by compile
     links                 how fast devices reach each other, and what collectives take over that
     overlap               how much of what a step sends is hidden behind what it computes
+    machine               what devices do in a second: measured, or described
+    step_times            how long a step takes on a machine
     compression_gain      whether a compression of gradients pays on a link
     advice                which mesh and stage fit in memory
+    simulation            steps on clusters of any size
 """
 
 from tfshard.planning.advice import Advice, advise
@@ -26,8 +29,10 @@ from tfshard.planning.analyzer import ParameterAnalyzer, plan
 from tfshard.planning.compression_gain import CompressionGain, compression_pays
 from tfshard.planning.links import Link, Links
 from tfshard.planning.linter import Finding, lint
+from tfshard.planning.machine import Machine
 from tfshard.planning.overlap import Overlap
 from tfshard.planning.sharding_plan import ShardingPlan
+from tfshard.planning.simulation import Prediction, Simulation, simulate
 from tfshard.planning.step_flops import training_flops
 from tfshard.planning.variable_traffic import Collective, predict_collectives
 
@@ -38,13 +43,17 @@ __all__ = [
     "Finding",
     "Link",
     "Links",
+    "Machine",
     "Overlap",
     "ParameterAnalyzer",
+    "Prediction",
     "ShardingPlan",
+    "Simulation",
     "advise",
     "compression_pays",
     "lint",
     "plan",
     "predict_collectives",
+    "simulate",
     "training_flops",
 ]

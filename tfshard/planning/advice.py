@@ -25,12 +25,12 @@ from tfshard.operations import blocks
 from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, without_peak
 from tfshard.planning.compression_gain import CompressionGain, encoded_bytes
 from tfshard.planning.links import Links, LinksLike
-from tfshard.planning.peak import Peak, needs_all_gradients, peak_of
+from tfshard.planning.machine import Machine, MachineLike
+from tfshard.planning.peak import Peak, needs_all_gradients, peak_of, slot_bytes_of, with_room
 from tfshard.planning.sharding_plan import ShardingPlan
+from tfshard.planning.step_times import TracedStep, updated_bytes_of
 from tfshard.storage import turns
 
-# Of a small model, by how much a step's peak may be above the predicted one, in bytes.
-_LEAST_ABOVE = 2 << 20
 # A compression is proposed where collectives and encoding take at most so much of what exact sums take, though so much
 # of the time that the link is spared was hidden behind computing anyhow: it loses something, and encoding takes time of
 # computing.
@@ -52,6 +52,7 @@ class Candidate(Peak):
             bytes are not known.
         compression: Of gradients; None for exact sums.
         encode_seconds: What a device takes in a step to encode and decode gradients; None without links.
+        step_seconds: What a step takes; None without a machine, or with a compression.
     """
 
     mesh_shape: dict[str, int]
@@ -62,6 +63,7 @@ class Candidate(Peak):
     collective_seconds: float | None = None
     compression: Compression = None
     encode_seconds: float | None = None
+    step_seconds: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -72,10 +74,8 @@ class Candidate(Peak):
 
     @property
     def needed_bytes(self) -> int:
-        """What a device should have: the peak, what reductions take that run at once, and by how much steps were
-        measured to be above it: a twentieth, with recomputation a sixth, and 2 MiB at least."""
-        above = max(self.peak_bytes // (6 if self.recompute else 20), _LEAST_ABOVE)
-        return self.peak_bytes + self.overlap_bytes + above
+        """What a device should have: the peak, with room to spare, and what reductions take that run at once."""
+        return with_room(self.peak_bytes, recompute=self.recompute) + self.overlap_bytes
 
     @property
     def fits(self) -> bool:
@@ -105,11 +105,14 @@ class Advice:
         table.add_column("mesh", no_wrap=True)
         for column in ("stage", "stored", "gathered", "gradients", "reduced", "updated", "activations", "peak"):
             table.add_column(column, justify="right", no_wrap=True)
+        stepped = any(each.step_seconds is not None for each in self.candidates)
         timed = any(each.collective_seconds is not None for each in self.candidates)
         encoded = any(each.compression is not None for each in self.candidates)
         if timed:
             # With what it encodes: a column more would not be wide enough for the last one.
             table.add_column("takes, ms" if encoded else "sends, ms", justify="right", no_wrap=True)
+        if stepped:
+            table.add_column("step, ms", justify="right", no_wrap=True)
         table.add_column("", overflow="fold")
         for each in self.candidates:
             parts = (each.stored_bytes, each.gathered_bytes, each.gradient_bytes, each.reduced_bytes)
@@ -117,6 +120,8 @@ class Advice:
             cells = [f"{number / (1 << 20):,.1f}" if each.problem is None else "" for number in numbers]
             if timed:
                 cells.append("" if math.isinf(each.seconds) else f"{1e3 * each.seconds:,.1f}")
+            if stepped:
+                cells.append("" if each.step_seconds is None else f"{1e3 * each.step_seconds:,.1f}")
             verdict = each.problem or ("fits" if each.fits else "too large")
             verdict += ", with recompute" if each.recompute else ""
             verdict += "" if each.compression is None else f", {each.compression}"
@@ -139,6 +144,7 @@ def advise(
     inputs: Any = None,
     links: LinksLike | None = None,
     compression: Compression = None,
+    machine: MachineLike | None = None,
 ) -> Advice:
     """Recommends a mesh and a ZeRO stage for a model, or says by how much nothing fits.
 
@@ -150,10 +156,14 @@ def advise(
     least by themselves, of those that fit; with blocks computed again only where nothing else fits. Hybrid meshes are
     considered then, `create_mesh(replica=2, batch=4)`: a replica is a host, or some hosts.
 
-    With `compression` besides, each mesh and stage is considered with it, too, and proposed where that clearly pays:
-    where collectives and the time to encode are at most nine tenths of the collectives of exact sums, even if half of
-    what the link is spared was hidden behind computing. The reasons say what it gains or loses on the mesh and the
-    stage that are recommended, whether it is proposed or not.
+    With `machine`, what `tfshard calibrate` measured or a file describes, the mesh and the stage are preferred whose
+    steps are quickest, of those that fit: what is computed, also again, and what of the collectives is not hidden
+    behind it (docs/simulating.md). Its links are taken where no others are given.
+
+    With `compression` besides links, each mesh and stage is considered with it, too, and proposed where that clearly
+    pays: where collectives and the time to encode are at most nine tenths of the collectives of exact sums, even if
+    half of what the link is spared was hidden behind computing. The reasons say what it gains or loses on the mesh and
+    the stage that are recommended, whether it is proposed or not.
 
     The peak of a step on one device is found by running its operations one after the other, on paper: what rests, what
     is gathered for its turns, activations until their last use, gradients, the buffers of reductions, new values.
@@ -177,6 +187,8 @@ def advise(
             the model was built for, if it leaves no dim open but the batch.
         links: `tfshard.planning.Links`, or the file that they are in.
         compression: As for `tfshard.ShardedStrategy`, or `"auto"` for `"bfloat16"` and `"int8"`.
+        machine: A `tfshard.planning.Machine`, or the file that it is in. The model is a `keras.Model` then,
+            and `inputs` are known.
 
     Returns:
         The `Advice`.
@@ -199,7 +211,8 @@ def advise(
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise StrategyError(f"{name} must be a positive integer. Received: {name}={number!r}")
-    known = None if links is None else Links.from_any(links)
+    on = None if machine is None else Machine.from_any(machine)
+    known = Links.from_any(links) if links is not None else None if on is None else on.links
     if known is not None:
         known.check_devices(devices)
     compressions = _compressions(compression, known)
@@ -224,7 +237,14 @@ def advise(
         needs_all_gradients=needs_all_gradients(optimizer),
         slot_dtypes=SlotDtypes.of(slot_dtype),
         inputs=None if activation_bytes is not None else inputs,
+        machine=on,
     )
+    if on is not None and (step.inputs is None or not isinstance(model, keras.Model)):
+        raise StrategyError(
+            "What a step takes on a machine is found in the graph of a keras.Model: give one, and inputs=, what a step "
+            f"calls it on. Received: model of type {type(model).__name__}, inputs={inputs!r}, "
+            f"activation_bytes={activation_bytes}"
+        )
     has_blocks = step.inputs is not None and isinstance(model, keras.Model) and blocks.can_mark(model)
     candidates = []
     for mesh_shape in _meshes(devices, sizes if has_model_axis else None, known):
@@ -246,7 +266,9 @@ def advise(
                 continue
             activations = (activation_bytes or 0) * (batch // data_size)
             candidates.append(step.measure(empty, chosen, activations))
-    if known is not None:
+    if on is not None:
+        candidates.sort(key=lambda each: math.inf if each.step_seconds is None else each.step_seconds)
+    elif known is not None:
         # Those of which nothing is known come last.
         exact = {_where(each): each for each in candidates if each.compression is None}
         candidates.sort(key=lambda each: (each.recompute, _preferred_by(each, exact[_where(each)])))
@@ -325,6 +347,7 @@ class _Step:
         needs_all_gradients: Whether updates wait for all gradients.
         slot_dtypes: The dtypes in which slots rest.
         inputs: What the model is called on; None where that is not known, or activations are given.
+        machine: What computes, if that is known.
     """
 
     model: ModelOrSpecs
@@ -337,6 +360,7 @@ class _Step:
     needs_all_gradients: bool
     slot_dtypes: SlotDtypes
     inputs: Any
+    machine: Machine | None
 
     def measure(self, empty: Candidate, layout_map: LayoutMap, activation_bytes: int) -> Candidate:
         """A candidate with its peak, or why it cannot be used."""
@@ -382,11 +406,28 @@ class _Step:
                 gathering=self.gathering,
             )
         how, encode_seconds = empty.compression, 0.0
+        if self.machine is not None and how is None:
+            empty = dataclasses.replace(empty, step_seconds=self._step_seconds(empty, placement))
         if how is not None:
             encode_seconds = self.links.encode_seconds(how, encoded_bytes(placement, planned))
         return dataclasses.replace(
             empty, collective_seconds=planned.over(self.links).collective_seconds, encode_seconds=encode_seconds
         )
+
+    def _step_seconds(self, candidate: Candidate, placement: ModelPlacement) -> float:
+        """What a step takes on the machine."""
+        assert self.machine is not None and isinstance(self.model, keras.Model)
+        traced = TracedStep.of(
+            self.model,
+            placement,
+            gathering=self.gathering,
+            inputs=self.inputs,
+            slot_bytes=slot_bytes_of(placement, self.slots),
+            needs_all_gradients=self.needs_all_gradients,
+            recompute=blocks.AUTO if candidate.recompute else None,
+        )
+        updated = updated_bytes_of(placement, self.slots)
+        return traced.on(self.machine, candidate.mesh_shape, updated_bytes=updated).seconds
 
 
 def _choose(candidates: Sequence[Candidate], without_activations: bool, has_model_axis: bool) -> Advice:
@@ -395,8 +436,11 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
     chosen = next((candidate for candidate in possible if candidate.fits), None)
     shortfall: int | None = 0
     if chosen is not None:
-        is_timed = chosen.collective_seconds is not None
-        why = "It sends fastest of those that fit" if is_timed else "It is the first that fits"
+        why = "It is the first that fits"
+        if chosen.step_seconds is not None:
+            why = f"Its steps are the quickest of those that fit, {1e3 * chosen.step_seconds:,.1f} ms"
+        elif chosen.collective_seconds is not None:
+            why = "It sends fastest of those that fit"
         reasons = [
             f"Recommended: {_text(chosen)}. {why}: {chosen.peak_bytes:,} bytes at the peak of a "
             f"step, {chosen.needed_bytes:,} with room to spare, of {chosen.memory_per_device:,} on a device."

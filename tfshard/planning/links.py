@@ -31,21 +31,24 @@ class Link:
     Attributes:
         latency: Seconds of one that sends next to nothing.
         bandwidth: Bytes a second: inside a host of each device, between hosts of each host, all its devices together.
+        hop: Seconds that each member of a group beyond two adds to the latency: what is sent goes round a ring. 0 where
+            the latency was measured in groups of the size that is planned for.
     """
 
     latency: float
     bandwidth: float
+    hop: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.latency >= 0 and self.bandwidth > 0):
+        if not (self.latency >= 0 and self.bandwidth > 0 and self.hop >= 0):
             raise StrategyError(
-                "A link has a latency of 0 s or more, and a positive bandwidth in bytes a second. "
-                f"Received: latency={self.latency!r}, bandwidth={self.bandwidth!r}"
+                "A link has a latency of 0 s or more, a positive bandwidth in bytes a second, a hop of 0 s or more. "
+                f"Received: latency={self.latency!r}, bandwidth={self.bandwidth!r}, hop={self.hop!r}"
             )
 
-    def seconds(self, sent: float) -> float:
-        """Of a collective that sends so many bytes over it."""
-        return self.latency + sent / self.bandwidth
+    def seconds(self, sent: float, members: int = 2) -> float:
+        """Of a collective of so many members that sends so many bytes over it."""
+        return self.latency + self.hop * max(0, members - 2) + sent / self.bandwidth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,11 +236,11 @@ class Links:
         kind = ALL_REDUCE if kind == REDUCE_SCATTER else kind
         on_hosts = [member // self.devices_per_host for member in members]
         if len(set(on_hosts)) == 1:
-            return self.inside[kind].seconds(sent)
+            return self.inside[kind].seconds(sent, count)
         self.check_devices(math.prod(mesh_axes.values()))
         together = max(on_hosts.count(host) for host in on_hosts)
         link = (self.between if together == 1 else self.across)[kind]
-        return link.seconds(sent * (self.devices_per_host // together))
+        return link.seconds(sent * (self.devices_per_host // together), count)
 
     def total_seconds(self, collectives: Iterable[Collective], mesh_shape: Mapping[str, int]) -> float | None:
         """What all collectives of a plan take, one after the other; None where bytes are not known.

@@ -42,7 +42,7 @@ class Moment:
     operation: str
 
 
-def peak_of(graph: TrainingGraph, *, at_once: bool = False) -> Moment:
+def peak_of(graph: TrainingGraph, *, at_once: bool = False, least: int = 0) -> Moment:
     """Runs the operations of a step one after the other, on one device, and notes when most is in memory.
 
     Operations run in the order in which they can, as TensorFlow's executor takes them. A collective has memory for its
@@ -54,8 +54,9 @@ def peak_of(graph: TrainingGraph, *, at_once: bool = False) -> Moment:
         graph: The step.
         at_once: Whether reductions that do not wait for each other have their buffers at the same time, as on a busy
             machine; else one after the other.
+        least: Bytes below which a tensor does not count, as a trace leaves out what is smaller.
     """
-    return _Run(graph, at_once).run()
+    return _Run(graph, at_once, least).run()
 
 
 class _Buffer:
@@ -75,9 +76,10 @@ class _Buffer:
 
 
 class _Run:
-    def __init__(self, graph: TrainingGraph, at_once: bool):
+    def __init__(self, graph: TrainingGraph, at_once: bool, least: int):
         self._graph = graph
         self._at_once = at_once
+        self._least = least
         self._inputs = graph.needed
         self._gradients = self._made_for_updates()
         self._users: dict[Hashable, int] = collections.Counter(
@@ -199,7 +201,7 @@ class _Run:
         if operation.type in _IN_PLACE or _IN_PLACE_OUTPUT.get(operation.type) == output.value_index:
             own = collections.Counter(self._buffers[each.ref()] for each in inputs)
             for buffer, uses in own.items():
-                if buffer.is_own and buffer.uses == uses and buffer.bytes == bytes_:
+                if buffer.is_own and buffer.uses == uses and buffer.bytes == bytes_ >= self._least:
                     buffer.what = what
                     return buffer
         return self._allocated(bytes_, what)
@@ -222,6 +224,7 @@ class _Run:
         return int(count * tensor.dtype.size) // self._graph.shares(tensor)
 
     def _allocated(self, bytes_: int, what: Kind | str) -> _Buffer:
+        bytes_ = bytes_ if bytes_ >= self._least else 0
         buffer = _Buffer(bytes_, what)
         self._live[buffer] = None
         self._bytes += bytes_

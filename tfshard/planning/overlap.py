@@ -71,13 +71,13 @@ def overlap_of(
     def seconds(operation: tf.Operation) -> float:
         cost = graph.costs.get(operation)
         if cost is not None and cost.is_collective:
-            return _sending(cost, links, mesh_axes)
+            return sending_seconds(cost, links, mesh_axes)
         return unit * weights[operation]
 
-    return _run(graph, seconds)
+    return run_on_paper(graph, seconds)
 
 
-def _sending(cost: Cost, links: Links, mesh_axes: MeshAxes) -> float:
+def sending_seconds(cost: Cost, links: Links, mesh_axes: MeshAxes) -> float:
     """Seconds of a collective."""
     axis = mesh_axes.data
     assert axis is not None
@@ -107,7 +107,14 @@ _WITHOUT_WORK = frozenset(
 )
 
 
-def _run(graph: TrainingGraph, seconds: Callable[[tf.Operation], float]) -> Overlap:
+def run_on_paper(graph: TrainingGraph, seconds: Callable[[tf.Operation], float]) -> Overlap:
+    """Runs the operations of a step one after the other, and beside them its collectives one after the other, each as
+    soon as it can run.
+
+    Args:
+        graph: The step.
+        seconds: What each operation takes.
+    """
     waits = {each: len({tensor.op for tensor in inputs}) for each, inputs in graph.needed.items()}
     users: dict[tf.Operation, list[tf.Operation]] = collections.defaultdict(list)
     for operation, inputs in graph.needed.items():

@@ -41,6 +41,9 @@ class Peak:
         return sum(getattr(self, name) for name in PARTS)
 
 
+# Of a small model, by how much a step's peak may be above the predicted one, in bytes.
+_LEAST_ABOVE = 2 << 20
+
 PARTS = tuple(field.name for field in dataclasses.fields(Peak) if field.name != "overlap_bytes")
 
 
@@ -90,7 +93,7 @@ def peak_of(
         placement,
         gathering=gathering,
         inputs=parts.of(inputs, placement.mesh_shape),
-        slot_bytes={} if adds_up else _slot_bytes(placement, slots),
+        slot_bytes={} if adds_up else slot_bytes_of(placement, slots),
         needs_all_gradients=needs_all_gradients and not adds_up,
         recompute=recompute,
     )
@@ -112,7 +115,13 @@ def needs_all_gradients(optimizer: OptimizerLike) -> bool:
     )
 
 
-def _slot_bytes(placement: ModelPlacement, slots: Sequence[SlotSpec]) -> Mapping[str, int]:
+def with_room(peak_bytes: int, *, recompute: bool) -> int:
+    """What a device should have for a peak: by how much steps were measured to be above it is a twentieth, with
+    recomputation a sixth, and 2 MiB at least."""
+    return peak_bytes + max(peak_bytes // (6 if recompute else 20), _LEAST_ABOVE)
+
+
+def slot_bytes_of(placement: ModelPlacement, slots: Sequence[SlotSpec]) -> Mapping[str, int]:
     """Bytes of the slots of a unit on one device, by its name."""
     name_of = {each.spec.path: variable_traffic.unit_name(each) for each in placement.variables}
     found: dict[str, int] = collections.Counter()

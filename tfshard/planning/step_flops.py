@@ -67,6 +67,14 @@ def flops_of(operation: tf.Operation) -> int:
         return 0
 
 
+def turns_of(loop: tf.Operation) -> int | None:
+    """How often a loop of a graph runs; None where that is not known."""
+    try:
+        return _turns(loop)
+    except _UnknownError:
+        return None
+
+
 class _UnknownError(Exception):
     """The graph does not tell."""
 
@@ -138,7 +146,7 @@ def _turns(loop: tf.Operation) -> int:
     """How often a loop runs, if that is known: its second input is the most that it may, and a gradient's loop runs as
     often as that of the forward pass."""
     most = loop.inputs[1]
-    if most.op.type in _LOOPS:
+    if most.op.type in LOOPS:
         return _turns(most.op)
     # Keras gives the largest length of a sequence.
     known = tf.get_static_value(most.op.inputs[0] if most.op.type == "Max" else most)
@@ -164,7 +172,7 @@ def _of_function(operation: tf.Operation, attribute: str) -> int:
     return _of_results(graph.outputs)
 
 
-_LOOPS = frozenset({"StatelessWhile", "While"})
+LOOPS = frozenset({"StatelessWhile", "While"})
 _OF: dict[str, Callable[[tf.Operation], int]] = {
     **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul"), _of_product),
     "Einsum": _of_einsum,
@@ -176,7 +184,7 @@ _OF: dict[str, Callable[[tf.Operation], int]] = {
         ("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter"),
         _of_convolution(-1, 2),
     ),
-    **dict.fromkeys(_LOOPS, _of_loop),
+    **dict.fromkeys(LOOPS, _of_loop),
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), _of_call),
     **dict.fromkeys(("If", "StatelessIf"), _of_branches),
 }

@@ -1,24 +1,32 @@
-"""How well a step's time follows from what its graph says: fitted on some configurations, checked on others.
+"""How well the time and the memory of steps are predicted: measured on this machine, beside `tfshard.simulate`.
 
-    python -m tools.bench.cost_model --measure=/tmp/steps.json     # half an hour: each configuration in a process
-    python -m tools.bench.cost_model --fit=/tmp/steps.json
+    tfshard calibrate --num_devices=4 --save=/tmp/machine.yaml
+    python -m tools.bench.cost_model --measure=/tmp/steps.json --rounds=3    # an hour and a half, quiet
+    python -m tools.bench.cost_model --steps=/tmp/steps.json --machine=/tmp/machine.yaml
 
-A configuration is a model, a mesh and a stage, with blocks computed again or a batch in parts. Of its step the graph
-before it is expanded (`tfshard.planning.training_graph`) has on a device: operations of matrix products and of
-convolutions, bytes that operations read and write, bytes that are updated, operations; and the plan has collectives and
-their bytes. Devices of this machine share its cores: a step takes the sum over the devices, each of these at a price of
-its own, found by least squares of relative errors, none below zero. Prices are fitted on every second configuration.
+A configuration is a model, a mesh and a stage, with blocks computed again or a batch in parts; none of them is among
+the models of the calibration. Machines drift: each is measured in several rounds, in another order each, and a single
+one is off by 20% at times; what is compared is the median of the rounds, and their spread is in the table. Memory is of
+`PeakMemory.device_added` above what rests; tensors below 256 KiB are in neither, since the trace leaves them out. Links
+are those of so many logical devices: what they send each other takes the cores of all.
+
+With `--hosts` (root), some are measured on two hosts with links of some rates between them (tools/hosts.sh), two
+devices each, and the links besides. The hosts share the cores of this machine: a host has half of them.
 """
 
-import collections
 import dataclasses
+import functools
 import json
 import math
+import os
 import pathlib
+import random
+import re
 import statistics
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 from absl import app, flags
 
@@ -26,11 +34,17 @@ from tools.bench import common
 from tools.report import models
 
 _MEASURE = flags.DEFINE_string("measure", None, "Measure, into this file; what is there already is kept.")
-_FIT = flags.DEFINE_string("fit", None, "Fit to what this file has.")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each is measured.", lower_bound=1)
+_STEPS_FILE = flags.DEFINE_string("steps", None, "Predict what this file has.")
+_MACHINE = flags.DEFINE_string("machine", None, "By this machine.")
+_HOSTS = flags.DEFINE_bool("hosts", False, "Measure those on two hosts, too; needs root.")
 _ONE = flags.DEFINE_string("one", None, "Measure this configuration here, and print JSON.")
+_PEAK = flags.DEFINE_bool("peak", False, "And its peak.")
+_LINKS = flags.DEFINE_bool("links", False, "Measure the links here, and print JSON.")
+_DEVICES = flags.DEFINE_integer("devices", None, "Between so many devices.")
 
-FEATURES = ("products", "convolutions", "moved", "updated", "operations", "collectives", "sent")
 _STEPS, _EPOCHS = 6, 2
+_LEAST_TRACED = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +56,7 @@ class Configuration:
     stage: int = 3
     recompute: bool = False
     microbatches: int = 1
+    rate: str = ""
 
     @property
     def name(self) -> str:
@@ -50,7 +65,8 @@ class Configuration:
         sizes = (
             f"{model.kind} {model.layers}x{model.width}, batch {model.batch}x{model.length}, {mesh}, stage {self.stage}"
         )
-        return sizes + ", recomputed" * self.recompute + f", {self.microbatches} parts" * (self.microbatches > 1)
+        more = ", recomputed" * self.recompute + f", {self.microbatches} parts" * (self.microbatches > 1)
+        return sizes + more + f", two hosts at {self.rate}/s" * bool(self.rate)
 
 
 def _gpt(layers: int, width: int, batch: int = 8, length: int = 64, vocabulary: int = 2000) -> models.Model:
@@ -63,19 +79,23 @@ def _gpt(layers: int, width: int, batch: int = 8, length: int = 64, vocabulary: 
 def configurations() -> list[Configuration]:
     """Models of different depth, width, batch and kind, on meshes of one to eight devices."""
     found = []
-    for number, (layers, width) in enumerate(
-        [(2, 128), (2, 256), (4, 128), (4, 256), (2, 512), (8, 128), (6, 256), (12, 128)]
-    ):
+    for number, (layers, width) in enumerate([(2, 128), (4, 256), (2, 512), (8, 128), (6, 256), (12, 128)]):
         model = _gpt(layers, width)
         found.append(Configuration(model=model, mesh={"batch": 4}))
         found.append(Configuration(model=model, mesh={"batch": 4}, stage=number % 3))
         found.append(Configuration(model=model, mesh={"batch": (1, 2, 8)[number % 3]}))
-    for layers, width in [(2, 256), (4, 256), (2, 512), (4, 128)]:
+    for layers, width in [(2, 256), (2, 512), (4, 128)]:
         found.append(Configuration(model=_gpt(layers, width, batch=16, length=128), mesh={"batch": 4}))
         found.append(Configuration(model=_gpt(layers, width), mesh={"batch": 2, "model": 2}))
         found.append(Configuration(model=_gpt(layers, width), mesh={"model": 4}, stage=0))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, recompute=True))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, microbatches=2))
+    for model in [_gpt(3, 192, batch=16)]:
+        found.append(Configuration(model=model, mesh={"replica": 2, "batch": 2}))
+        found.append(Configuration(model=model, mesh={"model": 2}, stage=0))
+        found.append(Configuration(model=model, mesh={"batch": 4, "model": 2}, stage=2))
+        found.append(Configuration(model=model, mesh={"batch": 2}, microbatches=4))
+        found.append(Configuration(model=model, mesh={"batch": 2}, recompute=True, microbatches=2))
     for kind in ("bert", "resnet50", "efficientnet", "lstm"):
         model = models.MODELS[kind]
         found += [Configuration(model=model, mesh={"batch": size}) for size in (2, 4)]
@@ -83,8 +103,26 @@ def configurations() -> list[Configuration]:
     return found
 
 
+DEVICES = (2, 4, 8)
+RATES = ("1gbit", "100mbit")
+
+
+def on_hosts() -> list[Configuration]:
+    """On two hosts, of two devices each."""
+    return [
+        Configuration(model=_gpt(layers, width), mesh=mesh, stage=stage, rate=rate)
+        for rate in RATES
+        for layers, width, mesh, stage in [
+            (2, 256, {"batch": 4}, 3),
+            (2, 256, {"replica": 2, "batch": 2}, 3),
+            (4, 128, {"batch": 4}, 0),
+            (4, 128, {"replica": 2, "batch": 2}, 1),
+        ]
+    ]
+
+
 def measure(configuration: Configuration) -> dict[str, Any]:
-    """The seconds of a step, and what its graph has, summed over the devices."""
+    """The seconds of a step, its peak on a device, and what its graph has."""
     import keras
 
     import tfshard
@@ -101,108 +139,141 @@ def measure(configuration: Configuration) -> dict[str, Any]:
     if configuration.recompute:
         strategy.recompute(model, "block_.*")
     x, y = models.data(configuration.model, _STEPS)
-    found = graph_of(model, strategy, x[: configuration.model.batch], configuration.microbatches)
-    plan = strategy.plan(model, inputs=x[: configuration.model.batch])
-    found["collectives"] = sum(each.count for each in plan.collectives)
-    found["sent"] = sum(each.count * (each.bytes or 0) for each in plan.collectives)
-    times = common.fit_times(model, (x, y), batch_size=configuration.model.batch, epochs=_EPOCHS)
-    return {"seconds": times["step"], **{name: devices * found[name] for name in FEATURES}}
+    batch = configuration.model.batch
+    found = {"seconds": common.fit_times(model, (x, y), batch_size=batch, epochs=_EPOCHS)["step"]}
+    if _PEAK.value:
+        profile = tfshard.profile_step(model, (x[:batch], y[:batch]))
+        found["peak"] = max(profile.variable_bytes.values()) + profile.peak.device_added
+    return found
 
 
-def graph_of(model: Any, strategy: Any, x: Any, parts: int) -> dict[str, float]:
-    """What one device computes in a step."""
-    from tfshard.planning import peak, step_flops, training_graph
-    from tfshard.planning.training_graph import Kind
-    from tfshard.planning.variable_traffic import Parts
+def predicted(configuration: Configuration, machine: Any) -> Any:
+    """What is predicted of it, on paper."""
+    import keras
 
-    graph = training_graph.trace(
-        model,
-        strategy.placement_of(model),
-        gathering=strategy.gathering,
-        inputs=Parts(count=parts).of(x, strategy.mesh_shape),
-        needs_all_gradients=peak.needs_all_gradients(model.optimizer),
+    import tfshard
+    from tfshard.planning import liveness
+    from tfshard.planning.simulation import Simulator
+
+    model = tfshard.as_distributed(models.build(configuration.model))
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    layout_map = "auto" if "model" in configuration.mesh else None
+    simulator = Simulator(model, configuration.model.batch, layout_map=layout_map)
+    data = configuration.mesh.get("batch", 1) * configuration.mesh.get("replica", 1)
+    own = configuration.model.batch // data
+    as_traced = functools.partial(liveness.peak_of, least=_LEAST_TRACED)
+    with mock.patch.object(liveness, "peak_of", as_traced):
+        found = simulator.predictions(
+            machine, configuration.mesh, configuration.stage, rows=[own // configuration.microbatches],
+            recomputes=["block_.*" if configuration.recompute else None],
+        )  # fmt: skip
+    return found[0]
+
+
+def links_file(file: pathlib.Path, rate: str) -> pathlib.Path:
+    """Where the links of two hosts, or of so many devices of one, are, beside what was measured."""
+    return file.with_suffix(f".{rate}.json")
+
+
+def reached(machine: Any, configuration: Configuration, file: pathlib.Path) -> Any:
+    """The machine, with the links that a configuration has."""
+    from tfshard.planning import Links
+
+    if configuration.rate:
+        there = Links.load(links_file(file, configuration.rate))
+        return dataclasses.replace(machine, links=there, cores=machine.cores // 2)
+    devices = math.prod(configuration.mesh.values())
+    return machine if devices == 1 else dataclasses.replace(machine, links=Links.load(links_file(file, str(devices))))
+
+
+def report(file: pathlib.Path, machine: Any) -> None:
+    """Prints a table, the worst last."""
+    rows: dict[str, list[dict[str, Any]]] = json.loads(file.read_text())
+    by_name = {each.name: each for each in (*configurations(), *on_hosts())}
+    found = []
+    for name, runs in rows.items():
+        one = predicted(by_name[name], reached(machine, by_name[name], file))
+        times = sorted(run["seconds"] for run in runs)
+        found.append((name, one, times, next(run["peak"] for run in runs)))
+        print(f"{name}: {one.seconds / statistics.median(times) - 1:+.0%}", flush=True)
+
+    def off(each: Any) -> float:
+        return abs(each[1].seconds / statistics.median(each[2]) - 1)
+
+    found.sort(key=off)
+    print("| configuration | step, ms | predicted | | peak, MiB | predicted | |\n" + "| --- " * 7 + "|")
+    for name, one, times, peak in found:
+        middle, *spread = (round(1e3 * each) for each in (statistics.median(times), times[0], times[-1]))
+        print(
+            f"| {name} | {middle} ({spread[0]} to {spread[1]}) | {1e3 * one.seconds:.0f} | "
+            f"{1e3 * one.seconds / middle - 1:+.0%} | {peak / 2**20:.1f} | {one.peak_bytes / 2**20:.1f} | "
+            f"{one.peak_bytes / peak - 1:+.0%} |"
+        )
+    for what, errors in (
+        ("time", [off(each) for each in found]),
+        ("memory", [abs(one.peak_bytes / peak - 1) for _, one, _, peak in found]),
+    ):
+        middle, worst = statistics.median(errors), max(errors)
+        print(f"{what}: {len(errors)} configurations, {middle:.0%} at the median, {worst:.0%} at worst")
+
+
+def measure_all(file: pathlib.Path, rounds: int) -> None:
+    """Measures what a file does not have yet."""
+    rows: dict[str, list[dict[str, Any]]] = json.loads(file.read_text()) if file.exists() else {}
+    for devices in DEVICES:
+        if not links_file(file, str(devices)).exists():
+            links_file(file, str(devices)).write_text(json.dumps(said("", "--links", f"--devices={devices}")))
+    for rate in RATES if _HOSTS.value else ():
+        if not links_file(file, rate).exists():
+            links_file(file, rate).write_text(json.dumps(said(rate, "--links")))
+    tried = configurations() + on_hosts() * _HOSTS.value
+    for number in range(rounds):
+        # In any order, so that what drifts is not taken for what one kind of model takes.
+        for configuration in random.Random(number).sample(tried, len(tried)):
+            runs = rows.setdefault(configuration.name, [])
+            if len(runs) > number:
+                continue
+            one = json.dumps(dataclasses.asdict(configuration))
+            runs.append(said(configuration.rate, f"--one={one}", *["--peak"] * (not number)))
+            file.write_text(json.dumps(rows, indent=1))
+            print(f"{number + 1}, {configuration.name}: {1e3 * runs[-1]['seconds']:.0f} ms", flush=True)
+
+
+def said(rate: str, *what: str) -> Any:
+    """What a process says that measures something; or client 0 of those on two hosts with links of this rate."""
+    command = [sys.executable, "-m", "tools.bench.cost_model", *what]
+    if rate:
+        script = str(pathlib.Path(__file__).resolve())
+        command = [sys.executable, "-m", "tools.hosts", f"--rate={rate}", script, *what]
+    paths = [str(pathlib.Path.cwd()), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     )
-    found: dict[str, float] = collections.Counter()
-    for operation, inputs in graph.needed.items():
-        cost = graph.costs.get(operation)
-        if cost is not None:
-            found["updated"] += (cost.output or 0) / parts if cost.kind is Kind.UPDATE else 0
-            continue
-        if operation.type in _FREE:
-            continue
-        share = graph.shares(operation.outputs[0]) if operation.outputs else 1
-        kind = "convolutions" if "Conv" in operation.type else "products"
-        found[kind] += step_flops.flops_of(operation) / share
-        found["moved"] += sum(_bytes(each) / graph.shares(each) for each in [*inputs, *operation.outputs])
-        found["operations"] += 1
-    return {name: parts * found[name] for name in FEATURES}
-
-
-_FREE = frozenset(
-    "Bitcast Const ExpandDims Identity IdentityN NoOp Placeholder PreventGradient Reshape Shape Squeeze "
-    "StopGradient".split()
-)
-
-
-def _bytes(tensor: Any) -> int:
-    count = tensor.shape.num_elements() if tensor.shape.rank is not None else 0
-    return (count or 0) * tensor.dtype.size if tensor.dtype.name not in ("resource", "variant") else 0
-
-
-def fitted(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The price of each feature in seconds."""
-    import numpy as np
-    import scipy.optimize
-
-    scaled = np.array([[row[name] / row["seconds"] for name in FEATURES] for row in rows])
-    size = scaled.max(0) + 1e-30
-    prices, _ = scipy.optimize.nnls(scaled / size, np.ones(len(rows)))
-    return dict(zip(FEATURES, (prices / size).tolist(), strict=True))
-
-
-def seconds_of(row: dict[str, float], prices: dict[str, float]) -> float:
-    """By the prices."""
-    return sum(row[name] * prices[name] for name in FEATURES)
-
-
-def report(rows: dict[str, dict[str, float]]) -> None:
-    """Prints the prices, and each configuration that was held out, the worst last."""
-    names = list(rows)
-    prices = fitted([rows[name] for name in names[::2]])
-    print("ns for one of each:", {name: float(f"{1e9 * price:.3g}") for name, price in prices.items()})
-    errors = {name: seconds_of(rows[name], prices) / rows[name]["seconds"] - 1 for name in names[1::2]}
-    for name in sorted(errors, key=lambda name: abs(errors[name])):
-        predicted, measured = 1e3 * seconds_of(rows[name], prices), 1e3 * rows[name]["seconds"]
-        print(f"{name:>80}: {predicted:8.0f} ms predicted, {measured:8.0f} measured, {errors[name]:+.0%}")
-    absolute = [abs(error) for error in errors.values()]
-    print(f"{len(errors)} held out: {statistics.median(absolute):.0%} at the median, {max(absolute):.0%} at worst")
+    found = re.findall(r"FOUND (.*)", done.stdout)
+    if done.returncode or not found:
+        sys.exit(f"{command} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return json.loads(found[0])
 
 
 def main(argv: list[str]) -> None:
     del argv
     if _ONE.value:
         given = json.loads(_ONE.value)
-        print(json.dumps(measure(Configuration(**{**given, "model": models.Model(**given["model"])}))))
+        found = measure(Configuration(**{**given, "model": models.Model(**given["model"])}))
+        print(f"FOUND {json.dumps(found)}", flush=True)
+    elif _LINKS.value:
+        import tfshard
+
+        tfshard.initialize(num_devices=_DEVICES.value)
+        print(f"FOUND {json.dumps(tfshard.profile_network().links.to_dict())}", flush=True)
     elif _MEASURE.value:
-        file = pathlib.Path(_MEASURE.value)
-        rows = json.loads(file.read_text()) if file.exists() else {}
-        for configuration in configurations():
-            if configuration.name in rows:
-                continue
-            one = json.dumps(dataclasses.asdict(configuration))
-            done = subprocess.run(
-                [sys.executable, "-m", "tools.bench.cost_model", f"--one={one}"], capture_output=True, text=True
-            )
-            if done.returncode:
-                print(f"{configuration.name}: {(done.stderr.splitlines() or ['?'])[-1]}", flush=True)
-                continue
-            rows[configuration.name] = json.loads(done.stdout.splitlines()[-1])
-            file.write_text(json.dumps(rows, indent=1))
-            print(f"{configuration.name}: {1e3 * rows[configuration.name]['seconds']:.0f} ms", flush=True)
-    elif _FIT.value:
-        report(json.loads(pathlib.Path(_FIT.value).read_text()))
+        measure_all(pathlib.Path(_MEASURE.value), _ROUNDS.value)
+    elif _STEPS_FILE.value and _MACHINE.value:
+        from tfshard.planning import Machine
+
+        report(pathlib.Path(_STEPS_FILE.value), Machine.load(_MACHINE.value))
     else:
-        raise app.UsageError("Say --measure=FILE or --fit=FILE.")
+        raise app.UsageError("Say --measure=FILE, or --steps=FILE and --machine=FILE.")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,222 @@
+"""What a machine takes for the work of a step, by hand; and the files that describe one."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import yaml
+
+import tfshard
+from tfshard.errors import StrategyError
+from tfshard.graph import model_specs
+from tfshard.layouts.layout_map import LayoutMap
+from tfshard.layouts.placement import ModelPlacement
+from tfshard.layouts.slot_dtypes import SlotDtypes
+from tfshard.planning import Link, Machine
+from tfshard.planning.machine import Work
+from tfshard.planning.peak import slot_bytes_of
+from tfshard.planning.step_times import TracedStep, updated_bytes_of
+from tfshard.storage import turns
+
+DESCRIBED = {
+    "name": "a rack",
+    "product_flops": "1e12",
+    "bandwidth": 1e10,
+    "devices_per_host": 4,
+    "inside": {"latency": 1e-4, "bandwidth": "1e9"},
+    "between": {"latency": 1e-3, "bandwidth": 1e8, "hop": 1e-5},
+}
+WIDTH, ROWS = 256, 64
+
+
+def machine(**more) -> Machine:
+    return Machine.from_dict(DESCRIBED | more)
+
+
+def traced(mesh: dict[str, int], *, stage: int = 3, layout_map=None, rows: int = ROWS, count: int = 2):
+    """A step of Dense layers without biases, and what its placement writes."""
+    names = ["first", *(f"layer_{i}" for i in range(count - 2)), "last"]
+    hidden = [keras.layers.Dense(WIDTH, use_bias=False, name=name) for name in names]
+    model = keras.Sequential([keras.Input((WIDTH,)), *hidden])
+    specs = model_specs.specs_of(model)
+    placement = ModelPlacement.of(
+        specs, mesh_shape=mesh, zero_stage=stage, layout_map=LayoutMap.from_any(layout_map), groups=None,
+        slot_dtypes=SlotDtypes.of(None),
+    ).check()  # fmt: skip
+    slots = model_specs.slots_of("adam", specs)
+    step = TracedStep.of(
+        model, placement, gathering=turns.Gathering.of(True), inputs=np.zeros((rows, WIDTH), "float32"),
+        slot_bytes=slot_bytes_of(placement, slots),
+    )  # fmt: skip
+    return step, updated_bytes_of(placement, slots)
+
+
+def test_the_work_of_a_step_is_what_its_layers_multiply():
+    step, updated = traced({"batch": 4})
+    # On a device: two products of the forward pass, and three of the backward pass, since the input needs no gradient.
+    one = 2 * (ROWS // 4) * WIDTH * WIDTH
+    assert step.total.product_flops == 5 * one
+    assert step.total.convolution_flops == 0
+    kernels, activations = 5 * WIDTH * WIDTH, 10 * (ROWS // 4) * WIDTH
+    # Of each product its two operands and its result.
+    assert step.total.product_bytes == pytest.approx(4 * (kernels + activations), rel=0.01)
+    # Adam's shard of a kernel, and its two slots.
+    assert updated == 3 * 2 * 4 * WIDTH * WIDTH / 4
+
+
+def test_a_model_axis_shares_the_work_out():
+    columns = {".*first/kernel": (None, "model"), ".*last/kernel": ("model", None)}
+    step, updated = traced({"batch": 2, "model": 2}, layout_map=columns)
+    alone, _ = traced({"batch": 2})
+    assert step.total.product_flops == alone.total.product_flops / 2
+    assert updated == 3 * 2 * 4 * WIDTH * WIDTH / 4
+    assert [each.kind for each in step.sent] == ["all-reduce"]
+    alone, updated = traced({"batch": 1, "model": 2}, layout_map=columns, stage=0)
+    time = alone.on(machine(), {"batch": 1, "model": 2}, updated_bytes=updated)
+    assert time.collective_seconds == machine().links.seconds(alone.sent[0], {"batch": 1, "model": 2}) > 1e-4
+    assert time.seconds == pytest.approx(time.compute_seconds + time.collective_seconds), "it is waited for"
+
+
+def test_loops_are_worth_all_their_turns():
+    def step_of(length: int) -> Work:
+        model = keras.Sequential([keras.Input((length, 8)), keras.layers.LSTM(16)])
+        specs = model_specs.specs_of(model)
+        placement = ModelPlacement.of(
+            specs, mesh_shape={"batch": 2}, zero_stage=0, layout_map=LayoutMap.from_any(None), groups=None,
+            slot_dtypes=SlotDtypes.of(None),
+        ).check()  # fmt: skip
+        inputs = np.zeros((4, length, 8), "float32")
+        return TracedStep.of(
+            model, placement, gathering=turns.Gathering.of(True), inputs=inputs, slot_bytes={}
+        ).total  # fmt: skip
+
+    short, long = step_of(10), step_of(20)
+    assert long.turned_operations == 2 * short.turned_operations > 500
+    assert long.product_flops == pytest.approx(2 * short.product_flops, rel=0.05)
+
+
+def test_what_computes_hides_what_is_sent_and_cores_that_are_shared_hide_nothing():
+    step, updated = traced({"batch": 4}, count=6, rows=512)
+    one = machine(product_flops=1e11)
+    time = step.on(one, {"batch": 4}, updated_bytes=updated)
+    assert time.collective_seconds > 1e-3 and time.compute_seconds > 1e-3, "premise"
+    assert max(time.compute_seconds, time.collective_seconds) <= time.seconds
+    assert time.seconds < 0.95 * (time.compute_seconds + time.collective_seconds)
+    shared = step.on(dataclasses.replace(one, cores=2), {"batch": 4}, updated_bytes=updated)
+    assert shared.seconds == pytest.approx(shared.compute_seconds + shared.collective_seconds)
+    # Four devices on two cores.
+    assert shared.compute_seconds == pytest.approx(2 * time.compute_seconds)
+
+
+def test_one_device_alone_multiplies_on_all_cores():
+    work = Work(product_flops=1e12, bytes=1e10)
+    one = machine(cores=2)
+    assert one.seconds(one.in_turns(work, 1)) == pytest.approx(0.5 + 1.0)
+    assert one.seconds(one.in_turns(work, 4)) == pytest.approx(2.0 + 2.0)
+    assert machine().in_turns(work, 4) == work
+
+
+def test_parts_take_as_often_as_there_are_parts_and_update_once():
+    from tfshard.planning.variable_traffic import Parts
+
+    step, updated = traced({"batch": 4})
+    once = step.on(machine(), {"batch": 4}, updated_bytes=updated)
+    four = step.on(machine(), {"batch": 4}, updated_bytes=updated, parts=Parts(count=4))
+    last = updated / 1e10
+    assert four.seconds == pytest.approx(4 * (once.seconds - last) + last)
+
+
+def test_members_of_a_ring_add_hops():
+    link = Link(latency=1e-3, bandwidth=1e9, hop=1e-4)
+    assert link.seconds(1e6, members=2) == pytest.approx(2e-3)
+    assert link.seconds(1e6, members=12) == pytest.approx(3e-3)
+
+
+# --- Files -----------------------------------------------------------------------------------------------
+
+
+def test_a_machine_comes_back_from_its_file(tmp_path):
+    for one in (machine(), machine(cores=2, memory="80e9", peak_flops=2e12, convolution_flops=5e11)):
+        one.save(tmp_path / "machine.yaml")
+        assert Machine.load(tmp_path / "machine.yaml") == one
+
+
+def test_what_is_left_out_is_as_documented():
+    one = machine()
+    assert (one.convolution_flops, one.update_bandwidth, one.product_bandwidth) == (1e12, 1e10, 1e10)
+    assert one.links.across == one.links.between != {}
+    assert (one.memory, one.peak_flops, one.cores, one.operation_seconds) == (None, None, None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"product_flops": None}, "'product_flops' of a machine is a number"),
+        ({"product_flops": 0}, "is a positive number"),
+        ({"bandwith": 1e9}, "unknown ['bandwith']"),
+        ({"inside": {"latency": 1}}, "'inside' of a machine has latency"),
+        ({"inside": {"latency": 1, "bandwidth": "fast"}}, "'inside: bandwidth' of a machine is a number"),
+        ({"between": {"latency": 1, "bandwidth": 1, "hop": -1}}, "a hop of 0 s or more"),
+        ({"operation_seconds": -1}, "'operation_seconds' of a machine is 0 or more"),
+    ],
+)
+def test_a_wrong_description_is_told_with_its_name(change, message, tmp_path):
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(DESCRIBED | change))
+    with pytest.raises(StrategyError) as raised:
+        Machine.load(tmp_path / "wrong.yaml")
+    assert message in str(raised.value) and "wrong.yaml" in str(raised.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [", "is no YAML"), ("- 1", "is a mapping"), (None, "No such file")])
+def test_a_file_that_is_no_description_is_an_error(text, message, tmp_path):
+    if text is not None:
+        (tmp_path / "other.yaml").write_text(text)
+    with pytest.raises(StrategyError, match=message):
+        Machine.load(tmp_path / "other.yaml")
+
+
+def test_something_else_is_no_machine():
+    with pytest.raises(StrategyError, match="the path of a file"):
+        Machine.from_any(3)
+
+
+# --- Calibration -----------------------------------------------------------------------------------------
+
+
+def test_prices_are_those_with_which_steps_take_what_they_took(monkeypatch):
+    """Of steps whose times follow from a machine, calibration finds that machine."""
+    from tfshard import calibration
+
+    truth = machine(convolution_flops=2e11, update_bandwidth=3e9, product_bandwidth=4e10, operation_seconds=2e-5)
+    rs = np.random.RandomState(0)
+    rows = []
+    for _ in range(20):
+        work = Work(
+            **dict(
+                zip(
+                    calibration.KINDS_OF_WORK,
+                    10 ** rs.uniform([9, 8, 7, 6, 6, 2, 2, 0], [11, 10, 9, 9, 8, 4, 4, 0]),
+                    strict=True,
+                )
+            )
+        )
+        rows.append((work, truth.seconds(work) * rs.uniform(0.99, 1.01)))
+    found = calibration._prices_of(rows)
+    for name, price in {"product_flops": 1e-12, "convolution_flops": 5e-12, "operations": 2e-5}.items():
+        assert found[name] == pytest.approx(price, rel=0.2), name
+
+
+def test_calibration_measures_this_machine(monkeypatch):
+    from tfshard import calibration
+
+    monkeypatch.setattr(calibration, "_MODELS", calibration._MODELS[3:5])
+    monkeypatch.setattr(calibration, "_STEPS", 2)
+    found = tfshard.calibrate()
+    assert len(tf.config.list_logical_devices("CPU")) >= 4, "premise"
+    assert (found.links.devices_per_host, found.links.device_type) == (4, "CPU")
+    assert found.cores and found.cores >= 1
+    # A CPU does something between a mega- and a hundred teraflops; what no model has costs nothing.
+    assert found.product_flops > 1e6 and found.convolution_flops > 1e15
+    assert set(found.links.inside) == {"all-gather", "all-reduce", "all-to-all"}

@@ -1,0 +1,353 @@
+"""What a device does in a second, and so how long steps take: measured (`tfshard calibrate`), or described."""
+
+import collections
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+import yaml
+
+from tfshard import _private
+from tfshard.errors import StrategyError
+from tfshard.planning import step_flops
+from tfshard.planning.links import GROUPS, INSIDE, KINDS, Link, Links
+from tfshard.planning.training_graph import TrainingGraph
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What operations do, by kinds that have a price each.
+
+    Attributes:
+        product_flops: Floating-point operations of matrix products.
+        convolution_flops: Of convolutions.
+        product_bytes: That products and convolutions read and write.
+        bytes: That all others read and write.
+        updated_bytes: That an optimizer writes.
+        operations: How many there are.
+        turned_operations: How many there are in loops, in all their turns.
+        steps: How many steps there are.
+    """
+
+    product_flops: float = 0.0
+    convolution_flops: float = 0.0
+    product_bytes: float = 0.0
+    bytes: float = 0.0
+    updated_bytes: float = 0.0
+    operations: float = 0.0
+    turned_operations: float = 0.0
+    steps: float = 0.0
+
+    @classmethod
+    def total(cls, works: "Iterable[Work]") -> "Work":
+        """All of it together."""
+        found = list(works)
+        return cls(**{name: sum(getattr(each, name) for each in found) for name in KINDS_OF_WORK})
+
+
+KINDS_OF_WORK = tuple(field.name for field in dataclasses.fields(Work))
+
+
+def work_of(graph: TrainingGraph) -> dict[tf.Operation, Work]:
+    """What each operation of a step does on one device that leads to a result: nothing, if it stands for another, or
+    names what there is. Updates are not among them."""
+    return {operation: _work(operation, inputs, graph) for operation, inputs in graph.needed.items()}
+
+
+def _work(operation: tf.Operation, inputs: Iterable[tf.Tensor], graph: TrainingGraph) -> Work:
+    if operation in graph.costs:
+        return Work()
+    return _of_one(operation, inputs, graph.shares)
+
+
+def _of_one(operation: tf.Operation, inputs: Iterable[tf.Tensor], shares: Callable[[tf.Tensor], int]) -> Work:
+    """What an operation does, and what is in its loop or its function."""
+    if operation.type in _FREE:
+        return Work()
+    body = "body" if operation.type in step_flops.LOOPS else "f" if operation.type in _CALLS else None
+    function = None if body is None else _private.function_graph(operation, body)
+    if function is not None:
+        share = shares(operation.outputs[0]) if operation.outputs else 1
+        times = (step_flops.turns_of(operation) or 1) if body == "body" else 1
+        own = Work.total(_of_one(each, each.inputs, lambda tensor: share) for each in function.get_operations())
+        all_turns = {name: times * getattr(own, name) for name in KINDS_OF_WORK}
+        if body == "body":
+            all_turns["turned_operations"] += all_turns.pop("operations")
+        return Work(**all_turns)
+    tensors = [*inputs, *operation.outputs]
+    moved = sum(_bytes(each) / shares(each) for each in tensors)
+    # What is added up over a sharded dim has a whole result, of which each device has a part of the work.
+    flops = step_flops.flops_of(operation) / max((shares(each) for each in tensors), default=1)
+    if not flops:
+        return Work(bytes=moved, operations=1)
+    kind = "convolution_flops" if "Conv" in operation.type else "product_flops"
+    return Work(**{kind: flops}, product_bytes=moved, operations=1)
+
+
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+# What gives its input, or a part of it, as it is.
+_FREE = frozenset(
+    "Bitcast Const ExpandDims Identity IdentityN NoOp Placeholder PreventGradient Reshape Shape Snapshot Squeeze "
+    "StopGradient".split()
+)
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    if tensor.dtype in (tf.resource, tf.variant, tf.string) or tensor.shape.rank is None:
+        return 0
+    elements: int = tensor.shape.num_elements() or 0
+    return elements * int(tensor.dtype.size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the devices of some hosts do in a second, what they hold, and how they reach each other.
+
+    A step takes on a device what its operations take, each kind of work at its price: a roofline without a roof, in
+    which times add up, as they do where each operation is a kernel of its own. Prices are found by `tfshard.calibrate`
+    (`tfshard calibrate --save=FILE`), or are those of a data sheet, in a file as docs/simulating.md has it.
+
+    Attributes:
+        name: What it is called.
+        product_flops: Floating-point operations a second that a device reaches in large matrix products.
+        convolution_flops: Likewise, in convolutions.
+        product_bandwidth: Bytes a second that products and convolutions read and write, on top of their operations.
+        bandwidth: Bytes a second that other operations read and write.
+        update_bandwidth: Bytes a second of weights and slots that an optimizer writes.
+        operation_seconds: What each operation takes on top.
+        turned_operation_seconds: Likewise, of one in a loop, for each turn.
+        step_seconds: What each step takes on a device besides: its batch, its start, its metrics.
+        links: How devices reach each other.
+        memory: Bytes of a device; None where that is not known.
+        peak_flops: Operations a second that the maker of the devices tells, for the utilization; None: product_flops.
+        cores: How many devices of a host compute at once; None: all of them. Logical CPU devices share so many cores:
+            they take turns, and hide nothing behind another's work. Products of one device alone use all cores.
+    """
+
+    name: str
+    product_flops: float
+    convolution_flops: float
+    product_bandwidth: float
+    bandwidth: float
+    update_bandwidth: float
+    operation_seconds: float
+    turned_operation_seconds: float
+    links: Links
+    step_seconds: float = 0.0
+    memory: int | None = None
+    peak_flops: float | None = None
+    cores: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in _RATES:
+            if not getattr(self, name) > 0:
+                raise StrategyError(
+                    f"'{name}' of a machine is a positive number for each second. Received: {name}="
+                    f"{getattr(self, name)!r}"
+                )
+        for name in _STARTS:
+            if not getattr(self, name) >= 0:
+                raise StrategyError(f"'{name}' of a machine is 0 or more. Received: {name}={getattr(self, name)!r}")
+
+    def seconds(self, work: Work) -> float:
+        """In which a device does it."""
+        return (
+            work.product_flops / self.product_flops
+            + work.convolution_flops / self.convolution_flops
+            + work.product_bytes / self.product_bandwidth
+            + work.bytes / self.bandwidth
+            + work.updated_bytes / self.update_bandwidth
+            + work.operations * self.operation_seconds
+            + work.turned_operations * self.turned_operation_seconds
+            + work.steps * self.step_seconds
+        )
+
+    def in_turns(self, work: Work, devices: int) -> Work:
+        """Of work that so many devices of a host do, each as much, what one device does in the same time, alone on its
+        core. Where devices share no cores, that is the work."""
+        if self.cores is None:
+            return work
+        turns, share = devices / min(devices, self.cores), devices / self.cores
+        return Work(
+            product_flops=share * work.product_flops,
+            convolution_flops=share * work.convolution_flops,
+            product_bytes=share * work.product_bytes,
+            bytes=turns * work.bytes,
+            updated_bytes=turns * work.updated_bytes,
+            operations=turns * work.operations,
+            turned_operations=turns * work.turned_operations,
+            steps=turns * work.steps,
+        )
+
+    @classmethod
+    def of_prices(cls, prices: Mapping[str, float], *, name: str, links: Links, cores: int | None = None) -> "Machine":
+        """A machine on which one of each kind of `Work` takes so many seconds, none of them 0."""
+        return cls(
+            name=name,
+            product_flops=1 / prices["product_flops"],
+            convolution_flops=1 / prices["convolution_flops"],
+            product_bandwidth=1 / prices["product_bytes"],
+            bandwidth=1 / prices["bytes"],
+            update_bandwidth=1 / prices["updated_bytes"],
+            operation_seconds=prices["operations"],
+            turned_operation_seconds=prices["turned_operations"],
+            step_seconds=prices["steps"],
+            links=links,
+            cores=cores,
+        )
+
+    # --- Files ---------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, as it is in a file."""
+        links = self.links.to_dict()
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "links"}
+        return own | links
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a file, as YAML."""
+        pathlib.Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Machine":
+        """Reads what `save` wrote, or a description: see docs/simulating.md.
+
+        Args:
+            path: The file; or the name of a description that comes with tfshard: `"a100"`, `"h100"` or `"v5p"`.
+
+        Raises:
+            StrategyError: There is no such file, or it does not describe a machine.
+
+        Example:
+
+        >>> from tfshard.planning import Machine
+        >>> Machine.load("h100").name
+        'H100 80 GB, 8 a host, 400 Gbit/s each'
+        """
+        where = os.fspath(path)
+        described = {file.stem: file for file in _CLUSTERS.glob("*.yaml")}
+        try:
+            values = yaml.safe_load(described.get(where, pathlib.Path(path)).read_text())
+        except OSError as error:
+            raise StrategyError(
+                f"A machine cannot be read: {error.strerror}. Give a file, or one of {sorted(described)}. "
+                f"Received: {where}"
+            ) from None
+        except yaml.YAMLError as error:
+            raise StrategyError(f"The description of a machine is no YAML: {error}. Received: {where}") from None
+        if not isinstance(values, dict):
+            raise StrategyError(f"The description of a machine is a mapping. Received: {where}, with {values!r}")
+        try:
+            return cls.from_dict(values)
+        except StrategyError as error:
+            raise StrategyError(f"{where}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Machine":
+        """A machine as `to_dict` gives it, or as docs/simulating.md describes one.
+
+        Raises:
+            StrategyError: Something is missing, unknown, or no number.
+        """
+        unknown = sorted(set(values) - _NAMES)
+        missing = sorted(_NEEDED - set(values))
+        if unknown or missing:
+            raise StrategyError(
+                f"A machine has {', '.join(sorted(_NEEDED))}; and can have {', '.join(sorted(_NAMES - _NEEDED))}. "
+                f"Received: unknown {unknown}, missing {missing}"
+            )
+        found = collections.ChainMap({}, dict(values), _DEFAULTS)
+        numbers = {name: _number(name, found[name]) for name in (*_RATES, *_STARTS) if name in found}
+        for name in _RATES:
+            numbers.setdefault(name, numbers["product_flops" if name == "convolution_flops" else "bandwidth"])
+        numbers.setdefault("turned_operation_seconds", numbers["operation_seconds"])
+        optional = {name: None if found[name] is None else _number(name, found[name]) for name in _OPTIONAL}
+        memory = optional["memory"]
+        encoding = {str(name): _number(name, value) for name, value in dict(found["encoding"] or {}).items()}
+        links = Links(
+            devices_per_host=int(_number("devices_per_host", found["devices_per_host"])),
+            device_type=str(found["device_type"]),
+            encoding=encoding,
+            **{group: _links(group, found[group]) for group in GROUPS},
+        )
+        if links.between and not links.across:
+            links = dataclasses.replace(links, across=links.between)
+        return cls(
+            name=str(found["name"]),
+            links=links,
+            memory=None if memory is None else int(memory),
+            peak_flops=optional["peak_flops"],
+            cores=None if optional["cores"] is None else int(optional["cores"]),
+            **numbers,
+        )
+
+    @classmethod
+    def from_any(cls, machine: "MachineLike") -> "Machine":
+        """A machine as it is, or the file that it is in.
+
+        Raises:
+            StrategyError: Something else.
+        """
+        if isinstance(machine, Machine):
+            return machine
+        if isinstance(machine, (str, os.PathLike)):
+            return cls.load(machine)
+        raise StrategyError(
+            "A machine is a tfshard.planning.Machine, or the path of a file that 'tfshard calibrate --save=FILE' wrote "
+            f"or that describes one. Received: {machine!r} (of type {type(machine)})"
+        )
+
+
+MachineLike: TypeAlias = Machine | str | os.PathLike[str]
+
+_CLUSTERS = pathlib.Path(__file__).parent / "clusters"
+
+_RATES = ("product_flops", "convolution_flops", "product_bandwidth", "bandwidth", "update_bandwidth")
+_STARTS = ("operation_seconds", "turned_operation_seconds", "step_seconds")
+_OPTIONAL = ("memory", "peak_flops", "cores")
+_NEEDED = {"product_flops", "bandwidth", "devices_per_host", INSIDE}
+_DEFAULTS: dict[str, Any] = {
+    "name": "a machine",
+    "operation_seconds": 0.0,
+    "step_seconds": 0.0,
+    "memory": None,
+    "peak_flops": None,
+    "cores": None,
+    "device_type": "GPU",
+    "encoding": None,
+    "between": None,
+    "across": None,
+}
+_NAMES = _NEEDED | set(_RATES) | set(_STARTS) | set(_DEFAULTS)
+
+
+def _number(name: str, value: Any) -> float:
+    """A number of a file: YAML takes 80e9 for a text."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError):
+        raise StrategyError(f"'{name}' of a machine is a number. Received: {name}={value!r}") from None
+
+
+def _links(group: str, given: Any) -> dict[str, Link]:
+    """The links of a group: one for all kinds of collectives, or one for each."""
+    if not given:
+        return {}
+    if isinstance(given, Mapping) and set(given) == set(KINDS):
+        return {kind: _link(f"{group}: {kind}", given[kind]) for kind in given}
+    return dict.fromkeys(KINDS, _link(group, given))
+
+
+def _link(where: str, given: Any) -> Link:
+    fields = {field.name for field in dataclasses.fields(Link)}
+    if not isinstance(given, Mapping) or not {"latency", "bandwidth"} <= set(given) <= fields:
+        raise StrategyError(
+            f"'{where}' of a machine has latency (seconds) and bandwidth (bytes a second), and can have hop (seconds). "
+            f"Received: {given!r}"
+        )
+    return Link(**{name: _number(f"{where}: {name}", value) for name, value in given.items()})

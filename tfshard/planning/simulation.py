@@ -1,0 +1,447 @@
+"""simulate: what steps of a model take on clusters of any size, and which mesh is best there, predicted on paper."""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import rich.box
+import rich.table
+
+from tfshard import tables
+from tfshard.errors import LayoutError, StrategyError
+from tfshard.graph import auto_layout, model_graph, model_specs
+from tfshard.graph.model_specs import OptimizerLike
+from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
+from tfshard.layouts.layout_map import LayoutMap
+from tfshard.layouts.placement import ModelPlacement
+from tfshard.layouts.slot_dtypes import SlotDtypes
+from tfshard.operations import blocks
+from tfshard.planning import liveness
+from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer
+from tfshard.planning.machine import Machine, MachineLike
+from tfshard.planning.peak import needs_all_gradients, slot_bytes_of, with_room
+from tfshard.planning.sharding_plan import ShardingPlan
+from tfshard.planning.step_flops import training_flops
+from tfshard.planning.step_times import TracedStep, updated_bytes_of
+from tfshard.planning.variable_traffic import Parts
+from tfshard.storage import turns
+
+# On more devices than this a step is taken for the one on so many: what a device computes is the same, and its shards,
+# which are smaller still, are next to nothing of its peak. They are what rests, which is counted exactly.
+_TRACED_DEVICES = 8
+# Rows that a device has of a part of a batch, which are tried.
+_ROWS = (1, 2, 4, 8, 16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a step takes on a mesh.
+
+    Attributes:
+        devices: How many there are.
+        mesh_shape: Axis name to size.
+        zero_stage: 0 to 3.
+        microbatches: In how many parts the batch is taken.
+        recompute: Whether blocks are computed again.
+        batch: Samples of a step, over all devices.
+        seconds: What a step takes.
+        compute_seconds: In which a device computes.
+        collective_seconds: In which it sends; what of it is hidden behind computing is in both.
+        utilization: Model FLOPs of a step over what the devices could do in its time (MFU, Chowdhery et al. 2022).
+        peak_bytes: At the peak of a step, on a device.
+        needed_bytes: What a device should have for it.
+        unknown: What is sent besides of which the bytes are not known; an empty text if nothing.
+    """
+
+    devices: int
+    mesh_shape: dict[str, int]
+    zero_stage: int
+    microbatches: int
+    recompute: bool
+    batch: int
+    seconds: float
+    compute_seconds: float
+    collective_seconds: float
+    utilization: float | None
+    peak_bytes: int
+    needed_bytes: int
+    unknown: str = ""
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over all devices."""
+        return self.batch / self.seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """The result of `simulate`; `print` it, or use it as data.
+
+    Attributes:
+        machine: The machine.
+        best: For each number of devices the quickest step that fits, or None.
+        considered: All that were predicted, by number of devices, the quickest first; also those that do not fit.
+        problems: For each number of devices for which there is no step, why.
+    """
+
+    machine: Machine
+    best: dict[int, Prediction | None]
+    considered: dict[int, tuple[Prediction, ...]]
+    problems: dict[int, str]
+
+    def __str__(self) -> str:
+        table = rich.table.Table(title=f"Quickest steps on {self.machine.name}", box=rich.box.SIMPLE_HEAD)
+        for column in ("devices", "mesh", "stage", "parts", "again"):
+            table.add_column(column, no_wrap=True)
+        for column in ("step, ms", "samples/s", "MFU", "GiB"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for devices, each in self.best.items():
+            if each is None:
+                table.add_row(str(devices), f"nothing: {self.problems[devices]}")
+                continue
+            table.add_row(
+                f"{devices:,}",
+                " x ".join(f"{axis}={size}" for axis, size in each.mesh_shape.items()),
+                str(each.zero_stage),
+                str(each.microbatches),
+                "yes" if each.recompute else "no",
+                f"{1e3 * each.seconds:,.1f}",
+                f"{each.samples_per_second:,.1f}",
+                "-" if each.utilization is None else f"{each.utilization:.0%}",
+                f"{each.needed_bytes / 2**30:,.1f}",
+            )
+        unknown = sorted({each.unknown for each in self.best.values() if each is not None and each.unknown})
+        legend = "again: blocks are computed again; GiB: what a device should have."
+        return tables.as_text(table, legend, *(f"Not counted: {each}" for each in unknown))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, bytes and seconds as numbers."""
+        return {
+            "machine": self.machine.to_dict(),
+            "best": {
+                str(devices): None if each is None else dataclasses.asdict(each) for devices, each in self.best.items()
+            },
+            "problems": {str(devices): problem for devices, problem in self.problems.items()},
+        }
+
+    def to_json(self, **options: Any) -> str:
+        """`to_dict` as JSON; options are those of `json.dumps`."""
+        return json.dumps(self.to_dict(), **options)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws samples a second and the utilization over the number of devices. Needs matplotlib."""
+        import matplotlib.figure
+
+        found = [each for each in self.best.values() if each is not None]
+        figure = matplotlib.figure.Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot([each.devices for each in found], [each.samples_per_second for each in found], marker="o")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xlabel("devices")
+        axes.set_ylabel("samples a second")
+        axes.set_title(self.machine.name)
+        utilizations = [each.utilization for each in found if each.utilization is not None]
+        if len(utilizations) == len(found):
+            other = axes.twinx()
+            other.plot([each.devices for each in found], utilizations, marker="s", color="tab:orange")
+            other.set_ylim(0, 1)
+            other.set_ylabel("MFU", color="tab:orange")
+        figure.savefig(path)
+
+
+def simulate(
+    model: keras.Model,
+    machine: MachineLike,
+    devices: Iterable[int],
+    batch: int,
+    *,
+    length: int | None = None,
+    optimizer: OptimizerLike = "adam",
+    analyzer: ParameterAnalyzer | None = DEFAULT,
+    layout_map: Any = None,
+    zero_stages: Sequence[int] = (3,),
+    reshard_after_forward: bool | str | Sequence[str] = True,
+) -> Simulation:
+    """Predicts steps of a model on clusters of several sizes, and finds the quickest mesh that fits for each.
+
+    For each number of devices it goes through the sizes of the model axis within a host (with a layout map), through
+    replicas of whole hosts, through parts of the batch, and with blocks computed again or not. The time of a step is
+    that of its graph (`tfshard.planning.machine`), with what is sent beside it; memory is as for `advise`. Nothing is
+    allocated. docs/simulating.md says what is assumed, and sets predictions beside what was measured and published.
+
+    Args:
+        model: A built model, also one of `tfshard.abstract_model`, in the dtype policy in which it will be trained.
+        machine: A `tfshard.planning.Machine`, or the file that it is in.
+        devices: How many, each of them.
+        batch: Samples of one step over all devices.
+        length: Of dims that the model's inputs leave open, but the first: tokens of a sequence.
+        optimizer: As for `tfshard.advise`.
+        analyzer: Makes the groups; None for none.
+        layout_map: As for `tfshard.ShardedStrategy`, over the axis `model`.
+        zero_stages: The ZeRO stages that are considered.
+        reshard_after_forward: As for `tfshard.ShardedStrategy`.
+
+    Raises:
+        StrategyError: A number that is not a positive integer, a machine that cannot be read or has no links for so
+            many devices, or a model whose inputs are not known.
+        LayoutError: The layout map names an axis other than `batch` and `model`.
+
+    Example: eight times the devices, on hosts of eight with a slow network between them.
+
+    >>> import keras, tfshard
+    >>> from tfshard.planning import Link, Links, Machine
+    >>> links = Links.of(
+    ...     devices_per_host=8, inside=Link(latency=1e-5, bandwidth=1e11), between=Link(latency=1e-4, bandwidth=1e9),
+    ...     device_type="GPU",
+    ... )
+    >>> machine = Machine.from_dict({
+    ...     "product_flops": 1e14, "bandwidth": 1e12, "memory": 16e9, "devices_per_host": 8,
+    ...     "inside": {"latency": 1e-5, "bandwidth": 1e11}, "between": {"latency": 1e-4, "bandwidth": 1e9},
+    ... })
+    >>> def build():
+    ...     return keras.Sequential([keras.Input((1024,)), *[keras.layers.Dense(1024) for _ in range(4)]])
+    >>> found = tfshard.simulate(tfshard.abstract_model(build), machine, devices=[8, 64], batch=8192)
+    >>> found.best[8].mesh_shape, found.best[64].mesh_shape
+    ({'batch': 8}, {'replica': 8, 'batch': 8})
+    """
+    simulator = Simulator(
+        model,
+        batch,
+        length=length,
+        optimizer=optimizer,
+        analyzer=analyzer,
+        layout_map=layout_map,
+        zero_stages=zero_stages,
+        reshard_after_forward=reshard_after_forward,
+    )
+    return simulator.on(machine, devices)
+
+
+def meshes(devices: int, devices_per_host: int, has_model_axis: bool) -> list[dict[str, int]]:
+    """Flat meshes and those of replicas of whole hosts, with each size of the model axis within a host."""
+    found = []
+    for size in range(1, min(devices, devices_per_host) + 1):
+        if devices % size or devices_per_host % size or (size > 1 and not has_model_axis):
+            continue
+        model = {MODEL_AXIS: size} if size > 1 else {}
+        shares = devices // size
+        found.append({BATCH_AXIS: shares} | model)
+        inside = devices_per_host // size
+        while 1 < inside < shares:
+            if shares % inside == 0:
+                found.append({REPLICA_AXIS: shares // inside, BATCH_AXIS: inside} | model)
+            inside *= 4
+    return found
+
+
+def _check_count(name: str, number: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise StrategyError(f"{name} must be a positive integer. Received: {name}={number!r}")
+
+
+class CannotBeError(Exception):
+    """Why there is no step on a mesh."""
+
+
+class Simulator:
+    """Predicts steps of one model on any machine: what was traced for a mesh serves for all.
+
+    Args:
+        model: As for `simulate`, as all others.
+        batch: Samples.
+        length: Of open dims.
+        optimizer: The optimizer.
+        analyzer: Makes the groups.
+        layout_map: The layout map.
+        zero_stages: The stages.
+        reshard_after_forward: How steps gather.
+
+    Raises:
+        StrategyError: As `simulate`.
+        LayoutError: As `simulate`.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        batch: int,
+        *,
+        length: int | None = None,
+        optimizer: OptimizerLike = "adam",
+        analyzer: ParameterAnalyzer | None = DEFAULT,
+        layout_map: Any = None,
+        zero_stages: Sequence[int] = (3,),
+        reshard_after_forward: bool | str | Sequence[str] = True,
+    ):
+        _check_count("batch", batch)
+        if not isinstance(model, keras.Model):
+            raise StrategyError(
+                f"A simulation needs a keras.Model, whose graph it looks at. Received: model={model!r} ({type(model)})"
+            )
+        if model_graph.batch_of(model, 1, length) is None:
+            raise StrategyError(
+                "A simulation needs to know what the model is called on. Build it on inputs whose dims are known, but "
+                f"for the batch, or give length= for those that are open. Received: model={model.name!r}, "
+                f"length={length!r}"
+            )
+        self._automatic = auto_layout.is_auto(layout_map)
+        if not self._automatic:
+            layout_map = LayoutMap.from_any(layout_map)
+            layout_map.check_axes({BATCH_AXIS: 1, MODEL_AXIS: 1})
+        self._model = model
+        self._analyzer = analyzer
+        self._layout_map = layout_map
+        self._zero_stages = zero_stages
+        self._gathering = turns.Gathering.of(reshard_after_forward)
+        self._length = length
+        self._batch = batch
+        self._specs = model_specs.specs_of(model)
+        self._slots = model_specs.slots_of(optimizer, self._specs)
+        self._needs_all = needs_all_gradients(optimizer)
+        self._has_blocks = blocks.can_mark(model)
+        self._steps: dict[tuple[object, ...], tuple[TracedStep, int]] = {}
+        flops = training_flops(model, model_graph.batch_of(model, 1, length))
+        self._flops = None if flops is None else flops * batch
+
+    def on(self, machine: MachineLike, devices: Iterable[int]) -> Simulation:
+        """The quickest steps on a machine, by number of devices: `simulate`."""
+        machine, counts = Machine.from_any(machine), list(devices)
+        for count in counts:
+            _check_count("devices", count)
+            machine.links.check_devices(count)
+        has_model_axis = self._automatic or any(MODEL_AXIS in rule.axes for rule in self._layout_map.values())
+        best: dict[int, Prediction | None] = {}
+        considered, problems = {}, {}
+        for count in counts:
+            found: list[Prediction] = []
+            refused: list[str] = []
+            for mesh_shape in meshes(count, machine.links.devices_per_host, has_model_axis):
+                for stage in self._zero_stages:
+                    try:
+                        found += self.predictions(machine, mesh_shape, stage)
+                    except CannotBeError as error:
+                        refused.append(str(error))
+            found.sort(key=lambda each: each.seconds)
+            considered[count] = tuple(found)
+            fits = [each for each in found if machine.memory is None or each.needed_bytes <= machine.memory]
+            best[count] = fits[0] if fits else None
+            if found and not fits:
+                least = min(each.needed_bytes for each in found)
+                problems[count] = f"a step needs {least:,} bytes a device at least, of {machine.memory:,}"
+            elif not fits:
+                problems[count] = refused[-1]
+        return Simulation(machine=machine, best=best, considered=considered, problems=problems)
+
+    def predictions(
+        self,
+        machine: Machine,
+        mesh_shape: dict[str, int],
+        stage: int,
+        *,
+        rows: Iterable[int] = _ROWS,
+        recomputes: Iterable[str | None] = (None, blocks.AUTO),
+    ) -> list[Prediction]:
+        """Those of a mesh and a stage, with more and more rows of a part on a device until they do not fit, with blocks
+        computed again and without.
+
+        Args:
+            machine: The machine.
+            mesh_shape: The mesh.
+            stage: The ZeRO stage.
+            rows: Which are tried of those that divide the rows of a device; all at once as well, if they are no more.
+            recomputes: Which blocks are computed again, if any: as `strategy.recompute` takes them.
+        """
+        axes = MeshAxes.of(mesh_shape)
+        if self._batch % axes.data_size:
+            raise CannotBeError(f"{axes.data_size} devices do not divide a batch of {self._batch}")
+        own = self._batch // axes.data_size
+        try:
+            placement = self._placement(mesh_shape, stage)
+        except LayoutError as error:
+            raise CannotBeError(str(error)) from None
+        resting = ShardingPlan.from_placement(placement, slots=self._slots).resting_bytes()
+        if machine.memory is not None and resting > machine.memory:
+            raise CannotBeError(f"parameters and slots take {resting:,} bytes a device, of {machine.memory:,}")
+        tried = list(rows)
+        found = []
+        for recompute in recomputes:
+            if recompute == blocks.AUTO and not self._has_blocks:
+                continue
+            for each in sorted({each for each in (*tried, own) if own % each == 0 and each <= max(tried)}):
+                one = self._prediction(machine, placement, mesh_shape, stage, resting, each, own // each, recompute)
+                found.append(one)
+                if machine.memory is not None and one.needed_bytes > machine.memory:
+                    break
+        return found
+
+    def _prediction(
+        self,
+        machine: Machine,
+        placement: ModelPlacement,
+        mesh_shape: dict[str, int],
+        stage: int,
+        resting: int,
+        rows: int,
+        count: int,
+        recompute: str | None,
+    ) -> Prediction:
+        step, made = self._traced(mesh_shape, stage, rows, count > 1, recompute)
+        parts = Parts(count=count)
+        updated = updated_bytes_of(placement, self._slots)
+        time = step.on(machine, mesh_shape, updated_bytes=updated, parts=parts)
+        peak = resting + made + parts.sum_bytes(placement.variables, placement.mesh_shape)
+        devices = math.prod(mesh_shape.values())
+        could = time.seconds * devices * (machine.peak_flops or machine.product_flops)
+        return Prediction(
+            devices=devices,
+            mesh_shape=mesh_shape,
+            zero_stage=stage,
+            microbatches=count,
+            recompute=recompute is not None,
+            batch=self._batch,
+            seconds=time.seconds,
+            compute_seconds=time.compute_seconds,
+            collective_seconds=time.collective_seconds,
+            utilization=None if self._flops is None else self._flops / could,
+            peak_bytes=peak,
+            needed_bytes=with_room(peak, recompute=recompute is not None),
+            unknown=step.unknown,
+        )
+
+    def _placement(self, mesh_shape: Mapping[str, int], stage: int) -> ModelPlacement:
+        return ModelPlacement.of(
+            self._specs,
+            mesh_shape=mesh_shape,
+            zero_stage=stage,
+            layout_map=auto_layout.resolve(self._layout_map, self._model, mesh_shape),
+            groups=self._analyzer,
+            slot_dtypes=SlotDtypes.of(None),
+            compression=None,
+        ).check()
+
+    def _traced(
+        self, mesh_shape: Mapping[str, int], stage: int, rows: int, is_part: bool, recompute: str | None
+    ) -> tuple[TracedStep, int]:
+        """A part of so many rows a device, and what it makes at its peak."""
+        most = {REPLICA_AXIS: 2, BATCH_AXIS: _TRACED_DEVICES}
+        small = {axis: min(size, most.get(axis, size)) for axis, size in mesh_shape.items()}
+        key = (*small.items(), stage, rows, is_part, recompute)
+        if key not in self._steps:
+            placement = self._placement(small, stage)
+            step = TracedStep.of(
+                self._model,
+                placement,
+                gathering=self._gathering,
+                inputs=model_graph.batch_of(self._model, rows * MeshAxes.of(small).data_size, self._length),
+                slot_bytes=slot_bytes_of(placement, self._slots),
+                is_part=is_part,
+                needs_all_gradients=self._needs_all,
+                recompute=recompute,
+            )
+            self._steps[key] = step, liveness.peak_of(step.graph).bytes
+        return self._steps[key]

@@ -1,0 +1,169 @@
+"""How long a training step takes on a machine, by its graph: what operations do, at the machine's prices."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.graph.model_specs import SlotSpec
+from tfshard.layouts.axes import MeshAxes
+from tfshard.layouts.placement import ModelPlacement
+from tfshard.operations import blocks
+from tfshard.planning import activation_traffic, overlap, training_graph, variable_traffic
+from tfshard.planning.machine import Machine, Work, work_of
+from tfshard.planning.peak import slot_bytes_of
+from tfshard.planning.training_graph import TrainingGraph
+from tfshard.planning.variable_traffic import WHOLE, Collective, Parts
+from tfshard.storage import turns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """What a step takes.
+
+    Attributes:
+        seconds: All of it.
+        compute_seconds: In which a device computes.
+        collective_seconds: In which it sends; some of it while it computes.
+    """
+
+    seconds: float
+    compute_seconds: float
+    collective_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """A step, or a part of one, that was traced once, for every mesh on which a device computes the same.
+
+    Attributes:
+        graph: Its graph.
+        work: What its operations do.
+        sent: What it sends over model axes.
+        statistics: Bytes of the mean and the variance of each layer that normalizes by the batch: they are gathered in
+            the forward pass, and summed in the backward pass (`operations.batch_moments`).
+        unknown: What it sends of which the bytes are not known, or an empty text.
+    """
+
+    graph: TrainingGraph
+    work: Mapping[tf.Operation, Work]
+    sent: tuple[Collective, ...]
+    statistics: tuple[int, ...]
+    unknown: str
+
+    @functools.cached_property
+    def total(self) -> Work:
+        """What its operations do together on one device."""
+        return Work.total(self.work.values())
+
+    @classmethod
+    def of(
+        cls,
+        model: keras.Model,
+        placement: ModelPlacement,
+        *,
+        gathering: turns.Gathering,
+        inputs: Any,
+        slot_bytes: Mapping[str, int],
+        is_part: bool = False,
+        needs_all_gradients: bool = False,
+        recompute: str | Sequence[str] | None = None,
+    ) -> "TracedStep":
+        """Traces it.
+
+        Args:
+            model: A built model.
+            placement: Where its variables go.
+            gathering: How the step gathers.
+            inputs: What the model is called on, over all devices.
+            slot_bytes: Of a unit on one device, by its name (`peak.slot_bytes_of`).
+            is_part: Whether it is one of several parts, after the last of which all is updated.
+            needs_all_gradients: Whether updates wait for all gradients.
+            recompute: Which blocks are computed again, besides those that are marked: as `blocks.marked` takes them.
+
+        Raises:
+            LayoutError: The model cannot be called on its inputs.
+        """
+        with contextlib.nullcontext() if recompute is None else blocks.marked(model, recompute):
+            graph = training_graph.trace(
+                model,
+                placement,
+                gathering=gathering,
+                inputs=inputs,
+                slot_bytes={} if is_part else slot_bytes,
+                needs_all_gradients=needs_all_gradients and not is_part,
+            )
+            sent = activation_traffic.plan(model, placement.variables, placement.mesh_shape, inputs)
+        return cls(
+            graph=graph,
+            work=work_of(graph),
+            sent=tuple(sent.collectives),
+            statistics=tuple(
+                2 * layer.moving_mean.shape[0] * 4
+                for layer in _private.flatten_layers(model)
+                if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+            ),
+            unknown=sent.unknown,
+        )
+
+    def on(
+        self, machine: Machine, mesh_shape: Mapping[str, int], *, updated_bytes: int, parts: Parts = WHOLE
+    ) -> StepTime:
+        """What it takes on a mesh of a machine's devices.
+
+        Collectives over the batch axis run beside what is computed, one after the other, as soon as they can
+        (`overlap`). Those over model axes are waited for. Devices that share cores take turns, and hide nothing.
+
+        Args:
+            machine: The machine.
+            mesh_shape: The mesh.
+            updated_bytes: Of weights and slots that a device writes, after it or after the last of its parts
+                (`updated_bytes_of`).
+            parts: In which parts the step takes its batch; this is one of them.
+        """
+        mesh_axes, links = MeshAxes.of(mesh_shape), machine.links
+
+        @functools.cache
+        def sending(kind: str, axis: str, bytes_: int | None) -> float:
+            each = Collective(kind=kind, what="", axis=axis, count=1, bytes=bytes_, formula="")
+            return links.seconds(each, mesh_axes) or 0.0
+
+        def seconds(operation: tf.Operation) -> float:
+            cost = self.graph.costs.get(operation)
+            if cost is not None and cost.is_collective:
+                return overlap.sending_seconds(cost, links, mesh_axes) if mesh_axes.data_size > 1 else 0.0
+            return machine.seconds(self.work[operation])
+
+        count = parts.count
+        waited = sum(each.count * sending(each.kind, each.axis, each.bytes) for each in self.sent)
+        if mesh_axes.data is not None and mesh_axes.data_size > 1:
+            waited += sum(
+                sending("all-gather", mesh_axes.data, mesh_axes.shards * each)
+                + sending("all-reduce", mesh_axes.data, each)
+                for each in self.statistics
+            )
+        updates = Work(updated_bytes=updated_bytes, steps=1)
+        one = overlap.run_on_paper(self.graph, seconds)
+        sent = count * (one.collective_seconds + waited)
+        if machine.cores is not None:
+            devices = min(links.devices_per_host, math.prod(mesh_axes.values()))
+            computing = machine.seconds(machine.in_turns(Work.total([*count * [self.total], updates]), devices))
+            return StepTime(seconds=computing + sent, compute_seconds=computing, collective_seconds=sent)
+        last = machine.seconds(updates)
+        return StepTime(
+            seconds=count * (one.seconds + waited) + last,
+            compute_seconds=count * one.compute_seconds + last,
+            collective_seconds=sent,
+        )
+
+
+def updated_bytes_of(placement: ModelPlacement, slots: Sequence[SlotSpec]) -> int:
+    """Of weights and slots that an optimizer writes on one device."""
+    weights = variable_traffic.updated_bytes(placement.variables, mesh_shape=placement.mesh_shape)
+    return weights + sum(slot_bytes_of(placement, slots).values())
