@@ -3,7 +3,8 @@
     tools/report.sh                    # all of it: hours
     tools/report.sh --quick            # ten minutes: two models, a round
     tools/report.sh --models="gpt 5M,lstm" --rounds=3 --parts=time
-    tools/report.sh --compare          # makes it again, and names ratios that moved by more than 15%
+    tools/report.sh --resume           # what a report that was stopped does not have yet
+    tools/report.sh --out=DIR --compare=docs/benchmarks/report.json    # again, and names ratios that moved by 15%
 
 Each way of training runs in a process of its own, in turn, `rounds` times over, so that a machine whose speed drifts
 slows all of them; ratios are of the same round. Results go to docs/benchmarks: report.json, report.md and plots.
@@ -17,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from absl import app, flags
@@ -27,7 +29,8 @@ _QUICK = flags.DEFINE_bool("quick", False, "Two models, one round.")
 _MODELS = flags.DEFINE_list("models", list(models.MODELS), "Which models.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds.", lower_bound=1)
 _PARTS = flags.DEFINE_list("parts", ["time", "memory", "growth"], "What is measured.")
-_COMPARE = flags.DEFINE_bool("compare", False, "Compare with the report that there is, and leave that as it is.")
+_RESUME = flags.DEFINE_bool("resume", False, "Keep what is in the report, also failures, and measure the rest.")
+_COMPARE = flags.DEFINE_string("compare", None, "The report.json of another day, to be compared with.")
 _OUT = flags.DEFINE_string("out", "docs/benchmarks", "Where the report goes.")
 _JAX = flags.DEFINE_string("jax_python", None, "Python of the environment with JAX; without it no such rows.")
 _TORCH = flags.DEFINE_string("torch_python", None, "Python of the environment with PyTorch; without it no such rows.")
@@ -86,30 +89,27 @@ def _said(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def times(names: list[str], rounds: int, ways: tuple[str, ...]) -> dict[str, Any]:
-    """Of each model and way what each round said."""
-    found: dict[str, Any] = {name: {} for name in names}
+def times(report: dict[str, Any], names: list[str], rounds: int, ways: tuple[str, ...]) -> Iterator[str]:
+    """Adds what each round says of each model and way to a report, and tells what was measured."""
     for number in range(rounds):
         for name in names:
-            model = models.MODELS[name]
+            model, found = models.MODELS[name], report.setdefault("time", {}).setdefault(name, {})
             for way in ways:
-                if can_be(way, model):
-                    said = measured(model, way)
-                    found[name].setdefault(way, []).append(said)
+                runs = found.setdefault(way, []) if can_be(way, model) else None
+                if runs is not None and len(runs) <= number:
+                    runs.append(said := measured(model, way))
                     step = f"{1e3 * said['step']:.0f} ms" if "step" in said else said["failed"]
-                    print(f"round {number + 1}, {name}, {way}: {step}", flush=True)
-    return found
+                    yield f"round {number + 1}, {name}, {way}: {step}"
 
 
-def memory(cases: dict[str, tuple[models.Model, int]], ways: tuple[str, ...]) -> dict[str, Any]:
-    """Of each case, a model and a number of devices, and way the bytes of a device."""
-    found: dict[str, Any] = {}
+def memory(report: dict[str, Any], cases: dict[str, tuple[models.Model, int]], ways: tuple[str, ...]) -> Iterator[str]:
+    """Adds the bytes of a device, for each case, a model and a number of devices, and way; likewise."""
     for name, (model, devices) in cases.items():
+        found = report.setdefault(name, {})
         for way in ways:
-            if can_be(way, model):
-                found.setdefault(name, {})[way] = said = measured(model, way, devices=devices, memory=True)
-                print(f"memory, {name}, {way}: {said}", flush=True)
-    return found
+            if can_be(way, model) and way not in found:
+                found[way] = measured(model, way, devices=devices, memory=True)
+                yield f"memory, {name}, {way}: {found[way]}"
 
 
 def grown() -> dict[str, dict[str, tuple[models.Model, int]]]:
@@ -129,20 +129,30 @@ def main(argv: list[str]) -> None:
     names = [name for name in _MODELS.value if not _QUICK.value or name in QUICK_MODELS]
     rounds = 1 if _QUICK.value else _ROUNDS.value
     out = pathlib.Path(_OUT.value)
-    report: dict[str, Any] = {"machine": writing.machine(), "rounds": rounds, "quick": _QUICK.value}
-    if "time" in _PARTS.value:
-        report["time"] = times(names, rounds, writing.QUICK_WAYS if _QUICK.value else writing.WAYS)
-    if "memory" in _PARTS.value:
-        report["memory"] = memory({name: (models.MODELS[name], 4) for name in names}, writing.MEMORY_WAYS)
-    if "growth" in _PARTS.value and not _QUICK.value:
-        report["growth"] = {what: memory(cases, writing.GROWING_WAYS) for what, cases in grown().items()}
-    if _COMPARE.value:
-        before = json.loads((out / "report.json").read_text())
-        moved = writing.moved(before, report)
-        print("\n".join(moved) or "No ratio moved by more than 15%.")
-        raise SystemExit(bool(moved))
+    report: dict[str, Any] = {}
+    if _RESUME.value and (out / "report.json").exists():
+        report = json.loads((out / "report.json").read_text())
+    report |= {"machine": writing.machine(), "rounds": rounds, "quick": _QUICK.value}
+    for line in _measure(report, names, rounds):
+        print(line, flush=True)
+        writing.save(report, out)
     writing.write(report, out)
     print(f"Written: {out}/report.md")
+    if _COMPARE.value:
+        moved = writing.moved(json.loads(pathlib.Path(_COMPARE.value).read_text()), report)
+        print("\n".join(moved) or "No ratio moved by more than 15%.")
+        raise SystemExit(bool(moved))
+
+
+def _measure(report: dict[str, Any], names: list[str], rounds: int) -> Iterator[str]:
+    if "time" in _PARTS.value:
+        yield from times(report, names, rounds, writing.QUICK_WAYS if _QUICK.value else writing.WAYS)
+    if "memory" in _PARTS.value:
+        cases = {name: (models.MODELS[name], 4) for name in names}
+        yield from memory(report.setdefault("memory", {}), cases, writing.MEMORY_WAYS)
+    if "growth" in _PARTS.value and not _QUICK.value:
+        for what, cases in grown().items():
+            yield from memory(report.setdefault("growth", {}).setdefault(what, {}), cases, writing.GROWING_WAYS)
 
 
 if __name__ == "__main__":

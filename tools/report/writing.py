@@ -137,10 +137,15 @@ def text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(report: Mapping[str, Any], out: pathlib.Path) -> None:
-    """Writes report.json, report.md and the plots into a directory."""
+def save(report: Mapping[str, Any], out: pathlib.Path) -> None:
+    """Writes report.json into a directory, as far as there is one."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def write(report: Mapping[str, Any], out: pathlib.Path) -> None:
+    """Writes report.json, report.md and the plots into a directory."""
+    save(report, out)
     (out / "report.md").write_text(text(report).rstrip() + "\n")
     if "time" in report:
         _plot_times(report, out / "time.svg")
