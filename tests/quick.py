@@ -48,6 +48,12 @@ QUICK = {
         "test_variables_are_planned_in_the_order_of_the_layers",
         "test_an_unknown_optimizer_is_refused",
     ),
+    "test_machine.py": (
+        "test_the_work_of_a_step_is_what_its_layers_multiply",
+        "test_a_machine_comes_back_from_its_file",
+        "test_prices_are_those_with_which_steps_take_what_they_took",
+    ),
+    "test_simulation.py": ("test_slow_links_between_hosts_are_used_once_for_each_replica",),
     # measure; and the report in test_memory.py and test_groups.py
     "test_verify.py": ("test_what_is_no_sharded_model_is_refused",),
     # callbacks
@@ -55,6 +61,7 @@ QUICK = {
     # training
     "test_optimizers.py": ("test_training_matches_one_device[adam-batch4-3-grouped]",),
     "test_models.py": ("test_model_matches_one_device[mlp-batch4-3]",),
+    "test_compile.py": None,
     "test_surface.py": (
         "test_evaluate_and_predict_match_one_device",
         "test_summary_count_params_and_weights",

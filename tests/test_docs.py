@@ -308,6 +308,22 @@ def test_the_readme_is_short_and_has_a_picture():
     assert "](docs/saved.svg)" in text
 
 
+def test_every_claim_of_the_readme_has_its_proof():
+    """Links of the page are checked when the site is built."""
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", (DOCS / "claims.md").read_text(), re.MULTILINE)[1:]
+    assert len(rows) > 25
+    assert [claim for claim, _ in rows if claim not in readme] == []
+    assert [claim for claim, proof in rows if "](" not in proof and "`" not in proof] == []
+    tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", " ".join(proof for _, proof in rows))
+    assert len(tests) > 20
+    assert [name for file, name in tests if f"def {name}(" not in (ROOT / file).read_text()] == []
+    measured = readme.partition("## Measured")[2].partition("## More")[0]
+    table = re.findall(r"\| ([^|]+) \| `[^`]+` \| [^|]+ \|", measured)
+    assert len(table) > 5
+    assert [row for row in table if not any(claim in row for claim, _ in rows)] == []
+
+
 def test_links_of_the_front_pages_are_not_broken(site):
     """Those of docs/ are checked when the site is built."""
     broken, seen = [], 0

@@ -1,6 +1,7 @@
 """What `import tfshard` shows, and public names that moved: the old ones work and warn."""
 
 import importlib
+import pathlib
 import sys
 
 import pytest
@@ -16,6 +17,7 @@ def test_what_import_tfshard_shows():
         CheckpointManager CheckpointCallback export import_weights plan lint verify advise auto_layout_map
         abstract_model profile_step profile_network random_map ShardingError
         errors layers callbacks collectives presets planning measure pipeline pipelining PowerSGD EmbeddingTables
+        simulate calibrate
     """
     assert sorted(tfshard.__all__) == sorted(expected.split())
     for name in tfshard.__all__:
@@ -38,6 +40,16 @@ def test_a_module_that_moved_is_the_same_and_warns_where_it_is_imported(name):
         exec(compile(f"import tfshard.{name}", __file__, "exec"), {"__name__": "__main__"})
     assert sys.modules[f"tfshard.{name}"] is importlib.import_module(_moved.MODULES[name])
     assert told[0].filename == __file__
+
+
+def test_the_guide_for_upgrading_has_every_name_that_moved():
+    guide = (pathlib.Path(__file__).parent.parent / "docs" / "upgrading.md").read_text().splitlines()
+    rows = [f"| `{name}` | `{module}.{name}` |" for name, module in _moved.NAMES.items()]
+    rows += [f"| `{name}` | `{module}` |" for name, module in _moved.MODULES.items()]
+    assert set(rows) <= set(guide)
+    assert (
+        len([line for line in guide if line.startswith("| `") and line.count("|") == 3]) == len(rows) + 1
+    )  # The head.
 
 
 def test_a_name_that_never_was_is_an_attribute_error():
