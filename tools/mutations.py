@@ -670,14 +670,6 @@ MUTATIONS = [
         killed_by="tests/storage/test_turns.py::test_what_is_cast_back_is_sent_in_the_compute_dtype[mixed_bfloat16]",
     ),
     Mutation(
-        area="training",
-        file="tfshard/training/models.py",
-        old="        as_distributed(self)\n        _compile_under",
-        new="        _compile_under",
-        what="a model that is compiled without `as_distributed` keeps its steps",
-        killed_by="tests/training/test_compile.py::test_a_model_that_was_only_compiled_trains_as_on_one_device",
-    ),
-    Mutation(
         area="links",
         file="tfshard/planning/links.py",
         old="link.seconds(sent * (self.devices_per_host // together), count)",
