@@ -21,9 +21,8 @@ from tfshard.graph import model_specs
 from tfshard.measure import network_profile
 from tfshard.planning.links import Links
 from tfshard.planning.machine import KINDS_OF_WORK, Machine, Work
-from tfshard.planning.peak import slot_bytes_of
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
-from tfshard.training import ShardedStrategy, as_distributed
+from tfshard.training import ShardedStrategy
 
 # Steps that are timed of each model, after as many that are not.
 _STEPS = 8
@@ -79,7 +78,7 @@ def _measured(
     a step takes without its collectives."""
     devices = startup.initialize().num_devices
     strategy = ShardedStrategy(create_mesh(batch=devices), zero_stage=stage)
-    model = as_distributed(make())
+    model = make()
     model.compile(keras.optimizers.Adam(1e-3), "mse", jit_compile=False, strategy=strategy)
     rows = samples * devices
     x = np.random.RandomState(0).randint(0, _TOKENS, (2 * _STEPS * rows, *model.input_shape[1:]))
@@ -96,7 +95,7 @@ def _measured(
         placement,
         gathering=strategy.gathering,
         inputs=x[:rows],
-        slot_bytes=slot_bytes_of(placement, slots),
+        slots=slots,
     )
     free = Machine.of_prices(dict.fromkeys(KINDS_OF_WORK, _NEXT_TO_NOTHING), name="", links=links, cores=cores)
     updated = updated_bytes_of(placement, slots)

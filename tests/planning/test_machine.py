@@ -16,7 +16,6 @@ from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtypes
 from tfshard.planning import Link, Machine
 from tfshard.planning.machine import Work
-from tfshard.planning.peak import slot_bytes_of
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
 from tfshard.storage import turns
 
@@ -48,7 +47,7 @@ def traced(mesh: dict[str, int], *, stage: int = 3, layout_map=None, rows: int =
     slots = model_specs.slots_of("adam", specs)
     step = TracedStep.of(
         model, placement, gathering=turns.Gathering.of(True), inputs=np.zeros((rows, WIDTH), "float32"),
-        slot_bytes=slot_bytes_of(placement, slots),
+        slots=slots,
     )  # fmt: skip
     return step, updated_bytes_of(placement, slots)
 
@@ -89,7 +88,7 @@ def test_loops_are_worth_all_their_turns():
         ).check()  # fmt: skip
         inputs = np.zeros((4, length, 8), "float32")
         return TracedStep.of(
-            model, placement, gathering=turns.Gathering.of(True), inputs=inputs, slot_bytes={}
+            model, placement, gathering=turns.Gathering.of(True), inputs=inputs, slots=()
         ).total  # fmt: skip
 
     short, long = step_of(10), step_of(20)

@@ -174,7 +174,6 @@ from tfshard._private.weight_files import (
 )
 
 __all__ = [
-    "add_to_compile",
     "ALL_RANDOM_OPS",
     "RANDOM_OPS",
     "TRACKING_ATTRIBUTE",
@@ -186,6 +185,7 @@ __all__ = [
     "TraceEvent",
     "VersionWarning",
     "WeightSpec",
+    "add_to_compile",
     "abstract_scope",
     "additional_losses",
     "applied_by",

@@ -26,7 +26,7 @@ from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, without_peak
 from tfshard.planning.compression_gain import CompressionGain, encoded_bytes
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
-from tfshard.planning.peak import Peak, needs_all_gradients, peak_of, slot_bytes_of, with_room
+from tfshard.planning.peak import Peak, needs_all_gradients, peak_of, with_room
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
 from tfshard.storage import turns
@@ -422,7 +422,7 @@ class _Step:
             placement,
             gathering=self.gathering,
             inputs=self.inputs,
-            slot_bytes=slot_bytes_of(placement, self.slots),
+            slots=self.slots,
             needs_all_gradients=self.needs_all_gradients,
             recompute=blocks.AUTO if candidate.recompute else None,
         )

@@ -23,7 +23,7 @@ from tfshard.operations import blocks
 from tfshard.planning import liveness
 from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.planning.machine import Machine, MachineLike
-from tfshard.planning.peak import needs_all_gradients, slot_bytes_of, with_room
+from tfshard.planning.peak import needs_all_gradients, with_room
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_flops import training_flops
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
@@ -438,7 +438,7 @@ class Simulator:
                 placement,
                 gathering=self._gathering,
                 inputs=model_graph.batch_of(self._model, rows * MeshAxes.of(small).data_size, self._length),
-                slot_bytes=slot_bytes_of(placement, self._slots),
+                slots=self._slots,
                 is_part=is_part,
                 needs_all_gradients=self._needs_all,
                 recompute=recompute,

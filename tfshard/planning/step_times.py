@@ -70,7 +70,7 @@ class TracedStep:
         *,
         gathering: turns.Gathering,
         inputs: Any,
-        slot_bytes: Mapping[str, int],
+        slots: Sequence[SlotSpec],
         is_part: bool = False,
         needs_all_gradients: bool = False,
         recompute: str | Sequence[str] | None = None,
@@ -82,7 +82,7 @@ class TracedStep:
             placement: Where its variables go.
             gathering: How the step gathers.
             inputs: What the model is called on, over all devices.
-            slot_bytes: Of a unit on one device, by its name (`peak.slot_bytes_of`).
+            slots: Those of its optimizer.
             is_part: Whether it is one of several parts, after the last of which all is updated.
             needs_all_gradients: Whether updates wait for all gradients.
             recompute: Which blocks are computed again, besides those that are marked: as `blocks.marked` takes them.
@@ -96,7 +96,7 @@ class TracedStep:
                 placement,
                 gathering=gathering,
                 inputs=inputs,
-                slot_bytes={} if is_part else slot_bytes,
+                slot_bytes={} if is_part else slot_bytes_of(placement, slots),
                 needs_all_gradients=needs_all_gradients and not is_part,
             )
             sent = activation_traffic.plan(model, placement.variables, placement.mesh_shape, inputs)

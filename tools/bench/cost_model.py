@@ -133,7 +133,7 @@ def measure(configuration: Configuration) -> dict[str, Any]:
         tfshard.create_mesh(**configuration.mesh), "auto" if "model" in configuration.mesh else None,
         configuration.stage, microbatches=configuration.microbatches,
     )  # fmt: skip
-    model = tfshard.as_distributed(models.build(configuration.model))
+    model = models.build(configuration.model)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(1e-3), loss, strategy=strategy)
     if configuration.recompute:
@@ -151,11 +151,10 @@ def predicted(configuration: Configuration, machine: Any) -> Any:
     """What is predicted of it, on paper."""
     import keras
 
-    import tfshard
     from tfshard.planning import liveness
     from tfshard.planning.simulation import Simulator
 
-    model = tfshard.as_distributed(models.build(configuration.model))
+    model = models.build(configuration.model)
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     layout_map = "auto" if "model" in configuration.mesh else None
     simulator = Simulator(model, configuration.model.batch, layout_map=layout_map)
