@@ -154,7 +154,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(clients.Connection, "open", lambda *args, **kwargs: channel)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     settings = clients.Settings(
-        client_id=1, num_clients=2, local_index=1, restart=0, control="", secret="", address="127.0.0.1",
+        client_id=1, num_clients=2, local_index=1, num_local=2, restart=0, control="", secret="", address="127.0.0.1",
         devices_per_process=4, client_port=0, first_step_timeout=600.0, seed=0,
     )  # fmt: skip
     return clients.Launched(settings), channel.sent

@@ -1,11 +1,16 @@
 """Starting DTensor, in processes of their own: TensorFlow fixes its devices once."""
 
+import os
 import subprocess
 import sys
 
+import pytest
 
-def run(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+    )
 
 
 def test_too_late_is_a_clear_error():
@@ -39,3 +44,23 @@ def test_dtensor_that_ran_operations_before_is_refused_because_its_failures_woul
     assert "InitializationError: DTensor has run operations in this process already" in done.stderr
     done = run(code.format(early=False))
     assert "Runtime(device_type='CPU', num_devices=2)" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "environment", "threads"),
+    [
+        ("", {}, "3"),
+        ("tf.config.threading.set_intra_op_parallelism_threads(5)", {}, "5"),
+        ("", {"TF_NUM_INTRAOP_THREADS": "7"}, "0"),  # As TensorFlow says where it takes the number from there.
+    ],
+)
+def test_operations_of_logical_devices_share_the_cores(before, environment, threads):
+    code = (
+        "import tensorflow as tf, tfshard; from tfshard.devices import startup\n"
+        "startup._cores = lambda: 12\n"
+        f"{before}\n"
+        "tfshard.initialize(num_devices=4, device_type='CPU')\n"
+        "print('threads', tf.config.threading.get_intra_op_parallelism_threads())\n"
+    )
+    done = run(code, **environment)
+    assert f"threads {threads}\n" in done.stdout, done.stderr

@@ -41,6 +41,7 @@ class Settings:
         client_id: This client, from 0.
         num_clients: How many there are.
         local_index: This client among those of its host, from 0; the same in every restart.
+        num_local: How many clients its host has.
         restart: How often the run was restarted.
         control: `host:port` of the control channel.
         secret: The run's secret.
@@ -54,6 +55,7 @@ class Settings:
     client_id: int
     num_clients: int
     local_index: int
+    num_local: int
     restart: int
     control: str
     secret: str

@@ -25,6 +25,8 @@ _FORBIDDEN = {
     "DTENSOR_ENABLE_MULTI_DEVICE_EXPANSION": "it loses variable updates on a one-device mesh",
     "DTENSOR_DO_NOT_FUSE_REDUCE_SCATTER": "gradients would be all-reduced instead of reduce-scattered",
 }
+# The threads of an operation, as TensorFlow takes them from the environment.
+_THREADS = "TF_NUM_INTRAOP_THREADS"
 # What TensorFlow calls the clients of a launched run.
 JOB = "worker"
 
@@ -71,7 +73,9 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
 
     Args:
         num_devices: How many devices to use. Accelerators: all of them by default. CPU: the number of
-            processor cores by default; each device is a logical one on the same processor.
+            processor cores by default; each device is a logical one on the same processor. An operation then has as
+            many threads as there are cores for a device, one at least, unless the environment variable
+            `TF_NUM_INTRAOP_THREADS` or `tf.config.threading` says how many.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`. By default TPU or GPU when TensorFlow sees one, else CPU.
 
     Returns:
@@ -201,7 +205,7 @@ def _join(settings: clients.Settings, num_devices: int | None, device_type: str)
         DTENSOR_JOBS=",".join(jobs),
     )
     with client.operation("the start of DTensor"):
-        _start(local, device_type)
+        _start(local, device_type, neighbours=settings.num_local)
     # All servers are up from here on.
     client.barrier("the start of DTensor")
     client.note_start(by_script=not _started_by_tensor)
@@ -233,16 +237,40 @@ def _start_by_tensor() -> None:
         initialize()
 
 
-def _start(num_devices: int, device_type: str) -> None:
+def _start(num_devices: int, device_type: str, *, neighbours: int = 1) -> None:
+    """Args:
+    num_devices: Of this process.
+    device_type: Their type.
+    neighbours: How many processes of the run, with as many devices each, share this machine.
+    """
     _set_switches(device_type)
     if device_type == "CPU":
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
+        _share_cores(num_devices * neighbours)
     # TensorFlow's coordination service did not end a run whose peer had died, and made it deaf to SIGTERM: the launcher
     # watches the clients instead.
     with _private.without_log():
         dtensor.initialize_accelerator_system(device_type, enable_coordination_service=False)
     _private.make_dtensor_synchronous()
+
+
+def _share_cores(devices: int) -> None:
+    """Gives an operation as many threads as a logical device has cores, unless the user has said how many.
+
+    TensorFlow gives it one for each core, which all devices' operations want at the same time: they wait for each
+    other (docs/measurements.md, "Threads").
+    """
+    chosen = tf.config.threading.get_intra_op_parallelism_threads() or os.environ.get(_THREADS)
+    if devices > 1 and not chosen:
+        tf.config.threading.set_intra_op_parallelism_threads(max(1, _cores() // devices))
+
+
+def _cores() -> int:
+    """The processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _adopt_running_context(num_devices: int, device_type: str) -> None:

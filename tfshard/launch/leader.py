@@ -162,6 +162,7 @@ class Leader:
             client_id=client.client_id,
             num_clients=len(self._places),
             local_index=client.local_index,
+            num_local=options.num_processes,
             restart=self._restart,
             control=self._server.address,
             # The other launchers know it.
