@@ -444,6 +444,21 @@ def test_a_model_with_large_recurrent_kernels_is_planned():
     assert plan.peak.peak_bytes > plan.bytes_per_device() + 4 * 256 * 4 * 256
 
 
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_a_step_sends_of_recurrent_kernels_what_is_planned(stage):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=stage, analyzer=None)
+    inputs = keras.Input((3, 32))
+    x = keras.layers.LSTM(32, return_sequences=True)(inputs)
+    model = keras.Model(inputs, keras.layers.GRU(32)(keras.layers.Dense(32)(x)))
+    model.compile(keras.optimizers.SGD(0.1), "mse", strategy=strategy)
+    batch = np.ones((8, 3, 32), "float32"), np.ones((8, 32), "float32")
+    plan = strategy.plan(model, inputs=batch[0])
+    scattered = [each.what for each in plan.collectives if each.kind == "reduce-scatter"]
+    assert any("recurrent_kernel" in each for each in scattered) == (stage > 1), "premise"
+    assert all(each.count == 1 for each in plan.collectives if "lstm" in each.what)
+    tfshard.measure.assert_matches_plan(tfshard.profile_step(model, batch), plan)
+
+
 @pytest.fixture
 def mixed():
     """Sets a dtype policy for what a test makes."""

@@ -26,6 +26,11 @@ def record_variable_access(variable: tf.Variable) -> None:
     _tape.variable_accessed(variable)
 
 
+def could_record() -> bool:
+    """Whether a gradient tape may record what is done now (`record.could_possibly_record`)."""
+    return bool(_record.could_possibly_record())
+
+
 def stop_recording() -> contextlib.AbstractContextManager[None]:
     """A context in which no gradient tape records (`record.stop_recording`)."""
     context: contextlib.AbstractContextManager[None] = _record.stop_recording()

@@ -92,6 +92,8 @@ def total(stacked: tf.Tensor) -> tf.Tensor:
 
 def _own(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
     operation = tensor.op
+    if operation.type == "IdentityN":  # Of a custom gradient, such as that of what a loop of rows takes.
+        return _own(operation.inputs[tensor.value_index], axes, mesh)
     if operation.type in ("Cast", "Identity", "Relayout"):
         before = _own(operation.inputs[0], axes, mesh)
         if before is None or operation.type == "Relayout":  # What it was pinned to.

@@ -13,7 +13,7 @@ from tfshard.graph.model_graph import ModelGraph, trace
 from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout, itemsize
-from tfshard.operations import blocks
+from tfshard.operations import blocks, loops
 from tfshard.planning import training_graph, variable_traffic
 from tfshard.storage import turns
 
@@ -21,6 +21,8 @@ from tfshard.storage import turns
 _WITHOUT_OPERANDS = frozenset(
     ("Add", "AddN", "AddV2", "BiasAdd", "ConcatV2", "GatherV2", "Pack", "ResourceGather", "Sub", "Sum")
 )
+
+_LOOPS = frozenset(("StatelessWhile", "While"))
 
 
 def gathers_of(
@@ -93,10 +95,13 @@ def _uses(
         if spec.path in name_of
     )
     uses = list(values.uses(graph.operations[0].graph.get_operations()))
+    handed_on = {name_of.get(path) for path in loops.gathered_once(model)}
     forward, backward = [], []
     for use in uses:
-        forward.append([str(key) for key in use.numbers])
-        backward.append([str(key) for key, numbers in use.numbers.items() if _is_needed_again(use, numbers, graph)])
+        # Keras also takes the first turn of a recurrent loop before the loop, to learn the shapes of its results.
+        forward.append([str(key) for key in use.numbers if key not in handed_on or use.operation.type in _LOOPS])
+        again = (key for key, numbers in use.numbers.items() if _is_needed_again(use, numbers, graph))
+        backward.append([str(key) for key in again if key not in handed_on])
     return forward + [names for names in backward[::-1] if names], turns.sent_dtypes(uses)
 
 

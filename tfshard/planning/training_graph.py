@@ -27,7 +27,7 @@ from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts import variable_layout
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout, itemsize
-from tfshard.operations import blocks
+from tfshard.operations import blocks, loops
 from tfshard.planning import local_shares, variable_traffic
 from tfshard.storage import recomputing, steps, turns
 
@@ -202,6 +202,8 @@ class _Trace:
         # Gradients that are reduced by themselves, as shards, with the name of their unit: one for each read.
         self._scattered: list[tuple[str, tf.Tensor]] = []
         self._costs: dict[tf.Operation, Cost] = {}
+        # The paths of what stays gathered in any case.
+        self._kept: frozenset[str] = frozenset()
         self._loss: tf.Tensor
         self._results: list[tf.Tensor] = []
 
@@ -212,6 +214,7 @@ class _Trace:
                 self._store(name, members)
             noted = stack.enter_context(steps.noting_blocks(self._graph))
             if isinstance(model, keras.Model):
+                self._kept = loops.gathered_once(model)
                 if recompute is not None:
                     stack.enter_context(blocks.marked(model, recompute))
                 tensors = model_graph.local_inputs(model, inputs, self._devices)
@@ -401,7 +404,7 @@ class _Trace:
                 bytes=variable_traffic.whole_bytes(members[0], self._mesh_shape),
                 itemsize=itemsize(members[0].spec.dtype),
                 is_gathered=self._is_gathered(members[0]),
-                keeps=self._gathering.keeps(each.spec.path for each in members),
+                keeps=self._gathering.keeps(each.spec.path for each in members) or members[0].spec.path in self._kept,
             )
             for name, members in self._units.items()
         }

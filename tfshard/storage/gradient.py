@@ -57,6 +57,7 @@ def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor
     """
     redo: list[Callable[[tf.Tensor], tf.Tensor]] = []
     axes = axis_sizes(mesh)
+    gradient = _without_identities(gradient)
     movable = not _private.is_eager() and backward[0] == axes.data and not any(forward)
     while movable and isinstance(gradient, tf.Tensor) and gradient.op.type in ("Reshape", "Cast", "Relayout"):
         source, shape = gradient.op.inputs[0], gradient.shape
@@ -76,6 +77,16 @@ def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor
         scattered = step(scattered)
         scattered = transfer.relayout(scattered, (axes.data, *(None,) * (scattered.shape.rank - 1)), mesh)
     return scattered
+
+
+def _without_identities(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
+    """The same gradient, before the operations that stand for custom gradients, which are for other tapes. They would
+    stand between an all-reduce and the scatter that it is fused with."""
+    while not (_private.is_eager() or _private.could_record()) and isinstance(gradient, tf.Tensor):
+        if gradient.op.type not in ("Identity", "IdentityN"):
+            break
+        gradient = gradient.op.inputs[gradient.value_index]
+    return gradient
 
 
 def layout_of(tensor: tf.Tensor | tf.IndexedSlices) -> Axes | None:
