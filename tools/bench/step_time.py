@@ -3,7 +3,8 @@
     python tools/bench/step_time.py --rounds=5
     python tools/bench/step_time.py --layers=12 --width=128 --vocabulary=1500 --batch_size=8
 
-The second is narrow: 196 variables of 2.6M parameters, where groups matter most ("alone": without groups).
+The second is narrow: 196 variables of 2.6M parameters, where groups matter most ("alone": without groups). In the way
+"stage 3 all threads" an operation has a thread for each core, as TensorFlow would have it, whatever shares the cores.
 
 Each way runs in a process of its own, in turn, `rounds` times over, so that a machine whose speed drifts slows all of
 them. A round's figure is the median of its steps, each timed by itself; printed is the median of the rounds, with the
@@ -11,6 +12,7 @@ least and the most. Ratios are of the same round.
 """
 
 import json
+import os
 
 import common
 import gpt_flags
@@ -29,6 +31,8 @@ def measure(way: str) -> dict:
     import keras
 
     options = {"analyzer": None} if way.endswith("alone") else {}
+    if way.endswith("all threads"):
+        os.environ["TF_NUM_INTRAOP_THREADS"] = str(os.cpu_count())
     with common.scope(way, **options):
         model, data = gpt_flags.gpt2(steps=_STEPS.value)
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
