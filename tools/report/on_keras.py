@@ -7,6 +7,7 @@ Started by tools/report/__main__.py, in the environment of the way.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import pickle
@@ -66,9 +67,7 @@ def _scope(way: str) -> Any:
     import keras
 
     if way == "mirrored":
-        import tensorflow as tf
-
-        return tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(_DEVICES.value)]).scope()
+        return _mirrored().scope()
     if way == "JAX, data":
         keras.distribution.set_distribution(keras.distribution.DataParallel())
     elif way == "JAX, tensor":
@@ -76,6 +75,14 @@ def _scope(way: str) -> Any:
         distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
         keras.distribution.set_distribution(distribution)
     return contextlib.nullcontext()
+
+
+@functools.cache
+def _mirrored() -> Any:
+    """One for all models of a process: those of two would give their collectives the same keys."""
+    import tensorflow as tf
+
+    return tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(_DEVICES.value)])
 
 
 def start(way: str) -> None:
