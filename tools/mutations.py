@@ -244,10 +244,10 @@ MUTATIONS = [
     Mutation(
         area="turns",
         file="tfshard/storage/turns.py",
-        old="        sent = {key: dtype for key, dtype in sent_dtypes(uses).items() if dtype in narrow}\n",
+        old="        sent = sent_dtypes(uses)\n",
         new="        sent = {}\n",
         what="gathers send float32 under mixed precision",
-        killed_by="tests/storage/test_turns.py::test_gathers_send_the_compute_dtype[mixed_bfloat16]",
+        killed_by="tests/storage/test_turns.py::test_gathers_send_the_compute_dtype[mixed_bfloat16-{'batch': 4}]",
     ),
     Mutation(
         area="adapters",
@@ -639,7 +639,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="replicas",
-        file="tfshard/operations/rows.py",
+        file="tfshard/devices/replicas.py",
         old='numbers = np.tile(np.arange(own.shape[dim], dtype="int32"), axis_sizes(mesh)[axis])',
         new='numbers = np.zeros(own.shape[dim] * axis_sizes(mesh)[axis], "int32")',
         what="of a sum over replicas a device takes one column of its shard only",
@@ -716,6 +716,22 @@ MUTATIONS = [
         new="",
         what="a loop that begins with constants is on the first mesh of the process",
         killed_by="tests/storage/test_host_slots.py::test_slots_on_the_host_train_as_on_one_device[microbatches]",
+    ),
+    Mutation(
+        area="devices",
+        file="tfshard/devices/replicas.py",
+        old="if not (is_gather and sizes.shards_by_several and tensor.dtype in _DTYPES):",
+        new="if True:",
+        what="on meshes of several axes variables are gathered by reductions again",
+        killed_by="tests/devices/test_gathers.py::test_the_data_axis_is_gathered_by_one_collective_beside_model_axes",
+    ),
+    Mutation(
+        area="devices",
+        file="tfshard/devices/replicas.py",
+        old="rows = tf.transpose(rows, [first.index(each) for each in range(len(shard))])",
+        new="rows = tf.reshape(rows, [rows.shape[first.index(number)] for number in range(len(shard))])",
+        what="what is sharded in a later dim keeps its order of the gather",
+        killed_by="tests/devices/test_gathers.py::test_the_data_axis_is_gathered_by_one_collective_beside_model_axes",
     ),
     Mutation(
         area="collectives",

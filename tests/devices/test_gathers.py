@@ -10,7 +10,9 @@ from tensorflow.experimental import dtensor
 
 import tfshard
 from tfshard import collectives
-from tfshard.devices import gathers, transfer
+from tfshard.devices import gathers, replicas, transfer
+from tfshard.layouts import boxes
+from tfshard.layouts.axes import axis_sizes
 
 SHAPES = [(8, 6), (4, 8, 6), (1, 8, 6), (8, 2, 6), (8, 6, 1)]
 
@@ -35,6 +37,28 @@ def test_what_two_axes_shard_is_whole_after_one_gather(shape):
 
         for piece in pieces(gathered(sharded)):
             np.testing.assert_array_equal(piece, value, err_msg=str(axes))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int32"])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 2)], ids=str)
+def test_the_data_axis_is_gathered_by_one_collective_beside_model_axes(shape, dtype):
+    """Whichever dims the two axes shard; the model axis stays, and nothing is added up."""
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), zero_stage=0)
+    mesh = strategy.mesh
+    value = tf.cast(np.arange(np.prod(shape)).reshape(shape), dtype).numpy()
+    alone = [tuple("batch" if dim == at else None for dim in range(len(shape))) for at in range(len(shape))]
+    for axes in layouts(shape) + [axes for axes in alone if shape[axes.index("batch")] > 1]:
+        target = tuple(None if axis == "batch" else axis for axis in axes)
+        sharded = transfer.host_to_mesh(value, axes, mesh)
+        traced = tf.function(lambda tensor, axes=axes, target=target: replicas.gathered(tensor, axes, target, mesh))
+        types = [each.type for each in traced.get_concrete_function(sharded).graph.get_operations()]
+        assert types.count(replicas.GATHER) == 1, axes
+        for result in (traced(sharded), replicas.gathered(sharded, axes, target, mesh)):
+            assert transfer.axes_of(dtensor.fetch_layout(result)) == target
+            np.testing.assert_array_equal(transfer.to_host(result), value, err_msg=str(axes))
+            for location, piece in zip(mesh.local_device_locations(), pieces(result), strict=True):
+                box = boxes.shard_box(shape, target, axis_sizes(mesh), location)
+                np.testing.assert_array_equal(piece, value[box.slices], err_msg=str(axes))
 
 
 def pieces(tensor) -> list[np.ndarray]:

@@ -53,9 +53,10 @@ def sent(kind, axis, mesh, links=HOSTS, bytes_=MEBI):
         ("all-reduce", "replica", HYBRID, 2 * (2 * 1 / 2)),
         # DTensor's, of all devices.
         ("all-reduce", "batch", HYBRID, 2 * 3 / 4),
-        # The last axis lies within a host, the first one across hosts; gathers are reductions there.
+        # The last axis lies within a host, the first one across hosts; gathers over model axes are reductions there.
         ("all-reduce", "model", {"batch": 2, "model": 2}, 1 / 10),
-        ("all-gather", "batch", {"batch": 2, "model": 2}, 2 * (2 * 1 / 2)),
+        ("all-gather", "batch", {"batch": 2, "model": 2}, 2 * 1 / 2),
+        ("all-gather", "model", {"model": 2, "batch": 2}, 2 * (2 * 1 / 2)),
         ("all-reduce", "model", {"model": 2, "batch": 2}, 2 * (2 * 1 / 2)),
         # Four hosts, two in a replica: rings of four through the two hosts of each.
         ("all-gather", "batch", {"replica": 2, "batch": 4}, 3 / 4),

@@ -317,8 +317,9 @@ def test_wrong_prefetch_is_refused(wrong):
 # --- Bytes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mesh", [{"batch": 4}, {"batch": 2, "model": 2}], ids=str)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_gathers_send_the_compute_dtype(policy):
+def test_gathers_send_the_compute_dtype(policy, mesh):
     """Half the bytes, as planned; masters, slots and losses are those without it."""
     sent, losses, vocabulary = {}, {}, 3000
     for name, narrow in (("float32", False), (policy, False), (policy, True)):
@@ -333,7 +334,9 @@ def test_gathers_send_the_compute_dtype(policy):
             keras.config.set_dtype_policy("float32")
         values = np.random.RandomState(1)
         model.set_weights([0.05 * values.normal(size=each.shape) for each in model.weights])
-        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+        layout_map = tfshard.LayoutMap()
+        layout_map.whole(".*", optional=True)
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map)
         model.compile(keras.optimizers.Adam(1e-3), "mse", strategy=strategy)
         batch = values.randint(0, vocabulary, (8, 16)), values.normal(size=(8, 512))
         with pytest.MonkeyPatch.context() as patch:

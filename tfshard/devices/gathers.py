@@ -3,7 +3,8 @@
 A `CollectiveGatherV2` sends half the bytes. Over two axes of a mesh at once TensorFlow 2.21 makes a wrong one: the
 devices of both axes are one group, in an order of their own, and the sizes of dims that are not gathered are left out.
 Mostly the step is refused then; where a dim has size 1, or where the first dim is sharded by the second axis, the
-numbers are wrong (tests/devices/test_gathers.py). Which gathers a step has, only DTensor knows.
+numbers are wrong (tests/devices/test_gathers.py). Which gathers a step has, only DTensor knows. Those of variables over
+the data axis are our own there (`replicas.gathered`).
 
 Values for the host are gathered over one axis after the other, which is right on any mesh. They are integers, of which
 an all-reduce sends 64 bits each: four times the bytes, by the counters of tests/launch/test_hosts.py.
@@ -13,10 +14,9 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard.layouts.axes import MeshAxes, axis_sizes
+from tfshard.layouts.axes import axis_sizes
 
 SWITCH = "LOWER_DTENSOR_GATHER_TO_COLLECTIVE_GATHER_V2"
 # A user may turn a switch on to look into a problem.
@@ -47,12 +47,3 @@ def one_axis_at_once() -> Iterator[None]:
             os.environ.pop(SWITCH, None)
         else:
             os.environ[SWITCH] = before
-
-
-def narrow_dtypes(mesh_shape: MeshAxes) -> tuple[tf.DType, ...]:
-    """The dtypes of two bytes in which values can be gathered, for half the bytes of float32.
-
-    DTensor gathers float16 as it is. Of bfloat16 it makes an all-reduce in float32; so its bits are sent as float16,
-    which a collective that gathers does not look at. An all-reduce would.
-    """
-    return (tf.float16,) if mesh_shape.shards_by_several else (tf.float16, tf.bfloat16)

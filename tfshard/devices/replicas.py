@@ -1,9 +1,10 @@
-"""Collectives of some devices of the data axis: of those of one replica.
+"""Collectives of the data axis, of all its devices or of those of one replica.
 
 DTensor has collectives over whole axes of a mesh only, and shards a dim over one axis only. So a batch that is sharded
-over all devices and variables that are gathered among those of a host are not to be had of its layouts. Here each
-device does TensorFlow's own collective on what it has, with the devices of a group of ours: on a tensor in a "parted"
-layout no operation is expanded (SkipExpansionForPartedLayout in TensorFlow 2.21's dtensor/mlir/spmd_expander.cc).
+over all devices and variables that are gathered among those of a host are not to be had of its layouts; and on a mesh
+of several axes it gathers by reductions (gathers.py). Here each device does TensorFlow's own collective on what it has,
+with the devices of a group of ours: on a tensor in a "parted" layout no operation is expanded
+(SkipExpansionForPartedLayout in TensorFlow 2.21's dtensor/mlir/spmd_expander.cc).
 
 Each operation has an instance key of its own, which is the same on all clients, as they trace the same steps in the
 same order. One that is copied needs a new one (`renewed`).
@@ -11,6 +12,7 @@ same order. One that is copied needs a new one (`renewed`).
 
 import functools
 import itertools
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -29,6 +31,9 @@ GATHER = "CollectiveGatherV2"
 # What is done with a tensor of a layout on a mesh.
 Function: TypeAlias = Callable[[tf.Tensor, Axes, dtensor.Mesh], tf.Tensor]
 
+# What it gathers; bfloat16 as float16.
+_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
+
 # Which of its inputs is its instance key.
 _INSTANCE = 3
 
@@ -37,44 +42,78 @@ _FIRST_GROUP, _ARRANGEMENTS, _GROUPS = 0x40000000, 1 << 16, 1 << 14
 _instances = itertools.count(0x100000)
 
 
+def gathered(tensor: tf.Tensor, axes: Axes, target: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """A tensor brought from the layout `axes` to `target`: by `gather` where DTensor would do it by a reduction.
+
+    On a mesh of several axes DTensor gathers by an all-reduce of zeros and a piece (devices/gathers.py), which sends
+    twice as much and holds the whole twice.
+    """
+    sizes = axis_sizes(mesh)
+    whole = tuple(None if axis == sizes.data else axis for axis in axes)
+    is_gather = sizes.data_size > 1 and axes != whole == target
+    if not (is_gather and sizes.shards_by_several and tensor.dtype in _DTYPES):
+        return transfer.relayout(tensor, target, mesh)
+    return gather(tensor, axes, mesh)
+
+
 def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """The rows that the devices of a replica have, on each of them: one all-gather among them.
+    """What the devices of a replica have of a tensor, on each of them: one all-gather among them.
 
     Args:
-        stored: `(model..., data, columns)`, with a row for each device of the data axis. That of a device is the same
-            in each replica.
-        axes: The layout: the model axes, the data axis, None.
+        stored: It has a dim that the data axis shards. What a device has is the same in each replica: with several,
+            that dim has a row for each device.
+        axes: The layout.
         mesh: The mesh.
 
     Returns:
-        `(model..., shards, columns)`, whole over the data axis.
+        In the same layout, but whole over the data axis; with replicas the rows of one.
     """
     if tf.executing_eagerly():
         return _in_a_function(gather, stored, axes, mesh)
-    sizes, columns = axis_sizes(mesh), stored.shape[-1]
-    model = axes[:-2]
+    sizes = axis_sizes(mesh)
+    dim = axes.index(sizes.data)
     allow_collectives()
-    row = tf.reshape(parted(transfer.relayout(stored, axes, mesh), axes, mesh), (-1,))
+    shard = transfer.piece_shape(tuple(stored.shape), transfer.layout(axes, mesh))
+    first = [dim, *(each for each in range(len(shard)) if each != dim)]
+    own = parted(transfer.relayout(stored, axes, mesh), axes, mesh)
     with tf.name_scope("all_gather"):
+        line = tf.reshape(tf.transpose(own, first) if dim else own, (-1,))
+        # What has two bytes is sent as it is: no bit of it is looked at.
+        is_brain = line.dtype == tf.bfloat16
         rows = tf.raw_ops.CollectiveGatherV2(
-            input=row,
+            input=tf.bitcast(line, tf.float16) if is_brain else line,
             group_size=sizes.shards,
-            group_key=_own_number(_keys_of_replicas(mesh), mesh),
-            instance_key=new_instance(),
-            ordering_token=[],
-            is_stateless=True,
+            **_common(_keys_of_replicas(mesh), mesh),
         )
-    # Its shape is not known otherwise. What the types say of the row is that of all devices.
-    rows = tf.ensure_shape(rows, (sizes.shards * columns,))
-    shape = (*(1 for _ in model), sizes.shards, columns)
-    result = transfer.relayout(tf.reshape(rows, shape), (None,) * len(shape), mesh)
-    for dim, axis in enumerate(model):
-        assert axis is not None
-        # Each device has its own there, by so many of which the types have it.
-        own = parted(tf.zeros((sizes[axis],), tf.int32), (axis,), mesh)
-        taken = (*model[: dim + 1], *(None for _ in shape[dim + 1 :]))
-        result = transfer.relayout(tf.gather(result, own, axis=dim), taken, mesh)
-    return result
+    # Its shape is not known otherwise. What the types say of the shard is that of all devices.
+    rows = tf.ensure_shape(rows, (sizes.shards * math.prod(shard),))
+    rows = tf.bitcast(rows, tf.bfloat16) if is_brain else rows
+    rows = tf.reshape(rows, [sizes.shards * shard[dim], *(shard[each] for each in first[1:])])
+    rows = transfer.relayout(rows, (None,) * len(shard), mesh)
+    if dim:
+        rows = tf.transpose(rows, [first.index(each) for each in range(len(shard))])
+    return leave_shard(rows, tuple(None if axis == sizes.data else axis for axis in axes), mesh)
+
+
+def leave_shard(own: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Of what is the same on the devices of the data axis, in the shape of a shard, a tensor in a layout.
+
+    Args:
+        own: What each device has, in a step that is traced.
+        axes: The model axes that shard the dims of the result.
+        mesh: The mesh.
+    """
+    taken: list[str | None] = [None] * own.shape.rank
+    for dim, axis in enumerate(axes):
+        if axis is None:
+            continue
+        # Each device takes all of its own, by so many of which the types have it.
+        numbers = np.tile(np.arange(own.shape[dim], dtype="int32"), axis_sizes(mesh)[axis])
+        its = parted(tf.constant(numbers), (axis,), mesh)
+        own = tf.gather(transfer.relayout(own, tuple(taken), mesh), its, axis=dim)
+        taken[dim] = axis
+        own = transfer.relayout(own, tuple(taken), mesh)
+    return own
 
 
 @functools.cache
@@ -88,15 +127,17 @@ def allow_collectives() -> None:
 def meet(mesh: dtensor.Mesh) -> None:
     """Makes the devices of each group meet once, as `transfer.meet` does with those of DTensor's. Eager only."""
     sizes = axis_sizes(mesh)
-    if sizes.replicas == 1 or mesh.to_string() in _met:
+    gathers = sizes.replicas > 1 or (sizes.shards_by_several and sizes.data_size > 1)
+    if not gathers or mesh.to_string() in _met:
         return
     shape = [*(sizes[axis] for axis in sizes.tensor), sizes.data_size, 1]
     axes = (*sizes.tensor, sizes.data, None)
     stored = transfer.host_to_mesh(np.zeros(shape, np.float32), axes, mesh)
     with clients.here().operation("the first meeting of the devices of a replica", first=True):
         gather(stored, axes, mesh)
-        zero = transfer.host_to_mesh(np.zeros(1, np.float32), (None,), mesh)
-        _in_a_function(_all_reduce, zero, (None,), mesh)
+        if sizes.replicas > 1:
+            zero = transfer.host_to_mesh(np.zeros(1, np.float32), (None,), mesh)
+            _in_a_function(_all_reduce, zero, (None,), mesh)
     _met.add(mesh.to_string())
 
 

@@ -148,8 +148,8 @@ class MeshAxes(Mapping[str, int]):
 
     def gathers_by_reduction(self, axis: str) -> bool:
         """Whether what is sharded over an axis is gathered by a reduction of zeros and a piece: by DTensor on a mesh of
-        several axes, but not among the devices of a replica."""
-        return self.shards_by_several and not (self.replica is not None and axis == self.data)
+        several axes, but not what variables are sharded over, the data axis."""
+        return self.shards_by_several and axis != self.data
 
     @functools.cached_property
     def data(self) -> str | None:

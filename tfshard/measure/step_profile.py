@@ -54,7 +54,7 @@ class ProfiledCollective:
 
     Attributes:
         kind: `"all-gather"`, `"all-reduce"`, ...; a reduce-scatter on CPU is an all-reduce and a local slice, and an
-            all-gather on a mesh of several axes is an all-reduce of zeros and a piece.
+            all-gather on a mesh of several axes is an all-reduce of zeros and a piece, unless over the data axis.
         name: TensorFlow's name of the operation, which tells where in the model it comes from.
         group_size: How many devices take part in each.
         count: How often each device took part.
@@ -366,10 +366,9 @@ def _bytes_of_ring(chunks: list[_private.TraceEvent], events: list[_private.Trac
 def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
     """Checks that a step sent what the plan predicted: collectives of each kind, and their bytes.
 
-    On CPU a reduce-scatter is an all-reduce, and on meshes of several axes an all-gather is one too, unless it is one
-    among the devices of a replica. Reductions of
-    losses and metrics join those of gradients, except that beside such gathers one may stay alone; their few bytes
-    are not in the plan (`SCALAR_BYTES` of slack). Bytes that the trace does not tell are bounded
+    On CPU a reduce-scatter is an all-reduce, and on meshes of several axes an all-gather is one too, unless it is over
+    the data axis. Reductions of losses and metrics join those of gradients, except that on such meshes one may stay
+    alone; their few bytes are not in the plan (`SCALAR_BYTES` of slack). Bytes that the trace does not tell are bounded
     (`StepProfile.untold_bytes`), and those of activations are compared only if the plan was made with `inputs`.
     Where DTensor may merge collectives that do not depend on each other, there may be fewer than planned. Of what a
     plan has the most bytes of (`Collective.at_most`), there may be fewer.
@@ -410,7 +409,8 @@ def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
         sent, sent_bytes = profile.count(kind), profile.bytes(kind)
         fits = bytes_ - less[kind] - profile.untold_bytes(kind) <= sent_bytes
         fits = fits and (kind in open_ended or sent_bytes <= bytes_ + gathered[kind] + SCALAR_BYTES)
-        counted = count - merging[kind] <= sent <= count + bool(gathered[kind])
+        alone = kind == "all-reduce" and plan.mesh.shards_by_several
+        counted = count - merging[kind] <= sent <= count + alone
         if not counted or (profile.device_type == "CPU" and not fits):
             lines.append(f"- {kind}: planned {count} of {bytes_:,} bytes. Received: {sent} of {sent_bytes:,} bytes")
     if lines:

@@ -57,7 +57,7 @@ def by_replicas(gradient: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtenso
         found = found_of(gradient, mesh, axes)
         if found is None:
             return None
-        return rows.leave_shard(replicas.all_reduce(found, mesh), axes, mesh)
+        return replicas.leave_shard(replicas.all_reduce(found, mesh), axes, mesh)
 
 
 def found_of(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh, axes: Axes = ()) -> tf.Tensor | None:

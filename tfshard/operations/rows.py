@@ -101,27 +101,6 @@ def enter_shard(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.relayout(own, (None,) * own.shape.rank, mesh)
 
 
-def leave_shard(own: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """The way back of `enter_shard`, of what is the same on the devices of the batch axis: a tensor in a layout.
-
-    Args:
-        own: What each device has, in the shape of a shard, in a step that is traced.
-        axes: The model axes that shard the dims of the result.
-        mesh: The mesh.
-    """
-    taken: list[str | None] = [None] * own.shape.rank
-    for dim, axis in enumerate(axes):
-        if axis is None:
-            continue
-        # Each device takes all of its own, by so many of which the types have it.
-        numbers = np.tile(np.arange(own.shape[dim], dtype="int32"), axis_sizes(mesh)[axis])
-        its = dtensor.relayout(tf.constant(numbers), transfer.layout((axis,), mesh).to_parted())
-        own = tf.gather(transfer.relayout(own, tuple(taken), mesh), its, axis=dim)
-        taken[dim] = axis
-        own = transfer.relayout(own, tuple(taken), mesh)
-    return own
-
-
 def shared(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """A tensor that is the same for all rows; its gradient is the sum of those that the devices have."""
     return _with_gradient(lambda tensor, mesh: tf.identity(tensor), total, tensor, mesh)

@@ -7,7 +7,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfshard.devices import gathers
 from tfshard.errors import LayoutError
 from tfshard.graph.model_graph import ModelGraph, trace
 from tfshard.graph.model_specs import ModelOrSpecs
@@ -55,8 +54,7 @@ def gathers_of(
         return _of_blocks(model, placement, gathering, inputs)
     name_of = {each.spec.path: name for name, members in units.items() for each in members}
     uses, sent = _uses(model, planned, name_of, inputs)
-    narrow = gathers.narrow_dtypes(mesh_shape)
-    stored = {name: each.sent_as(sent[name] if sent.get(name) in narrow else None) for name, each in stored.items()}
+    stored = {name: each.sent_as(sent.get(name)) for name, each in stored.items()}
     order = [[stored[name] for name in dict.fromkeys(names)] for names in uses]
     begins = turns.begun(order, gathering.kept_bytes(stored.values()))
     counted = collections.Counter(name for names in begins for name in names)

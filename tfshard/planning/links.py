@@ -263,7 +263,7 @@ LinksLike: TypeAlias = Links | str | os.PathLike[str]
 
 def _sent_as(collective: Collective, mesh_axes: MeshAxes, device_type: str) -> str:
     """The kind that a plan's collective is on the devices: a CPU's reduce-scatter is an all-reduce and a slice, and so
-    is a gather on a mesh of several axes, of zeros and a piece, unless it is one among the devices of a replica."""
+    is a gather on a mesh of several axes, of zeros and a piece, unless it is over the data axis."""
     if collective.kind == REDUCE_SCATTER and device_type == "CPU":
         return ALL_REDUCE
     if collective.kind == ALL_GATHER and mesh_axes.gathers_by_reduction(collective.axis):

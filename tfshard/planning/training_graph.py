@@ -20,7 +20,6 @@ import keras
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.devices import gathers
 from tfshard.errors import LayoutError
 from tfshard.graph import adapters, inventory, model_graph
 from tfshard.graph.model_specs import ModelOrSpecs
@@ -411,8 +410,7 @@ class _Trace:
         reads = [(each, self._stored[name]) for name, each in stored.items()]
         tokens = []
         if gradients or any(each.is_gathered for each in stored.values()):
-            narrow = gathers.narrow_dtypes(self._mesh_shape)
-            tokens = turns.arrange(again.operations, reads, gradients, self._gathering, token, narrow)
+            tokens = turns.arrange(again.operations, reads, gradients, self._gathering, token)
         self._results += [each.updated for each in gradients if each.updated is not None]
         self._results += [*again.tokens, *tokens]
         return self._finished(stored)
@@ -432,10 +430,9 @@ class _Trace:
                 elif operation.type == "Identity":
                     gathered[each.ref()] = operation.outputs[0]
                     whole = stored[name].bytes // stored[name].itemsize * each.dtype.size
-                    # On a mesh of several axes it is a reduction of zeros and a piece.
-                    several = self._mesh_shape.shards_by_several and self._mesh_shape.replicas == 1
-                    ring = whole - whole // self._devices if several else 0
-                    self._costs[operation] = Cost(kind=Kind.GATHER, output=whole, temporary=ring, unit=name, sent=whole)
+                    # Beside model axes it is copied once it is gathered (`replicas.leave_shard`).
+                    copy = whole if self._mesh_shape.tensor else 0
+                    self._costs[operation] = Cost(kind=Kind.GATHER, output=whole, temporary=copy, unit=name, sent=whole)
                 elif operation.type == "IdentityN":
                     begun[operation.outputs[number].ref()] = name
                 elif operation.type in ("Cast", "Bitcast"):

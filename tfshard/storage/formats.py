@@ -26,7 +26,7 @@ from tfshard.layouts.axes import MeshAxes, axis_sizes
 from tfshard.layouts.boxes import Piece
 from tfshard.layouts.shard_rows import ShardRows
 from tfshard.layouts.variable_layout import Axes, FlatForm, FlatMember, VariableLayout
-from tfshard.storage import eight_bits
+from tfshard.storage import eight_bits, gradient
 from tfshard.storage.initial_values import HostValue, drawn
 
 # An array on the host, or a tensor, also on the mesh.
@@ -162,7 +162,12 @@ class StorageFormat(abc.ABC):
 
     def at_rest(self, buffer: tf.Tensor) -> tf.Tensor:
         """The buffer, in any layout, as it is stored, in its storage layout."""
-        return transfer.relayout(self.encode(buffer), self.storage, self.mesh)
+        return self._to_rest(self.encode(buffer))
+
+    def _to_rest(self, buffer: tf.Tensor) -> tf.Tensor:
+        """What is stored, in any layout, in its storage layout. Stages 1 and 2 gather it after its update."""
+        axes = gradient.layout_of(buffer) if self.storage != self.update else None
+        return replicas.gathered(buffer, axes or self.storage, self.storage, self.mesh)
 
     def in_update(self, buffer: tf.Tensor) -> tf.Tensor:
         """The buffer, in any layout, in the one in which it is updated."""
@@ -240,7 +245,7 @@ class Whole(StorageFormat):
         return written[0]
 
     def gather(self, stored: tf.Tensor) -> tf.Tensor:
-        return self.decode(transfer.relayout(stored, self.gathered, self.mesh))
+        return self.decode(replicas.gathered(stored, self.storage, self.gathered, self.mesh))
 
     def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:
         return gathered
@@ -428,7 +433,7 @@ class Flat(StorageFormat):
     def at_rest(self, buffer: tf.Tensor) -> tf.Tensor:
         if self._has_replicas:
             return self.encode(self._brought(buffer, self.storage))
-        return self._pin(self.encode(buffer), self.storage)
+        return self._to_rest(self.encode(buffer))
 
     def in_update(self, buffer: tf.Tensor) -> tf.Tensor:
         return self._brought(buffer, self.update)
@@ -458,7 +463,10 @@ class Flat(StorageFormat):
         return _to_rows(value, self._form.shard_rows(place), pin)
 
     def gather(self, stored: tf.Tensor) -> tf.Tensor:
-        buffer = self._brought(stored, self._form.gathered_axes)
+        if self._has_replicas:
+            buffer = self._brought(stored, self._form.gathered_axes)
+        else:
+            buffer = replicas.gathered(stored, self.storage, self._form.gathered_axes, self.mesh)
         return self.decode(self._pin(tf.reshape(buffer, self._in_line), (*self._model_axes, None)))
 
     def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:

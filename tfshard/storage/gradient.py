@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import replicas, transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 
@@ -21,10 +21,12 @@ def both_ways(
     mesh: dtensor.Mesh,
     note: Callable[[tf.Tensor], object] = lambda gradient: None,
     own: Callable[[tf.Tensor], tf.Tensor | None] | None = None,
+    stored: Axes | None = None,
 ) -> tf.Tensor:
     """`value` in the layout `forward`; its gradient is brought to the layout `backward` as soon as it exists.
 
-    A sparse gradient (IndexedSlices) becomes dense here. `note` is told of the gradient in that layout.
+    A sparse gradient (IndexedSlices) becomes dense here. `note` is told of the gradient in that layout. `stored` is the
+    layout of `value`, where it is known.
     With `own` it stays what that makes of it: what each device has of it, not added up, or added up in another way. If
     that gives None, it is as without.
     """
@@ -43,7 +45,7 @@ def both_ways(
         return brought
 
     def apply(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        return transfer.relayout(x, forward, mesh), gradient
+        return replicas.gathered(x, stored or forward, forward, mesh), gradient
 
     return tf.custom_gradient(apply)(value)
 

@@ -29,7 +29,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import gathers, host_meshes, merges, transfer
+from tfshard.devices import host_meshes, merges, transfer
 from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
@@ -473,8 +473,7 @@ class Step:
         if not gradients and not any(each.is_gathered for each in stored.values()):
             return again.tokens
         reads = [(stored[storage], tensor) for storage, tensor in self._stored]
-        narrow = gathers.narrow_dtypes(axis_sizes(mesh))
-        tokens = turns.arrange(again.operations, reads, gradients.values(), self._gathering, read_token, narrow)
+        tokens = turns.arrange(again.operations, reads, gradients.values(), self._gathering, read_token)
         values |= {storage: each.updated for (storage, _), each in gradients.items() if each.updated is not None}
         return again.tokens + tokens
 

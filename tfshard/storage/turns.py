@@ -47,7 +47,8 @@ _OF_INTEGERS = frozenset(("BitwiseAnd", "BitwiseXor", "Mul", "Pack", "RealDiv", 
 # What variables are computed with under mixed precision.
 _NARROW = (tf.bfloat16, tf.float16)
 
-# In which their bits are sent (devices/gathers.py).
+# In which their bits are sent. A collective that gathers looks at none; of bfloat16 DTensor makes an all-reduce in
+# float32.
 _DTYPE_SENT = tf.float16
 
 # What is made of the batch, but known when the step is traced.
@@ -195,7 +196,6 @@ def arrange(
     gradients: Iterable[Gradient],
     gathering: Gathering,
     token: Callable[[], tf.Tensor],
-    narrow: Collection[tf.DType] = (),
 ) -> list[tf.Tensor]:
     """Changes the graph of a step that was traced: gathers wait for their turn, and the backward pass for gradients.
 
@@ -206,7 +206,6 @@ def arrange(
             to what has to be stored instead.
         gathering: How to gather.
         token: Reads a variable: a number that nobody needs.
-        narrow: The dtypes in which can be sent what is cast to them anyhow.
 
     Returns:
         Numbers that have to be used for something, so that nothing is taken for superfluous.
@@ -215,7 +214,7 @@ def arrange(
     values = Values(((each.key, tensor) for each, tensor in reads), whole)
     with operations[0].graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
         uses = list(values.uses(operations))
-        sent = {key: dtype for key, dtype in sent_dtypes(uses).items() if dtype in narrow}
+        sent = sent_dtypes(uses)
         stored = {each.key: each.sent_as(sent.get(each.key)) for each, _ in reads}
         kept_bytes = gathering.kept_bytes(stored.values())
         large = {key for key, each in stored.items() if each.bytes * _FAR_LESS > kept_bytes}

@@ -289,6 +289,7 @@ class ShardedVariable(VariableSurface):
                 note = {"note": functools.partial(step.note_gradient, self.storage, is_scattered)}
             return gradient.both_ways(
                 stored,
+                stored=layout.storage,
                 forward=layout.compute,
                 backward=layout.gradient,
                 mesh=self.mesh,
