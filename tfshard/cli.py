@@ -281,6 +281,8 @@ def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
         print(f"{package:12} {version}")
     started = _start_devices()
     print(f"devices      {started.num_devices} x {started.device_type}")
+    threads = tf.config.threading.get_intra_op_parallelism_threads() or "as many as TensorFlow takes"
+    print(f"threads      {threads}, of an operation")
     for name, value in startup.switches(started.device_type).items():
         print(f"switch       {name}={value}")
     difference = parity()
