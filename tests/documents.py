@@ -143,8 +143,6 @@ def _flags_in(path: pathlib.Path, seen: set[pathlib.Path]) -> set[str]:
         found |= {"numprocesses", "dist"} if "pytest" in text else set()
         others = re.findall(r"(?:tools|examples)/[\w/]+\.py", text)
         others += [each.replace(".", "/") + ".py" for each in re.findall(r"-m (tools\.[\w.]+)", text)]
-        # Named by its argument, as in tools/jax_comparison.sh.
-        others += [str(each.relative_to(ROOT)) for each in path.with_suffix("").glob("*.py")]
     else:
         others = _imported(path, ast.parse(text))
     for other in others:

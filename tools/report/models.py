@@ -135,6 +135,16 @@ def _transformer(model: Model) -> Any:
     return keras.Model(tokens, embedding(x, reverse=True), name=model.kind)
 
 
+def options() -> dict[str, Any]:
+    """What the model is compiled with in every way."""
+    import keras
+
+    return {
+        "optimizer": keras.optimizers.Adam(1e-3),
+        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    }
+
+
 def inputs_of(model: Model, tokens: Any) -> Any:
     """What the Keras model takes."""
     import numpy as np

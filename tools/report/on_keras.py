@@ -39,8 +39,6 @@ MICROBATCHES = 4
 
 def compiled(model: models.Model, way: str) -> Any:
     """The model, compiled as the way says."""
-    import keras
-
     with _scope(way) if way not in SHARDED else contextlib.nullcontext():
         if way in SHARDED:
             import tfshard
@@ -50,11 +48,7 @@ def compiled(model: models.Model, way: str) -> Any:
         built = models.build(model)
         if way == "pipeline":
             built = tfshard.pipeline(built, 2, microbatches=MICROBATCHES)
-        options = {
-            "optimizer": keras.optimizers.Adam(1e-3),
-            "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            "jit_compile": way == "one device, XLA" or way.startswith("JAX"),
-        }
+        options = {**models.options(), "jit_compile": way == "one device, XLA" or way.startswith("JAX")}
         if way in SHARDED:
             tfshard.as_distributed(built)
             options["strategy"] = strategy
