@@ -15,7 +15,6 @@ def run(step, **more):
 
 REPORT = {
     "machine": {"date": "2026-11-23", "python": "3.11.7", "machine": "x86_64, 2 cores, 24 GiB"},
-    "rounds": 3,
     "quick": False,
     "time": {
         "gpt 5M": {

@@ -132,7 +132,7 @@ def main(argv: list[str]) -> None:
     report: dict[str, Any] = {}
     if _RESUME.value and (out / "report.json").exists():
         report = json.loads((out / "report.json").read_text())
-    report |= {"machine": writing.machine(), "rounds": rounds, "quick": _QUICK.value}
+    report |= {"machine": writing.machine(), "quick": _QUICK.value}
     for line in _measure(report, names, rounds):
         print(line, flush=True)
         writing.save(report, out)

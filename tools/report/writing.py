@@ -121,12 +121,14 @@ def text(report: Mapping[str, Any]) -> str:
     command = "tools/report.sh --quick" if report["quick"] else "tools/report.sh"
     lines = [
         "# The report", "",
-        f"`{command}`, {where['date']}: Python {where['python']}, {'; '.join(versions)}; {where['machine']}. "
-        f"{report['rounds']} round{'s' * (report['rounds'] > 1)}; medians, with the least and the most.", "", NOTES,
+        f"`{command}`, {where['date']}: Python {where['python']}, {'; '.join(versions)}; {where['machine']}. Medians of "
+        "so many rounds as stand above a table, with the least and the most.", "", NOTES,
     ]  # fmt: skip
     for name, ways in report.get("time", {}).items():
         parameters = next((run["parameters"] for runs in ways.values() for run in runs if "parameters" in run), 0)
-        lines += [f"## Time of {name}", "", f"{parameters:,} parameters.", "", *_time_table(ways), ""]
+        rounds = max((len(runs) for runs in ways.values()), default=0)
+        said = f"{parameters:,} parameters, {rounds} round{'s' * (rounds > 1)}."
+        lines += [f"## Time of {name}", "", said, "", *_time_table(ways), ""]
     if "time" in report:
         lines += ["![Step time over that of one device](time.svg)", ""]
     if "memory" in report:
