@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 WAYS = (
-    "one device", "one device, XLA", "mirrored", "stage 0", "stage 1", "stage 2", "stage 3", "stage 3 alone",
-    "tensor", "2-D", "pipeline", "JAX, one device", "JAX, data", "JAX, tensor", "torch, one device", "FSDP2",
+    "one device", "one device, XLA", "one device, a quarter", "mirrored", "stage 0", "stage 1", "stage 2", "stage 3",
+    "stage 3 alone", "tensor", "2-D", "pipeline", "JAX, one device", "JAX, data", "JAX, tensor", "torch, one device",
+    "FSDP2",
 )  # fmt: skip
 QUICK_WAYS = ("one device", "mirrored", "stage 0", "stage 3", "tensor", "JAX, data", "JAX, tensor", "FSDP2")
 MEMORY_WAYS = ("mirrored", "stage 0", "stage 3", "JAX, data", "FSDP2")
