@@ -122,8 +122,8 @@ def text(report: Mapping[str, Any]) -> str:
     command = "tools/report.sh --quick" if report["quick"] else "tools/report.sh"
     lines = [
         "# The report", "",
-        f"`{command}`, {where['date']}: Python {where['python']}, {'; '.join(versions)}; {where['machine']}. Medians of "
-        "so many rounds as stand above a table, with the least and the most.", "", NOTES,
+        f"`{command}`, {where['date']}: Python {where['python']}, {'; '.join(versions)}; {where['machine']}. Medians "
+        "of so many rounds as stand above a table, with the least and the most.", "", NOTES,
     ]  # fmt: skip
     for name, ways in report.get("time", {}).items():
         parameters = next((run["parameters"] for runs in ways.values() for run in runs if "parameters" in run), 0)
