@@ -85,6 +85,30 @@ def gpt2(*, layers: int, width: int, heads: int, vocabulary: int, sequence: int,
     return model, ({"token_ids": tokens, "padding_mask": np.ones_like(tokens)}, tokens)
 
 
+def step_ends(model, data, *, batch_size: int, epochs: int, waits: bool = True) -> list[list[float]]:
+    """Trains as `fit_times` does, and tells when each step of each epoch ended, by `time.perf_counter`."""
+    import keras
+
+    ends: list[list[float]] = []
+
+    class Clock(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            ends.append([])
+
+        def on_train_batch_end(self, batch, logs=None):
+            if waits:
+                float(logs["loss"])
+            ends[-1].append(time.perf_counter())
+
+    model.fit(*data, batch_size=batch_size, epochs=epochs, verbose=0, callbacks=[Clock()])
+    return ends
+
+
+def step_times(ends: list[float]) -> list[float]:
+    """Seconds of each step of an epoch, from the end of the step before it; none of the first."""
+    return [after - before for before, after in itertools.pairwise(ends)]
+
+
 def fit_times(model, data, *, batch_size: int, epochs: int = EPOCHS, waits: bool = True) -> dict:
     """Seconds to the end of the first step, of each later one, and their median.
 
@@ -101,22 +125,9 @@ def fit_times(model, data, *, batch_size: int, epochs: int = EPOCHS, waits: bool
     Returns:
         `"first"`, `"steps"` and `"step"`.
     """
-    import keras
-
-    ends: list[list[float]] = []
-
-    class Clock(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            ends.append([])
-
-        def on_train_batch_end(self, batch, logs=None):
-            if waits:
-                float(logs["loss"])
-            ends[-1].append(time.perf_counter())
-
     start = time.perf_counter()
-    model.fit(*data, batch_size=batch_size, epochs=1 + epochs, verbose=0, callbacks=[Clock()])
-    times = [after - before for epoch in ends[1:] for before, after in itertools.pairwise(epoch)]
+    ends = step_ends(model, data, batch_size=batch_size, epochs=1 + epochs, waits=waits)
+    times = [seconds for epoch in ends[1:] for seconds in step_times(epoch)]
     return {"first": ends[0][0] - start, "steps": times, "step": statistics.median(times)}
 
 

@@ -1,21 +1,23 @@
 """One report: tfshard beside one device, MirroredStrategy, Keras on JAX and PyTorch's FSDP2.
 
     tools/report.sh                    # all of it: hours
-    tools/report.sh --quick            # ten minutes: two models, a round
+    tools/report.sh --quick            # ten minutes: two models, fewer ways
     tools/report.sh --models="gpt 5M,lstm" --rounds=3 --parts=time
     tools/report.sh --resume           # what a report that was stopped does not have yet
     tools/report.sh --out=DIR --compare=docs/benchmarks/report.json    # again, and names ratios that moved by 15%
 
-Each way of training runs in a process of its own, in turn, `rounds` times over, so that a machine whose speed drifts
-slows all of them; ratios are of the same round. Results go to docs/benchmarks: report.json, report.md and plots.
+Each way of training runs in a process of its own, beside one of plain Keras on one device. They train in turn, an epoch
+of a few steps each, and wait while the other trains: a machine whose speed drifts slows both, and a ratio is of two
+epochs that followed each other. Results go to docs/benchmarks: report.json, report.md and plots.
 """
 
+import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import pathlib
-import re
-import subprocess
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,11 +25,11 @@ from typing import Any
 
 from absl import app, flags
 
-from tools.report import models, resident, writing
+from tools.report import models, resident, serving, writing
 
 _QUICK = flags.DEFINE_bool("quick", False, "Two models, one round.")
 _MODELS = flags.DEFINE_list("models", list(models.MODELS), "Which models.")
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 1, "How often each way is started.", lower_bound=1)
 _PARTS = flags.DEFINE_list("parts", ["time", "memory", "growth"], "What is measured.")
 _RESUME = flags.DEFINE_bool("resume", False, "Keep what is in the report, also failures, and measure the rest.")
 _COMPARE = flags.DEFINE_string("compare", None, "The report.json of another day, to be compared with.")
@@ -36,7 +38,11 @@ _JAX = flags.DEFINE_string("jax_python", None, "Python of the environment with J
 _TORCH = flags.DEFINE_string("torch_python", None, "Python of the environment with PyTorch; without it no such rows.")
 
 QUICK_MODELS = ("gpt 5M", "lstm")
-_TIMEOUT_SECONDS = 1800
+# Epochs of a way, each beside one of plain Keras.
+PAIRS = 3
+# Ways that these models alone are trained in.
+_FINER_WAYS = ("stage 1", "stage 2", "one device, a quarter")
+_FINER_MODELS = ("gpt 5M", "gpt narrow")
 
 
 def runs_on(way: str) -> str:
@@ -45,48 +51,51 @@ def runs_on(way: str) -> str:
 
 
 def can_be(way: str, model: models.Model) -> bool:
-    """Whether a model is trained in a way: see the notes of docs/benchmarks/report.md."""
-    transformer = model.kind in ("gpt", "bert")
+    """Whether a model can be trained in a way: see the notes of docs/benchmarks/report.md."""
     if way in ("tensor", "2-D", "pipeline", "JAX, tensor"):
-        return transformer
+        return model.kind in ("gpt", "bert")
     return not (runs_on(way) == "jax" and model.kind == "moe")
 
 
-def measured(model: models.Model, way: str, *, devices: int = 4, memory: bool = False) -> dict[str, Any]:
-    """What a process says that trains a model in a way; `{"failed": ...}` with its last line where it failed."""
+@contextlib.contextmanager
+def process(model: models.Model, way: str, *, devices: int = 4, memory: bool = False) -> Iterator[serving.Process]:
+    """One that trains a model in a way.
+
+    Raises:
+        serving.FailedError: There is no environment for it, or no layout map.
+    """
     python = {"jax": _JAX.value, "torch": _TORCH.value, "tensorflow": sys.executable}[runs_on(way)]
     if python is None:
-        return {"failed": "no environment"}
+        raise serving.FailedError("no environment")
     module = "on_torch" if runs_on(way) == "torch" else "on_keras"
     environment = {**os.environ, "KERAS_BACKEND": "jax" if runs_on(way) == "jax" else "tensorflow"}
     if runs_on(way) == "jax":
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={1 if 'one' in way else devices}"
     if memory:
         environment |= resident.ENVIRONMENT
-    sizes = json.dumps(dataclasses.asdict(model))
-    command = [python, "-m", f"tools.report.{module}", f"--model={sizes}", f"--way={way}", f"--devices={devices}"]
-    command += ["--memory"] * memory
+    sizes = f"--model={json.dumps(dataclasses.asdict(model))}"
+    command = [python, "-m", f"tools.report.{module}", sizes, f"--way={way}", f"--devices={devices}"]
     with tempfile.TemporaryDirectory() as folder:
         if way == "JAX, tensor":
             file = f"--map_file={folder}/map.pickle"
-            planned = [sys.executable, "-m", "tools.report.on_keras", f"--model={sizes}", "--way=plan", file]
-            _said([*planned, f"--devices={devices}"], {**os.environ, "KERAS_BACKEND": "tensorflow"})
+            ours = [sys.executable, "-m", "tools.report.on_keras", sizes, "--way=tensor", f"--devices={devices}", file]
+            with serving.Process(ours, {**os.environ, "KERAS_BACKEND": "tensorflow"}) as planning:
+                planning.ask("map")
             command.append(file)
-        return _said(command, environment)
+        with serving.Process(command, environment) as started:
+            yield started
 
 
-def _said(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done in {_TIMEOUT_SECONDS} s"}
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        said = done.stderr.strip().splitlines() or ["it said nothing"]
-        errors = [line for line in said if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
-        return {"failed": (errors or said)[-1]}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+def compared(training: serving.Process, base: serving.Process) -> dict[str, Any]:
+    """What a process takes, and how its epochs compare with those of another beside them."""
+    found, steps, ratios = training.ask("first"), [], []
+    for number in range(PAIRS):
+        # The one or the other first: what drifts evenly is no difference.
+        order = (training, base) if number % 2 else (base, training)
+        pair = {each: each.ask("epoch")["steps"] for each in order}
+        steps += pair[training]
+        ratios.append(statistics.median(pair[training]) / statistics.median(pair[base]))
+    return {**found, "step": statistics.median(steps), "steps": steps, "ratios": ratios}
 
 
 def times(report: dict[str, Any], names: list[str], rounds: int, ways: tuple[str, ...]) -> Iterator[str]:
@@ -94,12 +103,29 @@ def times(report: dict[str, Any], names: list[str], rounds: int, ways: tuple[str
     for number in range(rounds):
         for name in names:
             model, found = models.MODELS[name], report.setdefault("time", {}).setdefault(name, {})
-            for way in ways:
-                runs = found.setdefault(way, []) if can_be(way, model) else None
-                if runs is not None and len(runs) <= number:
-                    runs.append(said := measured(model, way))
-                    step = f"{1e3 * said['step']:.0f} ms" if "step" in said else said["failed"]
-                    yield f"round {number + 1}, {name}, {way}: {step}"
+            possible = (way for way in ways if can_be(way, model) and (way not in _FINER_WAYS or name in _FINER_MODELS))
+            wanted = [way for way in possible if len(found.setdefault(way, [])) <= number]
+            if wanted:
+                with process(model, writing.BASE) as base:
+                    base.ask("first")
+                    for way in wanted:
+                        found[way].append(_compared(model, way, base, sent=number == 0))
+                        yield f"round {number + 1}, {name}, {way}: {writing.told(found[way][-1])}"
+
+
+def _compared(model: models.Model, way: str, base: serving.Process, *, sent: bool) -> dict[str, Any]:
+    try:
+        with process(model, way) as training:
+            found = compared(training, base)
+            if sent:
+                found |= training.ask("sent")
+    except serving.FailedError as error:
+        found = {"failed": str(error)}
+    return {**found, "date": _today()}
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
 
 
 def memory(report: dict[str, Any], cases: dict[str, tuple[models.Model, int]], ways: tuple[str, ...]) -> Iterator[str]:
@@ -108,7 +134,12 @@ def memory(report: dict[str, Any], cases: dict[str, tuple[models.Model, int]], w
         found = report.setdefault(name, {})
         for way in ways:
             if can_be(way, model) and way not in found:
-                found[way] = measured(model, way, devices=devices, memory=True)
+                try:
+                    with process(model, way, devices=devices, memory=True) as training:
+                        found[way] = training.ask("memory")
+                except serving.FailedError as error:
+                    found[way] = {"failed": str(error)}
+                found[way]["date"] = _today()
                 yield f"memory, {name}, {way}: {found[way]}"
 
 
@@ -149,7 +180,8 @@ def _measure(report: dict[str, Any], names: list[str], rounds: int) -> Iterator[
         yield from times(report, names, rounds, writing.QUICK_WAYS if _QUICK.value else writing.WAYS)
     if "memory" in _PARTS.value:
         cases = {name: (models.MODELS[name], 4) for name in names}
-        yield from memory(report.setdefault("memory", {}), cases, writing.MEMORY_WAYS)
+        ways = writing.GROWING_WAYS if _QUICK.value else writing.MEMORY_WAYS
+        yield from memory(report.setdefault("memory", {}), cases, ways)
     if "growth" in _PARTS.value and not _QUICK.value:
         for what, cases in grown().items():
             yield from memory(report.setdefault("growth", {}).setdefault(what, {}), cases, writing.GROWING_WAYS)

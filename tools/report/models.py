@@ -19,6 +19,7 @@ class Model:
         heads: Of attention.
         vocabulary: Tokens, or classes of images.
         length: Tokens of a sample, or pixels of a side of an image.
+        steps: Of an epoch.
     """
 
     kind: str
@@ -28,13 +29,14 @@ class Model:
     heads: int = 0
     vocabulary: int = 0
     length: int = 0
+    steps: int = 6
 
 
 MODELS = {
     "gpt 5M": Model(kind="gpt", batch=16, layers=4, width=256, heads=4, vocabulary=8000, length=128),
     "gpt narrow": Model(kind="gpt", batch=8, layers=12, width=128, heads=4, vocabulary=1500, length=128),
-    "gpt 25M": Model(kind="gpt", batch=8, layers=7, width=512, heads=8, vocabulary=8000, length=128),
-    "gpt 110M": Model(kind="gpt", batch=4, layers=12, width=768, heads=12, vocabulary=32000, length=128),
+    "gpt 25M": Model(kind="gpt", batch=8, layers=7, width=512, heads=8, vocabulary=8000, length=128, steps=5),
+    "gpt 110M": Model(kind="gpt", batch=4, layers=12, width=768, heads=12, vocabulary=32000, length=128, steps=3),
     "bert": Model(kind="bert", batch=16, layers=4, width=256, heads=4, vocabulary=8000, length=128),
     "resnet50": Model(kind="resnet", batch=16, vocabulary=100, length=64),
     "efficientnet": Model(kind="efficientnet", batch=16, vocabulary=100, length=64),

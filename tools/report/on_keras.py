@@ -1,4 +1,4 @@
-"""Trains a model of the report in this process, with Keras on TensorFlow or on JAX, and prints what it took as JSON.
+"""Trains a model of the report with Keras on TensorFlow or on JAX, and answers what it took (tools/report/serving.py).
 
     python -m tools.report.on_keras --model='{"kind": "gpt", ...}' --way="stage 3" --devices=4
 
@@ -11,19 +11,17 @@ import functools
 import json
 import pathlib
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
 
-from tools.report import models, resident
+from tools.report import models, resident, serving
 
 _MODEL = flags.DEFINE_string("model", None, "Sizes, as JSON.", required=True)
 _WAY = flags.DEFINE_string("way", None, "How it is trained.", required=True)
 _DEVICES = flags.DEFINE_integer("devices", 4, "Logical CPU devices.")
-_STEPS = flags.DEFINE_integer("steps", 6, "Steps that are timed, of each epoch.", lower_bound=2)
-_EPOCHS = flags.DEFINE_integer("epochs", 2, "Epochs that are timed, after one that is not.", lower_bound=1)
-_MEMORY = flags.DEFINE_bool("memory", False, "Measure memory in place of time.")
 _MAP_FILE = flags.DEFINE_string("map_file", None, "Where the layout map for Keras on JAX is, or goes.")
 
 # Way to the options of a strategy, and its mesh for so many devices.
@@ -92,27 +90,48 @@ def start(way: str) -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * _DEVICES.value)
 
 
-def timed(model: models.Model, way: str) -> dict[str, Any]:
-    """Seconds to the end of the first step, and of later ones; what a step of tfshard sends."""
-    from tools.bench import common
+class Timed:
+    """A model that is trained an epoch at a time."""
 
-    if way == "one device, a quarter":
-        model = dataclasses.replace(model, batch=model.batch // 4)
-    built = compiled(model, way)
-    x, y = models.data(model, _STEPS.value)
-    data = (models.inputs_of(model, x), y)
-    found = common.fit_times(built, data, batch_size=model.batch, epochs=_EPOCHS.value)
-    if way in SHARDED and way != "pipeline":
+    def __init__(self, model: models.Model, way: str):
+        if way == "one device, a quarter":
+            model = dataclasses.replace(model, batch=model.batch // 4)
+        self._model, self._way = model, way
+        self._built = compiled(model, way)
+        x, y = models.data(model, model.steps)
+        self._data = (models.inputs_of(model, x), y)
+
+    def first(self) -> dict[str, Any]:
+        """The first epoch: seconds to the end of its first step."""
+        begin = time.perf_counter()
+        return {"first": self._ends()[0] - begin, "parameters": self._built.count_params(), "versions": _versions()}
+
+    def epoch(self) -> dict[str, Any]:
+        """One more: seconds of its steps but the first."""
+        from tools.bench import common
+
+        return {"steps": common.step_times(self._ends())}
+
+    def sent(self) -> dict[str, int]:
+        """Collectives of a step, by trace, and their bytes, as planned; nothing of ways without tfshard."""
+        if self._way not in SHARDED or self._way == "pipeline":
+            return {}
         import keras
 
         import tfshard
 
-        first = keras.tree.map_structure(lambda leaf: leaf[: model.batch], data)
-        sent = tfshard.profile_step(built, first).collectives
-        plan = built.distribute_strategy.plan(built, inputs=first[0])
-        found["collectives"] = sum(each.count for each in sent)
-        found["bytes"] = sum(each.count * (each.bytes or 0) for each in plan.collectives)
-    return {**found, "parameters": built.count_params()}
+        first = keras.tree.map_structure(lambda leaf: leaf[: self._model.batch], self._data)
+        sent = tfshard.profile_step(self._built, first).collectives
+        plan = self._built.distribute_strategy.plan(self._built, inputs=first[0])
+        return {
+            "collectives": sum(each.count for each in sent),
+            "bytes": sum(each.count * (each.bytes or 0) for each in plan.collectives),
+        }
+
+    def _ends(self) -> list[float]:
+        from tools.bench import common
+
+        return common.step_ends(self._built, self._data, batch_size=self._model.batch, epochs=1)[0]
 
 
 def remembered(model: models.Model, way: str) -> dict[str, Any]:
@@ -133,24 +152,26 @@ def remembered(model: models.Model, way: str) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     del argv
-    model = models.Model(**json.loads(_MODEL.value))
-    start(_WAY.value)
-    if _WAY.value == "plan":
-        _write_map(model)
-        return
-    found = remembered(model, _WAY.value) if _MEMORY.value else timed(model, _WAY.value)
-    print(json.dumps({**found, "versions": _versions()}))
+    model, way = models.Model(**json.loads(_MODEL.value)), _WAY.value
+    start(way)
+    timed = functools.cache(lambda: Timed(model, way))
+    serving.serve({
+        "first": lambda: timed().first(),
+        "epoch": lambda: timed().epoch(),
+        "sent": lambda: timed().sent(),
+        "memory": lambda: {**remembered(model, way), "versions": _versions()},
+        "map": lambda: write_map(model),
+    })  # fmt: skip
 
 
-def _write_map(model: models.Model) -> None:
-    """The layout map with which Keras on JAX shards as tfshard does."""
+def write_map(model: models.Model) -> dict[str, Any]:
+    """Writes the layout map with which Keras on JAX shards as tfshard does on a model axis."""
     import tfshard
 
-    tfshard.initialize(num_devices=_DEVICES.value, device_type="CPU")
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(model=_DEVICES.value), "auto", zero_stage=0)
     layout_map = strategy.plan(tfshard.as_distributed(models.build(model))).to_keras_layout_map()
     pathlib.Path(_MAP_FILE.value).write_bytes(pickle.dumps(layout_map))
-    print(json.dumps(dataclasses.asdict(model)))
+    return {}
 
 
 def _versions() -> str:

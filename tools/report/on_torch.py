@@ -1,4 +1,5 @@
-"""Trains a model of the report with PyTorch's FSDP2, a process for each device, and prints what it took as JSON.
+"""Trains a model of the report with PyTorch's FSDP2, a process for each device, and answers what it took
+(tools/report/serving.py).
 
     python -m tools.report.on_torch --model='{"kind": "gpt", ...}' --devices=4
 
@@ -8,6 +9,8 @@ process without FSDP2.
 """
 
 import argparse
+import contextlib
+import functools
 import itertools
 import json
 import math
@@ -16,14 +19,13 @@ import socket
 import time
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tools.report import models, resident
+from tools.report import models, resident, serving
 
 
 class Recurrent(nn.Module):
@@ -130,8 +132,8 @@ def _fill(made: nn.Module, name: str, buffer: torch.Tensor, model: models.Model)
         buffer.zero_()
 
 
-def run(rank: int, arguments: argparse.Namespace, port: int, answers: Any) -> None:
-    """One device's process."""
+def run(rank: int, arguments: argparse.Namespace, port: int, asked: Any) -> None:
+    """One device's process: answers what comes through the pipe, until it is closed."""
     devices, model = arguments.devices, models.Model(**json.loads(arguments.model))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // devices))
     sharded = arguments.way == "FSDP2"
@@ -139,19 +141,24 @@ def run(rank: int, arguments: argparse.Namespace, port: int, answers: Any) -> No
     if sharded:
         dist.init_process_group("gloo", rank=rank, world_size=devices)
         dist.all_reduce(torch.zeros(1))
-    if arguments.memory:
+    made = functools.cache(lambda: Steps(model, rank, devices, sharded, model.steps))
+
+    def memory() -> dict[str, Any]:
         Steps(models.tiny(model), rank, devices, sharded, 2)()
         before = resident.now()
         steps = Steps(model, rank, devices, sharded, 2)
         steps()
-        found: dict[str, Any] = resident.between_and_at_peak(steps, before, 1)
-    else:
-        steps = Steps(model, rank, devices, sharded, arguments.steps)
-        found = _timed(steps, arguments.epochs) | _sent(steps, arguments.steps) | {"parameters": steps.parameters}
-    answers.put((rank, found))
-    if sharded:
-        dist.barrier()
-        dist.destroy_process_group()
+        return resident.between_and_at_peak(steps, before, 1)
+
+    answers = {
+        "first": lambda: {"first": made().first(), "parameters": made().parameters},
+        "epoch": lambda: {"steps": made().times()},
+        "sent": lambda: _sent(made()),
+        "memory": memory,
+    }
+    with contextlib.suppress(EOFError):  # The process that asks has ended.
+        while True:
+            asked.send(answers[asked.recv()]())
 
 
 class Steps:
@@ -176,6 +183,17 @@ class Steps:
         self.ends: list[float] = []
         self.parameters = sum(each.numel() for each in self.model.parameters())
 
+    def first(self) -> float:
+        """Seconds to the end of the first step, the model's birth left out as it is with Keras."""
+        begin = time.perf_counter()
+        self()
+        return self.ends[0] - begin
+
+    def times(self) -> list[float]:
+        """Of an epoch: seconds of its steps but the first."""
+        self()
+        return [after - before for before, after in itertools.pairwise(self.ends)]
+
     def __call__(self) -> None:
         self.ends = []
         for x, y in self.batches:
@@ -188,23 +206,13 @@ class Steps:
             self.ends.append(time.perf_counter())
 
 
-def _timed(steps: Steps, epochs: int) -> dict[str, Any]:
-    """As fit_times of tools/bench/common.py: from the end of the step before it in an epoch."""
-    begin = time.perf_counter()
-    ends = []
-    for _ in range(1 + epochs):
-        steps()
-        ends.append(steps.ends)
-    times = [after - before for epoch in ends[1:] for before, after in itertools.pairwise(epoch)]
-    return {"first": ends[0][0] - begin, "steps": times, "step": float(np.median(times))}
-
-
-def _sent(steps: Steps, count: int) -> dict[str, int]:
+def _sent(steps: Steps) -> dict[str, int]:
     """How many collectives a step runs, and the bytes of the whole tensors that they gather, scatter and add up."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         steps()
     found = [event for event in profile.events() if event.name.startswith("c10d::")]
     floats = sum(max((math.prod(shape) for shape in event.input_shapes if shape), default=0) for event in found)
+    count = len(steps.batches)
     return {"collectives": len(found) // count, "bytes": 4 * floats // count}
 
 
@@ -213,9 +221,6 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--way", default="FSDP2")
     parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
     if arguments.way != "FSDP2":
         arguments.devices = 1
@@ -223,22 +228,21 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = mp.get_context("spawn")
-    answers = context.SimpleQueue()
-    processes = [
-        context.Process(target=run, args=(rank, arguments, port, answers)) for rank in range(arguments.devices)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise SystemExit(f"Processes ended with {[process.exitcode for process in processes]}.")
-    found = dict(answers.get() for _ in processes)
-    result = found[0]
-    for name in ("rests", "peak"):
-        if name in result:
-            result[name] = max(each[name] for each in found.values())
-    print(json.dumps({**result, "versions": f"PyTorch {torch.__version__}"}))
+    pipes = []
+    for rank in range(arguments.devices):
+        ours, theirs = context.Pipe()
+        context.Process(target=run, args=(rank, arguments, port, theirs), daemon=True).start()
+        theirs.close()  # So that a process that has died is the end of its pipe.
+        pipes.append(ours)
+
+    def answer(question: str) -> dict[str, Any]:
+        for pipe in pipes:
+            pipe.send(question)
+        found = [pipe.recv() for pipe in pipes]
+        highest = {name: max(each[name] for each in found) for name in ("rests", "peak") if name in found[0]}
+        return {**found[0], **highest, "versions": f"PyTorch {torch.__version__}"}
+
+    serving.serve({name: functools.partial(answer, name) for name in ("first", "epoch", "sent", "memory")})
 
 
 if __name__ == "__main__":

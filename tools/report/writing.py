@@ -1,12 +1,11 @@
 """What the report says of what was measured: tables, plots, and which ratios moved since the last one."""
 
-import datetime
 import json
 import os
 import pathlib
 import platform
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 WAYS = (
@@ -14,7 +13,7 @@ WAYS = (
     "stage 3 alone", "tensor", "2-D", "pipeline", "JAX, one device", "JAX, data", "JAX, tensor", "torch, one device",
     "FSDP2",
 )  # fmt: skip
-QUICK_WAYS = ("one device", "mirrored", "stage 0", "stage 3", "tensor", "JAX, data", "JAX, tensor", "FSDP2")
+QUICK_WAYS = ("one device", "mirrored", "stage 0", "stage 3", "tensor", "JAX, tensor", "FSDP2")
 MEMORY_WAYS = ("mirrored", "stage 0", "stage 3", "JAX, data", "FSDP2")
 GROWING_WAYS = ("stage 3", "FSDP2")
 
@@ -30,10 +29,9 @@ Runs: TypeAlias = list[dict[str, Any]]
 
 
 def machine() -> dict[str, str]:
-    """When and where."""
+    """Where."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
-        "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB",
     }
@@ -47,11 +45,14 @@ def spread(values: Iterable[float], form: str = ".2f") -> str:
     return f"{statistics.median(found):{form}} ({found[0]:{form}} to {found[-1]:{form}})"
 
 
-def ratios(runs: Runs, base: Runs) -> list[float]:
-    """How the steps of a way compare, round by round; none of rounds in which one failed."""
-    return [
-        one["step"] / other["step"] for one, other in zip(runs, base, strict=False) if "step" in one and "step" in other
-    ]
+def told(run: Mapping[str, Any]) -> str:
+    """What a way took, in short."""
+    return run["failed"] if "failed" in run else f"{1e3 * run['step']:.0f} ms, {spread(run['ratios'])} of one device"
+
+
+def ratios(runs: Runs) -> list[float]:
+    """How the epochs of a way compare with those of one device beside them."""
+    return [ratio for run in runs for ratio in run.get("ratios", ())]
 
 
 def all_ratios(report: Mapping[str, Any]) -> dict[tuple[str, str], float]:
@@ -59,7 +60,7 @@ def all_ratios(report: Mapping[str, Any]) -> dict[tuple[str, str], float]:
     found = {}
     for name, ways in report.get("time", {}).items():
         for way, runs in ways.items():
-            if values := ratios(runs, ways.get(BASE, [])):
+            if values := ratios(runs):
                 found[name, way] = statistics.median(values)
     return found
 
@@ -86,15 +87,13 @@ def _time_table(ways: Mapping[str, Runs]) -> list[str]:
             rows.append([f"*{way}*", "-", "-", "-", "-", "-"])
             failed.append(f"{way}: {runs[0]['failed']}")
             continue
-        compared = ratios(runs, ways.get(BASE, []))
-        last = done[-1]
         rows.append([
             way,
-            spread((1e3 * run["step"] for run in done), ".0f"),
-            spread(compared) if compared else "-",
+            spread((1e3 * step for run in done for step in run["steps"]), ".0f"),
+            spread(ratios(done)),
             spread((run["first"] for run in done), ".1f"),
-            str(last.get("collectives", "-")),
-            f"{last['bytes'] / _MIB:.1f}" if "bytes" in last else "-",
+            str(done[0].get("collectives", "-")),
+            f"{done[0]['bytes'] / _MIB:.1f}" if "bytes" in done[0] else "-",
         ])  # fmt: skip
     head = ["way", "step, ms", "/ one device", "first step, s", "collectives", "sent, MiB"]
     return [*_table(head, rows), "", *(f"*{line}*" for line in failed)]
@@ -120,16 +119,15 @@ def text(report: Mapping[str, Any]) -> str:
         if "versions" in run
     })  # fmt: skip
     command = "tools/report.sh --quick" if report["quick"] else "tools/report.sh"
+    dates = sorted(set(_dates(report)))
     lines = [
         "# The report", "",
-        f"`{command}`, {where['date']}: Python {where['python']}, {'; '.join(versions)}; {where['machine']}. Medians "
-        "of so many rounds as stand above a table, with the least and the most.", "", NOTES,
+        f"`{command}`, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: Python {where['python']}, "
+        f"{'; '.join(versions)}; {where['machine']}. Medians, with the least and the most.", "", NOTES,
     ]  # fmt: skip
     for name, ways in report.get("time", {}).items():
         parameters = next((run["parameters"] for runs in ways.values() for run in runs if "parameters" in run), 0)
-        rounds = max((len(runs) for runs in ways.values()), default=0)
-        said = f"{parameters:,} parameters, {rounds} round{'s' * (rounds > 1)}."
-        lines += [f"## Time of {name}", "", said, "", *_time_table(ways), ""]
+        lines += [f"## Time of {name}", "", f"{parameters:,} parameters.", "", *_time_table(ways), ""]
     if "time" in report:
         lines += ["![Step time over that of one device](time.svg)", ""]
     if "memory" in report:
@@ -138,6 +136,14 @@ def text(report: Mapping[str, Any]) -> str:
     for what, cases in report.get("growth", {}).items():
         lines += [f"## Memory by {what}", "", *_memory_table(cases, what), "", f"![Memory by {what}]({what}.svg)", ""]
     return "\n".join(lines)
+
+
+def _dates(report: Mapping[str, Any]) -> Iterator[str]:
+    """On which days something was measured."""
+    for ways in report.get("time", {}).values():
+        yield from (run["date"] for runs in ways.values() for run in runs)
+    for cases in (report.get("memory", {}), *report.get("growth", {}).values()):
+        yield from (said["date"] for found in cases.values() for said in found.values())
 
 
 def save(report: Mapping[str, Any], out: pathlib.Path) -> None:
