@@ -5,6 +5,8 @@
     tools/report.sh --models="gpt 5M,lstm" --rounds=3 --parts=time
     tools/report.sh --resume           # what a report that was stopped does not have yet
     tools/report.sh --out=DIR --compare=docs/benchmarks/report.json    # again, and names ratios that moved by 15%
+    git archive COMMIT tfshard | tar -x -C DIR    # then, for what was changed since:
+    tools/report.sh --before=DIR --ways="stage 3,2-D" --models="gpt 5M,lstm"
 
 Each way of training runs in a process of its own, beside one of plain Keras on one device. They train in turn, an epoch
 of a few steps each, and wait while the other trains: a machine whose speed drifts slows both, and a ratio is of two
@@ -34,6 +36,8 @@ _PARTS = flags.DEFINE_list("parts", ["time", "memory", "growth"], "What is measu
 _RESUME = flags.DEFINE_bool("resume", False, "Keep what is in the report, also failures, and measure the rest.")
 _COMPARE = flags.DEFINE_string("compare", None, "The report.json of another day, to be compared with.")
 _OUT = flags.DEFINE_string("out", "docs/benchmarks", "Where the report goes.")
+_BEFORE = flags.DEFINE_string("before", None, "A directory with another tfshard: only print how ours compares with it.")
+_WAYS = flags.DEFINE_list("ways", ["stage 0", "stage 3", "2-D"], "Ways of tfshard, with --before.")
 _JAX = flags.DEFINE_string("jax_python", None, "Python of the environment with JAX; without it no such rows.")
 _TORCH = flags.DEFINE_string("torch_python", None, "Python of the environment with PyTorch; without it no such rows.")
 
@@ -58,8 +62,17 @@ def can_be(way: str, model: models.Model) -> bool:
 
 
 @contextlib.contextmanager
-def process(model: models.Model, way: str, *, devices: int = 4, memory: bool = False) -> Iterator[serving.Process]:
+def process(
+    model: models.Model, way: str, *, devices: int = 4, memory: bool = False, package: str | None = None
+) -> Iterator[serving.Process]:
     """One that trains a model in a way.
+
+    Args:
+        model: Which.
+        way: How.
+        devices: On how many.
+        memory: Whether memory is measured.
+        package: The directory whose tfshard is taken, in place of ours. Needs Python 3.11.
 
     Raises:
         serving.FailedError: There is no environment for it, or no layout map.
@@ -73,6 +86,8 @@ def process(model: models.Model, way: str, *, devices: int = 4, memory: bool = F
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={1 if 'one' in way else devices}"
     if memory:
         environment |= resident.ENVIRONMENT
+    if package is not None:
+        environment |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join((package, os.getcwd()))}
     sizes = f"--model={json.dumps(dataclasses.asdict(model))}"
     command = [python, "-m", f"tools.report.{module}", sizes, f"--way={way}", f"--devices={devices}"]
     with tempfile.TemporaryDirectory() as folder:
@@ -124,6 +139,23 @@ def _compared(model: models.Model, way: str, base: serving.Process, *, sent: boo
     return {**found, "date": _today()}
 
 
+def since(names: list[str], ways: list[str], package: str) -> Iterator[str]:
+    """How our tfshard compares with that of another directory, a line of Markdown for each model and way."""
+    yield from ("| model | way | step, ms | before | now / before |", "| --- | --- | --- | --- | --- |")
+    for name in names:
+        for way in (way for way in ways if can_be(way, models.MODELS[name])):
+            with process(models.MODELS[name], way) as now, process(models.MODELS[name], way, package=package) as before:
+                before.ask("first")
+                found = compared(now, before)
+            ratio = statistics.median(found["ratios"])
+            cells = (
+                f"{1e3 * found['step']:.0f}",
+                f"{1e3 * found['step'] / ratio:.0f}",
+                writing.spread(found["ratios"]),
+            )
+            yield f"| {name} | {way} | {' | '.join(cells)} |"
+
+
 def _today() -> str:
     return datetime.date.today().isoformat()
 
@@ -158,6 +190,10 @@ def main(argv: list[str]) -> None:
     if unknown:
         raise app.UsageError(f"Unknown models: {unknown}. Models: {list(models.MODELS)}")
     names = [name for name in _MODELS.value if not _QUICK.value or name in QUICK_MODELS]
+    if _BEFORE.value:
+        for line in since(names, _WAYS.value, _BEFORE.value):
+            print(line, flush=True)
+        return
     rounds = 1 if _QUICK.value else _ROUNDS.value
     out = pathlib.Path(_OUT.value)
     report: dict[str, Any] = {}
