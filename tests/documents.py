@@ -18,7 +18,7 @@ import textwrap
 from tfshard import cli
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 _BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>.+) -->\n)?(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^ *```$"

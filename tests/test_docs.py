@@ -24,7 +24,7 @@ from tools.site import doctests, pictures, troubleshooting
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.glob("**/*.md"))
 # Pages whose blocks take ten seconds.
 SLOW = {"pipelines", "planning", "recipes"}
 # Of this, what is no name: `_private` and what users do not import.
@@ -50,9 +50,14 @@ def site(tmp_path_factory):
     return out
 
 
+def shown(page: pathlib.Path, site: pathlib.Path) -> pathlib.Path:
+    """Where a page is in the site."""
+    return site / page.relative_to(DOCS).with_suffix(".html")
+
+
 def test_every_page_is_built_and_fetches_nothing(site):
-    assert {path.with_suffix(".html").name for path in PAGES} <= {path.name for path in site.glob("*.html")}
-    for path in site.glob("*.html"):
+    assert {shown(path, site) for path in PAGES} <= {*site.glob("**/*.html")}
+    for path in site.glob("**/*.html"):
         fetched = re.findall(r'<(?:script|img|iframe)[^>]* src="(https?://[^"]+)"', path.read_text())
         fetched += re.findall(
             r'<link[^>]* rel="(?:stylesheet|preconnect)"[^>]* href="(https?://[^"]+)"', path.read_text()
@@ -65,10 +70,10 @@ def test_blocks_tables_and_lists_are_rendered(site):
     raw = {}
     for path in PAGES:
         text = path.read_text()
-        page = (site / f"{path.stem}.html").read_text()
-        shown = re.sub(r"<(script|style|pre|code)\b.*?</\1>", "", page, flags=re.DOTALL)
-        shown = html.unescape(re.sub(r"<[^>]+>", "", shown))
-        raw[path.name] = re.findall(r"^.*(?:```|\|---|:::|\*\*).*$|^ *(?:- |\d\. )\S.*", shown, re.MULTILINE)
+        page = shown(path, site).read_text()
+        words = re.sub(r"<(script|style|pre|code)\b.*?</\1>", "", page, flags=re.DOTALL)
+        words = html.unescape(re.sub(r"<[^>]+>", "", words))
+        raw[path.name] = re.findall(r"^.*(?:```|\|---|:::|\*\*).*$|^ *(?:- |\d\. )\S.*", words, re.MULTILINE)
         if page.count("<pre>") < len(re.findall(r"^ *```\w", text, re.MULTILINE)):
             raw[path.name].append("a block")
         if page.count("<table>") < len(re.findall(r"^ *\|(?: *-+ *\|)+$", text, re.MULTILINE)):
@@ -330,8 +335,8 @@ def test_links_of_the_front_pages_are_not_broken(site):
     for name in ("README.md", "CONTRIBUTING.md"):
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)", (ROOT / name).read_text()):
             seen += 1
-            page = site / f"{pathlib.Path(target).stem}.html"
-            if not (ROOT / target).exists() or (anchor and f'id="{anchor}"' not in page.read_text()):
+            page = ROOT / target
+            if not page.exists() or (anchor and f'id="{anchor}"' not in shown(page, site).read_text()):
                 broken.append(f"{name}: {target}#{anchor}")
     assert seen > 20
     assert broken == []

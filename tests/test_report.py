@@ -2,6 +2,8 @@
 
 import json
 import os
+import pathlib
+import re
 import sys
 
 import keras
@@ -94,3 +96,17 @@ def test_a_model_of_the_report_takes_its_batches(kind):
     outputs = np.asarray(built(models.inputs_of(model, x[:2])))
     assert outputs.shape[0] == 2 and outputs.shape[1:-1] == y.shape[1:]
     assert np.isfinite(float(keras.losses.SparseCategoricalCrossentropy(from_logits=True)(y[:2], outputs)))
+
+
+def test_the_readme_has_the_ratios_of_the_report():
+    root = pathlib.Path(__file__).parent.parent
+    ratios = writing.all_ratios(json.loads((root / "docs/benchmarks/report.json").read_text()))
+    rows = [line for line in (root / "README.md").read_text().splitlines() if "`tools/report.sh`" in line]
+    said = [re.findall(r"\b\d+\.\d\d\b", row.split("|")[-2]) for row in rows]
+    wide = ("stage 0", "stage 1", "stage 2", "stage 3", "mirrored", "FSDP2")
+    narrow = ("stage 3", "stage 3 alone", "mirrored", "FSDP2")
+    assert said == [
+        [f"{ratios['gpt 5M', way]:.2f}" for way in wide],
+        [f"{ratios['gpt narrow', way]:.2f}" for way in narrow],
+        [f"{ratios['gpt 5M', 'tensor'] / ratios['gpt 5M', 'JAX, tensor']:.2f}"],
+    ]

@@ -33,12 +33,12 @@ class Model:
 
 
 MODELS = {
-    "gpt 5M": Model(kind="gpt", batch=16, layers=4, width=256, heads=4, vocabulary=8000, length=128),
+    "gpt 5M": Model(kind="gpt", batch=16, layers=4, width=256, heads=4, vocabulary=8000, length=128, steps=4),
     "gpt narrow": Model(kind="gpt", batch=8, layers=12, width=128, heads=4, vocabulary=1500, length=128),
-    "gpt 25M": Model(kind="gpt", batch=8, layers=7, width=512, heads=8, vocabulary=8000, length=128, steps=5),
+    "gpt 25M": Model(kind="gpt", batch=8, layers=7, width=512, heads=8, vocabulary=8000, length=128, steps=3),
     "gpt 110M": Model(kind="gpt", batch=4, layers=12, width=768, heads=12, vocabulary=32000, length=128, steps=3),
-    "bert": Model(kind="bert", batch=16, layers=4, width=256, heads=4, vocabulary=8000, length=128),
-    "resnet50": Model(kind="resnet", batch=16, vocabulary=100, length=64),
+    "bert": Model(kind="bert", batch=16, layers=4, width=256, heads=4, vocabulary=8000, length=128, steps=4),
+    "resnet50": Model(kind="resnet", batch=16, vocabulary=100, length=64, steps=4),
     "efficientnet": Model(kind="efficientnet", batch=16, vocabulary=100, length=64),
     "lstm": Model(kind="lstm", batch=32, layers=2, width=256, vocabulary=8000, length=64),
     "moe": Model(kind="moe", batch=8, layers=2, width=256, heads=4, vocabulary=4000, length=64),

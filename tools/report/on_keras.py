@@ -5,6 +5,7 @@
 Started by tools/report/__main__.py, in the environment of the way.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -128,6 +129,19 @@ class Timed:
             "bytes": sum(each.count * (each.bytes or 0) for each in plan.collectives),
         }
 
+    def kernels(self) -> dict[str, float]:
+        """By type of operation, the seconds that it takes in a step, added up over devices, by trace."""
+        from tfshard.measure import step_profile
+
+        with step_profile.traced() as trace:
+            self._ends()
+        seconds: dict[str, float] = collections.defaultdict(float)
+        for each in trace.events():
+            name, colon, kind = each.name.rpartition(":")
+            if colon and not each.stats and "::" not in each.name:  # As in tfshard/measure/timeline.py.
+                seconds[kind] += (each.end - each.begin) / self._model.steps
+        return seconds
+
     def _ends(self) -> list[float]:
         from tools.bench import common
 
@@ -159,6 +173,7 @@ def main(argv: list[str]) -> None:
         "first": lambda: timed().first(),
         "epoch": lambda: timed().epoch(),
         "sent": lambda: timed().sent(),
+        "kernels": lambda: timed().kernels(),
         "memory": lambda: {**remembered(model, way), "versions": _versions()},
         "map": lambda: write_map(model),
     })  # fmt: skip
