@@ -3,11 +3,13 @@
 import functools
 
 import keras
-import keras_hub
 import numpy as np
+import pytest
 
 import parity
 import tfshard
+
+keras_hub = pytest.importorskip("keras_hub")
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 SMALL = {"vocabulary_size": 56, "num_layers": 1, "num_heads": 4, "hidden_dim": 8, "intermediate_dim": 16}

@@ -33,7 +33,7 @@ _try() {
     return
   fi
   [[ -x "$venv/bin/python" ]] || "$interpreter" -m venv "$venv"
-  if ! "$venv/bin/python" -m pip install --disable-pip-version-check -q -e '.[quick]' \
+  if ! "$venv/bin/python" -m pip install --disable-pip-version-check -q -e '.[quick,calibrate]' \
     "tensorflow==$tensorflow.*" "keras==$keras.*" >"$log" 2>&1; then
     result="not available: pip could not install it ($log)"
     return

@@ -68,10 +68,8 @@ def default_mesh(mesh: dtensor.Mesh) -> Iterator[None]:
 def gradients_without_optionals() -> contextlib.AbstractContextManager[None]:
     """A context in which the gradient of a `tf.cond` takes what the branches computed as it is (TensorFlow's `context`
     module, temporarily_disable_optionals_in_gradients)."""
-    disable: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
-        _context, "temporarily_disable_optionals_in_gradients", contextlib.nullcontext
-    )
-    return disable()
+    disabled: contextlib.AbstractContextManager[None] = _context.temporarily_disable_optionals_in_gradients()
+    return disabled
 
 
 @contextlib.contextmanager

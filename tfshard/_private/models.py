@@ -78,7 +78,7 @@ def make_step_function(model: keras.Model, name: str) -> Callable[..., Any]:
 
 
 def remat_mode(operation: keras.Operation) -> str | None:
-    """The mode of the `keras.RematScope` that a layer was made under; None if it was none (Operation._remat_mode)."""
+    """The mode of the `keras.RematScope` that a layer was made under; None if it was none (`Layer._remat_mode`)."""
     found = getattr(operation, "_remat_mode", None)
     return None if found is None else found.mode
 

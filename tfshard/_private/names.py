@@ -92,15 +92,10 @@ NAMES = (
         ),
         "python.eager.context": (
             "async_wait context Context._initialized Context.ensure_initialized Context.get_function_def "
-            "Context.list_function_names"
+            "Context.list_function_names temporarily_disable_optionals_in_gradients"
         ),
         "python.framework.ops": "uid",
     }),
-    Name(
-        "tensorflow.python.eager.context.temporarily_disable_optionals_in_gradients",
-        since="2.21",
-        instead="nothing: DTensor ends the process at the gradient of a tf.cond",
-    ),
     # functional
     *_all("keras", "3.10", {
         "src.models.functional": "Functional Functional._standardize_inputs",
@@ -177,12 +172,13 @@ NAMES = (
         "src.layers.convolutional.base_conv_transpose": "BaseConvTranspose",
         "src.layers.convolutional.base_depthwise_conv": "BaseDepthwiseConv",
         "src.layers.convolutional.base_separable_conv": "BaseSeparableConv",
-        "src.layers.layer": "Layer._layers Layer._metrics Layer._non_trainable_variables Layer._seed_generators "
-        "Layer._trainable_variables",
+        # Operation._remat_mode since 3.15, of which Layer is one.
+        "src.layers.layer": "Layer._layers Layer._metrics Layer._non_trainable_variables Layer._remat_mode "
+        "Layer._seed_generators Layer._trainable_variables",
         "src.layers.preprocessing.index_lookup": "IndexLookup._default_value",
         "src.metrics.reduction_metrics": "MeanMetricWrapper._fn",
         "src.models.cloning": "_clone_functional_model.new_model _clone_sequential_model.cloned_model",
-        "src.ops.operation": "Operation._inbound_nodes Operation._remat_mode",
+        "src.ops.operation": "Operation._inbound_nodes",
         "src.saving.keras_saveable": "KerasSaveable._unpickle_model",
         "src.saving.object_registration": "GLOBAL_CUSTOM_NAMES",
         "src.trainers.compile_utils": "CompileMetrics._user_metrics CompileMetrics._user_weighted_metrics",
