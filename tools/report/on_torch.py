@@ -11,7 +11,6 @@ process without FSDP2.
 import argparse
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -25,6 +24,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from tools.bench import common
 from tools.report import models, resident, serving
 
 
@@ -192,7 +192,7 @@ class Steps:
     def times(self) -> list[float]:
         """Of an epoch: seconds of its steps but the first."""
         self()
-        return [after - before for before, after in itertools.pairwise(self.ends)]
+        return common.step_times(self.ends)
 
     def __call__(self) -> None:
         self.ends = []
