@@ -51,6 +51,9 @@ def test_ratios_that_moved_are_named():
     now = {**REPORT, "time": {"gpt 5M": {"one device": [run(0.2, 1.05)], "stage 3": [run(0.3, 1.5)]}}}
     assert writing.moved(REPORT, now) == ["gpt 5M, stage 3: 1.25 then, 1.50 now"]
     assert writing.moved(REPORT, REPORT) == []
+    text = writing.repeated(REPORT, now)
+    assert "of 2026-11-23 to 2026-11-24 and of 2026-11-23. 2 ratios are in both; 1 of them are within 15%" in text
+    assert text.index("| gpt 5M | stage 3 | 1.25 | 1.50 | 1.20 |") < text.index("| one device | 1.00 | 1.05 | 1.05 |")
 
 
 SERVING = """

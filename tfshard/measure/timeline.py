@@ -172,7 +172,7 @@ def timeline_of(trace: Sequence[_private.TraceEvent], collectives: frozenset[str
             key = each.stats["group_key"], each.stats["instance_key"]
             met[key] = max(met.get(key, each.begin), each.begin)
     for each in trace:
-        name, colon, operation = each.name.rpartition(":")
+        name, _, operation = each.name.rpartition(":")
         if operation in collectives and "collective" in each.stats:
             device = handed_on.get(each.stats.get("_c"))
             key = each.stats["group_key"], each.stats["instance_key"]
@@ -181,7 +181,7 @@ def timeline_of(trace: Sequence[_private.TraceEvent], collectives: frozenset[str
             )
             if device is not None:
                 sent[device].append(work)
-        elif colon and not each.stats and "::" not in each.name and (device := executors.of(each)) is not None:
+        elif is_operation(each) and (device := executors.of(each)) is not None:
             computed[device].append(
                 Work(name=name, kind=operation, lane=each.lane, begin=each.begin, end=each.end, met=each.begin)
             )
@@ -198,6 +198,11 @@ def timeline_of(trace: Sequence[_private.TraceEvent], collectives: frozenset[str
             for device in devices
         )
     )
+
+
+def is_operation(event: _private.TraceEvent) -> bool:
+    """Whether an event is a kernel's time, its name `name:type`; collectives are other events besides."""
+    return ":" in event.name and "::" not in event.name and not event.stats
 
 
 def _since(first: float, work: Work) -> Work:

@@ -4,7 +4,7 @@
     tools/report.sh --quick            # ten minutes: two models, fewer ways
     tools/report.sh --models="gpt 5M,lstm" --rounds=3 --parts=time
     tools/report.sh --resume           # what a report that was stopped does not have yet
-    tools/report.sh --out=DIR --compare=docs/benchmarks/report.json    # again, and names ratios that moved by 15%
+    tools/report.sh --out=DIR --compare=docs/benchmarks/report.json    # again: DIR/repeated.md tells what moved
     git archive COMMIT tfshard | tar -x -C DIR    # then, for what was changed since:
     tools/report.sh --before=DIR --ways="stage 3,2-D" --models="gpt 5M,lstm"
 
@@ -34,7 +34,7 @@ _MODELS = flags.DEFINE_list("models", list(models.MODELS), "Which models.")
 _ROUNDS = flags.DEFINE_integer("rounds", 1, "How often each way is started.", lower_bound=1)
 _PARTS = flags.DEFINE_list("parts", ["time", "memory", "growth"], "What is measured.")
 _RESUME = flags.DEFINE_bool("resume", False, "Keep what is in the report, also failures, and measure the rest.")
-_COMPARE = flags.DEFINE_string("compare", None, "The report.json of another day, to be compared with.")
+_COMPARE = flags.DEFINE_string("compare", None, "The report.json of another day: compare with it, in repeated.md.")
 _OUT = flags.DEFINE_string("out", "docs/benchmarks", "Where the report goes.")
 _BEFORE = flags.DEFINE_string("before", None, "A directory with another tfshard: only print how ours compares with it.")
 _WAYS = flags.DEFINE_list("ways", ["stage 0", "stage 3", "2-D"], "Ways of tfshard, with --before.")
@@ -206,7 +206,9 @@ def main(argv: list[str]) -> None:
     writing.write(report, out)
     print(f"Written: {out}/report.md")
     if _COMPARE.value:
-        moved = writing.moved(json.loads(pathlib.Path(_COMPARE.value).read_text()), report)
+        other = json.loads(pathlib.Path(_COMPARE.value).read_text())
+        (out / "repeated.md").write_text(writing.repeated(other, report))
+        moved = writing.moved(other, report)
         print("\n".join(moved) or "No ratio moved by more than 15%.")
         raise SystemExit(bool(moved))
 

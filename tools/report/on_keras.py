@@ -131,15 +131,14 @@ class Timed:
 
     def kernels(self) -> dict[str, float]:
         """By type of operation, the seconds that it takes in a step, added up over devices, by trace."""
-        from tfshard.measure import step_profile
+        from tfshard.measure import step_profile, timeline
 
         with step_profile.traced() as trace:
             self._ends()
         seconds: dict[str, float] = collections.defaultdict(float)
         for each in trace.events():
-            name, colon, kind = each.name.rpartition(":")
-            if colon and not each.stats and "::" not in each.name:  # As in tfshard/measure/timeline.py.
-                seconds[kind] += (each.end - each.begin) / self._model.steps
+            if timeline.is_operation(each):
+                seconds[each.name.rpartition(":")[2]] += (each.end - each.begin) / self._model.steps
         return seconds
 
     def _ends(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""What the report says of what was measured: tables, plots, and which ratios moved since the last one."""
+"""What the report says of what was measured: tables, plots, and how its ratios compare with those of another day."""
 
 import json
 import os
@@ -75,6 +75,27 @@ def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def repeated(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Two reports beside each other, as Markdown: the ratios of both, those that moved the most first."""
+    old, new = all_ratios(before), all_ratios(now)
+    common = sorted(old.keys() & new.keys(), key=lambda each: -abs(new[each] / old[each] - 1))
+    rows = [
+        [name, way, f"{old[name, way]:.2f}", f"{new[name, way]:.2f}", f"{new[name, way] / old[name, way]:.2f}"]
+        for name, way in common
+    ]
+    near = len(common) - len(moved(before, now))
+    off = statistics.median(abs(new[each] / old[each] - 1) for each in common)
+    lines = [
+        "# The report on another day", "",
+        "`tools/report.sh --out=DIR --compare=OTHER/report.json`: step times over those of one device, as in "
+        f"[the report](report.md), of {_days({'time': before['time']})} and of {_days({'time': now['time']})}. "
+        f"{len(common)} ratios are in both; {near} of them are within {TOLERANCE:.0%} of each other, and at the median "
+        f"they are {off:.0%} apart.", "",
+        *_table(["model", "way", "first", "second", "second / first"], rows),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
 
@@ -119,10 +140,9 @@ def text(report: Mapping[str, Any]) -> str:
         if "versions" in run
     })  # fmt: skip
     command = "tools/report.sh --quick" if report["quick"] else "tools/report.sh"
-    dates = sorted(set(_dates(report)))
     lines = [
         "# The report", "",
-        f"`{command}`, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: Python {where['python']}, "
+        f"`{command}`, {_days(report)}: Python {where['python']}, "
         f"{'; '.join(versions)}; {where['machine']}. Medians, with the least and the most.", "", NOTES,
     ]  # fmt: skip
     for name, ways in report.get("time", {}).items():
@@ -136,6 +156,12 @@ def text(report: Mapping[str, Any]) -> str:
     for what, cases in report.get("growth", {}).items():
         lines += [f"## Memory by {what}", "", *_memory_table(cases, what), "", f"![Memory by {what}]({what}.svg)", ""]
     return "\n".join(lines)
+
+
+def _days(report: Mapping[str, Any]) -> str:
+    """From when to when."""
+    dates = sorted(_dates(report))
+    return " to ".join(dict.fromkeys((dates[0], dates[-1])))
 
 
 def _dates(report: Mapping[str, Any]) -> Iterator[str]:
