@@ -29,6 +29,7 @@ REPORT = {
             "one device": [run(0.2, 1.0)],
             "stage 3": [run(0.3, 1.5, 1.25, collectives=9, bytes=3 << 20), run(0.4, 1.0), FAILED],
             "FSDP2": [FAILED],
+            "tensor": [],
         }
     },
     "memory": {"gpt 5M": {"stage 3": HELD, "FSDP2": FAILED}},
@@ -40,7 +41,7 @@ def test_ratios_are_of_epochs_side_by_side_and_failures_are_told(tmp_path):
     writing.write(REPORT, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "| stage 3 | 350 (300 to 400) | 1.25 (1.00 to 1.50) | 2.0 (2.0 to 2.0) | 9 | 3.0 |" in text
-    assert "*FSDP2: no environment*" in text
+    assert "*FSDP2: no environment*" in text and "tensor |" not in text
     assert "| gpt 5M | 5 / 9 | - |" in text
     assert "2026-11-23 to 2026-11-24" in text
     assert {file.name for file in tmp_path.iterdir()} == {"report.json", "report.md", "time.svg", "depth.svg"}

@@ -104,6 +104,8 @@ def _time_table(ways: Mapping[str, Runs]) -> list[str]:
     rows, failed = [], []
     for way, runs in ways.items():
         done = [run for run in runs if "step" in run]
+        if not runs:  # Not measured yet.
+            continue
         if not done:
             rows.append([f"*{way}*", "-", "-", "-", "-", "-"])
             failed.append(f"{way}: {runs[0]['failed']}")
