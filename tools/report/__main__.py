@@ -199,14 +199,17 @@ def main(argv: list[str]) -> None:
     report: dict[str, Any] = {}
     if _RESUME.value and (out / "report.json").exists():
         report = json.loads((out / "report.json").read_text())
+    # Read first: the report may be written over it.
+    other = json.loads(pathlib.Path(_COMPARE.value).read_text()) if _COMPARE.value else None
     report |= {"machine": writing.machine(), "quick": _QUICK.value}
     for line in _measure(report, names, rounds):
         print(line, flush=True)
         writing.save(report, out)
     writing.write(report, out)
     print(f"Written: {out}/report.md")
-    if _COMPARE.value:
-        other = json.loads(pathlib.Path(_COMPARE.value).read_text())
+    if other is not None:
+        if not writing.changes(other, report):
+            raise SystemExit(f"No ratio is in both this report and {_COMPARE.value}.")
         (out / "repeated.md").write_text(writing.repeated(other, report))
         moved = writing.moved(other, report)
         print("\n".join(moved) or "No ratio moved by more than 15%.")

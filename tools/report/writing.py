@@ -65,31 +65,40 @@ def all_ratios(report: Mapping[str, Any]) -> dict[tuple[str, str], float]:
     return found
 
 
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[tuple[str, str], tuple[float, float]]:
+    """The ratios that are in both reports, then and now, by model and way: those that moved the most first."""
+    old, new = all_ratios(before), all_ratios(now)
+    common = sorted(old.keys() & new.keys(), key=lambda each: (-_off(old[each], new[each]), each))
+    return {each: (old[each], new[each]) for each in common}
+
+
+def _off(then: float, now: float) -> float:
+    return abs(now / then - 1)
+
+
 def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The ratios of both reports that are not within 15% of each other, a line each."""
-    old, new = all_ratios(before), all_ratios(now)
     return [
-        f"{name}, {way}: {old[name, way]:.2f} then, {new[name, way]:.2f} now"
-        for name, way in old.keys() & new.keys()
-        if abs(new[name, way] / old[name, way] - 1) > TOLERANCE
+        f"{name}, {way}: {then:.2f} then, {found:.2f} now"
+        for (name, way), (then, found) in changes(before, now).items()
+        if _off(then, found) > TOLERANCE
     ]
 
 
 def repeated(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Two reports beside each other, as Markdown: the ratios of both, those that moved the most first."""
-    old, new = all_ratios(before), all_ratios(now)
-    common = sorted(old.keys() & new.keys(), key=lambda each: -abs(new[each] / old[each] - 1))
+    """Two reports that have ratios in common beside each other, as Markdown."""
+    found = changes(before, now)
     rows = [
-        [name, way, f"{old[name, way]:.2f}", f"{new[name, way]:.2f}", f"{new[name, way] / old[name, way]:.2f}"]
-        for name, way in common
+        [name, way, f"{first:.2f}", f"{second:.2f}", f"{second / first:.2f}"]
+        for (name, way), (first, second) in found.items()
     ]
-    near = len(common) - len(moved(before, now))
-    off = statistics.median(abs(new[each] / old[each] - 1) for each in common)
+    near = len(found) - len(moved(before, now))
+    off = statistics.median(_off(*each) for each in found.values())
     lines = [
         "# The report on another day", "",
         "`tools/report.sh --out=DIR --compare=OTHER/report.json`: step times over those of one device, as in "
         f"[the report](report.md), of {_days({'time': before['time']})} and of {_days({'time': now['time']})}. "
-        f"{len(common)} ratios are in both; {near} of them are within {TOLERANCE:.0%} of each other, and at the median "
+        f"{len(found)} ratios are in both; {near} of them are within {TOLERANCE:.0%} of each other, and at the median "
         f"they are {off:.0%} apart.", "",
         *_table(["model", "way", "first", "second", "second / first"], rows),
     ]  # fmt: skip
@@ -103,9 +112,9 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 def _time_table(ways: Mapping[str, Runs]) -> list[str]:
     rows, failed = [], []
     for way, runs in ways.items():
-        done = [run for run in runs if "step" in run]
         if not runs:  # Not measured yet.
             continue
+        done = [run for run in runs if "step" in run]
         if not done:
             rows.append([f"*{way}*", "-", "-", "-", "-", "-"])
             failed.append(f"{way}: {runs[0]['failed']}")
