@@ -43,7 +43,7 @@ KINDS = {
     "numbers": Kind(shape=(6,), stem=False),
     "sequence": Kind(shape=(5, 8)),
     # For what has operations of its own for each step.
-    "short sequence": Kind(shape=(3, 8), rate=0.1),
+    "short sequence": Kind(shape=(3, 8), rate=0.5),
     "image": Kind(shape=(8, 8, 4)),
     "volume": Kind(shape=(4, 4, 4, 4), rate=0.1),
     "sequence of images": Kind(shape=(2, 8, 8, 4), rate=0.1),
