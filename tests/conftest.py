@@ -27,6 +27,8 @@ _ALL: dict[str, int] = {}
 # Slow tests of which some cases ran, and how many they have.
 _PORTIONS: dict[str, int] = {}
 _RAN_OF_PORTIONS: set[str] = set()
+# Long tests that ran, and how many there are.
+_LONG: dict[str, int] = {}
 _SECONDS: collections.Counter[str] = collections.Counter()
 
 
@@ -49,11 +51,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _take_portions(config, items):
-    """Of slow tests, those cases that an ordinary run takes."""
+    """Of slow tests, those cases that an ordinary run takes; and every other long test."""
     always = {item.nodeid for item in items if item.get_closest_marker("quick")}
     always |= {mutation.killed_by for mutation in MUTATIONS}
-    out = portions.left_out([item.nodeid for item in items], always, portions.known(), sweeps.SEED)
-    counts = collections.Counter(portions.test_of(item.nodeid) for item in items)
+    cases, seconds = [item.nodeid for item in items], portions.known()
+    out = portions.left_out(cases, always, seconds, sweeps.SEED)
+    counts = collections.Counter(map(portions.test_of, cases))
+    long = portions.long_tests(cases, seconds)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
     cut = {portions.test_of(case) for case in out}
     items[:] = [item for item in items if item.nodeid not in out]
@@ -61,6 +65,8 @@ def _take_portions(config, items):
         test = portions.test_of(item.nodeid)
         if test in cut:
             item.user_properties.append(("portion", (test, counts[test])))
+        if test in long:
+            item.user_properties.append(("long", len(long)))
 
 
 def pytest_collection_finish():
@@ -108,6 +114,8 @@ def pytest_runtest_logreport(report):
         if name == "portion" and report.when == "call":
             _PORTIONS[value[0]] = value[1]
             _RAN_OF_PORTIONS.add(report.nodeid)
+        if name == "long" and report.when == "call":
+            _LONG[report.nodeid] = value
     _SECONDS[report.nodeid] += report.duration
 
 
@@ -123,6 +131,8 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(
             f"{len(_RAN_OF_PORTIONS)} of {sum(_PORTIONS.values())} cases of {len(_PORTIONS)} tests (tests/portions.py)"
         )
+    if _LONG:
+        terminalreporter.write_line(f"{len(_LONG)} of {max(_LONG.values())} long tests without cases")
     if not _RAN:
         return
     terminalreporter.section("tables")

@@ -2,7 +2,8 @@
 
 tests/seconds.json has the seconds of a case, for each test. Of a test whose cases take longer together than `PORTION`,
 a run takes those that the quick tests or tools/mutations.py name, and of the others as many as fit, drawn by
-the seed of tests/sweeps.py. All of them run with `TFSHARD_SWEEP=1`, and where cases are named
+the seed of tests/sweeps.py. Of tests that take longer than `LONG` and have no cases, it takes half in the same way:
+each of them runs every other day. All of them run with `TFSHARD_SWEEP=1`, and where cases are named
 (`-k`, `file::test`).
 
     TFSHARD_WRITE_SECONDS=1 tools/test.sh      # measures them again, those that run
@@ -21,6 +22,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 PORTION = 5.0
 LEAST_CASES = 1
 
+# Seconds from which a test without cases runs every other day, and those that run every day nevertheless: what they
+# guard changes with documents, not with code.
+LONG = 12.0
+EACH_DAY = {"tests/test_docs.py::test_every_block_of_python_runs"}
+
 # Of a case of a test that was never measured.
 UNKNOWN = 3.0
 
@@ -36,6 +42,11 @@ def known() -> dict[str, float]:
 def test_of(case: str) -> str:
     """`"file::test"` of `"file::test[case]"`."""
     return case.partition("[")[0]
+
+
+def long_tests(cases: Iterable[str], seconds: Mapping[str, float]) -> list[str]:
+    """Those without cases that take longer than `LONG`."""
+    return [case for case in cases if "[" not in case and seconds.get(case, 0.0) > LONG and case not in EACH_DAY]
 
 
 def left_out(cases: Sequence[str], always: Collection[str], seconds: Mapping[str, float], seed: str) -> set[str]:
@@ -60,7 +71,9 @@ def left_out(cases: Sequence[str], always: Collection[str], seconds: Mapping[str
         random.Random(f"{seed} {test}").shuffle(others)
         count = max(math.floor(PORTION / each), LEAST_CASES) - len(named)
         out.update(others[max(count, 0) :])
-    return out
+    long = long_tests(cases, seconds)
+    drawn = random.Random(f"{seed} long tests").sample(long, len(long) // 2)
+    return out | set(drawn).difference(always)
 
 
 def write(measured: Iterable[tuple[str, float]]) -> None:

@@ -181,6 +181,19 @@ def test_links_are_measured_for_each_kind_and_each_group_of_devices():
         tfshard.profile_network(sizes=[1024], devices_per_host=3)
 
 
+def test_small_messages_that_a_network_lets_pass_do_not_make_it_faster():
+    """As a shaped link does: 64 KiB at once, and what follows at its rate."""
+    rows = [
+        network_profile.Measurement(
+            kind="all-to-all", bytes=2 * sent, seconds=1e-3 + max(0, sent - (1 << 16)) / 1e7, devices=2, over="between"
+        )
+        for sent in (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+    ]
+    found = network_profile._fitted(rows, at_once=1)
+    assert found.bandwidth == pytest.approx(1e7, rel=0.02)
+    assert 0 <= found.latency < 1e-3
+
+
 def test_a_link_is_fitted_to_its_times():
     # All-reduces between hosts, of two devices each: a host sends twice what a device does.
     link = Link(latency=2e-4, bandwidth=1e8)

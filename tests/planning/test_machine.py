@@ -11,6 +11,7 @@ import yaml
 import tfshard
 from tfshard.errors import StrategyError
 from tfshard.graph import model_specs
+from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtypes
@@ -96,6 +97,57 @@ def test_loops_are_worth_all_their_turns():
     assert long.product_flops == pytest.approx(2 * short.product_flops, rel=0.05)
 
 
+def step_of(
+    layers: list[keras.layers.Layer], shape: tuple[int, ...], groups: GroupPolicy | None = None, *,
+    mesh: dict[str, int] | None = None, layout_map=None, stage: int = 3
+) -> Work:  # fmt: skip
+    """The work of a step of two samples on one device."""
+    specs = model_specs.specs_of(model := keras.Sequential([keras.Input(shape), *layers]))
+    placement = ModelPlacement.of(
+        specs, mesh_shape=mesh or {"batch": 2}, zero_stage=stage,
+        layout_map=LayoutMap.from_any(layout_map), groups=groups,
+        slot_dtypes=SlotDtypes.of(None),
+    ).check()  # fmt: skip
+    return TracedStep.of(
+        model, placement, gathering=turns.Gathering.of(True), inputs=np.zeros((4, *shape), "float32"), slots=()
+    ).total  # fmt: skip
+
+
+def test_a_weight_that_is_cut_out_of_its_group_is_not_the_group():
+    """Else the bytes of a step would grow with the square of its depth."""
+
+    def bytes_of(count: int) -> float:
+        return step_of([keras.layers.Dense(32, "relu") for _ in range(count)], (32,), GroupPolicy()).bytes
+
+    two, four, eight = bytes_of(2), bytes_of(4), bytes_of(8)
+    assert eight - four == pytest.approx(2 * (four - two), rel=0.05)
+    # Each weight is read and written as often as there are copies of it, and the activations are small.
+    assert 2 * 4 * 32 * 33 <= (four - two) / 2 < 20 * 4 * 32 * 33
+
+
+def test_a_weight_of_a_group_that_is_gathered_again_is_sharded_as_before():
+    def work_of(stage: int) -> Work:
+        names = ["up_0", "down_0", "up_1", "down_1", "up_2", "down_2"]
+        layers = [keras.layers.Dense(64 if "up" in name else 32, "gelu", name=name) for name in names]
+        columns = {".*up_./kernel": (None, "model"), ".*up_./bias": ("model",), ".*down_./kernel": ("model", None)}
+        return step_of(layers, (32,), GroupPolicy(), mesh={"batch": 2, "model": 2}, layout_map=columns, stage=stage)
+
+    stored, gathered = work_of(0), work_of(3)
+    assert gathered.product_flops == stored.product_flops
+    assert gathered.transcendentals == stored.transcendentals > 0
+
+
+def test_exponentials_and_depthwise_convolutions_are_work_of_their_own():
+    plain = step_of([keras.layers.LayerNormalization(), keras.layers.ReLU()], (8, 16))
+    softmax = step_of([keras.layers.LayerNormalization(), keras.layers.Softmax()], (8, 16))
+    assert plain.transcendentals == 0
+    assert softmax.transcendentals == 2 * 8 * 16
+    depthwise = step_of([keras.layers.DepthwiseConv2D(3, padding="same", use_bias=False)], (8, 8, 4))
+    assert depthwise.convolution_flops == 0
+    # The forward pass, and the gradient of the kernel.
+    assert depthwise.depthwise_flops == 2 * (2 * 8 * 8 * 4 * 9 * 2)
+
+
 def test_what_computes_hides_what_is_sent_and_cores_that_are_shared_hide_nothing():
     step, updated = traced({"batch": 4}, count=6, rows=512)
     one = machine(product_flops=1e11)
@@ -109,11 +161,11 @@ def test_what_computes_hides_what_is_sent_and_cores_that_are_shared_hide_nothing
     assert shared.compute_seconds == pytest.approx(2 * time.compute_seconds)
 
 
-def test_one_device_alone_multiplies_on_all_cores():
-    work = Work(product_flops=1e12, bytes=1e10)
-    one = machine(cores=2)
-    assert one.seconds(one.in_turns(work, 1)) == pytest.approx(0.5 + 1.0)
-    assert one.seconds(one.in_turns(work, 4)) == pytest.approx(2.0 + 2.0)
+def test_one_device_alone_computes_on_all_cores_what_is_large():
+    work = Work(product_flops=1e12, bytes=1e10, operations=100)
+    one = machine(cores=2, operation_seconds=1e-2)
+    assert one.seconds(one.in_turns(work, 1)) == pytest.approx(0.5 + 0.5 + 1.0)
+    assert one.seconds(one.in_turns(work, 4)) == pytest.approx(2.0 + 2.0 + 2.0)
     assert machine().in_turns(work, 4) == work
 
 
@@ -144,7 +196,8 @@ def test_a_machine_comes_back_from_its_file(tmp_path):
 
 def test_what_is_left_out_is_as_documented():
     one = machine()
-    assert (one.convolution_flops, one.update_bandwidth, one.product_bandwidth) == (1e12, 1e10, 1e10)
+    assert (one.convolution_flops, one.depthwise_flops) == (1e12, 1e12)
+    assert (one.update_bandwidth, one.product_bandwidth) == (1e10, 1e10)
     assert one.links.across == one.links.between != {}
     assert (one.memory, one.peak_flops, one.cores, one.operation_seconds) == (None, None, None, 0.0)
 
@@ -196,7 +249,7 @@ def test_prices_are_those_with_which_steps_take_what_they_took(monkeypatch):
             **dict(
                 zip(
                     calibration.KINDS_OF_WORK,
-                    10 ** rs.uniform([9, 8, 7, 6, 6, 2, 2, 0], [11, 10, 9, 9, 8, 4, 4, 0]),
+                    10 ** rs.uniform([9, 8, 8, 7, 6, 6, 6, 2, 2, 0], [11, 10, 10, 9, 9, 8, 8, 4, 4, 0]),
                     strict=True,
                 )
             )
@@ -205,6 +258,16 @@ def test_prices_are_those_with_which_steps_take_what_they_took(monkeypatch):
     found = calibration._prices_of(rows)
     for name, price in {"product_flops": 1e-12, "convolution_flops": 5e-12, "operations": 2e-5}.items():
         assert found[name] == pytest.approx(price, rel=0.2), name
+
+
+def test_of_two_measurements_of_a_link_the_quicker_is_taken():
+    from tfshard import calibration
+    from tfshard.planning import Links
+
+    quick, slow = Link(latency=2e-4, bandwidth=4e9), Link(latency=1e-4, bandwidth=1e9)
+    one = Links(devices_per_host=4, inside={"all-gather": quick, "all-reduce": slow, "all-to-all": slow})
+    other = Links(devices_per_host=4, inside={"all-gather": slow, "all-reduce": quick, "all-to-all": slow})
+    assert calibration._quicker(one, other).inside == {"all-gather": quick, "all-reduce": quick, "all-to-all": slow}
 
 
 def test_calibration_measures_this_machine(monkeypatch):

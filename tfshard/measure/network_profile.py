@@ -303,7 +303,10 @@ def _in_steps(sizes: Sequence[int], repeats: int, devices: int, per_host: int) -
 
 
 def _fitted(rows: Sequence[Measurement], at_once: int) -> Link:
-    """The latency and the bandwidth that give the measured times: least squares of relative differences.
+    """The latency and the bandwidth of measured times: least squares of relative differences.
+
+    The bandwidth is that of the three largest messages, since a network lets small ones pass at once that it holds up
+    when many follow each other; the latency is of all.
 
     Args:
         rows: Of one kind, by size.
@@ -311,10 +314,12 @@ def _fitted(rows: Sequence[Measurement], at_once: int) -> Link:
     """
     times = np.array([m.seconds for m in rows])
     sent = np.array([at_once * m.bytes * m.bus_bandwidth / m.bandwidth for m in rows])
-    (latency, inverse), *_ = np.linalg.lstsq(np.stack([1 / times, sent / times], 1), np.ones(len(rows)), rcond=None)
-    if len(rows) == 1 or latency < 0 or inverse <= 0:
+    weighted = np.stack([1 / times, sent / times], 1)[-3:]
+    (_, inverse), *_ = np.linalg.lstsq(weighted, np.ones(len(weighted)), rcond=None)
+    if len(rows) == 1 or inverse <= 0:
         # Too few sizes to tell them apart.
-        latency, inverse = 0.0, times[-1] / sent[-1]
+        inverse = times[-1] / sent[-1]
+    latency = max(0.0, np.sum((1 - inverse * sent / times) / times) / np.sum(1 / times**2))
     return Link(latency=float(latency), bandwidth=float(1 / inverse))
 
 

@@ -24,8 +24,10 @@ class Work:
     Attributes:
         product_flops: Floating-point operations of matrix products.
         convolution_flops: Of convolutions.
+        depthwise_flops: Of depthwise convolutions, which have few operations for what they read.
         product_bytes: That products and convolutions read and write.
         bytes: That all others read and write.
+        transcendentals: Elements of which an exponential or another function of the kind is computed.
         updated_bytes: That an optimizer writes.
         operations: How many there are.
         turned_operations: How many there are in loops, in all their turns.
@@ -34,8 +36,10 @@ class Work:
 
     product_flops: float = 0.0
     convolution_flops: float = 0.0
+    depthwise_flops: float = 0.0
     product_bytes: float = 0.0
     bytes: float = 0.0
+    transcendentals: float = 0.0
     updated_bytes: float = 0.0
     operations: float = 0.0
     turned_operations: float = 0.0
@@ -63,7 +67,13 @@ def _work(operation: tf.Operation, inputs: Iterable[tf.Tensor], graph: TrainingG
     return _of_one(operation, inputs, graph.shares)
 
 
-def _of_one(operation: tf.Operation, inputs: Iterable[tf.Tensor], shares: Callable[[tf.Tensor], int]) -> Work:
+def _of_one(
+    operation: tf.Operation,
+    inputs: Iterable[tf.Tensor],
+    shares: Callable[[tf.Tensor], int],
+    *,
+    is_turned: bool = False,
+) -> Work:
     """What an operation does, and what is in its loop or its function."""
     if operation.type in _FREE:
         return Work()
@@ -72,19 +82,36 @@ def _of_one(operation: tf.Operation, inputs: Iterable[tf.Tensor], shares: Callab
     if function is not None:
         share = shares(operation.outputs[0]) if operation.outputs else 1
         times = (step_flops.turns_of(operation) or 1) if body == "body" else 1
-        own = Work.total(_of_one(each, each.inputs, lambda tensor: share) for each in function.get_operations())
+        # A product in a loop finds its operands in the cache, where the turn before left them.
+        own = Work.total(
+            _of_one(each, each.inputs, lambda tensor: share, is_turned=body == "body")
+            for each in function.get_operations()
+        )
         all_turns = {name: times * getattr(own, name) for name in KINDS_OF_WORK}
         if body == "body":
             all_turns["turned_operations"] += all_turns.pop("operations")
         return Work(**all_turns)
     tensors = [*inputs, *operation.outputs]
-    moved = sum(_bytes(each) / shares(each) for each in tensors)
+    # What reads a part of something reads as much as it writes: a weight that is cut out of its group is not the group.
+    of_parts = operation.type in _PARTS
+    moved = sum(_bytes(each) / shares(each) for each in (2 * operation.outputs if of_parts else tensors))
     # What is added up over a sharded dim has a whole result, of which each device has a part of the work.
     flops = step_flops.flops_of(operation) / max((shares(each) for each in tensors), default=1)
     if not flops:
-        return Work(bytes=moved, operations=1)
-    kind = "convolution_flops" if "Conv" in operation.type else "product_flops"
-    return Work(**{kind: flops}, product_bytes=moved, operations=1)
+        functions = 0.0
+        if operation.type in _TRANSCENDENTAL:
+            functions = max(_elements(each) / shares(each) for each in operation.outputs)
+        return Work(bytes=moved, transcendentals=functions, operations=1)
+    if is_turned:
+        moved = sum(_bytes(each) / shares(each) for each in operation.outputs)
+    return Work(**{_kind_of_product(operation): flops}, product_bytes=moved, operations=1)
+
+
+def _kind_of_product(operation: tf.Operation) -> str:
+    """As what the floating-point operations of a product count."""
+    if "Depthwise" in operation.type:
+        return "depthwise_flops"
+    return "convolution_flops" if "Conv" in operation.type else "product_flops"
 
 
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
@@ -93,13 +120,24 @@ _FREE = frozenset(
     "Bitcast Const ExpandDims Identity IdentityN NoOp Placeholder PreventGradient Reshape Shape Snapshot Squeeze "
     "StopGradient".split()
 )
+_PARTS = frozenset({"GatherNd", "GatherV2", "ResourceGather", "Slice", "StridedSlice"})
+# Exponentials and what is made of them, which a processor computes by polynomials.
+_TRANSCENDENTAL = frozenset(
+    "Acos Acosh Asin Asinh Atan Atan2 Atanh Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Lgamma Log Log1p LogSoftmax "
+    "Ndtri Pow Selu Sigmoid Sin Sinh Softmax SoftmaxCrossEntropyWithLogits Softplus "
+    "SparseSoftmaxCrossEntropyWithLogits Tan Tanh Xlog1py Xlogy".split()
+)
+
+
+def _elements(tensor: tf.Tensor) -> int:
+    elements: int = (None if tensor.shape.rank is None else tensor.shape.num_elements()) or 0
+    return elements
 
 
 def _bytes(tensor: tf.Tensor) -> int:
-    if tensor.dtype in (tf.resource, tf.variant, tf.string) or tensor.shape.rank is None:
+    if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0
-    elements: int = tensor.shape.num_elements() or 0
-    return elements * int(tensor.dtype.size)
+    return _elements(tensor) * int(tensor.dtype.size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,9 +152,11 @@ class Machine:
         name: What it is called.
         product_flops: Floating-point operations a second that a device reaches in large matrix products.
         convolution_flops: Likewise, in convolutions.
+        depthwise_flops: Likewise, in depthwise convolutions.
         product_bandwidth: Bytes a second that products and convolutions read and write, on top of their operations.
         bandwidth: Bytes a second that other operations read and write.
         update_bandwidth: Bytes a second of weights and slots that an optimizer writes.
+        transcendental_seconds: What each element takes on top of which an exponential or the like is computed.
         operation_seconds: What each operation takes on top.
         turned_operation_seconds: Likewise, of one in a loop, for each turn.
         step_seconds: What each step takes on a device besides: its batch, its start, its metrics.
@@ -124,18 +164,20 @@ class Machine:
         memory: Bytes of a device; None where that is not known.
         peak_flops: Operations a second that the maker of the devices tells, for the utilization; None: product_flops.
         cores: How many devices of a host compute at once; None: all of them. Logical CPU devices share so many cores:
-            they take turns, and hide nothing behind another's work. Products of one device alone use all cores.
+            they take turns, and hide nothing behind another's work. Large operations of one device alone use all cores.
     """
 
     name: str
     product_flops: float
     convolution_flops: float
+    depthwise_flops: float
     product_bandwidth: float
     bandwidth: float
     update_bandwidth: float
     operation_seconds: float
     turned_operation_seconds: float
     links: Links
+    transcendental_seconds: float = 0.0
     step_seconds: float = 0.0
     memory: int | None = None
     peak_flops: float | None = None
@@ -157,9 +199,11 @@ class Machine:
         return (
             work.product_flops / self.product_flops
             + work.convolution_flops / self.convolution_flops
+            + work.depthwise_flops / self.depthwise_flops
             + work.product_bytes / self.product_bandwidth
             + work.bytes / self.bandwidth
             + work.updated_bytes / self.update_bandwidth
+            + work.transcendentals * self.transcendental_seconds
             + work.operations * self.operation_seconds
             + work.turned_operations * self.turned_operation_seconds
             + work.steps * self.step_seconds
@@ -174,8 +218,10 @@ class Machine:
         return Work(
             product_flops=share * work.product_flops,
             convolution_flops=share * work.convolution_flops,
+            depthwise_flops=share * work.depthwise_flops,
             product_bytes=share * work.product_bytes,
-            bytes=turns * work.bytes,
+            bytes=share * work.bytes,
+            transcendentals=share * work.transcendentals,
             updated_bytes=turns * work.updated_bytes,
             operations=turns * work.operations,
             turned_operations=turns * work.turned_operations,
@@ -189,9 +235,11 @@ class Machine:
             name=name,
             product_flops=1 / prices["product_flops"],
             convolution_flops=1 / prices["convolution_flops"],
+            depthwise_flops=1 / prices["depthwise_flops"],
             product_bandwidth=1 / prices["product_bytes"],
             bandwidth=1 / prices["bytes"],
             update_bandwidth=1 / prices["updated_bytes"],
+            transcendental_seconds=prices["transcendentals"],
             operation_seconds=prices["operations"],
             turned_operation_seconds=prices["turned_operations"],
             step_seconds=prices["steps"],
@@ -262,7 +310,7 @@ class Machine:
         found = collections.ChainMap({}, dict(values), _DEFAULTS)
         numbers = {name: _number(name, found[name]) for name in (*_RATES, *_STARTS) if name in found}
         for name in _RATES:
-            numbers.setdefault(name, numbers["product_flops" if name == "convolution_flops" else "bandwidth"])
+            numbers.setdefault(name, numbers["product_flops" if name.endswith("_flops") else "bandwidth"])
         numbers.setdefault("turned_operation_seconds", numbers["operation_seconds"])
         optional = {name: None if found[name] is None else _number(name, found[name]) for name in _OPTIONAL}
         memory = optional["memory"]
@@ -305,12 +353,15 @@ MachineLike: TypeAlias = Machine | str | os.PathLike[str]
 
 _CLUSTERS = pathlib.Path(__file__).parent / "clusters"
 
-_RATES = ("product_flops", "convolution_flops", "product_bandwidth", "bandwidth", "update_bandwidth")
-_STARTS = ("operation_seconds", "turned_operation_seconds", "step_seconds")
+_RATES = (
+    "product_flops", "convolution_flops", "depthwise_flops", "product_bandwidth", "bandwidth", "update_bandwidth"
+)  # fmt: skip
+_STARTS = ("transcendental_seconds", "operation_seconds", "turned_operation_seconds", "step_seconds")
 _OPTIONAL = ("memory", "peak_flops", "cores")
 _NEEDED = {"product_flops", "bandwidth", "devices_per_host", INSIDE}
 _DEFAULTS: dict[str, Any] = {
     "name": "a machine",
+    "transcendental_seconds": 0.0,
     "operation_seconds": 0.0,
     "step_seconds": 0.0,
     "memory": None,

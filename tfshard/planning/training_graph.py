@@ -196,7 +196,7 @@ class _Trace:
         self._stored: dict[str, tf.Tensor] = {}
         self._values: dict[str, tf.Tensor] = {}
         # Tensors that stand for variables, with their compute layouts.
-        self._sources: dict[Hashable, Axes] = {}
+        self._sources: dict[Any, Axes] = {}
         self._name_of = {each.spec.path: name for name, members in self._units.items() for each in members}
         # Gradients that are reduced by themselves, as shards, with the name of their unit: one for each read.
         self._scattered: list[tuple[str, tf.Tensor]] = []
@@ -445,8 +445,23 @@ class _Trace:
             shards=frozenset(shards),
             devices=self._mesh_shape.shards,
             results=(self._loss, *self._results),
-            shares=local_shares.shares_of(self._sources, self._mesh_shape),
+            shares=local_shares.shares_of(self._all_sources(), self._mesh_shape),
         )
+
+    def _all_sources(self) -> dict[Any, Axes]:
+        """Tensors that stand for variables, those too that turns have cut out of a group that they gather again: they
+        are copies, which are given the shape of a variable by the same constant."""
+        axes_of = {
+            ref.deref().op.inputs[1].ref(): axes
+            for ref, axes in self._sources.items()
+            if ref.deref().op.type == "Reshape"
+        }
+        copies = {
+            operation.outputs[0].ref(): axes_of[operation.inputs[1].ref()]
+            for operation in self._graph.get_operations()
+            if operation.type == "Reshape" and operation.inputs[1].ref() in axes_of
+        }
+        return self._sources | copies
 
 
 def _replace(tensor: tf.Tensor, other: tf.Tensor) -> None:
