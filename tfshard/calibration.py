@@ -33,8 +33,6 @@ _EPOCHS = 4
 _NEXT_TO_NOTHING = 1e-18
 # Where least squares would say more: what is left of a step without its collectives is at least so much of it.
 _LEAST_COMPUTE = 0.2
-# Of a message by which links are compared.
-_LARGE_BYTES = 4 << 20
 
 
 def calibrate() -> Machine:
@@ -55,16 +53,22 @@ def calibrate() -> Machine:
             "Calibration measures collectives, too, and needs two devices at least: on a CPU "
             "tfshard.initialize(num_devices=4), or tfshard calibrate --num_devices=4. Received: 1 device"
         )
-    first = network_profile.profile_network().links
+    first = _links()
     cores = len(os.sched_getaffinity(0)) if started.device_type == "CPU" else None
     trained = [_Trained(make, samples, stage) for make, samples, stage in _MODELS]
     for _ in range(_EPOCHS):
         for each in trained:
             each.train()
-    links = _quicker(first, network_profile.profile_network().links)
+    links = _quicker(first, _links())
     rows = [each.measured(links, cores) for each in trained]
     name = f"{links.devices_per_host} {started.device_type} devices of {platform.node() or 'a machine'}"
     return Machine.of_prices(_prices_of(rows), name=name, links=links, cores=cores)
+
+
+def _links() -> Links:
+    """By the messages that tell of links."""
+    sizes = [size for size in network_profile.SIZES if size <= network_profile.LARGEST_OF_LINKS]
+    return network_profile.profile_network(sizes).links
 
 
 def _quicker(one: Links, other: Links) -> Links:
@@ -72,7 +76,7 @@ def _quicker(one: Links, other: Links) -> Links:
     is taken off a step for them must not be more than they took in it."""
 
     def seconds(link: Link) -> float:
-        return link.seconds(_LARGE_BYTES)
+        return link.seconds(network_profile.LARGEST_OF_LINKS)
 
     groups: dict[str, Any] = {
         name: {kind: min(link, getattr(other, name)[kind], key=seconds) for kind, link in getattr(one, name).items()}

@@ -35,16 +35,20 @@ def machine(**more) -> Machine:
     return Machine.from_dict(DESCRIBED | more)
 
 
+def placed(specs, mesh: dict[str, int], stage: int, layout_map=None, groups: GroupPolicy | None = None):
+    return ModelPlacement.of(
+        specs, mesh_shape=mesh, zero_stage=stage, layout_map=LayoutMap.from_any(layout_map), groups=groups,
+        slot_dtypes=SlotDtypes.of(None),
+    ).check()  # fmt: skip
+
+
 def traced(mesh: dict[str, int], *, stage: int = 3, layout_map=None, rows: int = ROWS, count: int = 2):
     """A step of Dense layers without biases, and what its placement writes."""
     names = ["first", *(f"layer_{i}" for i in range(count - 2)), "last"]
     hidden = [keras.layers.Dense(WIDTH, use_bias=False, name=name) for name in names]
     model = keras.Sequential([keras.Input((WIDTH,)), *hidden])
     specs = model_specs.specs_of(model)
-    placement = ModelPlacement.of(
-        specs, mesh_shape=mesh, zero_stage=stage, layout_map=LayoutMap.from_any(layout_map), groups=None,
-        slot_dtypes=SlotDtypes.of(None),
-    ).check()  # fmt: skip
+    placement = placed(specs, mesh, stage, layout_map)
     slots = model_specs.slots_of("adam", specs)
     step = TracedStep.of(
         model, placement, gathering=turns.Gathering.of(True), inputs=np.zeros((rows, WIDTH), "float32"),
@@ -79,38 +83,25 @@ def test_a_model_axis_shares_the_work_out():
     assert time.seconds == pytest.approx(time.compute_seconds + time.collective_seconds), "it is waited for"
 
 
-def test_loops_are_worth_all_their_turns():
-    def step_of(length: int) -> Work:
-        model = keras.Sequential([keras.Input((length, 8)), keras.layers.LSTM(16)])
-        specs = model_specs.specs_of(model)
-        placement = ModelPlacement.of(
-            specs, mesh_shape={"batch": 2}, zero_stage=0, layout_map=LayoutMap.from_any(None), groups=None,
-            slot_dtypes=SlotDtypes.of(None),
-        ).check()  # fmt: skip
-        inputs = np.zeros((4, length, 8), "float32")
-        return TracedStep.of(
-            model, placement, gathering=turns.Gathering.of(True), inputs=inputs, slots=()
-        ).total  # fmt: skip
-
-    short, long = step_of(10), step_of(20)
-    assert long.turned_operations == 2 * short.turned_operations > 500
-    assert long.product_flops == pytest.approx(2 * short.product_flops, rel=0.05)
-
-
 def step_of(
     layers: list[keras.layers.Layer], shape: tuple[int, ...], groups: GroupPolicy | None = None, *,
     mesh: dict[str, int] | None = None, layout_map=None, stage: int = 3
 ) -> Work:  # fmt: skip
     """The work of a step of two samples on one device."""
-    specs = model_specs.specs_of(model := keras.Sequential([keras.Input(shape), *layers]))
-    placement = ModelPlacement.of(
-        specs, mesh_shape=mesh or {"batch": 2}, zero_stage=stage,
-        layout_map=LayoutMap.from_any(layout_map), groups=groups,
-        slot_dtypes=SlotDtypes.of(None),
-    ).check()  # fmt: skip
+    model = keras.Sequential([keras.Input(shape), *layers])
+    placement = placed(model_specs.specs_of(model), mesh or {"batch": 2}, stage, layout_map, groups)
     return TracedStep.of(
         model, placement, gathering=turns.Gathering.of(True), inputs=np.zeros((4, *shape), "float32"), slots=()
     ).total  # fmt: skip
+
+
+def test_loops_are_worth_all_their_turns():
+    short, long = (step_of([keras.layers.LSTM(16)], (length, 8), stage=0) for length in (10, 20))
+    assert long.turned_operations == 2 * short.turned_operations > 500
+    assert long.product_flops == pytest.approx(2 * short.product_flops, rel=0.05)
+    # In a turn the products of both kernels, and their gradients, are written; what they are made of is in the cache.
+    forward, backward = 2 * (2 * 4 * 16), (8 + 16) * 4 * 16 + 2 * 16
+    assert (long.product_bytes - short.product_bytes) / 10 == pytest.approx(4 * (forward + backward), rel=0.05)
 
 
 def test_a_weight_that_is_cut_out_of_its_group_is_not_the_group():

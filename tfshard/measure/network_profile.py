@@ -25,7 +25,7 @@ _WARMUP = 2
 # Collectives that follow each other in one function, as in a step: what it costs to call it is shared out.
 _CHAIN = 4
 # With more bytes only the time of the measurement grows.
-_LARGEST_OF_LINKS = 4 << 20
+LARGEST_OF_LINKS = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -294,7 +294,7 @@ def _in_steps(sizes: Sequence[int], repeats: int, devices: int, per_host: int) -
     found = []
     for over, count in counts.items():
         for kind in links.KINDS if count > 1 else ():
-            for size in sorted({min(size, _LARGEST_OF_LINKS) for size in sizes}):
+            for size in sorted({min(size, LARGEST_OF_LINKS) for size in sizes}):
                 words = -(-size // (4 * count)) * count
                 chain = replicas.chain(kind, over, words, _CHAIN, over_hosts)
                 seconds = _measure(chain, f"{kind} of {4 * words} bytes, {over}", repeats) / _CHAIN

@@ -53,6 +53,8 @@ class Work:
 
 
 KINDS_OF_WORK = tuple(field.name for field in dataclasses.fields(Work))
+# What one core does of a device; the rest is in operations that take all cores, if they are large.
+_IN_TURNS = frozenset({"operations", "steps", "turned_operations", "updated_bytes"})
 
 
 def work_of(graph: TrainingGraph) -> dict[tf.Operation, Work]:
@@ -77,34 +79,37 @@ def _of_one(
     """What an operation does, and what is in its loop or its function."""
     if operation.type in _FREE:
         return Work()
-    body = "body" if operation.type in step_flops.LOOPS else "f" if operation.type in _CALLS else None
+    is_loop = operation.type in step_flops.LOOPS
+    body = "body" if is_loop else "f" if operation.type in _CALLS else None
     function = None if body is None else _private.function_graph(operation, body)
     if function is not None:
         share = shares(operation.outputs[0]) if operation.outputs else 1
-        times = (step_flops.turns_of(operation) or 1) if body == "body" else 1
-        # A product in a loop finds its operands in the cache, where the turn before left them.
         own = Work.total(
-            _of_one(each, each.inputs, lambda tensor: share, is_turned=body == "body")
-            for each in function.get_operations()
+            _of_one(each, each.inputs, lambda tensor: share, is_turned=is_loop) for each in function.get_operations()
         )
+        times = (step_flops.turns_of(operation) or 1) if is_loop else 1
         all_turns = {name: times * getattr(own, name) for name in KINDS_OF_WORK}
-        if body == "body":
+        if is_loop:
             all_turns["turned_operations"] += all_turns.pop("operations")
         return Work(**all_turns)
-    tensors = [*inputs, *operation.outputs]
-    # What reads a part of something reads as much as it writes: a weight that is cut out of its group is not the group.
-    of_parts = operation.type in _PARTS
-    moved = sum(_bytes(each) / shares(each) for each in (2 * operation.outputs if of_parts else tensors))
+    tensors, outputs = [*inputs, *operation.outputs], operation.outputs
+
+    def moved(of: Iterable[tf.Tensor]) -> float:
+        return sum(_bytes(each) / shares(each) for each in of)
+
     # What is added up over a sharded dim has a whole result, of which each device has a part of the work.
     flops = step_flops.flops_of(operation) / max((shares(each) for each in tensors), default=1)
-    if not flops:
-        functions = 0.0
-        if operation.type in _TRANSCENDENTAL:
-            functions = max(_elements(each) / shares(each) for each in operation.outputs)
-        return Work(bytes=moved, transcendentals=functions, operations=1)
-    if is_turned:
-        moved = sum(_bytes(each) / shares(each) for each in operation.outputs)
-    return Work(**{_kind_of_product(operation): flops}, product_bytes=moved, operations=1)
+    if flops:
+        # A product in a loop finds its operands in the cache, where the turn before left them.
+        return Work(
+            **{_kind_of_product(operation): flops}, product_bytes=moved(outputs if is_turned else tensors), operations=1
+        )
+    functions = 0.0
+    if operation.type in _TRANSCENDENTAL:
+        functions = max(_elements(each) / shares(each) for each in outputs)
+    # What reads a part of something reads as much as it writes: a weight that is cut out of its group is not the group.
+    read_and_written = 2 * moved(outputs) if operation.type in _PARTS else moved(tensors)
+    return Work(bytes=read_and_written, transcendentals=functions, operations=1)
 
 
 def _kind_of_product(operation: tf.Operation) -> str:
@@ -215,18 +220,7 @@ class Machine:
         if self.cores is None:
             return work
         turns, share = devices / min(devices, self.cores), devices / self.cores
-        return Work(
-            product_flops=share * work.product_flops,
-            convolution_flops=share * work.convolution_flops,
-            depthwise_flops=share * work.depthwise_flops,
-            product_bytes=share * work.product_bytes,
-            bytes=share * work.bytes,
-            transcendentals=share * work.transcendentals,
-            updated_bytes=turns * work.updated_bytes,
-            operations=turns * work.operations,
-            turned_operations=turns * work.turned_operations,
-            steps=turns * work.steps,
-        )
+        return Work(**{name: (turns if name in _IN_TURNS else share) * getattr(work, name) for name in KINDS_OF_WORK})
 
     @classmethod
     def of_prices(cls, prices: Mapping[str, float], *, name: str, links: Links, cores: int | None = None) -> "Machine":
