@@ -188,6 +188,7 @@ def test_a_machine_comes_back_from_its_file(tmp_path):
 def test_what_is_left_out_is_as_documented():
     one = machine()
     assert (one.convolution_flops, one.depthwise_flops) == (1e12, 1e12)
+    assert machine(convolution_flops=5e11).depthwise_flops == 5e11
     assert (one.update_bandwidth, one.product_bandwidth) == (1e10, 1e10)
     assert one.links.across == one.links.between != {}
     assert (one.memory, one.peak_flops, one.cores, one.operation_seconds) == (None, None, None, 0.0)

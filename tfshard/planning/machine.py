@@ -85,7 +85,8 @@ def _of_one(
     if function is not None:
         share = shares(operation.outputs[0]) if operation.outputs else 1
         own = Work.total(
-            _of_one(each, each.inputs, lambda tensor: share, is_turned=is_loop) for each in function.get_operations()
+            _of_one(each, each.inputs, lambda tensor: share, is_turned=is_turned or is_loop)
+            for each in function.get_operations()
         )
         times = (step_flops.turns_of(operation) or 1) if is_loop else 1
         all_turns = {name: times * getattr(own, name) for name in KINDS_OF_WORK}
@@ -304,7 +305,7 @@ class Machine:
         found = collections.ChainMap({}, dict(values), _DEFAULTS)
         numbers = {name: _number(name, found[name]) for name in (*_RATES, *_STARTS) if name in found}
         for name in _RATES:
-            numbers.setdefault(name, numbers["product_flops" if name.endswith("_flops") else "bandwidth"])
+            numbers.setdefault(name, numbers[_TAKEN_FOR.get(name, "bandwidth")])
         numbers.setdefault("turned_operation_seconds", numbers["operation_seconds"])
         optional = {name: None if found[name] is None else _number(name, found[name]) for name in _OPTIONAL}
         memory = optional["memory"]
@@ -350,6 +351,8 @@ _CLUSTERS = pathlib.Path(__file__).parent / "clusters"
 _RATES = (
     "product_flops", "convolution_flops", "depthwise_flops", "product_bandwidth", "bandwidth", "update_bandwidth"
 )  # fmt: skip
+# Of rates that are not given, what stands for them; for the others `bandwidth`.
+_TAKEN_FOR = {"convolution_flops": "product_flops", "depthwise_flops": "convolution_flops"}
 _STARTS = ("transcendental_seconds", "operation_seconds", "turned_operation_seconds", "step_seconds")
 _OPTIONAL = ("memory", "peak_flops", "cores")
 _NEEDED = {"product_flops", "bandwidth", "devices_per_host", INSIDE}
