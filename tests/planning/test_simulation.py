@@ -112,6 +112,7 @@ def test_open_dims_need_a_length():
         ({"devices": (64,), "machine": {"between": None}}, StrategyError, "nothing is known of those"),
         ({"batch": 2.5}, StrategyError, "batch must be a positive integer"),
         ({"model": [1]}, StrategyError, "needs a keras.Model"),
+        ({"model": keras.Sequential([keras.layers.Dense(4)])}, StrategyError, "is not built.*keras.Input"),
         ({"layout_map": {".*": ("data", None)}}, LayoutError, "data"),
         ({"zero_stages": (4,)}, StrategyError, "Unknown ZeRO stage"),
     ],

@@ -283,6 +283,7 @@ class Simulator:
             raise StrategyError(
                 f"A simulation needs a keras.Model, whose graph it looks at. Received: model={model!r} ({type(model)})"
             )
+        self._specs = model_specs.specs_of(model)
         if model_graph.batch_of(model, 1, length) is None:
             raise StrategyError(
                 "A simulation needs to know what the model is called on. Build it on inputs whose dims are known, but "
@@ -300,7 +301,6 @@ class Simulator:
         self._gathering = turns.Gathering.of(reshard_after_forward)
         self._length = length
         self._batch = batch
-        self._specs = model_specs.specs_of(model)
         self._slots = model_specs.slots_of(optimizer, self._specs)
         self._needs_all = needs_all_gradients(optimizer)
         self._has_blocks = blocks.can_mark(model)
