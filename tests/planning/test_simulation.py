@@ -65,6 +65,8 @@ def test_what_does_not_fit_is_taken_in_parts_or_on_more_devices():
     assert nothing.best == {8: None, 64: None}
     assert "a device" in nothing.problems[8]
     assert "nothing" in str(nothing)
+    with pytest.raises(StrategyError, match=r"nothing to draw.*no step fits.*devices=\[8, 64\]"):
+        nothing.plot("curve.svg")
 
 
 def test_more_devices_are_quicker_until_what_they_send_is_more():

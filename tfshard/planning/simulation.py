@@ -133,10 +133,19 @@ class Simulation:
         return json.dumps(self.to_dict(), **options)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws samples a second and the utilization over the number of devices. Needs matplotlib."""
+        """Draws samples a second and the utilization over the number of devices. Needs matplotlib.
+
+        Raises:
+            StrategyError: There is nothing to draw: nothing fits.
+        """
         import matplotlib.figure
 
         found = [each for each in self.best.values() if each is not None]
+        if not found:
+            raise StrategyError(
+                f"There is nothing to draw: on {self.machine.name} no step fits. Print the simulation: it says what is "
+                f"missing. Received: devices={list(self.best)}"
+            )
         figure = matplotlib.figure.Figure(figsize=(6, 4), layout="constrained")
         axes = figure.subplots()
         axes.plot([each.devices for each in found], [each.samples_per_second for each in found], marker="o")

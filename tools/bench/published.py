@@ -211,7 +211,9 @@ def curves(name: str) -> list[str]:
         found = {count: line.best(machine, count) for count in DEVICES}
         made = simulation.Simulation(machine=machine, best=found, considered={}, problems={})
         picture = PICTURES / f"{name.lower()}_{cluster}.svg"
-        made.plot(picture)
+        fits = any(each is not None for each in found.values())
+        if fits:
+            made.plot(picture)
         lines += ["", f"## Llama {name} on {machine.name}", ""]
         lines += [
             "| devices | mesh | parts | recomputed | step, s | tokens/s | MFU | needs, GiB |",
@@ -227,7 +229,8 @@ def curves(name: str) -> list[str]:
                 f"{best.seconds:.2f} | {best.samples_per_second * LENGTH:,.0f} | {best.utilization:.0%} | "
                 f"{best.needed_bytes / 2**30:.1f} |"
             )
-        lines += ["", f"![Samples a second and MFU of {name} on {machine.name}](clusters/{picture.name})"]
+        if fits:
+            lines += ["", f"![Samples a second and MFU of {name} on {machine.name}](clusters/{picture.name})"]
     return lines
 
 
