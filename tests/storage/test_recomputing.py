@@ -20,7 +20,7 @@ Y = RS.normal(size=(16, 4)).astype("float32")
 
 
 def dense():
-    layers = [keras.layers.Dense(WIDTH, activation="gelu", name=f"block{i}_dense") for i in range(3)]
+    layers = [keras.layers.Dense(WIDTH, activation=("gelu", "silu")[i % 2], name=f"block{i}_dense") for i in range(3)]
     return keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(4)])
 
 
@@ -71,7 +71,10 @@ MODELS = {
     "dense": (dense, X), "convolutions": (convolutions, IMAGES), "recurrent": (recurrent, SEQUENCES),
     "attention": (attention, SEQUENCES),
 }  # fmt: skip
-MESHES = {"batch2": {"batch": 2}, "batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}}
+MESHES = {
+    "batch2": {"batch": 2}, "batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2},
+    "replica2_batch2": {"replica": 2, "batch": 2},
+}  # fmt: skip
 
 
 def run(name, mesh, stage, *, recompute=None, scope=None):
@@ -114,7 +117,7 @@ def test_losses_keep_their_bits(name, mesh, stage):
         assert again[2] > 0 or name == "recurrent", "premise: operations were copied"
         # Sums of two are the same in any order. Of four, all-reduces that are merged otherwise add otherwise.
         assert again[0][0] == losses[0]
-        if mesh != "batch4":
+        if mesh in ("batch2", "batch2_model2"):
             assert again[0] == losses
         np.testing.assert_allclose(again[0], losses, rtol=1e-6)
         for path, value in again[1].items():
@@ -146,16 +149,22 @@ def test_a_remat_scope_and_one_device_are_the_same():
     assert layer_patch.REMAT in {patch.change for patch in layer_patch.patches_of(model)}
 
 
-@pytest.mark.parametrize(("keep_products", "saved"), [(False, 0.7), (True, 0.3)])
-def test_activations_of_blocks_are_freed(keep_products, saved):
-    """By the allocator's trace: what a step adds, without what it adds with next to no samples."""
+@pytest.mark.parametrize(
+    ("activation", "kept", "keep_products", "saved"),
+    [("gelu", 3, False, 0.7), ("gelu", 3, True, 0.3), ("silu", 2, False, 0.7)],
+)
+def test_activations_of_blocks_are_freed(activation, kept, keep_products, saved):
+    """By the allocator's trace: what a step adds, without what it adds with next to no samples.
+
+    `tf.nn.silu` has a gradient of its own, which a tape gives no name scope.
+    """
     rows, width, blocks = 512, 512, 12
 
     def added(count, recompute):
         inputs = keras.Input((width,))
         x = inputs
         for i in range(blocks):
-            x = x + keras.layers.Dense(width, activation="gelu", name=f"block{i}_dense")(x)
+            x = x + keras.layers.Dense(width, activation=activation, name=f"block{i}_dense")(x)
         strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), analyzer=None)
         model = tfshard.as_distributed(keras.Model(inputs, x))
         model.compile("sgd", "mse", strategy=strategy)
@@ -167,8 +176,8 @@ def test_activations_of_blocks_are_freed(keep_products, saved):
         return profile.peak.added
 
     all_kept, freed, none = added(4 * rows, False), added(4 * rows, True), added(4, False)
-    # Each block of a device has at least two activations of a MiB beside what goes into it.
-    assert all_kept - none >= 4 * blocks * 3 * 4 * rows * width, "premise"
+    # Each block of a device has so many activations of a MiB, with what goes into it.
+    assert all_kept - none >= 4 * blocks * kept * 4 * rows * width, "premise"
     # What goes into a block stays.
     inputs = 4 * (blocks + 1) * 4 * rows * width
     assert freed - none - inputs <= (1 - saved) * (all_kept - none - inputs)

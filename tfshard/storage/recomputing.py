@@ -75,8 +75,12 @@ def recompute(
     tokens = []
     with graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
         number_of = {operation: number for number, operation in enumerate(operations)}
+        # What tapes add (their name scope: `tf.GradientTape`). By a gradient of a model's own (`tf.custom_gradient`, as
+        # silu has) they add it without a name, but after something that has one.
+        tapes = [number for operation, number in number_of.items() if "gradient_tape/" in operation.name]
         for block in blocks:
-            found = _Recomputation(operations[block.begin : block.end], block, number_of, stored)
+            backward = next((number for number in tapes if number >= block.end), len(operations))
+            found = _Recomputation(operations[block.begin : block.end], block, number_of, stored, backward)
             if found.needed:
                 tokens += found.carry_out(token, places)
     return Recomputed(operations=sorted(places, key=lambda operation: places[operation]), tokens=tokens)
@@ -108,16 +112,18 @@ class _Recomputation:
         block: Block,
         number_of: dict[tf.Operation, int],
         stored: Collection[Hashable],
+        backward: int,
     ):
         self._inside = set(inside)
         self._number_of = number_of
         self._block = block
         self._stored = stored
+        self._backward = backward
         self._given = {
             output.ref()
             for operation in inside
             for output in operation.outputs
-            if any(number_of[user] >= block.end and not _is_backward(user) for user in output.consumers())
+            if any(block.end <= number_of[user] < backward for user in output.consumers())
         }
         users = [
             (user, number, tensor)
@@ -126,23 +132,36 @@ class _Recomputation:
             for tensor in operation.outputs
             if tensor.ref() not in self._given
             for user in dict.fromkeys(tensor.consumers())
-            if number_of[user] >= block.end
+            if number_of[user] >= backward
             for number, each in enumerate(user.inputs)
             if each is tensor
         ]
-        after = self._made_after()
-        gradients = [
-            each
-            for user, _, _ in users
-            for each in user.inputs
-            if each.ref() in after and each.op not in self._inside and each.dtype.is_floating
-        ]
-        # The gradient that comes first.
-        self._gradient = min(gradients, key=lambda each: number_of[each.op], default=None)
+        self._gradient = None
         self.needed: list[tuple[tf.Operation, int, tf.Tensor]] = []
+        if users:
+            self._gradient = self._gradient_before(
+                min((user for user, _, _ in users), key=lambda each: number_of[each])
+            )
         if self._gradient is not None:
-            since = number_of[self._gradient.op]
-            self.needed = [each for each in users if number_of[each[0]] > since]
+            self.needed = users
+
+    def _gradient_before(self, first: tf.Operation) -> tf.Tensor | None:
+        """The gradient that comes to an operation of the backward pass, or to what uses its result; None if none does.
+
+        A gradient of a model's own may begin with operations on tensors of the block alone.
+        """
+        after, numbers = self._made_after(), range(self._backward, self._number_of[first])
+        left, seen = collections.deque([first]), {first}
+        while left:
+            operation = left.popleft()
+            for each in operation.inputs:
+                if each.ref() in after and self._number_of[each.op] in numbers and each.dtype.is_floating:
+                    return each
+            for user in [user for output in operation.outputs for user in output.consumers()]:
+                if user in self._number_of and user not in seen:
+                    seen.add(user)
+                    left.append(user)
+        return None
 
     def carry_out(self, token: Callable[[], tf.Tensor], places: dict[tf.Operation, tuple[int, int]]) -> list[tf.Tensor]:
         """Adds the copies, where the first of them is needed, and gives them to those that need them.
@@ -195,25 +214,20 @@ class _Recomputation:
     def _keep_apart(
         self, tensor: tf.Tensor, read: tf.Tensor, places: dict[tf.Operation, tuple[int, int]]
     ) -> list[tf.Tensor]:
-        """Gives the forward pass its tensor through an IdentityN.
+        """Gives the forward pass its tensor through an IdentityN, each operation by an output of its own.
 
-        With no other use left TensorFlow would fuse the operations before and behind it, and round otherwise.
+        With no other use left TensorFlow would fuse the operations before and behind it, or those behind it with each
+        other (a product with the sigmoid of the same), and round otherwise.
         """
-        if self._is_stored(tensor):
-            return []  # Each use of it has a turn.
-        users = [
-            (user, number)
-            for user in dict.fromkeys(tensor.consumers())
-            if user in self._inside
-            for number, each in enumerate(user.inputs)
-            if each is tensor
-        ]
-        if not users:
-            return []
-        other, apart = tf.raw_ops.IdentityN(input=[read, tensor])
+        users = [user for user in dict.fromkeys(tensor.consumers()) if user in self._inside]
+        if not users or self._is_stored(tensor):
+            return []  # Each use of what is stored has a turn.
+        other, *apart = tf.raw_ops.IdentityN(input=[read, *[tensor] * len(users)])
         places[other.op] = (self._number_of[tensor.op], 1)
-        for user, number in users:
-            _private.update_input(user, number, apart)
+        for user, own in zip(users, apart, strict=True):
+            for number, each in enumerate(user.inputs):
+                if each is tensor:
+                    _private.update_input(user, number, own)
         return [other]
 
     def _is_stored(self, tensor: tf.Tensor) -> bool:
@@ -237,8 +251,10 @@ class _Recomputation:
         return tensor.op in self._inside and tensor.ref() not in self._given and self._is_copied(tensor.op)
 
     def _is_activation(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor that comes in is to be tied: not what is stored, and not a constant."""
-        return tensor.op.type not in _NEVER or (tensor.op.type == "Placeholder" and tensor.dtype.is_floating)
+        """Whether a tensor that comes in is to be tied: not what is stored, nor a gather of it, and not a constant."""
+        if tensor.op.type in _NEVER:
+            return tensor.op.type == "Placeholder" and bool(tensor.dtype.is_floating)
+        return not self._is_stored(tensor)
 
     def _made_after(self) -> set[Hashable]:
         """What is made of what the block gave."""
@@ -253,8 +269,3 @@ class _Recomputation:
                     after.add(output.ref())
                     left.extend(output.consumers())
         return after
-
-
-def _is_backward(operation: tf.Operation) -> bool:
-    """Whether a tape made it (its name scope: `tf.GradientTape`)."""
-    return "gradient_tape/" in operation.name
