@@ -183,6 +183,30 @@ def test_activations_of_blocks_are_freed(activation, kept, keep_products, saved)
     assert freed - none - inputs <= (1 - saved) * (all_kept - none - inputs)
 
 
+def test_what_was_looked_up_is_tied_to_the_gradient(monkeypatch):
+    """It is made of a table and of a batch: a block that begins with it is not computed again at once."""
+    tied = []
+    original = recomputing.recompute
+
+    def noted(graph, *args):
+        found = original(graph, *args)
+        ties = [operation for operation in graph.get_operations() if operation.type == "IdentityN"]
+        tied.append({each.op.type for tie in ties for each in tie.inputs if "embedding" in each.name})
+        return found
+
+    monkeypatch.setattr(recomputing, "recompute", noted)
+    inputs = keras.Input((6,), dtype="int32")
+    x = keras.layers.Embedding(8, WIDTH, name="embedding")(inputs)
+    for i in range(2):
+        x = keras.layers.Dense(WIDTH, activation="gelu", name=f"block{i}_dense")(x)
+    model = tfshard.as_distributed(keras.Model(inputs, x))
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2))
+    model.compile("sgd", "mse", strategy=strategy)
+    strategy.recompute(model)
+    model.train_on_batch(np.zeros((4, 6), "int32"), np.zeros((4, 6, WIDTH), "float32"))
+    assert tied and all("GatherV2" in each for each in tied)
+
+
 @pytest.mark.parametrize(
     ("blocks", "names"),
     [

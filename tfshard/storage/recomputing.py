@@ -73,6 +73,7 @@ def recompute(
     operations = graph.get_operations()
     places: dict[tf.Operation, tuple[int, int]] = {operation: (n, 0) for n, operation in enumerate(operations)}
     tokens = []
+    captured = _private.captured_placeholders(graph)
     with graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
         number_of = {operation: number for number, operation in enumerate(operations)}
         # What tapes add (their name scope: `tf.GradientTape`). By a gradient of a model's own (`tf.custom_gradient`, as
@@ -80,7 +81,8 @@ def recompute(
         tapes = [number for operation, number in number_of.items() if "gradient_tape/" in operation.name]
         for block in blocks:
             backward = next((number for number in tapes if number >= block.end), len(operations))
-            found = _Recomputation(operations[block.begin : block.end], block, number_of, stored, backward)
+            inside = operations[block.begin : block.end]
+            found = _Recomputation(inside, block, number_of, stored, captured, backward)
             if found.needed:
                 tokens += found.carry_out(token, places)
     return Recomputed(operations=sorted(places, key=lambda operation: places[operation]), tokens=tokens)
@@ -112,12 +114,14 @@ class _Recomputation:
         block: Block,
         number_of: dict[tf.Operation, int],
         stored: Collection[Hashable],
+        captured: Collection[Hashable],
         backward: int,
     ):
         self._inside = set(inside)
         self._number_of = number_of
         self._block = block
         self._stored = stored
+        self._captured = captured
         self._backward = backward
         self._given = {
             output.ref()
@@ -231,10 +235,21 @@ class _Recomputation:
         return [other]
 
     def _is_stored(self, tensor: tf.Tensor) -> bool:
-        """Whether it is what was read of a variable, on its way to a use."""
-        while tensor.op.type in turns.ON_THE_WAY or tensor.op.type == "IdentityN":
-            tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
-        return tensor.ref() in self._stored
+        """Whether it is what was read of a variable, on its way to a use; not what was looked up in it for a batch."""
+        while tensor.ref() not in self._stored:
+            operation = tensor.op
+            if operation.type == "IdentityN":
+                tensor = operation.inputs[tensor.value_index]
+                continue
+            others = turns.ancestors(operation.inputs[1:])
+            if operation.type not in turns.ON_THE_WAY or any(self._is_argument(each) for each in others):
+                return False
+            tensor = operation.inputs[0]
+        return True
+
+    def _is_argument(self, operation: tf.Operation) -> bool:
+        """Whether a step is given what it gives, such as a batch."""
+        return operation.type == "Placeholder" and operation.outputs[0].ref() not in self._captured
 
     def _is_copied(self, operation: tf.Operation) -> bool:
         return (
