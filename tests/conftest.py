@@ -48,6 +48,8 @@ def pytest_collection_modifyitems(config, items):
             item.user_properties.append(("table", table.args))
     if not (sweeps.SWEEP or portions.WRITES or config.option.keyword or any("::" in each for each in config.args)):
         _take_portions(config, items)
+    if hasattr(config, "workerinput"):
+        items[:] = portions.longest_first(items, key=lambda item: item.nodeid)
 
 
 def _take_portions(config, items):

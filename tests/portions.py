@@ -16,19 +16,23 @@ import os
 import pathlib
 import random
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
-# Seconds that an ordinary run gives a test with several cases, and of those it takes at least so many.
-PORTION = 5.0
+# Seconds that an ordinary run gives a test with several cases, and how many of those that are not named it takes in any
+# case.
+PORTION = 4.0
 LEAST_CASES = 1
 
 # Seconds from which a test without cases runs every other day, and those that run every day nevertheless: what they
 # guard changes with documents, not with code.
-LONG = 12.0
+LONG = 9.0
 EACH_DAY = {"tests/test_docs.py::test_every_block_of_python_runs"}
 
 # Of a case of a test that was never measured.
 UNKNOWN = 3.0
+
+Item = TypeVar("Item")
 
 FILE = pathlib.Path(__file__).parent / "seconds.json"
 WRITES = os.environ.get("TFSHARD_WRITE_SECONDS") == "1"
@@ -69,11 +73,29 @@ def left_out(cases: Sequence[str], always: Collection[str], seconds: Mapping[str
         named = [case for case in its if case in always]
         others = [case for case in its if case not in always]
         random.Random(f"{seed} {test}").shuffle(others)
-        count = max(math.floor(PORTION / each), LEAST_CASES) - len(named)
-        out.update(others[max(count, 0) :])
+        count = max(math.floor(PORTION / each) - len(named), LEAST_CASES)
+        out.update(others[count:])
     long = long_tests(cases, seconds)
     drawn = random.Random(f"{seed} long tests").sample(long, len(long) // 2)
     return out | set(drawn).difference(always)
+
+
+def longest_first(items: Iterable[Item], key: Callable[[Item], str]) -> list[Item]:
+    """Tests with those of the file that takes longest first, so that processes that take one file after the other end
+    at nearly the same time.
+
+    Args:
+        items: The tests that run.
+        key: The name of a test, as pytest has it.
+    """
+    seconds, by_file = known(), collections.defaultdict(list)
+    for item in items:
+        by_file[key(item).partition("::")[0]].append(item)
+
+    def taken(file: str) -> float:
+        return sum(seconds.get(test_of(key(item)), UNKNOWN) for item in by_file[file])
+
+    return [item for file in sorted(by_file, key=taken, reverse=True) for item in by_file[file]]
 
 
 def write(measured: Iterable[tuple[str, float]]) -> None:

@@ -19,10 +19,12 @@ def test_a_slow_test_runs_with_as_many_cases_as_fit_and_others_each_day():
 
 
 def test_cases_that_are_named_run_and_count():
-    named = set(CASES[:3])
+    named = set(CASES[:2])
     run = set(CASES[:20]) - portions.left_out(CASES[:20], named, SECONDS, "")
     assert named < run and len(run) == 4
-    assert portions.left_out(CASES[:20], set(CASES[:6]), SECONDS, "") == set(CASES[6:20])
+    outs = [portions.left_out(CASES[:20], set(CASES[:6]), SECONDS, f"day {day}") for day in range(60)]
+    assert {len(out) for out in outs} == {20 - 6 - portions.LEAST_CASES}
+    assert set.intersection(*outs) == set(), "each of the others runs on some day"
 
 
 def test_of_a_very_slow_or_unknown_test_some_cases_run():
@@ -39,6 +41,12 @@ def test_of_long_tests_without_cases_half_run_and_the_others_another_day():
     assert {len(out) for out in outs} == {5}
     assert set.union(*outs) == set(tests)
     assert not portions.left_out(cases, set(tests), seconds, "")
+
+
+def test_files_that_take_long_begin_and_tests_keep_their_order(monkeypatch):
+    monkeypatch.setattr(portions, "known", lambda: {"b.py::test_long": 30.0, "a.py::test_short": 1.0})
+    tests = ["a.py::test_short[0]", "a.py::test_short[1]", "b.py::test_long", "c.py::test_new"]
+    assert portions.longest_first(tests, key=str) == [tests[2], tests[3], *tests[:2]]
 
 
 def test_seconds_are_of_tests_that_there_are():

@@ -16,5 +16,6 @@ fi
 ruff check .
 ruff format --check .
 mypy
-# Two processes of four logical devices each; what the tests of a file share is made in one of them.
-pytest --numprocesses=2 --dist=loadfile "$@"
+# Two processes of four logical devices each; what the tests of a file share is made in one of them. The file that takes
+# longest goes first (tests/portions.py).
+pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"
