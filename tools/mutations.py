@@ -750,6 +750,14 @@ MUTATIONS = [
         killed_by="tests/devices/test_gathers.py::test_the_data_axis_is_gathered_by_one_collective_beside_model_axes",
     ),
     Mutation(
+        area="devices",
+        file="tfshard/devices/replicas.py",
+        old="        rows = transfer.relayout(rows, (None,) * len(shard), mesh)\n    return leave_shard",
+        new="    return leave_shard",
+        what="what was gathered has the layout of what uses it",
+        killed_by="tests/storage/test_optimizers.py::test_training_matches_one_device[muon-batch2_model2-3-alone]",
+    ),
+    Mutation(
         area="collectives",
         file="tfshard/collectives.py",
         old="with gathers.one_axis_at_once():",

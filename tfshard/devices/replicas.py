@@ -92,6 +92,8 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     rows = transfer.relayout(rows, (None,) * len(shard), mesh)
     if dim:
         rows = tf.transpose(rows, [first.index(each) for each in range(len(shard))])
+        # Else it is given the layout of what uses it, which DTensor cannot transpose into.
+        rows = transfer.relayout(rows, (None,) * len(shard), mesh)
     return leave_shard(rows, tuple(None if axis == sizes.data else axis for axis in axes), mesh)
 
 
