@@ -247,6 +247,16 @@ def test_reshape_keeps_a_sharded_dim_only_in_front(before, after, dim, devices, 
     assert (outcome.outputs[0][1] if isinstance(outcome, dim_rules.Flow) else None) == to
 
 
+@pytest.mark.parametrize(("dtype", "to"), [("int32", 1), ("float16", None)])
+def test_a_bitcast_keeps_a_sharded_dim_if_elements_keep_their_size(dtype, to):
+    import tensorflow as tf
+
+    with tf.Graph().as_default():
+        tensor = tf.bitcast(tf.zeros((4, 6)), dtype)
+    outcome = dim_rules.advance(tensor.op, 0, 1, 2)
+    assert (outcome.outputs[0][1] if isinstance(outcome, dim_rules.Flow) else None) == to
+
+
 # --- What a step sends -----------------------------------------------------------------------------------
 
 WIDTH, LENGTH, BATCH, LAYERS, VOCABULARY = 128, 128, 32, 2, 2048

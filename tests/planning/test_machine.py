@@ -42,10 +42,10 @@ def placed(specs, mesh: dict[str, int], stage: int, layout_map=None, groups: Gro
     ).check()  # fmt: skip
 
 
-def traced(mesh: dict[str, int], *, stage: int = 3, layout_map=None, rows: int = ROWS, count: int = 2):
+def traced(mesh: dict[str, int], *, stage: int = 3, layout_map=None, rows: int = ROWS, count: int = 2, dtype=None):
     """A step of Dense layers without biases, and what its placement writes."""
     names = ["first", *(f"layer_{i}" for i in range(count - 2)), "last"]
-    hidden = [keras.layers.Dense(WIDTH, use_bias=False, name=name) for name in names]
+    hidden = [keras.layers.Dense(WIDTH, use_bias=False, name=name, dtype=dtype) for name in names]
     model = keras.Sequential([keras.Input((WIDTH,)), *hidden])
     specs = model_specs.specs_of(model)
     placement = placed(specs, mesh, stage, layout_map)
@@ -81,6 +81,16 @@ def test_a_model_axis_shares_the_work_out():
     time = alone.on(machine(), {"batch": 1, "model": 2}, updated_bytes=updated)
     assert time.collective_seconds == machine().links.seconds(alone.sent[0], {"batch": 1, "model": 2}) > 1e-4
     assert time.seconds == pytest.approx(time.compute_seconds + time.collective_seconds), "it is waited for"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_axis_shares_products_out_in_any_dtype(stage, dtype):
+    """What is gathered in bfloat16 is sent by its bits, as float16."""
+    columns = {".*first/kernel": (None, "model"), ".*last/kernel": ("model", None)}
+    step, _ = traced({"batch": 2, "model": 2}, layout_map=columns, stage=stage, dtype=dtype)
+    alone, _ = traced({"batch": 2}, stage=stage, dtype=dtype)
+    assert step.total.product_flops == alone.total.product_flops / 2 > 0
 
 
 def step_of(

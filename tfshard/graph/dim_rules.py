@@ -172,6 +172,13 @@ def _elementwise(operation: tf.Operation, number: int, dim: int, devices: int) -
     return Flow(outputs=((0, to),), aligned=tuple(aligned), repeated=tuple(repeated))
 
 
+def _bitcast(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    """To a dtype of as many bytes it is element by element."""
+    if operation.inputs[0].dtype.size != operation.outputs[0].dtype.size:
+        return Blocked(reason=f"operation '{operation.name}' (Bitcast) changes the size of elements")
+    return _elementwise(operation, number, dim, devices)
+
+
 def _each(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
     """IdentityN: each input to its own output."""
     return Flow(outputs=((number, dim),))
@@ -398,6 +405,7 @@ _RULES: dict[str, Rule] = {
         _elementwise,
     ),
     **dict.fromkeys(("Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs"), _nothing),
+    "Bitcast": _bitcast,
     "IdentityN": _each,
     "Reshape": _reshape,
     "Transpose": _transpose,
