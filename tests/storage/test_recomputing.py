@@ -106,6 +106,18 @@ def run(name, mesh, stage, *, recompute=None, scope=None):
     return losses, weights, sum(again)
 
 
+def recomputing_with(strategy):
+    """A strategy that computes the blocks of each model again."""
+    original = strategy.adopt_model
+
+    def adopted(model):
+        original(model)
+        strategy.recompute(model)
+
+    strategy.adopt_model = adopted
+    return strategy
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
@@ -207,6 +219,32 @@ def test_what_was_looked_up_is_tied_to_the_gradient(monkeypatch):
     assert tied and all("GatherV2" in each for each in tied)
 
 
+def test_what_is_known_when_a_step_is_traced_stays_known():
+    """How often heads are repeated, as in Llama's attention, is made of constants; the gradient takes it, too."""
+
+    class Repeated(keras.layers.Layer):
+        def build(self, shape):
+            self.dense, self.out = keras.layers.Dense(WIDTH, activation="silu"), keras.layers.Dense(WIDTH)
+
+        def call(self, x):
+            heads = keras.ops.repeat(keras.ops.reshape(self.dense(x), (-1, 4, 4)), 2, axis=1)
+            return x + self.out(keras.ops.reshape(heads, (-1, 2 * WIDTH)))
+
+    def build():
+        inputs = keras.Input((WIDTH,))
+        return keras.Model(inputs, keras.layers.Dense(4)(Repeated()(Repeated()(inputs))))
+
+    batches = [(X[:8], Y[:8]), (X[8:], Y[8:])]
+    reference = parity.train(build, batches, optimizer=lambda: keras.optimizers.Adam(1e-2), loss="mse", steps=4)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    found = parity.train(
+        build, batches, optimizer=lambda: keras.optimizers.Adam(1e-2), loss="mse",
+        strategy=recomputing_with(strategy), steps=4,
+    )  # fmt: skip
+    assert layer_patch.BLOCK in {patch.change for patch in layer_patch.patches_of(found.model)}, "premise"
+    parity.assert_same(found, reference, rtol=1e-5, atol=1e-5, slots=False)
+
+
 @pytest.mark.parametrize(
     ("blocks", "names"),
     [
@@ -264,14 +302,7 @@ def test_a_tensor_of_a_block_that_others_use_stays():
 
     batches = [(X[:8], Y[:8]), (X[8:], Y[8:])]
     reference = parity.train(build, batches, optimizer=lambda: keras.optimizers.Adam(1e-2), loss="mse", steps=4)
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
-    original = strategy.adopt_model
-
-    def adopted(model):
-        original(model)
-        strategy.recompute(model)
-
-    strategy.adopt_model = adopted
+    strategy = recomputing_with(tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
     found = parity.train(
         build, batches, optimizer=lambda: keras.optimizers.Adam(1e-2), loss="mse", strategy=strategy, steps=4
     )

@@ -100,12 +100,7 @@ class TrainingGraph:
     @functools.cached_property
     def known(self) -> frozenset[tf.Operation]:
         """Operations whose results are known before the step runs: of constants, and of shapes."""
-        found: set[tf.Operation] = set()
-        for operation in self.operations:
-            is_made = operation.inputs and all(each.op in found for each in operation.inputs)
-            if operation.type in _SIZES or (is_made and not operation.op_def.is_stateful):
-                found.add(operation)
-        return frozenset(found)
+        return recomputing.known_before(self.operations)
 
     @functools.cached_property
     def needed(self) -> dict[tf.Operation, list[tf.Tensor]]:
@@ -133,10 +128,6 @@ class TrainingGraph:
         """How often each unit is gathered to be read, by its name."""
         counted = collections.Counter(cost.unit for each, cost in self.costs.items() if each in self.needed)
         return {unit: count for unit, count in counted.items() if unit}
-
-
-# What is known of shapes, and constants.
-_SIZES = frozenset("BroadcastGradientArgs Const Rank Shape ShapeN Size".split())
 
 
 def trace(

@@ -39,6 +39,8 @@ PRODUCTS = frozenset(
 STAYS = "stays_in_memory"
 
 _NEVER = frozenset(("Const", "Placeholder", "ReadVariableOp"))
+# What is known of shapes, and constants.
+_SIZES = frozenset("BroadcastGradientArgs Const Rank Shape ShapeN Size".split())
 _WITH_BODIES = ("Case", "If", "PartitionedCall", "While")
 
 
@@ -73,7 +75,7 @@ def recompute(
     operations = graph.get_operations()
     places: dict[tf.Operation, tuple[int, int]] = {operation: (n, 0) for n, operation in enumerate(operations)}
     tokens = []
-    captured = _private.captured_placeholders(graph)
+    captured, known = _private.captured_placeholders(graph), known_before(operations)
     with graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
         number_of = {operation: number for number, operation in enumerate(operations)}
         # What tapes add (their name scope: `tf.GradientTape`). By a gradient of a model's own (`tf.custom_gradient`, as
@@ -82,7 +84,7 @@ def recompute(
         for block in blocks:
             backward = next((number for number in tapes if number >= block.end), len(operations))
             inside = operations[block.begin : block.end]
-            found = _Recomputation(inside, block, number_of, stored, captured, backward)
+            found = _Recomputation(inside, block, number_of, stored, captured, known, backward)
             if found.needed:
                 tokens += found.carry_out(token, places)
     return Recomputed(operations=sorted(places, key=lambda operation: places[operation]), tokens=tokens)
@@ -101,6 +103,17 @@ class Recomputed:
     tokens: list[tf.Tensor]
 
 
+def known_before(operations: Sequence[tf.Operation]) -> frozenset[tf.Operation]:
+    """Those whose results are known before they run: of constants, and of shapes. They have to stay so: DTensor needs
+    some of them when it expands a step."""
+    found: set[tf.Operation] = set()
+    for operation in operations:
+        is_made = operation.inputs and all(each.op in found for each in operation.inputs)
+        if operation.type in _SIZES or (is_made and not operation.op_def.is_stateful):
+            found.add(operation)
+    return frozenset(found)
+
+
 class _Recomputation:
     """Of one block.
 
@@ -115,6 +128,7 @@ class _Recomputation:
         number_of: dict[tf.Operation, int],
         stored: Collection[Hashable],
         captured: Collection[Hashable],
+        known: Collection[tf.Operation],
         backward: int,
     ):
         self._inside = set(inside)
@@ -122,6 +136,7 @@ class _Recomputation:
         self._block = block
         self._stored = stored
         self._captured = captured
+        self._known = known
         self._backward = backward
         self._given = {
             output.ref()
@@ -254,6 +269,7 @@ class _Recomputation:
     def _is_copied(self, operation: tf.Operation) -> bool:
         return (
             operation.type not in _NEVER
+            and operation not in self._known
             and STAYS not in operation.name
             and operation.type not in self._block.keeps
             and not operation.op_def.is_stateful
@@ -269,7 +285,7 @@ class _Recomputation:
         """Whether a tensor that comes in is to be tied: not what is stored, nor a gather of it, and not a constant."""
         if tensor.op.type in _NEVER:
             return tensor.op.type == "Placeholder" and bool(tensor.dtype.is_floating)
-        return not self._is_stored(tensor)
+        return tensor.op not in self._known and not self._is_stored(tensor)
 
     def _made_after(self) -> set[Hashable]:
         """What is made of what the block gave."""

@@ -69,7 +69,7 @@ class Configuration:
         return sizes + more + f", two hosts at {self.rate}/s" * bool(self.rate)
 
 
-def _gpt(layers: int, width: int, batch: int = 8, length: int = 64, vocabulary: int = 2000) -> models.Model:
+def _gpt(layers: int, width: int, batch: int = 8, length: int = 96, vocabulary: int = 3000) -> models.Model:
     heads = max(2, width // 64)
     return models.Model(
         kind="gpt", batch=batch, layers=layers, width=width, heads=heads, vocabulary=vocabulary, length=length
@@ -79,32 +79,37 @@ def _gpt(layers: int, width: int, batch: int = 8, length: int = 64, vocabulary: 
 def configurations() -> list[Configuration]:
     """Models of different depth, width, batch and kind, on meshes of one to eight devices."""
     found = []
-    for number, (layers, width) in enumerate([(2, 128), (4, 256), (2, 512), (8, 128), (6, 256), (12, 128)]):
+    for number, (layers, width) in enumerate([(3, 160), (5, 192), (3, 384), (7, 128), (4, 320), (10, 160)]):
         model = _gpt(layers, width)
         found.append(Configuration(model=model, mesh={"batch": 4}))
         found.append(Configuration(model=model, mesh={"batch": 4}, stage=number % 3))
         found.append(Configuration(model=model, mesh={"batch": (1, 2, 8)[number % 3]}))
-    for layers, width in [(2, 256), (2, 512), (4, 128)]:
-        found.append(Configuration(model=_gpt(layers, width, batch=16, length=128), mesh={"batch": 4}))
+    for layers, width in [(2, 384), (5, 128)]:
+        found.append(Configuration(model=_gpt(layers, width, batch=16, length=160), mesh={"batch": 4}))
         found.append(Configuration(model=_gpt(layers, width), mesh={"batch": 2, "model": 2}))
-        found.append(Configuration(model=_gpt(layers, width), mesh={"model": 4}, stage=0))
+        found.append(Configuration(model=_gpt(layers, width, vocabulary=4000), mesh={"model": 4}, stage=0))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, recompute=True))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, microbatches=2))
-    for model in [_gpt(3, 192, batch=16)]:
+    for model in [_gpt(4, 256, batch=16)]:
         found.append(Configuration(model=model, mesh={"replica": 2, "batch": 2}))
         found.append(Configuration(model=model, mesh={"model": 2}, stage=0))
         found.append(Configuration(model=model, mesh={"batch": 4, "model": 2}, stage=2))
         found.append(Configuration(model=model, mesh={"batch": 2}, microbatches=4))
         found.append(Configuration(model=model, mesh={"batch": 2}, recompute=True, microbatches=2))
-    for kind in ("bert", "resnet50", "efficientnet", "lstm"):
-        model = models.MODELS[kind]
+    for kind, sizes in (
+        ("bert", {"layers": 3, "width": 192, "heads": 3, "length": 96}),
+        ("resnet50", {"length": 48}),
+        ("efficientnet", {"length": 96, "batch": 8}),
+        ("lstm", {"width": 192}),
+    ):
+        model = dataclasses.replace(models.MODELS[kind], **sizes)
         found += [Configuration(model=model, mesh={"batch": size}) for size in (2, 4)]
         found.append(Configuration(model=dataclasses.replace(model, batch=8), mesh={"batch": 4}, stage=0))
     return found
 
 
 DEVICES = (2, 4, 8)
-RATES = ("1gbit", "100mbit")
+RATES = ("1gbit", "300mbit")
 
 
 def on_hosts() -> list[Configuration]:
@@ -113,10 +118,10 @@ def on_hosts() -> list[Configuration]:
         Configuration(model=_gpt(layers, width), mesh=mesh, stage=stage, rate=rate)
         for rate in RATES
         for layers, width, mesh, stage in [
-            (2, 256, {"batch": 4}, 3),
-            (2, 256, {"replica": 2, "batch": 2}, 3),
-            (4, 128, {"batch": 4}, 0),
-            (4, 128, {"replica": 2, "batch": 2}, 1),
+            (3, 192, {"batch": 4}, 3),
+            (3, 192, {"replica": 2, "batch": 2}, 3),
+            (5, 128, {"batch": 4}, 0),
+            (5, 128, {"replica": 2, "batch": 2}, 1),
         ]
     ]
 
