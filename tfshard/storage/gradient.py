@@ -118,6 +118,8 @@ def layout_of(tensor: tf.Tensor | tf.IndexedSlices) -> Axes | None:
                     return None
                 merged[dim] = axis or merged[dim]
             continue
+        if current.op.type.endswith("If"):
+            continue  # What a branch is given says nothing of what it gives.
         sources = [_private.captured(current)] if current.op.type == "Placeholder" else current.op.inputs
         for source in sources:
             if source is not None and source.shape == tensor.shape and source.ref() not in seen:
