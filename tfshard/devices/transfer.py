@@ -143,8 +143,17 @@ def scatter(tensor: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mesh
 def _copied(tensor: tf.Tensor, dim: int, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     """A tensor in the layout `axes`, in memory of its own; `dim` has several elements and is not sharded."""
     # Of the operations that DTensor expands, concat is the one that never works in place.
+    # Not by a split: in a step that is given dims that are whole (`operations.dims`).
     half = tensor.shape[dim] // 2
-    halves = tf.split(tensor, [half, tensor.shape[dim] - half], axis=dim)
+    begins, counts = (0, half), (half, tensor.shape[dim] - half)
+    halves = [
+        tf.slice(
+            tensor,
+            [begin if each == dim else 0 for each in range(tensor.shape.rank)],
+            [count if each == dim else size for each, size in enumerate(tensor.shape)],
+        )
+        for begin, count in zip(begins, counts, strict=True)
+    ]
     return relayout(tf.concat([relayout(part, axes, mesh) for part in halves], axis=dim), axes, mesh)
 
 
