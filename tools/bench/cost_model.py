@@ -1,7 +1,7 @@
 """How well the time and the memory of steps are predicted: measured on this machine, beside `tfshard.simulate`.
 
     tfshard calibrate --num_devices=4 --save=/tmp/machine.yaml
-    python -m tools.bench.cost_model --measure=/tmp/steps.json --rounds=3    # an hour and a half, quiet
+    python -m tools.bench.cost_model --measure=/tmp/steps.json --rounds=1 --hosts    # half an hour, quiet
     python -m tools.bench.cost_model --steps=/tmp/steps.json --machine=/tmp/machine.yaml
 
 A configuration is a model, a mesh and a stage, with blocks computed again or a batch in parts; none of them is among
