@@ -40,7 +40,7 @@ STAYS = "stays_in_memory"
 
 _NEVER = frozenset(("Const", "Placeholder", "ReadVariableOp"))
 # What is known of shapes, and constants.
-_SIZES = frozenset("BroadcastGradientArgs Const Rank Shape ShapeN Size".split())
+_KNOWN = turns.SIZES | {"BroadcastGradientArgs", "Const"}
 _WITH_BODIES = ("Case", "If", "PartitionedCall", "While")
 
 
@@ -109,7 +109,7 @@ def known_before(operations: Sequence[tf.Operation]) -> frozenset[tf.Operation]:
     found: set[tf.Operation] = set()
     for operation in operations:
         is_made = operation.inputs and all(each.op in found for each in operation.inputs)
-        if operation.type in _SIZES or (is_made and not operation.op_def.is_stateful):
+        if operation.type in _KNOWN or (is_made and not operation.op_def.is_stateful):
             found.add(operation)
     return frozenset(found)
 
@@ -256,8 +256,11 @@ class _Recomputation:
             if operation.type == "IdentityN":
                 tensor = operation.inputs[tensor.value_index]
                 continue
-            others = turns.ancestors(operation.inputs[1:])
-            if operation.type not in turns.ON_THE_WAY or any(self._is_argument(each) for each in others):
+            if operation.type not in turns.ON_THE_WAY:
+                return False
+            # What is known is not followed back: the shape of an activation leads to all of the forward pass.
+            others = turns.ancestors(each for each in operation.inputs[1:] if each.op not in self._known)
+            if any(self._is_argument(each) for each in others):
                 return False
             tensor = operation.inputs[0]
         return True

@@ -52,7 +52,7 @@ _NARROW = (tf.bfloat16, tf.float16)
 _DTYPE_SENT = tf.float16
 
 # What is made of the batch, but known when the step is traced.
-_SIZES = frozenset(("Rank", "Shape", "ShapeN", "Size"))
+SIZES = frozenset(("Rank", "Shape", "ShapeN", "Size"))
 
 # What takes this share of all that is gathered, as the table of a language model may, is not whole on a device at the
 # same time as its gradient.
@@ -391,7 +391,7 @@ class Values:
                 for output in operation.outputs:
                     self._add(output, key, narrow)
             else:
-                if is_argument or (batch and operation.type not in _SIZES) or operation.type in _private.ALL_RANDOM_OPS:
+                if is_argument or (batch and operation.type not in SIZES) or operation.type in _private.ALL_RANDOM_OPS:
                     of_batch.update(output.ref() for output in operation.outputs)
                 if numbers:
                     ties = [
@@ -399,7 +399,7 @@ class Values:
                         for number, each in enumerate(inputs)
                         if each.ref() in of_batch and each.dtype not in (tf.resource, tf.variant)
                     ]
-                    if operation.type in _SIZES:
+                    if operation.type in SIZES:
                         # It waits for nothing. What else takes the same may be the gradient by a convolution's kernel,
                         # of which oneDNN makes one operation with that by its bias (mkl_layout_pass.cc): then one of
                         # the two cannot wait.
