@@ -56,7 +56,7 @@ def gathers_of(
     uses, sent = _uses(model, planned, name_of, inputs)
     stored = {name: each.sent_as(sent.get(name)) for name, each in stored.items()}
     order = [[stored[name] for name in dict.fromkeys(names)] for names in uses]
-    begins = turns.begun(order, gathering.kept_bytes(stored.values()))
+    begins = turns.begun(order, gathering.kept_bytes(stored.values()), gathering.prefetch)
     counted = collections.Counter(name for names in begins for name in names)
     # What is not used in the forward pass has no turn, as far as the graph tells; a step gathers what it reads.
     return {

@@ -27,7 +27,7 @@ from tfshard.layouts import variable_layout
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout, itemsize
 from tfshard.operations import blocks, loops
-from tfshard.planning import local_shares, variable_traffic
+from tfshard.planning import local_shares, reordering, variable_traffic
 from tfshard.storage import recomputing, steps, turns
 
 
@@ -81,6 +81,7 @@ class TrainingGraph:
         shards: Operations on what rests of a unit on a device, before it is gathered.
         devices: Among how many the batch axis shares what is stored out.
         results: What the step is there for.
+        products: What products take that TensorFlow puts together anew.
         shares: Among how many devices of model axes a tensor is shared out.
     """
 
@@ -90,6 +91,7 @@ class TrainingGraph:
     shards: frozenset[tf.Operation]
     devices: int
     results: tuple[tf.Tensor, ...]
+    products: Mapping[tf.Operation, Sequence[tf.Tensor]]
     shares: Callable[[tf.Tensor], int]
 
     @property
@@ -116,7 +118,9 @@ class TrainingGraph:
             taken.add(tensor.ref())
             is_new = operation not in found
             # TensorFlow takes unused outputs of an IdentityN away, with their inputs.
-            inputs = [operation.inputs[tensor.value_index]] if operation.type == "IdentityN" else operation.inputs
+            inputs: Sequence[tf.Tensor] = self.products.get(operation, operation.inputs)
+            if operation.type == "IdentityN":
+                inputs = [operation.inputs[tensor.value_index]]
             taking = [each for each in inputs if each.op not in self.known]
             own = found.setdefault(operation, [])
             if is_new or operation.type == "IdentityN":
@@ -191,6 +195,9 @@ class _Trace:
         self._name_of = {each.spec.path: name for name, members in self._units.items() for each in members}
         # Gradients that are reduced by themselves, as shards, with the name of their unit: one for each read.
         self._scattered: list[tuple[str, tf.Tensor]] = []
+        # Of what stands alone, how often it is read, and those gradients that are reduced together, one for each read.
+        self._reads: dict[str, int] = collections.Counter()
+        self._joining: dict[str, list[tf.Tensor]] = collections.defaultdict(list)
         self._costs: dict[tf.Operation, Cost] = {}
         # The paths of what stays gathered in any case.
         self._kept: frozenset[str] = frozenset()
@@ -248,16 +255,25 @@ class _Trace:
         if first.grouped:
             return value
         with steps.scope_of(value):
-            if self._is_scattered(first):
-                return self._scattering(name, first, value)
+            if first.spec.trainable and self._devices > 1:
+                return self._noting(name, first, value)
             return tf.identity(value) if self._is_gathered(first) else value
 
-    def _scattering(self, name: str, layout: VariableLayout, value: tf.Tensor) -> tf.Tensor:
-        """The same value. Its gradient is reduced and cut where it is made (as by `gradient.both_ways`)."""
+    def _noting(self, name: str, layout: VariableLayout, value: tf.Tensor) -> tf.Tensor:
+        """The same value. Its gradient is reduced and cut where it is made (as by `gradient.both_ways`), or joins those
+        that are reduced as one; each use has its own."""
         bytes_ = self._bytes(layout)
+        self._reads[name] += 1
 
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            shard = self._stand_in(self._reduced(upstream, bytes_, is_cut=True), Kind.SHARD, bytes_ // self._devices)
+        def gradient(upstream: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+            whole = tf.convert_to_tensor(upstream)
+            is_sparse = isinstance(upstream, tf.IndexedSlices)
+            if not self._is_scattered(layout) or variable_traffic.joins(
+                layout, self._reads[name], self._placement.zero_stage, is_sparse=is_sparse
+            ):
+                self._joining[name].append(whole)
+                return whole
+            shard = self._stand_in(self._reduced(whole, bytes_, is_cut=True), Kind.SHARD, bytes_ // self._devices)
             self._scattered.append((name, shard))
             return shard
 
@@ -298,24 +314,33 @@ class _Trace:
             Those for which the backward pass waits.
         """
         scattered = dict(self._scattered)
-        merged: dict[tf.DType, dict[str, tf.Tensor]] = {}
+        merged: dict[tf.DType, dict[str, list[tf.Tensor]]] = {}
         by_replicas: dict[str, tf.Tensor] = {}
         for name, members in self._units.items():
             for each in members:
                 gradient = gradients.get(each.spec.path)
-                if gradient is None or name in scattered:
+                if gradient is None:
                     continue
                 if variable_layout.is_added_up_by_replicas(each, self._mesh_shape):
-                    bytes_ = self._bytes(each)
-                    # The pieces of all devices of a replica, and what is gathered of sums (`replicas.all_reduce`).
-                    by_replicas[name] = self._stand_in(
-                        gradient, Kind.REDUCTION, bytes_, bytes_, sent=bytes_, by_replicas=True
-                    )
-                else:
-                    merged.setdefault(gradient.dtype, {})[each.spec.path] = gradient
-        waiting = {name: gradients[self._units[name][0].spec.path] for name in scattered} | by_replicas
+                    if name not in scattered:
+                        bytes_ = self._bytes(each)
+                        # The pieces of all devices of a replica, and what is gathered of sums (`replicas.all_reduce`).
+                        by_replicas[name] = self._stand_in(
+                            gradient, Kind.REDUCTION, bytes_, bytes_, sent=bytes_, by_replicas=True
+                        )
+                    continue
+                own = self._joining.get(name, [] if name in scattered else [gradient])
+                if own:
+                    merged.setdefault(gradient.dtype, {})[each.spec.path] = own
+        waiting: dict[str, tf.Tensor] = {}
         for together in merged.values():
             waiting |= self._merged(together)
+        shards: dict[str, list[tf.Tensor]] = collections.defaultdict(list)
+        for name, shard in self._scattered:
+            shards[name].append(shard)
+        for name, own in shards.items():
+            waiting[name] = self._sum([*own, *([waiting[name]] if name in waiting else [])], Kind.SHARD)
+        waiting |= by_replicas
         if self._needs_all:
             names = list(waiting)
             waiting = dict(zip(names, tf.raw_ops.IdentityN(input=list(waiting.values())), strict=True))
@@ -340,29 +365,42 @@ class _Trace:
         ring = bytes_ * (1 - 1 / self._devices)
         return self._stand_in(gradient, Kind.REDUCTION, None, ring, sent=bytes_, is_cut=is_cut)
 
-    def _merged(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Gradients that are reduced as one, by the name of their unit: views of a buffer."""
+    def _sum(self, parts: Sequence[tf.Tensor], kind: Kind, output: int | None = None) -> tf.Tensor:
+        """Of gradients of one variable, where the first is, if `output` is None."""
+        if len(parts) == 1:
+            return parts[0]
+        return self._joined(parts, kind, output)
+
+    def _joined(self, parts: Sequence[tf.Tensor], kind: Kind, output: int | None) -> tf.Tensor:
+        """What is made of several, of any shape."""
+        made = tf.concat([tf.reshape(each, [-1]) for each in parts], axis=0)
+        self._costs[made.op] = Cost(kind=kind, output=output)
+        return made
+
+    def _merged(self, gradients: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, tf.Tensor]:
+        """Gradients that are reduced as one, by the name of their unit: views of a buffer.
+
+        Args:
+            gradients: By path, one for each use.
+        """
         sizes = {each.spec.path: self._bytes(each) for each in self._placement.variables}
-        total = sum(sizes[path] for path in gradients)
-        parts: list[tf.Tensor] = list(gradients.values())
+        total = sum(len(own) * sizes[path] for path, own in gradients.items())
+        parts: list[tf.Tensor] = [each for own in gradients.values() for each in own]
         if self._devices > 1:
             # With the loss, which is there first.
-            joined = tf.concat(
-                [tf.reshape(each, [-1]) for each in (tf.cast(self._loss, parts[0].dtype), *parts)], axis=0
-            )
-            self._costs[joined.op] = Cost(kind=Kind.JOINED, output=total)
-            reduced = self._reduced(joined, total)
-            counts = [each.shape.num_elements() for each in parts]
-            parts = tf.raw_ops.IdentityN(input=[reduced] * len(counts))
+            joined = self._joined([tf.cast(self._loss, parts[0].dtype), *parts], Kind.JOINED, total)
+            parts = tf.raw_ops.IdentityN(input=[self._reduced(joined, total)] * len(parts))
+        left = iter(parts)
         found: dict[str, tf.Tensor] = {}
+        views = {
+            path: self._sum([next(left) for _ in own], Kind.GRADIENT, sizes[path]) for path, own in gradients.items()
+        }
         for name, members in self._units.items():
-            own = [part for path, part in zip(gradients, parts, strict=True) if path in {m.spec.path for m in members}]
+            own = [views[each.spec.path] for each in members if each.spec.path in views]
             if len(own) == 1:
                 found[name] = own[0]
             elif own:
-                packed = tf.concat([tf.reshape(each, [-1]) for each in own], axis=0)
-                self._costs[packed.op] = Cost(kind=Kind.SHARD, output=self._update_bytes(members[0]))
-                found[name] = packed
+                found[name] = self._joined(own, Kind.SHARD, self._update_bytes(members[0]))
         return found
 
     def _update_bytes(self, layout: VariableLayout) -> int:
@@ -436,6 +474,7 @@ class _Trace:
             shards=frozenset(shards),
             devices=self._mesh_shape.shards,
             results=(self._loss, *self._results),
+            products=reordering.multiply_early(self._graph.get_operations()),
             shares=local_shares.shares_of(self._all_sources(), self._mesh_shape),
         )
 

@@ -351,6 +351,21 @@ def _contributions(layout: VariableLayout, known_uses: Mapping[str, int]) -> tup
     return uses, 0
 
 
+def joins(layout: VariableLayout, uses: int, zero_stage: int, *, is_sparse: bool) -> bool:
+    """Whether a part of a gradient that is sharded joins the merged all-reduce, as by `_contributions`.
+
+    Args:
+        layout: Of a variable that is updated in shards.
+        uses: How often it is used.
+        zero_stage: Of the step.
+        is_sparse: Whether it is the part of an embedding lookup.
+    """
+    if uses > 1 and not layout.reduce_scatter:
+        return True
+    is_table = isinstance(layout.spec.layer, keras.layers.Embedding)
+    return is_table and (layout.compute[0] is not None or (uses > 1 and is_sparse and zero_stage < 3))
+
+
 def updated_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int]) -> int:
     """Bytes on one device of the parameters in the layouts in which they are updated."""
     updated = [each.slot(each.spec) for each in units(planned) if each.spec.trainable]

@@ -6,7 +6,9 @@ the backward pass. So a step of stage 3 would hold all parameters whole. Here it
 - The uses of what is stored, in the order in which they were added to the graph, are shared out among *turns*. Each
   turn has a gather of its own. What is gathered is kept from a use to a later one as long as all that is kept fits into
   `kept_bytes`; of what does not fit, what is needed last is freed first, which takes the fewest gathers there can be
-  (Belady 1966, "A study of replacement algorithms for a virtual-storage computer").
+  (Belady 1966, "A study of replacement algorithms for a virtual-storage computer"). What would be gathered again at
+  once, since a gather may start some turns before its own, and takes more than what is used meanwhile, is not freed: a
+  group would be in memory twice around each kernel that stands alone.
 - A gather is tied to its turn by an IdentityN of what is stored and of the tensor that the operation of an earlier turn
   is about to work on (its *tie*). It can neither start before that tensor exists, nor be merged with the gather of
   another turn.
@@ -224,9 +226,10 @@ def arrange(
         ahead = max(gathering.prefetch - 1, 0)
         gates = _Gates(operations, [each for each in gradients if each.key in large], token, ahead)
         gathered = [[key for key in use.numbers if stored[key].is_gathered] for use in uses]
-        begins = begun([[stored[key] for key in keys] for keys in gathered], kept_bytes)
+        begins = begun([[stored[key] for key in keys] for keys in gathered], kept_bytes, gathering.prefetch)
         turns: dict[Hashable, _Turn] = {}
         ties: list[Slot] = []  # Of the large turns before.
+        untied: set[Hashable] = set()  # Large turns that began with what waits for nothing: the shape of a kernel.
         traced = [None if use.tie is None else use.tie.tensor for use in uses]
         for use, keys, beginning, tensor in zip(uses, gathered, begins, traced, strict=True):
             own = [] if use.tie is None else [use.tie]
@@ -234,8 +237,11 @@ def arrange(
             for key in beginning:
                 before = own if is_update else [*ties, *own][: max(len(ties) - gathering.prefetch, -1) + 1]
                 turns[key] = _Turn(values, key, before[-1] if before else None, sent.get(key))
-            if not large.isdisjoint(beginning) and not is_update:
+            if not is_update:
+                untied |= large.intersection(beginning)
+            if own and not untied.isdisjoint(use.numbers):
                 ties += own
+                untied.clear()
             for key in keys:
                 for number in use.numbers[key]:
                     slot = Slot(operation=use.operation, number=number)
@@ -288,12 +294,14 @@ def ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
     return found
 
 
-def begun(uses: Sequence[Sequence[Stored]], kept_bytes: int) -> list[list[Hashable]]:
+def begun(uses: Sequence[Sequence[Stored]], kept_bytes: int, prefetch: int) -> list[list[Hashable]]:
     """The turns that begin with each use: what has to be gathered for it.
 
     Args:
         uses: What each operation takes, in order.
         kept_bytes: How much is kept of what is gathered.
+        prefetch: How many turns before its own a gather may start. What would be gathered again at once is kept
+            if it takes more than what is used meanwhile.
     """
     later: dict[Hashable, collections.deque[int]] = collections.defaultdict(collections.deque)
     for number, use in enumerate(uses):
@@ -302,9 +310,11 @@ def begun(uses: Sequence[Sequence[Stored]], kept_bytes: int) -> list[list[Hashab
     stays = _staying(uses, kept_bytes)
     kept: dict[Hashable, Stored] = {}
     begins = []
-    for use in uses:
+    for number, use in enumerate(uses):
         beginning = {stored.key: stored for stored in use if stored.key not in kept}
         begins.append(list(beginning))
+        if not use:
+            continue
         kept |= beginning
         for stored in use:
             later[stored.key].popleft()
@@ -313,7 +323,13 @@ def begun(uses: Sequence[Sequence[Stored]], kept_bytes: int) -> list[list[Hashab
         may_leave.sort(key=lambda stored: later[stored.key][0])
         # What is needed last goes first.
         while may_leave and sum(stored.bytes for stored in kept.values() if stored.key not in stays) > kept_bytes:
-            del kept[may_leave.pop().key]
+            leaves = may_leave.pop()
+            if len(may_leave) < prefetch and leaves.bytes > sum(stored.bytes for stored in use):
+                between = itertools.chain.from_iterable(uses[number + 1 : later[leaves.key][0]])
+                missing = {each.key for each in between if each.key not in kept and each.bytes * _FAR_LESS > kept_bytes}
+                if len(missing) < prefetch:
+                    break
+            del kept[leaves.key]
         for key in using:
             if not later[key]:
                 del kept[key]
