@@ -432,10 +432,12 @@ class Launched(Clients):
     # --- the end --------------------------------------------------------------------------------------
 
     def _report_failures(self) -> None:
-        before = sys.excepthook
+        before, launcher = sys.excepthook, os.getppid()
 
         def report(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:
-            if not issubclass(kind, KeyboardInterrupt) and not self._leaving:
+            # Whose launcher was killed cannot write any more: a BrokenPipeError, which is not the cause.
+            is_alone = os.getppid() != launcher
+            if not issubclass(kind, KeyboardInterrupt) and not self._leaving and not is_alone:
                 self._send_failure(kind.__name__, _text_of(value))
             before(kind, value, trace)
 

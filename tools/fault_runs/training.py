@@ -72,7 +72,7 @@ def _kill_in_save(name: str, step: int) -> None:
 def train(fault: str, at_step: int) -> None:
     """Trains as the flags of `client.py` say."""
     if fault == "kill_starting":
-        startup._start = lambda *args: kinds.kill()
+        startup._start = lambda *_, **__: kinds.kill()
     started = tfshard.initialize()
     print(f"port {os.environ['DTENSOR_JOBS'].split(',')[started.client_id].rpartition(':')[2]}", flush=True)
     if fault in SAVES:
