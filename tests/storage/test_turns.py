@@ -268,7 +268,7 @@ def test_a_step_holds_a_layer_or_two_whole_and_not_all():
         assert count == (2 * layers - 2 if again else layers) + 1
         added[again] = profile.peak.added / (4 * layer)
         assert not profile.peak.made.get("all-gather", 0) > 4 * layer * (3 if again else layers)
-    assert added[False] > layers - 1
+    assert added[False] >= layers
     # Two gathered layers, a gradient, the buffers of its reduction; devices may be a layer apart.
     assert added[True] <= 6
 
