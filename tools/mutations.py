@@ -168,6 +168,22 @@ MUTATIONS = [
         killed_by="tests/planning/test_peak.py::test_the_buffer_of_joined_gradients_is_there_with_the_first",
     ),
     Mutation(
+        area="planning",
+        file="tfshard/planning/liveness.py",
+        old="        self._waiting.extendleft(others)\n",
+        new="        self._waiting.extend(others)\n",
+        what="the predicted peak takes operations in the order in which they could run, not as an executor's thread",
+        killed_by="tests/planning/test_peak.py::test_gradients_that_nothing_waits_for_are_made_last",
+    ),
+    Mutation(
+        area="planning",
+        file="tfshard/planning/variable_traffic.py",
+        old="        if together:\n",
+        new="        if True:\n",
+        what="a plan has a reduction of nothing, where each gradient of a dtype is reduced alone",
+        killed_by="tests/planning/test_planning.py::test_what_is_reduced_alone_leaves_nothing_to_be_merged",
+    ),
+    Mutation(
         area="steps",
         file="tfshard/storage/steps.py",
         old="        values = _small_copies_last(values, tokens + self._tokens, known)\n",

@@ -23,7 +23,7 @@ def advise(memory: int, **kwargs) -> tfshard.planning.Advice:
 SMALL_BYTES = 64 << 10
 
 
-@pytest.mark.parametrize(("memory", "stage", "peak"), [(169, 0, 160), (167, 1, 60), (62, 3, 35)])
+@pytest.mark.parametrize(("memory", "stage", "peak"), [(169, 0, 160), (167, 1, 59), (61, 3, 35)])
 def test_the_smallest_stage_that_fits_is_recommended(memory, stage, peak):
     advice = advise(memory)
     assert advice.shortfall_bytes == 0
@@ -42,9 +42,9 @@ def test_the_peak_is_the_sum_of_its_parts():
         ]
 
     # In MiB: P=32, a quarter is 8, a variable 4. At stage 0 gradients are joined in a buffer to be reduced as one. At
-    # stages 1 and 2 the new value is gathered while the next gradient is reduced; at stage 3 a gradient, which is made
-    # once the variable was used, is reduced while the next one is there.
-    assert parts() == [(96, 0, 32, 32, 0), (48, 4, 4, 3, 1), (48, 4, 4, 3, 1), (24, 4, 4, 3, 0)]
+    # stages 1 and 2 two gradients are there while the first is reduced; at stage 3 a gradient, which is made once the
+    # variable was used, is reduced while the next one is there.
+    assert parts() == [(96, 0, 32, 32, 0), (48, 0, 8, 3, 0), (48, 0, 8, 3, 0), (24, 4, 4, 3, 0)]
     # All gradients wait, as shards; the last is whole, and being reduced.
     clipped = keras.optimizers.Adam(global_clipnorm=1.0)
     assert parts(optimizer=clipped)[3] == (24, 0, 14, 3, 0)
@@ -119,7 +119,8 @@ def test_recomputation_is_recommended_where_that_is_what_fits():
     candidates = tfshard.advise(model, 4, 1 << 40, 4).candidates
     kept, again = candidates[3:]
     assert (kept.zero_stage, kept.recompute, again.zero_stage, again.recompute) == (3, False, 3, True)
-    assert again.activation_bytes < kept.activation_bytes / 3
+    # What gradients of small weights are made of waits to the end: in one group, no turn needs them.
+    assert again.activation_bytes < kept.activation_bytes / 2
     advice = tfshard.advise(model, 4, (kept.peak_bytes + again.peak_bytes) // 2, 4)
     assert advice.recommended == again.__class__(
         **vars(again) | {"memory_per_device": advice.candidates[0].memory_per_device}

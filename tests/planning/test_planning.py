@@ -1,5 +1,6 @@
 """Plans: exact for what they count, and made without allocating anything."""
 
+import collections
 import itertools
 import json
 import pathlib
@@ -459,6 +460,43 @@ def test_a_step_sends_of_recurrent_kernels_what_is_planned(stage):
     tfshard.measure.assert_matches_plan(tfshard.profile_step(model, batch), plan)
 
 
+def normalized(**options):
+    """Two layers that normalize by the batch, one behind the other, and one beside them."""
+    inputs = keras.Input((8, 8, 4))
+    x = keras.layers.Conv2D(8, 3, padding="same")(inputs)
+    x = keras.layers.Activation("relu")(keras.layers.BatchNormalization(name="first", **options)(x))
+    y = keras.layers.BatchNormalization(name="second", **options)(keras.layers.Conv2D(8, 3, padding="same")(x))
+    z = keras.layers.BatchNormalization(name="beside", **options)(keras.layers.Conv2D(8, 1)(x))
+    return keras.Model(inputs, keras.layers.GlobalAveragePooling2D()(y + z))
+
+
+@table(
+    "batch statistics that were planned", ("mesh", "stage", "options"),
+    itertools.product(["batch4", "replica2_batch2"], (0, 2, 3), ["", "scale", "trainable"]),
+    always=[("batch4", 3, ""), ("replica2_batch2", 0, "scale"), ("batch4", 2, "trainable")],
+)  # fmt: skip
+def test_a_step_sends_of_batch_statistics_what_is_planned(mesh, stage, options):
+    """Of each layer a gather and a reduction, of which gradients of scale and offset are made; of a frozen one none."""
+    mesh_shape = {"batch": 4} if mesh == "batch4" else {"replica": 2, "batch": 2}
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh_shape), zero_stage=stage)
+    keras.backend.clear_session()
+    model = normalized(**({options: False} if options else {}))
+    batch = np.ones((8, 8, 8, 4), "float32"), np.ones((8, 8), "float32")
+    plan = strategy.plan(model, "sgd", inputs=batch[0])
+    model.compile("sgd", "mse", strategy=strategy)
+    found = collections.Counter((each.kind, each.what) for each in plan.collectives if each.what in NORMALIZING)
+    assert len(found) == (0 if options == "trainable" else 6) and set(found.values()) <= {1}, "premise"
+    tfshard.measure.assert_matches_plan(tfshard.profile_step(model, batch), plan)
+
+
+NORMALIZING = ("first", "second", "beside")
+
+
+def test_beside_model_axes_what_batch_statistics_send_is_unknown():
+    plan = tfshard.plan(normalized(), {"batch": 2, "model": 2}, layout_map="auto")
+    assert "'first' takes statistics of a batch beside a model axis" in plan.unknown
+
+
 @pytest.fixture
 def mixed():
     """Sets a dtype policy for what a test makes."""
@@ -495,6 +533,15 @@ def test_a_step_under_mixed_precision_reduces_what_was_planned(policy, mesh, sta
         reduced = [each for each in plan.collectives if each.kind in ("all-reduce", "reduce-scatter")]
         assert sum(each.bytes for each in reduced) == pytest.approx(ADDED_BYTES[policy] * elements, abs=64)
         assert profile.bytes("all-reduce") == pytest.approx(ADDED_BYTES[policy] * elements, abs=4096)
+
+
+def test_what_is_reduced_alone_leaves_nothing_to_be_merged(mixed):
+    mixed("mixed_float16")
+    layers = [keras.layers.Dense(2048, use_bias=False, name="full"), keras.layers.Dense(64, dtype="float32")]
+    model = keras.Sequential([keras.Input((1024,)), *layers], name="net")
+    plan = tfshard.plan(model, {"batch": 2}, zero_stage=2, optimizer="adam")
+    assert any(each.kind == "reduce-scatter" and each.what == "net/full/kernel" for each in plan.collectives), "premise"
+    assert not any(each.what == "float16 gradients" for each in plan.collectives)
 
 
 def test_gradients_of_layers_that_compute_in_float32_are_reduced_in_it(mixed):

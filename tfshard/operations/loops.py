@@ -24,13 +24,6 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
             layer_patch.apply(layer_patch.RECURRENCE, layer, functools.partial(_inner_loop, mesh))
 
 
-def gathered_once(model: keras.Model) -> frozenset[str]:
-    """The paths of variables that a step gathers for the loops of recurrent layers, and keeps until the gradients of
-    these loops are there: a loop hands what it takes on to its gradient."""
-    layers = [layer for layer in _private.flatten_layers(model) if isinstance(layer, keras.layers.RNN)]
-    return frozenset(variable.path for layer in layers for variable in layer.variables)
-
-
 def states(model: keras.Model) -> list[keras.Variable]:
     """What a model's recurrent layers keep from batch to batch (`stateful=True`), which Keras has in no list."""
     layers = [layer for layer in _private.flatten_layers(model) if isinstance(layer, keras.layers.RNN)]

@@ -11,6 +11,7 @@ from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts import compression as compression_of_gradients
 from tfshard.layouts import variable_layout
+from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.compression import Compression
 from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.groups import GroupPolicy
@@ -21,6 +22,7 @@ from tfshard.planning import (
     gather_counts,
     gradient_dtypes,
     linter,
+    statistics_traffic,
     table_traffic,
     training_graph,
     variable_traffic,
@@ -287,6 +289,13 @@ def without_peak(
     """
     of_part = parts.of(inputs, placement.mesh_shape)
     sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, of_part)
+    statistics: list[variable_traffic.Collective] = []
+    if isinstance(model_or_specs, keras.Model) and (found := statistics_traffic.statistics_of(model_or_specs)):
+        if variable_traffic.has_model_axes(MeshAxes.of(placement.mesh_shape)):
+            more = f"DTensor decides how '{found[0].path}' takes statistics of a batch beside a model axis"
+            sent = dataclasses.replace(sent, unknown="; ".join(text for text in (sent.unknown, more) if text))
+        else:
+            statistics = statistics_traffic.collectives(found, placement.mesh_shape)
     return ShardingPlan.from_placement(
         placement,
         slots=slots,
@@ -294,7 +303,7 @@ def without_peak(
             *table_traffic.collectives(
                 model_or_specs, placement.variables, placement.mesh_shape, optimizer=optimizer, inputs=inputs
             ),
-            *(dataclasses.replace(each, count=each.count * parts.count) for each in sent.collectives),
+            *(dataclasses.replace(each, count=each.count * parts.count) for each in (*sent.collectives, *statistics)),
         ],
         unknown=sent.unknown,
         uses=sent.uses,

@@ -12,6 +12,8 @@ from tfshard.planning.training_graph import Cost, Kind, TrainingGraph
 _VIEWS = frozenset(
     "Bitcast ExpandDims Identity PreventGradient Reshape Slice Snapshot Squeeze StopGradient StridedSlice".split()
 )
+# What the executor does not take for expensive, besides.
+_QUICK = frozenset(("Const", "IdentityN", "NoOp", "Placeholder", "Rank", "Shape", "ShapeN", "Size"))
 # Kernels that write their result where an input was that nobody else needs (forward_input_or_allocate_output).
 _IN_PLACE = frozenset(
     "Abs Add AddN AddV2 BiasAdd Ceil Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor Inv InvGrad LeakyRelu "
@@ -45,10 +47,9 @@ class Moment:
 def peak_of(graph: TrainingGraph, *, at_once: bool = False, least: int = 0) -> Moment:
     """Runs the operations of a step one after the other, on one device, and notes when most is in memory.
 
-    Operations run in the order in which they can, as TensorFlow's executor takes them. A collective has memory for its
-    result as soon as it can start, and ends, one after the other, when nothing else can run: in a step they take time,
-    in which others run. What gradients are joined in is there with the first of them. A tensor is freed after its last
-    use, as the executor does. What rests, and the batch, is not counted.
+    Operations run in the order in which one thread of TensorFlow's executor takes them (`_Ready`). A collective has
+    memory for its result as soon as it can start. What gradients are joined in is there with the first of them. A
+    tensor is freed after its last use, as the executor does. What rests, and the batch, is not counted.
 
     Args:
         graph: The step.
@@ -73,6 +74,47 @@ class _Buffer:
 
     def __init__(self, bytes_: int, what: Kind | str, is_own: bool = True):
         self.bytes, self.what, self.is_own, self.uses = bytes_, what, is_own, 0
+
+
+class _Ready:
+    """What can run, in the order of a thread of TensorFlow's executor (`ExecutorState::ScheduleReady`).
+
+    Of what an operation makes ready the thread goes on with what takes next to no time, then with the last of the
+    others; the rest waits, what comes last in front. At the end of such a chain collectives end as well, one after the
+    other: here they take turns with what waits. What they make ready another thread adds, behind all others.
+    """
+
+    def __init__(self) -> None:
+        self.sent: collections.deque[tf.Operation] = collections.deque()
+        self._chain: collections.deque[tf.Operation] = collections.deque()
+        self._waiting: collections.deque[tf.Operation] = collections.deque()
+        self._is_sent_next = False
+
+    def __bool__(self) -> bool:
+        return bool(self._chain or self._waiting or self.sent)
+
+    def add(self, found: Iterable[tuple[tf.Operation, bool]]) -> None:
+        """Adds what an operation made ready, each with whether it takes next to no time."""
+        others: list[tf.Operation] = []
+        for operation, is_quick in found:
+            (self._chain if is_quick else others).append(operation)
+        if others and not self._chain:
+            self._chain.append(others.pop())
+        self._waiting.extendleft(others)
+
+    def add_behind(self, found: Iterable[tf.Operation]) -> None:
+        """Adds what a collective made ready."""
+        self._waiting.extend(found)
+
+    def pop(self) -> tf.Operation:
+        """What runs, or ends, next."""
+        if self._chain:
+            return self._chain.popleft()
+        if self.sent and (self._is_sent_next or not self._waiting):
+            self._is_sent_next = False
+            return self.sent.popleft()
+        self._is_sent_next = True
+        return self._waiting.popleft()
 
 
 class _Run:
@@ -109,33 +151,41 @@ class _Run:
     def run(self) -> Moment:
         waits = {operation: len({each.op for each in inputs}) for operation, inputs in self._inputs.items()}
         users: dict[tf.Operation, list[tf.Operation]] = collections.defaultdict(list)
-        for operation, inputs in self._inputs.items():
-            for maker in {each.op for each in inputs}:
+        for operation in self._graph.operations:
+            for maker in {each.op for each in self._inputs.get(operation, ())}:
                 users[maker].append(operation)
-        ready: collections.deque[tf.Operation] = collections.deque()
-        collectives: collections.deque[tf.Operation] = collections.deque()
+        ready = _Ready()
 
-        def add(operation: tf.Operation) -> None:
-            cost = self._graph.costs.get(operation)
-            if cost is not None and cost.is_collective:
-                collectives.append(operation)
-                self._begin(operation, cost)
+        def start(found: Iterable[tf.Operation], is_sent: bool = False) -> None:
+            others: list[tf.Operation] = []
+            for operation in found:
+                cost = self._graph.costs.get(operation)
+                if cost is not None and cost.is_collective:
+                    ready.sent.append(operation)
+                    self._begin(operation, cost)
+                else:
+                    others.append(operation)
+            if is_sent:
+                ready.add_behind(others)
             else:
-                ready.append(operation)
+                ready.add((each, each not in self._graph.costs and self._is_quick(each)) for each in others)
 
         for operation in self._graph.operations:
             if operation in waits and not waits[operation]:
-                add(operation)
-        while ready or collectives:
-            operation = ready.popleft() if ready else collectives.popleft()
+                start([operation])
+        while ready:
+            operation = ready.pop()
             self._execute(operation)
+            found = []
             for user in users[operation]:
                 cost = self._graph.costs.get(user)
                 if cost is not None and cost.kind is Kind.JOINED:
                     self._begin(user, cost)
                 waits[user] -= 1
                 if not waits[user]:
-                    add(user)
+                    found.append(user)
+            own = self._graph.costs.get(operation)
+            start(found, is_sent=own is not None and own.is_collective)
         return self._peak
 
     def _begin(self, operation: tf.Operation, cost: Cost) -> None:
@@ -162,7 +212,7 @@ class _Run:
                 self._hold(operation.outputs[0], taken or self._allocated(cost.output or 0, cost.kind))
             if self._begins_early(cost):
                 self._bytes -= cost.temporary
-            self._note(operation, cost.temporary, cost.kind)
+            self._note(operation, cost.temporary - self._written_over(operation, cost), cost.kind)
         elif operation.type == "IdentityN":
             made = []
             for number, output in enumerate(operation.outputs):
@@ -183,6 +233,13 @@ class _Run:
         for output in operation.outputs:
             if output.ref() in self._buffers:
                 self._free_if_unused(self._buffers[output.ref()])
+
+    def _written_over(self, operation: tf.Operation, cost: Cost) -> int:
+        """Bytes of a gradient that nobody else needs: an update writes new values there, as of a slot."""
+        if cost.kind is not Kind.UPDATE:
+            return 0
+        gradient = self._buffers[self._inputs[operation][0].ref()]
+        return gradient.bytes if gradient.is_own and gradient.uses == 1 and gradient.bytes == cost.output else 0
 
     def _hold(self, tensor: tf.Tensor, buffer: _Buffer) -> None:
         self._buffers[tensor.ref()] = buffer
@@ -205,6 +262,9 @@ class _Run:
                     buffer.what = what
                     return buffer
         return self._allocated(bytes_, what)
+
+    def _is_quick(self, operation: tf.Operation) -> bool:
+        return operation.type in _QUICK or self._is_view(operation)
 
     def _is_view(self, operation: tf.Operation) -> bool:
         """Whether it gives its first input, or a part of it, and copies nothing."""

@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfshard import _private
 from tfshard.graph.model_specs import SlotSpec
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.placement import ModelPlacement
@@ -18,6 +17,7 @@ from tfshard.operations import blocks
 from tfshard.planning import activation_traffic, overlap, training_graph, variable_traffic
 from tfshard.planning.machine import Machine, Work, work_of
 from tfshard.planning.peak import slot_bytes_of
+from tfshard.planning.statistics_traffic import Statistics, collectives, statistics_of
 from tfshard.planning.training_graph import TrainingGraph
 from tfshard.planning.variable_traffic import WHOLE, Collective, Parts
 from tfshard.storage import turns
@@ -46,15 +46,14 @@ class TracedStep:
         graph: Its graph.
         work: What its operations do.
         sent: What it sends over model axes.
-        statistics: Bytes of the mean and the variance of each layer that normalizes by the batch: they are gathered in
-            the forward pass, and summed in the backward pass (`operations.batch_moments`).
+        statistics: Of each layer that normalizes by the batch.
         unknown: What it sends of which the bytes are not known, or an empty text.
     """
 
     graph: TrainingGraph
     work: Mapping[tf.Operation, Work]
     sent: tuple[Collective, ...]
-    statistics: tuple[int, ...]
+    statistics: tuple[Statistics, ...]
     unknown: str
 
     @functools.cached_property
@@ -104,11 +103,7 @@ class TracedStep:
             graph=graph,
             work=work_of(graph),
             sent=tuple(sent.collectives),
-            statistics=tuple(
-                2 * layer.moving_mean.shape[0] * 4
-                for layer in _private.flatten_layers(model)
-                if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-            ),
+            statistics=statistics_of(model),
             unknown=sent.unknown,
         )
 
@@ -141,13 +136,8 @@ class TracedStep:
             return machine.seconds(self.work[operation])
 
         count = parts.count
-        waited = sum(each.count * sending(each.kind, each.axis, each.bytes) for each in self.sent)
-        if mesh_axes.data is not None and mesh_axes.data_size > 1:
-            waited += sum(
-                sending("all-gather", mesh_axes.data, mesh_axes.shards * each)
-                + sending("all-reduce", mesh_axes.data, each)
-                for each in self.statistics
-            )
+        waits = (*self.sent, *collectives(self.statistics, mesh_shape))
+        waited = sum(each.count * sending(each.kind, each.axis, each.bytes) for each in waits)
         updates = Work(updated_bytes=updated_bytes, steps=1)
         one = overlap.run_on_paper(self.graph, seconds)
         sent = count * (one.collective_seconds + waited)

@@ -26,7 +26,7 @@ from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts import variable_layout
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout, itemsize
-from tfshard.operations import blocks, loops
+from tfshard.operations import blocks
 from tfshard.planning import local_shares, reordering, variable_traffic
 from tfshard.storage import recomputing, steps, turns
 
@@ -199,8 +199,6 @@ class _Trace:
         self._reads: dict[str, int] = collections.Counter()
         self._joining: dict[str, list[tf.Tensor]] = collections.defaultdict(list)
         self._costs: dict[tf.Operation, Cost] = {}
-        # The paths of what stays gathered in any case.
-        self._kept: frozenset[str] = frozenset()
         self._loss: tf.Tensor
         self._results: list[tf.Tensor] = []
 
@@ -211,7 +209,6 @@ class _Trace:
                 self._store(name, members)
             noted = stack.enter_context(steps.noting_blocks(self._graph))
             if isinstance(model, keras.Model):
-                self._kept = loops.gathered_once(model)
                 if recompute is not None:
                     stack.enter_context(blocks.marked(model, recompute))
                 tensors = model_graph.local_inputs(model, inputs, self._devices)
@@ -432,7 +429,7 @@ class _Trace:
                 bytes=variable_traffic.whole_bytes(members[0], self._mesh_shape),
                 itemsize=itemsize(members[0].spec.dtype),
                 is_gathered=self._is_gathered(members[0]),
-                keeps=self._gathering.keeps(each.spec.path for each in members) or members[0].spec.path in self._kept,
+                keeps=self._gathering.keeps(each.spec.path for each in members),
             )
             for name, members in self._units.items()
         }

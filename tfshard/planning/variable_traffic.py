@@ -188,7 +188,8 @@ def predict_collectives(
     and on a mesh of several axes nothing of such a step is merged (`tfshard.devices.merges`), nor the metrics. What is
     sent of a compressed gradient its form says, once PowerSGD is warm.
 
-    Not predicted: what a custom step reduces besides, and batch statistics.
+    Not predicted: what a custom step reduces besides. What normalization over a batch sends is in `statistics_traffic`;
+    the gradients of its scale and offset come out of that.
 
     Args:
         planned: The layout of each variable, groups included.
@@ -233,6 +234,8 @@ def predict_collectives(
             continue
         bytes_ = reductions.bytes_of(layout, mesh_shape)
         scattered, together = _contributions(layout, uses or {})
+        if _comes_reduced(layout, mesh_axes):
+            continue
         if reductions.scales_loss and not layout.reduce_scatter:
             scattered, together = 0, scattered + together
         form = compressed_form.of(layout, mesh_axes)
@@ -269,7 +272,8 @@ def predict_collectives(
                 )
             )
             continue
-        merged.setdefault(reductions.dtype_of(layout.spec), []).append(together * bytes_)
+        if together:
+            merged.setdefault(reductions.dtype_of(layout.spec), []).append(together * bytes_)
     for dtype, sizes in merged.items():
         scalars = ", with loss and metrics" if dtype == "float32" else ""
         collectives.append(
@@ -349,6 +353,18 @@ def _contributions(layout: VariableLayout, known_uses: Mapping[str, int]) -> tup
     if uses > 1 and isinstance(layout.spec.layer, keras.layers.Embedding):
         return 1, uses - 1
     return uses, 0
+
+
+def has_model_axes(mesh_axes: MeshAxes) -> bool:
+    """Whether devices differ in more than in which rows of a batch they have."""
+    return math.prod(mesh_axes.values()) > mesh_axes.data_size
+
+
+def _comes_reduced(layout: VariableLayout, mesh_axes: MeshAxes) -> bool:
+    """Whether a gradient comes out of sums that its layer sends (`statistics_traffic`)."""
+    layer = layout.spec.layer
+    is_by_batch = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+    return is_by_batch and not has_model_axes(mesh_axes)
 
 
 def joins(layout: VariableLayout, uses: int, zero_stage: int, *, is_sparse: bool) -> bool:
