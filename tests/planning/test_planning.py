@@ -486,6 +486,9 @@ def test_a_step_sends_of_batch_statistics_what_is_planned(mesh, stage, options):
     model.compile("sgd", "mse", strategy=strategy)
     found = collections.Counter((each.kind, each.what) for each in plan.collectives if each.what in NORMALIZING)
     assert len(found) == (0 if options == "trainable" else 6) and set(found.values()) <= {1}, "premise"
+    others = [each for each in model.trainable_variables if each.path.split("/")[0] not in NORMALIZING]
+    (reduced,) = (each.bytes for each in plan.collectives if each.what == "float32 gradients")
+    assert reduced == 4 * sum(int(np.prod(each.shape)) for each in others)
     tfshard.measure.assert_matches_plan(tfshard.profile_step(model, batch), plan)
 
 

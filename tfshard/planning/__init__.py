@@ -9,8 +9,10 @@ Read `sharding_plan` first: what a plan holds.
     gather_counts         how often a step gathers a variable or a group
     gradient_dtypes       in which dtype a step reduces each gradient
     activation_traffic    what a step sends of activations over a model axis
+    statistics_traffic    what normalization over a batch sends
     training_graph        a step as a graph: forward, backward, gathers, reductions, updates
     local_shares          what model axes shard of it
+    reordering            the order in which TensorFlow multiplies
     liveness              what is in memory while its operations run
     peak                  what a device holds at the peak of a step
     step_flops            how many floating-point operations a step takes

@@ -386,7 +386,11 @@ class _Trace:
         if self._devices > 1:
             # With the loss, which is there first.
             joined = self._joined([tf.cast(self._loss, parts[0].dtype), *parts], Kind.JOINED, total)
-            parts = tf.raw_ops.IdentityN(input=[self._reduced(joined, total)] * len(parts))
+            reduced = self._reduced(joined, total)
+            # Cut out as copies: behind the loss they do not begin where TensorFlow's SliceOp would only point to them.
+            parts = [
+                self._stand_in(reduced, Kind.GRADIENT, sizes[path]) for path, own in gradients.items() for _ in own
+            ]
         left = iter(parts)
         found: dict[str, tf.Tensor] = {}
         views = {
