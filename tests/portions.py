@@ -21,12 +21,12 @@ from typing import TypeVar
 
 # Seconds that an ordinary run gives a test with several cases, and how many of those that are not named it takes in any
 # case.
-PORTION = 4.0
+PORTION = 3.0
 LEAST_CASES = 1
 
 # Seconds from which a test without cases runs every other day, and those that run every day nevertheless: what they
 # guard changes with documents, not with code.
-LONG = 9.0
+LONG = 7.0
 EACH_DAY = {"tests/test_docs.py::test_every_block_of_python_runs"}
 
 # Of a case of a test that was never measured.
