@@ -178,8 +178,8 @@ MUTATIONS = [
     Mutation(
         area="planning",
         file="tfshard/planning/variable_traffic.py",
-        old="        if _comes_reduced(layout, mesh_axes):\n",
-        new="        if False:\n",
+        old="        if not layout.spec.trainable or _comes_reduced(layout, mesh_axes):\n",
+        new="        if not layout.spec.trainable:\n",
         what="a plan reduces gradients of scales and offsets that batch normalization has reduced",
         killed_by="tests/planning/test_planning.py::test_a_step_sends_of_batch_statistics_what_is_planned[batch4-3-]",
     ),

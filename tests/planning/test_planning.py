@@ -460,6 +460,9 @@ def test_a_step_sends_of_recurrent_kernels_what_is_planned(stage):
     tfshard.measure.assert_matches_plan(tfshard.profile_step(model, batch), plan)
 
 
+NORMALIZING = ("first", "second", "beside")
+
+
 def normalized(**options):
     """Two layers that normalize by the batch, one behind the other, and one beside them."""
     inputs = keras.Input((8, 8, 4))
@@ -490,9 +493,6 @@ def test_a_step_sends_of_batch_statistics_what_is_planned(mesh, stage, options):
     (reduced,) = (each.bytes for each in plan.collectives if each.what == "float32 gradients")
     assert reduced == 4 * sum(int(np.prod(each.shape)) for each in others)
     tfshard.measure.assert_matches_plan(tfshard.profile_step(model, batch), plan)
-
-
-NORMALIZING = ("first", "second", "beside")
 
 
 def test_beside_model_axes_what_batch_statistics_send_is_unknown():

@@ -171,6 +171,11 @@ class MeshAxes(Mapping[str, int]):
         """The axes for tensor parallelism."""
         return self.with_role(Role.TENSOR)
 
+    @property
+    def has_tensor_parallelism(self) -> bool:
+        """Whether an axis for tensor parallelism has several devices."""
+        return any(self[axis] > 1 for axis in self.tensor)
+
     @functools.cached_property
     def pipeline(self) -> str | None:
         """The axis along which devices have other layers; None without one."""

@@ -65,7 +65,7 @@ def check(compression: Compression, mesh_shape: Mapping[str, int]) -> Compressio
             f"Received: compression={compression!r} (of type {type(compression)})"
         )
     axes = MeshAxes.of(mesh_shape)
-    if any(axes[axis] > 1 for axis in axes.tensor):
+    if axes.has_tensor_parallelism:
         raise StrategyError(
             "Gradients are compressed on meshes of a batch axis, with or without replicas: on other axes devices hold "
             f"parts of one gradient. Leave compression out. Received: compression={compression!r}, mesh={axes.given}"

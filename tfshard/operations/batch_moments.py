@@ -5,7 +5,6 @@ combiner merges: it looks at each pair of them, which takes most of the time to 
 layers. What is in here is only for meshes without a tensor axis: there, channels may be sharded as well.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -99,8 +98,7 @@ def normalize(
 
 
 def _can_be(x: Any, mesh: dtensor.Mesh) -> bool:
-    sizes = axis_sizes(mesh)
-    if math.prod(sizes.values()) > sizes.data_size or not tf.is_tensor(x):
+    if axis_sizes(mesh).has_tensor_parallelism or not tf.is_tensor(x):
         return False
     return bool(x.shape.rank and x.dtype in (tf.float32, tf.float64) and rows.can_be(x, mesh))
 

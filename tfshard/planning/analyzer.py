@@ -11,7 +11,6 @@ from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts import compression as compression_of_gradients
 from tfshard.layouts import variable_layout
-from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.compression import Compression
 from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.groups import GroupPolicy
@@ -291,7 +290,7 @@ def without_peak(
     sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, of_part)
     statistics: list[variable_traffic.Collective] = []
     if isinstance(model_or_specs, keras.Model) and (found := statistics_traffic.statistics_of(model_or_specs)):
-        if variable_traffic.has_model_axes(MeshAxes.of(placement.mesh_shape)):
+        if placement.mesh_shape.has_tensor_parallelism:
             more = f"DTensor decides how '{found[0].path}' takes statistics of a batch beside a model axis"
             sent = dataclasses.replace(sent, unknown="; ".join(text for text in (sent.unknown, more) if text))
         else:

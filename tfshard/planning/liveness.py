@@ -6,14 +6,8 @@ from collections.abc import Hashable, Iterable
 
 import tensorflow as tf
 
-from tfshard.planning.training_graph import Cost, Kind, TrainingGraph
+from tfshard.planning.training_graph import VIEWS, WITHOUT_WORK, Cost, Kind, TrainingGraph
 
-# What gives its first input, or a part of it, and copies nothing.
-_VIEWS = frozenset(
-    "Bitcast ExpandDims Identity PreventGradient Reshape Slice Snapshot Squeeze StopGradient StridedSlice".split()
-)
-# What the executor does not take for expensive, besides.
-_QUICK = frozenset(("Const", "IdentityN", "NoOp", "Placeholder", "Rank", "Shape", "ShapeN", "Size"))
 # Kernels that write their result where an input was that nobody else needs (forward_input_or_allocate_output).
 _IN_PLACE = frozenset(
     "Abs Add AddN AddV2 BiasAdd Ceil Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor Inv InvGrad LeakyRelu "
@@ -264,12 +258,12 @@ class _Run:
         return self._allocated(bytes_, what)
 
     def _is_quick(self, operation: tf.Operation) -> bool:
-        return operation.type in _QUICK or self._is_view(operation)
+        return operation.type in WITHOUT_WORK or self._is_view(operation)
 
     def _is_view(self, operation: tf.Operation) -> bool:
         """Whether it gives its first input, or a part of it, and copies nothing."""
         if operation.type != "Transpose":
-            return operation.type in _VIEWS
+            return operation.type in VIEWS
         order = tf.get_static_value(operation.inputs[1])
         if order is None or len(order) < 2:
             return False

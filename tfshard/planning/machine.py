@@ -14,7 +14,7 @@ from tfshard import _private
 from tfshard.errors import StrategyError
 from tfshard.planning import step_flops
 from tfshard.planning.links import GROUPS, INSIDE, KINDS, Link, Links
-from tfshard.planning.training_graph import TrainingGraph
+from tfshard.planning.training_graph import WITHOUT_WORK, TrainingGraph
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,12 +121,8 @@ def _kind_of_product(operation: tf.Operation) -> str:
 
 
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-# What gives its input, or a part of it, as it is.
-_FREE = frozenset(
-    "Bitcast Const ExpandDims Identity IdentityN NoOp Placeholder PreventGradient Reshape Shape Snapshot Squeeze "
-    "StopGradient".split()
-)
 _PARTS = frozenset({"GatherNd", "GatherV2", "ResourceGather", "Slice", "StridedSlice"})
+_FREE = WITHOUT_WORK - _PARTS
 # Exponentials and what is made of them, which a processor computes by polynomials.
 _TRANSCENDENTAL = frozenset(
     "Acos Acosh Asin Asinh Atan Atan2 Atanh Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Lgamma Log Log1p LogSoftmax "

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfshard.layouts.axes import MeshAxes
 from tfshard.planning import step_flops, variable_traffic
 from tfshard.planning.links import Links
-from tfshard.planning.training_graph import Cost, Kind, TrainingGraph
+from tfshard.planning.training_graph import WITHOUT_WORK, Cost, Kind, TrainingGraph
 
 # An element that is written takes as long as so many operations of a product: about 50 GFLOP/s beside 10 GB/s to and
 # from memory, of three numbers of four bytes for each. Only shares of the time are made of it.
@@ -94,17 +94,10 @@ def _weight(operation: tf.Operation, graph: TrainingGraph) -> float:
     if cost is not None:
         elements = (cost.output or 0) // operation.outputs[0].dtype.size
         return _FLOPS_OF_ELEMENT * elements * _ELEMENTS_OF_UPDATE if cost.kind is Kind.UPDATE else 0.0
-    if operation.type in _WITHOUT_WORK:
+    if operation.type in WITHOUT_WORK:
         return 0.0
     counts = [each.shape.num_elements() for each in operation.outputs if each.dtype not in (tf.resource, tf.variant)]
     return step_flops.flops_of(operation) + _FLOPS_OF_ELEMENT * sum(count or 0 for count in counts)
-
-
-# What gives its input, or a part of it, as it is.
-_WITHOUT_WORK = frozenset(
-    "Bitcast Const ExpandDims Identity IdentityN NoOp Placeholder PreventGradient Reshape Shape Slice Snapshot Squeeze "
-    "StopGradient StridedSlice".split()
-)
 
 
 def run_on_paper(graph: TrainingGraph, seconds: Callable[[tf.Operation], float]) -> Overlap:

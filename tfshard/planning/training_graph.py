@@ -30,6 +30,13 @@ from tfshard.operations import blocks
 from tfshard.planning import local_shares, reordering, variable_traffic
 from tfshard.storage import recomputing, steps, turns
 
+# What gives its first input, or a part of it, and copies nothing.
+VIEWS = frozenset(
+    "Bitcast ExpandDims Identity PreventGradient Reshape Slice Snapshot Squeeze StopGradient StridedSlice".split()
+)
+# And what else takes next to no time.
+WITHOUT_WORK = VIEWS | {"Const", "IdentityN", "NoOp", "Placeholder", "Shape"}
+
 
 class Kind(enum.Enum):
     """What an operation of a step stands for."""
@@ -375,7 +382,7 @@ class _Trace:
         return made
 
     def _merged(self, gradients: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, tf.Tensor]:
-        """Gradients that are reduced as one, by the name of their unit: views of a buffer.
+        """Gradients that are reduced as one, by the name of their unit.
 
         Args:
             gradients: By path, one for each use.
@@ -393,11 +400,11 @@ class _Trace:
             ]
         left = iter(parts)
         found: dict[str, tf.Tensor] = {}
-        views = {
+        summed = {
             path: self._sum([next(left) for _ in own], Kind.GRADIENT, sizes[path]) for path, own in gradients.items()
         }
         for name, members in self._units.items():
-            own = [views[each.spec.path] for each in members if each.spec.path in views]
+            own = [summed[each.spec.path] for each in members if each.spec.path in summed]
             if len(own) == 1:
                 found[name] = own[0]
             elif own:

@@ -230,12 +230,10 @@ def predict_collectives(
     merged: dict[str, list[int]] = {"float32": []}
     compressed: list[Collective] = []
     for layout in planned:
-        if not layout.spec.trainable:
+        if not layout.spec.trainable or _comes_reduced(layout, mesh_axes):
             continue
         bytes_ = reductions.bytes_of(layout, mesh_shape)
         scattered, together = _contributions(layout, uses or {})
-        if _comes_reduced(layout, mesh_axes):
-            continue
         if reductions.scales_loss and not layout.reduce_scatter:
             scattered, together = 0, scattered + together
         form = compressed_form.of(layout, mesh_axes)
@@ -355,16 +353,11 @@ def _contributions(layout: VariableLayout, known_uses: Mapping[str, int]) -> tup
     return uses, 0
 
 
-def has_model_axes(mesh_axes: MeshAxes) -> bool:
-    """Whether devices differ in more than in which rows of a batch they have."""
-    return math.prod(mesh_axes.values()) > mesh_axes.data_size
-
-
 def _comes_reduced(layout: VariableLayout, mesh_axes: MeshAxes) -> bool:
     """Whether a gradient comes out of sums that its layer sends (`statistics_traffic`)."""
     layer = layout.spec.layer
     is_by_batch = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-    return is_by_batch and not has_model_axes(mesh_axes)
+    return is_by_batch and not mesh_axes.has_tensor_parallelism
 
 
 def joins(layout: VariableLayout, uses: int, zero_stage: int, *, is_sparse: bool) -> bool:
