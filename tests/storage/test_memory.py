@@ -2,6 +2,7 @@
 
 import gc
 import pathlib
+import sys
 import tempfile
 
 import keras
@@ -125,3 +126,24 @@ def test_nothing_but_the_pieces_stays_allocated_after_a_step():
     copy = sum(int(np.prod(v.shape)) * 4 for v in model.trainable_variables)
     # The parameters and the two slots of Adam, once over all devices. Views of whole gradients made it 5.5.
     assert (allocated() - before) / copy < 1.2 * 3
+
+
+def test_no_operation_of_a_step_is_asked_for_the_description_that_it_would_keep(monkeypatch):
+    asked_by = []
+    of_tensorflow = tf.Operation.op_def
+
+    def op_def(operation):
+        asked_by.append(sys._getframe(1).f_globals["__name__"])
+        return of_tensorflow.__get__(operation)
+
+    monkeypatch.setattr(tf.Operation, "op_def", property(op_def), raising=False)
+    with tf.Graph().as_default():
+        assert tf.constant(1.0).op.op_def.name == "Const"
+    assert asked_by == [__name__]  # The premise: it is told.
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(512), keras.layers.Dense(8)])
+    tfshard.as_distributed(model)
+    strategy.recompute(model, [".*dense"])
+    model.compile("adam", "mse", strategy=strategy)
+    model.fit(np.zeros((8, 16)), np.zeros((8, 8)), batch_size=8, verbose=0)
+    assert not [name for name in asked_by if name.startswith("tfshard")]  # TensorFlow asks for a few.

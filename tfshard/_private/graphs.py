@@ -14,6 +14,7 @@ from tensorflow.dtensor.python import api as _dtensor_api
 from tensorflow.python.eager import record as _record
 from tensorflow.python.eager import tape as _tape
 from tensorflow.python.framework import auto_control_deps as _auto_control_deps
+from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.ops import cond_v2 as _cond_v2
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 
@@ -35,6 +36,15 @@ def stop_recording() -> contextlib.AbstractContextManager[None]:
     """A context in which no gradient tape records (`record.stop_recording`)."""
     context: contextlib.AbstractContextManager[None] = _record.stop_recording()
     return context
+
+
+def is_stateful(operation: tf.Operation) -> bool:
+    """Whether an operation does more than give what it computes, such as draw or write (`op_def_registry.get`).
+
+    `tf.Operation.op_def` would tell it, too, and keep a description for every operation that was asked: of the step of
+    an EfficientNetB0, 300 MiB.
+    """
+    return bool((_op_def_registry.get(operation.type) or operation.op_def).is_stateful)
 
 
 def graph_is_loop(graph: tf.Graph) -> bool:
@@ -236,9 +246,7 @@ def copied(
     if dtype is not None:
         attrs["Tparams" if operation.type == "GatherV2" else "T"] = tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
         dtypes = [dtype] * len(dtypes)
-    made = (graph or operation.graph)._create_op_internal(
-        operation.type, list(inputs), dtypes, attrs=attrs, op_def=operation.op_def
-    )
+    made = (graph or operation.graph)._create_op_internal(operation.type, list(inputs), dtypes, attrs=attrs)
     return list(made.outputs)
 
 

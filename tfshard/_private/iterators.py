@@ -2,6 +2,8 @@
 
 import tensorflow as tf
 
+from tfshard._private.graphs import is_stateful
+
 # The values of TensorFlow's SerializationOptions.ExternalStatePolicy.
 _IGNORE_STATE, _FAIL_ON_STATE = 1, 2
 
@@ -24,7 +26,7 @@ def stateful_operations(iterator: tf.data.Iterator) -> list[str]:
             continue
         for wrapped in dataset._functions():
             for operation in wrapped.function.graph.get_operations():
-                if operation.op_def.is_stateful and not operation.type.startswith("LookupTable"):
+                if is_stateful(operation) and not operation.type.startswith("LookupTable"):
                     found.append(operation.name)
         waiting += dataset._inputs()
     return found

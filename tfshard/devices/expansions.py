@@ -11,6 +11,8 @@ import os
 
 import tensorflow as tf
 
+from tfshard import _private
+
 # Each is tried in tests/operations/test_whole.py.
 COMPUTED_WHOLE = (
     # The number of results depends on values. (Unique is among those that DTensor expands; Where: scatters.py.)
@@ -62,7 +64,7 @@ COMPUTED_WHOLE = (
 
 def allow(operation: tf.Operation) -> None:
     """Lets DTensor compute an operation of a step whole on every device, if it has no expansion for it."""
-    if operation.type not in _allowed and not operation.op_def.is_stateful:
+    if operation.type not in _allowed and not _private.is_stateful(operation):
         os.environ[_switch(operation.type)] = "1"
         _allowed.add(operation.type)
 

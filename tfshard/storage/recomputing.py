@@ -109,7 +109,7 @@ def known_before(operations: Sequence[tf.Operation]) -> frozenset[tf.Operation]:
     found: set[tf.Operation] = set()
     for operation in operations:
         is_made = operation.inputs and all(each.op in found for each in operation.inputs)
-        if operation.type in _KNOWN or (is_made and not operation.op_def.is_stateful):
+        if operation.type in _KNOWN or (is_made and not _private.is_stateful(operation)):
             found.add(operation)
     return frozenset(found)
 
@@ -275,7 +275,7 @@ class _Recomputation:
             and operation not in self._known
             and STAYS not in operation.name
             and operation.type not in self._block.keeps
-            and not operation.op_def.is_stateful
+            and not _private.is_stateful(operation)
             and not operation.type.endswith(_WITH_BODIES)
             and bool(operation.outputs)
             and not any(each.dtype in (tf.resource, tf.variant) for each in (*operation.inputs, *operation.outputs))

@@ -257,7 +257,7 @@ class Microbatches:
         needed = turns.ancestors(learned.divisors)
         for operation in needed:
             if (
-                operation.op_def.is_stateful
+                _private.is_stateful(operation)
                 and operation.type != "ReadVariableOp"
                 or any(each.op is operation for tensors in learned.state.values() for each in tensors)
             ):
