@@ -26,9 +26,10 @@ from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, without_peak
 from tfshard.planning.compression_gain import CompressionGain, encoded_bytes
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
-from tfshard.planning.peak import Peak, needs_all_gradients, peak_of, with_room
+from tfshard.planning.peak import Peak, needs_all_gradients, peak_of, trace, with_room
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
+from tfshard.planning.training_graph import TrainingGraph
 from tfshard.storage import turns
 
 # A compression is proposed where collectives and encoding take at most so much of what exact sums take, though so much
@@ -376,20 +377,20 @@ class _Step:
             ).check()
         except LayoutError as e:
             return dataclasses.replace(empty, problem=str(e))
-        peak = peak_of(
+        graph = trace(
             self.model,
             placement,
-            stored_bytes=ShardingPlan.from_placement(placement, slots=self.slots).resting_bytes(),
-            slots=self.slots,
             gathering=self.gathering,
-            needs_all_gradients=self.needs_all_gradients,
             inputs=self.inputs,
+            slots=self.slots,
+            needs_all_gradients=self.needs_all_gradients,
             recompute=blocks.AUTO if empty.recompute else None,
-            activation_bytes=activation_bytes,
         )
-        return self._timed(dataclasses.replace(empty, **dataclasses.asdict(peak)), placement)
+        rests = ShardingPlan.from_placement(placement, slots=self.slots).resting_bytes()
+        peak = peak_of(graph, placement, stored_bytes=rests, activation_bytes=activation_bytes)
+        return self._timed(dataclasses.replace(empty, **dataclasses.asdict(peak)), placement, graph)
 
-    def _timed(self, empty: Candidate, placement: ModelPlacement) -> Candidate:
+    def _timed(self, empty: Candidate, placement: ModelPlacement, graph: TrainingGraph) -> Candidate:
         """With the time of what it sends and encodes, if the links are known."""
         if self.links is None:
             return empty
@@ -404,17 +405,18 @@ class _Step:
                 optimizer=self.optimizer,
                 inputs=self.inputs,
                 gathering=self.gathering,
+                graph=graph if self.inputs is not None else None,
             )
         how, encode_seconds = empty.compression, 0.0
         if self.machine is not None and how is None:
-            empty = dataclasses.replace(empty, step_seconds=self._step_seconds(empty, placement))
+            empty = dataclasses.replace(empty, step_seconds=self._step_seconds(empty, placement, graph))
         if how is not None:
             encode_seconds = self.links.encode_seconds(how, encoded_bytes(placement, planned))
         return dataclasses.replace(
             empty, collective_seconds=planned.over(self.links).collective_seconds, encode_seconds=encode_seconds
         )
 
-    def _step_seconds(self, candidate: Candidate, placement: ModelPlacement) -> float:
+    def _step_seconds(self, candidate: Candidate, placement: ModelPlacement, graph: TrainingGraph) -> float:
         """What a step takes on the machine."""
         assert self.machine is not None and isinstance(self.model, keras.Model)
         traced = TracedStep.of(
@@ -425,6 +427,7 @@ class _Step:
             slots=self.slots,
             needs_all_gradients=self.needs_all_gradients,
             recompute=blocks.AUTO if candidate.recompute else None,
+            graph=graph,
         )
         updated = updated_bytes_of(placement, self.slots)
         return traced.on(self.machine, candidate.mesh_shape, updated_bytes=updated).seconds

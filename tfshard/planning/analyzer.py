@@ -23,13 +23,13 @@ from tfshard.planning import (
     linter,
     statistics_traffic,
     table_traffic,
-    training_graph,
     variable_traffic,
 )
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.overlap import overlap_of
-from tfshard.planning.peak import needs_all_gradients, peak_of
+from tfshard.planning.peak import needs_all_gradients, peak_of, trace
 from tfshard.planning.sharding_plan import ShardingPlan
+from tfshard.planning.training_graph import TrainingGraph
 from tfshard.storage import turns
 
 
@@ -223,6 +223,18 @@ def plan_placement(
     refused: list[linter.Finding] = []
     if isinstance(model_or_specs, keras.Model):
         refused = linter.refusals(model_or_specs, placement, automatic=automatic)
+    has_tables = any(layout.table is not None for layout in placement.variables)
+    graph: TrainingGraph | None = None
+    if inputs is not None and isinstance(model_or_specs, keras.Model) and not has_tables:
+        graph = trace(
+            model_or_specs,
+            placement,
+            gathering=gathering,
+            inputs=parts.of(inputs, placement.mesh_shape),
+            slots=slots,
+            needs_all_gradients=needs_all_gradients(optimizer),
+            is_part=parts.count > 1,
+        )
     planned = without_peak(
         placement,
         model_or_specs,
@@ -232,34 +244,19 @@ def plan_placement(
         gathering=gathering,
         parts=parts,
         refused=[str(finding) for finding in refused],
+        graph=graph,
     )
     if known is not None:
         planned = planned.over(known)
     if inputs is None or not isinstance(model_or_specs, keras.Model):
         return planned
-    if any(layout.table is not None for layout in placement.variables):
-        unknown = "; ".join(text for text in (planned.unknown, "the peak of a step with embedding tables") if text)
+    if graph is None:
+        unknown = _joined(planned.unknown, "the peak of a step with embedding tables")
         return dataclasses.replace(planned, unknown=unknown)
     if known is not None and compute_seconds is not None and parts.count == 1:
-        graph = training_graph.trace(
-            model_or_specs,
-            placement,
-            gathering=gathering,
-            inputs=inputs,
-            needs_all_gradients=needs_all_gradients(optimizer),
-        )
         overlap = overlap_of(graph, known, placement.mesh_shape, compute_seconds)
         planned = dataclasses.replace(planned, overlap=overlap)
-    peak = peak_of(
-        model_or_specs,
-        placement,
-        stored_bytes=planned.resting_bytes(),
-        slots=slots,
-        gathering=gathering,
-        needs_all_gradients=needs_all_gradients(optimizer),
-        inputs=inputs,
-        parts=parts,
-    )
+    peak = peak_of(graph, placement, stored_bytes=planned.resting_bytes(), parts=parts)
     return dataclasses.replace(planned, peak=peak)
 
 
@@ -273,6 +270,7 @@ def without_peak(
     gathering: turns.Gathering,
     parts: variable_traffic.Parts = variable_traffic.WHOLE,
     refused: Sequence[str] = (),
+    graph: TrainingGraph | None = None,
 ) -> ShardingPlan:
     """A plan without the peak of a step.
 
@@ -285,6 +283,7 @@ def without_peak(
         gathering: How steps gather what is stored sharded.
         parts: In which parts they take their batch.
         refused: What `compile` would refuse.
+        graph: Of the step or of one of its parts, if it is traced already (`peak.trace`).
     """
     of_part = parts.of(inputs, placement.mesh_shape)
     sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, of_part)
@@ -292,7 +291,7 @@ def without_peak(
     if isinstance(model_or_specs, keras.Model) and (found := statistics_traffic.statistics_of(model_or_specs)):
         if placement.mesh_shape.has_tensor_parallelism:
             more = f"DTensor decides how '{found[0].path}' takes statistics of a batch beside a model axis"
-            sent = dataclasses.replace(sent, unknown="; ".join(text for text in (sent.unknown, more) if text))
+            sent = dataclasses.replace(sent, unknown=_joined(sent.unknown, more))
         else:
             statistics = statistics_traffic.collectives(found, placement.mesh_shape)
     return ShardingPlan.from_placement(
@@ -306,8 +305,12 @@ def without_peak(
         ],
         unknown=sent.unknown,
         uses=sent.uses,
-        gathers=gather_counts.gathers_of(model_or_specs, placement, gathering, inputs),
+        gathers=gather_counts.gathers_of(model_or_specs, placement, gathering, inputs, graph=graph),
         parts=parts,
         reductions=gradient_dtypes.reductions_of(model_or_specs, placement.variables, optimizer, inputs),
         refused=refused,
     )
+
+
+def _joined(*unknown: str) -> str:
+    return "; ".join(text for text in unknown if text)

@@ -12,11 +12,17 @@ from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout, itemsize
 from tfshard.planning import training_graph, variable_traffic
+from tfshard.planning.training_graph import TrainingGraph
 from tfshard.storage import turns
 
 
 def gathers_of(
-    model: ModelOrSpecs, placement: ModelPlacement, gathering: turns.Gathering, inputs: Any = None
+    model: ModelOrSpecs,
+    placement: ModelPlacement,
+    gathering: turns.Gathering,
+    inputs: Any = None,
+    *,
+    graph: TrainingGraph | None = None,
 ) -> dict[str, variable_traffic.Gathers]:
     """How a step of stage 3 gathers each variable and group, by its name in a plan.
 
@@ -26,15 +32,17 @@ def gathers_of(
         placement: Where its variables go.
         gathering: How steps gather.
         inputs: What a step calls the model on.
+        graph: The graph of the step, if it is traced already.
     """
     placed = placement.variables
     gathered = [each for each in placed if placement.zero_stage == 3 and variable_traffic.is_gathered(each, 3)]
     if not gathered or placement.mesh_shape.data_size == 1:
         return {}
-    if isinstance(model, keras.Model):
+    if graph is None and isinstance(model, keras.Model):
         with contextlib.suppress(LayoutError):
             graph = training_graph.trace(model, placement, gathering=gathering, inputs=inputs)
-            return _of(variable_traffic.members_of(gathered), graph.gathers(), graph.itemsizes)
+    if graph is not None:
+        return _of(variable_traffic.members_of(gathered), graph.gathers(), graph.itemsizes)
     return _of_list(gathered, placement, gathering)
 
 

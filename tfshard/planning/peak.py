@@ -8,7 +8,7 @@ from typing import Any
 from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.planning import liveness, training_graph, variable_traffic
-from tfshard.planning.training_graph import Kind
+from tfshard.planning.training_graph import Kind, TrainingGraph
 from tfshard.storage import turns
 
 
@@ -57,46 +57,62 @@ _PART = {
 }
 
 
-def peak_of(
+def trace(
     model: ModelOrSpecs,
     placement: ModelPlacement,
     *,
-    stored_bytes: int,
-    slots: Sequence[SlotSpec],
     gathering: turns.Gathering,
+    inputs: Any,
+    slots: Sequence[SlotSpec],
     needs_all_gradients: bool,
-    inputs: Any = None,
-    parts: variable_traffic.Parts = variable_traffic.WHOLE,
+    is_part: bool = False,
     recompute: str | Sequence[str] | None = None,
+) -> TrainingGraph:
+    """A step with its updates, as predictions of its peak and its time need it.
+
+    Args:
+        model: A built model. Without inputs, it is taken as its specs, of which each is used once, in their order, by a
+            product with one sample.
+        placement: Where the variables go.
+        gathering: How steps gather.
+        inputs: What the model is called on, over all devices; or None.
+        slots: The optimizer's variables.
+        needs_all_gradients: Whether no variable can be updated before all gradients are there.
+        is_part: Whether it is one of several parts of a step: gradients are added up in each, and all updated after the
+            last.
+        recompute: Which blocks are computed again, besides those that are marked (`blocks.install`).
+
+    Raises:
+        LayoutError: The model cannot be called on its inputs.
+    """
+    return training_graph.trace(
+        model if inputs is not None else placement.specs,
+        placement,
+        gathering=gathering,
+        inputs=inputs,
+        slot_bytes={} if is_part else slot_bytes_of(placement, slots),
+        needs_all_gradients=needs_all_gradients and not is_part,
+        recompute=recompute,
+    )
+
+
+def peak_of(
+    graph: TrainingGraph,
+    placement: ModelPlacement,
+    *,
+    stored_bytes: int,
+    parts: variable_traffic.Parts = variable_traffic.WHOLE,
     activation_bytes: int = 0,
 ) -> Peak:
     """The peak of a step: its operations are run one after the other, on paper (`liveness`).
 
     Args:
-        model: A built model; or specs, of which each is used once, in their order, by a product with one sample.
+        graph: The graph of the step, or of a part of it (`trace`).
         placement: Where the variables go.
         stored_bytes: What rests on a device.
-        slots: The optimizer's variables.
-        gathering: How steps gather.
-        needs_all_gradients: Whether no variable can be updated before all gradients are there.
-        inputs: What the model is called on, over all devices. Without it, the model is taken as its specs.
-        parts: In which parts the batch is taken. Gradients are added up in each, and all updated after the last.
-        recompute: Which blocks are computed again, besides those that are marked (`blocks.install`).
+        parts: In which parts the batch is taken.
         activation_bytes: Of the device's share of a batch, on top of what is found.
-
-    Raises:
-        LayoutError: The model cannot be called on its inputs.
     """
-    adds_up = parts.count > 1
-    graph = training_graph.trace(
-        model if inputs is not None else placement.specs,
-        placement,
-        gathering=gathering,
-        inputs=parts.of(inputs, placement.mesh_shape),
-        slot_bytes={} if adds_up else slot_bytes_of(placement, slots),
-        needs_all_gradients=needs_all_gradients and not adds_up,
-        recompute=recompute,
-    )
     moment = liveness.peak_of(graph)
     overlap = liveness.peak_of(graph, at_once=True).bytes - moment.bytes
     made: dict[str, int] = collections.Counter()

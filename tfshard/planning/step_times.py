@@ -14,9 +14,9 @@ from tfshard.graph.model_specs import SlotSpec
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.operations import blocks
-from tfshard.planning import activation_traffic, overlap, training_graph, variable_traffic
+from tfshard.planning import activation_traffic, overlap, variable_traffic
 from tfshard.planning.machine import Machine, Work, work_of
-from tfshard.planning.peak import slot_bytes_of
+from tfshard.planning.peak import slot_bytes_of, trace
 from tfshard.planning.statistics_traffic import Statistics, collectives, statistics_of
 from tfshard.planning.training_graph import TrainingGraph
 from tfshard.planning.variable_traffic import WHOLE, Collective, Parts
@@ -73,6 +73,7 @@ class TracedStep:
         is_part: bool = False,
         needs_all_gradients: bool = False,
         recompute: str | Sequence[str] | None = None,
+        graph: TrainingGraph | None = None,
     ) -> "TracedStep":
         """Traces it.
 
@@ -85,19 +86,22 @@ class TracedStep:
             is_part: Whether it is one of several parts, after the last of which all is updated.
             needs_all_gradients: Whether updates wait for all gradients.
             recompute: Which blocks are computed again, besides those that are marked: as `blocks.marked` takes them.
+            graph: Its graph, if it is traced already (`peak.trace`).
 
         Raises:
             LayoutError: The model cannot be called on its inputs.
         """
         with contextlib.nullcontext() if recompute is None else blocks.marked(model, recompute):
-            graph = training_graph.trace(
-                model,
-                placement,
-                gathering=gathering,
-                inputs=inputs,
-                slot_bytes={} if is_part else slot_bytes_of(placement, slots),
-                needs_all_gradients=needs_all_gradients and not is_part,
-            )
+            if graph is None:
+                graph = trace(
+                    model,
+                    placement,
+                    gathering=gathering,
+                    inputs=inputs,
+                    slots=slots,
+                    needs_all_gradients=needs_all_gradients,
+                    is_part=is_part,
+                )
             sent = activation_traffic.plan(model, placement.variables, placement.mesh_shape, inputs)
         return cls(
             graph=graph,
