@@ -466,8 +466,8 @@ MUTATIONS = [
         file="tfshard/storage/steps.py",
         old="            assert recorded is not None\n            storage.write(recorded)\n        self._postponed",
         new="            assert recorded is not None\n        self._postponed",
-        what="what an update writes to a group in a branch is lost",
-        killed_by="tests/training/test_precision.py::test_mixed_precision_trains_as_on_one_device[mixed_float16-3-True-batch2_model2]",
+        what="what an update writes to a group in a function is lost",
+        killed_by="tests/storage/test_groups.py::test_an_update_in_a_function_of_its_own_writes_its_group",
     ),
     Mutation(
         area="variables",

@@ -123,6 +123,31 @@ class SomeWithoutGradient(keras.Model):
         return {"loss": loss}
 
 
+@keras.saving.register_keras_serializable("test_groups")
+class UpdatedInAFunction(keras.Model):
+    """Its step updates in a function of its own, which is a graph in the graph of the step."""
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self(x) - y))
+
+        @tf.function
+        def update(gradients):
+            self.optimizer.apply(gradients, self.trainable_variables)
+
+        update(tape.gradient(loss, self.trainable_variables))
+        return {"loss": loss}
+
+
+def test_an_update_in_a_function_of_its_own_writes_its_group():
+    def of_functional():
+        model = build()
+        return UpdatedInAFunction(model.inputs, model.outputs)
+
+    check(of_functional, lambda: keras.optimizers.Adam(1e-2))
+
+
 def test_a_step_that_updates_some_members_leaves_the_others():
     def optimizer():
         return keras.optimizers.Adam(1e-2)

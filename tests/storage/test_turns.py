@@ -305,7 +305,7 @@ def test_prefetch_hides_reductions_behind_one_more_layer_and_takes_its_memory():
     losses, overlaps, peaks = [], [], []
     for prefetch in (1, 2):
         keras.utils.set_random_seed(0)
-        layers = [keras.layers.Dense(256, activation="tanh", use_bias=False) for _ in range(6)]
+        layers = [keras.layers.Dense(256, activation="tanh", use_bias=False) for _ in range(12)]
         model = tfshard.Sequential([keras.Input((256,)), *layers])
         strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), analyzer=None, prefetch=prefetch)
         model.compile(keras.optimizers.Adam(1e-2), "mse", strategy=strategy)
@@ -316,7 +316,8 @@ def test_prefetch_hides_reductions_behind_one_more_layer_and_takes_its_memory():
     assert losses[0] == losses[1]
     assert overlaps[0].collective_seconds == pytest.approx(overlaps[1].collective_seconds), "premise"
     assert overlaps[1].hidden > overlaps[0].hidden + 0.1 and overlaps[1].seconds < overlaps[0].seconds
-    assert peaks[0] < peaks[1] <= peaks[0] + 4 * 4 * 256 * 256
+    # One more gradient, and what it is reduced in.
+    assert peaks[0] < peaks[1] <= peaks[0] + 2 * 4 * 256 * 256
 
 
 @pytest.mark.parametrize("wrong", [3, None, ["("], [1], "("])
