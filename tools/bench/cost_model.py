@@ -79,28 +79,28 @@ def _gpt(layers: int, width: int, batch: int = 8, length: int = 96, vocabulary: 
 def configurations() -> list[Configuration]:
     """Models of different depth, width, batch and kind, on meshes of one to eight devices."""
     found = []
-    for number, (layers, width) in enumerate([(5, 192), (4, 256), (2, 384), (7, 128), (3, 352), (8, 160)]):
+    for number, (layers, width) in enumerate([(6, 176), (3, 320), (2, 416), (9, 136)]):
         model = _gpt(layers, width)
         found.append(Configuration(model=model, mesh={"batch": 4}))
         found.append(Configuration(model=model, mesh={"batch": 4}, stage=number % 3))
         found.append(Configuration(model=model, mesh={"batch": (1, 2, 8)[number % 3]}))
-    for layers, width in [(4, 288), (5, 160)]:
-        found.append(Configuration(model=_gpt(layers, width, batch=16, length=144), mesh={"batch": 4}))
+    for layers, width in [(5, 208)]:
+        found.append(Configuration(model=_gpt(layers, width, batch=16, length=128), mesh={"batch": 4}))
         found.append(Configuration(model=_gpt(layers, width), mesh={"batch": 2, "model": 2}))
-        found.append(Configuration(model=_gpt(layers, width, vocabulary=4400), mesh={"model": 4}, stage=0))
+        found.append(Configuration(model=_gpt(layers, width, vocabulary=5200), mesh={"model": 4}, stage=0))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, recompute=True))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, microbatches=2))
-    for model in [_gpt(4, 224, batch=16)]:
+    for model in [_gpt(3, 240, batch=16)]:
         found.append(Configuration(model=model, mesh={"replica": 2, "batch": 2}))
         found.append(Configuration(model=model, mesh={"model": 2}, stage=0))
         found.append(Configuration(model=model, mesh={"batch": 4, "model": 2}, stage=2))
         found.append(Configuration(model=model, mesh={"batch": 2}, microbatches=4))
         found.append(Configuration(model=model, mesh={"batch": 2}, recompute=True, microbatches=2))
     for kind, sizes in (
-        ("bert", {"layers": 3, "width": 224, "heads": 2, "length": 104}),
-        ("resnet50", {"length": 72}),
-        ("efficientnet", {"length": 72, "batch": 8}),
-        ("lstm", {"width": 208}),
+        ("bert", {"layers": 4, "width": 176, "heads": 2, "length": 88}),
+        ("resnet50", {"length": 80}),
+        ("efficientnet", {"length": 88, "batch": 8}),
+        ("lstm", {"width": 240}),
     ):
         model = dataclasses.replace(models.MODELS[kind], **sizes)
         found += [Configuration(model=model, mesh={"batch": size}) for size in (2, 4)]
@@ -118,10 +118,10 @@ def on_hosts() -> list[Configuration]:
         Configuration(model=_gpt(layers, width), mesh=mesh, stage=stage, rate=rate)
         for rate in RATES
         for layers, width, mesh, stage in [
-            (3, 208, {"batch": 4}, 3),
-            (3, 208, {"replica": 2, "batch": 2}, 3),
-            (5, 144, {"batch": 4}, 0),
-            (5, 144, {"replica": 2, "batch": 2}, 1),
+            (4, 192, {"batch": 4}, 3),
+            (4, 192, {"replica": 2, "batch": 2}, 3),
+            (6, 128, {"batch": 4}, 0),
+            (6, 128, {"replica": 2, "batch": 2}, 1),
         ]
     ]
 
