@@ -507,6 +507,15 @@ def mixed():
     keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.parametrize(("policy", "size"), [("float32", 4), ("mixed_bfloat16", 4), ("float64", 8)])
+def test_batch_statistics_are_planned_in_the_dtype_in_which_they_are_taken(policy, size, mixed):
+    mixed(policy)
+    model = normalized()
+    plan = tfshard.plan(model, {"batch": 4})
+    (gather,) = [each for each in plan.collectives if (each.kind, each.what) == ("all-gather", "first")]
+    assert gather.bytes == 4 * 2 * 8 * size
+
+
 # In what a gradient is added up, by the policy; bfloat16 in float32.
 ADDED_BYTES = {"mixed_bfloat16": 4, "mixed_float16": 2}
 

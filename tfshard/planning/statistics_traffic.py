@@ -9,6 +9,7 @@ import keras
 
 from tfshard import _private
 from tfshard.layouts.axes import MeshAxes
+from tfshard.layouts.variable_layout import itemsize
 from tfshard.planning.variable_traffic import Collective
 
 
@@ -33,7 +34,8 @@ def statistics_of(model: keras.Model) -> tuple[Statistics, ...]:
         Statistics(
             path=layer.path,
             uses=max(1, len(_private.layer_uses(layer))),
-            bytes=2 * 4 * math.prod(layer.moving_mean.shape),
+            # Of half precision they are taken in float32.
+            bytes=2 * max(4, itemsize(layer.compute_dtype)) * math.prod(layer.moving_mean.shape),
         )
         for layer in _private.flatten_layers(model)
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and layer.built
