@@ -128,7 +128,7 @@ def test_nothing_but_the_pieces_stays_allocated_after_a_step():
     assert (allocated() - before) / copy < 1.2 * 3
 
 
-def test_no_operation_of_a_step_is_asked_for_the_description_that_it_would_keep(monkeypatch):
+def test_no_operation_of_a_step_is_asked_for_a_description_of_its_own(monkeypatch):
     asked_by = []
     of_tensorflow = tf.Operation.op_def
 
