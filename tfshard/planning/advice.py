@@ -405,6 +405,7 @@ class _Step:
                 optimizer=self.optimizer,
                 inputs=self.inputs,
                 gathering=self.gathering,
+                # Without inputs it is the graph of the specs, not of the model.
                 graph=graph if self.inputs is not None else None,
             )
         how, encode_seconds = empty.compression, 0.0
@@ -419,15 +420,12 @@ class _Step:
     def _step_seconds(self, candidate: Candidate, placement: ModelPlacement, graph: TrainingGraph) -> float:
         """What a step takes on the machine."""
         assert self.machine is not None and isinstance(self.model, keras.Model)
-        traced = TracedStep.of(
+        traced = TracedStep.of_graph(
+            graph,
             self.model,
             placement,
-            gathering=self.gathering,
             inputs=self.inputs,
-            slots=self.slots,
-            needs_all_gradients=self.needs_all_gradients,
             recompute=blocks.AUTO if candidate.recompute else None,
-            graph=graph,
         )
         updated = updated_bytes_of(placement, self.slots)
         return traced.on(self.machine, candidate.mesh_shape, updated_bytes=updated).seconds

@@ -223,9 +223,9 @@ def plan_placement(
     refused: list[linter.Finding] = []
     if isinstance(model_or_specs, keras.Model):
         refused = linter.refusals(model_or_specs, placement, automatic=automatic)
-    has_tables = any(layout.table is not None for layout in placement.variables)
+    is_called = inputs is not None and isinstance(model_or_specs, keras.Model)
     graph: TrainingGraph | None = None
-    if inputs is not None and isinstance(model_or_specs, keras.Model) and not has_tables:
+    if is_called and not any(layout.table is not None for layout in placement.variables):
         graph = trace(
             model_or_specs,
             placement,
@@ -248,7 +248,7 @@ def plan_placement(
     )
     if known is not None:
         planned = planned.over(known)
-    if inputs is None or not isinstance(model_or_specs, keras.Model):
+    if not is_called:
         return planned
     if graph is None:
         unknown = _joined(planned.unknown, "the peak of a step with embedding tables")

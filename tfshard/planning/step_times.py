@@ -73,7 +73,6 @@ class TracedStep:
         is_part: bool = False,
         needs_all_gradients: bool = False,
         recompute: str | Sequence[str] | None = None,
-        graph: TrainingGraph | None = None,
     ) -> "TracedStep":
         """Traces it.
 
@@ -86,22 +85,34 @@ class TracedStep:
             is_part: Whether it is one of several parts, after the last of which all is updated.
             needs_all_gradients: Whether updates wait for all gradients.
             recompute: Which blocks are computed again, besides those that are marked: as `blocks.marked` takes them.
-            graph: Its graph, if it is traced already (`peak.trace`).
 
         Raises:
             LayoutError: The model cannot be called on its inputs.
         """
+        graph = trace(
+            model,
+            placement,
+            gathering=gathering,
+            inputs=inputs,
+            slots=slots,
+            needs_all_gradients=needs_all_gradients,
+            is_part=is_part,
+            recompute=recompute,
+        )
+        return cls.of_graph(graph, model, placement, inputs=inputs, recompute=recompute)
+
+    @classmethod
+    def of_graph(
+        cls,
+        graph: TrainingGraph,
+        model: keras.Model,
+        placement: ModelPlacement,
+        *,
+        inputs: Any,
+        recompute: str | Sequence[str] | None = None,
+    ) -> "TracedStep":
+        """One whose graph is there already (`peak.trace`). The others as for `of`."""
         with contextlib.nullcontext() if recompute is None else blocks.marked(model, recompute):
-            if graph is None:
-                graph = trace(
-                    model,
-                    placement,
-                    gathering=gathering,
-                    inputs=inputs,
-                    slots=slots,
-                    needs_all_gradients=needs_all_gradients,
-                    is_part=is_part,
-                )
             sent = activation_traffic.plan(model, placement.variables, placement.mesh_shape, inputs)
         return cls(
             graph=graph,
