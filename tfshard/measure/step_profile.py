@@ -17,7 +17,7 @@ import math
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -184,19 +184,21 @@ class StepProfile:
 def profile_step(model: keras.Model, batch: Any) -> StepProfile:
     """Trains two steps on a batch and tells what the second one sent.
 
-    The steps are real ones: weights, slots and metrics change as in `train_on_batch`. The first compiles what is
-    not compiled yet. In a launched run all clients call it, and have what the devices of client 0 sent, with their
-    times and their peak; `seconds` and `variable_bytes` are each client's own.
+    The steps are real ones: weights, slots and metrics change as in `fit`, and a `train_step` of the model's own is
+    given what `fit` gives it. The first compiles what is not compiled yet. In a launched run all clients call it, and
+    have what the devices of client 0 sent, with their times and their peak; `seconds` and `variable_bytes` are each
+    client's own.
 
     Args:
         model: A model compiled under a ShardedStrategy.
-        batch: What `train_on_batch` takes: `x`, or a tuple `(x, y)` or `(x, y, sample_weight)`.
+        batch: What a dataset for `fit` holds: `x`, or a tuple `(x, y)` or `(x, y, sample_weight)`. Several inputs
+            are a list or a dict.
 
     Returns:
         The `StepProfile`.
 
     Raises:
-        StrategyError: The model is not compiled under a ShardedStrategy.
+        StrategyError: The model is not compiled under a ShardedStrategy, or the batch is a tuple of another length.
 
     Example: one gather and one reduction for the whole model.
 
@@ -215,11 +217,11 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
             "profile_step takes a model that is compiled under a ShardedStrategy. "
             f"Received: model={model!r} (compiled: {getattr(model, 'compiled', False)}, strategy: {strategy!r})"
         )
-    arguments = batch if isinstance(batch, tuple) else (batch,)
-    model.train_on_batch(*arguments)
+    step = _step_of(model, batch)
+    step()
     with traced() as trace:
         begin = time.perf_counter()
-        model.train_on_batch(*arguments)
+        step()
         # The loss is there before the variables are written: reading them waits for that.
         held = _variable_bytes(model)
         seconds = time.perf_counter() - begin
@@ -236,6 +238,25 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
         peak=peak_of(events, local),
         timeline=timeline_of(events, frozenset(_KINDS)),
     )
+
+
+def _step_of(model: keras.Model, batch: Any) -> Callable[[], None]:
+    """One step on a batch. `train_on_batch` gives `train_step` three values, `fit` as many as there are."""
+    parts = batch if isinstance(batch, tuple) else (batch,)
+    if not 1 <= len(parts) <= 3:
+        raise StrategyError(
+            "profile_step takes a batch that is x, (x, y) or (x, y, sample_weight); several inputs are a list or a "
+            f"dict. Received: a tuple of {len(parts)}"
+        )
+    data = keras.utils.pack_x_y_sample_weight(*parts)
+    _private.symbolic_build(model, data)
+    model.make_train_function()
+
+    def step() -> None:
+        model.reset_metrics()
+        model.train_function(iter([data]))
+
+    return step
 
 
 @dataclasses.dataclass
