@@ -243,4 +243,5 @@ _MODELS: tuple[tuple[Callable[[], keras.Model], int, int], ...] = (
     (_images(64, 4, 24), 8, 3),
     (_images(48, 5, 24, depthwise=3), 4, 3),
     (_images(320, 4, 6, depthwise=5), 4, 3),
+    (_images(1024, 3, 3, depthwise=5), 2, 3),
 )

@@ -147,6 +147,12 @@ def test_exponentials_and_depthwise_convolutions_are_work_of_their_own():
     assert depthwise.convolution_flops == 0
     # The forward pass, and the gradient of the kernel.
     assert depthwise.depthwise_flops == 2 * (2 * 8 * 8 * 4 * 9 * 2)
+    assert depthwise.depthwise_weights == 0
+    large = step_of([keras.layers.DepthwiseConv2D(5, padding="same", use_bias=False)], (8, 8, 4))
+    assert large.depthwise_weights == 5 * 5 * 4
+    slow = {"depthwise_weight_seconds": 1e-3}
+    assert machine(**slow).seconds(large) == pytest.approx(machine().seconds(large) + 0.1)
+    assert machine(**slow).seconds(depthwise) == machine().seconds(depthwise)
 
 
 def test_what_computes_hides_what_is_sent_and_cores_that_are_shared_hide_nothing():
@@ -251,7 +257,7 @@ def test_prices_are_those_with_which_steps_take_what_they_took(monkeypatch):
             **dict(
                 zip(
                     calibration.KINDS_OF_WORK,
-                    10 ** rs.uniform([9, 8, 8, 7, 6, 6, 6, 2, 2, 0], [11, 10, 10, 9, 9, 8, 8, 4, 4, 0]),
+                    10 ** rs.uniform([9, 8, 8, 3, 7, 6, 6, 6, 2, 2, 0], [11, 10, 10, 5, 9, 9, 8, 8, 4, 4, 0]),
                     strict=True,
                 )
             )

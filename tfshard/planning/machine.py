@@ -25,6 +25,7 @@ class Work:
         product_flops: Floating-point operations of matrix products.
         convolution_flops: Of convolutions.
         depthwise_flops: Of depthwise convolutions, which have few operations for what they read.
+        depthwise_weights: Weights of which a gradient is made of depthwise kernels larger than 3 x 3.
         product_bytes: That products and convolutions read and write.
         bytes: That all others read and write.
         transcendentals: Elements of which an exponential or another function of the kind is computed.
@@ -37,6 +38,7 @@ class Work:
     product_flops: float = 0.0
     convolution_flops: float = 0.0
     depthwise_flops: float = 0.0
+    depthwise_weights: float = 0.0
     product_bytes: float = 0.0
     bytes: float = 0.0
     transcendentals: float = 0.0
@@ -101,9 +103,14 @@ def _of_one(
     # What is added up over a sharded dim has a whole result, of which each device has a part of the work.
     flops = step_flops.flops_of(operation) / max((shares(each) for each in tensors), default=1)
     if flops:
+        is_slow = operation.type == _DEPTHWISE_GRADIENT and max(outputs[0].shape.as_list()[:2]) > 3
+        weights = _elements(outputs[0]) / shares(outputs[0]) if is_slow else 0.0
         # A product in a loop finds its operands in the cache, where the turn before left them.
         return Work(
-            **{_kind_of_product(operation): flops}, product_bytes=moved(outputs if is_turned else tensors), operations=1
+            **{_kind_of_product(operation): flops},
+            depthwise_weights=weights,
+            product_bytes=moved(outputs if is_turned else tensors),
+            operations=1,
         )
     functions = 0.0
     if operation.type in _TRANSCENDENTAL:
@@ -121,6 +128,9 @@ def _kind_of_product(operation: tf.Operation) -> str:
 
 
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+# Of kernels larger than 3 x 3 oneDNN takes about as long for each weight, however few samples are added up: 0.1 us,
+# where those of 3 x 3 take a tenth of it (docs/measurements.md).
+_DEPTHWISE_GRADIENT = "DepthwiseConv2dNativeBackpropFilter"
 _PARTS = frozenset({"GatherNd", "GatherV2", "ResourceGather", "Slice", "StridedSlice"})
 _FREE = WITHOUT_WORK - _PARTS
 # Exponentials and what is made of them, which a processor computes by polynomials.
@@ -159,6 +169,8 @@ class Machine:
         bandwidth: Bytes a second that other operations read and write.
         update_bandwidth: Bytes a second of weights and slots that an optimizer writes.
         transcendental_seconds: What each element takes on top of which an exponential or the like is computed.
+        depthwise_weight_seconds: What each weight of a depthwise kernel larger than 3 x 3 takes on top, of which a
+            gradient is made.
         operation_seconds: What each operation takes on top.
         turned_operation_seconds: Likewise, of one in a loop, for each turn.
         step_seconds: What each step takes on a device besides: its batch, its start, its metrics.
@@ -180,6 +192,7 @@ class Machine:
     turned_operation_seconds: float
     links: Links
     transcendental_seconds: float = 0.0
+    depthwise_weight_seconds: float = 0.0
     step_seconds: float = 0.0
     memory: int | None = None
     peak_flops: float | None = None
@@ -206,6 +219,7 @@ class Machine:
             + work.bytes / self.bandwidth
             + work.updated_bytes / self.update_bandwidth
             + work.transcendentals * self.transcendental_seconds
+            + work.depthwise_weights * self.depthwise_weight_seconds
             + work.operations * self.operation_seconds
             + work.turned_operations * self.turned_operation_seconds
             + work.steps * self.step_seconds
@@ -231,6 +245,7 @@ class Machine:
             bandwidth=1 / prices["bytes"],
             update_bandwidth=1 / prices["updated_bytes"],
             transcendental_seconds=prices["transcendentals"],
+            depthwise_weight_seconds=prices["depthwise_weights"],
             operation_seconds=prices["operations"],
             turned_operation_seconds=prices["turned_operations"],
             step_seconds=prices["steps"],
@@ -349,12 +364,16 @@ _RATES = (
 )  # fmt: skip
 # Of rates that are not given, what stands for them; for the others `bandwidth`.
 _TAKEN_FOR = {"convolution_flops": "product_flops", "depthwise_flops": "convolution_flops"}
-_STARTS = ("transcendental_seconds", "operation_seconds", "turned_operation_seconds", "step_seconds")
+_STARTS = (
+    "transcendental_seconds", "depthwise_weight_seconds", "operation_seconds", "turned_operation_seconds",
+    "step_seconds",
+)  # fmt: skip
 _OPTIONAL = ("memory", "peak_flops", "cores")
 _NEEDED = {"product_flops", "bandwidth", "devices_per_host", INSIDE}
 _DEFAULTS: dict[str, Any] = {
     "name": "a machine",
     "transcendental_seconds": 0.0,
+    "depthwise_weight_seconds": 0.0,
     "operation_seconds": 0.0,
     "step_seconds": 0.0,
     "memory": None,

@@ -38,6 +38,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each is measured.", lower
 _STEPS_FILE = flags.DEFINE_string("steps", None, "Predict what this file has.")
 _MACHINE = flags.DEFINE_string("machine", None, "By this machine.")
 _HOSTS = flags.DEFINE_bool("hosts", False, "Measure those on two hosts, too; needs root.")
+_KINDS = flags.DEFINE_list("kinds", [], "Measure models of these kinds only. All, by default.")
 _ONE = flags.DEFINE_string("one", None, "Measure this configuration here, and print JSON.")
 _PEAK = flags.DEFINE_bool("peak", False, "And its peak.")
 _LINKS = flags.DEFINE_bool("links", False, "Measure the links here, and print JSON.")
@@ -99,7 +100,8 @@ def configurations() -> list[Configuration]:
     for kind, sizes in (
         ("bert", {"layers": 4, "width": 176, "heads": 2, "length": 88}),
         ("resnet50", {"length": 80}),
-        ("efficientnet", {"length": 88, "batch": 8}),
+        ("efficientnet", {"length": 104, "batch": 8}),
+        ("efficientnet", {"length": 72}),
         ("lstm", {"width": 240}),
     ):
         model = dataclasses.replace(models.MODELS[kind], **sizes)
@@ -232,6 +234,7 @@ def measure_all(file: pathlib.Path, rounds: int) -> None:
         if not links_file(file, rate).exists():
             links_file(file, rate).write_text(json.dumps(said(rate, "--links")))
     tried = configurations() + on_hosts() * _HOSTS.value
+    tried = [each for each in tried if each.model.kind in (_KINDS.value or [each.model.kind])]
     for number in range(rounds):
         # In any order, so that what drifts is not taken for what one kind of model takes.
         for configuration in random.Random(number).sample(tried, len(tried)):
