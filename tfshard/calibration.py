@@ -136,8 +136,9 @@ class _Trained:
         step = TracedStep.of(self._model, placement, gathering=self._strategy.gathering, inputs=inputs, slots=slots)
         free = Machine.of_prices(dict.fromkeys(KINDS_OF_WORK, _NEXT_TO_NOTHING), name="", links=links, cores=cores)
         updated = updated_bytes_of(placement, slots)
-        sent = step.on(free, self._strategy.mesh_shape, updated_bytes=updated).collective_seconds
-        work = Work.total([step.total, Work(updated_bytes=updated, steps=1)])
+        mesh_shape = self._strategy.mesh_shape
+        sent = step.on(free, mesh_shape, updated_bytes=updated).collective_seconds
+        work = Work.total([step.total, step.synchronizing(mesh_shape), Work(updated_bytes=updated, steps=1)])
         seconds = statistics.median(self._seconds)
         turns = min(self._devices, links.devices_per_host)
         return free.in_turns(work, turns), max(seconds - sent, _LEAST_COMPUTE * seconds)

@@ -15,6 +15,7 @@ from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtypes
+from tfshard.measure import step_profile, timeline
 from tfshard.planning import Link, Machine
 from tfshard.planning.machine import Work
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
@@ -153,6 +154,29 @@ def test_exponentials_and_depthwise_convolutions_are_work_of_their_own():
     slow = {"depthwise_weight_seconds": 1e-3}
     assert machine(**slow).seconds(large) == pytest.approx(machine().seconds(large) + 0.1)
     assert machine(**slow).seconds(depthwise) == machine().seconds(depthwise)
+
+
+@pytest.mark.parametrize("layer", [keras.layers.BatchNormalization, keras.layers.LayerNormalization])
+def test_a_layer_executes_as_many_operations_as_predicted(layer):
+    """Counted in traces of steps of two and of six layers; TensorFlow takes a few away, and adds reductions."""
+
+    def counted(count: int) -> tuple[float, float]:
+        model = tfshard.Sequential(
+            [keras.Input((4, 4, 3)), *[layer() for _ in range(count)], keras.layers.Flatten(), keras.layers.Dense(3)]
+        )
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+        model.compile("adam", "mse", strategy=strategy, jit_compile=False)
+        x, y = np.ones((8, 4, 4, 3), "float32"), np.zeros((8, 3), "float32")
+        model.fit(x, y, batch_size=8, verbose=0)
+        with step_profile.traced() as trace:
+            model.fit(x, y, batch_size=8, verbose=0)
+        executed = sum(timeline.is_operation(event) for event in trace.events()) / 4
+        placement = strategy.placement_of(model)
+        step = TracedStep.of(model, placement, gathering=strategy.gathering, inputs=x, slots=())
+        return executed, Work.total([step.total, step.synchronizing(strategy.mesh_shape)]).operations
+
+    (executed_of_two, two), (executed_of_six, six) = counted(2), counted(6)
+    assert (six - two) / 4 == pytest.approx((executed_of_six - executed_of_two) / 4, rel=0.1)
 
 
 def test_what_computes_hides_what_is_sent_and_cores_that_are_shared_hide_nothing():

@@ -1,4 +1,5 @@
-"""What layers that normalize by the batch send: small tensors, for which a step waits (`operations.batch_moments`)."""
+"""What layers that normalize by the batch send: small tensors, for which a step waits (`operations.batch_moments`); and
+what they execute for that."""
 
 import dataclasses
 import functools
@@ -11,6 +12,9 @@ from tfshard import _private
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.variable_layout import itemsize
 from tfshard.planning.variable_traffic import Collective
+
+# Of the rows of a device, and of what all devices have found: besides the operations of the layer on one device.
+_OPERATIONS = 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,16 @@ def statistics_of(model: keras.Model) -> tuple[Statistics, ...]:
         for layer in _private.flatten_layers(model)
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and layer.built
     )
+
+
+def operations(statistics: Iterable[Statistics], mesh_shape: Mapping[str, int]) -> int:
+    """How many operations a device executes besides those of the layers on one device.
+
+    Args:
+        statistics: Those of a model.
+        mesh_shape: Axis name to size.
+    """
+    return _OPERATIONS * sum(each.uses for each in statistics) if MeshAxes.of(mesh_shape).data_size > 1 else 0
 
 
 def collectives(statistics: Iterable[Statistics], mesh_shape: Mapping[str, int]) -> list[Collective]:

@@ -14,10 +14,10 @@ from tfshard.graph.model_specs import SlotSpec
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.operations import blocks
-from tfshard.planning import activation_traffic, overlap, variable_traffic
+from tfshard.planning import activation_traffic, overlap, statistics_traffic, variable_traffic
 from tfshard.planning.machine import Machine, Work, work_of
 from tfshard.planning.peak import slot_bytes_of, trace
-from tfshard.planning.statistics_traffic import Statistics, collectives, statistics_of
+from tfshard.planning.statistics_traffic import Statistics
 from tfshard.planning.training_graph import TrainingGraph
 from tfshard.planning.variable_traffic import WHOLE, Collective, Parts
 from tfshard.storage import turns
@@ -60,6 +60,10 @@ class TracedStep:
     def total(self) -> Work:
         """What its operations do together on one device."""
         return Work.total(self.work.values())
+
+    def synchronizing(self, mesh_shape: Mapping[str, int]) -> Work:
+        """What a device does besides on a mesh, so that layers normalize by the whole batch."""
+        return Work(operations=statistics_traffic.operations(self.statistics, mesh_shape))
 
     @classmethod
     def of(
@@ -118,7 +122,7 @@ class TracedStep:
             graph=graph,
             work=work_of(graph),
             sent=tuple(sent.collectives),
-            statistics=statistics_of(model),
+            statistics=statistics_traffic.statistics_of(model),
             unknown=sent.unknown,
         )
 
@@ -151,16 +155,17 @@ class TracedStep:
             return machine.seconds(self.work[operation])
 
         count = parts.count
-        waits = (*self.sent, *collectives(self.statistics, mesh_shape))
+        waits = (*self.sent, *statistics_traffic.collectives(self.statistics, mesh_shape))
         waited = sum(each.count * sending(each.kind, each.axis, each.bytes) for each in waits)
-        updates = Work(updated_bytes=updated_bytes, steps=1)
+        updates, synchronizing = Work(updated_bytes=updated_bytes, steps=1), self.synchronizing(mesh_shape)
         one = overlap.run_on_paper(self.graph, seconds)
         sent = count * (one.collective_seconds + waited)
         if machine.cores is not None:
             devices = min(links.devices_per_host, math.prod(mesh_axes.values()))
-            computing = machine.seconds(machine.in_turns(Work.total([*count * [self.total], updates]), devices))
+            work = Work.total([*count * [self.total, synchronizing], updates])
+            computing = machine.seconds(machine.in_turns(work, devices))
             return StepTime(seconds=computing + sent, compute_seconds=computing, collective_seconds=sent)
-        last = machine.seconds(updates)
+        last = machine.seconds(updates) + count * machine.seconds(synchronizing)
         return StepTime(
             seconds=count * (one.seconds + waited) + last,
             compute_seconds=count * one.compute_seconds + last,

@@ -100,8 +100,8 @@ def configurations() -> list[Configuration]:
     for kind, sizes in (
         ("bert", {"layers": 4, "width": 176, "heads": 2, "length": 88}),
         ("resnet50", {"length": 80}),
-        ("efficientnet", {"length": 104, "batch": 8}),
-        ("efficientnet", {"length": 72}),
+        ("efficientnet", {"length": 96, "batch": 8}),
+        ("efficientnet", {"length": 80}),
         ("lstm", {"width": 240}),
     ):
         model = dataclasses.replace(models.MODELS[kind], **sizes)

@@ -44,9 +44,13 @@ _TORCH = flags.DEFINE_string("torch_python", None, "Python of the environment wi
 QUICK_MODELS = ("gpt 5M", "lstm")
 # Epochs of a way, each beside one of plain Keras.
 PAIRS = 3
-# Ways that these models alone are trained in.
-_FINER_WAYS = ("stage 1", "stage 2", "one device, a quarter")
+# Ways that some models only are trained in.
 _FINER_MODELS = ("gpt 5M", "gpt narrow")
+_MODELS_OF = {
+    "stage 1": _FINER_MODELS,
+    "stage 2": _FINER_MODELS,
+    "one device, a quarter": (*_FINER_MODELS, "resnet50", "efficientnet"),
+}
 
 
 def runs_on(way: str) -> str:
@@ -118,7 +122,7 @@ def times(report: dict[str, Any], names: list[str], rounds: int, ways: tuple[str
     for number in range(rounds):
         for name in names:
             model, found = models.MODELS[name], report.setdefault("time", {}).setdefault(name, {})
-            possible = (way for way in ways if can_be(way, model) and (way not in _FINER_WAYS or name in _FINER_MODELS))
+            possible = (way for way in ways if can_be(way, model) and name in _MODELS_OF.get(way, (name,)))
             wanted = [way for way in possible if len(found.setdefault(way, [])) <= number]
             if wanted:
                 with process(model, writing.BASE) as base:
