@@ -47,8 +47,8 @@ def peak_of(graph: TrainingGraph, *, at_once: bool = False, least: int = 0) -> M
 
     Args:
         graph: The step.
-        at_once: Whether reductions that do not wait for each other have their buffers at the same time, as on a busy
-            machine; else one after the other.
+        at_once: As on a busy machine: whether reductions that do not wait for each other have their buffers at the
+            same time, and what an update replaces is still there when the last of its values are made.
         least: Bytes below which a tensor does not count, as a trace leaves out what is smaller.
     """
     return _Run(graph, at_once, least).run()
@@ -230,7 +230,7 @@ class _Run:
 
     def _written_over(self, operation: tf.Operation, cost: Cost) -> int:
         """Bytes of a gradient that nobody else needs: an update writes new values there, as of a slot."""
-        if cost.kind is not Kind.UPDATE:
+        if cost.kind is not Kind.UPDATE or self._at_once:
             return 0
         gradient = self._buffers[self._inputs[operation][0].ref()]
         return gradient.bytes if gradient.is_own and gradient.uses == 1 and gradient.bytes == cost.output else 0

@@ -24,7 +24,7 @@ class Peak:
         updated_bytes: New values of parameters and slots.
         activation_bytes: All else that the step made: what the backward pass waits for, and what it makes.
         overlap_bytes: Not part of the peak: what a step may hold on top where devices are busy, and reductions that do
-            not wait for each other run at once.
+            not wait for each other run at once, or an update's old values are freed late.
     """
 
     stored_bytes: int = 0

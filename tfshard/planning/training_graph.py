@@ -417,11 +417,11 @@ class _Trace:
         return variable_traffic.device_bytes(slot.storage_shape, slot.storage, self._mesh_shape, layout.spec.dtype)
 
     def _updated(self, name: str, gradient: tf.Tensor) -> tf.Tensor:
-        """What is stored of a unit from now on. New values take the place of the old ones when all are there."""
+        """What is stored of a unit from now on. An update makes new values of slots, and then what changes the
+        variable, in the room of the old ones (`liveness.peak_of`, `at_once`)."""
         first = self._units[name][0]
         shard = self._update_bytes(first)
-        new = shard + self._slot_bytes.get(name, 0)
-        updated = self._stand_in(gradient, Kind.UPDATE, shard, new)
+        updated = self._stand_in(gradient, Kind.UPDATE, shard, self._slot_bytes.get(name, 0))
         if self._placement.zero_stage in (1, 2) and self._devices > 1 and variable_traffic.is_gathered(first, 1):
             whole = variable_traffic.whole_bytes(first, self._mesh_shape)
             updated = self._stand_in(updated, Kind.GATHER, whole, sent=whole)
