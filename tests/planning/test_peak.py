@@ -174,3 +174,19 @@ def test_losses_are_given_labels_that_they_take(loss, shape):
     labels = [each.outputs[0].shape for each in graph.needed if each.type == "Placeholder"]
     assert shape is None or shape in labels
     assert liveness.peak_of(graph).bytes > 0
+
+
+@pytest.mark.parametrize(("optimizer", "slots"), [("sgd", 0), ("adam", 2)])
+def test_an_update_holds_the_gradient_and_new_slots(optimizer, slots):
+    """What is new of the variable takes the gradient's room; where devices are busy, room of its own."""
+    model = tfshard.Sequential([keras.Input((256,)), keras.layers.Dense(2048, use_bias=False)])
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
+    model.compile(optimizer, "mse", strategy=strategy)
+    kernel = 4 * 256 * 2048
+    peak = strategy.plan(model, inputs=np.ones((4, 256), "float32")).peak
+    assert peak.activation_bytes < kernel // 8, "premise: the peak is that of the update"
+    if slots:
+        assert peak.gradient_bytes + peak.updated_bytes == (1 + slots) * kernel
+        assert peak.overlap_bytes >= kernel
+    else:
+        assert peak.updated_bytes == 0
