@@ -165,10 +165,10 @@ class TracedStep:
             work = Work.total([*count * [self.total, synchronizing], updates])
             computing = machine.seconds(machine.in_turns(work, devices))
             return StepTime(seconds=computing + sent, compute_seconds=computing, collective_seconds=sent)
-        last = machine.seconds(updates) + count * machine.seconds(synchronizing)
+        last, besides = machine.seconds(updates), machine.seconds(synchronizing)
         return StepTime(
-            seconds=count * (one.seconds + waited) + last,
-            compute_seconds=count * one.compute_seconds + last,
+            seconds=count * (one.seconds + waited + besides) + last,
+            compute_seconds=count * (one.compute_seconds + besides) + last,
             collective_seconds=sent,
         )
 
