@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 
 import keras
 import numpy as np
@@ -40,6 +41,19 @@ def test_every_fault_that_needs_no_tensorflow_ends_everything_in_time_and_is_nam
         runs = {name: pool.submit(faults.run_fault, name, 2, seed=f"{sweeps.SEED} {name}", bare=True) for name in names}
     wrong = {name: str(error) for name, run in runs.items() if (error := run.exception()) is not None}
     assert not wrong, "\n\n".join(f"{name} (TFSHARD_SAMPLE_SEED={sweeps.SEED}): {text}" for name, text in wrong.items())
+
+
+def test_a_port_that_no_process_has_and_that_is_held_is_told_from_one_that_another_has():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        assert watched.is_given_up(port)
+        sender, receiver = socket.socketpair()
+        with sender, receiver:
+            # On its way to another process, a socket is nobody's.
+            socket.send_fds(sender, [b"-"], [server.fileno()])
+            server.close()
+            assert not watched.is_given_up(port)
+        assert watched.is_given_up(port)
 
 
 @sweeps.table("faults while TensorFlow computes", "name", FAULTS, sample=1)

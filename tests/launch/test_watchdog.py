@@ -114,6 +114,14 @@ def test_the_cause_is_reported_and_not_its_consequence(run):
     assert failure.text == "Client 1 was killed by signal 9 (SIGKILL) in step 0."
 
 
+def test_a_client_that_cannot_write_any_more_is_not_the_cause_where_its_launcher_is_gone(run):
+    run.begin(1, 0)
+    run.watchdog.reported(run.clients[1], "BrokenPipeError", "BrokenPipeError: [Errno 32] Broken pipe")
+    assert run.wait(0.5) is None
+    run.watchdog.fail("The launcher of host 1 closed its connection.", clients=(1,))
+    assert run.wait(1).text == "The launcher of host 1 closed its connection."
+
+
 def test_an_error_without_another_cause_is_reported_after_a_while(run):
     run.begin(0, 0)
     run.watchdog.reported(run.clients[0], "UnavailableError", "UnavailableError: the network")

@@ -432,12 +432,10 @@ class Launched(Clients):
     # --- the end --------------------------------------------------------------------------------------
 
     def _report_failures(self) -> None:
-        before, launcher = sys.excepthook, os.getppid()
+        before = sys.excepthook
 
         def report(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:
-            # Whose launcher was killed cannot write any more: a BrokenPipeError, which is not the cause.
-            is_alone = os.getppid() != launcher
-            if not issubclass(kind, KeyboardInterrupt) and not self._leaving and not is_alone:
+            if not issubclass(kind, KeyboardInterrupt) and not self._leaving:
                 self._send_failure(kind.__name__, _text_of(value))
             before(kind, value, trace)
 

@@ -19,8 +19,15 @@ _ENDING_SECONDS = 8.0
 # How long to wait for the cause of an error that may be the consequence of another client's.
 _SETTLE_SECONDS = 0.5
 _CONSEQUENCE_SECONDS = 3.0
-# What TensorFlow raises in a client that lost another one.
-_CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError", "InternalError")
+# What TensorFlow raises in a client that lost another one, and Python in one whose launcher takes its output no more.
+_CONSEQUENCES = (
+    "UnavailableError",
+    "AbortedError",
+    "CancelledError",
+    "DeadlineExceededError",
+    "InternalError",
+    "BrokenPipeError",
+)
 # Errors of a client that will come again.
 _NO_RETRY = (
     "MeshError",

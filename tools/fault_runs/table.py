@@ -56,6 +56,11 @@ def in_training(run: Run) -> None:
     time.sleep(run.random.random() * 0.2)
 
 
+def _has_begun(run: Run) -> None:
+    """What fails as its clients come may end one before it has said anything."""
+    run.wait_for(r"\[client +\d+\] pid")
+
+
 def _signal_client(client: int, number: int) -> Callable[[Run], None]:
     def bring_about(run: Run) -> None:
         in_training(run)
@@ -222,12 +227,14 @@ def faults(num_processes: int) -> dict[str, Fault]:
         ),
         "client_port": Fault(
             launch_flags=("--client_port=TAKEN",),
+            bring_about=_has_begun,
             cause=r"Client \d cannot have port \d+ for its TensorFlow server: Address already in use",
             limit=_IMPORTS + DEATH_LIMIT,
             servers=False,
         ),
         "duplicate": Fault(
             flags=("--fault=duplicate",),
+            bring_about=_has_begun,
             cause=r"Two processes call themselves client \d+: process \d+ on .* and process \d+ on",
             limit=_IMPORTS + DEATH_LIMIT,
             servers=False,
@@ -240,6 +247,7 @@ def faults(num_processes: int) -> dict[str, Fault]:
         ),
         "gone": Fault(
             flags=("--fault=gone",),
+            bring_about=_has_begun,
             cause=r"Client 1 ended with exit code 7, before it called tfshard.initialize\(\)",
             limit=_IMPORTS + DEATH_LIMIT,
             code=7,

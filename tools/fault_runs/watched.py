@@ -27,6 +27,8 @@ _MARK = "FAULTS_RUN"
 _LOOK_SECONDS = 0.1
 # A new process has the environment of its parent for no longer.
 _EXEC_SECONDS = 1.0
+# How long what a process held may take to be free.
+_GIVE_UP_SECONDS = 2.0
 
 
 class Run:
@@ -196,10 +198,8 @@ class Run:
         left = self._left()
         assert not left, f"Processes {left} are left:\n{self.text}"
         assert len(self.ports) >= ports, f"Of {ports} ports only {self.ports} are known:\n{self.text}"
-        for port in self.ports:
-            with socket.socket() as sock:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                sock.bind(("", port))
+        held = {port for port in self.ports if not is_given_up(port)}
+        assert not held, f"No process of the run lives, and its ports {held} are still held:\n{self.text}"
 
 
 def process_state(pid: int) -> tuple[str, int]:
@@ -219,6 +219,23 @@ def is_stopped(pid: int) -> bool:
     return process_state(pid)[0] == "T"
 
 
+def is_given_up(port: int) -> bool:
+    """Whether the processes that had a port, and are gone, hold it no more: it can be had, or others have got it."""
+    deadline = time.monotonic() + _GIVE_UP_SECONDS
+    while True:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                sock.bind(("", port))
+                return True
+        # Runs beside this one get their ports of the same few thousand.
+        if any(port in ports_of(int(pid)) for pid in os.listdir("/proc") if pid.isdigit()):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_SECONDS)
+
+
 def free_port() -> int:
     """A port that nobody listens on."""
     with socket.socket() as sock:
@@ -226,8 +243,11 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def listening_ports(pid: int) -> set[int]:
-    """The TCP ports on which a process listens."""
+_LISTENING = "0A"
+
+
+def ports_of(pid: int, state: str = "") -> set[int]:
+    """The TCP ports that a process holds, in one state of /proc/net/tcp or in any."""
     inodes = set()
     with contextlib.suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
@@ -239,8 +259,13 @@ def listening_ports(pid: int) -> set[int]:
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(table, encoding="ascii") as file:
             rows = [line.split() for line in file.readlines()[1:]]
-            ports |= {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+            ports |= {int(row[1].rpartition(":")[2], 16) for row in rows if state in ("", row[3]) and row[9] in inodes}
     return ports
+
+
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports on which a process listens."""
+    return ports_of(pid, _LISTENING)
 
 
 @contextlib.contextmanager
