@@ -7,8 +7,8 @@
 A configuration is a model, a mesh and a stage, with blocks computed again or a batch in parts; none of them is among
 the models of the calibration. Machines drift: each is measured in several rounds, in another order each, and a single
 one is off by 20% at times; what is compared is the median of the rounds, and their spread is in the table. Memory is of
-`PeakMemory.device_added` above what rests, the median of three steps; tensors below 256 KiB are in neither, since the
-trace leaves them out. Links are those of so many logical devices: what they send each other takes the cores of all.
+`PeakMemory.device_added` above what rests, in a round the median of three steps; tensors below 256 KiB are in neither,
+since the trace leaves them out. Links are those of so many logical devices: what they send each other takes the cores of all.
 
 With `--hosts` (root), some are measured on two hosts with links of some rates between them (tools/hosts.sh), two
 devices each, and the links besides. The hosts share the cores of this machine: a host has half of them.
@@ -40,7 +40,6 @@ _MACHINE = flags.DEFINE_string("machine", None, "By this machine.")
 _HOSTS = flags.DEFINE_bool("hosts", False, "Measure those on two hosts, too; needs root.")
 _KINDS = flags.DEFINE_list("kinds", [], "Measure models of these kinds only. All, by default.")
 _ONE = flags.DEFINE_string("one", None, "Measure this configuration here, and print JSON.")
-_PEAK = flags.DEFINE_bool("peak", False, "And its peak.")
 _LINKS = flags.DEFINE_bool("links", False, "Measure the links here, and print JSON.")
 _DEVICES = flags.DEFINE_integer("devices", None, "Between so many devices.")
 
@@ -80,29 +79,29 @@ def _gpt(layers: int, width: int, batch: int = 8, length: int = 96, vocabulary: 
 def configurations() -> list[Configuration]:
     """Models of different depth, width, batch and kind, on meshes of one to eight devices."""
     found = []
-    for number, (layers, width) in enumerate([(6, 176), (3, 320), (2, 416), (9, 136)]):
+    for number, (layers, width) in enumerate([(7, 160), (3, 288), (2, 384), (8, 144)]):
         model = _gpt(layers, width)
         found.append(Configuration(model=model, mesh={"batch": 4}))
         found.append(Configuration(model=model, mesh={"batch": 4}, stage=number % 3))
         found.append(Configuration(model=model, mesh={"batch": (1, 2, 8)[number % 3]}))
-    for layers, width in [(5, 208)]:
+    for layers, width in [(5, 224)]:
         found.append(Configuration(model=_gpt(layers, width, batch=16, length=128), mesh={"batch": 4}))
         found.append(Configuration(model=_gpt(layers, width), mesh={"batch": 2, "model": 2}))
         found.append(Configuration(model=_gpt(layers, width, vocabulary=5200), mesh={"model": 4}, stage=0))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, recompute=True))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, microbatches=2))
-    for model in [_gpt(3, 240, batch=16)]:
+    for model in [_gpt(3, 256, batch=16)]:
         found.append(Configuration(model=model, mesh={"replica": 2, "batch": 2}))
         found.append(Configuration(model=model, mesh={"model": 2}, stage=0))
         found.append(Configuration(model=model, mesh={"batch": 4, "model": 2}, stage=2))
         found.append(Configuration(model=model, mesh={"batch": 2}, microbatches=4))
         found.append(Configuration(model=model, mesh={"batch": 2}, recompute=True, microbatches=2))
     for kind, sizes in (
-        ("bert", {"layers": 4, "width": 176, "heads": 2, "length": 88}),
-        ("resnet50", {"length": 80}),
-        ("efficientnet", {"length": 96, "batch": 8}),
-        ("efficientnet", {"length": 80}),
-        ("lstm", {"width": 240}),
+        ("bert", {"layers": 4, "width": 160, "heads": 2, "length": 80}),
+        ("resnet50", {"length": 72}),
+        ("efficientnet", {"length": 104, "batch": 8}),
+        ("efficientnet", {"length": 72}),
+        ("lstm", {"width": 224}),
     ):
         model = dataclasses.replace(models.MODELS[kind], **sizes)
         found += [Configuration(model=model, mesh={"batch": size}) for size in (2, 4)]
@@ -120,10 +119,10 @@ def on_hosts() -> list[Configuration]:
         Configuration(model=_gpt(layers, width), mesh=mesh, stage=stage, rate=rate)
         for rate in RATES
         for layers, width, mesh, stage in [
-            (4, 192, {"batch": 4}, 3),
-            (4, 192, {"replica": 2, "batch": 2}, 3),
-            (6, 128, {"batch": 4}, 0),
-            (6, 128, {"replica": 2, "batch": 2}, 1),
+            (4, 208, {"batch": 4}, 3),
+            (4, 208, {"replica": 2, "batch": 2}, 3),
+            (5, 128, {"batch": 4}, 0),
+            (5, 128, {"replica": 2, "batch": 2}, 1),
         ]
     ]
 
@@ -147,12 +146,10 @@ def measure(configuration: Configuration) -> dict[str, Any]:
         strategy.recompute(model, "block_.*")
     x, y = models.data(configuration.model, _STEPS)
     batch = configuration.model.batch
-    found = {"seconds": common.fit_times(model, (x, y), batch_size=batch, epochs=_EPOCHS)["step"]}
-    if _PEAK.value:
-        profiles = [tfshard.profile_step(model, (x[:batch], y[:batch])) for _ in range(_PROFILES)]
-        added = statistics.median(each.peak.device_added for each in profiles)
-        found["peak"] = max(profiles[0].variable_bytes.values()) + added
-    return found
+    seconds = common.fit_times(model, (x, y), batch_size=batch, epochs=_EPOCHS)["step"]
+    profiles = [tfshard.profile_step(model, (x[:batch], y[:batch])) for _ in range(_PROFILES)]
+    added = statistics.median(each.peak.device_added for each in profiles)
+    return {"seconds": seconds, "peak": max(profiles[0].variable_bytes.values()) + added}
 
 
 def predicted(configuration: Configuration, machine: Any) -> Any:
@@ -193,6 +190,33 @@ def reached(machine: Any, configuration: Configuration, file: pathlib.Path) -> A
     return machine if devices == 1 else dataclasses.replace(machine, links=Links.load(links_file(file, str(devices))))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was measured in several rounds, beside what is predicted of it, in one unit."""
+
+    least: float
+    median: float
+    most: float
+    predicted: float
+
+    @classmethod
+    def of(cls, rounds: list[float], predicted: float) -> "Measured":
+        """From what each round had."""
+        return cls(least=min(rounds), median=statistics.median(rounds), most=max(rounds), predicted=predicted)
+
+    @property
+    def off(self) -> float:
+        """By which part of the median it is predicted too high."""
+        return self.predicted / self.median - 1
+
+    def row(self, digits: int) -> str:
+        """Cells of a table."""
+        middle, least, most, predicted = (
+            f"{each:.{digits}f}" for each in (self.median, self.least, self.most, self.predicted)
+        )
+        return f"{middle} ({least} to {most}) | {predicted} | {self.off:+.0%}"
+
+
 def report(file: pathlib.Path, machine: Any) -> None:
     """Prints a table, the worst last."""
     rows: dict[str, list[dict[str, Any]]] = json.loads(file.read_text())
@@ -200,25 +224,17 @@ def report(file: pathlib.Path, machine: Any) -> None:
     found = []
     for name, runs in rows.items():
         one = predicted(by_name[name], reached(machine, by_name[name], file))
-        times = sorted(run["seconds"] for run in runs)
-        found.append((name, one, times, next(run["peak"] for run in runs)))
-        print(f"{name}: {one.seconds / statistics.median(times) - 1:+.0%}", flush=True)
-
-    def off(each: Any) -> float:
-        return abs(each[1].seconds / statistics.median(each[2]) - 1)
-
-    found.sort(key=off)
+        time = Measured.of([1e3 * run["seconds"] for run in runs], 1e3 * one.seconds)
+        memory = Measured.of([run["peak"] / 2**20 for run in runs], one.peak_bytes / 2**20)
+        found.append((name, time, memory))
+        print(f"{name}: {time.off:+.0%}, memory {memory.off:+.0%}", flush=True)
+    found.sort(key=lambda each: abs(each[1].off))
     print("| configuration | step, ms | predicted | | peak, MiB | predicted | |\n" + "| --- " * 7 + "|")
-    for name, one, times, peak in found:
-        middle, *spread = (round(1e3 * each) for each in (statistics.median(times), times[0], times[-1]))
-        print(
-            f"| {name} | {middle} ({spread[0]} to {spread[1]}) | {1e3 * one.seconds:.0f} | "
-            f"{1e3 * one.seconds / middle - 1:+.0%} | {peak / 2**20:.1f} | {one.peak_bytes / 2**20:.1f} | "
-            f"{one.peak_bytes / peak - 1:+.0%} |"
-        )
+    for name, time, memory in found:
+        print(f"| {name} | {time.row(0)} | {memory.row(1)} |")
     for what, errors in (
-        ("time", [off(each) for each in found]),
-        ("memory", [abs(one.peak_bytes / peak - 1) for _, one, _, peak in found]),
+        ("time", [abs(time.off) for _, time, _ in found]),
+        ("memory", [abs(memory.off) for _, _, memory in found]),
     ):
         middle, worst = statistics.median(errors), max(errors)
         print(f"{what}: {len(errors)} configurations, {middle:.0%} at the median, {worst:.0%} at worst")
@@ -242,7 +258,7 @@ def measure_all(file: pathlib.Path, rounds: int) -> None:
             if len(runs) > number:
                 continue
             one = json.dumps(dataclasses.asdict(configuration))
-            runs.append(said(configuration.rate, f"--one={one}", *["--peak"] * (not number)))
+            runs.append(said(configuration.rate, f"--one={one}"))
             file.write_text(json.dumps(rows, indent=1))
             print(f"{number + 1}, {configuration.name}: {1e3 * runs[-1]['seconds']:.0f} ms", flush=True)
 
