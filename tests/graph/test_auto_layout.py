@@ -326,3 +326,47 @@ def test_auto_that_finds_nothing_to_shard_is_an_error_as_a_written_map_is():
     assert (finding.kind, finding.is_error, finding.where) == ("left whole", True, "axis 'model'")
     # Without such an axis there is nothing to find.
     odd(tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), "auto"))
+
+
+class Distilled(keras.Model):
+    """keras.io's knowledge distillation: only the loss reads the teacher."""
+
+    def __init__(self):
+        super().__init__()
+        dense = keras.layers.Dense
+        self.student = keras.Sequential(
+            [keras.Input((8, 8, 3)), keras.layers.Flatten(), dense(16, "relu", name="up"), dense(6, name="down")]
+        )
+        conv = [keras.layers.Conv2D(8, 3, name=name, padding="same") for name in ("first", "second")]
+        pool = keras.layers.MaxPooling2D(2, 1, "same")
+        self.teacher = keras.Sequential(
+            [keras.Input((8, 8, 3)), conv[0], pool, conv[1], keras.layers.Flatten(), dense(6, name="head")]
+        )
+
+    def call(self, x):
+        return self.student(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        theirs, ours = keras.ops.softmax(self.teacher(x, training=False)), keras.ops.softmax(y_pred)
+        hard = keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
+        return keras.ops.mean(hard + keras.losses.kl_divergence(theirs, ours))
+
+
+def test_what_only_a_loss_reads_stays_whole_and_trains_as_on_one_device():
+    x, y = np.random.RandomState(0).normal(size=(16, 8, 8, 3)).astype("float32"), np.arange(16) % 6
+    found = []
+    for sharded in (False, True):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        model = Distilled()
+        options = {"jit_compile": False}
+        if sharded:
+            model = tfshard.as_distributed(model)
+            options = {"strategy": tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), "auto")}
+        model.compile(keras.optimizers.Adam(0.01), **options)
+        found.append(model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"])
+    axes = {each.path: each.value.layout.compute for each in model.trainable_variables}
+    assert axes["sequential/up/kernel"] == (None, "model"), "premise: what the call reads is sharded"
+    assert all(not any(each) for path, each in axes.items() if path.startswith("sequential_1"))
+    assert "the model's call does not read it" in str(tfshard.auto_layout_map(model, {"model": 2}))
+    np.testing.assert_allclose(*found, rtol=1e-6)

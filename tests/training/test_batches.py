@@ -1,4 +1,5 @@
-"""Batches that are sparse, which become dense on their way to the mesh, and batches with None for an optional input."""
+"""Batches that are sparse, and become dense on their way to the mesh, or have None for an optional input; and how
+datasets are iterated."""
 
 import keras
 import numpy as np
@@ -6,6 +7,7 @@ import tensorflow as tf
 
 import parity
 import tfshard
+from tfshard.training import datasets
 
 RS = np.random.RandomState(0)
 DENSE = np.where(RS.uniform(size=(16, 12)) > 0.7, RS.normal(size=(16, 12)), 0.0).astype("float32")
@@ -55,3 +57,30 @@ def test_a_generator_that_yields_none_for_an_optional_input_trains_as_on_one_dev
             tfshard.as_distributed(model).compile("sgd", "mse", strategy=strategy)
         runs.append(model.fit(data(), steps_per_epoch=2, shuffle=False, verbose=0).history["loss"])
     np.testing.assert_allclose(runs[1], runs[0], rtol=1e-5)
+
+
+def test_what_keras_makes_of_arrays_does_not_tune_itself_and_what_is_given_does(monkeypatch):
+    """An iterator that tunes itself may sleep when it is dropped (docs/measurements.md, "Ends of epochs")."""
+    made = []
+    create = datasets.ShardedDataset.__init__
+    monkeypatch.setattr(
+        datasets.ShardedDataset, "__init__", lambda self, host, *rest: (made.append(host), create(self, host, *rest))[1]
+    )
+    model = tfshard.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    x, y = np.ones((8, 6), "float32"), np.ones((8, 1), "float32")
+
+    def tuned(call, *args, **options) -> list[bool | None]:
+        made.clear()
+        call(*args, verbose=0, **options)
+        return [each.options().autotune.enabled for each in made]
+
+    for shuffle in (True, False, "batch"):
+        assert tuned(model.fit, x, y, batch_size=4, shuffle=shuffle, validation_data=(x, y)) == [False, False]
+    assert tuned(model.evaluate, x, y, batch_size=4) == [False]
+    assert tuned(model.predict, x, batch_size=4) == [False]
+    given = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).prefetch(tf.data.AUTOTUNE)
+    assert tuned(model.fit, given, shuffle=False, validation_data=given) == [None, None]
+    wanted = tf.data.Options()
+    wanted.autotune.enabled = True
+    assert tuned(model.fit, given.with_options(wanted), shuffle=False) == [True]

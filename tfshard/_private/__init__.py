@@ -50,7 +50,7 @@ from tfshard._private.context import (
     without_log,
 )
 from tfshard._private.devices import give_own_device
-from tfshard._private.epochs import EpochIterator, set_initial_epoch
+from tfshard._private.epochs import EpochIterator, is_of_arrays, set_initial_epoch
 from tfshard._private.exchange import (
     ALL_RANDOM_OPS,
     RANDOM_OPS,
@@ -236,6 +236,7 @@ __all__ = [
     "is_called_by",
     "is_convolution",
     "is_eager",
+    "is_of_arrays",
     "is_resource_variable",
     "is_seed_state",
     "is_stateful",

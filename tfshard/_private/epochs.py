@@ -13,6 +13,18 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
+def is_of_arrays(dataset: object) -> bool:
+    """Whether it is a dataset that `fit`, `evaluate` or `predict` made of arrays, by the options that it then has
+    (`ArrayDataAdapter.get_tf_dataset`)."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return False
+    options = dataset.options()
+    return (
+        options.experimental_optimization.apply_default_optimizations is False
+        and options.experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.DATA
+    )
+
+
 class EpochIterator:
     """What counts the steps of the epochs of a `fit` (`TFEpochIterator`, and the data adapter inside)."""
 

@@ -175,18 +175,25 @@ def choose(graph: ModelGraph, devices: int) -> tuple[dict[str, int], dict[str, s
         if fits and all(specs[path].shape[dim] % devices == 0 for path, dim in travel.places):
             chosen |= wanted
     chosen |= _with_kernels(specs.values(), chosen, devices)
-    for name, spec in graph.variables.items():
-        if name not in graph.consumers and is_large(spec, total):
-            # Nothing reads it: any dim will do, and the largest is a vocabulary.
+    unread = {spec.path for name, spec in graph.variables.items() if name not in graph.consumers}
+    for path in unread:
+        # Such as the second table of an embedding that is reversed; what reads a kernel, as a loss may, is not known.
+        spec = specs[path]
+        if isinstance(spec.layer, keras.layers.Embedding) and is_large(spec, total):
             dims = [dim for dim in range(len(spec.shape)) if spec.shape[dim] % devices == 0]
             if dims:
-                chosen[spec.path] = max(dims, key=lambda dim: spec.shape[dim])
+                chosen[path] = max(dims, key=lambda dim: spec.shape[dim])
     reasons = {
-        path: _reason([travel for travel in travels if travel.source[0] == path], spec, devices)
+        path: _UNREAD
+        if path in unread
+        else _reason([travel for travel in travels if travel.source[0] == path], spec, devices)
         for path, spec in specs.items()
         if path not in chosen and is_large(spec, total)
     }
     return chosen, reasons
+
+
+_UNREAD = "the model's call does not read it, and what a loss or a step of its own does is not known"
 
 
 def _with_kernels(specs: Iterable[VariableSpec], chosen: Mapping[str, int], devices: int) -> dict[str, int]:

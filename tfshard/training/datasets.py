@@ -95,6 +95,19 @@ class ShardedDataset:
         return self.host.element_spec
 
 
+def without_tuning(dataset: Iterable[Any]) -> Iterable[Any]:
+    """A dataset that Keras made of arrays, whose iterators end at once; any other as it is.
+
+    An iterator of `tf.data` that tunes itself may sleep when it is dropped, as at the end of each epoch
+    (docs/measurements.md, "Ends of epochs"). To take rows of arrays there is little to tune.
+    """
+    if not _private.is_of_arrays(dataset):
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)  # type: ignore[attr-defined]
+
+
 # What counts the steps of the epochs of a model's `fit`: Keras's epoch iterator.
 _epochs: weakref.WeakKeyDictionary[keras.Model, weakref.ref[object]] = weakref.WeakKeyDictionary()
 

@@ -350,6 +350,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         A batch that the axis does not divide is whole on every device.
         """
         del options
+        dataset = datasets.without_tuning(dataset)
         # The parts of a pipeline take their microbatches each.
         return datasets.ShardedDataset(dataset, None if len(self.ranks) > 1 else self.mesh, self.already_sharded)
 

@@ -8,7 +8,8 @@ A configuration is a model, a mesh and a stage, with blocks computed again or a 
 the models of the calibration. Machines drift: each is measured in several rounds, in another order each, and a single
 one is off by 20% at times; what is compared is the median of the rounds, and their spread is in the table. Memory is of
 `PeakMemory.device_added` above what rests, in a round the median of three steps; tensors below 256 KiB are in neither,
-since the trace leaves them out. Links are those of so many logical devices: what they send each other takes the cores of all.
+since the trace leaves them out. Links are those of so many logical devices: what they send each other takes the cores
+of all.
 
 With `--hosts` (root), some are measured on two hosts with links of some rates between them (tools/hosts.sh), two
 devices each, and the links besides. The hosts share the cores of this machine: a host has half of them.
