@@ -2,8 +2,8 @@
 
     python tools/bench/epoch_ends.py
 
-With iterators that tune themselves, as Keras makes them, and without, as tfshard has them; so many processes beside each
-other, since those that tune themselves sleep at their ends where cores are busy.
+With iterators that tune themselves, as Keras makes them, and without, as tfshard has them; several processes beside
+each other, since those that tune themselves sleep at their ends where cores are busy.
 """
 
 import concurrent.futures
@@ -71,9 +71,7 @@ def main(argv):
     if _WAY.value:
         print(json.dumps(ends()))
         return
-    print(
-        f"{common.origin()}, {_BESIDE.value} processes beside each other, {_EPOCHS} epochs in each of {_ROUNDS.value} rounds"
-    )
+    print(f"{common.origin()}, {_BESIDE.value} processes at once, {_EPOCHS} epochs, {_ROUNDS.value} rounds")
     found: dict[str, list[dict]] = {"tuned": [], "not tuned": []}
     for _ in range(_ROUNDS.value):
         for way, runs in found.items():
