@@ -105,7 +105,8 @@ def without_tuning(dataset: Iterable[Any]) -> Iterable[Any]:
         return dataset
     options = tf.data.Options()
     options.autotune.enabled = False
-    return dataset.with_options(options)  # type: ignore[attr-defined]
+    quick: Iterable[Any] = dataset.with_options(options)  # type: ignore[attr-defined]
+    return quick
 
 
 # What counts the steps of the epochs of a model's `fit`: Keras's epoch iterator.
