@@ -50,6 +50,25 @@ def test_plan_prints_json_for_a_mesh_larger_than_the_machine(script):
     assert len(plan["slots"]) == 2 + 2 * 4
 
 
+def test_a_model_that_is_compiled_is_planned_and_simulated_with_its_optimizer(tmp_path):
+    """As `tfshard verify` takes it."""
+    script = tmp_path / "compiled.py"
+    compiled = "model = made()\n    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), 'mse')\n    return model"
+    script.write_text(f"{MODEL.replace('def build', 'def made')}\n\ndef build():\n    {compiled}\n")
+    done = command("plan", f"{script}:build", "--mesh=batch:4", "--json")
+    assert done.returncode == 0, done.stderr
+    slots = [slot["path"] for slot in json.loads(done.stdout)["slots"]]
+    assert len([path for path in slots if "momentum" in path]) == 4, slots
+    memory = {}
+    for optimizer in ("", "--optimizer=sgd", "--optimizer=adam"):
+        done = command(
+            "simulate", f"{script}:build", "--cluster=a100", "--batch=64", "--devices=8", "--json", *optimizer.split()
+        )
+        assert done.returncode == 0, done.stderr
+        memory[optimizer] = json.loads(done.stdout)["best"]["8"]["peak_bytes"]
+    assert memory["--optimizer=sgd"] < memory[""] < memory["--optimizer=adam"]
+
+
 def test_plan_prints_a_table_for_an_importable_module(script):
     done = command("plan", "--mesh=batch:4", "keras_models:build", cwd=script.parent)
     assert done.returncode == 0, done.stderr

@@ -76,14 +76,44 @@ def test_reading_calling_and_training_an_abstract_model_are_errors():
         model.fit(np.zeros((2, 12, 12, 3)), np.zeros((2, 10)), verbose=0)
 
 
-def test_an_abstract_model_that_compiles_itself_is_refused_with_the_remedy():
+class Scaled(keras.layers.Layer):
+    """Has a variable that is made from a value."""
+
+    def build(self, shape):
+        self.scale = keras.Variable(np.ones(shape[-1]), name="scale")
+
+    def call(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_an_abstract_model_may_be_compiled_and_is_planned_with_its_optimizer(policy):
     def build():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        model.compile("adam", "mse")
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype=policy), Scaled()])
+        optimizer = keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5))
+        if policy == "mixed_float16":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        model.compile(optimizer, "mse", metrics=["mae"])
         return model
 
-    with pytest.raises(tfshard.errors.StrategyError, match=r"makes a variable from a value.*compile=False"):
-        tfshard.abstract_model(build)
+    model = tfshard.abstract_model(build)
+    assert "has no value" in str(pytest.raises(tfshard.errors.StrategyError, np.array, model.layers[0].kernel).value)
+    np.testing.assert_array_equal(model.layers[1].scale, np.ones(2))
+    assert int(model.optimizer.iterations) == 0
+    sizes = [tfshard.plan(each, {"batch": 2}).bytes_per_device("slot") for each in (model, build())]
+    assert sizes[0] == sizes[1] > 0
+    # Nothing of it goes on afterwards.
+    assert keras.Variable("zeros", shape=(2,)).numpy().tolist() == [0, 0]
+
+
+def test_a_task_of_keras_hub_that_compiles_itself_is_planned():
+    def build():
+        backbone = keras_hub.models.GPT2Backbone(50, 1, 2, 8, 16, max_sequence_length=8)
+        return keras_hub.models.GPT2CausalLM(backbone)
+
+    model = tfshard.abstract_model(build)
+    assert model.compiled, "premise: it compiles itself"
+    assert tfshard.plan(model, {"batch": 2}).bytes_per_device("slot") > 0
 
 
 def test_training_an_abstract_model_under_a_strategy_is_an_error():

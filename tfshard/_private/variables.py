@@ -5,6 +5,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
+from unittest import mock
 
 import keras
 import numpy as np
@@ -22,24 +23,50 @@ def scope_callers() -> list[Any]:
 
 
 @contextlib.contextmanager
-def abstract_scope(refuse: Callable[..., Any]) -> Iterator[None]:
-    """A context in which Keras variables get a shape and a dtype, and never a value.
+def abstract_scope(refuse: Callable[..., Any]) -> Iterator[list[keras.Variable]]:
+    """A context in which Keras variables get a shape and a dtype, and no value unless they are given one.
 
     A `keras.StatelessScope` leaves variables to be initialised when it ends, and keeps them in a global list
     ("uninitialized_variables") until then. They are taken off that list, so that no later scope allocates them.
     `refuse(path, shape, dtype=)` takes the place of their initializers (`Variable._initializer`): reading one would
     otherwise draw new numbers each time.
+
+    Yields:
+        The variables that were made from a value, as an optimizer's count of steps is: they have it.
     """
     waiting = list(_global_state.get_global_attribute("uninitialized_variables") or [])
+    given: list[keras.Variable] = []
     try:
-        with keras.StatelessScope(initialize_variables=False):
-            yield
+        with keras.StatelessScope(initialize_variables=False), _given_values(given):
+            yield given
     finally:
         known = {id(variable) for variable in waiting}
         for variable in _global_state.get_global_attribute("uninitialized_variables") or []:
             if id(variable) not in known:
                 variable._initializer = functools.partial(refuse, variable.path)
         _global_state.set_global_attribute("uninitialized_variables", waiting)
+
+
+@contextlib.contextmanager
+def _given_values(given: list[keras.Variable]) -> Iterator[None]:
+    """In a stateless scope, makes variables from values as if there were none ("stateless_scope"), and lists them;
+    Keras refuses them there."""
+    create = keras.Variable.__init__
+
+    def initialize(self: keras.Variable, initializer: Any, *args: Any, **kwargs: Any) -> None:
+        if callable(initializer) or isinstance(initializer, str):
+            create(self, initializer, *args, **kwargs)
+            return
+        scope = _global_state.get_global_attribute("stateless_scope")
+        _global_state.set_global_attribute("stateless_scope", None)
+        try:
+            create(self, initializer, *args, **kwargs)
+        finally:
+            _global_state.set_global_attribute("stateless_scope", scope)
+        given.append(self)
+
+    with mock.patch.object(keras.Variable, "__init__", initialize):
+        yield
 
 
 def stand_in(path: str, shape: tuple[int, ...], dtype: str) -> keras.Variable:

@@ -27,19 +27,19 @@ OptimizerLike: TypeAlias = keras.optimizers.Optimizer | str | None
 def abstract_model(build: Callable[[], keras.Model]) -> keras.Model:
     """Builds a model whose variables have shapes and dtypes, and no values: for planning only.
 
-    Inside `build` Keras variables are not allocated, so a model of any size takes little memory and time. Nothing
-    can be done with the values afterwards: reading one, as calling or training the model does, is an error.
+    Inside `build` Keras variables are not allocated, so a model of any size takes little memory and time; only one that
+    is made from a value has it. Nothing can be done with the others afterwards: reading one, as calling or training the
+    model does, is an error.
 
     Args:
-        build: Makes and returns a built model: a functional one, or one on which `build` was called. It must make
-            the layers itself, and not load weights or call `keras.utils.clear_session()`.
+        build: Makes and returns a built model, compiled or not: a functional one, or one on which `build` was called.
+            It must make the layers itself, and not load weights or call `keras.utils.clear_session()`.
 
     Returns:
         The model.
 
     Raises:
-        StrategyError: `build` did not return a built Keras model, made an optimizer, or variables of the model were
-            allocated.
+        StrategyError: `build` did not return a built Keras model, or variables of the model were allocated.
 
     Example: a layer of 400 GB.
 
@@ -50,19 +50,11 @@ def abstract_model(build: Callable[[], keras.Model]) -> keras.Model:
     >>> f"{model.count_params():,}"
     '100,001,000,000'
     """
-    with _private.abstract_scope(_refuse_value):
-        try:
-            model = build()
-        except ValueError as error:
-            if "in a stateless scope" not in str(error):  # Keras's words for a variable that cannot wait for its value.
-                raise
-            raise StrategyError(
-                "The function given to abstract_model makes a variable from a value, as an optimizer does. Leave "
-                "compile() out; a task of KerasHub, which compiles itself, takes compile=False. "
-                f"Received: build={build!r}"
-            ) from error
+    with _private.abstract_scope(_refuse_value) as given:
+        model = build()
     _check_built(model)
-    allocated = [v.path for v in model.variables if _private.backend_variable(v) is not None]
+    has_value = {id(variable) for variable in given}
+    allocated = [v.path for v in model.variables if id(v) not in has_value and _private.backend_variable(v) is not None]
     if allocated:
         raise StrategyError(
             "The function given to abstract_model must make all layers itself, and not call "
