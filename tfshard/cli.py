@@ -402,8 +402,9 @@ def _simulate_flags() -> flags.FlagValues:
     flags.DEFINE_integer("length", None, "Of what the model's inputs leave open: tokens.", flag_values=values)
     flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
     flags.DEFINE_list("zero_stages", ["3"], "The ZeRO stages to consider.", flag_values=values)
-    flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer, for its slots. By default the compiled model's, "
-        "else adam.", flag_values=values,
+    flags.DEFINE_string(
+        "optimizer", model_specs.AUTO, "Name of a Keras optimizer, for its slots; auto: the compiled model's, or adam",
+        flag_values=values,
     )  # fmt: skip
     flags.DEFINE_string("plot", None, "Draw a picture to this file. Needs matplotlib.", flag_values=values)
     flags.DEFINE_boolean("json", False, "Print JSON instead of a table.", flag_values=values)
@@ -413,16 +414,15 @@ def _simulate_flags() -> flags.FlagValues:
 def _simulate(values: flags.FlagValues, arguments: list[str]) -> int:
     if values.cluster is None or values.batch is None:
         raise UsageError("Give --cluster=FILE, which describes the devices, and --batch, the samples of a step.")
-    model = _built(arguments[0])
     simulation = tfshard.simulate(
-        model,
+        _built(arguments[0]),
         values.cluster,
         _numbers("devices", values.devices),
         values.batch,
         length=values.length,
         layout_map=_layout_map(values.layout_map),
         zero_stages=_numbers("zero_stages", values.zero_stages),
-        optimizer=values.optimizer or (model.optimizer if model.compiled else "adam"),
+        optimizer=values.optimizer,
     )
     print(simulation.to_json(indent=2) if values.json else simulation)
     if values.plot:

@@ -51,6 +51,16 @@ def test_the_peak_is_the_sum_of_its_parts():
     assert parts(reshard_after_forward=False)[3][1] == 24
 
 
+def test_the_optimizer_is_that_which_the_model_was_compiled_with():
+    def stored(**options) -> int:
+        return tfshard.advise(model, 4, 1 << 30, 32, **options).candidates[0].stored_bytes
+
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+    assert stored() == stored(optimizer="adam") > stored(optimizer=None)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    assert stored(optimizer=None) < stored() == stored(optimizer=model.optimizer) < stored(optimizer="adam")
+
+
 def test_when_nothing_fits_the_missing_bytes_are_told():
     advice = advise(33)
     assert advice.recommended is None

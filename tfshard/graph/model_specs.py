@@ -23,6 +23,9 @@ ModelOrSpecs: TypeAlias = keras.Model | Iterable[VariableSpec]
 OptimizerLike: TypeAlias = keras.optimizers.Optimizer | str | None
 """An optimizer, its name, or none."""
 
+# The name of the optimizer that a model was compiled with.
+AUTO = "auto"
+
 
 def abstract_model(build: Callable[[], keras.Model]) -> keras.Model:
     """Builds a model whose variables have shapes and dtypes, and no values: for planning only.
@@ -108,6 +111,14 @@ class SlotSpec:
     spec: VariableSpec
     reference: str | None
     name: str
+
+
+def optimizer_of(model: ModelOrSpecs, optimizer: OptimizerLike) -> OptimizerLike:
+    """The optimizer to plan with, as the user gave it: `"auto"` is that which a model was compiled with, else Adam."""
+    if optimizer != AUTO:
+        return optimizer
+    compiled: OptimizerLike = getattr(model, "optimizer", None)
+    return "adam" if compiled is None else compiled
 
 
 def slots_of(optimizer: OptimizerLike, specs: Iterable[VariableSpec]) -> tuple[SlotSpec, ...]:

@@ -136,7 +136,7 @@ def advise(
     memory_per_device: int,
     batch: int,
     *,
-    optimizer: OptimizerLike = "adam",
+    optimizer: OptimizerLike = model_specs.AUTO,
     analyzer: ParameterAnalyzer | None = DEFAULT,
     layout_map: Any = None,
     activation_bytes: int | None = None,
@@ -177,7 +177,8 @@ def advise(
         devices: How many there are; all are used.
         memory_per_device: Bytes of one device.
         batch: Samples of one step over all devices.
-        optimizer: An optimizer, its name, or None for no slots.
+        optimizer: An optimizer, its name, or None for no slots. By default the one that the model was compiled with,
+            else Adam.
         analyzer: Makes the groups; None for none.
         layout_map: As for `tfshard.ShardedStrategy`.
         activation_bytes: Bytes that one sample's activations take on a device at the peak. By default they are found in
@@ -223,6 +224,7 @@ def advise(
         layout_map.check_axes({BATCH_AXIS: 1, MODEL_AXIS: 1})
     has_model_axis = automatic or any(MODEL_AXIS in rule.axes for rule in layout_map.values())
     specs = model_specs.specs_of(model)
+    optimizer = model_specs.optimizer_of(model, optimizer)
     slots = model_specs.slots_of(optimizer, specs)
     sizes = [size for size in range(1, devices + 1) if devices % size == 0] if has_model_axis else [1]
     if activation_bytes is None and inputs is None and isinstance(model, keras.Model):

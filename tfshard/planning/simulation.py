@@ -170,7 +170,7 @@ def simulate(
     batch: int,
     *,
     length: int | None = None,
-    optimizer: OptimizerLike = "adam",
+    optimizer: OptimizerLike = model_specs.AUTO,
     analyzer: ParameterAnalyzer | None = DEFAULT,
     layout_map: Any = None,
     zero_stages: Sequence[int] = (3,),
@@ -281,7 +281,7 @@ class Simulator:
         batch: int,
         *,
         length: int | None = None,
-        optimizer: OptimizerLike = "adam",
+        optimizer: OptimizerLike = model_specs.AUTO,
         analyzer: ParameterAnalyzer | None = DEFAULT,
         layout_map: Any = None,
         zero_stages: Sequence[int] = (3,),
@@ -310,6 +310,7 @@ class Simulator:
         self._gathering = turns.Gathering.of(reshard_after_forward)
         self._length = length
         self._batch = batch
+        optimizer = model_specs.optimizer_of(model, optimizer)
         self._slots = model_specs.slots_of(optimizer, self._specs)
         self._needs_all = needs_all_gradients(optimizer)
         self._has_blocks = blocks.can_mark(model)

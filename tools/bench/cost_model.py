@@ -163,7 +163,7 @@ def predicted(configuration: Configuration, machine: Any) -> Any:
     model = models.build(configuration.model)
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     layout_map = "auto" if "model" in configuration.mesh else None
-    simulator = Simulator(model, configuration.model.batch, layout_map=layout_map)
+    simulator = Simulator(model, configuration.model.batch, optimizer="adam", layout_map=layout_map)
     data = configuration.mesh.get("batch", 1) * configuration.mesh.get("replica", 1)
     own = configuration.model.batch // data
     as_traced = functools.partial(liveness.peak_of, least=_LEAST_TRACED)
