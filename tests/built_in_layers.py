@@ -324,7 +324,7 @@ RANDOM = {
         "RandomBrightness(0.2)(x)",
         "RandomColorDegeneration(0.2)(x)",
         "RandomContrast(0.2)(x)",
-        "RandomCrop(8, 8)(x)",
+        "RandomCrop(5, 6)(x)[:, :4, :4]",
         "RandomErasing()(x)",
         "RandomGaussianBlur()(x)",
         "RandomGrayscale()(x)",

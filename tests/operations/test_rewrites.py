@@ -95,11 +95,19 @@ RANGES = {
     "t[1:, i, None, 4:1:-2]": lambda t, i: t[1:, i, None, 4:1:-2],
     "t[:2, ..., None, 1:, i]": lambda t, i: t[:2, ..., None, 1:, i],
 }
+# Ranges of a known size, the first of which is a tensor, as a crop at random takes.
+CROPS = {
+    "t[:, :, i : i + 2]": lambda t, i: t[:, :, i : i + 2],
+    "t[i : 1 + i, :, 1:3]": lambda t, i: t[i : 1 + i, :, 1:3],
+    "t[..., i : i + 3]": lambda t, i: t[..., i : i + 3],
+    "t[:, i, i : i + 3, None, ::2]": lambda t, i: t[:, i, i : i + 3, None, ::2],
+    "t[:, 0, i : i + 2, i]": lambda t, i: t[:, 0, i : i + 2, i],
+}
 
 
-@pytest.mark.parametrize("name", RANGES)
-def test_a_range_next_to_an_index_that_is_a_tensor_is_that_of_one_device(name):
-    function, chosen = RANGES[name], strategy()
+@pytest.mark.parametrize("name", [*RANGES, *CROPS])
+def test_a_range_at_or_next_to_an_index_that_is_a_tensor_is_that_of_one_device(name):
+    function, chosen = (RANGES | CROPS)[name], strategy()
 
     def slice_and_gradient(t, i):
         with tf.GradientTape() as tape:
@@ -108,7 +116,7 @@ def test_a_range_next_to_an_index_that_is_a_tensor_is_that_of_one_device(name):
             loss = tf.reduce_sum(tf.square(sliced))
         return sliced, tape.gradient(loss, t)
 
-    for index, layout in itertools.product((0, -1), LAYOUTS):
+    for index, layout in itertools.product((0, 1 if name in CROPS else -1), LAYOUTS):
         sharded = transfer.host_to_mesh(value(), layout, chosen.mesh)
         expected = slice_and_gradient(tf.constant(value()), index)
         for ours, theirs in zip(
@@ -204,3 +212,20 @@ def test_dtensor_by_itself_gives_wrong_numbers_for_a_slice_before_a_sharded_dim(
     sliced = tf.function(lambda t: t[:, 1])(sharded)
     assert tuple(sliced.shape) == (4, 6, 4)
     assert not np.array_equal(transfer.to_host(sliced), value()[:, 1])
+
+
+def test_a_random_crop_is_a_crop_and_another_one_each_time():
+    """keras.layers.RandomCrop takes a range that begins at a tensor."""
+    chosen, images = strategy(), value((4, 8, 8, 3))
+    layer = keras.layers.RandomCrop(5, 6, seed=3)
+    with chosen.scope():
+        model = keras.Sequential([keras.Input((8, 8, 3)), layer])
+    tfshard.as_distributed(model).compile("sgd", "mse", strategy=chosen)
+    step = tf.function(lambda t: layer(t, training=True))
+    sharded = transfer.host_to_mesh(images, LAYOUTS[1], chosen.mesh)
+    places = set()
+    for _ in range(4):
+        (crop,) = run(chosen, step, sharded)
+        (place,) = [(h, w) for h in range(4) for w in range(3) if np.array_equal(crop, images[:, h : h + 5, w : w + 6])]
+        places.add(place)
+    assert len(places) > 1

@@ -147,12 +147,61 @@ def _elements(vector: tf.Tensor) -> list[int | None]:
     return [None if value is None else int(value) for value in values]
 
 
-def _indices_apart(call: _private.Call, rank: int) -> tuple[_private.Call, list[tuple[int, int, tf.Tensor]]] | None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a slice takes one element, or a range of a known size, of which the first is a tensor.
+
+    Attributes:
+        dim: The dim of the tensor.
+        result: The dim of the slice without this.
+        index: The first element, as counted from the front or from the end.
+        size: Of the range; None for an element, which leaves no dim.
+    """
+
+    dim: int
+    result: int
+    index: tf.Tensor
+    size: int | None = None
+
+    def take(self, tensor: tf.Tensor) -> tf.Tensor:
+        """It, of the slice without this."""
+        first = _from_the_front(self.index, tensor.shape[self.result])
+        if self.size is not None:
+            first += tf.range(self.size, dtype=first.dtype)
+        return tf.gather(tensor, first, axis=self.result)
+
+    def put(self, upstream: tf.Tensor, size: int) -> tf.Tensor:
+        """The gradient of the slice without this, from that of the slice: zeros elsewhere in a dim of this size."""
+        if self.size is None:
+            upstream = tf.expand_dims(upstream, self.result)
+        count = self.size or 1
+        offset = tf.range(size, dtype=self.index.dtype) - _from_the_front(self.index, size)
+        if count > 1:
+            upstream = tf.gather(upstream, tf.clip_by_value(offset, 0, count - 1), axis=self.result)
+        shape = [size if i == self.result else 1 for i in range(upstream.shape.rank)]
+        here = tf.reshape((offset >= 0) & (offset < count), shape)
+        return tf.where(here, upstream, tf.zeros([], upstream.dtype))
+
+
+def _from_the_front(index: tf.Tensor, size: int) -> tf.Tensor:
+    return tf.where(index < 0, index + size, index)
+
+
+def _range_size(begin: tf.Tensor, end: tf.Tensor) -> int | None:
+    """How many elements there are from `begin` to `end`, if `end` is `begin` and a number: `x[i : i + 8]`."""
+    if end.op.type not in ("Add", "AddV2"):
+        return None
+    first, second = end.op.inputs
+    size = tf.get_static_value(second if first is begin else first) if begin is first or begin is second else None
+    return None if size is None or size < 1 else int(size)
+
+
+def _places_apart(call: _private.Call, rank: int) -> tuple[_private.Call, list[_Place]] | None:
     """A slice with ranges next to indices that are tensors, for which DTensor gives a tensor without elements, as a
-    slice without those; and of each index the dim of the tensor, and the dim of its result. None for other slices.
+    slice without those; and where those are. None for other slices.
 
     Raises:
-        UnsupportedOperationError: A range begins or ends at a tensor.
+        UnsupportedOperationError: A range begins or ends at a tensor, and its size is not known.
     """
     tensor, *vectors = call.inputs[:4]
     count = vectors[0].shape[0]
@@ -166,8 +215,12 @@ def _indices_apart(call: _private.Call, rank: int) -> tuple[_private.Call, list[
     elements = [_elements(vector) for vector in vectors]
     taken = sum(not has("ellipsis", i) and not has("new_axis", i) for i in range(count))
     entries: list[tuple[int | None, ...]] = []
-    indices: list[tuple[int, int, tf.Tensor]] = []
+    places: list[_Place] = []
     dim, result, ranges = 0, 0, False
+
+    def take_all_of(i: int) -> None:
+        masks["begin"], masks["end"] = masks["begin"] | 1 << i, masks["end"] | 1 << i
+
     for i in range(count):
         entry = tuple(element[i] for element in elements)
         if has("ellipsis", i):
@@ -178,18 +231,25 @@ def _indices_apart(call: _private.Call, rank: int) -> tuple[_private.Call, list[
             is_open = (has("begin", i), has("end", i), False)
             entry = tuple(0 if o else each for o, each in zip(is_open, entry, strict=True))
             if None in entry:
-                raise UnsupportedOperationError(
-                    "A slice cannot have a range that begins or ends at a tensor: its size would depend on a value, "
-                    "and DTensor gives an empty result for it. Use keras.ops.slice, which has a size. Received: a "
-                    f"slice of {count} entries, of which number {i} is such a range"
-                )
+                bounds = [vector.op.inputs[i] for vector in vectors[:2] if vector.op.type == "Pack"]
+                size = _range_size(*bounds) if len(bounds) == 2 and entry == (None, None, 1) else None
+                if size is None:
+                    raise UnsupportedOperationError(
+                        "A slice cannot have a range that begins or ends at a tensor: its size would depend on a "
+                        "value, and DTensor gives an empty result for it. Write the end as the begin and a number, "
+                        "x[i : i + 8], or use keras.ops.slice, which has a size. Received: a slice of "
+                        f"{count} entries, of which number {i} is such a range"
+                    )
+                places.append(_Place(dim=dim, result=result, index=bounds[0], size=size))
+                entry, ranges = (0, 0, 1), True
+                take_all_of(i)
             ranges = ranges or not all(is_open[:2]) or entry[2] != 1
             dim, result = dim + 1, result + 1
         elif entry[0] is None:
-            indices.append((dim, result, tf.unstack(vectors[0])[i]))
+            places.append(_Place(dim=dim, result=result, index=tf.unstack(vectors[0])[i]))
             entry, dim, result = (0, 0, 1), dim + 1, result + 1
             masks["shrink_axis"] &= ~(1 << i)
-            masks["begin"], masks["end"] = masks["begin"] | 1 << i, masks["end"] | 1 << i
+            take_all_of(i)
         else:
             entry, dim = (entry[0], 0, 1), dim + 1
         entries.append(entry)
@@ -199,7 +259,7 @@ def _indices_apart(call: _private.Call, rank: int) -> tuple[_private.Call, list[
     without = dataclasses.replace(
         call, inputs=(tensor, *constants, *call.inputs[4:]), get_attr=lambda name: masks[name.removesuffix("_mask")]
     )
-    return without, indices
+    return without, places
 
 
 def full_slice(call: _private.Call) -> tf.Tensor | None:
@@ -207,19 +267,15 @@ def full_slice(call: _private.Call) -> tf.Tensor | None:
     if not call.inputs[0].shape.is_fully_defined():
         if call.inputs[0].shape.rank is None or unsized.depends_on_values(call.inputs[0]):
             return unsized.slice_of(call)
-    apart = _indices_apart(call, call.inputs[0].shape.rank)
+    apart = _places_apart(call, call.inputs[0].shape.rank)
     if apart is None:
         return _one_slice(call)
-    without, indices = apart
+    without, places = apart
     result = _one_slice(without)
     result = tf.raw_ops.StridedSlice(input=call.inputs[0], **_as_it_is(without)) if result is None else result
-    for _, place, index in reversed(indices):
-        result = tf.gather(result, _from_the_front(index, result.shape[place]), axis=place)
+    for place in reversed(places):
+        result = place.take(result)
     return result
-
-
-def _from_the_front(index: tf.Tensor, size: int) -> tf.Tensor:
-    return tf.where(index < 0, index + size, index)
 
 
 def _one_slice(call: _private.Call) -> tf.Tensor | None:
@@ -239,15 +295,12 @@ def full_slice_gradient(call: _private.Call) -> tf.Tensor | None:
     if not call.is_eager and not unsized.is_known(call.inputs[0]) and unsized.depends_on_values(*call.inputs):
         return unsized.gradient_of_slice(call)
     sizes = tf.get_static_value(call.inputs[0])
-    apart = None if sizes is None else _indices_apart(call, len(sizes))
+    apart = None if sizes is None else _places_apart(call, len(sizes))
     if apart is not None:
-        call, indices = apart
+        call, places = apart
         upstream = call.inputs[4]
-        for dim, place, index in indices:
-            upstream = tf.expand_dims(upstream, place)
-            shape = [sizes[dim] if i == place else 1 for i in range(upstream.shape.rank)]
-            here = tf.equal(tf.range(sizes[dim], dtype=index.dtype), _from_the_front(index, sizes[dim]))
-            upstream = tf.where(tf.reshape(here, shape), upstream, tf.zeros([], upstream.dtype))
+        for place in places:
+            upstream = place.put(upstream, sizes[place.dim])
         call = dataclasses.replace(call, inputs=(*call.inputs[:4], upstream))
         result = _one_gradient(call, sizes)
         return (
