@@ -1,8 +1,11 @@
-"""Products of integers of 8 bits are exact, however their operands are sharded, and gather no kernel."""
+"""Products of integers of 8 bits are exact, however their operands are sharded, and gather no kernel; products of
+samples with samples are those of one device."""
 
 import itertools
 
+import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -52,3 +55,80 @@ def test_a_product_of_integers_is_that_of_one_device(mesh: str, way: str, transp
     assert found.dtype == tf.int32
     np.testing.assert_array_equal(transfer.to_host(found), expected)
     assert transfer.axes_of(dtensor.fetch_layout(found)) == (batch, None, of_result)
+
+
+class Contrastive(keras.Model):
+    """Pictures beside texts, each with all of the batch, as CLIP is trained."""
+
+    def __init__(self, product: str):
+        super().__init__()
+        dense = keras.layers.Dense
+        self.pictures = keras.Sequential([keras.Input((6, 6, 2)), keras.layers.Conv2D(4, 3), keras.layers.Flatten()])
+        self.pictures.add(dense(16, "relu", name="picture_up"))
+        self.pictures.add(dense(8, name="picture_down"))
+        self.texts = keras.Sequential(
+            [keras.Input((5,)), dense(16, "gelu", name="text_up"), dense(8, name="text_down")]
+        )
+        self.product = product
+        self.seen = [keras.metrics.Mean(name="loss")]
+        self.seen += [keras.metrics.SparseCategoricalAccuracy(name=name) for name in ("pictures_right", "texts_right")]
+
+    def call(self, inputs):
+        pictures, texts = self.pictures(inputs[0]), self.texts(inputs[1])
+        pictures, texts = keras.ops.normalize(pictures), keras.ops.normalize(texts)
+        if self.product == "einsum":
+            return 5 * keras.ops.einsum("nd,md->nm", pictures, texts)
+        if self.product == "views":  # Of other numbers of samples.
+            return 5 * keras.ops.matmul(pictures, keras.ops.transpose(keras.ops.concatenate([texts, -texts], 0)))
+        return 5 * keras.ops.matmul(pictures, keras.ops.transpose(texts))
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            scores = self(data[0])
+            count = keras.ops.shape(scores)[0]
+            numbers, both = keras.ops.arange(count), [scores, keras.ops.transpose(scores)[:count]]
+            loss = keras.losses.sparse_categorical_crossentropy
+            value = sum(keras.ops.mean(loss(numbers, each, from_logits=True)) for each in both)
+        self.optimizer.apply(tape.gradient(value, self.trainable_weights), self.trainable_weights)
+        self.seen[0].update_state(value)
+        for metric, each in zip(self.seen[1:], both, strict=True):
+            metric.update_state(numbers, each)
+        return {metric.name: metric.result() for metric in self.seen}
+
+    @property
+    def metrics(self):
+        return self.seen
+
+
+SAMPLES = (RS.normal(size=(16, 6, 6, 2)).astype("float32"), RS.normal(size=(16, 5)).astype("float32"))
+TENSOR = {
+    r".*_up/kernel": (None, "model"),
+    r".*_up/bias": ("model",),
+    r".*_down/kernel": ("model", None),
+    r".*conv2d/kernel": (),
+}
+IN_BATCH = [("matmul", {"batch": 4}), ("einsum", {"batch": 4}), ("views", {"batch": 4}),
+            ("matmul", {"batch": 2, "model": 2}), ("matmul", {"replica": 2, "batch": 2})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("product", "mesh"), IN_BATCH)
+def test_a_loss_of_samples_with_samples_trains_as_on_one_device(product: str, mesh: dict[str, int]):
+    histories = []
+    for sharded in (False, True):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        model, options = Contrastive(product), {"jit_compile": False}
+        model([samples[:8] for samples in SAMPLES])
+        if sharded:
+            model = tfshard.as_distributed(model)
+            options = {
+                "strategy": tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), TENSOR if "model" in mesh else None)
+            }
+        model.compile(keras.optimizers.Adam(0.01), **options)
+        data = tf.data.Dataset.from_tensor_slices((SAMPLES,)).batch(8)
+        histories.append(model.fit(data, epochs=2, shuffle=False, verbose=0).history)
+    kernel = model.texts.layers[0].kernel.value.layout
+    assert kernel.compute == ((None, "model") if "model" in mesh else (None, None)), "premise"
+    for name, expected in histories[0].items():
+        np.testing.assert_allclose(histories[1][name], expected, rtol=1e-5, err_msg=name)
+    assert abs(np.subtract(*histories[0]["loss"])) > 1e-2, "premise: it learns"

@@ -1,8 +1,10 @@
-"""Products of integers of 8 bits, those of quantized layers, which DTensor does not expand."""
+"""Products that DTensor does not expand: of integers of 8 bits, and of samples with samples."""
 
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
 from tfshard import _private
+from tfshard.graph import dim_rules
 
 
 def of_integers(call: _private.Call) -> tf.Tensor:
@@ -16,3 +18,50 @@ def of_integers(call: _private.Call) -> tf.Tensor:
         x=x, y=y, adj_x=call.get_attr("adj_x"), adj_y=call.get_attr("adj_y")
     )  # fmt: skip
     return product
+
+
+def of_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """`MatMul` and `Einsum` of the samples of a batch with samples, as contrastive losses have it (Chen et al. 2020,
+    SimCLR; Radford et al. 2021, CLIP): each device multiplies its samples with all.
+
+    Both operands are sharded along dims of the result then, by the same axis. DTensor takes one of them for whole in
+    one place and the other in another: the reduction after it fails, or a transpose.
+    """
+    if call.is_eager:
+        return None
+    kept = _kept_dims(call)
+    if kept is None or not all(_is_of_samples(*each) for each in zip(call.inputs, kept, strict=True)):
+        return None
+    x, y = call.inputs
+    whole = [dtensor.UNSHARDED if dim == kept[1] else dtensor.MATCH for dim in range(y.shape.rank)]
+    return _private.same_operation(call, [x, dtensor.relayout(y, dtensor.Layout(whole, mesh))])
+
+
+def _kept_dims(call: _private.Call) -> tuple[int, int] | None:
+    """The dims of two matrices that the result has; None for other products."""
+    if len(call.inputs) != 2 or any(each.shape.rank != 2 for each in call.inputs):
+        return None
+    if call.type == "MatMul":
+        return int(call.get_attr("transpose_a")), 1 - int(call.get_attr("transpose_b"))
+    equation = call.get_attr("equation")
+    terms, _, result = (equation.decode() if isinstance(equation, bytes) else equation).partition("->")
+    kept = [[term.index(letter) for letter in term if letter in result] for term in terms.split(",")]
+    return (kept[0][0], kept[1][0]) if len(result) == 2 and all(len(each) == 1 for each in kept) else None
+
+
+def _is_of_samples(tensor: tf.Tensor, dim: int) -> bool:
+    """Whether a dim of a tensor of a step is that of the samples: followed back, it is the first of what the step is
+    given."""
+    waiting, known = [(tensor, dim)], set()
+    while waiting:
+        tensor, dim = waiting.pop()
+        if (tensor.name, dim) in known:
+            continue
+        known.add((tensor.name, dim))
+        operation = tensor.op
+        if operation.type == "Placeholder":
+            if dim == 0 and not any(inner is tensor for _, inner in tensor.graph.captures):
+                return True
+        elif operation.type != "Relayout":  # Such as what a variable is read to.
+            waiting += [(operation.inputs[n], at) for n, at in dim_rules.sources(operation, tensor.value_index, dim)]
+    return False

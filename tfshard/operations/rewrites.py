@@ -78,6 +78,8 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
     }  # fmt: skip
     if not _private.is_eager():
         exchange["BatchMatMulV3"] = products.of_integers
+        exchange["MatMul"] = functools.partial(products.of_samples, mesh=mesh)
+        exchange["Einsum"] = functools.partial(_einsum, mesh=mesh)
         exchange.update(dict.fromkeys(ROW_OPERATIONS, functools.partial(row_operations.exchange, mesh=mesh)))
         exchange["Tile"] = functools.partial(_tile, mesh=mesh)
         exchange |= {operation: functools.partial(_if_unsized, function) for operation, function in _UNSIZED.items()}
@@ -150,6 +152,11 @@ def _if_unsized(function: Exchange, call: _private.Call) -> tf.Tensor | list[tf.
 def _sum(call: _private.Call) -> tf.Tensor | list[tf.Tensor] | None:
     found = _if_unsized(unsized.summed, call)
     return dims.sum_of_tiles(call) if found is None else found
+
+
+def _einsum(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tensor] | None:
+    spelled = einsums.without_ellipsis(call)
+    return products.of_samples(call, mesh) if spelled is None else spelled
 
 
 def _tile(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tensor] | None:
