@@ -1,5 +1,7 @@
 """Products that DTensor does not expand: of integers of 8 bits, and of samples with samples."""
 
+import weakref
+
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -30,9 +32,11 @@ def of_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | Non
     if call.is_eager:
         return None
     kept = _kept_dims(call)
-    if kept is None or not all(_is_of_samples(*each) for each in zip(call.inputs, kept, strict=True)):
+    if kept is None:
         return None
     x, y = call.inputs
+    if not _is_of_samples(y, kept[1]) or not _is_of_samples(x, kept[0]):
+        return None
     whole = [dtensor.UNSHARDED if dim == kept[1] else dtensor.MATCH for dim in range(y.shape.rank)]
     return _private.same_operation(call, [x, dtensor.relayout(y, dtensor.Layout(whole, mesh))])
 
@@ -49,19 +53,26 @@ def _kept_dims(call: _private.Call) -> tuple[int, int] | None:
     return (kept[0][0], kept[1][0]) if len(result) == 2 and all(len(each) == 1 for each in kept) else None
 
 
+# Of each graph, names and dims of tensors that are not of samples: each is followed back once.
+_others: weakref.WeakKeyDictionary[tf.Graph, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+
+
 def _is_of_samples(tensor: tf.Tensor, dim: int) -> bool:
     """Whether a dim of a tensor of a step is that of the samples: followed back, it is the first of what the step is
     given."""
+    others = _others.setdefault(tensor.graph, set())
     waiting, known = [(tensor, dim)], set()
     while waiting:
         tensor, dim = waiting.pop()
-        if (tensor.name, dim) in known:
+        place = tensor.name, dim
+        if place in known or place in others:
             continue
-        known.add((tensor.name, dim))
+        known.add(place)
         operation = tensor.op
         if operation.type == "Placeholder":
             if dim == 0 and not any(inner is tensor for _, inner in tensor.graph.captures):
                 return True
         elif operation.type != "Relayout":  # Such as what a variable is read to.
             waiting += [(operation.inputs[n], at) for n, at in dim_rules.sources(operation, tensor.value_index, dim)]
+    others |= known
     return False
