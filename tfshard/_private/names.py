@@ -209,7 +209,7 @@ NAMES = (
     *_all("keras", "3.10", {
         "src.backend.tensorflow.trainer": "TFEpochIterator._distributed_dataset",
         "src.trainers.data_adapters": "ArrayDataAdapter PyDatasetAdapter TFDatasetAdapter",
-        "src.trainers.data_adapters.array_data_adapter": "ArrayDataAdapter._shuffle",
+        "src.trainers.data_adapters.array_data_adapter": "ArrayDataAdapter._shuffle ArrayDataAdapter.get_tf_dataset",
         "src.trainers.data_adapters.py_dataset_adapter": "PyDatasetAdapter.shuffle",
         "src.trainers.epoch_iterator": "EpochIterator._enumerate_iterator EpochIterator._num_batches "
         "EpochIterator._steps_seen EpochIterator.data_adapter",

@@ -66,7 +66,10 @@ def advance(operation: tf.Operation, number: int, dim: int, devices: int) -> Out
     shapes = [tensor.shape for tensor in (*operation.inputs, *operation.outputs)]
     if any(shape.rank is None or None in shape for shape in shapes):
         return Blocked(reason=f"the shapes of operation '{operation.name}' ({operation.type}) are not fixed")
-    return rule(operation, number, dim, devices)
+    try:
+        return rule(operation, number, dim, devices)
+    except _NotKnownError:
+        return Blocked(reason=f"the axis of operation '{operation.name}' ({operation.type}) depends on a value")
 
 
 def rearranged(operation: tf.Operation, number: int, dim: int) -> tuple[tuple[str, int], ...]:
@@ -141,10 +144,15 @@ def _constant(operation: tf.Operation, number: int) -> np.ndarray | None:
     return value
 
 
+class _NotKnownError(Exception):
+    """An axis is no constant."""
+
+
 def _axis(operation: tf.Operation, number: int, rank: int) -> int:
     """An input that is a constant axis, counted from the front."""
     axis = _constant(operation, number)
-    assert axis is not None, operation.name
+    if axis is None:
+        raise _NotKnownError
     return int(axis) % rank
 
 
