@@ -53,10 +53,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _take_portions(config, items):
-    """Of slow tests, those cases that an ordinary run takes; and every other long test."""
-    always = {item.nodeid for item in items if item.get_closest_marker("quick")}
-    always |= {mutation.killed_by for mutation in MUTATIONS}
+    """Of slow tests, those cases that an ordinary run takes; and a third of the long ones."""
     cases, seconds = [item.nodeid for item in items], portions.known()
+    always = {item.nodeid for item in items if item.get_closest_marker("quick")}
+    named = {mutation.killed_by for mutation in MUTATIONS}
+    # The others are drawn: tools/mutate.sh runs all.
+    always |= {case for case in named if seconds.get(portions.test_of(case), 0.0) <= portions.LONG}
     out = portions.left_out(cases, always, seconds, sweeps.SEED)
     counts = collections.Counter(map(portions.test_of, cases))
     long = portions.long_tests(cases, seconds)

@@ -1,10 +1,10 @@
 """Which cases of a slow test an ordinary run takes, so that all of it ends in twenty minutes.
 
 tests/seconds.json has the seconds of a case, for each test. Of a test whose cases take longer together than `PORTION`,
-a run takes those that the quick tests or tools/mutations.py name, and of the others as many as fit, drawn by
-the seed of tests/sweeps.py. Of tests that take longer than `LONG` and have no cases, it takes half in the same way:
-each of them runs every other day. All of them run with `TFSHARD_SWEEP=1`, and where cases are named
-(`-k`, `file::test`).
+a run takes those that the quick tests or tools/mutations.py name (of the latter not those that take longer than
+`LONG`), and of the others as many as fit, drawn by the seed of tests/sweeps.py. Of tests that take longer than `LONG`
+and have no cases, it takes a third in the same way: each of them runs every third day or so. All of them run with
+`TFSHARD_SWEEP=1`, and where cases are named (`-k`, `file::test`).
 
     TFSHARD_WRITE_SECONDS=1 tools/test.sh      # measures them again, those that run
 """
@@ -21,12 +21,12 @@ from typing import TypeVar
 
 # Seconds that an ordinary run gives a test with several cases, and how many of those that are not named it takes in any
 # case.
-PORTION = 3.0
+PORTION = 2.0
 LEAST_CASES = 1
 
-# Seconds from which a test without cases runs every other day, and those that run every day nevertheless: what they
+# Seconds from which a test without cases runs every third day, and those that run every day nevertheless: what they
 # guard changes with documents, not with code.
-LONG = 7.0
+LONG = 4.0
 EACH_DAY = {"tests/test_docs.py::test_every_block_of_python_runs"}
 
 # Of a case of a test that was never measured.
@@ -76,7 +76,7 @@ def left_out(cases: Sequence[str], always: Collection[str], seconds: Mapping[str
         count = max(math.floor(PORTION / each) - len(named), LEAST_CASES)
         out.update(others[count:])
     long = long_tests(cases, seconds)
-    drawn = random.Random(f"{seed} long tests").sample(long, len(long) // 2)
+    drawn = random.Random(f"{seed} long tests").sample(long, len(long) * 2 // 3)
     return out | set(drawn).difference(always)
 
 
