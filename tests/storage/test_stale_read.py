@@ -83,7 +83,9 @@ def run(kind: str) -> Result:
 
 def test_stock_dtensor_reads_stale_values():
     assert len(tf.config.list_logical_devices("CPU")) >= DEVICES
-    assert worst_error(run("stock"), run("plain")) > 1e-2
+    # A race, which a run may win.
+    expected = run("plain")
+    assert any(worst_error(run("stock"), expected) > 1e-2 for _ in range(5))
 
 
 def test_sharded_variables_do_not():
