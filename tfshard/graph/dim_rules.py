@@ -7,7 +7,7 @@ anything; what it would have to gather for is `Blocked`.
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -113,6 +113,20 @@ def sources(operation: tf.Operation, output: int, dim: int) -> tuple[tuple[int, 
             if isinstance(outcome, Flow) and (output, dim) in outcome.outputs:
                 found.append((number, place))
     return tuple(found)
+
+
+def way_back(tensor: tf.Tensor, dim: int, known: Collection[tuple[str, int]] = ()) -> Iterator[tuple[tf.Tensor, int]]:
+    """(Tensor, dim) of all that a dim is sharded with, back to where nothing is known of what was before, as of what a
+    variable is read to (`Relayout`); without what `known` has, by name and dim, and what is only behind it."""
+    waiting, seen = [(tensor, dim)], set()
+    while waiting:
+        tensor, dim = waiting.pop()
+        place = tensor.name, dim
+        if place in seen or place in known:
+            continue
+        seen.add(place)
+        yield tensor, dim
+        waiting += [(tensor.op.inputs[n], at) for n, at in sources(tensor.op, tensor.value_index, dim)]
 
 
 def _sources_of_batches(operation: tf.Operation, dim: int) -> tuple[tuple[int, int], ...]:

@@ -60,19 +60,11 @@ _others: weakref.WeakKeyDictionary[tf.Graph, set[tuple[str, int]]] = weakref.Wea
 def _is_of_samples(tensor: tf.Tensor, dim: int) -> bool:
     """Whether a dim of a tensor of a step is that of the samples: followed back, it is the first of what the step is
     given."""
-    others = _others.setdefault(tensor.graph, set())
-    waiting, known = [(tensor, dim)], set()
-    while waiting:
-        tensor, dim = waiting.pop()
-        place = tensor.name, dim
-        if place in known or place in others:
-            continue
-        known.add(place)
-        operation = tensor.op
-        if operation.type == "Placeholder":
-            if dim == 0 and not any(inner is tensor for _, inner in tensor.graph.captures):
-                return True
-        elif operation.type != "Relayout":  # Such as what a variable is read to.
-            waiting += [(operation.inputs[n], at) for n, at in dim_rules.sources(operation, tensor.value_index, dim)]
-    others |= known
+    others, seen = _others.setdefault(tensor.graph, set()), set()
+    for source, place in dim_rules.way_back(tensor, dim, others):
+        is_given = source.op.type == "Placeholder" and not any(inner is source for _, inner in source.graph.captures)
+        if is_given and place == 0:
+            return True
+        seen.add((source.name, place))
+    others |= seen
     return False

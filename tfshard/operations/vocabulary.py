@@ -134,19 +134,11 @@ def _sharded_axis(scores: Any) -> str | None:
         return None
     if _private.is_eager():
         return _model_axis(dtensor.fetch_layout(scores), -1) if transfer.is_dtensor(scores) else None
-    waiting, known = [(scores, scores.shape.rank - 1)], set()
-    while waiting:
-        tensor, dim = waiting.pop()
-        if (tensor.name, dim) in known:
-            continue
-        known.add((tensor.name, dim))
-        operation = tensor.op
-        if operation.type == "Relayout":
-            axis = _model_axis(dtensor.Layout.from_string(operation.get_attr("layout").decode()), dim)
+    for tensor, dim in dim_rules.way_back(scores, scores.shape.rank - 1):
+        if tensor.op.type == "Relayout":
+            axis = _model_axis(dtensor.Layout.from_string(tensor.op.get_attr("layout").decode()), dim)
             if axis is not None:
                 return axis
-        else:
-            waiting += [(operation.inputs[n], at) for n, at in dim_rules.sources(operation, tensor.value_index, dim)]
     return None
 
 

@@ -191,31 +191,9 @@ def reached(machine: Any, configuration: Configuration, file: pathlib.Path) -> A
     return machine if devices == 1 else dataclasses.replace(machine, links=Links.load(links_file(file, str(devices))))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What was measured in several rounds, beside what is predicted of it, in one unit."""
-
-    least: float
-    median: float
-    most: float
-    predicted: float
-
-    @classmethod
-    def of(cls, rounds: list[float], predicted: float) -> "Measured":
-        """From what each round had."""
-        return cls(least=min(rounds), median=statistics.median(rounds), most=max(rounds), predicted=predicted)
-
-    @property
-    def off(self) -> float:
-        """By which part of the median it is predicted too high."""
-        return self.predicted / self.median - 1
-
-    def row(self, digits: int) -> str:
-        """Cells of a table."""
-        middle, least, most, predicted = (
-            f"{each:.{digits}f}" for each in (self.median, self.least, self.most, self.predicted)
-        )
-        return f"{middle} ({least} to {most}) | {predicted} | {self.off:+.0%}"
+def _off(rounds: list[float], predicted: float) -> float:
+    """By which part of the median it is predicted too high."""
+    return predicted / statistics.median(rounds) - 1
 
 
 def report(file: pathlib.Path, machine: Any) -> None:
@@ -225,17 +203,21 @@ def report(file: pathlib.Path, machine: Any) -> None:
     found = []
     for name, runs in rows.items():
         one = predicted(by_name[name], reached(machine, by_name[name], file))
-        time = Measured.of([1e3 * run["seconds"] for run in runs], 1e3 * one.seconds)
-        memory = Measured.of([run["peak"] / 2**20 for run in runs], one.peak_bytes / 2**20)
+        time = [1e3 * run["seconds"] for run in runs], 1e3 * one.seconds
+        memory = [run["peak"] / 2**20 for run in runs], one.peak_bytes / 2**20
         found.append((name, time, memory))
-        print(f"{name}: {time.off:+.0%}, memory {memory.off:+.0%}", flush=True)
-    found.sort(key=lambda each: abs(each[1].off))
+        print(f"{name}: {_off(*time):+.0%}, memory {_off(*memory):+.0%}", flush=True)
+    found.sort(key=lambda each: abs(_off(*each[1])))
     print("| configuration | step, ms | predicted | | peak, MiB | predicted | |\n" + "| --- " * 7 + "|")
-    for name, time, memory in found:
-        print(f"| {name} | {time.row(0)} | {memory.row(1)} |")
+    for name, *both in found:
+        cells = [
+            f"{common.spread(rounds, form)} | {of_it:{form}} | {_off(rounds, of_it):+.0%}"
+            for (rounds, of_it), form in zip(both, (".0f", ".1f"), strict=True)
+        ]
+        print(f"| {' | '.join([name, *cells])} |")
     for what, errors in (
-        ("time", [abs(time.off) for _, time, _ in found]),
-        ("memory", [abs(memory.off) for _, _, memory in found]),
+        ("time", [abs(_off(*time)) for _, time, _ in found]),
+        ("memory", [abs(_off(*memory)) for _, _, memory in found]),
     ):
         middle, worst = statistics.median(errors), max(errors)
         print(f"{what}: {len(errors)} configurations, {middle:.0%} at the median, {worst:.0%} at worst")
