@@ -43,6 +43,12 @@ class EpochIterator:
         return self._epochs._distributed_dataset
 
     @property
+    def batch_size(self) -> int | None:
+        """How many samples a batch has, where the data adapter knows it (`batch_size`)."""
+        size: int | None = self._epochs.data_adapter.batch_size
+        return size
+
+    @property
     def kind(self) -> str:
         """`"arrays"`, `"tf.data"`, `"PyDataset"`, or the name of Keras's adapter for other data."""
         adapter = type(self._epochs.data_adapter)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
@@ -104,7 +105,7 @@ class Storage:
             values |= {i: self.format.unpack_host(stored, i) for i in others}
         pieces = self._host_pieces(values)
         for _, handle in self.handles:
-            empty(handle, self.buffer.dtype, self.buffer.shape.rank)
+            _empty(handle, self.buffer.dtype, self.buffer.shape.rank)
             with tf.device(handle.device):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=next(pieces))
 
@@ -305,11 +306,11 @@ class Storage:
             self._last_whole[key] = value
         return value
 
-    def empty(self) -> None:
+    def spoil(self) -> None:
         """Frees what a storage holds that its variables have left: a function that still reads it fails."""
         if self._buffer is not None:
             for _, handle in self.handles:
-                empty(handle, self._buffer.dtype, self._buffer.shape.rank)
+                spoil(handle, self._buffer.dtype, self._buffer.shape)
 
     def _member(self, recorded: Recorded | None, member: int) -> tf.Tensor:
         if recorded is not None and member in recorded.written:
@@ -352,13 +353,26 @@ class Storage:
         return {} if step is None else step.gathered(graph)
 
 
-def empty(handle: tf.Tensor, dtype: tf.DType, rank: int) -> None:
-    """Leaves a variable of TensorFlow's without elements. Whoever reads it by mistake fails rather than goes on with
-    an old value. A scalar keeps its value."""
+def spoil(handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> None:
+    """Leaves a variable of TensorFlow's with a few elements in a shape that does not go with what it was. Whoever reads
+    it by mistake fails rather than goes on with an old value. A scalar keeps its value.
+
+    Not without elements: TensorFlow's collectives on CPUs read beyond a tensor that has none.
+    """
+    if shape.rank:
+        # Sizes that no device's part has.
+        _put(handle, tf.zeros([next(n for n in itertools.count(2) if (size or 1) % n) for size in shape], dtype))
+
+
+def _empty(handle: tf.Tensor, dtype: tf.DType, rank: int) -> None:
+    """Frees the memory of a variable that gets another value at once."""
     if rank:
-        with tf.device(handle.device):
-            nothing = tf.zeros((0,) * rank, dtype)
-            tf.raw_ops.AssignVariableOp(resource=handle, value=nothing, validate_shape=False)
+        _put(handle, tf.zeros((0,) * rank, dtype))
+
+
+def _put(handle: tf.Tensor, value: tf.Tensor) -> None:
+    with tf.device(handle.device):
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.identity(value), validate_shape=False)
 
 
 @contextlib.contextmanager

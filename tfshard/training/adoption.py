@@ -91,6 +91,8 @@ class Adopter(Placer):
             weakref.WeakKeyDictionary()
         )
         self._has_births = False
+        # Variables that were born while a step was traced, by id.
+        self._born_in_steps: weakref.WeakValueDictionary[int, ShardedVariable] = weakref.WeakValueDictionary()
         # Models that a pipeline computes in parts, and those parts that are on this mesh.
         self.in_parts: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self.own_parts: weakref.WeakSet[keras.Model] = weakref.WeakSet()
@@ -276,7 +278,7 @@ class Adopter(Placer):
         _forget_functions(model)
         for each in left:
             if not each.members:
-                each.empty()
+                each.spoil()
 
     def _agree_on_values(self, model: keras.Model) -> None:
         """Checks that all clients of a launched run made the same variables with the same initial values."""
@@ -299,9 +301,19 @@ class Adopter(Placer):
 
     # --- models that are born under `strategy.scope()`
 
-    def note_birth(self) -> None:
-        """Remembers that a variable was born under the strategy, so that its model is looked for."""
-        self._has_births = True
+    def note_birth(self, variable: ShardedVariable, *, in_step: bool) -> None:
+        """Remembers that a variable was born under the strategy, so that its model is looked for: not if that was in a
+        step that is traced, whose function has it where it is."""
+        if in_step:
+            self._born_in_steps[id(variable)] = variable
+        else:
+            self._has_births = True
+
+    def _is_in_functions(self, model: keras.Model) -> bool:
+        """Whether functions may read a model's variables where they are that nobody here can make anew: those of a
+        loop of the user's, whose first step built the model."""
+        variables = (_private.backend_variable(variable) for variable, _ in inventory.owned_variables(model))
+        return not model.compiled and any(self._born_in_steps.get(id(each)) is each for each in variables)
 
     def adopt_born(self) -> None:
         """Gives the models that were born under the strategy the behaviour of `as_distributed`.
@@ -315,7 +327,11 @@ class Adopter(Placer):
         if not self._has_births or not _private.is_eager():
             return
         self._has_births = False
-        models = [model for model in _private.live_models(self) if model not in self.in_parts]
+        models = [
+            model
+            for model in _private.live_models(self)
+            if model not in self.in_parts and not self._is_in_functions(model)
+        ]
         # Variables in a group of a model that is in another one would stay there.
         for model in _outside_in(models):
             for adopt in model_adopters:

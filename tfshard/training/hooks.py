@@ -79,13 +79,15 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
 
     def _create_variable(self, next_creator: object, **kwargs: Any) -> ShardedVariable:
         del next_creator
+        is_traced = current() is not None and not _private.is_eager()
         # A step function may build its optimizer while it is traced: variables are made outside of the graph.
         with tf.init_scope():
-            return self._create_sharded(**kwargs)
+            return self._create_sharded(is_traced=is_traced, **kwargs)
 
     def _create_sharded(
         self,
         *,
+        is_traced: bool,
         initial_value: Any,
         name: str | None = None,
         trainable: bool | None = None,
@@ -110,7 +112,6 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             reference = colocate_with if isinstance(colocate_with, ShardedVariable) else None
             inventory.note_optimizer(callers)
             return strategy.create_slot(host, spec, reference, optimizer, name=name, options=options)
-        strategy.note_birth()
         layout = strategy.plan_variable(spec)
         # A large one goes to its place now. A small one waits for its group: until the scope ends, or it is used.
         waits = strategy.may_move(layout)
@@ -120,6 +121,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             host, layout=layout, mesh=strategy.mesh, trainable=spec.trainable, name=name, options=options,
             waits=strategy.place_waiting if waits else None,
         )  # fmt: skip
+        strategy.note_birth(born, in_step=is_traced)
         if owner is not None:
             assignments.install(owner, born)
         return born

@@ -19,7 +19,7 @@ from tfshard.devices import batching, clients, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.operations import unsupported
-from tfshard.training import adoption, datasets, failures, generation, readiness, watching
+from tfshard.training import adoption, datasets, failures, generation, own_steps, readiness, watching
 from tfshard.training.strategy import ShardedStrategy
 
 # So that mypy takes the `super()` of a mixin for the Keras model that comes after it.
@@ -91,8 +91,9 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         # Where Keras shows the model what counts the steps of its epochs (callback.py).
         if iterator is not None:
             datasets.note_epochs(self, iterator)
-        if inventory.has_no_call(self):
-            return  # Its steps call the models inside of it.
+        if own_steps.has_own_steps(self):
+            self._note_batch(iterator, data_batch)
+            return
         build = super()._maybe_symbolic_build
         if iterator is None:
             build(data_batch=data_batch)
@@ -111,6 +112,19 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         except StopIteration:  # No data: what follows says so as Keras does. Metrics are built all the same.
             build(data_batch=spec)
 
+    def _note_batch(self, iterator: Any, data_batch: Any) -> None:
+        """For a model with steps of its own, which build what they use when its step functions are made."""
+        if iterator is None:
+            own_steps.note_batch(self, data_batch)
+        else:
+            epochs = _private.EpochIterator(iterator)
+            own_steps.note_batch(self, epochs.dataset.element_spec, epochs.batch_size)
+        built = all(layer.built for layer in _private.flatten_layers(self))
+        strategy = _private.distribute_strategy(self)
+        if built and isinstance(strategy, ShardedStrategy) and self.optimizer is not None and not self.optimizer.built:
+            with strategy.scope():
+                self.optimizer.build(self.trainable_variables)
+
     @functools.wraps(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         callbacks = watching.callbacks_of(self, args, kwargs)
@@ -127,12 +141,19 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         with strategy.watched.by([each for each in callbacks if isinstance(each, watching.StepWatcher)]):
             return super().fit(*args, **kwargs)
 
+    def _build_by(self, step: str) -> None:
+        strategy = _private.distribute_strategy(self)
+        if isinstance(strategy, ShardedStrategy) and own_steps.has_own_steps(self):
+            own_steps.build(self, strategy, step)
+
     def make_train_function(self, force: bool = False) -> None:
+        self._build_by("train_step")
         super().make_train_function(force)
         again = functools.partial(_private.make_step_function, self, "train_step")
         self.train_function = _on_mesh(self, self.train_function, "training step", again)
 
     def make_test_function(self, force: bool = False) -> None:
+        self._build_by("test_step")
         super().make_test_function(force)
         again = functools.partial(_private.make_step_function, self, "test_step")
         self.test_function = _on_mesh(self, self.test_function, "evaluation step", again)
@@ -278,8 +299,12 @@ def _on_mesh(
         batches = [batching.batch_to_mesh(batch, strategy.mesh, strategy.already_sharded) for batch in batches]
 
         def run() -> list[Any]:
+            known = len(made)
             # One by one: the last of an execution may have fewer rows.
-            return [function_of(batch)([batch]) for batch in batches]
+            results = [function_of(batch)([batch]) for batch in batches]
+            if len(made) > known:
+                places.note(model, strategy)
+            return results
 
         if not to_host:
             with (

@@ -69,11 +69,16 @@ class Places:
         """Whether any variable has moved since this was asked last, when another model that has it was compiled."""
         if strategy.moves == self._moves:
             return False
-        self._moves, before = strategy.moves, self._storages
+        before = self._storages
+        self.note(model, strategy)
+        return any(self._storages.get(key, storage) is not storage for key, storage in before.items())
+
+    def note(self, model: keras.Model, strategy: Adopter) -> None:
+        """A function was traced, which may have made variables."""
+        self._moves = strategy.moves
         variables = [variable for variable, _ in owned_variables(model)] + optimizer_variables(model)
         # With the storages themselves, so that their ids stay their own.
         self._storages = {id(v): getattr(_private.backend_variable(v), "storage", None) for v in variables}
-        return any(self._storages.get(key, storage) is not storage for key, storage in before.items())
 
 
 def check_traced_arguments(fn: Callable[..., object]) -> None:

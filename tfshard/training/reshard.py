@@ -124,14 +124,14 @@ def sharded(
 def exchange(variable: keras.Variable, make: Callable[[np.ndarray], ShardedVariable]) -> None:
     """Puts what `make` makes of a variable's value in its place.
 
-    The plain variable is emptied, before: its memory is free for the pieces. A function that reads it by mistake fails.
+    The plain variable is spoiled, before: its memory is free for the pieces. A function that reads it by mistake fails.
     """
     current = _private.backend_variable(variable)
     value = transfer.to_host(current)
     plain = _private.is_resource_variable(current)
     if plain:
         assert current is not None
-        storage.empty(current.handle, current.dtype, current.shape.rank)
+        storage.spoil(current.handle, current.dtype, current.shape)
     try:
         _private.set_backend_variable(variable, make(value))
     except BaseException:
@@ -141,7 +141,7 @@ def exchange(variable: keras.Variable, make: Callable[[np.ndarray], ShardedVaria
 
 
 def _refill(plain: tf.Variable, value: np.ndarray) -> None:
-    """Gives a plain variable that was emptied its value again."""
+    """Gives a plain variable that was spoiled its value again."""
     if _private.is_resource_variable(plain):
         with tf.device(plain.handle.device):
             tensor = tf.constant(value, plain.dtype)

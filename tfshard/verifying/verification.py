@@ -10,7 +10,7 @@ from tfshard import _private
 from tfshard.devices import batching, clients, transfer
 from tfshard.errors import StrategyError
 from tfshard.layouts.embedding_tables import LAZY
-from tfshard.training import readiness
+from tfshard.training import own_steps, readiness
 from tfshard.training.strategy import ShardedStrategy
 from tfshard.verifying.comparison import Comparison
 from tfshard.verifying.subject import Subject
@@ -72,6 +72,8 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
         batching.batch_to_mesh(batch, strategy.mesh)  # Says what to do.
     host = tf.nest.map_structure(_host_leaf, batch)
     _private.symbolic_build(model, host)
+    if own_steps.has_own_steps(model):
+        own_steps.build(model, strategy, "train_step")
     readiness.make_ready(model, strategy)
     subject = Subject(model, strategy)
     subject.remember()
