@@ -219,6 +219,20 @@ def test_a_model_is_built_by_its_evaluation_first():
     assert_same(*results)
 
 
+def test_a_step_that_runs_eagerly_builds_a_model():
+    class Looking(InsideOnly):
+        def train_step(self, data):
+            assert float(ops.sum(data[0])) != 0.0
+            return super().train_step(data)
+
+    histories = []
+    for mesh in (MESHES["batch"], None):
+        model = compiled(Looking, mesh)
+        model.run_eagerly = True
+        histories.append(fit(model))
+    assert_same(*histories)
+
+
 def test_an_error_of_a_step_is_the_users():
     class Wrong(InsideOnly):
         def train_step(self, data):

@@ -54,7 +54,7 @@ def note_batch(model: keras.Model, batch: Any, size: int | None = None) -> None:
 def build(model: keras.Model, strategy: ShardedStrategy, step: str) -> None:
     """Makes what a step makes of the model, and brings it to the mesh. Does nothing for a model that has been built.
 
-    Where this does not know what a batch looks like, the first step makes it.
+    Where this does not know what a batch looks like, or steps are not traced, the first step makes it.
 
     Args:
         model: The model.
@@ -62,7 +62,7 @@ def build(model: keras.Model, strategy: ShardedStrategy, step: str) -> None:
         step: `"train_step"` or `"test_step"`.
     """
     layers = [layer for layer in _private.flatten_layers(model) if layer is not model]
-    if all(layer.built for layer in layers):
+    if model.run_eagerly or all(layer.built for layer in layers):
         return
     batch, traced = _batches.get(model), _traced.setdefault(model, {})
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
