@@ -219,6 +219,33 @@ def test_a_model_is_built_by_its_evaluation_first():
     assert_same(*results)
 
 
+def test_an_optimizer_that_no_step_uses_gets_no_slots():
+    """Keras gives a model one that was compiled without, as many a GAN is."""
+
+    class Own(InsideOnly):
+        def __init__(self):
+            super().__init__()
+            self.inner.build((None, 16))
+            self.own = keras.optimizers.Adam(1e-2)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = ops.mean((self.inner(x) - y) ** 2)
+            variables = self.inner.trainable_variables
+            self.own.apply(tape.gradient(loss, variables), variables)
+            return {"loss": loss}
+
+    histories = []
+    for strategy in (tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), None):
+        keras.utils.set_random_seed(1)
+        model = tfshard.as_distributed(Own())
+        model.compile(strategy=strategy, jit_compile=False)
+        histories.append(fit(model))
+        assert model.own.built and not model.optimizer.built
+    assert_same(*histories)
+
+
 def test_a_step_that_runs_eagerly_builds_a_model():
     class Looking(InsideOnly):
         def train_step(self, data):

@@ -119,9 +119,11 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         else:
             epochs = _private.EpochIterator(iterator)
             own_steps.note_batch(self, epochs.dataset.element_spec, epochs.batch_size)
-        built = all(layer.built for layer in _private.flatten_layers(self))
         strategy = _private.distribute_strategy(self)
-        if built and isinstance(strategy, ShardedStrategy) and self.optimizer is not None and not self.optimizer.built:
+        if inventory.has_no_call(self) or not isinstance(strategy, ShardedStrategy):
+            return  # Many have optimizers of their own, and never use the one that Keras gives them.
+        is_built = all(layer.built for layer in _private.flatten_layers(self))
+        if is_built and self.optimizer is not None and not self.optimizer.built:
             with strategy.scope():
                 self.optimizer.build(self.trainable_variables)
 
