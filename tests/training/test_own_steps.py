@@ -246,6 +246,22 @@ def test_an_optimizer_that_no_step_uses_gets_no_slots():
     assert_same(*histories)
 
 
+def test_training_goes_on_after_the_step_that_built_a_model_has_failed():
+    class Checked(InsideOnly):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            tf.debugging.assert_less(ops.max(data[0]), 100.0)
+            return logs
+
+    model = compiled(Checked, MESHES["batch"])
+    kinds = tf.TensorSpec((None, 16)), tf.TensorSpec((None, 3))  # Only the first step says how many samples.
+    large = tf.data.Dataset.from_generator(lambda: [(1e4 * X[:16], Y[:16])], output_signature=kinds)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="x < y"):
+        model.fit(large, shuffle=False, verbose=0)
+    assert len(model.inner.weights) == 4
+    assert len(fit(model)["loss"]) == 2
+
+
 def test_a_step_that_runs_eagerly_builds_a_model():
     class Looking(InsideOnly):
         def train_step(self, data):

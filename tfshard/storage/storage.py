@@ -359,20 +359,19 @@ def spoil(handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> None:
 
     Not without elements: TensorFlow's collectives on CPUs read beyond a tensor that has none.
     """
-    if shape.rank:
-        # Sizes that no device's part has.
-        _put(handle, tf.zeros([next(n for n in itertools.count(2) if (size or 1) % n) for size in shape], dtype))
+    # Sizes that no device's part has.
+    _set_zeros(handle, dtype, [next(n for n in itertools.count(2) if (size or 1) % n) for size in shape])
 
 
 def _empty(handle: tf.Tensor, dtype: tf.DType, rank: int) -> None:
-    """Frees the memory of a variable that gets another value at once."""
-    if rank:
-        _put(handle, tf.zeros((0,) * rank, dtype))
+    """Frees the memory of a variable that gets another value at once. A scalar keeps its value."""
+    _set_zeros(handle, dtype, [0] * rank)
 
 
-def _put(handle: tf.Tensor, value: tf.Tensor) -> None:
-    with tf.device(handle.device):
-        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.identity(value), validate_shape=False)
+def _set_zeros(handle: tf.Tensor, dtype: tf.DType, shape: list[int]) -> None:
+    if shape:
+        with tf.device(handle.device):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros(shape, dtype), validate_shape=False)
 
 
 @contextlib.contextmanager

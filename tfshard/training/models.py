@@ -302,11 +302,12 @@ def _on_mesh(
 
         def run() -> list[Any]:
             known = len(made)
-            # One by one: the last of an execution may have fewer rows.
-            results = [function_of(batch)([batch]) for batch in batches]
-            if len(made) > known:
-                places.note(model, strategy)
-            return results
+            try:
+                # One by one: the last of an execution may have fewer rows.
+                return [function_of(batch)([batch]) for batch in batches]
+            finally:
+                if len(made) > known:  # Also of a step that failed: what it made may move before the next.
+                    places.note(model, strategy)
 
         if not to_host:
             with (

@@ -66,7 +66,7 @@ class Places:
         self._storages: dict[int, Storage | None] = {}
 
     def changed(self, model: keras.Model, strategy: Adopter) -> bool:
-        """Whether any variable has moved since this was asked last, when another model that has it was compiled."""
+        """Whether any variable has moved since `note`, or since this was asked, as when another model was compiled."""
         if strategy.moves == self._moves:
             return False
         before = self._storages
