@@ -34,7 +34,7 @@ def blocks(count=8, activation="tanh"):
 
 
 def gelus():
-    """The same with an activation of which TensorFlow multiplies all that is there before the backward pass."""
+    """The same with an activation that is made with its derivative."""
     return blocks(6, activation="gelu")
 
 
@@ -145,6 +145,31 @@ def test_the_buffer_of_joined_gradients_is_there_with_the_first():
     assert alone.reduced_bytes == 0 and alone.activation_bytes > 20 * MEBI, "premise"
     parameters = sum(4 * 2 * 128 * 512 + 4 * (128 + 512) for _ in range(4))
     assert joined.reduced_bytes == parameters
+
+
+def convolutions():
+    """Nine kernels of 2.25 MiB each, next to small pictures."""
+    model = keras.Sequential([keras.Input((4, 4, 256), name="pictures"), *convolved()], name="net")
+    return model, np.zeros((8, 4, 4, 256), "float32")
+
+
+def convolved():
+    for _ in range(9):
+        yield keras.layers.Conv2D(256, 3, padding="same", use_bias=False)
+        yield keras.layers.BatchNormalization()
+        yield keras.layers.ReLU()
+
+
+def test_gradients_are_freed_as_they_are_joined():
+    """At stage 0 those of convolutions: each is written to the buffer when it is made, since devices wait for each
+    other in batch normalization."""
+    strategy, model, x = trained(convolutions, stage=0)
+    kernels = 9 * 9 * 256 * 256 * 4
+    predicted = strategy.plan(model, inputs=x).peak
+    assert predicted.reduced_bytes > kernels, "premise: the buffer"
+    assert predicted.gradient_bytes < kernels / 2
+    found = min(measured(model, (x, x))[0] for _ in range(3))
+    assert predicted.peak_bytes == pytest.approx(found, rel=0.1)
 
 
 def test_a_plan_tells_its_peak_if_it_is_given_inputs():

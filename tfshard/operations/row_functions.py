@@ -16,12 +16,14 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError
-from tfshard.operations import batch_moments, rows
+from tfshard.operations import activations, batch_moments, rows
+from tfshard.storage import steps
 
 
 @contextlib.contextmanager
 def called_with_rows(mesh: dtensor.Mesh) -> Iterator[None]:
-    """A context for a step that is being traced: `tf.map_fn`, `tf.nn.ctc_loss`, dilated convolutions on a mesh."""
+    """A context for a step that is being traced: `tf.map_fn`, `tf.nn.ctc_loss`, dilated convolutions on a mesh. And
+    what is not a function of rows, but ours as well: batch normalization, and activations with their derivative."""
     with contextlib.ExitStack() as stack:
         for module, name, version in _VERSIONS:
             original = getattr(module, name)
@@ -89,8 +91,22 @@ def _convolution(mesh: dtensor.Mesh, original: Callable[..., Any], *args: Any, *
     return rows.apply(convolve, [inputs], mesh, whole_captures=True)
 
 
-_VERSIONS = (
+def _activation(
+    version: Callable[..., tf.Tensor],
+    mesh: dtensor.Mesh,
+    original: Callable[..., tf.Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> tf.Tensor:
+    step = steps.current()
+    if step is None or step.graph is None or steps.here() is not step.graph:
+        return original(*args, **kwargs)
+    return version(functools.partial(step.together, mesh), original, *args, **kwargs)
+
+
+_VERSIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (tf, "map_fn", _map), (tf, "vectorized_map", _map), (tf.nn, "ctc_loss", _ctc), (tf.nn, "convolution", _convolution),
     (tf.nn, "depthwise_conv2d", _convolution), (tf.nn, "separable_conv2d", _convolution),
     (tf.nn, "moments", batch_moments.moments), (tf.nn, "batch_normalization", batch_moments.normalize),
+    *((tf.nn, name, functools.partial(_activation, version)) for name, version in activations.VERSIONS.items()),
 )  # fmt: skip

@@ -91,13 +91,13 @@ def enter_shard(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
         mesh: The mesh.
     """
     if not any(axes):
-        return _enter(tensor, mesh)
+        tensor = transfer.by_sample(tensor, mesh)
     sizes = axis_sizes(mesh)
     axes = (sizes.data, *axes[1:])
     own = dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
-    for dim, axis in enumerate(axes):
-        if axis is not None:
-            own = tf.gather(own, np.arange(tensor.shape[dim] // sizes[axis], dtype="int32"), axis=dim)
+    # Of what a device has these are all, so that nothing is copied: what a product takes waits for the backward pass.
+    shards = (sizes.data_size, *(1 if axis is None else sizes[axis] for axis in axes[1:]))
+    own = own[tuple(slice(size // count) for size, count in zip(tensor.shape, shards, strict=True))]
     return transfer.relayout(own, (None,) * own.shape.rank, mesh)
 
 

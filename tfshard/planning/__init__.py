@@ -12,7 +12,7 @@ Read `sharding_plan` first: what a plan holds.
     statistics_traffic    what normalization over a batch sends
     training_graph        a step as a graph: forward, backward, gathers, reductions, updates
     local_shares          what model axes shard of it
-    reordering            the order in which TensorFlow multiplies
+    joining               the order in which DTensor joins gradients
     liveness              what is in memory while its operations run
     peak                  what a device holds at the peak of a step
     step_flops            how many floating-point operations a step takes

@@ -2,10 +2,11 @@
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
+from tfshard.planning import joining
 from tfshard.planning.training_graph import VIEWS, WITHOUT_WORK, Cost, Kind, TrainingGraph
 
 # Kernels that write their result where an input was that nobody else needs (forward_input_or_allocate_output).
@@ -42,8 +43,9 @@ def peak_of(graph: TrainingGraph, *, at_once: bool = False, least: int = 0) -> M
     """Runs the operations of a step one after the other, on one device, and notes when most is in memory.
 
     Operations run in the order in which one thread of TensorFlow's executor takes them (`_Ready`). A collective has
-    memory for its result as soon as it can start. What gradients are joined in is there with the first of them. A
-    tensor is freed after its last use, as the executor does. What rests, and the batch, is not counted.
+    memory for its result as soon as it can start. What gradients are joined in is there with the first of them; they
+    are written there one after the other, each as soon as those before it are (`joining`). A tensor is freed after its
+    last use, as the executor does. What rests, and the batch, is not counted.
 
     Args:
         graph: The step.
@@ -123,6 +125,12 @@ class _Run:
         )
         self._buffers: dict[Hashable, _Buffer] = {}
         self._live: dict[_Buffer, None] = {}
+        # Of what gradients are joined in, those that are not there yet, in the order in which they are written.
+        self._joining = {
+            operation: collections.deque(self._in_order(self._inputs[operation]))
+            for operation, cost in graph.costs.items()
+            if cost.kind is Kind.JOINED and operation in self._inputs
+        }
         self._bytes = 0
         self._peak = Moment(bytes=0, made={}, operation="")
 
@@ -154,9 +162,10 @@ class _Run:
             others: list[tf.Operation] = []
             for operation in found:
                 cost = self._graph.costs.get(operation)
-                if cost is not None and cost.is_collective:
+                if self._is_sent(operation):
                     ready.sent.append(operation)
-                    self._begin(operation, cost)
+                    if cost is not None:
+                        self._begin(operation, cost)
                 else:
                     others.append(operation)
             if is_sent:
@@ -175,12 +184,17 @@ class _Run:
                 cost = self._graph.costs.get(user)
                 if cost is not None and cost.kind is Kind.JOINED:
                     self._begin(user, cost)
+                    self._join(user)
                 waits[user] -= 1
                 if not waits[user]:
                     found.append(user)
-            own = self._graph.costs.get(operation)
-            start(found, is_sent=own is not None and own.is_collective)
+            start(found, is_sent=self._is_sent(operation))
         return self._peak
+
+    def _is_sent(self, operation: tf.Operation) -> bool:
+        """Whether the devices wait for each other in it."""
+        cost = self._graph.costs.get(operation)
+        return operation in self._graph.summed_over_devices if cost is None else cost.is_collective
 
     def _begin(self, operation: tf.Operation, cost: Cost) -> None:
         """Gives it memory for its result, if it has a result of its own and none yet."""
@@ -220,13 +234,28 @@ class _Run:
             self._note(operation, self._expanded(operation), operation.name)
         for output, buffer in zip(operation.outputs, made, strict=False):
             self._hold(output, buffer)
-        for each in inputs:
-            buffer = self._buffers[each.ref()]
-            buffer.uses -= 1
-            self._free_if_unused(buffer)
+        for each in () if operation in self._joining else inputs:
+            self._use(each)
         for output in operation.outputs:
             if output.ref() in self._buffers:
                 self._free_if_unused(self._buffers[output.ref()])
+
+    def _in_order(self, joined: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The loss, and gradients in the order in which they are joined."""
+        loss, *gradients = joined
+        return [loss, *joining.in_order(gradients, self._graph.operations)]
+
+    def _join(self, operation: tf.Operation) -> None:
+        """Writes gradients to where they are joined, up to the first that is not there yet."""
+        waiting = self._joining[operation]
+        while waiting and waiting[0].ref() in self._buffers:
+            self._use(waiting.popleft())
+
+    def _use(self, tensor: tf.Tensor) -> None:
+        """An operation has taken it."""
+        buffer = self._buffers[tensor.ref()]
+        buffer.uses -= 1
+        self._free_if_unused(buffer)
 
     def _written_over(self, operation: tf.Operation, cost: Cost) -> int:
         """Bytes of a gradient that nobody else needs: an update writes new values there, as of a slot."""

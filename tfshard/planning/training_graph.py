@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
@@ -26,8 +27,8 @@ from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts import variable_layout
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout, itemsize
-from tfshard.operations import blocks
-from tfshard.planning import local_shares, reordering, variable_traffic
+from tfshard.operations import activations, blocks
+from tfshard.planning import local_shares, variable_traffic
 from tfshard.storage import recomputing, steps, turns
 
 # What gives its first input, or a part of it, and copies nothing.
@@ -36,6 +37,10 @@ VIEWS = frozenset(
 )
 # And what else takes next to no time.
 WITHOUT_WORK = VIEWS | {"Const", "IdentityN", "NoOp", "Placeholder", "Shape"}
+
+# In the names of operations that are not the model's: before those in the order of names, as it is in a step
+# (`joining`).
+_OURS = "Ours"
 
 
 class Kind(enum.Enum):
@@ -88,7 +93,6 @@ class TrainingGraph:
         shards: Operations on what rests of a unit on a device, before it is gathered.
         devices: Among how many the batch axis shares what is stored out.
         results: What the step is there for.
-        products: What products take that TensorFlow puts together anew.
         shares: Among how many devices of model axes a tensor is shared out.
     """
 
@@ -98,7 +102,6 @@ class TrainingGraph:
     shards: frozenset[tf.Operation]
     devices: int
     results: tuple[tf.Tensor, ...]
-    products: Mapping[tf.Operation, Sequence[tf.Tensor]]
     shares: Callable[[tf.Tensor], int]
 
     @property
@@ -125,7 +128,7 @@ class TrainingGraph:
             taken.add(tensor.ref())
             is_new = operation not in found
             # TensorFlow takes unused outputs of an IdentityN away, with their inputs.
-            inputs: Sequence[tf.Tensor] = self.products.get(operation, operation.inputs)
+            inputs: Sequence[tf.Tensor] = operation.inputs
             if operation.type == "IdentityN":
                 inputs = [operation.inputs[tensor.value_index]]
             taking = [each for each in inputs if each.op not in self.known]
@@ -134,6 +137,32 @@ class TrainingGraph:
                 own += taking
                 left += taking
         return found
+
+    @functools.cached_property
+    def summed_over_devices(self) -> frozenset[tf.Operation]:
+        """Operations for which the devices wait: what they add up of their samples, they go on with, as with the
+        moments of a batch."""
+        if self.devices == 1:
+            return frozenset()
+        users: dict[tf.Operation, list[tf.Operation]] = collections.defaultdict(list)
+        for operation, inputs in self.needed.items():
+            for each in inputs:
+                users[each.op].append(operation)
+
+        def goes_on(operation: tf.Operation) -> bool:
+            size = operation.outputs[0].shape.num_elements() or 0
+            left, seen = [operation], {operation}
+            while left:
+                for user in users[left.pop()]:
+                    if user in self.costs or user in seen:
+                        continue
+                    if any((output.shape.num_elements() or 0) > size for output in user.outputs):
+                        return True
+                    seen.add(user)
+                    left.append(user)
+            return False
+
+        return frozenset(each for each in self.needed if _sums_samples(each) and goes_on(each))
 
     def gathers(self) -> dict[str, int]:
         """How often each unit is gathered to be read, by its name."""
@@ -212,9 +241,11 @@ class _Trace:
     def run(self, model: ModelOrSpecs, inputs: Any, recompute: str | Sequence[str] | None) -> TrainingGraph:
         with self._graph.as_default(), contextlib.ExitStack() as stack, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The model's own call warns again when it is trained.
-            for name, members in self._units.items():
-                self._store(name, members)
+            with tf.name_scope(_OURS):
+                for name, members in self._units.items():
+                    self._store(name, members)
             noted = stack.enter_context(steps.noting_blocks(self._graph))
+            stack.enter_context(activations.with_derivatives(self._together))
             if isinstance(model, keras.Model):
                 if recompute is not None:
                     stack.enter_context(blocks.marked(model, recompute))
@@ -222,7 +253,8 @@ class _Trace:
                 gradients = self._differentiate(functools.partial(loss_of_model, model, tensors))
             else:
                 gradients = self._differentiate(functools.partial(_loss_of_chain, list(self._values)))
-            arranged = self._update(gradients)
+            with tf.name_scope(_OURS):
+                arranged = self._update(gradients)
         return self._arrange(noted, arranged)
 
     # --- forward and backward -------------------------------------------------------------------------
@@ -301,6 +333,12 @@ class _Trace:
         self._loss = result
         found = zip(watched, tape.gradient(result, list(watched.values())), strict=True)
         return {path: tf.convert_to_tensor(gradient) for path, gradient in found if gradient is not None}
+
+    def _together(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """As `Step.together`."""
+        made: list[tf.Tensor] = tf.raw_ops.IdentityN(input=[tf.compat.v1.placeholder(tf.float32, ()), *tensors])
+        self._results.append(made[0])
+        return made[1:]
 
     # --- reductions and updates -----------------------------------------------------------------------
 
@@ -389,20 +427,18 @@ class _Trace:
         """
         sizes = {each.spec.path: self._bytes(each) for each in self._placement.variables}
         total = sum(len(own) * sizes[path] for path, own in gradients.items())
-        parts: list[tf.Tensor] = [each for own in gradients.values() for each in own]
+        parts = {path: list(own) for path, own in gradients.items()}
         if self._devices > 1:
+            every = [each for own in gradients.values() for each in own]
             # With the loss, which is there first.
-            joined = self._joined([tf.cast(self._loss, parts[0].dtype), *parts], Kind.JOINED, total)
+            joined = self._joined([tf.cast(self._loss, every[0].dtype), *every], Kind.JOINED, total)
             reduced = self._reduced(joined, total)
-            # Cut out as copies: behind the loss they do not begin where TensorFlow's SliceOp would only point to them.
-            parts = [
-                self._stand_in(reduced, Kind.GRADIENT, sizes[path]) for path, own in gradients.items() for _ in own
-            ]
-        left = iter(parts)
+            # Cut out again as copies: behind the loss they do not begin where TensorFlow's SliceOp would only point to
+            # them. Of several threads one cuts while another updates; most is there where the largest comes first.
+            for path in sorted(gradients, key=lambda path: -self._unit_bytes(path)):
+                parts[path] = [self._stand_in(reduced, Kind.GRADIENT, sizes[path]) for _ in gradients[path]]
         found: dict[str, tf.Tensor] = {}
-        summed = {
-            path: self._sum([next(left) for _ in own], Kind.GRADIENT, sizes[path]) for path, own in gradients.items()
-        }
+        summed = {path: self._sum(own, Kind.GRADIENT, sizes[path]) for path, own in parts.items()}
         for name, members in self._units.items():
             own = [summed[each.spec.path] for each in members if each.spec.path in summed]
             if len(own) == 1:
@@ -410,6 +446,10 @@ class _Trace:
             elif own:
                 found[name] = self._joined(own, Kind.SHARD, self._update_bytes(members[0]))
         return found
+
+    def _unit_bytes(self, path: str) -> int:
+        """Of what is updated together with a variable."""
+        return sum(self._bytes(each) for each in self._units[self._name_of[path]])
 
     def _update_bytes(self, layout: VariableLayout) -> int:
         """Of what an optimizer updates of a unit, on one device."""
@@ -482,7 +522,6 @@ class _Trace:
             shards=frozenset(shards),
             devices=self._mesh_shape.shards,
             results=(self._loss, *self._results),
-            products=reordering.multiply_early(self._graph.get_operations()),
             shares=local_shares.shares_of(self._all_sources(), self._mesh_shape),
         )
 
@@ -500,6 +539,14 @@ class _Trace:
             if operation.type == "Reshape" and operation.inputs[1].ref() in axes_of
         }
         return self._sources | copies
+
+
+def _sums_samples(operation: tf.Operation) -> bool:
+    """Whether it adds up over the first dim, and not over all."""
+    if operation.type not in ("Mean", "Sum") or not operation.outputs[0].shape.num_elements() > 1:
+        return False
+    dims = tf.get_static_value(operation.inputs[1])
+    return dims is not None and 0 in np.ravel(dims)
 
 
 def _replace(tensor: tf.Tensor, other: tf.Tensor) -> None:

@@ -113,7 +113,7 @@ class Step:
         self.own_gradient: Callable[[tf.Tensor], tf.Tensor] | None = None
         # Whether it is a part of another step.
         self.is_part = False
-        # Numbers of parts that have to be used for something.
+        # Numbers of parts, and of what is made together, that have to be used for something.
         self._tokens: list[tf.Tensor] = []
         # Numbers on host meshes that have to be used for something, by mesh and layout.
         self._host_tokens: dict[tuple[dtensor.Mesh, Axes], list[tf.Tensor]] = collections.defaultdict(list)
@@ -194,6 +194,15 @@ class Step:
         self._host_tokens[host, axes].append(token)
         return tied
 
+    def together(self, mesh: dtensor.Mesh, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The same tensors, of which none is there before the others are: by an IdentityN as `_small_copies_last`
+        has it. In the step's own graph."""
+        # Not by `value()`, which tells a custom gradient that it uses a variable.
+        read = tf.raw_ops.ReadVariableOp(resource=_token(mesh).handle, dtype=tf.float32)
+        made: list[tf.Tensor] = tf.raw_ops.IdentityN(input=[read, *tensors])
+        self._tokens.append(made[0])
+        return made[1:]
+
     def part(self, graph: tf.Graph, carried: Mapping[Writable, tf.Tensor]) -> "Step":
         """A part of this step, in a graph of its own: it reads there, and gives out what it writes.
 
@@ -219,7 +228,7 @@ class Step:
         """
         written = {storage: storage.handed_on(self._recorded[self.graph][storage]) for storage in self._to_flush}
         tokens = self._arrange(sums)
-        return written, tf.add_n([tf.zeros(()), *tokens])
+        return written, tf.add_n([tf.zeros(()), *tokens, *self._tokens])
 
     def give_out(self, sums: dict[Writable, tf.Tensor]) -> None:
         """Has the backward pass wait for these sums of gradients, by storage, as it does for updates: they are results
@@ -425,13 +434,13 @@ class Step:
         self._to_flush.clear()
         self._check_stand_ins()
         waited = values | self._given
-        tokens = self._arrange(waited)
+        tokens = self._arrange(waited) + self._tokens
         self._given.update((storage, waited[storage]) for storage in self._given)
         values = {storage: waited[storage] for storage in values}
         if not values and tokens:
             self.token = tf.add_n(tokens)
         known = [update.known() for update in self.row_updates.values()]
-        values = _small_copies_last(values, tokens + self._tokens, known)
+        values = _small_copies_last(values, tokens, known)
         for storage, value in values.items():
             storage.write_at_rest(value)
         for (host, axes), used in self._host_tokens.items():
