@@ -5,7 +5,7 @@ each is written behind those before it, and freed. They stand there in the order
 the reverse post-order of a depth-first search that takes what uses an operation in the order of names, the last first
 (GetReversePostOrder of TensorFlow's graph/algorithm.cc). So those of a model of convolutions come from the last layer
 to the first, as they are made: `Conv2DBackpropInput`, on which all layers before hang, is searched before
-`Conv2DBackpropFilter`. Of products it is the other way round (`MatMul_1` before `MatMul`): what is made first is
+`Conv2DBackpropFilter`. Of products it is the other way round (MatMul_1 before MatMul): what is made first is
 written last, and all gradients wait for those of the first layer.
 """
 

@@ -80,29 +80,29 @@ def _gpt(layers: int, width: int, batch: int = 8, length: int = 96, vocabulary: 
 def configurations() -> list[Configuration]:
     """Models of different depth, width, batch and kind, on meshes of one to eight devices."""
     found = []
-    for number, (layers, width) in enumerate([(7, 160), (3, 288), (2, 384), (8, 144)]):
+    for number, (layers, width) in enumerate([(6, 168), (3, 336), (2, 432), (9, 152)]):
         model = _gpt(layers, width)
         found.append(Configuration(model=model, mesh={"batch": 4}))
         found.append(Configuration(model=model, mesh={"batch": 4}, stage=number % 3))
         found.append(Configuration(model=model, mesh={"batch": (1, 2, 8)[number % 3]}))
-    for layers, width in [(5, 224)]:
+    for layers, width in [(4, 272)]:
         found.append(Configuration(model=_gpt(layers, width, batch=16, length=128), mesh={"batch": 4}))
         found.append(Configuration(model=_gpt(layers, width), mesh={"batch": 2, "model": 2}))
         found.append(Configuration(model=_gpt(layers, width, vocabulary=5200), mesh={"model": 4}, stage=0))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, recompute=True))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, microbatches=2))
-    for model in [_gpt(3, 256, batch=16)]:
+    for model in [_gpt(3, 264, batch=16)]:
         found.append(Configuration(model=model, mesh={"replica": 2, "batch": 2}))
         found.append(Configuration(model=model, mesh={"model": 2}, stage=0))
         found.append(Configuration(model=model, mesh={"batch": 4, "model": 2}, stage=2))
         found.append(Configuration(model=model, mesh={"batch": 2}, microbatches=4))
         found.append(Configuration(model=model, mesh={"batch": 2}, recompute=True, microbatches=2))
     for kind, sizes in (
-        ("bert", {"layers": 4, "width": 160, "heads": 2, "length": 80}),
-        ("resnet50", {"length": 72}),
-        ("efficientnet", {"length": 104, "batch": 8}),
-        ("efficientnet", {"length": 72}),
-        ("lstm", {"width": 224}),
+        ("bert", {"layers": 3, "width": 208, "heads": 2, "length": 64}),
+        ("resnet50", {"length": 76}),
+        ("efficientnet", {"length": 92, "batch": 8}),
+        ("efficientnet", {"length": 60}),
+        ("lstm", {"width": 200}),
     ):
         model = dataclasses.replace(models.MODELS[kind], **sizes)
         found += [Configuration(model=model, mesh={"batch": size}) for size in (2, 4)]
@@ -120,10 +120,10 @@ def on_hosts() -> list[Configuration]:
         Configuration(model=_gpt(layers, width), mesh=mesh, stage=stage, rate=rate)
         for rate in RATES
         for layers, width, mesh, stage in [
-            (4, 208, {"batch": 4}, 3),
-            (4, 208, {"replica": 2, "batch": 2}, 3),
-            (5, 128, {"batch": 4}, 0),
-            (5, 128, {"replica": 2, "batch": 2}, 1),
+            (5, 192, {"batch": 4}, 3),
+            (5, 192, {"replica": 2, "batch": 2}, 3),
+            (4, 144, {"batch": 4}, 0),
+            (4, 144, {"replica": 2, "batch": 2}, 1),
         ]
     ]
 
