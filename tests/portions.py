@@ -2,8 +2,8 @@
 
 tests/seconds.json has the seconds of a case, for each test. Of a test whose cases take longer together than `PORTION`,
 a run takes those that the quick tests or tools/mutations.py name (of the latter not those that take longer than
-`LONG`), and of the others as many as fit, drawn by the seed of tests/sweeps.py. Of tests that take longer than `LONG`
-and have no cases, it takes a third in the same way: each of them runs every third day or so. All of them run with
+`LONG`), and of the others as many as fit, drawn by the seed of tests/sweeps.py. Of tests of which a case takes longer
+than `LONG`, it takes a third in the same way: each of them runs every third day or so. All of them run with
 `TFSHARD_SWEEP=1`, and where cases are named (`-k`, `file::test`).
 
     TFSHARD_WRITE_SECONDS=1 tools/test.sh      # measures them again, those that run
@@ -24,8 +24,8 @@ from typing import TypeVar
 PORTION = 2.0
 LEAST_CASES = 1
 
-# Seconds from which a test without cases runs every third day, and those that run every day nevertheless: what they
-# guard changes with documents, not with code.
+# Seconds of a case from which a test runs every third day, and those that run every day nevertheless: what they guard
+# changes with documents, not with code.
 LONG = 4.0
 EACH_DAY = {"tests/test_docs.py::test_every_block_of_python_runs"}
 
@@ -49,8 +49,10 @@ def test_of(case: str) -> str:
 
 
 def long_tests(cases: Iterable[str], seconds: Mapping[str, float]) -> list[str]:
-    """Those without cases that take longer than `LONG`."""
-    return [case for case in cases if "[" not in case and seconds.get(case, 0.0) > LONG and case not in EACH_DAY]
+    """Those of which a case takes longer than `LONG`."""
+    return [
+        test for test in dict.fromkeys(map(test_of, cases)) if seconds.get(test, 0.0) > LONG and test not in EACH_DAY
+    ]
 
 
 def left_out(cases: Sequence[str], always: Collection[str], seconds: Mapping[str, float], seed: str) -> set[str]:
@@ -76,8 +78,8 @@ def left_out(cases: Sequence[str], always: Collection[str], seconds: Mapping[str
         count = max(math.floor(PORTION / each) - len(named), LEAST_CASES)
         out.update(others[count:])
     long = long_tests(cases, seconds)
-    drawn = random.Random(f"{seed} long tests").sample(long, len(long) * 2 // 3)
-    return out | set(drawn).difference(always)
+    another_day = random.Random(f"{seed} long tests").sample(long, len(long) * 2 // 3)
+    return out | {case for test in another_day for case in by_test[test]}.difference(always)
 
 
 def longest_first(items: Iterable[Item], key: Callable[[Item], str]) -> list[Item]:

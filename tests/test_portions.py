@@ -27,12 +27,13 @@ def test_cases_that_are_named_run_and_count():
     assert set.intersection(*outs) == set(), "each of the others runs on some day"
 
 
-def test_of_a_very_slow_or_unknown_test_some_cases_run():
-    assert len(portions.left_out(CASES[:20], set(), {"a.py::test_slow": 1000.0}, "")) == 20 - portions.LEAST_CASES
+def test_of_a_slow_or_unknown_test_some_cases_run():
+    seconds = {"a.py::test_slow": portions.LONG}
+    assert len(portions.left_out(CASES[:20], set(), seconds, "")) == 20 - portions.LEAST_CASES
     assert portions.left_out(CASES, set(), {}, "")
 
 
-def test_of_long_tests_without_cases_a_third_runs_and_the_others_another_day():
+def test_of_long_tests_a_third_runs_and_the_others_another_day():
     tests = [f"a.py::test_{number}" for number in range(10)]
     seconds = dict.fromkeys(tests, portions.LONG + 1) | {"a.py::test_short": portions.LONG}
     cases = [*tests, "a.py::test_short", *portions.EACH_DAY]
@@ -41,6 +42,15 @@ def test_of_long_tests_without_cases_a_third_runs_and_the_others_another_day():
     assert {len(out) for out in outs} == {6}
     assert set.union(*outs) == set(tests)
     assert not portions.left_out(cases, set(tests), seconds, "")
+
+
+def test_of_a_third_of_tests_with_long_cases_one_case_runs():
+    cases = [f"a.py::test_{number}[{case}]" for number in range(9) for case in range(3)]
+    seconds = dict.fromkeys({portions.test_of(case) for case in cases}, portions.LONG + 1)
+    for day in range(9):
+        run = [case for case in cases if case not in portions.left_out(cases, set(), seconds, f"day {day}")]
+        assert len(run) == 3 == len({portions.test_of(case) for case in run})
+    assert cases[0] not in portions.left_out(cases, {cases[0]}, seconds, "")
 
 
 def test_files_that_take_long_begin_and_tests_keep_their_order(monkeypatch):
