@@ -172,6 +172,17 @@ def test_gradients_are_freed_as_they_are_joined():
     assert predicted.peak_bytes == pytest.approx(found, rel=0.1)
 
 
+def test_sums_over_samples_of_unknown_sizes_are_planned():
+    def summed(x):
+        count = tf.size(tf.where(x[0] > 0))
+        return x + tf.reduce_sum(tf.reshape(x[:, :count], (-1, count)), axis=0)[:1]
+
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, keras.layers.Lambda(summed, output_shape=(4,))(keras.layers.Dense(4)(inputs)))
+    plan = tfshard.plan(model, {"batch": 4}, zero_stage=0, inputs=np.zeros((8, 4), "float32"))
+    assert plan.peak.peak_bytes > 0
+
+
 def test_a_plan_tells_its_peak_if_it_is_given_inputs():
     strategy, model, x = trained(products)
     assert strategy.plan(model).peak is None

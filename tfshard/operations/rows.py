@@ -97,7 +97,7 @@ def enter_shard(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     own = dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
     # Of what a device has these are all, so that nothing is copied: what a product takes waits for the backward pass.
     shards = (sizes.data_size, *(1 if axis is None else sizes[axis] for axis in axes[1:]))
-    own = own[tuple(slice(size // count) for size, count in zip(tensor.shape, shards, strict=True))]
+    own = own[tuple(slice(None if n == 1 else size // n) for size, n in zip(tensor.shape, shards, strict=True))]
     return transfer.relayout(own, (None,) * own.shape.rank, mesh)
 
 

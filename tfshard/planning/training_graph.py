@@ -543,7 +543,7 @@ class _Trace:
 
 def _sums_samples(operation: tf.Operation) -> bool:
     """Whether it adds up over the first dim, and not over all."""
-    if operation.type not in ("Mean", "Sum") or not operation.outputs[0].shape.num_elements() > 1:
+    if operation.type not in ("Mean", "Sum") or (operation.outputs[0].shape.num_elements() or 0) <= 1:
         return False
     dims = tf.get_static_value(operation.inputs[1])
     return dims is not None and 0 in np.ravel(dims)
