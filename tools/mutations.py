@@ -192,6 +192,15 @@ MUTATIONS = [
         killed_by="tests/planning/test_planning.py::test_what_is_reduced_alone_leaves_nothing_to_be_merged",
     ),
     Mutation(
+        area="gradients",
+        file="tfshard/storage/gradient.py",
+        old="    while movable and isinstance(gradient, tf.Tensor) and gradient.op.type in _AFTER_THE_SCATTER:",
+        new='    while movable and gradient.op.type in _AFTER_THE_SCATTER - {"Transpose"}:',
+        what="a gradient is transposed before it is scattered",
+        killed_by="tests/storage/test_gradients.py::"
+        "test_what_comes_after_a_product_is_done_on_the_shards_of_its_gradient[transposed by an inverse]",
+    ),
+    Mutation(
         area="steps",
         file="tfshard/storage/steps.py",
         old="        values = _small_copies_last(values, tokens, known)\n",

@@ -627,7 +627,7 @@ def test_profile_step_wants_a_model_under_a_strategy():
         tfshard.profile_step(wide(), np.ones((8, 160)))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_of_a_gpt2_with_tied_embeddings_sends_what_was_planned(stage):
     # Query, key and value kernels stand alone: EinsumDense reshapes their gradients after the reduction.
     analyzer = tfshard.ParameterAnalyzer(group_threshold_bytes=100_000)

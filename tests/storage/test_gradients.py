@@ -13,6 +13,8 @@ from tensorflow.experimental import dtensor
 import parity
 import tfshard
 from tfshard import _private
+from tfshard.devices import transfer
+from tfshard.storage import gradient
 
 MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}}
 # Above this a variable stands alone.
@@ -255,3 +257,38 @@ def test_accumulated_gradients_are_gathered_by_no_step():
     adds = tfshard.profile_step(model, (x, x))
     assert updates.bytes("all-gather") == kernel, "the new parameter"
     assert adds.count("all-gather") == 0
+
+
+AFTER_A_PRODUCT = {
+    "transposed": ((8, 12), 0, lambda x: tf.transpose(x, (1, 0)), (12, 8)),
+    "transposed by an inverse": ((8, 12), 0, lambda x: tf.transpose(x, tf.math.invert_permutation((1, 0))), (12, 8)),
+    "cut along the last dim": ((8, 12), 1, lambda x: tf.transpose(x, (1, 0)), (12, 8)),
+    "cast, then transposed": ((8, 12), 0, lambda x: tf.transpose(tf.cast(x, tf.float64)), (12, 8)),
+    "transposed, then made three": ((8, 12), 0, lambda x: tf.reshape(tf.transpose(x), (12, 2, 4)), (12, 2, 4)),
+    "made three, then transposed": (
+        (8, 12), 2, lambda x: tf.transpose(tf.reshape(x, (8, 2, 6)), tf.math.invert_permutation((2, 1, 0))), (6, 2, 8)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AFTER_A_PRODUCT)
+def test_what_comes_after_a_product_is_done_on_the_shards_of_its_gradient(case):
+    """So DTensor reduce-scatters it: as it reduces the gradient of a table that is transposed for the logits."""
+    shape, dim, rearrange, made = AFTER_A_PRODUCT[case]
+    mesh = tfshard.create_mesh(batch=4)
+    left, right = RS.normal(size=(16, shape[0])).astype("float32"), RS.normal(size=(16, shape[1])).astype("float32")
+    traced = {}
+
+    @tf.function(autograph=False)
+    def run(x, y):
+        product = tf.matmul(x, y, transpose_a=True)
+        backward = tuple("batch" if each == dim else None for each in range(len(made)))
+        shards = gradient.scatter(rearrange(product), forward=(None,) * len(made), backward=backward, mesh=mesh)
+        traced["users"] = {each.type for each in product.consumers()}
+        return shards
+
+    found = run(*(transfer.host_to_mesh(each, ("batch", None), mesh) for each in (left, right)))
+    assert piece(found) == tuple(size // 4 if each == dim else size for each, size in enumerate(made))
+    np.testing.assert_allclose(transfer.to_host(found), rearrange(left.T @ right), rtol=1e-5)
+    # What was rearranged before is not used, and TensorFlow takes it away.
+    assert "Relayout" in traced["users"]

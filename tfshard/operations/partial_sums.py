@@ -21,6 +21,7 @@ from tfshard.devices import replicas, transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import rows
+from tfshard.storage.gradient import transposed_order
 
 # The inputs of an operation by number, and the model axes that shard the dims of each, but for the first.
 Operands: TypeAlias = dict[int, Axes]
@@ -109,7 +110,7 @@ def _own(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
         with rows.inside():
             return None if before is None else tf.reshape(before, _of_shard(tensor.shape, axes, axis_sizes(mesh)))
     if operation.type == "Transpose":
-        order = _order(operation)
+        order = transposed_order(operation)
         if order is None:
             return None
         before = _own(operation.inputs[0], tuple(axes[order.index(dim)] for dim in range(len(order))), mesh)
@@ -126,16 +127,6 @@ def _own(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
     with rows.inside():
         shards = {number: rows.enter_shard(operation.inputs[number], of, mesh) for number, of in operands.items()}
         return _again(operation, shards)
-
-
-def _order(transpose: tf.Operation) -> list[int] | None:
-    """In which order a transpose has the dims; of a gradient it is the inverse of another one's."""
-    given = transpose.inputs[1]
-    if given.op.type == "InvertPermutation":
-        inverse = tf.get_static_value(given.op.inputs[0])
-        return None if inverse is None else [int(dim) for dim in np.argsort(inverse)]
-    found = tf.get_static_value(given)
-    return None if found is None else [int(dim) for dim in found]
 
 
 def _again(operation: tf.Operation, inputs: Mapping[int, tf.Tensor]) -> tf.Tensor:

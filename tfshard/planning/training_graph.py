@@ -303,13 +303,15 @@ class _Trace:
 
         def gradient(upstream: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
             whole = tf.convert_to_tensor(upstream)
-            is_sparse = isinstance(upstream, tf.IndexedSlices)
-            if not self._is_scattered(layout) or variable_traffic.joins(
-                layout, self._reads[name], self._placement.zero_stage, is_sparse=is_sparse
-            ):
+            if not self._is_scattered(layout) or variable_traffic.joins(layout, self._reads[name]):
                 self._joining[name].append(whole)
                 return whole
-            shard = self._stand_in(self._reduced(whole, bytes_, is_cut=True), Kind.SHARD, bytes_ // self._devices)
+            transposed = whole.op if whole.op.type == "Transpose" else None  # Done on the shards (`gradient.scatter`).
+            reduced = self._reduced(whole if transposed is None else transposed.inputs[0], bytes_, is_cut=True)
+            shard = self._stand_in(reduced, Kind.SHARD, bytes_ // self._devices)
+            if transposed is not None:
+                shard = tf.transpose(shard, transposed.inputs[1])
+                self._costs[shard.op] = Cost(kind=Kind.SHARD, output=bytes_ // self._devices)
             self._scattered.append((name, shard))
             return shard
 

@@ -182,11 +182,11 @@ def predict_collectives(
     `reshard_after_forward`, once more for the backward pass. Stages 1 and 2 gather what was updated shard by shard.
     From stage 1 on the gradient of a variable that stands alone and is cut along one of its dims is reduce-scattered
     (on CPU an all-reduce and a local slice). All other gradients of one dtype are merged by DTensor in one all-reduce,
-    which the loss and the metrics join; but at stage 3 parts of gradients for which the backward pass waits may stay
-    alone. An optimizer that scales the loss needs to know whether all gradients are finite: those of stage 1 are
-    reduced whole for it, and one flag is reduced besides where devices have different parts. It updates in a branch,
-    and on a mesh of several axes nothing of such a step is merged (`tfshard.devices.merges`), nor the metrics. What is
-    sent of a compressed gradient its form says, once PowerSGD is warm.
+    which the loss and the metrics join. An optimizer that scales the loss needs to know whether all gradients are
+    finite: those of stage 1 are reduced whole for it, and one flag is reduced besides where devices have different
+    parts. It updates in a branch, and on a mesh of several axes nothing of such a step is merged
+    (`tfshard.devices.merges`), nor the metrics. What is sent of a compressed gradient its form says, once PowerSGD is
+    warm.
 
     Not predicted: what a custom step reduces besides. What normalization over a batch sends is in `statistics_traffic`;
     the gradients of its scale and offset come out of that.
@@ -253,20 +253,14 @@ def predict_collectives(
         if together and variable_layout.is_added_up_by_replicas(layout, mesh_axes):
             collectives += by_replicas(layout.spec.path, bytes_, together, mesh_axes)
             continue
-        alone, merges = None, False
-        if scattered and together and zero_stage == 3:
-            alone, merges = "for each use that is rearranged before it is scattered", True
-        elif stays_alone and together:
-            alone = "for each use of the layer, with the loss scaled"
-        if alone is not None:
+        if stays_alone and together:
             collectives.append(
                 found(
                     kind="all-reduce",
                     what=layout.spec.path,
                     count=together,
                     bytes=bytes_,
-                    formula=f"bytes(gradient) over {axis}, {alone}",
-                    merges=merges,
+                    formula=f"bytes(gradient) over {axis}, for each use of the layer, with the loss scaled",
                 )
             )
             continue
@@ -339,17 +333,12 @@ _FLAG_BYTES = 4
 def _contributions(layout: VariableLayout, known_uses: Mapping[str, int]) -> tuple[int, int]:
     """How many parts of a variable's gradient are reduce-scattered, and how many join the merged all-reduce.
 
-    Each use of a layer in a functional model adds a part, which DTensor reduces by itself. The part of an embedding
-    lookup is summed by rows first, so with tied embeddings one of two is fused with its scatter. At stage 1 the parts
-    are added up before the scatter, so that more than one are not fused.
+    Each use of a layer in a functional model adds a part, which DTensor reduces by itself. At stage 1 the parts are
+    added up before the scatter, so that more than one are not fused.
     """
     uses = known_uses.get(layout.spec.path) or max(1, len(_private.layer_uses(layout.spec.layer)))
-    if not layout.update_sharded or layout.sharded is None or (uses > 1 and not layout.reduce_scatter):
+    if not layout.update_sharded or layout.sharded is None or joins(layout, uses):
         return 0, uses
-    if isinstance(layout.spec.layer, keras.layers.Embedding) and layout.compute[0] is not None:
-        return 0, uses  # vocabulary.lookup rearranges what it reduced, and adds the tied logits' part to it.
-    if uses > 1 and isinstance(layout.spec.layer, keras.layers.Embedding):
-        return 1, uses - 1
     return uses, 0
 
 
@@ -360,19 +349,16 @@ def _comes_reduced(layout: VariableLayout, mesh_axes: MeshAxes) -> bool:
     return is_by_batch and not mesh_axes.has_tensor_parallelism
 
 
-def joins(layout: VariableLayout, uses: int, zero_stage: int, *, is_sparse: bool) -> bool:
-    """Whether a part of a gradient that is sharded joins the merged all-reduce, as by `_contributions`.
+def joins(layout: VariableLayout, uses: int) -> bool:
+    """Whether the parts of a gradient that is sharded join the merged all-reduce, rather than to be scattered.
 
     Args:
         layout: Of a variable that is updated in shards.
         uses: How often it is used.
-        zero_stage: Of the step.
-        is_sparse: Whether it is the part of an embedding lookup.
     """
-    if uses > 1 and not layout.reduce_scatter:
-        return True
-    is_table = isinstance(layout.spec.layer, keras.layers.Embedding)
-    return is_table and (layout.compute[0] is not None or (uses > 1 and is_sparse and zero_stage < 3))
+    # vocabulary.lookup rearranges what it reduced, and adds the tied logits' part to it.
+    is_cut_by_model = isinstance(layout.spec.layer, keras.layers.Embedding) and layout.compute[0] is not None
+    return is_cut_by_model or (uses > 1 and not layout.reduce_scatter)
 
 
 def updated_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int]) -> int:

@@ -4,6 +4,7 @@ layout they are on the way."""
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -11,6 +12,9 @@ from tfshard import _private
 from tfshard.devices import replicas, transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
+
+# What does not mix the blocks of a gradient that devices have, or only if it is cut along another dim than the first.
+_AFTER_THE_SCATTER = frozenset(("Cast", "Relayout", "Reshape", "Transpose"))
 
 
 def both_ways(
@@ -54,31 +58,56 @@ def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor
     """A whole gradient to shards, with what comes after its all-reduce done on the shards.
 
     DTensor fuses the all-reduce of a gradient with the scatter that follows it directly; others are merged with all
-    other all-reduces. EinsumDense multiplies matrices and reshapes, mixed precision casts. Blocks of the first dim stay
-    blocks when a tensor is reshaped, so those steps can come after the scatter.
+    other all-reduces. EinsumDense multiplies matrices and reshapes, mixed precision casts, logits of a table that is
+    transposed transpose its gradient. Blocks of the first dim stay blocks when a tensor is reshaped, and of any dim
+    when it is cast or transposed, so those steps can come after the scatter.
     """
-    redo: list[Callable[[tf.Tensor], tf.Tensor]] = []
+    redo: list[tuple[Callable[[tf.Tensor], tf.Tensor], int]] = []  # With the dim that is sharded afterwards.
     axes = axis_sizes(mesh)
     gradient = _without_identities(gradient)
-    movable = not _private.is_eager() and backward[0] == axes.data and not any(forward)
-    while movable and isinstance(gradient, tf.Tensor) and gradient.op.type in ("Reshape", "Cast", "Relayout"):
-        source, shape = gradient.op.inputs[0], gradient.shape
-        if not source.shape.rank or source.shape[0] is None or source.shape[0] % axes.data_size:
-            break
-        if gradient.op.type == "Cast":
-            redo.append(functools.partial(tf.cast, dtype=gradient.dtype))
+    movable = not _private.is_eager() and axes.data in backward and not any(forward)
+    dim = backward.index(axes.data) if movable else 0
+    while movable and isinstance(gradient, tf.Tensor) and gradient.op.type in _AFTER_THE_SCATTER:
+        source, before = gradient.op.inputs[0], dim
+        if gradient.op.type == "Transpose":
+            order = transposed_order(gradient.op)
+            if order is None:
+                break
+            before = order[dim]
+            redo_step = functools.partial(tf.transpose, perm=order)
         elif gradient.op.type == "Reshape":
-            redo.append(functools.partial(tf.reshape, shape=shape))
-        gradient = source
+            if dim > 0:
+                break
+            redo_step = functools.partial(tf.reshape, shape=gradient.shape)
+        elif gradient.op.type == "Cast":
+            redo_step = functools.partial(tf.cast, dtype=gradient.dtype)
+        if not source.shape.rank or source.shape[before] is None or source.shape[before] % axes.data_size:
+            break
+        if gradient.op.type != "Relayout":
+            redo.append((redo_step, dim))
+        gradient, dim = source, before
     if not redo:
         return transfer.scatter(transfer.relayout(gradient, forward, mesh), backward, mesh)
-    rank = gradient.shape.rank
-    scattered = transfer.relayout(gradient, (None,) * rank, mesh)
-    scattered = transfer.scatter(scattered, (axes.data, *(None,) * (rank - 1)), mesh)
-    for step in reversed(redo):
+
+    def cut(tensor: tf.Tensor, dim: int) -> Axes:
+        return tuple(axes.data if each == dim else None for each in range(tensor.shape.rank))
+
+    scattered = transfer.relayout(gradient, (None,) * gradient.shape.rank, mesh)
+    scattered = transfer.scatter(scattered, cut(scattered, dim), mesh)
+    for step, after in reversed(redo):
         scattered = step(scattered)
-        scattered = transfer.relayout(scattered, (axes.data, *(None,) * (scattered.shape.rank - 1)), mesh)
+        scattered = transfer.relayout(scattered, cut(scattered, after), mesh)
     return scattered
+
+
+def transposed_order(transpose: tf.Operation) -> list[int] | None:
+    """In which order a transpose has the dims, if it is known; of a gradient it is the inverse of another one's."""
+    given = transpose.inputs[1]
+    if given.op.type == "InvertPermutation":
+        inverse = tf.get_static_value(given.op.inputs[0])
+        return None if inverse is None else [int(dim) for dim in np.argsort(inverse)]
+    found = tf.get_static_value(given)
+    return None if found is None else [int(dim) for dim in found]
 
 
 def _without_identities(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
