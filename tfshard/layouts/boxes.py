@@ -169,3 +169,38 @@ def owner(storage: Axes, mesh_shape: MeshAxes, location: Mapping[str, int], numb
         free[data] = range(location[data] % mesh_shape.shards, mesh_shape.data_size, mesh_shape.shards)
     same = list(itertools.product(*free.values()))
     return {**location, **dict(zip(free, same[number % len(same)], strict=True))}
+
+
+def axes_before_reshape(
+    shape: Sequence[int], axes: Axes, before: Sequence[int], sizes: Mapping[str, int]
+) -> Axes | None:
+    """The layout of a tensor that a reshape brings to another one, so that each device reshapes what it has.
+
+    A dim that is sharded is the first of those that are one dim, or the first that one dim becomes: a shard of it is a
+    shard there.
+
+    >>> axes_before_reshape((16, 2, 8), (None, "model", None), (16, 16), {"model": 2})
+    (None, 'model')
+    >>> axes_before_reshape((16, 2, 8), (None, None, "model"), (16, 16), {"model": 2}) is None
+    True
+
+    Args:
+        shape: After the reshape.
+        axes: The layout there.
+        before: The shape before it.
+        sizes: Axis name to size.
+    """
+    found: list[str | None] = [None] * len(before)
+    for dim, axis in enumerate(axes):
+        if axis is None:
+            continue
+        ahead = math.prod(shape[:dim])
+        same = [
+            number
+            for number, size in enumerate(before)
+            if size > 1 and math.prod(before[:number]) == ahead and size % sizes[axis] == 0
+        ]
+        if not same:
+            return None
+        found[same[0]] = axis
+    return tuple(found)

@@ -430,8 +430,7 @@ def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
         sent, sent_bytes = profile.count(kind), profile.bytes(kind)
         fits = bytes_ - less[kind] - profile.untold_bytes(kind) <= sent_bytes
         fits = fits and (kind in open_ended or sent_bytes <= bytes_ + gathered[kind] + SCALAR_BYTES)
-        alone = kind == "all-reduce" and plan.mesh.shards_by_several
-        counted = count - merging[kind] <= sent <= count + alone
+        counted = count - merging[kind] <= sent <= count
         if not counted or (profile.device_type == "CPU" and not fits):
             lines.append(f"- {kind}: planned {count} of {bytes_:,} bytes. Received: {sent} of {sent_bytes:,} bytes")
     if lines:

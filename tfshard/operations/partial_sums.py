@@ -8,7 +8,6 @@ Of a gradient that model axes shard a device has its shard only, in the shape of
 the result to the operands.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -18,6 +17,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import replicas, transfer
+from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import rows
@@ -105,7 +105,7 @@ def _own(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
         return None if before is None else _again(operation, {0: before})
     if operation.type == "Reshape":
         source = operation.inputs[0]
-        sharded = _reshaped(tuple(tensor.shape), axes, tuple(source.shape), axis_sizes(mesh))
+        sharded = boxes.axes_before_reshape(tuple(tensor.shape), axes, tuple(source.shape), axis_sizes(mesh))
         before = None if sharded is None else _own(source, sharded, mesh)
         with rows.inside():
             return None if before is None else tf.reshape(before, _of_shard(tensor.shape, axes, axis_sizes(mesh)))
@@ -140,39 +140,6 @@ def _again(operation: tf.Operation, inputs: Mapping[int, tf.Tensor]) -> tf.Tenso
 def _of_shard(shape: Sequence[int], axes: Axes, sizes: Mapping[str, int]) -> list[int]:
     """The shape of what a device has of a tensor."""
     return [size if axis is None else size // sizes[axis] for size, axis in zip(shape, axes, strict=True)]
-
-
-def _reshaped(shape: Sequence[int], axes: Axes, before: Sequence[int], sizes: Mapping[str, int]) -> Axes | None:
-    """The layout of a tensor that a reshape brings to another one, so that each device reshapes what it has.
-
-    A dim that is sharded is the first of those that are one dim, or the first that one dim becomes: a shard of it is a
-    shard there.
-
-    >>> _reshaped((16, 2, 8), (None, "model", None), (16, 16), {"model": 2})
-    (None, 'model')
-    >>> _reshaped((16, 2, 8), (None, None, "model"), (16, 16), {"model": 2}) is None
-    True
-
-    Args:
-        shape: After the reshape.
-        axes: The layout there.
-        before: The shape before it.
-        sizes: Axis name to size.
-    """
-    found: list[str | None] = [None] * len(before)
-    for dim, axis in enumerate(axes):
-        if axis is None:
-            continue
-        ahead = math.prod(shape[:dim])
-        same = [
-            number
-            for number, size in enumerate(before)
-            if size > 1 and math.prod(before[:number]) == ahead and size % sizes[axis] == 0
-        ]
-        if not same:
-            return None
-        found[same[0]] = axis
-    return tuple(found)
 
 
 def _of_lookups(gradient: tf.IndexedSlices, mesh: dtensor.Mesh) -> tf.Tensor | None:

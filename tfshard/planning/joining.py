@@ -28,6 +28,12 @@ def in_order(gradients: Sequence[tf.Tensor], operations: Sequence[tf.Operation])
     return sorted(gradients, key=lambda each: place[_maker(each)])
 
 
+def as_made(gradients: Sequence[tf.Tensor], operations: Sequence[tf.Operation]) -> list[tf.Tensor]:
+    """In the order of a loop's body: in which they were traced."""
+    place = {operation: number for number, operation in enumerate(operations)}
+    return sorted(gradients, key=lambda each: place[_maker(each)])
+
+
 def _maker(tensor: tf.Tensor) -> tf.Operation:
     """What computed it."""
     operation = tensor.op

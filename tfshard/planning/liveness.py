@@ -183,8 +183,7 @@ class _Run:
             for user in users[operation]:
                 cost = self._graph.costs.get(user)
                 if cost is not None and cost.kind is Kind.JOINED:
-                    self._begin(user, cost)
-                    self._join(user)
+                    self._join(user, cost)
                 waits[user] -= 1
                 if not waits[user]:
                     found.append(user)
@@ -243,11 +242,17 @@ class _Run:
     def _in_order(self, joined: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The loss, and gradients in the order in which they are joined."""
         loss, *gradients = joined
+        if self._graph.is_part:  # Their loop's body is imported in another order.
+            first, *others = joining.as_made(gradients, self._graph.operations)
+            return [first, loss, *others]
         return [loss, *joining.in_order(gradients, self._graph.operations)]
 
-    def _join(self, operation: tf.Operation) -> None:
-        """Writes gradients to where they are joined, up to the first that is not there yet."""
+    def _join(self, operation: tf.Operation, cost: Cost) -> None:
+        """Writes gradients to where they are joined, up to the first that is not there yet. A loss that is the first of
+        all is there with any gradient, wherever it runs on paper."""
         waiting = self._joining[operation]
+        if not self._graph.is_part or (waiting and waiting[0].ref() in self._buffers):
+            self._begin(operation, cost)
         while waiting and waiting[0].ref() in self._buffers:
             self._use(waiting.popleft())
 

@@ -90,8 +90,9 @@ def trace(
         placement,
         gathering=gathering,
         inputs=inputs,
-        slot_bytes={} if is_part else slot_bytes_of(placement, slots),
-        needs_all_gradients=needs_all_gradients and not is_part,
+        slot_bytes=slot_bytes_of(placement, slots),
+        needs_all_gradients=needs_all_gradients,
+        is_part=is_part,
         recompute=recompute,
     )
 

@@ -93,6 +93,7 @@ class TrainingGraph:
         shards: Operations on what rests of a unit on a device, before it is gathered.
         devices: Among how many the batch axis shares what is stored out.
         results: What the step is there for.
+        is_part: Whether it is one of several parts of a step, which are turns of a loop.
         shares: Among how many devices of model axes a tensor is shared out.
     """
 
@@ -102,6 +103,7 @@ class TrainingGraph:
     shards: frozenset[tf.Operation]
     devices: int
     results: tuple[tf.Tensor, ...]
+    is_part: bool
     shares: Callable[[tf.Tensor], int]
 
     @property
@@ -178,6 +180,7 @@ def trace(
     inputs: Any = None,
     slot_bytes: Mapping[str, int] | None = None,
     needs_all_gradients: bool = False,
+    is_part: bool = False,
     recompute: str | Sequence[str] | None = None,
 ) -> TrainingGraph:
     """Traces a step. Of a list of specs, each variable is used once, in their order, by a product with one sample.
@@ -189,13 +192,18 @@ def trace(
         inputs: What the model is called on, over all devices; as for `model_graph.trace`.
         slot_bytes: Bytes of the slots of a unit on one device, by its name.
         needs_all_gradients: Whether no variable can be updated before all gradients are there (`global_clipnorm`).
+        is_part: Whether it is one of several parts of a step: gradients are added up in each, and all updated after the
+            last.
         recompute: Which blocks are computed again, besides those that the model has marked: as `blocks.install` takes
             them.
 
     Raises:
         LayoutError: The model cannot be called on its inputs, or no loss can be made of its outputs.
     """
-    return _Trace(placement, gathering, slot_bytes or {}, needs_all_gradients).run(model, inputs, recompute)
+    if is_part:
+        slot_bytes, needs_all_gradients = {}, False
+    traced = _Trace(placement, gathering, slot_bytes or {}, needs_all_gradients, is_part)
+    return traced.run(model, inputs, recompute)
 
 
 class _Trace:
@@ -206,6 +214,7 @@ class _Trace:
         gathering: How the step gathers.
         slot_bytes: Bytes of the slots of a unit on one device, by its name.
         needs_all_gradients: Whether updates wait for all gradients.
+        is_part: Whether it is one of several parts of a step.
     """
 
     def __init__(
@@ -214,6 +223,7 @@ class _Trace:
         gathering: turns.Gathering,
         slot_bytes: Mapping[str, int],
         needs_all_gradients: bool,
+        is_part: bool,
     ):
         self._placement = placement
         self._mesh_shape = placement.mesh_shape
@@ -221,6 +231,7 @@ class _Trace:
         self._gathering = gathering
         self._slot_bytes = slot_bytes
         self._needs_all = needs_all_gradients
+        self._is_part = is_part
         self._units = variable_traffic.members_of(placement.variables)
         self._graph = _private.func_graph("tfshard_training")
         # What rests, by the name of its unit; the value of each variable, by path.
@@ -524,6 +535,7 @@ class _Trace:
             shards=frozenset(shards),
             devices=self._mesh_shape.shards,
             results=(self._loss, *self._results),
+            is_part=self._is_part,
             shares=local_shares.shares_of(self._all_sources(), self._mesh_shape),
         )
 

@@ -333,8 +333,7 @@ _FLAG_BYTES = 4
 def _contributions(layout: VariableLayout, known_uses: Mapping[str, int]) -> tuple[int, int]:
     """How many parts of a variable's gradient are reduce-scattered, and how many join the merged all-reduce.
 
-    Each use of a layer in a functional model adds a part, which DTensor reduces by itself. At stage 1 the parts are
-    added up before the scatter, so that more than one are not fused.
+    Each use of a layer in a functional model adds a part, which DTensor reduces by itself.
     """
     uses = known_uses.get(layout.spec.path) or max(1, len(_private.layer_uses(layout.spec.layer)))
     if not layout.update_sharded or layout.sharded is None or joins(layout, uses):
@@ -350,15 +349,14 @@ def _comes_reduced(layout: VariableLayout, mesh_axes: MeshAxes) -> bool:
 
 
 def joins(layout: VariableLayout, uses: int) -> bool:
-    """Whether the parts of a gradient that is sharded join the merged all-reduce, rather than to be scattered.
+    """Whether the parts of a gradient that is sharded join the merged all-reduce: at stage 1 they are added up before
+    they are scattered, so that more than one are not fused with that.
 
     Args:
         layout: Of a variable that is updated in shards.
         uses: How often it is used.
     """
-    # vocabulary.lookup rearranges what it reduced, and adds the tied logits' part to it.
-    is_cut_by_model = isinstance(layout.spec.layer, keras.layers.Embedding) and layout.compute[0] is not None
-    return is_cut_by_model or (uses > 1 and not layout.reduce_scatter)
+    return uses > 1 and not layout.reduce_scatter
 
 
 def updated_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int]) -> int:

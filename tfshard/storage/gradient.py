@@ -10,11 +10,9 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import replicas, transfer
+from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
-
-# What does not mix the blocks of a gradient that devices have, or only if it is cut along another dim than the first.
-_AFTER_THE_SCATTER = frozenset(("Cast", "Relayout", "Reshape", "Transpose"))
 
 
 def both_ways(
@@ -59,45 +57,41 @@ def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor
 
     DTensor fuses the all-reduce of a gradient with the scatter that follows it directly; others are merged with all
     other all-reduces. EinsumDense multiplies matrices and reshapes, mixed precision casts, logits of a table that is
-    transposed transpose its gradient. Blocks of the first dim stay blocks when a tensor is reshaped, and of any dim
-    when it is cast or transposed, so those steps can come after the scatter.
+    transposed transpose its gradient. Shards of a tensor that is cast, transposed, or reshaped so that a dim which is
+    sharded stays the first of what it becomes, are shards of the result: those steps can come after the scatter.
     """
-    redo: list[tuple[Callable[[tf.Tensor], tf.Tensor], int]] = []  # With the dim that is sharded afterwards.
-    axes = axis_sizes(mesh)
+    # With the layout of what each step gives.
+    redo: list[tuple[Callable[[tf.Tensor], tf.Tensor], Axes]] = []
     gradient = _without_identities(gradient)
-    movable = not _private.is_eager() and axes.data in backward and not any(forward)
-    dim = backward.index(axes.data) if movable else 0
-    while movable and isinstance(gradient, tf.Tensor) and gradient.op.type in _AFTER_THE_SCATTER:
-        source, before = gradient.op.inputs[0], dim
-        if gradient.op.type == "Transpose":
-            order = transposed_order(gradient.op)
-            if order is None:
-                break
-            before = order[dim]
-            redo_step = functools.partial(tf.transpose, perm=order)
-        elif gradient.op.type == "Reshape":
-            if dim > 0:
-                break
-            redo_step = functools.partial(tf.reshape, shape=gradient.shape)
-        elif gradient.op.type == "Cast":
-            redo_step = functools.partial(tf.cast, dtype=gradient.dtype)
-        if not source.shape.rank or source.shape[before] is None or source.shape[before] % axes.data_size:
+    while not _private.is_eager() and isinstance(gradient, tf.Tensor):
+        whole, cut = _before(gradient, forward, mesh), _before(gradient, backward, mesh)
+        if whole is None or cut is None:
             break
-        if gradient.op.type != "Relayout":
-            redo.append((redo_step, dim))
-        gradient, dim = source, before
-    if not redo:
-        return transfer.scatter(transfer.relayout(gradient, forward, mesh), backward, mesh)
-
-    def cut(tensor: tf.Tensor, dim: int) -> Axes:
-        return tuple(axes.data if each == dim else None for each in range(tensor.shape.rank))
-
-    scattered = transfer.relayout(gradient, (None,) * gradient.shape.rank, mesh)
-    scattered = transfer.scatter(scattered, cut(scattered, dim), mesh)
-    for step, after in reversed(redo):
-        scattered = step(scattered)
-        scattered = transfer.relayout(scattered, cut(scattered, after), mesh)
+        operation = gradient.op
+        if operation.type == "Cast":
+            redo.append((functools.partial(tf.cast, dtype=gradient.dtype), backward))
+        elif operation.type == "Transpose":
+            redo.append((functools.partial(tf.transpose, perm=operation.inputs[1]), backward))
+        elif operation.type == "Reshape":
+            redo.append((functools.partial(tf.reshape, shape=gradient.shape), backward))
+        gradient, forward, backward = operation.inputs[0], whole, cut
+    scattered = transfer.scatter(transfer.relayout(gradient, forward, mesh), backward, mesh)
+    for step, layout in reversed(redo):
+        scattered = transfer.relayout(step(scattered), layout, mesh)
     return scattered
+
+
+def _before(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> Axes | None:
+    """The layout of what a tensor is rearranged from, so that each device rearranges its shard, if there is one."""
+    source = tensor.op.inputs[0] if tensor.op.inputs else tensor
+    if tensor.op.type in ("Cast", "Relayout"):
+        return axes
+    if tensor.op.type == "Transpose":
+        order = transposed_order(tensor.op)
+        return None if order is None else tuple(axes[order.index(dim)] for dim in range(len(order)))
+    if tensor.op.type == "Reshape" and source.shape.is_fully_defined() and source.shape.rank:
+        return boxes.axes_before_reshape(tuple(tensor.shape), axes, tuple(source.shape), axis_sizes(mesh))
+    return None
 
 
 def transposed_order(transpose: tf.Operation) -> list[int] | None:
