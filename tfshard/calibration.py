@@ -173,6 +173,16 @@ def _dense(width: int, count: int) -> Callable[[], keras.Model]:
     return make
 
 
+def _frozen(width: int, count: int) -> Callable[[], keras.Model]:
+    """Products that read much, and nothing that is sent or updated."""
+
+    def make() -> keras.Model:
+        hidden = [keras.layers.Dense(width, "relu", trainable=False) for _ in range(count)]
+        return keras.Sequential([keras.Input((width,)), keras.layers.LayerNormalization(), *hidden])
+
+    return make
+
+
 def _transformer(blocks: int, width: int, length: int) -> Callable[[], keras.Model]:
     def make() -> keras.Model:
         tokens = keras.Input((length,), dtype="int32")
@@ -227,6 +237,7 @@ _MODELS: tuple[tuple[Callable[[], keras.Model], int, int], ...] = (
     (_dense(1024, 4), 256, 3),
     (_dense(1536, 3), 2, 3),
     (_dense(1536, 3), 2, 0),
+    (_frozen(1536, 6), 2, 0),
     (_dense(48, 24), 8, 3),
     (_dense(256, 12), 16, 0),
     (_transformer(2, 96, 48), 2, 3),

@@ -166,24 +166,32 @@ def test_a_variable_that_is_not_on_the_mesh_is_an_error_that_names_it():
         model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.parametrize("way", ["run a function", "run in a function", "run eagerly"])
 @pytest.mark.parametrize("inside", [False, True])
-def test_an_optimizer_of_a_custom_loop_is_on_the_mesh_or_an_error_names_it(inside: bool):
+def test_an_optimizer_of_a_custom_loop_is_on_the_mesh_or_an_error_names_it(inside: bool, way: str):
     chosen = strategy()
     with chosen.scope():
         model = keras.Sequential([keras.Input((6,)), Dense(4)])
     with chosen.scope() if inside else contextlib.nullcontext():
         optimizer = keras.optimizers.Adam(name="mine")
 
-    @tf.function
     def step(x, y):
         with tf.GradientTape() as tape:
             loss = keras.ops.mean(keras.ops.square(model(x) - y))
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
         return loss
 
+    if way == "run a function":
+        run = functools.partial(chosen.run, tf.function(step))
+    elif way == "run in a function":
+        run = tf.function(lambda args: chosen.run(step, args=args))
+    else:
+        run = functools.partial(chosen.run, step)
+    dataset = tf.data.Dataset.from_tensors((X[:8], Y[:8])).repeat(3)
+    batches = list(chosen.experimental_distribute_dataset(dataset))
     if inside:
-        losses = [float(chosen.run(step, args=(X[:8], Y[:8]))) for _ in range(3)]
+        losses = [float(run(batch)) for batch in batches]
         assert losses[2] < losses[0] and int(optimizer.iterations.numpy()) == 3
     else:
         with pytest.raises(tfshard.errors.StrategyError, match="uses an optimizer that belongs to another strategy"):
-            chosen.run(step, args=(X[:8], Y[:8]))
+            run(batches[0])

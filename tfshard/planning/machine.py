@@ -105,12 +105,11 @@ def _of_one(
     if flops:
         is_slow = operation.type == _DEPTHWISE_GRADIENT and max(outputs[0].shape.as_list()[:2]) > 3
         weights = _elements(outputs[0]) / shares(outputs[0]) if is_slow else 0.0
-        # A product in a loop finds its operands in the cache, where the turn before left them.
+        bytes_ = moved(tensors)
+        if is_turned and bytes_ < _CACHED_BYTES:
+            bytes_ = 0.0  # The turn before left them in the cache.
         return Work(
-            **{_kind_of_product(operation): flops},
-            depthwise_weights=weights,
-            product_bytes=moved(outputs if is_turned else tensors),
-            operations=1,
+            **{_kind_of_product(operation): flops}, depthwise_weights=weights, product_bytes=bytes_, operations=1
         )
     functions = 0.0
     if operation.type in _TRANSCENDENTAL:
@@ -131,6 +130,8 @@ _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 # Of kernels larger than 3 x 3 oneDNN takes about as long for each weight, however few samples are added up: 0.1 us,
 # where those of 3 x 3 take a tenth of it (docs/measurements.md).
 _DEPTHWISE_GRADIENT = "DepthwiseConv2dNativeBackpropFilter"
+# Of what a product in a loop reads and writes, so much stays in the caches of a processor or of a GPU between turns.
+_CACHED_BYTES = 4 << 20
 _PARTS = frozenset({"GatherNd", "GatherV2", "ResourceGather", "Slice", "StridedSlice"})
 _FREE = WITHOUT_WORK - _PARTS
 # Exponentials and what is made of them, which a processor computes by polynomials.

@@ -272,10 +272,10 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 if isinstance(fn, tf.types.experimental.PolymorphicFunction):
                     with failures.translated_errors(f"Step function {fn!r}"):
                         return self._inside(fn)(*args, **kwargs)
-                with self.scope():
+                with self.scope(), failures.translated_errors(f"Step function {fn!r}"):
                     return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
         readiness.check_traced_arguments(fn)
-        with self.scope():
+        with self.scope(), failures.translated_errors(f"Step function {fn!r}"):
             return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
 
     @contextlib.contextmanager
