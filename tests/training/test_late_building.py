@@ -166,6 +166,26 @@ def test_a_variable_that_is_not_on_the_mesh_is_an_error_that_names_it():
         model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_an_optimizer_is_built_outside_of_the_scope_once_its_model_is_compiled(stage: int):
+    def trained(chosen):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((6,)), Dense(16, "tanh"), Dense(4)])
+        model.compile(keras.optimizers.Nadam(1e-2), "mse", **({} if chosen is None else {"strategy": chosen}))
+        model.optimizer.build(model.trainable_variables)
+        slots = [variable.value for variable in model.optimizer.variables if "momentum" in variable.path]
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        return model, slots
+
+    (model, slots), (plain, _) = (
+        trained(tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=stage)),
+        trained(None),
+    )
+    assert slots and all(isinstance(slot, tfshard.storage.ShardedVariable) for slot in slots)
+    for ours, theirs in zip(model.optimizer.variables, plain.optimizer.variables, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
 @pytest.mark.parametrize("way", ["run a function", "run in a function", "run eagerly"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_optimizer_of_a_custom_loop_is_on_the_mesh_or_an_error_names_it(inside: bool, way: str):

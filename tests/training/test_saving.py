@@ -1,5 +1,6 @@
 """What leaves a strategy is plain Keras: files, clones, copies, exports; and goes on training sharded."""
 
+import contextlib
 import pickle
 
 import keras
@@ -82,6 +83,32 @@ def test_a_clone_is_sharded_under_the_strategy_and_trains_as_one_of_a_plain_mode
     assert parity.shard_axes(model) == {"batch"}
     assert all(isinstance(v.value, tfshard.storage.ShardedVariable) for v in model.weights + model.optimizer.variables)
     assert_same_history(result, expected)
+    for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_a_clone_in_another_scope_is_sharded_under_that_strategy_and_both_train_on():
+    """As the error says that a model gives which is compiled under another one."""
+
+    def both(chosen, other):
+        keras.utils.set_random_seed(0)
+        model = build()
+        options = {} if chosen is None else {"strategy": chosen}
+        model.compile(keras.optimizers.Adam(1e-2), LOSS, **options)
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        with contextlib.nullcontext() if other is None else other.scope():
+            copy = keras.models.clone_model(model)
+            copy.set_weights(model.get_weights())
+        if other is not None:
+            with pytest.raises(tfshard.errors.StrategyError, match=r"clone_model\(model\); new.set_weights\("):
+                model.compile("sgd", LOSS, strategy=other)
+            assert {v.value.mesh for v in copy.weights} == {other.mesh} != {v.value.mesh for v in model.weights}
+        return copy, [m.fit(X, Y, batch_size=8, shuffle=False, verbose=0) for m in (copy, model, copy)]
+
+    wide = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), layout_map="auto")
+    (model, results), (reference, expected) = both(strategy(), wide), both(None, None)
+    for result, plain in zip(results, expected, strict=True):
+        assert_same_history(result, plain)
     for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 

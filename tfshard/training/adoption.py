@@ -349,8 +349,9 @@ def _check_not_elsewhere(model: keras.Model, strategy: Adopter) -> None:
     other = _private.distribute_strategy(model)
     if other is not None and other is not strategy:
         raise StrategyError(
-            f"Model '{model.name}' was built or compiled under another strategy. Build a new model, or compile it "
-            f"with that strategy. Its strategy: {other!r}. Received: strategy={strategy!r}"
+            f"Model '{model.name}' was built or compiled under another strategy. Make another one of it: with "
+            "strategy.scope(): new = keras.models.clone_model(model); new.set_weights(model.get_weights()); or compile "
+            f"it with that strategy. Its strategy: {other!r}. Received: strategy={strategy!r}"
         )
     for variable, _ in inventory.owned_variables(model):
         current = _private.backend_variable(variable)

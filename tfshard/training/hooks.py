@@ -126,6 +126,16 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             assignments.install(owner, born)
         return born
 
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: object) -> Iterator[None]:
+        """Where an optimizer of this strategy makes its slots: `optimizer.build` needs no scope after compile."""
+        strategy = self._container_strategy()
+        with contextlib.ExitStack() as stack:
+            if tf.distribute.get_strategy() is not strategy:
+                stack.enter_context(strategy.scope())
+            stack.enter_context(super().colocate_vars_with(colocate_with_variable))
+            yield
+
     def _validate_colocate_with_variable(self, colocate_with_variable: object) -> None:
         del colocate_with_variable  # Any variable will do: a slot takes the layout of a sharded one.
 

@@ -60,8 +60,8 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         _compile_under(self, strategy, functools.partial(super().compile, *args, **kwargs), kwargs.get("jit_compile"))
 
     def get_compile_config(self) -> Any:
-        strategy, clone = _private.distribute_strategy(self), _private.clone_being_made()
-        if clone is None or not isinstance(strategy, ShardedStrategy):
+        strategy, clone = _current_strategy(self), _private.clone_being_made()
+        if clone is None or strategy is None:
             return super().get_compile_config()
         if not isinstance(clone, keras.Model) or not self._prepares(clone):
             # Of a subclassed model, which Keras makes from its config: not compiled rather than not sharded.
