@@ -177,10 +177,8 @@ def test_an_optimizer_is_built_outside_of_the_scope_once_its_model_is_compiled(s
         model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
         return model, slots
 
-    (model, slots), (plain, _) = (
-        trained(tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=stage)),
-        trained(None),
-    )
+    chosen = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=stage)
+    (model, slots), (plain, _) = trained(chosen), trained(None)
     assert slots and all(isinstance(slot, tfshard.storage.ShardedVariable) for slot in slots)
     for ours, theirs in zip(model.optimizer.variables, plain.optimizer.variables, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)

@@ -145,8 +145,8 @@ build().compile("sgd", "mse", strategy=strategy, jit_compile=True)""",
     Example(
         error="StrategyError",
         title="A model that another strategy has",
-        remedy="Build the model again for another mesh or stage; weights go over by `model.get_weights()` or a "
-        "[checkpoint](checkpoints.md).",
+        remedy="Another mesh or stage has another model: a clone that is made in its scope, or the model built again. "
+        "Weights go over by `model.get_weights()` or a [checkpoint](checkpoints.md).",
         code="""\
 model = compiled()
 other = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), layout_map="auto")
