@@ -80,29 +80,29 @@ def _gpt(layers: int, width: int, batch: int = 8, length: int = 96, vocabulary: 
 def configurations() -> list[Configuration]:
     """Models of different depth, width, batch and kind, on meshes of one to eight devices."""
     found = []
-    for number, (layers, width) in enumerate([(6, 168), (3, 336), (2, 432), (9, 152)]):
+    for number, (layers, width) in enumerate([(5, 208), (3, 304), (2, 352), (10, 144)]):
         model = _gpt(layers, width)
         found.append(Configuration(model=model, mesh={"batch": 4}))
         found.append(Configuration(model=model, mesh={"batch": 4}, stage=number % 3))
         found.append(Configuration(model=model, mesh={"batch": (1, 2, 8)[number % 3]}))
-    for layers, width in [(4, 272)]:
+    for layers, width in [(4, 288)]:
         found.append(Configuration(model=_gpt(layers, width, batch=16, length=128), mesh={"batch": 4}))
         found.append(Configuration(model=_gpt(layers, width), mesh={"batch": 2, "model": 2}))
         found.append(Configuration(model=_gpt(layers, width, vocabulary=5200), mesh={"model": 4}, stage=0))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, recompute=True))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, microbatches=2))
-    for model in [_gpt(3, 264, batch=16)]:
+    for model in [_gpt(3, 280, batch=16)]:
         found.append(Configuration(model=model, mesh={"replica": 2, "batch": 2}))
         found.append(Configuration(model=model, mesh={"model": 2}, stage=0))
         found.append(Configuration(model=model, mesh={"batch": 4, "model": 2}, stage=2))
         found.append(Configuration(model=model, mesh={"batch": 2}, microbatches=4))
         found.append(Configuration(model=model, mesh={"batch": 2}, recompute=True, microbatches=2))
     for kind, sizes in (
-        ("bert", {"layers": 3, "width": 208, "heads": 2, "length": 64}),
-        ("resnet50", {"length": 76}),
-        ("efficientnet", {"length": 92, "batch": 8}),
-        ("efficientnet", {"length": 60}),
-        ("lstm", {"width": 200}),
+        ("bert", {"layers": 3, "width": 192, "heads": 2, "length": 72}),
+        ("resnet50", {"length": 84}),
+        ("efficientnet", {"length": 100, "batch": 8}),
+        ("efficientnet", {"length": 72}),
+        ("lstm", {"width": 168}),
     ):
         model = dataclasses.replace(models.MODELS[kind], **sizes)
         found += [Configuration(model=model, mesh={"batch": size}) for size in (2, 4)]
@@ -120,10 +120,10 @@ def on_hosts() -> list[Configuration]:
         Configuration(model=_gpt(layers, width), mesh=mesh, stage=stage, rate=rate)
         for rate in RATES
         for layers, width, mesh, stage in [
-            (5, 192, {"batch": 4}, 3),
-            (5, 192, {"replica": 2, "batch": 2}, 3),
-            (4, 144, {"batch": 4}, 0),
-            (4, 144, {"replica": 2, "batch": 2}, 1),
+            (5, 176, {"batch": 4}, 3),
+            (5, 176, {"replica": 2, "batch": 2}, 3),
+            (4, 160, {"batch": 4}, 0),
+            (4, 160, {"replica": 2, "batch": 2}, 1),
         ]
     ]
 
