@@ -147,6 +147,26 @@ def test_the_buffer_of_joined_gradients_is_there_with_the_first():
     assert joined.reduced_bytes == parameters
 
 
+def test_in_parts_the_buffer_of_joined_gradients_comes_with_the_first_of_them():
+    """Not with the loss: the table is gone by then, of which logits were made and their gradient."""
+
+    def peak(parts):
+        tokens = keras.Input((128,), dtype="int32")
+        table = keras.layers.ReversibleEmbedding(4096, 256)
+        x = table(tokens)
+        for _ in range(4):
+            x = x + keras.layers.Dense(256, "relu")(x)
+        model = keras.Model(tokens, table(keras.layers.LayerNormalization()(x), reverse=True))
+        model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        analyzer = tfshard.ParameterAnalyzer(group_threshold_bytes=MEBI)
+        spec = tf.TensorSpec((8 * parts, 128), tf.int32)
+        return tfshard.plan(model, {"batch": 4}, analyzer=analyzer, inputs=spec, microbatches=parts).peak
+
+    whole, part = peak(1), peak(2)
+    assert whole.reduced_bytes == part.reduced_bytes > MEBI, "premise"
+    assert whole.gathered_bytes - part.gathered_bytes == 4 * 4096 * 256
+
+
 def convolutions():
     """Nine kernels of 2.25 MiB each, next to small pictures."""
     model = keras.Sequential([keras.Input((4, 4, 256), name="pictures"), *convolved()], name="net")

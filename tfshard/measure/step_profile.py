@@ -388,9 +388,9 @@ def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
     """Checks that a step sent what the plan predicted: collectives of each kind, and their bytes.
 
     On CPU a reduce-scatter is an all-reduce, and on meshes of several axes an all-gather is one too, unless it is over
-    the data axis. Reductions of losses and metrics join those of gradients, except that on such meshes one may stay
-    alone; their few bytes are not in the plan (`SCALAR_BYTES` of slack). Bytes that the trace does not tell are bounded
-    (`StepProfile.untold_bytes`), and those of activations are compared only if the plan was made with `inputs`.
+    the data axis. Reductions of losses and metrics join those of gradients; their few bytes are not in the plan
+    (`SCALAR_BYTES` of slack). Bytes that the trace does not tell are bounded (`StepProfile.untold_bytes`), and those of
+    activations are compared only if the plan was made with `inputs`.
     Where DTensor may merge collectives that do not depend on each other, there may be fewer than planned. Of what a
     plan has the most bytes of (`Collective.at_most`), there may be fewer.
 

@@ -6,7 +6,8 @@ the reverse post-order of a depth-first search that takes what uses an operation
 (GetReversePostOrder of TensorFlow's graph/algorithm.cc). So those of a model of convolutions come from the last layer
 to the first, as they are made: `Conv2DBackpropInput`, on which all layers before hang, is searched before
 `Conv2DBackpropFilter`. Of products it is the other way round (MatMul_1 before MatMul): what is made first is
-written last, and all gradients wait for those of the first layer.
+written last, and all gradients wait for those of the first layer. In the body of a loop, as of a batch in parts, they
+are written as they are made, the loss behind the first of them.
 """
 
 import collections
@@ -17,20 +18,17 @@ import tensorflow as tf
 from tfshard.planning.training_graph import VIEWS, WITHOUT_WORK
 
 
-def in_order(gradients: Sequence[tf.Tensor], operations: Sequence[tf.Operation]) -> list[tf.Tensor]:
+def in_order(
+    gradients: Sequence[tf.Tensor], operations: Sequence[tf.Operation], *, in_loop: bool = False
+) -> list[tf.Tensor]:
     """Gradients in the order in which they are written.
 
     Args:
         gradients: Of a step, as they are joined.
-        operations: Of its graph.
+        operations: Of its graph, in the order in which they were added.
+        in_loop: Whether the step is the body of a loop, in which they are written as they are made.
     """
-    place = {operation: number for number, operation in enumerate(_imported(operations))}
-    return sorted(gradients, key=lambda each: place[_maker(each)])
-
-
-def as_made(gradients: Sequence[tf.Tensor], operations: Sequence[tf.Operation]) -> list[tf.Tensor]:
-    """In the order of a loop's body: in which they were traced."""
-    place = {operation: number for number, operation in enumerate(operations)}
+    place = {operation: number for number, operation in enumerate(operations if in_loop else _imported(operations))}
     return sorted(gradients, key=lambda each: place[_maker(each)])
 
 

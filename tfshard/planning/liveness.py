@@ -242,10 +242,8 @@ class _Run:
     def _in_order(self, joined: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The loss, and gradients in the order in which they are joined."""
         loss, *gradients = joined
-        if self._graph.is_part:  # Their loop's body is imported in another order.
-            first, *others = joining.as_made(gradients, self._graph.operations)
-            return [first, loss, *others]
-        return [loss, *joining.in_order(gradients, self._graph.operations)]
+        first, *others = joining.in_order(gradients, self._graph.operations, in_loop=self._graph.is_part)
+        return [first, loss, *others] if self._graph.is_part else [loss, first, *others]
 
     def _join(self, operation: tf.Operation, cost: Cost) -> None:
         """Writes gradients to where they are joined, up to the first that is not there yet. A loss that is the first of
