@@ -194,8 +194,8 @@ MUTATIONS = [
     Mutation(
         area="gradients",
         file="tfshard/storage/gradient.py",
-        old="    while movable and isinstance(gradient, tf.Tensor) and gradient.op.type in _AFTER_THE_SCATTER:",
-        new='    while movable and gradient.op.type in _AFTER_THE_SCATTER - {"Transpose"}:',
+        old='    if tensor.op.type == "Transpose":\n        order',
+        new='    if tensor.op.type == "Nothing":\n        order',
         what="a gradient is transposed before it is scattered",
         killed_by="tests/storage/test_gradients.py::"
         "test_what_comes_after_a_product_is_done_on_the_shards_of_its_gradient[transposed by an inverse]",

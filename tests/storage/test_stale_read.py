@@ -85,7 +85,7 @@ def test_stock_dtensor_reads_stale_values():
     assert len(tf.config.list_logical_devices("CPU")) >= DEVICES
     # A race, which a run may win.
     expected = run("plain")
-    assert any(worst_error(run("stock"), expected) > 1e-2 for _ in range(5))
+    assert any(worst_error(run("stock"), expected) > 1e-2 for _ in range(30))
 
 
 def test_sharded_variables_do_not():
