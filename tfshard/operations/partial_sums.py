@@ -17,11 +17,10 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import replicas, transfer
-from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import rows
-from tfshard.storage.gradient import transposed_order
+from tfshard.storage.gradient import layout_before
 
 # The inputs of an operation by number, and the model axes that shard the dims of each, but for the first.
 Operands: TypeAlias = dict[int, Axes]
@@ -103,18 +102,13 @@ def _own(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
     if operation.type in ("Reshape", "Transpose") and not any(axes):
         before = _own(operation.inputs[0], (None,) * operation.inputs[0].shape.rank, mesh)
         return None if before is None else _again(operation, {0: before})
-    if operation.type == "Reshape":
-        source = operation.inputs[0]
-        sharded = boxes.axes_before_reshape(tuple(tensor.shape), axes, tuple(source.shape), axis_sizes(mesh))
-        before = None if sharded is None else _own(source, sharded, mesh)
+    if operation.type in ("Reshape", "Transpose"):
+        sharded = layout_before(tensor, axes, mesh)
+        before = None if sharded is None else _own(operation.inputs[0], sharded, mesh)
+        if before is None or operation.type == "Transpose":
+            return None if before is None else _again(operation, {0: before})
         with rows.inside():
-            return None if before is None else tf.reshape(before, _of_shard(tensor.shape, axes, axis_sizes(mesh)))
-    if operation.type == "Transpose":
-        order = transposed_order(operation)
-        if order is None:
-            return None
-        before = _own(operation.inputs[0], tuple(axes[order.index(dim)] for dim in range(len(order))), mesh)
-        return None if before is None else _again(operation, {0: before})
+            return tf.reshape(before, _of_shard(tensor.shape, axes, axis_sizes(mesh)))
     if operation.type == "AddN":
         terms = [_own(each, axes, mesh) for each in operation.inputs]
         if any(each is None for each in terms):

@@ -64,7 +64,7 @@ def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor
     redo: list[tuple[Callable[[tf.Tensor], tf.Tensor], Axes]] = []
     gradient = _without_identities(gradient)
     while not _private.is_eager() and isinstance(gradient, tf.Tensor):
-        whole, cut = _before(gradient, forward, mesh), _before(gradient, backward, mesh)
+        whole, cut = layout_before(gradient, forward, mesh), layout_before(gradient, backward, mesh)
         if whole is None or cut is None:
             break
         operation = gradient.op
@@ -81,20 +81,20 @@ def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor
     return scattered
 
 
-def _before(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> Axes | None:
+def layout_before(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> Axes | None:
     """The layout of what a tensor is rearranged from, so that each device rearranges its shard, if there is one."""
     source = tensor.op.inputs[0] if tensor.op.inputs else tensor
     if tensor.op.type in ("Cast", "Relayout"):
         return axes
     if tensor.op.type == "Transpose":
-        order = transposed_order(tensor.op)
+        order = _transposed_order(tensor.op)
         return None if order is None else tuple(axes[order.index(dim)] for dim in range(len(order)))
     if tensor.op.type == "Reshape" and source.shape.is_fully_defined() and source.shape.rank:
         return boxes.axes_before_reshape(tuple(tensor.shape), axes, tuple(source.shape), axis_sizes(mesh))
     return None
 
 
-def transposed_order(transpose: tf.Operation) -> list[int] | None:
+def _transposed_order(transpose: tf.Operation) -> list[int] | None:
     """In which order a transpose has the dims, if it is known; of a gradient it is the inverse of another one's."""
     given = transpose.inputs[1]
     if given.op.type == "InvertPermutation":

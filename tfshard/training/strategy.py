@@ -268,11 +268,10 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         if _private.is_eager():
             self.adopt_global_seed()
             args, kwargs = batching.batch_to_mesh((args, kwargs or {}), self.mesh, self.already_sharded)
-            with self.operation(fn, "step", (args, kwargs)):
+            with self.operation(fn, "step", (args, kwargs)), failures.translated_errors(f"Step function {fn!r}"):
                 if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-                    with failures.translated_errors(f"Step function {fn!r}"):
-                        return self._inside(fn)(*args, **kwargs)
-                with self.scope(), failures.translated_errors(f"Step function {fn!r}"):
+                    return self._inside(fn)(*args, **kwargs)
+                with self.scope():
                     return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
         readiness.check_traced_arguments(fn)
         with self.scope(), failures.translated_errors(f"Step function {fn!r}"):
