@@ -484,6 +484,22 @@ def test_gradients_are_reduced_once():
     assert reduced[False] == 4 * reduced[True]
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_a_model_that_trains_in_parts_predicts_and_evaluates_whole_batches(once):
+    def results(chosen):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(4)])
+        model.compile("adam", "mse", **({} if chosen is None else {"strategy": chosen}))
+        x = np.random.RandomState(0).normal(size=(32, 16)).astype("float32")
+        y = x[:, :4]
+        history = model.fit(x, y, batch_size=16, shuffle=False, verbose=0, validation_data=(x, y)).history
+        evaluated = model.evaluate(x, y, batch_size=16, verbose=0)
+        return [*history["loss"], *history["val_loss"], evaluated, model.predict(x, batch_size=16, verbose=0)]
+
+    for ours, theirs in zip(results(strategy(reduce_once=once)), results(None), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
 def test_a_step_of_ones_own_would_see_parts_of_gradients():
     model = tfshard.as_distributed(own_step())
     model.compile("sgd", crossentropy(), strategy=strategy(reduce_once=True))

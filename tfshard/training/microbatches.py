@@ -163,15 +163,22 @@ class Microbatches:
         parts: How its batch is taken apart.
         mesh: The mesh.
         reduce_once: Whether gradients are added up on each device, and reduced when all parts have ended.
+        is_kerases: Whether the step is that of `keras.Model`, which looks at no gradient before it is reduced.
     """
 
     fn: Callable[..., Any]
     parts: Parts
     mesh: dtensor.Mesh
     reduce_once: bool = False
+    is_kerases: bool = True
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the function does with a batch. Inside a step that is traced."""
+        """What the function does with a batch. Inside a step that is traced.
+
+        Raises:
+            StrategyError: Gradients are to be reduced once, and a step of the user's own that trains may look at them
+                before that.
+        """
         learned = self._learn((args, kwargs))
         if not learned.traced.updates:
             return self.fn(*args, **kwargs)  # It does not train.
@@ -195,6 +202,12 @@ class Microbatches:
         count = self.parts.count
 
         def later(optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+            if self.reduce_once and not self.is_kerases:
+                raise StrategyError(
+                    "With reduce_once=True gradients are added up over the devices after the last microbatch: a step "
+                    "function of your own would see parts of them. Leave it out, or use keras.Model's train_step. "
+                    f"Received: {self.fn!r}"
+                )
             share = 1.0 if id(optimizer) in scaled else 1 / count
             updates.append(Update(optimizer=optimizer, gradients=gradients, variables=variables, share=share))
             step.update_later(sharded_of(variable) for variable in variables)
@@ -388,8 +401,7 @@ def parts_of(
     predictions, or if its batch cannot be cut.
 
     Raises:
-        StrategyError: The tensors of the batch have different numbers of rows; or gradients are to be reduced once, and
-            the step function may look at them before that.
+        StrategyError: The tensors of the batch have different numbers of rows.
     """
     model = getattr(fn, "__self__", None)
     name = getattr(fn, "__name__", "") if isinstance(model, keras.Model) else ""
@@ -399,12 +411,7 @@ def parts_of(
     parts = Parts.of((args, kwargs), count, mesh)
     if parts.count == 1:
         return None
-    if reduce_once and not is_kerases:
-        raise StrategyError(
-            "With reduce_once=True gradients are added up over the devices after the last microbatch: a step function "
-            f"of your own would see parts of them. Leave it out, or use keras.Model's train_step. Received: {fn!r}"
-        )
-    return Microbatches(fn=fn, parts=parts, mesh=mesh, reduce_once=reduce_once)
+    return Microbatches(fn=fn, parts=parts, mesh=mesh, reduce_once=reduce_once, is_kerases=is_kerases)
 
 
 class Shares:
