@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 import tfshard
-from tfshard.devices import transfer
+from tfshard.devices import merges, transfer
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.variable_layout import plan_variable
 from tfshard.storage.steps import step_scope
@@ -81,11 +81,13 @@ def run(kind: str) -> Result:
     return adagrad_steps(make, sharded, step_scope)
 
 
-def test_stock_dtensor_reads_stale_values():
+def test_stock_dtensor_reads_stale_values(monkeypatch):
     assert len(tf.config.list_logical_devices("CPU")) >= DEVICES
+    # The defect needs merged all-reduces; a step of an earlier test may have switched them off for itself.
+    monkeypatch.delenv(merges.SWITCH, raising=False)
     # A race, which a run may win.
     expected = run("plain")
-    assert any(worst_error(run("stock"), expected) > 1e-2 for _ in range(30))
+    assert any(worst_error(run("stock"), expected) > 1e-2 for _ in range(5))
 
 
 def test_sharded_variables_do_not():
