@@ -216,14 +216,14 @@ def _recurrent(units: int, length: int) -> Callable[[], keras.Model]:
     return make
 
 
-def _images(filters: int, count: int, size: int, *, depthwise: int = 0) -> Callable[[], keras.Model]:
+def _images(filters: int, count: int, size: int, *, kernel: int = 3, depthwise: int = 0) -> Callable[[], keras.Model]:
     def make() -> keras.Model:
         found: list[keras.layers.Layer] = [keras.Input((size, size, 3)), keras.layers.Conv2D(filters, 1)]
         for _ in range(count):
             found += [
                 keras.layers.DepthwiseConv2D(depthwise, padding="same", use_bias=False)
                 if depthwise
-                else keras.layers.Conv2D(filters, 3, padding="same", use_bias=False),
+                else keras.layers.Conv2D(filters, kernel, padding="same", use_bias=False),
                 keras.layers.BatchNormalization(),
                 keras.layers.Activation("relu"),
             ]
@@ -238,6 +238,7 @@ _MODELS: tuple[tuple[Callable[[], keras.Model], int, int], ...] = (
     (_dense(1536, 3), 2, 3),
     (_dense(1536, 3), 2, 0),
     (_frozen(1536, 6), 2, 0),
+    (_dense(16, 1), 1, 0),
     (_dense(48, 24), 8, 3),
     (_dense(256, 12), 16, 0),
     (_transformer(2, 96, 48), 2, 3),
@@ -248,12 +249,18 @@ _MODELS: tuple[tuple[Callable[[], keras.Model], int, int], ...] = (
     (_transformer(8, 64, 32), 4, 3),
     (_transformer(10, 112, 56), 2, 3),
     (_elementwise(keras.layers.LayerNormalization, 8), 6, 3),
+    (_elementwise(lambda: keras.layers.Activation("relu"), 12), 24, 0),
     (_elementwise(lambda: keras.layers.Activation("gelu"), 6), 4, 3),
+    (_elementwise(lambda: keras.layers.Activation("gelu"), 4), 16, 0),
     (_elementwise(keras.layers.Softmax, 8), 4, 3),
     (_recurrent(96, 48), 4, 3),
+    (_recurrent(192, 40), 8, 3),
     (_images(24, 6, 48), 2, 3),
     (_images(64, 4, 24), 8, 3),
+    (_images(256, 3, 6), 4, 3),
+    (_images(384, 6, 8, kernel=1), 4, 3),
     (_images(48, 5, 24, depthwise=3), 4, 3),
+    (_images(96, 6, 32, depthwise=3), 4, 0),
     (_images(320, 4, 6, depthwise=5), 4, 3),
     (_images(1024, 3, 3, depthwise=5), 2, 3),
 )

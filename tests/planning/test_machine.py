@@ -17,7 +17,7 @@ from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtypes
 from tfshard.measure import step_profile, timeline
 from tfshard.planning import Link, Machine
-from tfshard.planning.machine import Work
+from tfshard.planning.machine import KINDS_OF_WORK, Work
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
 from tfshard.storage import turns
 
@@ -200,6 +200,25 @@ def test_one_device_alone_computes_on_all_cores_what_is_large():
     assert one.seconds(one.in_turns(work, 1)) == pytest.approx(0.5 + 0.5 + 1.0)
     assert one.seconds(one.in_turns(work, 4)) == pytest.approx(2.0 + 2.0 + 2.0)
     assert machine().in_turns(work, 4) == work
+
+
+def test_at_another_pace_all_that_a_host_does_takes_so_many_times_as_long():
+    step, updated = traced({"batch": 4}, count=2, rows=64)
+    one = machine(cores=2, operation_seconds=1e-5, step_seconds=1e-3, transcendental_seconds=1e-9)
+    before = step.on(one, {"batch": 4}, updated_bytes=updated)
+    after = step.on(one.at_pace(1.5), {"batch": 4}, updated_bytes=updated)
+    assert before.collective_seconds > 0, "premise"
+    assert after.seconds == pytest.approx(1.5 * before.seconds)
+    work = Work(**{name: 1.0 for name in KINDS_OF_WORK})
+    assert one.at_pace(1.5).seconds(work) == pytest.approx(1.5 * one.seconds(work))
+    with pytest.raises(StrategyError, match="pace=0"):
+        one.at_pace(0)
+
+
+def test_links_between_hosts_keep_their_pace():
+    links, slow = machine().links, machine().at_pace(2).links
+    assert links.between and (slow.between, slow.across) == (links.between, links.across)
+    assert slow.inside["all-reduce"].bandwidth == links.inside["all-reduce"].bandwidth / 2
 
 
 def test_parts_take_as_often_as_there_are_parts_and_update_once():

@@ -234,6 +234,32 @@ class Machine:
         turns, share = devices / min(devices, self.cores), devices / self.cores
         return Work(**{name: (turns if name in _IN_TURNS else share) * getattr(work, name) for name in KINDS_OF_WORK})
 
+    def at_pace(self, pace: float) -> "Machine":
+        """The machine while all that a host does takes `pace` times as long: one that others use besides, or that is
+        too hot. The links between hosts stay as they are.
+
+        Raises:
+            StrategyError: `pace` is no positive number.
+
+        Example:
+
+        >>> from tfshard.planning import Machine
+        >>> machine = Machine.load("h100")
+        >>> machine.product_flops / machine.at_pace(1.25).product_flops
+        1.25
+        """
+        if not pace > 0:
+            raise StrategyError(f"The pace of a machine is a positive number. Received: pace={pace!r}")
+        inside = {
+            kind: Link(latency=pace * link.latency, bandwidth=link.bandwidth / pace, hop=pace * link.hop)
+            for kind, link in self.links.inside.items()
+        }
+        encoding = {codec: pace * seconds for codec, seconds in self.links.encoding.items()}
+        links = dataclasses.replace(self.links, inside=inside, encoding=encoding)
+        rates = {name: getattr(self, name) / pace for name in _RATES}
+        starts = {name: getattr(self, name) * pace for name in _STARTS}
+        return dataclasses.replace(self, links=links, **rates, **starts)
+
     @classmethod
     def of_prices(cls, prices: Mapping[str, float], *, name: str, links: Links, cores: int | None = None) -> "Machine":
         """A machine on which one of each kind of `Work` takes so many seconds, none of them 0."""

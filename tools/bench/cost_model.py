@@ -1,15 +1,20 @@
 """How well the time and the memory of steps are predicted: measured on this machine, beside `tfshard.simulate`.
 
-    tfshard calibrate --num_devices=4 --save=/tmp/machine.yaml
-    python -m tools.bench.cost_model --measure=/tmp/steps.json --rounds=1 --hosts    # half an hour, quiet
-    python -m tools.bench.cost_model --steps=/tmp/steps.json --machine=/tmp/machine.yaml
+    python -m tools.bench.cost_model --measure=/tmp/steps.json --rounds=1 --hosts    # 40 minutes, quiet
+    python -m tools.bench.cost_model --steps=/tmp/steps.json
 
-A configuration is a model, a mesh and a stage, with blocks computed again or a batch in parts; none of them is among
-the models of the calibration. Machines drift: each is measured in several rounds, in another order each, and a single
-one is off by 20% at times; what is compared is the median of the rounds, and their spread is in the table. Memory is of
-`PeakMemory.device_added` above what rests, in a round the median of three steps; tensors below 256 KiB are in neither,
-since the trace leaves them out. Links are those of so many logical devices: what they send each other takes the cores
-of all.
+The first calibrates the machine (`tfshard.calibrate`), and measures configurations: a model, a mesh and a stage, with
+blocks computed again or a batch in parts. None of them is among the models of the calibration.
+
+Machines drift, by a fifth within an hour: a calibration is of the minutes in which it was made. So two models that are
+no configurations, the pacemakers, are timed before and after the calibration and each configuration: what they take
+beside what they took at the calibration is the pace. The second command predicts by the machine at that pace
+(`Machine.at_pace`); and says how far the machine as it was calibrated is off. Each is measured in several rounds, in
+another order each; what is compared is the median of the rounds, and their spread is in the table.
+
+Memory is of `PeakMemory.device_added` above what rests, in a round the median of three steps; tensors below 256 KiB are
+in neither, since the trace leaves them out. Links are those of so many logical devices: what they send each other takes
+the cores of all.
 
 With `--hosts` (root), some are measured on two hosts with links of some rates between them (tools/hosts.sh), two
 devices each, and the links besides. The hosts share the cores of this machine: a host has half of them.
@@ -26,6 +31,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -37,10 +43,11 @@ from tools.report import models
 _MEASURE = flags.DEFINE_string("measure", None, "Measure, into this file; what is there already is kept.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each is measured.", lower_bound=1)
 _STEPS_FILE = flags.DEFINE_string("steps", None, "Predict what this file has.")
-_MACHINE = flags.DEFINE_string("machine", None, "By this machine.")
+_MACHINE = flags.DEFINE_string("machine", None, "By this machine, not the one calibrated when it was measured.")
 _HOSTS = flags.DEFINE_bool("hosts", False, "Measure those on two hosts, too; needs root.")
 _KINDS = flags.DEFINE_list("kinds", [], "Measure models of these kinds only. All, by default.")
 _ONE = flags.DEFINE_string("one", None, "Measure this configuration here, and print JSON.")
+_CALIBRATE = flags.DEFINE_bool("calibrate", False, "Calibrate here, and print JSON.")
 _LINKS = flags.DEFINE_bool("links", False, "Measure the links here, and print JSON.")
 _DEVICES = flags.DEFINE_integer("devices", None, "Between so many devices.")
 
@@ -80,29 +87,29 @@ def _gpt(layers: int, width: int, batch: int = 8, length: int = 96, vocabulary: 
 def configurations() -> list[Configuration]:
     """Models of different depth, width, batch and kind, on meshes of one to eight devices."""
     found = []
-    for number, (layers, width) in enumerate([(5, 208), (3, 304), (2, 352), (10, 144)]):
+    for number, (layers, width) in enumerate([(6, 160), (4, 240), (2, 320), (9, 144)]):
         model = _gpt(layers, width)
         found.append(Configuration(model=model, mesh={"batch": 4}))
         found.append(Configuration(model=model, mesh={"batch": 4}, stage=number % 3))
         found.append(Configuration(model=model, mesh={"batch": (1, 2, 8)[number % 3]}))
-    for layers, width in [(4, 288)]:
+    for layers, width in [(4, 264)]:
         found.append(Configuration(model=_gpt(layers, width, batch=16, length=128), mesh={"batch": 4}))
         found.append(Configuration(model=_gpt(layers, width), mesh={"batch": 2, "model": 2}))
         found.append(Configuration(model=_gpt(layers, width, vocabulary=5200), mesh={"model": 4}, stage=0))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, recompute=True))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, microbatches=2))
-    for model in [_gpt(3, 280, batch=16)]:
+    for model in [_gpt(3, 272, batch=16)]:
         found.append(Configuration(model=model, mesh={"replica": 2, "batch": 2}))
         found.append(Configuration(model=model, mesh={"model": 2}, stage=0))
         found.append(Configuration(model=model, mesh={"batch": 4, "model": 2}, stage=2))
         found.append(Configuration(model=model, mesh={"batch": 2}, microbatches=4))
         found.append(Configuration(model=model, mesh={"batch": 2}, recompute=True, microbatches=2))
     for kind, sizes in (
-        ("bert", {"layers": 3, "width": 192, "heads": 2, "length": 72}),
-        ("resnet50", {"length": 84}),
-        ("efficientnet", {"length": 100, "batch": 8}),
-        ("efficientnet", {"length": 72}),
-        ("lstm", {"width": 168}),
+        ("bert", {"layers": 4, "width": 144, "heads": 2, "length": 96}),
+        ("resnet50", {"length": 68}),
+        ("efficientnet", {"length": 108, "batch": 8}),
+        ("efficientnet", {"length": 68}),
+        ("lstm", {"width": 152}),
     ):
         model = dataclasses.replace(models.MODELS[kind], **sizes)
         found += [Configuration(model=model, mesh={"batch": size}) for size in (2, 4)]
@@ -120,10 +127,10 @@ def on_hosts() -> list[Configuration]:
         Configuration(model=_gpt(layers, width), mesh=mesh, stage=stage, rate=rate)
         for rate in RATES
         for layers, width, mesh, stage in [
-            (5, 176, {"batch": 4}, 3),
-            (5, 176, {"replica": 2, "batch": 2}, 3),
-            (4, 160, {"batch": 4}, 0),
-            (4, 160, {"replica": 2, "batch": 2}, 1),
+            (3, 240, {"batch": 4}, 3),
+            (3, 240, {"replica": 2, "batch": 2}, 3),
+            (3, 176, {"batch": 4}, 0),
+            (3, 176, {"replica": 2, "batch": 2}, 1),
         ]
     ]
 
@@ -153,8 +160,8 @@ def measure(configuration: Configuration) -> dict[str, Any]:
     return {"seconds": seconds, "peak": max(profiles[0].variable_bytes.values()) + added}
 
 
-def predicted(configuration: Configuration, machine: Any) -> Any:
-    """What is predicted of it, on paper."""
+def predicted(configuration: Configuration, machines: list[Any]) -> list[Any]:
+    """What is predicted of it on each machine, on paper."""
     import keras
 
     from tfshard.planning import liveness
@@ -168,16 +175,61 @@ def predicted(configuration: Configuration, machine: Any) -> Any:
     own = configuration.model.batch // data
     as_traced = functools.partial(liveness.peak_of, least=_LEAST_TRACED)
     with mock.patch.object(liveness, "peak_of", as_traced):
-        found = simulator.predictions(
-            machine, configuration.mesh, configuration.stage, rows=[own // configuration.microbatches],
-            recomputes=["block_.*" if configuration.recompute else None],
-        )  # fmt: skip
-    return found[0]
+        return [
+            simulator.predictions(
+                machine, configuration.mesh, configuration.stage, rows=[own // configuration.microbatches],
+                recomputes=["block_.*" if configuration.recompute else None],
+            )[0]
+            for machine in machines
+        ]  # fmt: skip
 
 
 def links_file(file: pathlib.Path, rate: str) -> pathlib.Path:
     """Where the links of two hosts, or of so many devices of one, are, beside what was measured."""
     return file.with_suffix(f".{rate}.json")
+
+
+def machine_file(file: pathlib.Path) -> pathlib.Path:
+    """Where the machine is, as it was calibrated, beside what was measured."""
+    return file.with_suffix(".machine.yaml")
+
+
+def pace_file(file: pathlib.Path) -> pathlib.Path:
+    """Where it is what the pacemakers took at the calibration."""
+    return file.with_suffix(".pace.json")
+
+
+class Pacemakers:
+    """Two models, one of products and one of convolutions, that tell how quick the machine is at a time."""
+
+    def __init__(self) -> None:
+        import keras
+
+        import tfshard
+
+        tfshard.initialize(num_devices=common.DEVICES, device_type="CPU")
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self._trained = []
+        for described in (_gpt(4, 192), dataclasses.replace(models.MODELS["resnet50"], batch=4, length=32)):
+            model = models.build(described)
+            model.compile("adam", loss, strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=common.DEVICES)))
+            self._trained.append((model, models.data(described, _STEPS), described.batch))
+        self._times()
+
+    def _times(self) -> list[float]:
+        return [
+            common.fit_times(model, data, batch_size=batch, epochs=1)["step"] for model, data, batch in self._trained
+        ]
+
+    def around(self, measures: Iterable[Callable[[], Any]]) -> Iterator[tuple[Any, list[float]]]:
+        """Measures one after the other: what each gives, and seconds of a step of each model meanwhile, as the mean of
+        before and after."""
+        before = self._times()
+        for measure in measures:
+            found = measure()
+            after = self._times()
+            yield found, [statistics.fmean(pair) for pair in zip(before, after, strict=True)]
+            before = after
 
 
 def reached(machine: Any, configuration: Configuration, file: pathlib.Path) -> Any:
@@ -196,36 +248,53 @@ def _off(rounds: list[float], predicted: float) -> float:
     return predicted / statistics.median(rounds) - 1
 
 
+def _pace(runs: list[dict[str, Any]], calibrated: list[float]) -> float:
+    """The median of how long the pacemakers took, beside what they took at the calibration."""
+    pairs = [zip(run["pacemakers"], calibrated, strict=True) for run in runs]
+    return statistics.median(statistics.geometric_mean(now / then for now, then in each) for each in pairs)
+
+
 def report(file: pathlib.Path, machine: Any) -> None:
     """Prints a table, the worst last."""
     rows: dict[str, list[dict[str, Any]]] = json.loads(file.read_text())
+    calibrated = json.loads(pace_file(file).read_text())
     by_name = {each.name: each for each in (*configurations(), *on_hosts())}
-    found = []
+    found, unpaced = [], []
     for name, runs in rows.items():
-        one = predicted(by_name[name], reached(machine, by_name[name], file))
-        time = [1e3 * run["seconds"] for run in runs], 1e3 * one.seconds
-        memory = [run["peak"] / 2**20 for run in runs], one.peak_bytes / 2**20
-        found.append((name, time, memory))
-        print(f"{name}: {_off(*time):+.0%}, memory {_off(*memory):+.0%}", flush=True)
-    found.sort(key=lambda each: abs(_off(*each[1])))
-    print("| configuration | step, ms | predicted | | peak, MiB | predicted | |\n" + "| --- " * 7 + "|")
-    for name, *both in found:
+        pace, there = _pace(runs, calibrated), reached(machine, by_name[name], file)
+        as_calibrated, one = predicted(by_name[name], [there, there.at_pace(pace)])
+        times = [1e3 * run["seconds"] for run in runs]
+        time, memory = (times, 1e3 * one.seconds), ([run["peak"] / 2**20 for run in runs], one.peak_bytes / 2**20)
+        found.append((name, pace, time, memory))
+        unpaced.append(_off(times, 1e3 * as_calibrated.seconds))
+        print(f"{name}: {_off(*time):+.0%} ({unpaced[-1]:+.0%}), memory {_off(*memory):+.0%}", flush=True)
+    found.sort(key=lambda each: abs(_off(*each[2])))
+    print("| configuration | pace | step, ms | predicted | | peak, MiB | predicted | |\n" + "| --- " * 8 + "|")
+    for name, pace, *both in found:
         cells = [
             f"{common.spread(rounds, form)} | {of_it:{form}} | {_off(rounds, of_it):+.0%}"
             for (rounds, of_it), form in zip(both, (".0f", ".1f"), strict=True)
         ]
-        print(f"| {' | '.join([name, *cells])} |")
+        print(f"| {' | '.join([name, f'{pace:.2f}', *cells])} |")
     for what, errors in (
-        ("time", [abs(_off(*time)) for _, time, _ in found]),
-        ("memory", [abs(_off(*memory)) for _, _, memory in found]),
+        ("time", [_off(*time) for _, _, time, _ in found]),
+        ("time, whatever the pace", unpaced),
+        ("memory", [_off(*memory) for _, _, _, memory in found]),
     ):
-        middle, worst = statistics.median(errors), max(errors)
+        middle, worst = statistics.median(map(abs, errors)), max(map(abs, errors))
         print(f"{what}: {len(errors)} configurations, {middle:.0%} at the median, {worst:.0%} at worst")
 
 
 def measure_all(file: pathlib.Path, rounds: int) -> None:
     """Measures what a file does not have yet."""
+    from tfshard.planning import Machine
+
     rows: dict[str, list[dict[str, Any]]] = json.loads(file.read_text()) if file.exists() else {}
+    pacemakers = Pacemakers()
+    if not machine_file(file).exists():
+        [(machine, pace)] = pacemakers.around([lambda: said("", "--calibrate")])
+        Machine.from_dict(machine).save(machine_file(file))
+        pace_file(file).write_text(json.dumps(pace))
     for devices in DEVICES:
         if not links_file(file, str(devices)).exists():
             links_file(file, str(devices)).write_text(json.dumps(said("", "--links", f"--devices={devices}")))
@@ -234,16 +303,14 @@ def measure_all(file: pathlib.Path, rounds: int) -> None:
             links_file(file, rate).write_text(json.dumps(said(rate, "--links")))
     tried = configurations() + on_hosts() * _HOSTS.value
     tried = [each for each in tried if each.model.kind in (_KINDS.value or [each.model.kind])]
-    for number in range(rounds):
-        # In any order, so that what drifts is not taken for what one kind of model takes.
-        for configuration in random.Random(number).sample(tried, len(tried)):
-            runs = rows.setdefault(configuration.name, [])
-            if len(runs) > number:
-                continue
-            one = json.dumps(dataclasses.asdict(configuration))
-            runs.append(said(configuration.rate, f"--one={one}"))
-            file.write_text(json.dumps(rows, indent=1))
-            print(f"{number + 1}, {configuration.name}: {1e3 * runs[-1]['seconds']:.0f} ms", flush=True)
+    # In any order, so that what drifts is not taken for what one kind of model takes.
+    each_round = [random.Random(number).sample(tried, len(tried)) for number in range(rounds)]
+    left = [each for number, order in enumerate(each_round) for each in order if len(rows.get(each.name, [])) <= number]
+    measures = [functools.partial(said, each.rate, f"--one={json.dumps(dataclasses.asdict(each))}") for each in left]
+    for configuration, (run, pace) in zip(left, pacemakers.around(measures), strict=True):
+        rows.setdefault(configuration.name, []).append({**run, "pacemakers": pace})
+        file.write_text(json.dumps(rows, indent=1))
+        print(f"{configuration.name}: {1e3 * run['seconds']:.0f} ms, pacemakers {pace}", flush=True)
 
 
 def said(rate: str, *what: str) -> Any:
@@ -268,6 +335,11 @@ def main(argv: list[str]) -> None:
         given = json.loads(_ONE.value)
         found = measure(Configuration(**{**given, "model": models.Model(**given["model"])}))
         print(f"FOUND {json.dumps(found)}", flush=True)
+    elif _CALIBRATE.value:
+        import tfshard
+
+        tfshard.initialize(num_devices=common.DEVICES, device_type="CPU")
+        print(f"FOUND {json.dumps(tfshard.calibrate().to_dict())}", flush=True)
     elif _LINKS.value:
         import tfshard
 
@@ -275,12 +347,13 @@ def main(argv: list[str]) -> None:
         print(f"FOUND {json.dumps(tfshard.profile_network().links.to_dict())}", flush=True)
     elif _MEASURE.value:
         measure_all(pathlib.Path(_MEASURE.value), _ROUNDS.value)
-    elif _STEPS_FILE.value and _MACHINE.value:
+    elif _STEPS_FILE.value:
         from tfshard.planning import Machine
 
-        report(pathlib.Path(_STEPS_FILE.value), Machine.load(_MACHINE.value))
+        file = pathlib.Path(_STEPS_FILE.value)
+        report(file, Machine.load(_MACHINE.value or machine_file(file)))
     else:
-        raise app.UsageError("Say --measure=FILE, or --steps=FILE and --machine=FILE.")
+        raise app.UsageError("Say --measure=FILE, or --steps=FILE.")
 
 
 if __name__ == "__main__":
