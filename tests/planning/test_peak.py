@@ -38,6 +38,12 @@ def gelus():
     return blocks(6, activation="gelu")
 
 
+def recurrent(units=128, turns=16):
+    """What a backward pass needs of each turn is in lists that the forward pass fills: 256 KiB a device and more."""
+    layers = [keras.layers.LSTM(units, return_sequences=True) for _ in range(2)]
+    return keras.Sequential([keras.Input((turns, units)), *layers]), np.zeros((2048, turns, units), "float32")
+
+
 def narrow():
     """Blocks whose weights are in one group, and so small that their gradients wait for nothing but the end."""
     inputs = keras.Input((1024, 16))
@@ -88,6 +94,7 @@ def measured(model, batch):
         (blocks, {"stage": 3, "recompute": True}),
         (blocks, {"stage": 3, "mesh": {"batch": 2, "model": 2}, "layout_map": "auto"}),
         (gelus, {"stage": 3}),
+        (recurrent, {"stage": 3}),
     ],
 )
 def test_the_predicted_peak_is_the_measured_one(make, options):

@@ -9,12 +9,13 @@ together, and nothing else is kept: two tensors, on every device and in every or
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tfshard import _private
+from tfshard.operations.replacing import replaced
 
 # Gives the same tensors, of which none is there before the others are.
 Together: TypeAlias = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
@@ -24,15 +25,9 @@ _Function: TypeAlias = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 _CUBIC = 0.044715
 
 
-@contextlib.contextmanager
-def with_derivatives(together: Together) -> Iterator[None]:
+def with_derivatives(together: Together) -> contextlib.AbstractContextManager[None]:
     """A context in which `VERSIONS` make their derivatives at once."""
-    with contextlib.ExitStack() as stack:
-        for name, version in VERSIONS.items():
-            original = getattr(tf.nn, name)
-            stack.callback(setattr, tf.nn, name, original)
-            setattr(tf.nn, name, functools.wraps(original)(functools.partial(version, together, original)))
-        yield
+    return replaced((tf.nn, name, functools.partial(version, together)) for name, version in VERSIONS.items())
 
 
 def gelu(

@@ -7,7 +7,7 @@ convolution puts its places into the batch and takes them back: over the rows of
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,19 +17,14 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError
 from tfshard.operations import activations, batch_moments, rows
+from tfshard.operations.replacing import replaced
 from tfshard.storage import steps
 
 
-@contextlib.contextmanager
-def called_with_rows(mesh: dtensor.Mesh) -> Iterator[None]:
+def called_with_rows(mesh: dtensor.Mesh) -> contextlib.AbstractContextManager[None]:
     """A context for a step that is being traced: `tf.map_fn`, `tf.nn.ctc_loss`, dilated convolutions on a mesh. And
     what is not a function of rows, but ours as well: batch normalization, and activations with their derivative."""
-    with contextlib.ExitStack() as stack:
-        for module, name, version in _VERSIONS:
-            original = getattr(module, name)
-            stack.callback(setattr, module, name, original)
-            setattr(module, name, functools.wraps(original)(functools.partial(version, mesh, original)))
-        yield
+    return replaced((module, name, functools.partial(version, mesh)) for module, name, version in _VERSIONS)
 
 
 def _map(

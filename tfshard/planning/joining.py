@@ -33,9 +33,10 @@ def in_order(
 
 
 def _maker(tensor: tf.Tensor) -> tf.Operation:
-    """What computed it."""
+    """What computed it, which others reshaped or cast; of what is given, what reshaped it last."""
     operation = tensor.op
-    while operation.type in VIEWS | {"Cast"} and operation.inputs[0].op.type not in WITHOUT_WORK - VIEWS:
+    given = WITHOUT_WORK - VIEWS
+    while operation.type in VIEWS | {"Cast"} and operation.inputs[0].op.type not in given:
         operation = operation.inputs[0].op
     return operation
 

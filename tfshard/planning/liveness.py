@@ -6,7 +6,8 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
-from tfshard.planning import joining
+from tfshard import _private
+from tfshard.planning import joining, loop_memory, step_flops
 from tfshard.planning.training_graph import VIEWS, WITHOUT_WORK, Cost, Kind, TrainingGraph
 
 # Kernels that write their result where an input was that nobody else needs (forward_input_or_allocate_output).
@@ -228,6 +229,9 @@ class _Run:
                     self._hold(output, given or _Buffer(0, operation.name, is_own=False))  # Else of what is known.
         elif operation.inputs and operation.inputs[0].ref() in self._buffers and self._is_view(operation):
             made = [self._buffers[operation.inputs[0].ref()]]
+        elif operation.type in step_flops.LOOPS:
+            made = self._results_of_loop(operation, inputs)
+            self._note(operation, self._in_a_turn(operation), operation.name)
         else:
             made = [self._result(operation, output, inputs) for output in operation.outputs]
             self._note(operation, self._expanded(operation), operation.name)
@@ -278,7 +282,37 @@ class _Run:
             return 0
         return 2 * self._size(operation.inputs[0])
 
+    def _results_of_loop(self, operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[_Buffer]:
+        made: list[_Buffer] = []
+        for output, result in zip(operation.outputs, loop_memory.results_of(operation, least=self._least), strict=True):
+            if result.same is not None:
+                made.append(made[result.same])
+            elif result.given is not None:
+                given = self._buffers.get(operation.inputs[result.given].ref())
+                made.append(given or _Buffer(0, operation.name, is_own=False))  # Else of what is known.
+            elif result.bytes is not None:
+                made.append(self._allocated(result.bytes, operation.name))
+            else:
+                made.append(self._result(operation, output, inputs))
+        return made
+
+    def _in_a_turn(self, operation: tf.Operation) -> int:
+        """What a turn of a loop has at most that it neither was given nor gives on."""
+        body = _private.function_graph(operation, "body")
+        if body is None:  # Of TensorFlow 1.
+            return 0
+        share = self._graph.shares(operation.outputs[0])
+        turn = dataclasses.replace(
+            self._graph, operations=tuple(body.get_operations()), results=tuple(body.outputs), costs={},
+            stored=frozenset(), shards=frozenset(), devices=1, shares=lambda tensor: share,
+        )  # fmt: skip
+        return peak_of(turn, least=self._least).bytes
+
     def _result(self, operation: tf.Operation, output: tf.Tensor, inputs: Iterable[tf.Tensor]) -> _Buffer:
+        if operation.type in loop_memory.TAKEN:
+            return _Buffer(0, operation.name, is_own=False)
+        if operation.type == "TensorListFromTensor":
+            return self._allocated(self._in_elements(operation.inputs[0]), operation.name)
         bytes_ = self._size(output) // (self._graph.devices if operation in self._graph.shards else 1)
         what: Kind | str = Kind.GRADIENT if output.ref() in self._gradients else operation.name
         if operation.type in _IN_PLACE or _IN_PLACE_OUTPUT.get(operation.type) == output.value_index:
@@ -288,6 +322,11 @@ class _Run:
                     buffer.what = what
                     return buffer
         return self._allocated(bytes_, what)
+
+    def _in_elements(self, tensor: tf.Tensor) -> int:
+        """Bytes of a tensor as a list of what its first dim has."""
+        size = self._size(tensor)
+        return size if size >= self._least * (tensor.shape[0] or 1) else 0
 
     def _is_quick(self, operation: tf.Operation) -> bool:
         return operation.type in WITHOUT_WORK or self._is_view(operation)

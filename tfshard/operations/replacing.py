@@ -1,0 +1,22 @@
+"""Functions of modules that are others for a while."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def replaced(functions: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """A context in which functions of modules are others.
+
+    Args:
+        functions: A module, the name of its function, and what is called instead: with the function itself, then with
+            what it is called with.
+    """
+    with contextlib.ExitStack() as stack:
+        for module, name, version in functions:
+            original = getattr(module, name)
+            stack.callback(setattr, module, name, original)
+            setattr(module, name, functools.wraps(original)(functools.partial(version, original)))
+        yield
