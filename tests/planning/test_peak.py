@@ -1,5 +1,7 @@
 """The predicted peak of a step is that of the allocator's trace, and gathers of recomputed blocks are counted."""
 
+import ctypes
+
 import keras
 import numpy as np
 import pytest
@@ -253,3 +255,35 @@ def test_an_update_holds_the_gradient_and_new_slots(optimizer, slots):
         assert peak.overlap_bytes >= kernel
     else:
         assert peak.updated_bytes == 0
+
+
+def address_of(tensor):
+    """Where a tensor is in memory, which is the first field of what DLPack gives."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    tensor = pointer(tf.experimental.dlpack.to_dlpack(tensor), b"dltensor")
+    return ctypes.cast(tensor, ctypes.POINTER(ctypes.c_void_p))[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "begin", "size"),
+    [
+        ((96,), (0,), (32,)),
+        ((96,), (32,), (64,)),
+        ((96,), (8,), (32,)),
+        ((96,), (32,), (8,)),
+        ((6, 16), (1, 0), (2, 16)),
+        ((6, 24), (1, 0), (2, 24)),
+        ((6, 16), (0, 0), (6, 8)),
+        ((6, 4, 8), (3, 0, 0), (3, 4, 8)),
+    ],
+)
+def test_a_part_is_a_copy_where_it_is_one_in_tensorflow(shape, begin, size):
+    """A group is freed when its last member was cut out, if it was copied."""
+    end = [first + count for first, count in zip(begin, size, strict=True)]
+    cuts = [lambda x: tf.slice(x, begin, size), lambda x: tf.strided_slice(x, begin, end)]
+    whole = tf.random.normal(shape)
+    shared = [0 <= address_of(cut(whole)) - address_of(whole) < 4 * whole.shape.num_elements() for cut in cuts]
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, shape)
+        assert [liveness.is_aligned(cut(x).op) for cut in cuts] == shared

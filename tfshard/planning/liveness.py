@@ -20,6 +20,10 @@ _IN_PLACE = frozenset(
 )
 # Of several results, the one that is written where an input was.
 _IN_PLACE_OUTPUT = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
+# What gives a part of a tensor: without a copy where it begins and ends at a multiple of so many bytes
+# (IsDim0SliceAligned of TensorFlow's slice_op.cc and strided_slice_op.cc; EIGEN_MAX_ALIGN_BYTES).
+_CUTS = frozenset(("Slice", "StridedSlice"))
+_ALIGNED_BYTES = 64
 # What takes a transposed matrix as it is (Grappler's FoldTransposeIntoMatMul).
 _PRODUCTS = frozenset(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul"))
 
@@ -55,6 +59,23 @@ def peak_of(graph: TrainingGraph, *, at_once: bool = False, least: int = 0) -> M
         least: Bytes below which a tensor does not count, as a trace leaves out what is smaller.
     """
     return _Run(graph, at_once, least).run()
+
+
+def is_aligned(cut: tf.Operation) -> bool:
+    """Whether what is cut out are rows of the first dim, aligned in memory."""
+    given, result = cut.inputs[0], cut.outputs[0]
+    begin = tf.get_static_value(cut.inputs[1])
+    if begin is None or not (given.shape.is_fully_defined() and result.shape.is_fully_defined() and given.shape.rank):
+        return False
+    row = given.shape[1:]
+    if row not in (result.shape, result.shape[1:]) or (
+        cut.type == "StridedSlice" and tf.get_static_value(cut.inputs[3])[0] != 1
+    ):
+        return False
+    if row.rank:
+        return bool(row.num_elements() * given.dtype.size % _ALIGNED_BYTES == 0)
+    first, count = int(begin[0]) % given.shape[0], result.shape.num_elements()
+    return all(each * given.dtype.size % _ALIGNED_BYTES == 0 for each in (first, count))
 
 
 class _Buffer:
@@ -333,6 +354,8 @@ class _Run:
 
     def _is_view(self, operation: tf.Operation) -> bool:
         """Whether it gives its first input, or a part of it, and copies nothing."""
+        if operation.type in _CUTS:
+            return is_aligned(operation)
         if operation.type != "Transpose":
             return operation.type in VIEWS
         order = tf.get_static_value(operation.inputs[1])
