@@ -272,19 +272,22 @@ class _Trace:
 
     def _store(self, name: str, members: Sequence[VariableLayout]) -> None:
         first = members[0]
-        shape = first.spec.shape
-        if first.grouped:
-            shape = (sum(math.prod(each.spec.shape) for each in members),)
-        value = self._stored[name] = tf.compat.v1.placeholder(first.spec.dtype, shape)
-        if first.grouped and self._is_gathered(first):
+        if not first.grouped:
+            whole = tf.compat.v1.placeholder(first.spec.dtype, first.spec.shape)
+            self._stored[name] = self._values[first.spec.path] = whole
+            self._sources[whole.ref()] = first.compute
+            return
+        form = first.flat
+        assert form is not None
+        shards = math.prod(form.model_sizes)
+        value = self._stored[name] = tf.compat.v1.placeholder(first.spec.dtype, (shards * form.elements,))
+        if self._is_gathered(first):
             value = tf.identity(value)
-        offset = 0
         for each in members:
-            size = math.prod(each.spec.shape)
-            part = tf.reshape(value[offset : offset + size], each.spec.shape) if first.grouped else value
+            place = form.members[each.member]
+            part = tf.reshape(value[shards * place.offset : shards * place.end], each.spec.shape)
             self._values[each.spec.path] = part
-            self._sources[(part if first.grouped else self._stored[name]).ref()] = each.compute
-            offset += size
+            self._sources[part.ref()] = each.compute
 
     def _is_gathered(self, layout: VariableLayout) -> bool:
         return self._placement.zero_stage == 3 and self._devices > 1 and variable_traffic.is_gathered(layout, 3)
