@@ -168,9 +168,8 @@ def advise(
 
     The peak of a step on one device is found by running its operations one after the other, on paper: what rests, what
     is gathered for its turns, activations until their last use, gradients, the buffers of reductions, new values.
-    docs/planning.md says how, and docs/measurements.md sets it beside what steps took. Not counted: what is in the
-    loops of recurrent layers, what the runtime holds besides, fragmentation. Leave room for them in
-    `memory_per_device`.
+    docs/planning.md says how, and docs/measurements.md sets it beside what steps took. Not counted: what the runtime
+    holds besides, fragmentation. Leave room for them in `memory_per_device`.
 
     Args:
         model: A built `keras.Model`, also one from `tfshard.abstract_model`, or a list of `VariableSpec`.
