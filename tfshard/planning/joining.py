@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfshard.planning.training_graph import VIEWS, WITHOUT_WORK
+from tfshard.planning.training_graph import CUTS, VIEWS, WITHOUT_WORK
 
 
 def in_order(
@@ -35,8 +35,9 @@ def in_order(
 def _maker(tensor: tf.Tensor) -> tf.Operation:
     """What computed it, which others reshaped or cast; of what is given, what reshaped it last."""
     operation = tensor.op
-    given = WITHOUT_WORK - VIEWS
-    while operation.type in VIEWS | {"Cast"} and operation.inputs[0].op.type not in given:
+    rearranging = VIEWS | CUTS | {"Cast"}
+    given = WITHOUT_WORK - rearranging
+    while operation.type in rearranging and operation.inputs[0].op.type not in given:
         operation = operation.inputs[0].op
     return operation
 

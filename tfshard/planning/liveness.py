@@ -7,8 +7,9 @@ from collections.abc import Hashable, Iterable, Sequence
 import tensorflow as tf
 
 from tfshard import _private
+from tfshard.layouts.variable_layout import ALIGNMENT_BYTES
 from tfshard.planning import joining, loop_memory, step_flops
-from tfshard.planning.training_graph import VIEWS, WITHOUT_WORK, Cost, Kind, TrainingGraph
+from tfshard.planning.training_graph import CUTS, VIEWS, WITHOUT_WORK, Cost, Kind, TrainingGraph
 
 # Kernels that write their result where an input was that nobody else needs (forward_input_or_allocate_output).
 _IN_PLACE = frozenset(
@@ -20,10 +21,6 @@ _IN_PLACE = frozenset(
 )
 # Of several results, the one that is written where an input was.
 _IN_PLACE_OUTPUT = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
-# What gives a part of a tensor: without a copy where it begins and ends at a multiple of so many bytes
-# (IsDim0SliceAligned of TensorFlow's slice_op.cc and strided_slice_op.cc; EIGEN_MAX_ALIGN_BYTES).
-_CUTS = frozenset(("Slice", "StridedSlice"))
-_ALIGNED_BYTES = 64
 # What takes a transposed matrix as it is (Grappler's FoldTransposeIntoMatMul).
 _PRODUCTS = frozenset(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul"))
 
@@ -62,20 +59,20 @@ def peak_of(graph: TrainingGraph, *, at_once: bool = False, least: int = 0) -> M
 
 
 def is_aligned(cut: tf.Operation) -> bool:
-    """Whether what is cut out are rows of the first dim, aligned in memory."""
+    """Whether a cut copies nothing: it takes rows of the first dim that begin and end at a multiple of
+    `ALIGNMENT_BYTES` (IsDim0SliceAligned of TensorFlow's slice_op.cc and strided_slice_op.cc)."""
     given, result = cut.inputs[0], cut.outputs[0]
     begin = tf.get_static_value(cut.inputs[1])
     if begin is None or not (given.shape.is_fully_defined() and result.shape.is_fully_defined() and given.shape.rank):
         return False
     row = given.shape[1:]
-    if row not in (result.shape, result.shape[1:]) or (
-        cut.type == "StridedSlice" and tf.get_static_value(cut.inputs[3])[0] != 1
-    ):
+    skips = cut.type == "StridedSlice" and tf.get_static_value(cut.inputs[3])[0] != 1
+    if skips or row not in (result.shape, result.shape[1:]):
         return False
+    edges = [int(begin[0]) % given.shape[0], result.shape.num_elements()]
     if row.rank:
-        return bool(row.num_elements() * given.dtype.size % _ALIGNED_BYTES == 0)
-    first, count = int(begin[0]) % given.shape[0], result.shape.num_elements()
-    return all(each * given.dtype.size % _ALIGNED_BYTES == 0 for each in (first, count))
+        edges = [row.num_elements()]
+    return all(each * given.dtype.size % ALIGNMENT_BYTES == 0 for each in edges)
 
 
 class _Buffer:
@@ -354,7 +351,7 @@ class _Run:
 
     def _is_view(self, operation: tf.Operation) -> bool:
         """Whether it gives its first input, or a part of it, and copies nothing."""
-        if operation.type in _CUTS:
+        if operation.type in CUTS:
             return is_aligned(operation)
         if operation.type != "Transpose":
             return operation.type in VIEWS

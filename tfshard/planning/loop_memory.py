@@ -12,8 +12,6 @@ from tfshard.planning.training_graph import VIEWS
 # What puts a tensor into a list, by the number of the input that it is; and what takes one out.
 _PUT = {"TensorListPushBack": 1, "TensorListSetItem": 2}
 TAKEN = frozenset(("TensorListGetItem", "TensorListPopBack"))
-# A slice of what a turn makes is a copy.
-_VIEWS = VIEWS - {"Slice", "StridedSlice"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +69,6 @@ def results_of(loop: tf.Operation, *, least: int = 0) -> list[Result]:
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:
     """What a tensor is, or is a view of."""
-    while tensor.op.type in _VIEWS:
+    while tensor.op.type in VIEWS:
         tensor = tensor.op.inputs[0]
     return tensor

@@ -31,12 +31,12 @@ from tfshard.operations import activations, blocks
 from tfshard.planning import local_shares, variable_traffic
 from tfshard.storage import recomputing, steps, turns
 
-# What gives its first input, or a part of it, and copies nothing.
-VIEWS = frozenset(
-    "Bitcast ExpandDims Identity PreventGradient Reshape Slice Snapshot Squeeze StopGradient StridedSlice".split()
-)
+# What gives its first input, and copies nothing.
+VIEWS = frozenset("Bitcast ExpandDims Identity PreventGradient Reshape Snapshot Squeeze StopGradient".split())
+# What gives a part of it, with a copy or without (`liveness.is_aligned`).
+CUTS = frozenset(("Slice", "StridedSlice"))
 # And what else takes next to no time.
-WITHOUT_WORK = VIEWS | {"Const", "IdentityN", "NoOp", "Placeholder", "Shape"}
+WITHOUT_WORK = VIEWS | CUTS | {"Const", "IdentityN", "NoOp", "Placeholder", "Shape"}
 
 # In the names of operations that are not the model's: before those in the order of names, as it is in a step
 # (`joining`).
