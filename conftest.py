@@ -1,4 +1,7 @@
-"""Starts four logical CPU devices for every test and doctest, before TensorFlow makes its first tensor."""
+"""Starts four devices for every test and doctest, before TensorFlow makes its first tensor.
+
+Logical CPU devices; with TFSHARD_DEVICE_TYPE=GPU those of the machine, or parts of one (docs/testing.md).
+"""
 
 import os
 
@@ -6,6 +9,10 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-import tfshard  # noqa: E402
+import tensorflow as tf  # noqa: E402
 
-tfshard.initialize(num_devices=4, device_type="CPU")
+from tools.bench import common  # noqa: E402
+
+# A GPU then multiplies float32 in float32, as a CPU does.
+tf.config.experimental.enable_tensor_float_32_execution(False)
+common.start()

@@ -1,4 +1,4 @@
-"""Four logical CPU devices for every test of a process (TensorFlow fixes them once), quick tests, and how much ran."""
+"""Quick tests, what is drawn of slow ones, and how much ran. (The devices of all tests: the conftest.py above.)"""
 
 import collections
 import gc
@@ -16,10 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import portions  # noqa: E402
 import quick  # noqa: E402
 import sweeps  # noqa: E402
-import tfshard  # noqa: E402
 from tools.mutations import MUTATIONS  # noqa: E402
-
-tfshard.initialize(num_devices=4, device_type="CPU")
 
 # Cases of each table that ran, and all that it has.
 _RAN: collections.Counter[str] = collections.Counter()

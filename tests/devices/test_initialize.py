@@ -64,3 +64,27 @@ def test_operations_of_logical_devices_share_the_cores(before, environment, thre
     )
     done = run(code, **environment)
     assert f"threads {threads}\n" in done.stdout, done.stderr
+
+
+SPLIT = """
+import os
+import tensorflow as tf, tfshard
+from tfshard.devices import startup
+gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+tf.config.list_physical_devices = lambda kind=None: [gpu] if kind == "GPU" else []
+tf.config.get_logical_device_configuration = lambda device: {parts}
+print(startup._validate_num_devices(None, "GPU"), startup._switches_of("GPU")["DTENSOR_GPU_USE_NCCL_COMMUNICATION"])
+os.environ["DTENSOR_GPU_USE_NCCL_COMMUNICATION"] = startup._switches_of("GPU")["DTENSOR_GPU_USE_NCCL_COMMUNICATION"]
+print(startup.scatters_what_it_reduces("GPU"), startup.scatters_what_it_reduces("CPU"))
+startup._validate_num_devices(5, "GPU")
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "devices", "nccl"), [("None", 1, 1), ("[tf.config.LogicalDeviceConfiguration(9)] * 4", 4, 0)]
+)
+def test_parts_of_a_gpu_are_devices_and_go_without_nccl(parts, devices, nccl):
+    done = run(SPLIT.format(parts=parts))
+    assert f"{devices} {nccl}\n{bool(nccl)} False" in done.stdout, done.stderr
+    assert f"InitializationError: Not enough GPU devices: this process sees {devices}. To try more" in done.stderr
+    assert "tf.config.set_logical_device_configuration(tf.config.list_physical_devices('GPU')[0]" in done.stderr

@@ -1,6 +1,7 @@
 """What each device computes with its own rows: operations, dilated convolutions, loops of recurrent layers."""
 
 import functools
+import importlib
 import itertools
 
 import keras
@@ -277,3 +278,22 @@ def test_a_layer_trains_to_the_numbers_of_one_device(name: str, mesh: str):
     )  # fmt: skip
     assert "batch" in parity.shard_axes(run.model)
     parity.assert_same(run, reference(name), rtol=0.0, atol=1e-5)
+
+
+def test_a_loop_that_cudnn_would_do_is_done_by_tensorflow(monkeypatch):
+    expected = {name: reference(name) for name in ("LSTM", "GRU", "Bidirectional")}
+    monkeypatch.setattr(importlib.import_module("keras.src.backend.tensorflow.rnn"), "_is_gpu_available", lambda: True)
+    plain = tf.function(build("LSTM")).get_concrete_function(tf.TensorSpec((8, 6, 5)))
+    assert "CudnnRNNV3" in {operation.type for operation in plain.graph.get_operations()}, "premise"
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    for name, run in expected.items():
+        ours = parity.train(
+            lambda name=name: build(name), batches(), optimizer=lambda: keras.optimizers.Adam(1e-2), loss="mse",
+            steps=3, strategy=strategy,
+        )  # fmt: skip
+        parity.assert_same(ours, run, rtol=0.0, atol=1e-5)
+    inputs = keras.Input((6, 5))
+    model = keras.Model(inputs, keras.layers.LSTM(4, use_cudnn=True)(inputs))
+    model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    with pytest.raises(ValueError, match="use_cudnn=True was specified"):
+        model.train_on_batch(batches()[0][0], np.zeros((8, 4), np.float32))

@@ -1,4 +1,4 @@
-"""A way of storing is one class: parameters in that of slots, bfloat16."""
+"""A way of storing is one class: parameters in that of slots, bfloat16; int32, where GPUs have none, in int64."""
 
 import keras
 import numpy as np
@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfshard
+from tfshard.storage import formats
 from tfshard.storage.formats import FlatInBfloat16, StorageFormat, Whole, WholeInBfloat16
 
 
@@ -44,3 +45,54 @@ def test_a_format_that_stores_bfloat16_is_one_class(options, found, monkeypatch,
     manager.restore(model)
     for variable, value in zip(stored, values, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
+
+
+class Counting(keras.layers.Layer):
+    """Adds to what it is given how often each of its columns was positive, and by how many rows it was called."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=shape[1:], dtype="int32", initializer="zeros", trainable=False)
+        self.rows = self.add_weight(shape=(), dtype="int32", initializer="ones", trainable=False)
+
+    def call(self, x):
+        self.seen.assign_add(keras.ops.sum(keras.ops.cast(x > 0, "int32"), 0))
+        self.rows.assign(self.rows + keras.ops.shape(x)[0])
+        return x + 0.01 * keras.ops.cast(self.seen, "float32") / keras.ops.cast(self.rows, "float32")
+
+
+@pytest.mark.parametrize("options", [{"zero_stage": 1}, {}, {"analyzer": None}], ids=["stage1", "group", "alone"])
+def test_integers_that_devices_have_no_variables_of_rest_in_longer_ones(options, monkeypatch, tmp_path):
+    monkeypatch.setattr(formats, "_has_int32", lambda mesh: False)
+    x, y = np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32), np.zeros((8, 3), np.float32)
+
+    def train(strategy):
+        keras.utils.set_random_seed(0)
+        # Adafactor has slots of int32, too.
+        layers = [keras.layers.Dense(16, "relu"), Counting(name="counting"), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((12,)), *layers])
+        extra = {} if strategy is None else {"strategy": strategy}
+        model.compile(keras.optimizers.Adafactor(0.1), "mse", jit_compile=False, **extra)
+        losses = [float(model.train_on_batch(x, y)) for _ in range(4)]
+        return model, losses, model.predict(x, verbose=0), model.get_layer("counting")
+
+    expected, losses, predicted, counted = train(None)
+    model, ours, outputs, counting = train(tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), **options))
+    assert counting.seen.value.buffer.dtype == counting.rows.value.buffer.dtype == tf.int64, "premise"
+    assert counting.seen.value.dtype == tf.int32 and counting.rows.numpy().dtype == np.int32
+    np.testing.assert_allclose(ours, losses, rtol=1e-5)
+    np.testing.assert_allclose(outputs, predicted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(counting.seen.numpy(), counted.seen.numpy())
+    # A function of no step reads and writes, too.
+    np.testing.assert_allclose(tf.function(model)(x), tf.function(expected)(x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(counting.seen.numpy(), counted.seen.numpy())
+    assert int(counting.rows.numpy()) == int(counted.rows.numpy()) > 0
+    seen = counting.seen.numpy()
+    manager = tfshard.CheckpointManager(tmp_path)
+    manager.save(model, 1)
+    counting.seen.assign(np.zeros(16, np.int32))
+    model.train_on_batch(x, y)
+    manager.restore(model)
+    np.testing.assert_array_equal(counting.seen.numpy(), seen)
+    model.save_weights(tmp_path / "model.weights.h5")
+    expected.load_weights(tmp_path / "model.weights.h5")
+    np.testing.assert_array_equal(counted.seen.numpy(), seen)

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.trainers.trainer import model_supports_jit
 
 import parity
 import tfshard
@@ -172,6 +173,19 @@ def test_a_gradient_outside_of_a_step_is_refused_by_name_and_a_frozen_model_trai
     results = head(model)
     assert isinstance(model.layers[1].kernel.value, tfshard.storage.ShardedVariable)
     assert_close(results, head(compiled(None)))
+
+
+def test_plain_models_around_it_are_not_compiled_by_xla():
+    """Where there is a GPU, Keras has XLA compile models that allow it: it takes no variables of other devices."""
+    model = compiled(strategy())
+    assert_sharded(model, "grouped")
+    assert model_supports_jit(compiled(None)) and not model_supports_jit(keras.Model(model.input, model.output)), (
+        "promise"
+    )
+    wrapped, plain_one = (keras.Sequential([body, keras.layers.Softmax()]) for body in (model, compiled(None)))
+    with pytest.warns(UserWarning, match="Model doesn't support `jit_compile=True`"):
+        wrapped.compile(loss="mse", jit_compile=True)
+    assert_close([wrapped.predict(X, verbose=0)], [plain_one.predict(X, verbose=0)])
 
 
 def test_a_function_orders_its_reads_and_writes():

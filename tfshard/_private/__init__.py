@@ -29,6 +29,7 @@ if keras.backend.backend() != "tensorflow":
     )
 
 # Handed on as they are.
+from keras.src import backend as keras_backend
 from keras.src.backend.common.name_scope import current_path
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
@@ -241,6 +242,7 @@ __all__ = [
     "is_seed_state",
     "is_stateful",
     "iterator_state",
+    "keras_backend",
     "know_element_shapes",
     "known_branches",
     "known_global_norm",

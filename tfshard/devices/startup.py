@@ -17,10 +17,9 @@ _SWITCHES = {
     # Independent all-reduces are merged into one. Safe because a step is pure: see steps.py.
     "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION": "1",
 }
-_GPU_SWITCHES = {
-    # Without NCCL a GPU reduce-scatter is lowered to an all-reduce and a slice. Not run: no GPU here.
-    "DTENSOR_GPU_USE_NCCL_COMMUNICATION": "1",
-}
+# Without NCCL a reduce-scatter of GPUs is an all-reduce and a slice.
+_NCCL = "DTENSOR_GPU_USE_NCCL_COMMUNICATION"
+_OFF = ("0", "false")
 _FORBIDDEN = {
     "DTENSOR_ENABLE_MULTI_DEVICE_EXPANSION": "it loses variable updates on a one-device mesh",
     "DTENSOR_DO_NOT_FUSE_REDUCE_SCATTER": "gradients would be all-reduced instead of reduce-scattered",
@@ -72,7 +71,8 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
     the same number on all clients when tfshard is imported, unless it is set already.
 
     Args:
-        num_devices: How many devices to use. Accelerators: all of them by default. CPU: the number of
+        num_devices: How many devices to use. Accelerators: all of them by default; of a GPU that was split with
+            `tf.config.set_logical_device_configuration`, all its parts. CPU: the number of
             processor cores by default; each device is a logical one on the same processor. An operation then has as
             many threads as there are cores for a device, one at least, unless the environment variable
             `TF_NUM_INTRAOP_THREADS` or `tf.config.threading` says how many.
@@ -146,8 +146,26 @@ def current() -> Runtime | None:
 
 def switches(device_type: str) -> dict[str, str]:
     """The environment switches of a device type and their values now; `"not set"` before DTensor is started."""
-    names = {**_SWITCHES, **(_GPU_SWITCHES if device_type == "GPU" else {})}
-    return {name: os.environ.get(name, "not set") for name in names}
+    return {name: os.environ.get(name, "not set") for name in _switches_of(device_type)}
+
+
+def _switches_of(device_type: str) -> dict[str, str]:
+    """The switches that a device type has, and the value of each where the user has set none."""
+    if device_type != "GPU":
+        return _SWITCHES
+    gpus = tf.config.list_physical_devices("GPU")
+    # DTensor starts NCCL with as many GPUs as there are.
+    return {**_SWITCHES, _NCCL: "0" if any(_parts(gpu) > 1 for gpu in gpus) else "1"}
+
+
+def scatters_what_it_reduces(device_type: str) -> bool:
+    """Whether devices have a reduce-scatter. Else it is an all-reduce, of which each keeps its part."""
+    return device_type == "TPU" or (device_type == "GPU" and os.environ.get(_NCCL, "0") not in _OFF)
+
+
+def _parts(physical: tf.config.PhysicalDevice) -> int:
+    """How many logical devices TensorFlow makes of a device."""
+    return len(tf.config.get_logical_device_configuration(physical) or (physical,))
 
 
 def _check_switches() -> None:
@@ -160,8 +178,7 @@ def _check_switches() -> None:
 
 
 def _set_switches(device_type: str) -> None:
-    chosen = {**_SWITCHES, **(_GPU_SWITCHES if device_type == "GPU" else {}), **expansions.switches()}
-    for name, value in chosen.items():
+    for name, value in {**_switches_of(device_type), **expansions.switches()}.items():
         # A user may turn a switch off to look into a problem.
         os.environ.setdefault(name, value)
 
@@ -169,13 +186,22 @@ def _set_switches(device_type: str) -> None:
 def _validate_num_devices(num_devices: int | None, device_type: str) -> int:
     if device_type == "CPU":
         return num_devices or os.cpu_count() or 1
-    available = len(tf.config.list_physical_devices(device_type))
+    available = sum(map(_parts, tf.config.list_physical_devices(device_type)))
     if available == 0 or (num_devices or 1) > available:
         raise InitializationError(
-            f"Not enough {device_type} devices: this process sees {available}. "
+            f"Not enough {device_type} devices: this process sees {available}. {_how_to_split(available, device_type)}"
             f"Received: num_devices={num_devices}, device_type={device_type!r}"
         )
     return num_devices or available
+
+
+def _how_to_split(available: int, device_type: str) -> str:
+    if device_type != "GPU" or not available:
+        return ""
+    return (
+        "To try more on the same GPU, split it before: tf.config.set_logical_device_configuration("
+        "tf.config.list_physical_devices('GPU')[0], [tf.config.LogicalDeviceConfiguration(memory_limit=4096)] * 4). "
+    )
 
 
 def _join(settings: clients.Settings, num_devices: int | None, device_type: str) -> Runtime:

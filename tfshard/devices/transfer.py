@@ -176,11 +176,10 @@ def host_pieces(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> Iterator[t
     on_host = mesh.device_type().upper() == "CPU"
     for location, device in zip(mesh.local_device_locations(), mesh.local_devices(), strict=True):
         piece = host_memory.tensor_of(value[boxes.shard_box(value.shape, axes, sizes, location).slices])
-        if on_host:
-            yield piece
-        else:
+        if not on_host:
             with tf.device(device):
-                yield tf.identity(piece)
+                piece = tf.identity(piece)
+        yield piece
 
 
 def zeros(shape: tuple[int, ...], dtype: tf.DType, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:

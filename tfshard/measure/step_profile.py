@@ -27,7 +27,7 @@ import rich.table
 import tensorflow as tf
 
 from tfshard import _private, collectives, tables
-from tfshard.devices import clients, transfer
+from tfshard.devices import clients, startup, transfer
 from tfshard.errors import PlanMismatchError, StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts.axes import MeshAxes, axis_sizes
@@ -387,10 +387,10 @@ def _bytes_of_ring(chunks: list[_private.TraceEvent], events: list[_private.Trac
 def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
     """Checks that a step sent what the plan predicted: collectives of each kind, and their bytes.
 
-    On CPU a reduce-scatter is an all-reduce, and on meshes of several axes an all-gather is one too, unless it is over
-    the data axis. Reductions of losses and metrics join those of gradients; their few bytes are not in the plan
-    (`SCALAR_BYTES` of slack). Bytes that the trace does not tell are bounded (`StepProfile.untold_bytes`), and those of
-    activations are compared only if the plan was made with `inputs`.
+    On CPU, and on GPUs without NCCL, a reduce-scatter is an all-reduce, and on meshes of several axes an all-gather is
+    one too, unless it is over the data axis. Reductions of losses and metrics join those of gradients; their few bytes
+    are not in the plan (`SCALAR_BYTES` of slack). Bytes that the trace does not tell are bounded
+    (`StepProfile.untold_bytes`), and those of activations are compared only if the plan was made with `inputs`.
     Where DTensor may merge collectives that do not depend on each other, there may be fewer than planned. Of what a
     plan has the most bytes of (`Collective.at_most`), there may be fewer.
 
@@ -408,7 +408,7 @@ def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
     planned: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     open_ended, merging, gathered = set(), collections.Counter[str](), collections.Counter[str]()
     less = collections.Counter[str]()
-    reduction = ["reduce-scatter"] if profile.device_type == "CPU" else []
+    reduction = [] if startup.scatters_what_it_reduces(profile.device_type) else ["reduce-scatter"]
     for collective in plan.collectives:
         by_reduction = reduction + ["all-gather"] * plan.mesh.gathers_by_reduction(collective.axis)
         kind = "all-reduce" if collective.kind in by_reduction else collective.kind
@@ -431,7 +431,7 @@ def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
         fits = bytes_ - less[kind] - profile.untold_bytes(kind) <= sent_bytes
         fits = fits and (kind in open_ended or sent_bytes <= bytes_ + gathered[kind] + SCALAR_BYTES)
         counted = count - merging[kind] <= sent <= count
-        if not counted or (profile.device_type == "CPU" and not fits):
+        if not counted or (profile.device_type != "TPU" and not fits):
             lines.append(f"- {kind}: planned {count} of {bytes_:,} bytes. Received: {sent} of {sent_bytes:,} bytes")
     if lines:
         raise PlanMismatchError("The step did not send what was planned:\n" + "\n".join(lines) + f"\n{profile}")

@@ -2,9 +2,11 @@
 
 A `tf.while_loop` is expanded by DTensor. What it does not know are TensorLists, in which loops collect results, and
 their gradients what they will need: every device keeps them whole (expansions.py). In recurrent layers, which take
-most of a model's time, each device does the loop with its own rows instead (rows.py).
+most of a model's time, each device does the loop with its own rows instead (rows.py). On GPUs Keras has cuDNN do the
+loops of LSTM and GRU, which DTensor does not expand: TensorFlow does them here.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,8 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.operations import layer_patch, rows
+from tfshard.operations.replacing import replaced
+from tfshard.storage import steps
 
 
 def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
@@ -35,15 +39,26 @@ def _inner_loop(mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch
     """A layer's `inner_loop`, on the rows of each device inside a compiled step."""
 
     def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: bool = False) -> Any:
-        if not rows.can_be(sequences, mesh):
-            return original(sequences, initial_state, mask, training=training)
-
         def loop(sequences: Any, initial_state: Any, mask: Any) -> Any:
-            return original(sequences, initial_state, mask, training=training)
+            if steps.current() is None:
+                return original(sequences, initial_state, mask, training=training)
+            with without_cudnn():
+                return original(sequences, initial_state, mask, training=training)
 
+        if not rows.can_be(sequences, mesh):
+            return loop(sequences, initial_state, mask)
         return rows.apply(loop, [sequences, initial_state, mask], mesh)
 
     return inner_loop
+
+
+def without_cudnn() -> contextlib.AbstractContextManager[None]:
+    """A context in which Keras does the loops of LSTM and GRU itself, or says that `use_cudnn=True` cannot be."""
+    return replaced((_private.keras_backend, name, _refused) for name in ("lstm", "gru"))
+
+
+def _refused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError
 
 
 def _element_shape(call: _private.Call) -> list[tf.Tensor] | None:

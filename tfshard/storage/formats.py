@@ -106,16 +106,20 @@ class StorageFormat(abc.ABC):
     @staticmethod
     def of(layout: VariableLayout, mesh: dtensor.Mesh) -> "StorageFormat":
         """The format of the storage in which a variable of this layout lives."""
-        narrow = layout.stored_dtype == "bfloat16"
         format: StorageFormat
         if layout.table is not None:
             return TableRows(layout, mesh)
+        whole, flat = Whole, Flat
+        if layout.stored_dtype == "bfloat16":
+            whole, flat = WholeInBfloat16, FlatInBfloat16
+        elif layout.spec.dtype == "int32" and not _has_int32(mesh):
+            whole, flat = WholeInInt64, FlatInInt64
         if layout.flat is None:
-            format = (WholeInBfloat16 if narrow else Whole)(layout, mesh)
+            format = whole(layout, mesh)
         elif layout.flat.word > 1:
             format = FlatInWords(layout, layout.flat, mesh)
         else:
-            format = (FlatInBfloat16 if narrow else Flat)(layout, layout.flat, mesh)
+            format = flat(layout, layout.flat, mesh)
         return InBlocks(layout, format) if layout.stored_dtype == "int8" else format
 
     # --- elements -------------------------------------------------------------------------------------
@@ -546,6 +550,32 @@ class WholeInBfloat16(_Bfloat16, Whole):
 
 class FlatInBfloat16(_Bfloat16, Flat):
     """Members in a padded buffer of bfloat16."""
+
+
+class _Int64(StorageFormat):
+    """Stores int32 members as int64."""
+
+    direct = False
+    is_encoded = True
+
+    def encode(self, values: Any) -> Any:
+        return _cast(values, tf.int64)
+
+    def decode(self, stored: Any) -> Any:
+        return _cast(stored, tf.int32)
+
+
+class WholeInInt64(_Int64, Whole):
+    """One variable in its own shape, as int64."""
+
+
+class FlatInInt64(_Int64, Flat):
+    """Members in a padded buffer of int64."""
+
+
+def _has_int32(mesh: dtensor.Mesh) -> bool:
+    """Whether devices have variables of int32. TensorFlow keeps those of GPUs on the host."""
+    return str(mesh.device_type()).upper() != "GPU"
 
 
 class FlatInWords(Flat):

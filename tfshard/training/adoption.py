@@ -268,6 +268,9 @@ class Adopter(Placer):
         blocks.install_remat(model)
         if self.sequence_parallel:
             sequence.install(model, self.mesh)
+        for layer in _private.flatten_layers(model):
+            # Plain models around them: XLA takes no variables that are on several devices.
+            layer.supports_jit = False
 
     def _forget_left(self, left: set[Storage], model: keras.Model) -> None:
         """Makes sure that nothing goes on with storages that variables have left."""

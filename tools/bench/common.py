@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import pathlib
 import platform
 import statistics
@@ -15,6 +16,10 @@ DEVICES = 4
 ROUNDS = 3  # Of every benchmark that measures times or memory, unless it is told otherwise.
 EPOCHS = 3  # Timed, after one more.
 BYTES_PER_KIBIBYTE = 1024
+# Of benchmarks that `start` devices, and of tests: "CPU" or "GPU".
+DEVICE_TYPE = os.environ.get("TFSHARD_DEVICE_TYPE", "CPU").upper()
+# Of each part of a GPU that stands for several.
+GPU_MEBIBYTES = int(os.environ.get("TFSHARD_GPU_MEBIBYTES", "4096"))
 
 
 # For a process whose tensors are in memory that the system gives, and takes back.
@@ -43,7 +48,30 @@ def origin() -> str:
     import tensorflow as tf
 
     versions = f"Python {platform.python_version()}, TensorFlow {tf.__version__}, Keras {keras.__version__}"
-    return f"{versions}, {platform.machine()}, {DEVICES} logical CPU devices"
+    return f"{versions}, {platform.machine()}, {DEVICES} logical {DEVICE_TYPE} devices"
+
+
+def split_devices(devices: int) -> None:
+    """Makes logical devices of the processor; or of the first GPU, where the machine has fewer than `devices`."""
+    import tensorflow as tf
+
+    physical = tf.config.list_physical_devices(DEVICE_TYPE)
+    if DEVICE_TYPE == "CPU":
+        parts = [tf.config.LogicalDeviceConfiguration()] * devices
+    elif len(physical) < devices:
+        parts = [tf.config.LogicalDeviceConfiguration(memory_limit=GPU_MEBIBYTES)] * (devices - len(physical) + 1)
+    else:
+        return
+    tf.config.set_logical_device_configuration(physical[0], parts)
+
+
+def start(devices: int = DEVICES) -> None:
+    """Starts DTensor on so many devices of the type that the environment names."""
+    import tfshard
+
+    if DEVICE_TYPE == "GPU":
+        split_devices(devices)
+    tfshard.initialize(num_devices=devices, device_type=DEVICE_TYPE)
 
 
 def resident_bytes(what: str = "VmHWM") -> int:
@@ -60,13 +88,17 @@ def scope(way: str, *, devices: int = DEVICES, **options):
     if way.startswith("stage"):
         import tfshard
 
-        tfshard.initialize(num_devices=devices, device_type="CPU")
+        start(devices)
         strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=devices), zero_stage=int(way[6]), **options)
         return strategy.scope()
     if way == "mirrored":
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
-        return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(devices)]).scope()
+        split_devices(devices)
+        # NCCL takes no parts of a GPU.
+        parts = DEVICE_TYPE == "GPU" and len(tf.config.list_physical_devices("GPU")) < devices
+        return tf.distribute.MirroredStrategy(
+            [f"{DEVICE_TYPE}:{i}" for i in range(devices)],
+            cross_device_ops=tf.distribute.HierarchicalCopyAllReduce() if parts else None,
+        ).scope()
     return contextlib.nullcontext()
 
 
