@@ -16,6 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import portions  # noqa: E402
 import quick  # noqa: E402
 import sweeps  # noqa: E402
+from tools.bench import common  # noqa: E402
 from tools.mutations import MUTATIONS  # noqa: E402
 
 # Cases of each table that ran, and all that it has.
@@ -43,6 +44,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.quick)
         if table := item.get_closest_marker("table"):
             item.user_properties.append(("table", table.args))
+        if common.DEVICE_TYPE != "CPU" and (on_cpu := item.get_closest_marker("on_cpu")):
+            item.add_marker(pytest.mark.skip(reason=f"on CPU devices: {on_cpu.args[0]}"))
     if not (sweeps.SWEEP or portions.WRITES or config.option.keyword or any("::" in each for each in config.args)):
         _take_portions(config, items)
     if hasattr(config, "workerinput"):

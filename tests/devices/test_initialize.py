@@ -19,6 +19,7 @@ def test_too_late_is_a_clear_error():
     assert "InitializationError: TensorFlow has already fixed its devices (1 logical CPU)" in done.stderr
 
 
+@pytest.mark.on_cpu("processes that choose them by themselves")
 def test_the_first_mesh_starts_as_many_devices_as_it_needs():
     done = run("import tfshard; print(tfshard.create_mesh(batch=3).shape(), tfshard.initialize())")
     assert "[3] Runtime(device_type='CPU', num_devices=3)" in done.stdout, done.stderr

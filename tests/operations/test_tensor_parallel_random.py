@@ -232,6 +232,7 @@ def test_dropout_on_a_mesh_of_two_axes_is_independent_on_shards_and_equal_on_rep
                 assert_independent(one, other)
 
 
+@pytest.mark.on_cpu("equal bits: GPUs add in any order")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_devices_agree_after_training_with_dropout_on_a_mesh_of_two_axes(stage: int):
     keras.utils.set_random_seed(3)

@@ -199,6 +199,7 @@ LIVE = {
 }
 
 
+@pytest.mark.on_cpu("the trace of their allocator")
 @pytest.mark.parametrize("mesh", LIVE)
 def test_devices_hold_shards_of_gradients_from_stage_2_on(mesh):
     kernel = 4 * WIDTH * WIDTH

@@ -17,6 +17,8 @@ from tfshard.storage import traced_steps, turns
 RS = np.random.RandomState(0)
 X = RS.normal(size=(16, 16)).astype("float32")
 CLASSES = (np.arange(16) % 4).astype("int32")
+pytestmark = pytest.mark.on_cpu("two meshes of them")
+
 DEVICES, HOST = ["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]
 
 

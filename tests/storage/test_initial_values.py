@@ -19,6 +19,7 @@ INITIALIZERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.on_cpu("equal bits: plain Keras draws on the GPU")
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("initializer", INITIALIZERS, ids=lambda initializer: type(initializer).__name__)

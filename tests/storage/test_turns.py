@@ -252,6 +252,7 @@ def gathers(model, batch):
     return profile.count("all-gather"), profile
 
 
+@pytest.mark.on_cpu("the trace of their allocator")
 def test_a_step_holds_a_layer_or_two_whole_and_not_all():
     """By the allocator's trace: eight layers of 4 MiB each, on four devices."""
     layers, width = 8, 1024
@@ -298,6 +299,7 @@ def test_variables_that_are_gathered_again_are_chosen_by_their_paths(patterns, a
     tfshard.measure.assert_matches_plan(profile, strategy.plan(model))
 
 
+@pytest.mark.on_cpu("equal bits: GPUs add in any order")
 def test_prefetch_hides_reductions_behind_one_more_layer_and_takes_its_memory():
     """In the backward pass of layers that are alike, by a plan; with the numbers of one that waits."""
     links = Links.of(devices_per_host=4, inside=Link(latency=0.0, bandwidth=1e9))

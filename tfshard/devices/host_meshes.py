@@ -3,11 +3,11 @@
 A mesh of GPUs has a host mesh with a CPU device for each of its devices. What is sharded in the same way on both goes
 from each device to its own CPU device and back, without a collective.
 
-# Note: not run
+# Note: tried on parts of one GPU
 
-No GPU was there to run this on. Tests run it on two meshes of CPU devices (`replaced`), where DTensor copies whole
-tensors only: there, and only there, `copied` gathers before and cuts after. What follows was read in TensorFlow's
-source (tensorflow/dtensor/mlir; docs/planning.md, "Slots on the host", has more of it):
+Tests run it on two meshes of CPU devices (`replaced`), where DTensor copies whole tensors only: there, and only there,
+`copied` gathers before and cuts after. Steps on parts of a GPU had the numbers of one device (docs/measurements.md).
+What follows was read in TensorFlow's source (tensorflow/dtensor/mlir; docs/planning.md, "Slots on the host"):
 
 - Between a GPU mesh and a mesh of CPU devices, a tensor with equal shards on both, and not whole on every device, is
   sent and received by each pair of devices (dtensor_send_recv.cc). TensorFlow tests this on GPUs in both directions

@@ -169,8 +169,7 @@ def host_pieces(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> Iterator[t
     """The pieces of a host value for a variable, in the order of this client's devices, made one by one.
 
     They are in memory that TensorFlow has allocated. Its allocator on CPU keeps what it once had: pieces in NumPy's
-    memory would leave the place of what they replace unused. Each goes to its device before the next is made (on GPUs:
-    not run).
+    memory would leave the place of what they replace unused. Each goes to its device before the next is made.
     """
     sizes = axis_sizes(mesh)
     on_host = mesh.device_type().upper() == "CPU"

@@ -83,8 +83,8 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             come, and added up as they are updated, at stages 1 to 3 in shards. On meshes of a batch axis only.
         offload: `"slots"`: optimizer slots that are sharded over the batch axis rest on the host of the GPUs, and visit
             them for their update. Sums of gradients and averages of weights stay. On CPU devices slots rest on the host
-            anyhow: a warning says that nothing is done. Not run: no GPU was there (docs/planning.md says what to look
-            at when one is).
+            anyhow: a warning says that nothing is done. Tried on parts of one GPU (docs/planning.md says what to look
+            at on several).
         compression: How gradients of 64 KiB and more go between devices, or, where there are replicas, between
             those: `"bfloat16"`, in half the bytes; `"int8"`, in about a quarter; or a `tfshard.PowerSGD`, for
             kernels of Dense and EinsumDense. What a step does not send of a gradient, each device keeps in float32, and

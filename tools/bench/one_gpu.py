@@ -1,0 +1,59 @@
+"""A GPT on one GPU, by plain Keras, beside what `tfshard.simulate` predicts for a machine: time of a step, and memory.
+
+    python tools/bench/one_gpu.py --machine=h100 --policy=mixed_bfloat16 --layers=12 --width=768 --heads=12 \
+        --vocabulary=50257 --sequence_length=1024 --batch_size=8
+
+Without a GPU, what is predicted. `--bandwidth` is for a card with another memory than the machine's: bytes a second, by
+its data sheet, of which 0.8 are reached, as in tfshard/planning/clusters/h100.yaml.
+"""
+
+import dataclasses
+
+import common
+import gpt_flags
+from absl import app, flags
+
+_MACHINE = flags.DEFINE_string("machine", "h100", "What tfshard.planning.Machine.load takes.")
+_POLICY = flags.DEFINE_string("policy", "mixed_bfloat16", "Keras's dtype policy.")
+_BANDWIDTH = flags.DEFINE_float("bandwidth", None, "Of the card's memory, bytes a second; by default the machine's.")
+_STEPS = flags.DEFINE_integer("steps", 8, "Steps of an epoch.", lower_bound=2)
+# Of what a data sheet tells of memory.
+_REACHED = 0.8
+
+
+def predicted() -> tuple[float, float]:
+    """Seconds of a step, and bytes of its peak."""
+    import tfshard
+    from tfshard.planning import Machine
+
+    machine = Machine.load(_MACHINE.value)
+    if _BANDWIDTH.value:
+        reached = _REACHED * _BANDWIDTH.value
+        update = machine.update_bandwidth * reached / machine.bandwidth
+        machine = dataclasses.replace(machine, bandwidth=reached, product_bandwidth=reached, update_bandwidth=update)
+    model = tfshard.abstract_model(lambda: gpt_flags.gpt2()[0])
+    found = tfshard.simulate(
+        model, machine, devices=[1], batch=gpt_flags.BATCH_SIZE.value, length=gpt_flags.SEQUENCE.value, optimizer="adam"
+    ).best[1]
+    return found.seconds, found.peak_bytes
+
+
+def main(argv):
+    del argv
+    import keras
+    import tensorflow as tf
+
+    keras.config.set_dtype_policy(_POLICY.value)
+    seconds, peak = predicted()
+    print(f"predicted: {1e3 * seconds:.0f} ms, {peak / 1e9:.2f} GB")
+    if not tf.config.list_physical_devices("GPU"):
+        return
+    model, data = gpt_flags.gpt2(steps=_STEPS.value)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    times = common.fit_times(model, data, batch_size=gpt_flags.BATCH_SIZE.value)
+    held = tf.config.experimental.get_memory_info("GPU:0")["peak"]
+    print(f"measured:  {1e3 * times['step']:.0f} ms, {held / 1e9:.2f} GB; first step {times['first']:.0f} s")
+
+
+if __name__ == "__main__":
+    app.run(main)
