@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfshard.devices import host_memory
+import tfshard
+from tfshard.devices import host_memory, transfer
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "int32", "uint8", "uint16", "int64", "bool", "complex64"]
 
@@ -39,3 +40,28 @@ def test_a_cut_of_an_array_is_copied_once():
         tracemalloc.stop()
     # NumPy's memory. The tensor's is TensorFlow's.
     assert peak < piece.nbytes / 10
+
+
+class AcceleratorMesh:
+    """A mesh that says its devices are none of the host's."""
+
+    def __init__(self, mesh):
+        self.mesh = mesh
+
+    def device_type(self):
+        return "GPU"
+
+    def __getattr__(self, name):
+        return getattr(self.mesh, name)
+
+
+def test_pieces_go_to_their_devices_and_leave_the_scopes_of_who_takes_them():
+    mesh = AcceleratorMesh(tfshard.create_mesh(batch=4))
+    value = np.arange(8, dtype=np.float32)
+    pieces = transfer.host_pieces(value, ("batch",), mesh)
+    for number, device in enumerate(mesh.local_devices()):
+        with tf.device("CPU:3"):
+            piece = next(pieces)
+            here = tf.zeros(()).device
+        assert piece.device.endswith(device.removeprefix("/job:localhost")) and here.endswith("CPU:3")
+        np.testing.assert_array_equal(piece, value[2 * number : 2 * number + 2])

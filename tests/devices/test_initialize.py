@@ -82,8 +82,9 @@ startup._validate_num_devices(5, "GPU")
 
 
 @pytest.mark.parametrize(
-    ("parts", "devices", "nccl"), [("None", 1, 1), ("[tf.config.LogicalDeviceConfiguration(9)] * 4", 4, 0)]
-)
+    ("parts", "devices", "nccl"), [("None", 1, 1), ("[tf.config.LogicalDeviceConfiguration(9)] * 4", 4, 0)],
+    ids=["whole", "parts"],
+)  # fmt: skip
 def test_parts_of_a_gpu_are_devices_and_go_without_nccl(parts, devices, nccl):
     done = run(SPLIT.format(parts=parts))
     assert f"{devices} {nccl}\n{bool(nccl)} False" in done.stdout, done.stderr
