@@ -115,7 +115,7 @@ def test_unknown_stage(stage):
 def test_model_built_under_another_strategy():
     model = compile_with(None)
     with pytest.raises(tfshard.errors.StrategyError, match="under another strategy"):
-        model.compile("sgd", "mse", strategy=strategy(batch=4))
+        strategy(batch=4).report(model)
     mirrored = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with mirrored.scope():
         other = build()

@@ -8,7 +8,7 @@ else knows of it. What Keras makes from configs and files (clones, copies, unpic
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeAlias
 
 import keras
@@ -141,6 +141,9 @@ CHANGES = (
     BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS, RECORDED_GRADIENTS,
 )  # fmt: skip
 
+# Those that know a mesh.
+OF_MESHES = (TABLE_READ, ROWS_READ, METRIC_UPDATE, CONVOLUTION, RECURRENCE, SEQUENCE)
+
 
 # A layer, a function in a functional model, a metric, variable, optimizer or model.
 Owner: TypeAlias = keras.Operation | keras.Metric | keras.Variable | keras.optimizers.Optimizer
@@ -219,10 +222,11 @@ def undo_of(change: Change, owner: Owner) -> None:
             _take_back(patch)
 
 
-def undo(model: keras.Model) -> None:
-    """Takes all patches of a model back. Functions that were traced before keep them."""
+def undo(model: keras.Model, changes: Collection[Change] = CHANGES) -> None:
+    """Takes patches of a model back, by default all. Functions that were traced before keep them."""
     for patch in patches_of(model):
-        _take_back(patch)
+        if patch.change in changes:
+            _take_back(patch)
 
 
 def _take_back(patch: LayerPatch) -> None:

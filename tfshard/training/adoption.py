@@ -7,7 +7,7 @@ That is done when a model is compiled, before each step for what it has got sinc
 import collections
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -30,6 +30,7 @@ from tfshard.operations import (
     convolution,
     embedding_lookups,
     embedding_updates,
+    layer_patch,
     lookups,
     loops,
     sequence,
@@ -57,6 +58,7 @@ class Adopter(Placer):
 
     Attributes:
         moves: How often variables went to other storages: functions that were traced before read the old ones.
+        given_up: How many models another strategy has taken over: others may have had variables in common with them.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Adopter(Placer):
         self.sequence_parallel = sequence_parallel
         self.already_sharded = already_sharded
         self.moves = 0
+        self.given_up = 0
         # Functions that run a step, by the user's own: forgotten when variables move.
         self._functions: weakref.WeakKeyDictionary[Callable[..., object], Callable[..., object]] = (
             weakref.WeakKeyDictionary()
@@ -106,7 +109,7 @@ class Adopter(Placer):
             UnsupportedLayerError: The model has a layer that DTensor cannot expand.
         """
         self.check_takes(model)
-        _check_not_elsewhere(model, self)
+        check_not_elsewhere(model, self)
         unsupported.check_layers(model)
         self.check_layouts(model)
         if reshard.to_mesh(self._placed(model), self.mesh):
@@ -115,13 +118,13 @@ class Adopter(Placer):
     def check_takes(self, model: keras.Model) -> None:
         """Raises `StrategyError` for a model that this strategy cannot take whole; none without a pipeline axis."""
 
-    def _placed(self, model: keras.Model) -> list[reshard.Placed]:
+    def _placed(self, model: keras.Model, *, anew: bool = False) -> list[reshard.Placed]:
         """The variables of a model that have values, and where they go.
 
         Raises:
             LayoutError: The layout map does not fit.
         """
-        placed = self.placement_of(model)
+        placed = self._placement(model, anew=anew)
         placed.check_faults()
         owned = [variable for variable, _ in inventory.owned_variables(model)]
         return [
@@ -134,7 +137,7 @@ class Adopter(Placer):
         """Reshards variables that belong neither to a layer nor to a parameter: of a metric or an optimizer."""
         for variable in variables:
             current = _private.backend_variable(variable)
-            if current is not None and not isinstance(current, ShardedVariable):
+            if current is not None and not (isinstance(current, ShardedVariable) and current.mesh == self.mesh):
                 layout = self.plan_variable(inventory.variable_spec(variable, None))
                 reshard.replace(variable, layout=layout, mesh=self.mesh)
 
@@ -192,9 +195,12 @@ class Adopter(Placer):
                 seen[variable.name] += 1
                 if not isinstance(reference, ShardedVariable):
                     reference = None
+                mesh = self.mesh if reference is None else reference.mesh
                 if current is None or (
                     # A slot may have been born on the mesh before its variable came there.
-                    isinstance(current, ShardedVariable) and (reference is None or self._is_slot_of(current, reference))
+                    isinstance(current, ShardedVariable)
+                    and current.mesh == mesh
+                    and (reference is None or self._is_slot_of(current, reference))
                 ):
                     continue
                 spec = inventory.variable_spec(variable, None)
@@ -347,22 +353,66 @@ def _outside_in(models: Iterable[keras.Model]) -> list[keras.Model]:
     return sorted(models, key=lambda model: -len(_private.flatten_layers(model)))
 
 
-def _check_not_elsewhere(model: keras.Model, strategy: Adopter) -> None:
+def check_not_elsewhere(model: keras.Model, strategy: Adopter) -> None:
     """Raises `StrategyError` when the model belongs to another strategy."""
     other = _private.distribute_strategy(model)
     if other is not None and other is not strategy:
         raise StrategyError(
-            f"Model '{model.name}' was built or compiled under another strategy. Make another one of it: with "
-            "strategy.scope(): new = keras.models.clone_model(model); new.set_weights(model.get_weights()); or compile "
-            f"it with that strategy. Its strategy: {other!r}. Received: strategy={strategy!r}"
+            f"Model '{model.name}' was built or compiled under another strategy. Compile it with this one: "
+            "model.compile(..., strategy=strategy) takes it over from another ShardedStrategy. "
+            f"Its strategy: {other!r}. Received: strategy={strategy!r}"
         )
     for variable, _ in inventory.owned_variables(model):
         current = _private.backend_variable(variable)
         if isinstance(current, ShardedVariable) and current.mesh != strategy.mesh:
             raise StrategyError(
-                f"Variable '{variable.path}' of model '{model.name}' lives on another mesh. Build a new model. "
+                f"Variable '{variable.path}' of model '{model.name}' lives on another mesh, of another model that has "
+                "it, too. Compile that one with this strategy, or build a new model. "
                 f"Its mesh: {current.mesh}. Received: strategy={strategy!r}"
             )
+
+
+def take_over(model: keras.Model, strategy: Adopter) -> None:
+    """Reshards a model that another strategy has, keeping its values: it is this one's then. Does nothing for others.
+
+    What it has in common with models of the other strategy goes with it; these cannot be trained any more before they
+    are compiled with this one, too.
+
+    Raises:
+        StrategyError, LayoutError, UnsupportedLayerError: As `distribute`; the model stays with its strategy.
+    """
+    other: Any = _private.distribute_strategy(model)
+    if not isinstance(other, Adopter) or other is strategy:
+        return
+    if model in other.in_parts or model in other.own_parts:
+        return  # `distribute` says why it cannot be.
+    strategy.check_takes(model)
+    unsupported.check_layers(model)
+    placed = strategy._placed(model, anew=True)
+    strategy.check_layouts(model)
+    before = [_private.backend_variable(variable) for variable, _ in placed]
+    reshard.to_mesh(placed, strategy.mesh, anew=True)
+    for each in (model, *_private.flatten_layers(model)):
+        if isinstance(each, keras.Model) and _private.distribute_strategy(each) is other:
+            _private.set_distribute_strategy(each, strategy)
+    _give_up(model, other, before)
+
+
+def _give_up(model: keras.Model, strategy: Adopter, before: Sequence[tf.Variable]) -> None:
+    """Forgets, in a strategy, a model that another one has taken over.
+
+    Args:
+        model: The model.
+        strategy: The one that had it.
+        before: The variables that it had there.
+    """
+    strategy.given_up += 1
+    layer_patch.undo(model, layer_patch.OF_MESHES)
+    now = {id(_private.backend_variable(variable)) for variable, _ in inventory.owned_variables(model)}
+    left = [each for each in before if isinstance(each, ShardedVariable) and id(each) not in now]
+    for each in left:
+        del each.storage.members[each.member]
+    strategy._forget_left({each.storage for each in left}, model)
 
 
 def _forget_functions(model: keras.Model) -> None:

@@ -43,12 +43,13 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         Args:
             *args: As in `keras.Model.compile`.
             strategy: A `tfshard.ShardedStrategy`. The model's variables, and those of the optimizer and the
-                metrics, are resharded in place, keeping their values. With None a model that is not sharded is
-                compiled as plain Keras, and one that is stays under its strategy.
+                metrics, are resharded in place, keeping their values, also where another ShardedStrategy had them.
+                With None a model that is not sharded is compiled as plain Keras, and one that is stays under its
+                strategy.
             **kwargs: As in `keras.Model.compile`.
 
         Raises:
-            StrategyError: Not a ShardedStrategy, the model belongs to another one, or `jit_compile=True`.
+            StrategyError: Not a ShardedStrategy, the model belongs to one that is none, or `jit_compile=True`.
             LayoutError: The layout map does not fit the model.
             UnsupportedLayerError: The model has a layer that DTensor cannot expand.
         """
@@ -413,6 +414,7 @@ def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[[], Non
         )
     if jit_compile is True:
         unsupported.raise_jit_compile(model)
+    adoption.take_over(model, strategy)
     strategy.distribute(model)
     _private.set_distribute_strategy(model, strategy)
     with strategy.scope():

@@ -112,12 +112,19 @@ class Placer:
 
         Made once, and anew when the model's variables, its layout map or its right to groups have changed.
         """
+        return self._placement(model)
+
+    def _placement(self, model: keras.Model, *, anew: bool = False) -> ModelPlacement:
+        """Args:
+        model: The model.
+        anew: Whether what is sharded already goes elsewhere, too: another strategy put it where it is.
+        """
         owned = inventory.owned_variables(model)
         specs, resting = [], []
         for variable, layer in owned:
             current = _private.backend_variable(variable)
             spec, rests = inventory.variable_spec(variable, layer), None
-            if isinstance(current, ShardedVariable):
+            if isinstance(current, ShardedVariable) and not anew:
                 # What it was born with. Variables of a model that its first step built were made outside of its name
                 # scopes, and one that is frozen stays where it is.
                 rests = current.layout

@@ -41,8 +41,8 @@ class GroupStorages:
             if layout.group is not None:
                 groups.setdefault(layout.group, []).append((_private.backend_variable(variable), layout))
         for number, members in groups.items():
-            there = {current.storage for current, layout in members if _rests(current, layout)}
-            missing = [layout for current, layout in members if not _rests(current, layout)]
+            there = {current.storage for current, layout in members if _rests(current, layout, mesh)}
+            missing = [layout for current, layout in members if not _rests(current, layout, mesh)]
             if len(there) == 1 and not {layout.member for layout in missing} & set(next(iter(there)).members):
                 self._storages[number] = next(iter(there))
             elif missing:
@@ -59,18 +59,23 @@ class GroupStorages:
 
     def lacks(self, current: ShardedVariable, layout: VariableLayout) -> bool:
         """Whether a variable that goes to `layout` is elsewhere."""
-        return not _rests(current, layout) or layout.group in self._renewed
+        return not _rests(current, layout, self._mesh) or layout.group in self._renewed
 
 
-def _rests(current: tf.Variable, layout: VariableLayout) -> bool:
-    return isinstance(current, ShardedVariable) and current.layout == layout
+def _rests(current: tf.Variable, layout: VariableLayout, mesh: dtensor.Mesh) -> bool:
+    return isinstance(current, ShardedVariable) and current.layout == layout and current.mesh == mesh
 
 
-def to_mesh(placed: Sequence[Placed], mesh: dtensor.Mesh) -> bool:
+def to_mesh(placed: Sequence[Placed], mesh: dtensor.Mesh, *, anew: bool = False) -> bool:
     """Puts those variables that are not on the mesh where they go, one after the other.
 
-    Each gives its memory back before the next one's is asked for. If one fails, those before it get their plain
-    variables back, with their values.
+    Each gives its memory back before the next one's is asked for. If one fails, those before it get the variables back
+    that they had, with their values.
+
+    Args:
+        placed: Variables, and where they go.
+        mesh: The mesh.
+        anew: Whether sharded ones of another mesh or layout are replaced, too. What they had is left as it is.
 
     Returns:
         Whether there were any.
@@ -80,15 +85,16 @@ def to_mesh(placed: Sequence[Placed], mesh: dtensor.Mesh) -> bool:
     try:
         for variable, layout in placed:
             current = _private.backend_variable(variable)
-            if not isinstance(current, ShardedVariable):
+            if not isinstance(current, ShardedVariable) or (anew and storages.lacks(current, layout)):
                 replace(variable, layout=layout, mesh=mesh, place=storages.of(layout))
                 replaced.append((variable, current))
     except BaseException:
         for variable, before in reversed(replaced):
             value = transfer.to_host(_private.backend_variable(variable))
             _private.set_backend_variable(variable, before)
-            layer_patch.undo_of(layer_patch.ASSIGNED_ARRAY, variable)
-            _refill(before, value)
+            if not isinstance(before, ShardedVariable):
+                layer_patch.undo_of(layer_patch.ASSIGNED_ARRAY, variable)
+                _refill(before, value)
         raise
     return bool(replaced)
 
@@ -96,10 +102,10 @@ def to_mesh(placed: Sequence[Placed], mesh: dtensor.Mesh) -> bool:
 def replace(
     variable: keras.Variable, *, layout: VariableLayout, mesh: dtensor.Mesh, place: Storage | None = None
 ) -> None:
-    """Puts a sharded variable of the same value in the place of a plain one.
+    """Puts a sharded variable of the same value in the place of another one.
 
     Args:
-        variable: A Keras variable with a plain variable inside.
+        variable: A Keras variable.
         layout: Where it goes.
         mesh: The mesh.
         place: The storage of its group, if it has one.

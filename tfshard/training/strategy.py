@@ -34,7 +34,7 @@ from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.variable_traffic import Parts
 from tfshard.storage import turns
 from tfshard.training import datasets, failures, readiness
-from tfshard.training.adoption import Adopter
+from tfshard.training.adoption import Adopter, check_not_elsewhere
 from tfshard.training.hooks import ShardedExtended
 from tfshard.training.watching import Watched
 
@@ -367,8 +367,13 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             )
 
     def report(self, model: keras.Model) -> Report:
-        """What each device holds: the totals, and every variable with its layout and bytes."""
+        """What each device holds: the totals, and every variable with its layout and bytes.
+
+        Raises:
+            StrategyError: The model belongs to another strategy, or is in parts.
+        """
         self._check_not_in_parts(model, "reports")
+        check_not_elsewhere(model, self)
         return Report.from_model(model, self)
 
     def recompute(

@@ -145,12 +145,12 @@ build().compile("sgd", "mse", strategy=strategy, jit_compile=True)""",
     Example(
         error="StrategyError",
         title="A model that another strategy has",
-        remedy="Another mesh or stage has another model: a clone that is made in its scope, or the model built again. "
-        "Weights go over by `model.get_weights()` or a [checkpoint](checkpoints.md).",
+        remedy="`compile` takes it over: `model.compile(..., strategy=other)`. What it has in common with other models goes "
+        "with it; they are compiled with that strategy, too.",
         code="""\
 model = compiled()
 other = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), layout_map="auto")
-model.compile("sgd", "mse", strategy=other)""",
+other.report(model)""",
     ),
     Example(
         error="StrategyError",

@@ -1,0 +1,168 @@
+"""A model that is compiled under one strategy, then under another: it goes there, and trains on as on one device."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfshard
+from tfshard.storage.variables import ShardedVariable
+
+layers = keras.layers
+TOKENS = np.random.RandomState(0).randint(0, 9, (16, 6))
+CLASSES = np.arange(16) % 4
+
+STRATEGIES = {
+    "stage 3": lambda: tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)),
+    "stage 1, alone": lambda: tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=1, analyzer=None),
+    "model axis": lambda: tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), layout_map="auto"),
+    "tensor": lambda: tfshard.ShardedStrategy(tfshard.create_mesh(model=4), layout_map="auto", zero_stage=0),
+    "replicas": lambda: tfshard.ShardedStrategy(tfshard.create_mesh(replica=2, batch=2), zero_stage=2),
+    "two devices": lambda: tfshard.ShardedStrategy(tfshard.create_mesh(batch=2), slot_dtype="bfloat16"),
+}
+# Each strategy is left once and taken once.
+ROUNDS = list(zip(STRATEGIES, [*list(STRATEGIES)[1:], next(iter(STRATEGIES))], strict=True))
+
+
+class Mean(keras.Model):
+    """Has a metric of its own, and a model inside."""
+
+    def __init__(self):
+        super().__init__(name="outer")
+        inputs = keras.Input((6,), dtype="int32")
+        x = layers.Embedding(9, 16)(inputs)
+        x = x + layers.MultiHeadAttention(4, 4)(x, x)
+        x = layers.LayerNormalization()(layers.Dense(16)(layers.Dense(32, "gelu")(x)))
+        self.body = keras.Model(inputs, layers.LSTM(8)(x), name="body")
+        self.norm = layers.BatchNormalization()
+        self.head = layers.Dense(4)
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, tokens, training=False):
+        outputs = self.head(self.norm(self.body(tokens), training=training))
+        self.seen.update_state(outputs)
+        return outputs
+
+
+def run(before, after, *, again: bool) -> tuple[keras.Model, list]:
+    """Two epochs under each: the model; what `fit` says, and the weights.
+
+    Args:
+        before: The first strategy; None: plain Keras.
+        after: The second.
+        again: Whether the second has the optimizer and the metric of the first.
+    """
+    keras.utils.set_random_seed(1)
+    model, told = Mean(), []
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer, metric = keras.optimizers.SGD(0.1, momentum=0.9), keras.metrics.SparseCategoricalAccuracy(name="right")
+    for number, strategy in enumerate((before, after)):
+        if number == 1 and not again:
+            optimizer, metric = keras.optimizers.SGD(0.05), keras.metrics.SparseCategoricalAccuracy(name="right")
+        extra = {} if strategy is None else {"strategy": strategy}
+        model.compile(optimizer, loss, metrics=[metric], jit_compile=False, **extra)
+        told += model.fit(TOKENS, CLASSES, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
+        told += model.evaluate(TOKENS, CLASSES, verbose=0)
+        told += [model.predict(TOKENS, verbose=0), np.array(model.seen.result())]
+    told += [int(optimizer.iterations.numpy()), *[np.array(weight) for weight in model.get_weights()]]
+    return model, told
+
+
+@functools.cache
+def reference(again: bool) -> list:
+    return run(None, None, again=again)[1]
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["same optimizer", "new optimizer"])
+@pytest.mark.parametrize(("before", "after"), ROUNDS, ids=[f"{a} to {b}" for a, b in ROUNDS])
+def test_a_model_trains_on_under_another_strategy(before, after, again):
+    # bfloat16 slots are rounded.
+    tolerance = 3e-2 if "two devices" in (before, after) else 1e-4
+    strategy = STRATEGIES[after]()
+    model, told = run(STRATEGIES[before](), strategy, again=again)
+    for ours, theirs in zip(told, reference(again), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance / 5)
+    for variable in (*model.variables, *model.optimizer.variables):
+        assert isinstance(variable.value, ShardedVariable) and variable.value.mesh == strategy.mesh, variable.path
+    groups = {variable.value.layout.group for variable in model.trainable_variables}
+    assert (groups == {None}) == (strategy.analyzer is None or strategy.mesh_shape.data_size == 1), "as planned"
+    assert strategy.report(model).variables
+    strategy.check_consistency(model)
+
+
+def small(strategy, **options) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(16, "tanh", name="up"), layers.Dense(4, name="down")])
+    model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False, strategy=strategy, **options)
+    return model
+
+
+X, Y = np.ones((8, 6), np.float32), np.zeros((8, 4), np.float32)
+
+
+def test_a_strategy_like_the_one_before_moves_nothing():
+    """As when a cell of a notebook is run again."""
+    model = small(STRATEGIES["stage 3"]())
+    model.train_on_batch(X, Y)
+    rests = [variable.value.storage for variable in model.variables]
+    slots = [variable.value.storage for variable in model.optimizer.variables]
+    optimizer, again = model.optimizer, STRATEGIES["stage 3"]()
+    model.compile(optimizer, "mse", strategy=again)
+    before = float(model.evaluate(X, Y, verbose=0))
+    assert float(model.train_on_batch(X, Y)) == pytest.approx(before, rel=1e-5)
+    assert [variable.value.storage for variable in model.variables] == rests
+    assert [variable.value.storage for variable in model.optimizer.variables] == slots
+
+
+def test_what_a_model_had_under_the_strategy_before_is_freed_and_fails_where_it_is_read():
+    old = STRATEGIES["stage 3"]()
+    model = small(old)
+    model.train_on_batch(X, Y)
+
+    @tf.function
+    def outputs(x):
+        return model(x)
+
+    expected = outputs(X).numpy()
+    storage = model.get_layer("up").kernel.value.storage
+    model.compile("sgd", "mse", strategy=STRATEGIES["model axis"]())
+    assert not storage.members
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        outputs(X)
+    np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=1e-5)
+    with pytest.raises(tfshard.errors.StrategyError, match="Compile it with this one"):
+        old.report(model)
+
+
+def test_a_model_stays_where_it_is_if_the_other_strategy_cannot_take_it():
+    old = STRATEGIES["stage 3"]()
+    model = small(old)
+    model.train_on_batch(X, Y)
+    values = model.get_weights()
+    mesh = tfshard.create_mesh(batch=2, model=2)
+    with pytest.raises(tfshard.errors.LayoutError):
+        model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(mesh, {".*up/kernel": ("model", "model")}))
+    with pytest.raises(tfshard.errors.StrategyError, match="pipeline axis"):
+        pipeline = tfshard.ShardedStrategy(tfshard.create_mesh(pipeline=2, batch=2))
+        model.compile("sgd", "mse", strategy=pipeline)
+    assert all(variable.value.mesh == old.mesh for variable in model.variables)
+    for ours, theirs in zip(model.get_weights(), values, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    model.train_on_batch(X, Y)
+
+
+def test_a_model_around_one_that_goes_elsewhere_says_what_to_do():
+    old, new = STRATEGIES["stage 3"](), STRATEGIES["model axis"]()
+    body = small(old)
+    around = keras.Sequential([keras.Input((6,)), body, layers.Softmax()])
+    around.compile("sgd", "mse", strategy=old)
+    around.train_on_batch(X, Y)
+    body.compile("sgd", "mse", strategy=new)
+    body.train_on_batch(X, Y)
+    with pytest.raises(tfshard.errors.StrategyError, match="lives on another mesh, of another model"):
+        around.train_on_batch(X, Y)
+    around.compile("sgd", "mse", strategy=new)
+    around.train_on_batch(X, Y)
+    body.train_on_batch(X, Y)
