@@ -163,7 +163,7 @@ def test_a_remat_scope_and_one_device_are_the_same():
 
 @pytest.mark.parametrize(
     ("activation", "kept", "keep_products", "saved"),
-    [("gelu", 1.9, False, 0.7), ("mish", 3, True, 0.3), ("silu", 2, False, 0.7)],
+    [("gelu", 1.9, False, 0.7), ("mish", 3, True, 0.3), ("silu", 1.9, False, 0.7)],
 )
 def test_activations_of_blocks_are_freed(activation, kept, keep_products, saved):
     """By the allocator's trace: what a step adds, without what it adds with next to no samples.
@@ -188,7 +188,7 @@ def test_activations_of_blocks_are_freed(activation, kept, keep_products, saved)
         return profile.peak.added
 
     all_kept, freed, none = added(4 * rows, False), added(4 * rows, True), added(4, False)
-    # Each block of a device has so many activations of a MiB, with what goes into it.
+    # Each block of a device has so many activations of a MiB, with what goes into it, but for some of the first or last.
     assert all_kept - none >= 4 * blocks * kept * 4 * rows * width, "premise"
     # What goes into a block stays.
     inputs = 4 * (blocks + 1) * 4 * rows * width
