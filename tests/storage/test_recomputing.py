@@ -188,7 +188,7 @@ def test_activations_of_blocks_are_freed(activation, kept, keep_products, saved)
         return profile.peak.added
 
     all_kept, freed, none = added(4 * rows, False), added(4 * rows, True), added(4, False)
-    # Each block of a device has so many activations of a MiB, with what goes into it, but for some of the first or last.
+    # Each block of a device has so many activations of a MiB, with what goes into it, but for a few.
     assert all_kept - none >= 4 * blocks * kept * 4 * rows * width, "premise"
     # What goes into a block stays.
     inputs = 4 * (blocks + 1) * 4 * rows * width
