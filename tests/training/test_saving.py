@@ -88,8 +88,6 @@ def test_a_clone_is_sharded_under_the_strategy_and_trains_as_one_of_a_plain_mode
 
 
 def test_a_clone_in_another_scope_is_sharded_under_that_strategy_and_both_train_on():
-    """As the error says that a model gives which is compiled under another one."""
-
     def both(chosen, other):
         keras.utils.set_random_seed(0)
         model = build()
@@ -100,8 +98,6 @@ def test_a_clone_in_another_scope_is_sharded_under_that_strategy_and_both_train_
             copy = keras.models.clone_model(model)
             copy.set_weights(model.get_weights())
         if other is not None:
-            with pytest.raises(tfshard.errors.StrategyError, match=r"clone_model\(model\); new.set_weights\("):
-                model.compile("sgd", LOSS, strategy=other)
             assert {v.value.mesh for v in copy.weights} == {other.mesh} != {v.value.mesh for v in model.weights}
         return copy, [m.fit(X, Y, batch_size=8, shuffle=False, verbose=0) for m in (copy, model, copy)]
 

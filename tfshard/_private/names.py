@@ -76,7 +76,7 @@ def _all(library: str, since: str, modules: dict[str, str]) -> tuple[Name, ...]:
 NAMES = (
     # _private itself
     *_all("keras", "3.10", {
-        "src.backend": "gru lstm",
+        "src": "backend",
         "src.backend.common.name_scope": "current_path",
         "src.backend.common.stateless_scope": "in_stateless_scope",
         "src.backend.common.symbolic_scope": "in_symbolic_scope",

@@ -222,10 +222,10 @@ def undo_of(change: Change, owner: Owner) -> None:
             _take_back(patch)
 
 
-def undo(model: keras.Model, changes: Collection[Change] = CHANGES) -> None:
+def undo(model: keras.Model, changes: Collection[Change] | None = None) -> None:
     """Takes patches of a model back, by default all. Functions that were traced before keep them."""
     for patch in patches_of(model):
-        if patch.change in changes:
+        if changes is None or patch.change in changes:
             _take_back(patch)
 
 
