@@ -1284,7 +1284,7 @@ MUTATIONS = [
     Mutation(
         area="GPUs",
         file="tfshard/storage/formats.py",
-        old="        return _cast(stored, tf.int32)",
+        old="        return _cast(stored, self._own)",
         new="        return stored",
         what="what rests as int64 is read as that",
         killed_by="tests/storage/test_formats.py::test_integers_that_devices_have_no_variables_of_rest_in_longer_ones[group]",

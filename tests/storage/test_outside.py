@@ -179,9 +179,8 @@ def test_plain_models_around_it_are_not_compiled_by_xla():
     """Where there is a GPU, Keras has XLA compile models that allow it: it takes no variables of other devices."""
     model = compiled(strategy())
     assert_sharded(model, "grouped")
-    assert model_supports_jit(compiled(None)) and not model_supports_jit(keras.Model(model.input, model.output)), (
-        "promise"
-    )
+    assert model_supports_jit(compiled(None)), "premise"
+    assert not model_supports_jit(keras.Model(model.input, model.output))
     wrapped, plain_one = (keras.Sequential([body, keras.layers.Softmax()]) for body in (model, compiled(None)))
     with pytest.warns(UserWarning, match="Model doesn't support `jit_compile=True`"):
         wrapped.compile(loss="mse", jit_compile=True)

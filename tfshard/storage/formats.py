@@ -527,21 +527,27 @@ class Flat(StorageFormat):
         return piece * begins[member + 1] // self._form.elements - piece * begins[member] // self._form.elements
 
 
-class _Bfloat16(StorageFormat):
-    """Stores float32 members as bfloat16, rounded to the nearest."""
+class _Cast(StorageFormat):
+    """Stores members of one dtype as another one, rounded to the nearest where that has fewer bits."""
 
     direct = False
     is_encoded = True
+    _own: tf.DType
+    _stored: tf.DType
 
     def encode(self, values: Any) -> Any:
-        return _cast(values, tf.bfloat16)
+        return _cast(values, self._stored)
 
     def decode(self, stored: Any) -> Any:
-        return _cast(stored, tf.float32)
+        return _cast(stored, self._own)
 
 
 def _cast(elements: Any, dtype: tf.DType) -> Any:
     return tf.cast(elements, dtype) if tf.is_tensor(elements) else elements.astype(dtype.as_numpy_dtype)
+
+
+class _Bfloat16(_Cast):
+    _own, _stored = tf.float32, tf.bfloat16
 
 
 class WholeInBfloat16(_Bfloat16, Whole):
@@ -552,17 +558,8 @@ class FlatInBfloat16(_Bfloat16, Flat):
     """Members in a padded buffer of bfloat16."""
 
 
-class _Int64(StorageFormat):
-    """Stores int32 members as int64."""
-
-    direct = False
-    is_encoded = True
-
-    def encode(self, values: Any) -> Any:
-        return _cast(values, tf.int64)
-
-    def decode(self, stored: Any) -> Any:
-        return _cast(stored, tf.int32)
+class _Int64(_Cast):
+    _own, _stored = tf.int32, tf.int64
 
 
 class WholeInInt64(_Int64, Whole):
