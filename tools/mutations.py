@@ -349,6 +349,33 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
+        file="tfshard/training/models.py",
+        old="                    _private.give_own_names(clients.here().wait_for_devices)\n",
+        new="",
+        what="loops of a step that is compiled again keep their names until an execution ends",
+        killed_by="tests/operations/test_control_flow.py"
+        "::test_loops_of_steps_that_dtensor_compiles_again_train_as_on_one_device[2]",
+    ),
+    Mutation(
+        area="operations",
+        file="tfshard/training/datasets.py",
+        old="        _private.give_own_names(clients.here().wait_for_devices)\n",
+        new="",
+        what="loops of a custom function's step keep their names between batches",
+        killed_by="tests/operations/test_control_flow.py"
+        "::test_loops_of_a_custom_step_that_dtensor_compiles_again_train_as_on_one_device[run in a function]",
+    ),
+    Mutation(
+        area="operations",
+        file="tfshard/training/strategy.py",
+        old="            finally:\n                _private.give_own_names()\n",
+        new="            finally:\n                if first:\n                    _private.give_own_names()\n",
+        what="loops of a step that is compiled again keep their names",
+        killed_by="tests/operations/test_control_flow.py"
+        "::test_loops_of_a_custom_step_that_dtensor_compiles_again_train_as_on_one_device[run]",
+    ),
+    Mutation(
+        area="operations",
         file="tfshard/operations/rewrites.py",
         old='exchange["MatMul"] = functools.partial(products.of_samples, mesh=mesh)',
         new="pass",

@@ -1,5 +1,7 @@
 """Loops and branches in steps: results and gradients of one device, and any number of steps that have them."""
 
+import collections
+import contextlib
 import functools
 import itertools
 
@@ -7,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 import parity
 import tfshard
@@ -196,3 +199,76 @@ def test_a_recurrent_model_of_unknown_length_fits_evaluates_and_predicts_as_on_o
         np.testing.assert_allclose(ours[key], values, rtol=1e-6, err_msg=key)
     for a, b in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def two_loops() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((5, 4))
+    both = [keras.layers.GRU(6)(inputs), keras.layers.LSTM(8)(inputs)]
+    return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Concatenate()(both)))
+
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def most_compiled(since: set[str]) -> int:
+    """How often that of the functions was compiled that was the most often."""
+    made = [name for name in set(context.context().list_function_names()) - since if "step" in name]
+    return max(collections.Counter(name.partition("__func_")[0] for name in made if "__func_" in name).values())
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_loops_of_steps_that_dtensor_compiles_again_train_as_on_one_device(steps_per_execution: int):
+    rs = np.random.RandomState(0)
+    # Batches of 10, which are whole on all devices, and of 8.
+    x, labels = rs.normal(size=(48, 5, 4)).astype("float32"), rs.randint(0, 3, 48)
+    runs, before = [], set(context.context().list_function_names())
+    for strategy in (None, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))):
+        keras.backend.clear_session()
+        model, options = two_loops(), {"jit_compile": False} if strategy is None else {"strategy": strategy}
+        model.compile(keras.optimizers.SGD(0.5), LOSS, steps_per_execution=steps_per_execution, **options)
+        history = model.fit(x, labels, batch_size=10, epochs=2, shuffle=False, verbose=0).history
+        runs.append((history["loss"], model.evaluate(x, labels, batch_size=9, verbose=0)))
+    assert most_compiled(since=before) == 2, "premise"
+    assert runs[0][0][1] < runs[0][0][0] - 1e-3, "premise: it trains"
+    for ours, theirs in zip(runs[1], runs[0], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["run", "run in a function"])
+def test_loops_of_a_custom_step_that_dtensor_compiles_again_train_as_on_one_device(inside: bool):
+    rs = np.random.RandomState(0)
+    x, labels = rs.normal(size=(42, 5, 4)).astype("float32"), rs.randint(0, 3, 42)
+    dataset = tf.data.Dataset.from_tensor_slices((x, labels)).batch(9)
+    # Of 9 rows and of 6 in turn, which are whole on all devices; or of 9, and at last of 6.
+    batches = dataset if inside else [(x[:n], labels[start : start + n]) for start in range(5) for n in (9, 6)]
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    losses, before = [], set(context.context().list_function_names())
+    for sharded in (False, True):
+        keras.backend.clear_session()
+        with strategy.scope() if sharded else contextlib.nullcontext():
+            model, optimizer = two_loops(), keras.optimizers.SGD(0.5)
+
+        @tf.function
+        def step(x, labels, model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = LOSS(labels, model(x, training=True))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            return loss
+
+        @tf.function
+        def step_on_mesh(x, labels, step=step):
+            return strategy.run(step.python_function, args=(x, labels))
+
+        given = strategy.experimental_distribute_dataset(dataset) if sharded and inside else batches
+        losses.append([])
+        for _ in range(2):
+            for batch in given:
+                batch = tuple(map(tf.convert_to_tensor, batch))
+                if not sharded:
+                    loss = step(*batch)
+                else:
+                    loss = step_on_mesh(*batch) if inside else strategy.run(step, args=batch)
+                losses[-1].append(float(loss))
+    assert most_compiled(since=before) == 2, "premise"
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)

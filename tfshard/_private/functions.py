@@ -14,7 +14,7 @@ from tensorflow.python.ops import ctc_ops as _ctc_ops
 _known: set[str] = set()
 
 
-def give_own_names() -> None:
+def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
     """Gives the bodies of loops and branches in functions that DTensor has made since the last call names of their own.
 
     DTensor names them after what its compiler once had at the same address in memory (the OpOrArgLocNameMapper of
@@ -22,9 +22,19 @@ def give_own_names() -> None:
     two compilations give is an error: "Cannot add function". So none of those names is left to the next one. What runs
     has its bodies in it already; the functions are looked up when TensorFlow forgets that
     (`Context.add_function_def`, `get_function_def`, `list_function_names`, `remove_function`).
+
+    After each step: DTensor compiles one again that it has compiled with small inputs for constants, such as the labels
+    of a batch that is whole on all devices, once they are others. Where nothing was compiled, this takes some 10 us.
+
+    Args:
+        ended: Returns when nothing that was compiled still begins to run. Called if there is anything to name.
     """
     context = _context.context()
     names = set(context.list_function_names())
+    if names <= _known:
+        _known.intersection_update(names)  # One that is gone may be made again.
+        return
+    ended()
     new = {name: context.get_function_def(name) for name in names - _known}
     owners = [name for name in new if name.startswith("_func_")]
     bodies: dict[str, str] = {}

@@ -302,10 +302,13 @@ def _on_mesh(
         batches = [batching.batch_to_mesh(batch, strategy.mesh, strategy.already_sharded) for batch in batches]
 
         def run() -> list[Any]:
-            known = len(made)
+            known, results = len(made), []
             try:
                 # One by one: the last of an execution may have fewer rows.
-                return [function_of(batch)([batch]) for batch in batches]
+                for batch in batches:
+                    results.append(function_of(batch)([batch]))
+                    _private.give_own_names(clients.here().wait_for_devices)
+                return results
             finally:
                 if len(made) > known:  # Also of a step that failed: what it made may move before the next.
                     places.note(model, strategy)

@@ -273,6 +273,8 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                     return self._inside(fn)(*args, **kwargs)
                 with self.scope():
                     return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
+        # What runs this is no operation of ours.
+        _private.give_own_names(clients.here().wait_for_devices)
         readiness.check_traced_arguments(fn)
         with self.scope(), failures.translated_errors(f"Step function {fn!r}"):
             return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
@@ -306,8 +308,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 yield
                 here.wait_for_devices()
             finally:
-                if first:
-                    _private.give_own_names()
+                _private.give_own_names()
 
     def _inside(self, fn: tf.types.experimental.PolymorphicFunction) -> Callable[..., Any]:
         """A tf.function's Python function with the step opened inside of the trace, where its writes are."""
