@@ -23,8 +23,8 @@ def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
     has its bodies in it already; the functions are looked up when TensorFlow forgets that
     (`Context.add_function_def`, `get_function_def`, `list_function_names`, `remove_function`).
 
-    After each step: DTensor compiles one again that it has compiled with small inputs for constants, such as the labels
-    of a batch that is whole on all devices, once they are others. Where nothing was compiled, this takes some 10 us.
+    After each step: DTensor compiles some of them again at a later one, such as those whose batch is whole on all
+    devices. Where nothing was compiled, this takes some 10 us for each hundred functions.
 
     Args:
         ended: Returns when nothing that was compiled still begins to run. Called if there is anything to name.
