@@ -34,7 +34,6 @@ def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
     if names <= _known:
         _known.intersection_update(names)  # One that is gone may be made again.
         return
-    ended()
     new = {name: context.get_function_def(name) for name in names - _known}
     owners = [name for name in new if name.startswith("_func_")]
     bodies: dict[str, str] = {}
@@ -45,6 +44,7 @@ def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
                 bodies[called.name] = f"{called.name}_{_ops.uid()}"
                 waiting.append(called.name)
     if bodies:
+        ended()
         for name in [*bodies, *owners]:
             try:
                 # The context removes what it was asked to add only, also where it had it and refused.
