@@ -23,8 +23,10 @@ def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
     has its bodies in it already; the functions are looked up when TensorFlow forgets that
     (`Context.add_function_def`, `get_function_def`, `list_function_names`, `remove_function`).
 
-    After each step: DTensor compiles some of them again at a later one, such as those whose batch is whole on all
-    devices. Where nothing was compiled, this takes some 10 us for each hundred functions.
+    After each step: DTensor takes an integer or string input of fewer than 20 elements that is whole on all devices for
+    a constant (`ExtractSmallTensorValue` of its small_constant_optimization.cc, however the tensor was made), and
+    compiles the step again at the first one that has another value. Where nothing was compiled, this takes some 10 us
+    for each hundred functions.
 
     Args:
         ended: Returns when nothing that was compiled still begins to run. Called if there is anything to name.
