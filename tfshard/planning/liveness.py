@@ -15,9 +15,9 @@ from tfshard.planning.training_graph import CUTS, VIEWS, WITHOUT_WORK, Cost, Kin
 _IN_PLACE = frozenset(
     "Abs Add AddN AddV2 BiasAdd Ceil Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor Inv InvGrad LeakyRelu "
     "LeakyReluGrad Log Log1p LogSoftmax LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul MulNoNan Neg Pow RealDiv "
-    "Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad "
-    "Sigmoid SigmoidGrad Sign Sin Softmax Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square "
-    "SquaredDifference Sub Tan Tanh TanhGrad Xdivy Xlogy".split()
+    "Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Round Rsqrt RsqrtGrad ScatterNdNonAliasingAdd Select "
+    "SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Softmax Softplus SoftplusGrad Softsign SoftsignGrad Sqrt "
+    "SqrtGrad Square SquaredDifference Sub Tan Tanh TanhGrad Xdivy Xlogy".split()
 )
 # Of several results, the one that is written where an input was.
 _IN_PLACE_OUTPUT = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}

@@ -46,7 +46,7 @@ def _next(operation: tf.Operation, number: int, dim: int, devices: int) -> list[
     given = operation.inputs[number].shape
     if operation.type == "BiasAddGrad" and dim == given.rank - 1:
         return [(operation.outputs[0], 0)]
-    # Gradients of operations that work element by element, and of softmax cross entropy.
-    if operation.type.endswith("Grad") or operation.type.endswith("SoftmaxCrossEntropyWithLogits"):
+    # Gradients of operations that work element by element, and softmax cross entropy with its gradient.
+    if operation.type.endswith(("Grad", "SoftmaxCrossEntropyWithLogits", "ScatterNdNonAliasingAdd")):
         return [(output, dim) for output in operation.outputs if output.shape == given]
     return []

@@ -116,6 +116,8 @@ def _of_one(
         functions = max(_elements(each) / shares(each) for each in outputs)
     # What reads a part of something reads as much as it writes: a weight that is cut out of its group is not the group.
     read_and_written = 2 * moved(outputs) if operation.type in _PARTS else moved(tensors)
+    if operation.type == "ScatterNdNonAliasingAdd":  # In the memory of what it adds to.
+        read_and_written = moved(tensors[1:-1])
     return Work(bytes=read_and_written, transcendentals=functions, operations=1)
 
 

@@ -27,7 +27,7 @@ from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts import variable_layout
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout, itemsize
-from tfshard.operations import activations, blocks, loops
+from tfshard.operations import activations, blocks, cross_entropies, loops
 from tfshard.planning import local_shares, variable_traffic
 from tfshard.storage import recomputing, steps, turns
 
@@ -257,6 +257,7 @@ class _Trace:
                     self._store(name, members)
             noted = stack.enter_context(steps.noting_blocks(self._graph))
             stack.enter_context(activations.with_derivatives(self._together))
+            stack.enter_context(cross_entropies.of_one_device())
             stack.enter_context(loops.without_cudnn())
             if isinstance(model, keras.Model):
                 if recompute is not None:
