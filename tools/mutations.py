@@ -377,7 +377,7 @@ MUTATIONS = [
     Mutation(
         area="operations",
         file="tfshard/operations/cross_entropies.py",
-        old="tf.where(is_known, 0, -1)",
+        old="tf.where(is_known, 0, labels)",
         new="0",
         what="a label that is no class is none that a device has",
         killed_by="tests/operations/test_cross_entropies.py"

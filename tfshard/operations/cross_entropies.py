@@ -137,8 +137,8 @@ class _Labels:
             is_known = (labels >= 0) & (labels < classes)
             # DTensor sees that devices differ in what is compared with `first`.
             has = transfer.relayout((labels >= first) & (labels < first + its), axes, mesh)
-            # A label that is none stays none, so that the step fails.
-            labels = transfer.relayout(tf.where(has, labels - first, tf.where(is_known, 0, -1)), axes, mesh)
+            # A label that is no class stays as it is, so that the step fails and names it.
+            labels = transfer.relayout(tf.where(has, labels - first, tf.where(is_known, 0, labels)), axes, mesh)
         count = shape[0] // (1 if axes[0] is None else axis_sizes(mesh)[axes[0]])
         own = np.tile(np.arange(count, dtype="int32"), shape[0] // max(count, 1))
         numbers = [
@@ -153,7 +153,7 @@ class _Labels:
         if self.mesh is None:
             return tf.gather_nd(logits, self.places)[..., 0]
         expansions.allow_local("GatherNd")
-        with rows.inside():
+        with rows.inside(), tf.name_scope("logit_of_each_label"):
             found = tf.gather_nd(self._parted(logits, self.axes), self._parted(self.places, (*self.axes, None)))
         found = transfer.relayout(found, self.axes, self.mesh)
         if self.has is None:
