@@ -127,10 +127,10 @@ def on_hosts() -> list[Configuration]:
         Configuration(model=_gpt(layers, width), mesh=mesh, stage=stage, rate=rate)
         for rate in RATES
         for layers, width, mesh, stage in [
-            (3, 208, {"batch": 4}, 3),
-            (3, 208, {"replica": 2, "batch": 2}, 3),
-            (3, 192, {"batch": 4}, 0),
-            (3, 192, {"replica": 2, "batch": 2}, 1),
+            (3, 248, {"batch": 4}, 3),
+            (3, 248, {"replica": 2, "batch": 2}, 3),
+            (3, 184, {"batch": 4}, 0),
+            (3, 184, {"replica": 2, "batch": 2}, 1),
         ]
     ]
 
