@@ -26,7 +26,7 @@ LEAST_CASES = 1
 
 # Seconds of a case from which a test runs every third day, and those that run every day nevertheless: what they guard
 # changes with documents, not with code.
-LONG = 4.0
+LONG = 3.0
 EACH_DAY = {"tests/test_docs.py::test_every_block_of_python_runs"}
 
 # Of a case of a test that was never measured.

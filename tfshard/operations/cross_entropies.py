@@ -1,6 +1,6 @@
 """Cross entropy of logits with integer labels, by operations that pass over the logits a few times.
 
-TensorFlow's kernel on CPU takes 5 to 7 ns for each logit, as it computes exponentials one by one, twice. The same in
+TensorFlow's kernel on CPU takes some 5 ns for each logit, as it computes exponentials one by one, twice. The same in
 vectorized operations takes a third of that; and logits that a model axis shards by classes stay so, without one-hot
 vectors as large as they are. Of a large vocabulary that is a good part of a step.
 
