@@ -85,6 +85,21 @@ def assert_same(run: Run, reference: Run, *, rtol: float, atol: float, slots: bo
             np.testing.assert_allclose(ours, theirs, rtol=max(rtol, 1e-4), atol=far, err_msg=f"slots, {kind}")
 
 
+def derivatives_of(function: Callable[[tf.Tensor], tf.Tensor], order: int) -> Callable[[tf.Tensor], tuple]:
+    """A step: a function and its derivatives up to an order, each of a loss that depends on all elements."""
+
+    def derivatives(x, order):
+        if not order:
+            return [function(x)]
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = derivatives(x, order - 1)
+            loss = tf.reduce_sum(found[-1] ** 3)
+        return [*found, tape.gradient(loss, x)]
+
+    return tf.function(lambda x: tuple(derivatives(x, order)))
+
+
 def shard_axes(model: keras.Model) -> set:
     """The mesh axes over which any trainable variable of the model rests sharded."""
     return {axis for v in model.trainable_variables for axis in v.value.layout.storage if axis is not None}

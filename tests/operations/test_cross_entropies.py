@@ -64,8 +64,6 @@ def loss(**options):
 @pytest.mark.parametrize("rows", [8, 6, 7])
 @pytest.mark.parametrize(("options", "axis"), LAYOUTS)
 def test_models_train_as_on_one_device(options, axis, rows, timesteps, made):
-    if "microbatches" in options and rows != 8:
-        pytest.skip("Microbatches of equal size.")
     how = {"optimizer": lambda: keras.optimizers.Adam(1e-2), "loss": loss()}
     batches = batches_of(rows, timesteps)
     reference = parity.train(lambda: build(timesteps), batches, **how)
@@ -104,18 +102,10 @@ def test_options_of_the_loss_are_those_of_one_device(options, axis, given, made)
 
 
 def step(order, labels):
-    """The loss and its derivatives up to an order, of a loss that depends on all elements."""
+    def value(logits):
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
 
-    def derivatives(logits, order):
-        if not order:
-            return [tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)]
-        with tf.GradientTape() as tape:
-            tape.watch(logits)
-            found = derivatives(logits, order - 1)
-            value = tf.reduce_sum(found[-1] ** 3)
-        return [*found, tape.gradient(value, logits)]
-
-    return tf.function(lambda logits: tuple(derivatives(logits, order)))
+    return parity.derivatives_of(value, order)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -100,8 +100,12 @@ def _can_be(labels: Any, logits: Any, mesh: dtensor.Mesh | None) -> bool:
         return False
     if not logits.shape.is_fully_defined() or logits.shape.rank < 2 or logits.shape[:-1] != labels.shape:
         return False
-    is_cut = mesh is not None and batching.batch_axes(tuple(logits.shape), mesh)[0] is not None
-    return bool(math.prod(logits.shape) // (axis_sizes(mesh).data_size if is_cut else 1) >= LEAST_ELEMENTS)
+    return bool(math.prod(logits.shape) // _shares(logits, mesh) >= LEAST_ELEMENTS)
+
+
+def _shares(tensor: tf.Tensor, mesh: dtensor.Mesh | None) -> int:
+    """Among how many devices the rows of a tensor are shared out."""
+    return axis_sizes(mesh).data_size if mesh is not None and rows.are_shared_out(tensor, mesh) else 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,8 +143,8 @@ class _Labels:
             has = transfer.relayout((labels >= first) & (labels < first + its), axes, mesh)
             # A label that is no class stays as it is, so that the step fails and names it.
             labels = transfer.relayout(tf.where(has, labels - first, tf.where(is_known, 0, labels)), axes, mesh)
-        count = shape[0] // (1 if axes[0] is None else axis_sizes(mesh)[axes[0]])
-        own = np.tile(np.arange(count, dtype="int32"), shape[0] // max(count, 1))
+        shares = _shares(logits, mesh)
+        own = np.tile(np.arange(shape[0] // shares, dtype="int32"), shares)
         numbers = [
             transfer.relayout(tf.constant(own), axes[:1], mesh),
             *(np.arange(n, dtype="int32") for n in shape[1:]),
