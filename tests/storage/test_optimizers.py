@@ -11,6 +11,7 @@ import tensorflow as tf
 import parity
 import sweeps
 import tfshard
+from tfshard.storage import update_order
 from tfshard.storage.formats import Whole
 
 MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}, "model4": {"model": 4}}
@@ -56,6 +57,12 @@ STEPS = 5
 TOLERANCE = 5e-6
 # Of a slot's largest element, because many slots are smaller than the tolerance of a weight.
 SLOT_TOLERANCE = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def small_updates_are_in_order(monkeypatch):
+    """As large ones are."""
+    monkeypatch.setattr(update_order, "LEAST_BYTES", 0)
 
 
 def build() -> keras.Model:

@@ -21,6 +21,11 @@ _is_ours = SWITCH not in os.environ
 _WITH_BODIES = ("Case", "If", "While")
 
 
+def happen(mesh: dtensor.Mesh) -> bool:
+    """Whether gradients that are not scattered are reduced as one, in what DTensor compiles next."""
+    return os.environ.get(SWITCH) != "1" and axis_sizes(mesh).data_size > 1
+
+
 def choose(mesh: dtensor.Mesh, graph: tf.Graph) -> None:
     """Sets the switch for what DTensor compiles next: a step on a mesh, with this graph."""
     if not _is_ours:

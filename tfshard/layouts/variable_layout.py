@@ -400,6 +400,22 @@ def is_added_up_by_replicas(layout: VariableLayout, mesh_axes: MeshAxes) -> bool
     return spec_bytes(layout.spec) >= LEAST_BY_REPLICAS_BYTES
 
 
+def joins_reduction(layout: VariableLayout, mesh_axes: MeshAxes, *, is_sum: bool) -> bool:
+    """Whether the gradient of a variable is whole once it is added up over the devices: all such are reduced as one.
+
+    Args:
+        layout: Of the variable.
+        mesh_axes: The mesh.
+        is_sum: Whether it is one of several gradients, as of a variable that is used twice. Those are not fused with
+            the cut that follows.
+    """
+    is_cut = layout.flat is None and layout.update != layout.compute
+    own_way = layout.table is not None or layout.compression is not None
+    if own_way or is_added_up_by_replicas(layout, mesh_axes):
+        return False
+    return not is_cut or (is_sum and not layout.reduce_scatter)
+
+
 def check_microbatches(count: int) -> int:
     """The number of microbatches of a step; raises `StrategyError` unless it is one."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:

@@ -26,7 +26,7 @@ from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, without_peak
 from tfshard.planning.compression_gain import CompressionGain, encoded_bytes
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
-from tfshard.planning.peak import Peak, needs_all_gradients, peak_of, trace, with_room
+from tfshard.planning.peak import Peak, UpdateTiming, peak_of, trace, with_room
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
 from tfshard.planning.training_graph import TrainingGraph
@@ -236,7 +236,7 @@ def advise(
         links=known,
         analyzer=analyzer,
         gathering=turns.Gathering.of(reshard_after_forward),
-        needs_all_gradients=needs_all_gradients(optimizer),
+        timing=UpdateTiming.of(optimizer),
         slot_dtypes=SlotDtypes.of(slot_dtype),
         inputs=None if activation_bytes is not None else inputs,
         machine=on,
@@ -346,7 +346,7 @@ class _Step:
         links: The links between devices, if they are known.
         analyzer: Makes the groups.
         gathering: How steps gather.
-        needs_all_gradients: Whether updates wait for all gradients.
+        timing: When updates can run.
         slot_dtypes: The dtypes in which slots rest.
         inputs: What the model is called on; None where that is not known, or activations are given.
         machine: What computes, if that is known.
@@ -359,7 +359,7 @@ class _Step:
     links: Links | None
     analyzer: ParameterAnalyzer | None
     gathering: turns.Gathering
-    needs_all_gradients: bool
+    timing: UpdateTiming
     slot_dtypes: SlotDtypes
     inputs: Any
     machine: Machine | None
@@ -384,7 +384,7 @@ class _Step:
             gathering=self.gathering,
             inputs=self.inputs,
             slots=self.slots,
-            needs_all_gradients=self.needs_all_gradients,
+            timing=self.timing,
             recompute=blocks.AUTO if empty.recompute else None,
         )
         rests = ShardingPlan.from_placement(placement, slots=self.slots).resting_bytes()

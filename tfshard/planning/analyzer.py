@@ -27,7 +27,7 @@ from tfshard.planning import (
 )
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.overlap import overlap_of
-from tfshard.planning.peak import needs_all_gradients, peak_of, trace
+from tfshard.planning.peak import UpdateTiming, peak_of, trace
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.training_graph import TrainingGraph
 from tfshard.storage import turns
@@ -232,7 +232,7 @@ def plan_placement(
             gathering=gathering,
             inputs=parts.of(inputs, placement.mesh_shape),
             slots=slots,
-            needs_all_gradients=needs_all_gradients(optimizer),
+            timing=UpdateTiming.of(optimizer),
             is_part=parts.count > 1,
         )
     planned = without_peak(

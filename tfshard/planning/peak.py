@@ -9,7 +9,7 @@ from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.planning import liveness, training_graph, variable_traffic
 from tfshard.planning.training_graph import Kind, TrainingGraph
-from tfshard.storage import turns
+from tfshard.storage import turns, update_order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,27 @@ _PART = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateTiming:
+    """When an optimizer's updates can run.
+
+    Attributes:
+        needs_all_gradients: Whether none can before all gradients are there: with a `global_clipnorm`, or in a branch.
+        in_branch: Whether they are in a branch, which gives out all new values at its end: with
+            `gradient_accumulation_steps`.
+    """
+
+    needs_all_gradients: bool = False
+    in_branch: bool = False
+
+    @staticmethod
+    def of(optimizer: OptimizerLike) -> "UpdateTiming":
+        """Of an optimizer."""
+        in_branch = getattr(optimizer, "gradient_accumulation_steps", None) is not None
+        is_clipped = getattr(optimizer, "global_clipnorm", None) is not None
+        return UpdateTiming(needs_all_gradients=in_branch or is_clipped, in_branch=in_branch)
+
+
 def trace(
     model: ModelOrSpecs,
     placement: ModelPlacement,
@@ -64,7 +85,7 @@ def trace(
     gathering: turns.Gathering,
     inputs: Any,
     slots: Sequence[SlotSpec],
-    needs_all_gradients: bool,
+    timing: UpdateTiming,
     is_part: bool = False,
     recompute: str | Sequence[str] | None = None,
 ) -> TrainingGraph:
@@ -77,7 +98,7 @@ def trace(
         gathering: How steps gather.
         inputs: What the model is called on, over all devices; or None.
         slots: The optimizer's variables.
-        needs_all_gradients: Whether no variable can be updated before all gradients are there.
+        timing: When updates can run.
         is_part: Whether it is one of several parts of a step: gradients are added up in each, and all updated after the
             last.
         recompute: Which blocks are computed again, besides those that are marked (`blocks.install`).
@@ -90,8 +111,8 @@ def trace(
         placement,
         gathering=gathering,
         inputs=inputs,
-        slot_bytes=slot_bytes_of(placement, slots),
-        needs_all_gradients=needs_all_gradients,
+        slot_bytes=replaced_bytes_of(placement, slots, in_branch=timing.in_branch),
+        needs_all_gradients=timing.needs_all_gradients,
         is_part=is_part,
         recompute=recompute,
     )
@@ -124,14 +145,6 @@ def peak_of(
     return Peak(stored_bytes=stored_bytes, overlap_bytes=max(0, overlap), **made)
 
 
-def needs_all_gradients(optimizer: OptimizerLike) -> bool:
-    """Whether an optimizer updates no variable before all gradients are there: a `global_clipnorm`, and
-    `gradient_accumulation_steps`, which update in a branch."""
-    return any(
-        getattr(optimizer, name, None) is not None for name in ("global_clipnorm", "gradient_accumulation_steps")
-    )
-
-
 def with_room(peak_bytes: int, *, recompute: bool) -> int:
     """What a device should have for a peak: by how much steps were measured to be above it is a twentieth, with
     recomputation a sixth, and 2 MiB at least."""
@@ -140,10 +153,24 @@ def with_room(peak_bytes: int, *, recompute: bool) -> int:
 
 def slot_bytes_of(placement: ModelPlacement, slots: Sequence[SlotSpec]) -> Mapping[str, int]:
     """Bytes of the slots of a unit on one device, by its name."""
+    return {name: sum(own) for name, own in _slot_bytes(placement, slots).items()}
+
+
+def replaced_bytes_of(placement: ModelPlacement, slots: Sequence[SlotSpec], *, in_branch: bool) -> Mapping[str, int]:
+    """Bytes of those slots of a unit on one device, by its name, that are new while the old ones are there: of slots
+    that are written one after the other, the largest (`update_order`)."""
+    found: dict[str, int] = {}
+    for name, own in _slot_bytes(placement, slots).items():
+        at_once = [each for each in own if in_branch or each < update_order.LEAST_BYTES]
+        found[name] = sum(at_once) + max((each for each in own if each not in at_once), default=0)
+    return found
+
+
+def _slot_bytes(placement: ModelPlacement, slots: Sequence[SlotSpec]) -> dict[str, list[int]]:
     name_of = {each.spec.path: variable_traffic.unit_name(each) for each in placement.variables}
-    found: dict[str, int] = collections.Counter()
+    found: dict[str, list[int]] = collections.defaultdict(list)
     for slot in slots:
         layout = placement.slot(slot.spec, slot.reference)
         if slot.reference is not None and layout.member == 0:
-            found[name_of[slot.reference]] += variable_traffic.resting_bytes(layout, placement.mesh_shape)
+            found[name_of[slot.reference]].append(variable_traffic.resting_bytes(layout, placement.mesh_shape))
     return found

@@ -23,7 +23,7 @@ from tfshard.operations import blocks
 from tfshard.planning import liveness
 from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.planning.machine import Machine, MachineLike
-from tfshard.planning.peak import needs_all_gradients, with_room
+from tfshard.planning.peak import UpdateTiming, with_room
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_flops import training_flops
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
@@ -312,7 +312,7 @@ class Simulator:
         self._batch = batch
         optimizer = model_specs.optimizer_of(model, optimizer)
         self._slots = model_specs.slots_of(optimizer, self._specs)
-        self._needs_all = needs_all_gradients(optimizer)
+        self._timing = UpdateTiming.of(optimizer)
         self._has_blocks = blocks.can_mark(model)
         self._steps: dict[tuple[object, ...], tuple[TracedStep, int]] = {}
         flops = training_flops(model, model_graph.batch_of(model, 1, length))
@@ -450,7 +450,7 @@ class Simulator:
                 inputs=model_graph.batch_of(self._model, rows * MeshAxes.of(small).data_size, self._length),
                 slots=self._slots,
                 is_part=is_part,
-                needs_all_gradients=self._needs_all,
+                timing=self._timing,
                 recompute=recompute,
             )
             self._steps[key] = step, liveness.peak_of(step.graph).bytes

@@ -16,7 +16,7 @@ from tfshard.layouts.placement import ModelPlacement
 from tfshard.operations import blocks
 from tfshard.planning import activation_traffic, overlap, statistics_traffic, variable_traffic
 from tfshard.planning.machine import Machine, Work, work_of
-from tfshard.planning.peak import slot_bytes_of, trace
+from tfshard.planning.peak import UpdateTiming, slot_bytes_of, trace
 from tfshard.planning.statistics_traffic import Statistics
 from tfshard.planning.training_graph import TrainingGraph
 from tfshard.planning.variable_traffic import WHOLE, Collective, Parts
@@ -74,8 +74,8 @@ class TracedStep:
         gathering: turns.Gathering,
         inputs: Any,
         slots: Sequence[SlotSpec],
+        timing: UpdateTiming,
         is_part: bool = False,
-        needs_all_gradients: bool = False,
         recompute: str | Sequence[str] | None = None,
     ) -> "TracedStep":
         """Traces it.
@@ -86,8 +86,8 @@ class TracedStep:
             gathering: How the step gathers.
             inputs: What the model is called on, over all devices.
             slots: Those of its optimizer.
+            timing: When updates can run.
             is_part: Whether it is one of several parts, after the last of which all is updated.
-            needs_all_gradients: Whether updates wait for all gradients.
             recompute: Which blocks are computed again, besides those that are marked: as `blocks.marked` takes them.
 
         Raises:
@@ -99,7 +99,7 @@ class TracedStep:
             gathering=gathering,
             inputs=inputs,
             slots=slots,
-            needs_all_gradients=needs_all_gradients,
+            timing=timing,
             is_part=is_part,
             recompute=recompute,
         )

@@ -29,7 +29,7 @@ from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout, itemsize
 from tfshard.operations import activations, blocks, cross_entropies, loops
 from tfshard.planning import local_shares, variable_traffic
-from tfshard.storage import recomputing, steps, turns
+from tfshard.storage import recomputing, steps, turns, update_order
 
 # What gives its first input, and copies nothing.
 VIEWS = frozenset("Bitcast ExpandDims Identity PreventGradient Reshape Snapshot Squeeze StopGradient".split())
@@ -190,7 +190,7 @@ def trace(
         placement: Where its variables go.
         gathering: How the step gathers.
         inputs: What the model is called on, over all devices; as for `model_graph.trace`.
-        slot_bytes: Bytes of the slots of a unit on one device, by its name.
+        slot_bytes: Bytes of slots that are new while the old ones are there, by unit, on one device.
         needs_all_gradients: Whether no variable can be updated before all gradients are there (`global_clipnorm`).
         is_part: Whether it is one of several parts of a step: gradients are added up in each, and all updated after the
             last.
@@ -212,7 +212,7 @@ class _Trace:
     Args:
         placement: Where the variables go.
         gathering: How the step gathers.
-        slot_bytes: Bytes of the slots of a unit on one device, by its name.
+        slot_bytes: Bytes of slots that are new while the old ones are there, by unit, on one device.
         needs_all_gradients: Whether updates wait for all gradients.
         is_part: Whether it is one of several parts of a step.
     """
@@ -392,19 +392,21 @@ class _Trace:
                 own = self._joining.get(name, [] if name in scattered else [gradient])
                 if own:
                     merged.setdefault(gradient.dtype, {})[each.spec.path] = own
-        waiting: dict[str, tf.Tensor] = {}
+        joined: dict[str, list[tf.Tensor]] = {}
         for together in merged.values():
-            waiting |= self._merged(together)
+            joined |= self._merged(together)
+        waiting = dict(by_replicas)
         shards: dict[str, list[tf.Tensor]] = collections.defaultdict(list)
         for name, shard in self._scattered:
             shards[name].append(shard)
         for name, own in shards.items():
-            waiting[name] = self._sum([*own, *([waiting[name]] if name in waiting else [])], Kind.SHARD)
-        waiting |= by_replicas
+            waiting[name] = self._sum([*own, *joined.pop(name, [])], Kind.SHARD)
         if self._needs_all:
-            names = list(waiting)
-            waiting = dict(zip(names, tf.raw_ops.IdentityN(input=list(waiting.values())), strict=True))
-        updated = {name: self._updated(name, tensor) for name, tensor in waiting.items()}
+            together = waiting | {name: self._of_unit(name, own) for name, own in joined.items()}
+            tied = dict(zip(together, tf.raw_ops.IdentityN(input=list(together.values())), strict=True))
+            waiting, joined = {name: tied[name] for name in waiting}, {name: [tied[name]] for name in joined}
+        updated = self._updated_in_turn(joined) | {name: self._updated(name, each) for name, each in waiting.items()}
+        updated = {name: self._gathered_again(name, each) for name, each in updated.items()}
         self._results += updated.values()
         return [
             turns.Gradient(
@@ -437,8 +439,8 @@ class _Trace:
         self._costs[made.op] = Cost(kind=kind, output=output)
         return made
 
-    def _merged(self, gradients: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, tf.Tensor]:
-        """Gradients that are reduced as one, by the name of their unit.
+    def _merged(self, gradients: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, list[tf.Tensor]]:
+        """Gradients that are reduced as one, of the members of each unit, by its name.
 
         Args:
             gradients: By path, one for each use.
@@ -455,15 +457,19 @@ class _Trace:
             # them. Of several threads one cuts while another updates; most is there where the largest comes first.
             for path in sorted(gradients, key=lambda path: -self._unit_bytes(path)):
                 parts[path] = [self._stand_in(reduced, Kind.GRADIENT, sizes[path]) for _ in gradients[path]]
-        found: dict[str, tf.Tensor] = {}
         summed = {path: self._sum(own, Kind.GRADIENT, sizes[path]) for path, own in parts.items()}
-        for name, members in self._units.items():
-            own = [summed[each.spec.path] for each in members if each.spec.path in summed]
-            if len(own) == 1:
-                found[name] = own[0]
-            elif own:
-                found[name] = self._joined(own, Kind.SHARD, self._update_bytes(members[0]))
+        if self._devices > 1:  # No update begins before all are cut out (update_order.py).
+            summed = dict(zip(summed, tf.raw_ops.IdentityN(input=list(summed.values())), strict=True))
+        found: dict[str, list[tf.Tensor]] = collections.defaultdict(list)
+        for path, gradient in summed.items():
+            found[self._name_of[path]].append(gradient)
         return found
+
+    def _of_unit(self, name: str, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Of the gradients of its members, what a unit is updated with."""
+        if len(gradients) == 1:
+            return gradients[0]
+        return self._joined(gradients, Kind.SHARD, self._update_bytes(self._units[name][0]))
 
     def _unit_bytes(self, path: str) -> int:
         """Of what is updated together with a variable."""
@@ -474,16 +480,36 @@ class _Trace:
         slot = layout.slot(layout.spec)
         return variable_traffic.device_bytes(slot.storage_shape, slot.storage, self._mesh_shape, layout.spec.dtype)
 
+    def _updated_in_turn(self, gradients: Mapping[str, list[tf.Tensor]]) -> dict[str, tf.Tensor]:
+        """What becomes of gradients that come at once, by unit: one update after the other (update_order.py)."""
+        place = {each.spec.path: number for number, each in enumerate(self._placement.variables)}
+        updated: dict[str, tf.Tensor] = {}
+        before: str | None = None
+        # That of a group runs when the last of its members has come.
+        for name in sorted(gradients, key=lambda name: max(place[each.spec.path] for each in self._units[name])):
+            first, *others = gradients[name]
+            waits = self._devices > 1 and self._update_bytes(self._units[name][0]) >= update_order.LEAST_BYTES
+            if waits and before is not None:
+                updated[before], first = tf.raw_ops.IdentityN(input=[updated[before], first])
+            updated[name] = self._updated(name, self._of_unit(name, [first, *others]))
+            before = name if waits else before
+        return updated
+
     def _updated(self, name: str, gradient: tf.Tensor) -> tf.Tensor:
         """What is stored of a unit from now on. An update makes new values of slots, and then what changes the
         variable, in the room of the old ones (`liveness.peak_of`, `at_once`)."""
+        shard = self._update_bytes(self._units[name][0])
+        return self._stand_in(gradient, Kind.UPDATE, shard, self._slot_bytes.get(name, 0))
+
+    def _gathered_again(self, name: str, updated: tf.Tensor) -> tf.Tensor:
+        """What is stored of a unit, if that is whole."""
         first = self._units[name][0]
-        shard = self._update_bytes(first)
-        updated = self._stand_in(gradient, Kind.UPDATE, shard, self._slot_bytes.get(name, 0))
-        if self._placement.zero_stage in (1, 2) and self._devices > 1 and variable_traffic.is_gathered(first, 1):
-            whole = variable_traffic.whole_bytes(first, self._mesh_shape)
-            updated = self._stand_in(updated, Kind.GATHER, whole, sent=whole)
-        return updated
+        if self._placement.zero_stage not in (1, 2) or self._devices == 1:
+            return updated
+        if not variable_traffic.is_gathered(first, 1):
+            return updated
+        whole = variable_traffic.whole_bytes(first, self._mesh_shape)
+        return self._stand_in(updated, Kind.GATHER, whole, sent=whole)
 
     # --- turns ----------------------------------------------------------------------------------------
 

@@ -8,7 +8,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfshard.storage import optimizer_kinds, steps
+from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.variable_layout import joins_reduction
+from tfshard.storage import optimizer_kinds, steps, update_order
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.storage.writes import Recorded
@@ -36,6 +38,7 @@ class UpdateBatch:
         assert step is not None, "Optimizers enter merge_call in steps only."
         self.graph = steps.here()
         self._step = step
+        self._since = 0 if self.graph is None else len(self.graph.get_operations())
         self._pending: dict[Storage, list[_Update]] = {}
         self._functions: dict[Storage, tuple[Callable[..., Any], keras.optimizers.Optimizer]] = {}
 
@@ -54,6 +57,14 @@ class UpdateBatch:
                 self._step.write_postponed()
         finally:
             self._step.updates = self._outer
+
+    def note(self, variable: ShardedVariable, tensor: tf.Tensor) -> None:
+        """Tells the step of an update whose gradient is reduced together with others."""
+        if self.graph is None or self.graph is not self._step.graph:
+            return  # In a branch all is there, and given out at its end.
+        is_sum = tensor.op.type in ("AddN", "AddV2")
+        if joins_reduction(variable.layout, axis_sizes(variable.mesh), is_sum=is_sum):
+            self._step.note_update(update_order.Update(storage=variable.storage, gradient=tensor, since=self._since))
 
     def add(
         self,

@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -33,7 +33,7 @@ from tfshard.devices import host_meshes, merges, transfer
 from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
-from tfshard.storage import recomputing, traced_steps, turns
+from tfshard.storage import recomputing, traced_steps, turns, update_order
 from tfshard.storage.writes import Recorded, Writable
 
 # What reads have gathered, by what was read; with what it was made of, so that ids in keys stay their own.
@@ -97,6 +97,10 @@ class Step:
         self._stored: list[tuple[Writable, tf.Tensor]] = []
         # Gradients of what is updated in shards, as they wait for the update, and whether they are shards then.
         self._gradients: list[tuple[Writable, tf.Tensor, bool]] = []
+        # Updates with gradients that are reduced as one.
+        self._updates: list[update_order.Update] = []
+        # What updates read and cut, each with the gradient that they work on.
+        self._cut: list[tuple[tf.Tensor, tf.Tensor]] = []
         # What a gradient is taken with respect to, by variable: the tensor or handle of its last read, also after
         # another value was recorded. With the variable, so that its id stays its own.
         self._last_read: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
@@ -170,6 +174,16 @@ class Step:
         """Remembers a gradient, as it waits for the update, of what is updated in shards."""
         if self.graph is not None and gradient.graph is self.graph:
             self._gradients.append((storage, gradient, is_scattered))
+
+    def note_update(self, update: update_order.Update) -> None:
+        """Remembers an update in the step's own graph, with a gradient that is reduced together with others."""
+        self._updates.append(update)
+
+    def note_cut(self, stored: tf.Tensor) -> None:
+        """Remembers what was read whole, of which the open update works on a part."""
+        after = _state.after
+        if self.graph is not None and after is not None and after.tensor.graph is stored.graph is self.graph:
+            self._cut.append((stored, after.tensor))
 
     def tied_on_host(self, stored: tf.Tensor, mesh: dtensor.Mesh, host: dtensor.Mesh) -> tf.Tensor:
         """What was read on a host mesh, when there is what the open update works on: numbers of that are sent there.
@@ -430,24 +444,54 @@ class Step:
         Returns:
             What was written.
         """
-        values = {storage: storage.at_rest(self._recorded[self.graph][storage]) for storage in self._to_flush}
+        recorded = {storage: self._recorded[self.graph][storage] for storage in self._to_flush}
+        values = {storage: storage.at_rest(each) for storage, each in recorded.items()}
         self._to_flush.clear()
         self._check_stand_ins()
         waited = values | self._given
         tokens = self._arrange(waited) + self._tokens
         self._given.update((storage, waited[storage]) for storage in self._given)
         values = {storage: waited[storage] for storage in values}
+        made = {storage: update_order.new_value(storage, each) for storage, each in recorded.items()}
+        tokens += self._order_updates(made, values)
         if not values and tokens:
             self.token = tf.add_n(tokens)
         known = [update.known() for update in self.row_updates.values()]
-        values = _small_copies_last(values, tokens, known)
+        users = {
+            storage: update_order.taking_over(storage, made[storage], value)
+            for storage, value in values.items()
+            if not _is_small_copy(storage, value)
+        }
+        values = _small_copies_last(values, {storage for storage, own in users.items() if own}, tokens, known)
         for storage, value in values.items():
-            storage.write_at_rest(value)
+            storage.write_at_rest(value, users.get(storage, ()))
         for (host, axes), used in self._host_tokens.items():
             _token(host, axes).assign(tf.add_n(used), read_value=False)
         for written, update in self.row_updates.items():
             update.write(self._rows_read[written])
         return values
+
+    def _order_updates(
+        self, made: dict[Writable, tf.Tensor | None], values: dict[Writable, tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Lets updates wait for each other. Changes both: what updates have made, and what is to be written."""
+        for stored, gradient in self._cut:
+            update_order.cut_when_used(stored, gradient)
+        if not self._updates or not merges.happen(self._updates[0].storage.mesh):
+            return []
+        mesh = self._updates[0].storage.mesh
+        updated = {update.storage for update in self._updates}
+        others = [
+            value
+            for storage, value in values.items()
+            if storage not in updated and storage.mesh is mesh and _is_small_copy(storage, value)
+        ]
+        replaced, tokens = update_order.one_after_the_other(self._updates, made, others, _token(mesh).value)
+        for tensors in (made, values):
+            for storage, each in tensors.items():
+                if each is not None:
+                    tensors[storage] = replaced.get(each.ref(), each)
+        return tokens
 
     def _arrange(self, values: dict[Writable, tf.Tensor]) -> list[tf.Tensor]:
         """Lets gathers wait for their turn, and the backward pass for updates."""
@@ -506,7 +550,7 @@ class Step:
 
 
 def _small_copies_last(
-    values: dict[Writable, tf.Tensor], tokens: list[tf.Tensor], known: list[tf.Tensor]
+    values: dict[Writable, tf.Tensor], used: Collection[Writable], tokens: list[tf.Tensor], known: list[tf.Tensor]
 ) -> dict[Writable, tf.Tensor]:
     """The same values, of which those of counters, seeds, statistics and metrics exist when the others do.
 
@@ -520,14 +564,15 @@ def _small_copies_last(
 
     Args:
         values: What is to be stored.
+        used: What the step takes from where it is stored, once it is: that cannot wait.
         tokens: Numbers that have to be used for something.
         known: Numbers that are there when the new rows of embedding tables are, for which small copies wait, too.
     """
     small = [storage for storage, value in values.items() if _is_small_copy(storage, value)]
     if _private.is_eager() or not values:
         return values  # In eager code a failure ends the step before the first write.
-    waiting = small + [storage for storage in values if storage not in small][:1]
-    token = _token(waiting[0].mesh)
+    waiting = small + [storage for storage in values if storage not in small and storage not in used][:1]
+    token = _token(next(iter(values)).mesh)
     tied = tf.raw_ops.IdentityN(input=[token.value(), *(values[storage] for storage in waiting), *known])
     last = len(waiting) + 1
     token.assign(tf.add_n([tied[0], *tokens, *tied[last:]]), read_value=False)

@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import itertools
+import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,7 +15,8 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import host_meshes, messages, transfer
 from tfshard.layouts import boxes
-from tfshard.storage import initial_values, steps
+from tfshard.layouts.axes import axis_sizes
+from tfshard.storage import initial_values, steps, turns
 from tfshard.storage.formats import StorageFormat
 from tfshard.storage.initial_values import HostValue, InitialValue
 from tfshard.storage.writes import Recorded
@@ -218,11 +220,19 @@ class Storage:
         """What is recorded, as it is stored."""
         return self.format.at_rest(self._recorded_buffer(recorded))
 
-    def write_at_rest(self, value: tf.Tensor) -> None:
-        """Assigns the buffer what `at_rest` made."""
+    def write_at_rest(self, value: tf.Tensor, users: Sequence[turns.Slot] = ()) -> None:
+        """Assigns the buffer what `at_rest` made. In a graph, `users` take it from there then (update_order.py)."""
         if self.rests_on_host:
             value = host_meshes.copied(value, self.format.storage, self.mesh, self.format.rests_on)
-        self.buffer.assign(value, read_value=False)
+        if not users:
+            self.buffer.assign(value, read_value=False)
+            return
+        handle, value = tf.raw_ops.IdentityN(input=[self.buffer.handle, value])
+        written = tf.raw_ops.AssignVariableOp(resource=self.buffer.handle, value=value)
+        with tf.control_dependencies([written]):
+            read = tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)
+        for user in users:
+            user.fill(read)
 
     # --- values ------------------------------------------------------------------------------------------
 
@@ -243,7 +253,12 @@ class Storage:
         if recorded is not None:
             return self.format.in_update(self._recorded_buffer(recorded))
         with steps.reading_scope():
-            return self.format.for_update(self._stored(tied=True))
+            stored, step = self._stored(tied=True), steps.current()
+            if step is not None and not self.rests_on_host and self.format.storage != self.format.update:
+                step.note_cut(stored)
+                # Pinned, or DTensor would cut in front of what is put between.
+                stored = transfer.relayout(stored, self.format.storage, self.mesh)
+            return self.format.for_update(stored)
 
     def handed_on(self, recorded: Recorded | None) -> tf.Tensor:
         """The same, as a branch gives it out and a part hands it on: in the layout in which it rests, so that nothing
@@ -264,6 +279,19 @@ class Storage:
     def rests_on_host(self) -> bool:
         """Whether the buffer is on the host mesh of the mesh, and visits the devices when it is read."""
         return self.format.rests_on is not self.mesh
+
+    @property
+    def rests_as_updated(self) -> bool:
+        """Whether what an update has made is what rests: on the devices, in the same layout and dtype."""
+        return self.format.storage == self.format.update and not self.format.is_encoded and not self.rests_on_host
+
+    @property
+    def updated_bytes(self) -> int:
+        """Of the buffer on a device, as it is updated."""
+        sizes = axis_sizes(self.mesh)
+        shares = math.prod(sizes[axis] for axis in self.format.update if axis is not None)
+        itemsize: int = self.buffer.dtype.size
+        return math.prod(self.format.shape) * itemsize // shares
 
     def _stored(self, *, tied: bool = False) -> tf.Tensor:
         """What is stored, on the mesh of steps. What rests on the host comes once in a step.

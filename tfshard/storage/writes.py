@@ -1,12 +1,13 @@
 """What a step has written, and what it writes to: steps and storages meet here."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
+from tfshard.storage import turns
 from tfshard.storage.formats import StorageFormat
 
 
@@ -38,6 +39,14 @@ class Writable(Protocol):
     def is_group(self) -> bool:
         """Whether several variables live in it."""
 
+    @property
+    def updated_bytes(self) -> int:
+        """Of the buffer on a device, as it is updated."""
+
+    @property
+    def rests_as_updated(self) -> bool:
+        """Whether it rests where and as it is updated."""
+
     def in_update(self, recorded: Recorded | None) -> tf.Tensor:
         """What is recorded of the buffer, else what is stored, in the layout in which it is updated."""
 
@@ -47,8 +56,8 @@ class Writable(Protocol):
     def at_rest(self, recorded: Recorded) -> tf.Tensor:
         """What is recorded, as it is stored."""
 
-    def write_at_rest(self, value: tf.Tensor) -> None:
-        """Assigns what `at_rest` made."""
+    def write_at_rest(self, value: tf.Tensor, users: Sequence[turns.Slot] = ()) -> None:
+        """Assigns what `at_rest` made. In a graph, `users` take it from the buffer then."""
 
     def write(self, recorded: Recorded) -> None:
         """Both, now."""

@@ -179,14 +179,16 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         optimizer = next((c for c in reversed(callers) if isinstance(c, keras.optimizers.Optimizer)), None)
         if kwargs:
             fn = functools.partial(fn, **kwargs)
+        batch = group_update.open_here()
         if optimizer is not None and args and _is_gradient(args[0], var):
             var.note_gradient(args[0])
+            if batch is not None and isinstance(args[0], tf.Tensor):
+                batch.note(var, args[0])
         if var.layout.table is not None:
             return embedding_updates.update(var, fn, tuple(args), optimizer)
         if var.storage.format.packed and optimizer_kinds.is_elementwise(optimizer):
             if not var.storage.is_group:
                 return group_update.run_alone(var, fn, tuple(args), optimizer)
-            batch = group_update.open_here()
             if batch is not None:
                 return batch.add(var, fn, tuple(args), optimizer)
 

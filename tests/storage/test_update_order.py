@@ -1,0 +1,158 @@
+"""Updates run one after the other, and what they replace is freed: the peak of an update, the numbers of one device.
+
+tests/storage/test_optimizers.py trains all optimizers with updates in order whatever they are of.
+"""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import parity
+import tfshard
+from tfshard.devices import merges
+from tfshard.storage import turns, update_order
+
+MEBI = 1 << 20
+WIDTH, LAYERS = 1024, 4
+X = np.random.RandomState(0).normal(size=(16, WIDTH)).astype("float32")
+
+
+def build():
+    """Kernels of 4 MiB, and small activations."""
+    hidden = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS)]
+    return keras.Sequential([keras.Input((WIDTH,)), *hidden])
+
+
+def strategy(stage, mesh=None, threshold=32 * MEBI):
+    analyzer = tfshard.ParameterAnalyzer(group_threshold_bytes=threshold)
+    return tfshard.ShardedStrategy(tfshard.create_mesh(**(mesh or {"batch": 4})), zero_stage=stage, analyzer=analyzer)
+
+
+def adam():
+    return keras.optimizers.Adam(1e-3)
+
+
+def profile(stage):
+    """Of a step of a model that is one group: what it adds on a device, as multiples of the variables' bytes."""
+    model = tfshard.as_distributed(build())
+    chosen = strategy(stage)
+    model.compile(adam(), "mse", strategy=chosen)
+    for _ in range(2):
+        model.train_on_batch(X, X)
+    (group,) = {row.group for row in chosen.report(model).variables if row.kind == "parameter" and row.shape}
+    assert group is not None, "premise"
+    peaks = [tfshard.profile_step(model, (X, X)).peak for _ in range(3)]
+    if peaks[0] is None:
+        pytest.skip("The allocator reports nothing here.")
+    # The thread that ends a reduction lets go of what it has reduced when it runs next.
+    return min(each.device_added for each in peaks) / (4 * model.count_params())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_step_holds_gradients_and_what_they_were_joined_in(stage):
+    """Gradients, cut out of a buffer of the same size. The update adds nothing to that: of new slots one at a time."""
+    assert 1.9 < profile(stage) < 2.2
+
+
+def written(stage, mesh=None):
+    """What a step with kernels that stand alone has written: the storage, its new value, and the uses that take it from
+    there."""
+    seen = []
+    original = update_order.taking_over
+
+    def noting(storage, made, value):
+        seen.append((storage, made, original(storage, made, value)))
+        return seen[-1][-1]
+
+    model = tfshard.as_distributed(build())
+    model.compile(adam(), "mse", strategy=strategy(stage, mesh=mesh, threshold=1 << 16))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update_order, "taking_over", noting)
+        model.train_on_batch(X, X)
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_uses_a_new_slot_takes_it_from_the_slot(stage):
+    slots = [each for each in written(stage) if each[-1]]
+    assert len(slots) == 2 * LAYERS
+    for _, made, users in slots:
+        (read,) = {user.tensor.op for user in users}
+        assert read.type == "ReadVariableOp"
+        (write,) = (each for each in read.control_inputs if each.type == "AssignVariableOp")
+        handle, value = read.inputs[0].op, write.inputs[1]
+        # Else DTensor would put the read in front of the write.
+        assert handle is value.op and handle.type == "IdentityN"
+        assert _depends(value, made)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_updates_of_gradients_that_come_at_once_are_one_after_the_other(devices):
+    kernels = [made for storage, made, users in written(0, {"batch": devices}) if not users and made.shape.rank == 2]
+    assert len(kernels) == LAYERS
+    for earlier, later in itertools.pairwise(kernels):
+        assert _depends(later, earlier) == (devices > 1)
+
+
+def _depends(tensor, on):
+    return on.op in turns.ancestors([tensor])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("threshold", [32 * MEBI, 1 << 16])
+def test_training_is_that_of_one_device(stage, threshold):
+    def train(chosen=None):
+        return parity.train(build, [(X, X)], optimizer=adam, loss="mse", strategy=chosen, steps=4)
+
+    assert update_order.LEAST_BYTES <= WIDTH * WIDTH, "premise: a quarter of a kernel, too, is large enough"
+    parity.assert_same(train(strategy(stage, threshold=threshold)), train(), rtol=1e-5, atol=2e-6)
+
+
+def test_two_optimizers_in_one_step_of_which_one_uses_what_the_other_has_made():
+    """As in adversarial training: gradients of the second are made of what the first has updated."""
+
+    def step(first, second, optimizers, x):
+        for model, optimizer in zip((first, second), optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(second(first(x)) - x))
+            variables = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return loss
+
+    def models():
+        keras.utils.set_random_seed(0)
+        return build(), build()
+
+    plain = models()
+    optimizers = adam(), adam()
+    losses = [float(step(*plain, optimizers, tf.constant(X))) for _ in range(3)]
+    chosen = strategy(0)
+    with chosen.scope():
+        sharded, optimizers = models(), (adam(), adam())
+        for model, optimizer in zip(sharded, optimizers, strict=True):
+            optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def run(x):
+        return step(*sharded, optimizers, x)
+
+    for expected, batch in zip(losses, chosen.experimental_distribute_dataset(dataset()), strict=True):
+        np.testing.assert_allclose(float(chosen.run(run, args=(batch,))), expected, rtol=1e-5)
+    for model, reference in zip(sharded, plain, strict=True):
+        for variable, other in zip(model.trainable_variables, reference.trainable_variables, strict=True):
+            np.testing.assert_allclose(variable.numpy(), other.numpy(), rtol=1e-4, atol=3e-6)
+
+
+def dataset():
+    return tf.data.Dataset.from_tensors(X).repeat(3)
+
+
+def test_nothing_waits_where_reductions_are_not_merged(monkeypatch):
+    mesh = tfshard.create_mesh(batch=4)
+    monkeypatch.delenv(merges.SWITCH, raising=False)
+    assert merges.happen(mesh) and not merges.happen(tfshard.create_mesh(model=4))
+    monkeypatch.setenv(merges.SWITCH, "1")
+    assert not merges.happen(mesh)
