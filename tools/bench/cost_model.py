@@ -87,29 +87,29 @@ def _gpt(layers: int, width: int, batch: int = 8, length: int = 96, vocabulary: 
 def configurations() -> list[Configuration]:
     """Models of different depth, width, batch and kind, on meshes of one to eight devices."""
     found = []
-    for number, (layers, width) in enumerate([(7, 144), (4, 256), (2, 368), (8, 136)]):
+    for number, (layers, width) in enumerate([(7, 152), (4, 232), (2, 400), (11, 136)]):
         model = _gpt(layers, width)
         found.append(Configuration(model=model, mesh={"batch": 4}))
         found.append(Configuration(model=model, mesh={"batch": 4}, stage=number % 3))
         found.append(Configuration(model=model, mesh={"batch": (1, 2, 8)[number % 3]}))
-    for layers, width in [(4, 280)]:
+    for layers, width in [(4, 296)]:
         found.append(Configuration(model=_gpt(layers, width, batch=16, length=128), mesh={"batch": 4}))
         found.append(Configuration(model=_gpt(layers, width), mesh={"batch": 2, "model": 2}))
-        found.append(Configuration(model=_gpt(layers, width, vocabulary=5200), mesh={"model": 4}, stage=0))
+        found.append(Configuration(model=_gpt(layers, width, vocabulary=4800), mesh={"model": 4}, stage=0))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, recompute=True))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, microbatches=2))
-    for model in [_gpt(3, 312, batch=16)]:
+    for model in [_gpt(3, 296, batch=16)]:
         found.append(Configuration(model=model, mesh={"replica": 2, "batch": 2}))
         found.append(Configuration(model=model, mesh={"model": 2}, stage=0))
         found.append(Configuration(model=model, mesh={"batch": 4, "model": 2}, stage=2))
         found.append(Configuration(model=model, mesh={"batch": 2}, microbatches=4))
         found.append(Configuration(model=model, mesh={"batch": 2}, recompute=True, microbatches=2))
     for kind, sizes in (
-        ("bert", {"layers": 3, "width": 176, "heads": 2, "length": 80}),
-        ("resnet50", {"length": 60}),
-        ("efficientnet", {"length": 84, "batch": 8}),
-        ("efficientnet", {"length": 76}),
-        ("lstm", {"width": 184}),
+        ("bert", {"layers": 3, "width": 160, "heads": 2, "length": 88}),
+        ("resnet50", {"length": 52}),
+        ("efficientnet", {"length": 88, "batch": 8}),
+        ("efficientnet", {"length": 64}),
+        ("lstm", {"width": 136}),
     ):
         model = dataclasses.replace(models.MODELS[kind], **sizes)
         found += [Configuration(model=model, mesh={"batch": size}) for size in (2, 4)]
@@ -127,10 +127,10 @@ def on_hosts() -> list[Configuration]:
         Configuration(model=_gpt(layers, width), mesh=mesh, stage=stage, rate=rate)
         for rate in RATES
         for layers, width, mesh, stage in [
-            (3, 248, {"batch": 4}, 3),
-            (3, 248, {"replica": 2, "batch": 2}, 3),
-            (3, 184, {"batch": 4}, 0),
-            (3, 184, {"replica": 2, "batch": 2}, 1),
+            (3, 256, {"batch": 4}, 3),
+            (3, 256, {"replica": 2, "batch": 2}, 3),
+            (3, 200, {"batch": 4}, 0),
+            (3, 200, {"replica": 2, "batch": 2}, 1),
         ]
     ]
 
