@@ -107,7 +107,7 @@ def configurations() -> list[Configuration]:
     for kind, sizes in (
         ("bert", {"layers": 3, "width": 160, "heads": 2, "length": 88}),
         ("resnet50", {"length": 52}),
-        ("efficientnet", {"length": 88, "batch": 8}),
+        ("efficientnet", {"length": 112, "batch": 8}),
         ("efficientnet", {"length": 64}),
         ("lstm", {"width": 136}),
     ):
