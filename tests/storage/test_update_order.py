@@ -97,6 +97,24 @@ def test_updates_of_gradients_that_come_at_once_are_one_after_the_other(devices)
         assert _depends(later, earlier) == (devices > 1)
 
 
+@pytest.mark.parametrize(("stage", "cut"), [(0, False), (1, True), (2, True), (3, False)])
+def test_a_part_of_a_variable_is_cut_when_there_is_its_gradient(stage, cut):
+    """At stage 3 parts rest, at stage 0 there are none."""
+    waiting = []
+    original = update_order.cut_when_used
+
+    def noting(stored, gradient):
+        before = stored.consumers()
+        original(stored, gradient)
+        if 4 * gradient.shape.num_elements() >= update_order.LEAST_BYTES:
+            waiting.append(all(_depends(each.inputs[0], gradient) for each in before))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update_order, "cut_when_used", noting)
+        written(stage)
+    assert waiting == [True] * (LAYERS if cut else 0)
+
+
 def _depends(tensor, on):
     return on.op in turns.ancestors([tensor])
 

@@ -462,7 +462,8 @@ class Step:
             for storage, value in values.items()
             if not _is_small_copy(storage, value)
         }
-        values = _small_copies_last(values, {storage for storage, own in users.items() if own}, tokens, known)
+        read = {storage for storage, own in users.items() if own}
+        values = _small_copies_last(values, read, tokens, known)
         for storage, value in values.items():
             storage.write_at_rest(value, users.get(storage, ()))
         for (host, axes), used in self._host_tokens.items():
