@@ -23,7 +23,6 @@ from tfshard.graph import model_specs
 from tfshard.measure import network_profile
 from tfshard.planning.links import GROUPS, Link, Links
 from tfshard.planning.machine import KINDS_OF_WORK, Machine, Work
-from tfshard.planning.peak import UpdateTiming
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
 from tfshard.training import ShardedStrategy
 
@@ -134,14 +133,7 @@ class _Trained:
         placement = self._strategy.placement_of(self._model)
         slots = model_specs.slots_of(self._model.optimizer, placement.specs)
         inputs = self._x[: self._rows]
-        step = TracedStep.of(
-            self._model,
-            placement,
-            gathering=self._strategy.gathering,
-            inputs=inputs,
-            slots=slots,
-            timing=UpdateTiming(),
-        )
+        step = TracedStep.of(self._model, placement, gathering=self._strategy.gathering, inputs=inputs, slots=slots)
         free = Machine.of_prices(dict.fromkeys(KINDS_OF_WORK, _NEXT_TO_NOTHING), name="", links=links, cores=cores)
         updated = updated_bytes_of(placement, slots)
         mesh_shape = self._strategy.mesh_shape

@@ -74,7 +74,7 @@ class TracedStep:
         gathering: turns.Gathering,
         inputs: Any,
         slots: Sequence[SlotSpec],
-        timing: UpdateTiming,
+        timing: UpdateTiming | None = None,
         is_part: bool = False,
         recompute: str | Sequence[str] | None = None,
     ) -> "TracedStep":
@@ -86,7 +86,7 @@ class TracedStep:
             gathering: How the step gathers.
             inputs: What the model is called on, over all devices.
             slots: Those of its optimizer.
-            timing: When updates can run.
+            timing: When updates can run; by default when there is their gradient.
             is_part: Whether it is one of several parts, after the last of which all is updated.
             recompute: Which blocks are computed again, besides those that are marked: as `blocks.marked` takes them.
 
@@ -99,7 +99,7 @@ class TracedStep:
             gathering=gathering,
             inputs=inputs,
             slots=slots,
-            timing=timing,
+            timing=timing or UpdateTiming(),
             is_part=is_part,
             recompute=recompute,
         )
