@@ -121,7 +121,7 @@ class Patches(keras.Model):
 MODELS = [InsideOnly, OnPartOfTheData, TargetsInParts, Patches]
 
 
-def compiled(cls, mesh):
+def compiled(cls, mesh, optimizer=keras.optimizers.Adam):
     keras.backend.clear_session()
     keras.utils.set_random_seed(1)
     model = tfshard.as_distributed(cls())
@@ -132,7 +132,7 @@ def compiled(cls, mesh):
     if mesh:
         strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map, zero_stage=3)
     metrics = None if cls in (OnPartOfTheData, TargetsInParts) else ["mae"]
-    model.compile(keras.optimizers.Adam(1e-2), "mse", metrics=metrics, strategy=strategy, jit_compile=False)
+    model.compile(optimizer(1e-2), "mse", metrics=metrics, strategy=strategy, jit_compile=False)
     return model
 
 
@@ -162,6 +162,13 @@ def test_a_model_that_its_step_builds_trains_as_on_one_device(cls, mesh):
     assert_same(history, expected)
     for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_an_optimizer_that_makes_a_number_of_its_own_is_built_by_a_step():
+    """Nadam's product of momenta begins as a constant, which is in the graph of the step."""
+    plain, model = (compiled(OnPartOfTheData, mesh, keras.optimizers.Nadam) for mesh in (None, MESHES["batch"]))
+    assert not model.optimizer.built, "premise"
+    assert_same(fit(model), fit(plain))
 
 
 def test_what_a_step_builds_is_there_before_training_begins():

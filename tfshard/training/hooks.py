@@ -346,7 +346,9 @@ def _initial_value(given: Any, dtype: tf.DType | str | None) -> tuple[keras.Vari
         value = given() if callable(given) else given
         if not transfer.is_dtensor(value):
             value = tf.convert_to_tensor(value, dtype=dtype)
-    host = transfer.host_view(value)
+    # A number that Keras has put into the graph of a step, as Nadam does when it is built there.
+    constant = tf.get_static_value(value) if hasattr(value, "graph") else None
+    host = transfer.host_view(value) if constant is None else np.asarray(constant)
     if dtype is not None:
         host = host.astype(tf.as_dtype(dtype).as_numpy_dtype, copy=False)
     return owner, host
