@@ -264,6 +264,8 @@ def test_an_update_holds_one_new_slot_at_a_time_and_in_a_branch_all(make, cut, u
     assert peak.activation_bytes < kernel // 8, "premise"
     assert peak.gradient_bytes + peak.reduced_bytes == cut * kernel
     assert peak.updated_bytes == updated * kernel
+    if not isinstance(model.optimizer, keras.optimizers.SGD):  # Where devices are busy, room for one more.
+        assert peak.overlap_bytes + peak.activation_bytes >= kernel
 
 
 def address_of(tensor):

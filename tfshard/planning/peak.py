@@ -161,8 +161,8 @@ def replaced_bytes_of(placement: ModelPlacement, slots: Sequence[SlotSpec], *, i
     that are written one after the other, the largest (`update_order`)."""
     found: dict[str, int] = {}
     for name, own in _slot_bytes(placement, slots).items():
-        at_once = [each for each in own if in_branch or each < update_order.LEAST_BYTES]
-        found[name] = sum(at_once) + max((each for each in own if each not in at_once), default=0)
+        in_turn = [] if in_branch else [each for each in own if each >= update_order.LEAST_BYTES]
+        found[name] = sum(own) - sum(in_turn) + max(in_turn, default=0)
     return found
 
 

@@ -454,7 +454,7 @@ class _Trace:
             joined = self._joined([tf.cast(self._loss, every[0].dtype), *every], Kind.JOINED, total)
             reduced = self._reduced(joined, total)
             # Cut out again as copies: behind the loss they do not begin where TensorFlow's SliceOp would only point to
-            # them. Of several threads one cuts while another updates; most is there where the largest comes first.
+            # them. In which order is not known; most is there where those of large units come first.
             for path in sorted(gradients, key=lambda path: -self._unit_bytes(path)):
                 parts[path] = [self._stand_in(reduced, Kind.GRADIENT, sizes[path]) for _ in gradients[path]]
         summed = {path: self._sum(own, Kind.GRADIENT, sizes[path]) for path, own in parts.items()}
@@ -504,9 +504,8 @@ class _Trace:
     def _gathered_again(self, name: str, updated: tf.Tensor) -> tf.Tensor:
         """What is stored of a unit, if that is whole."""
         first = self._units[name][0]
-        if self._placement.zero_stage not in (1, 2) or self._devices == 1:
-            return updated
-        if not variable_traffic.is_gathered(first, 1):
+        is_sharded = self._placement.zero_stage in (1, 2) and self._devices > 1
+        if not (is_sharded and variable_traffic.is_gathered(first, 1)):
             return updated
         whole = variable_traffic.whole_bytes(first, self._mesh_shape)
         return self._stand_in(updated, Kind.GATHER, whole, sent=whole)
@@ -596,10 +595,8 @@ def _sums_samples(operation: tf.Operation) -> bool:
 
 def _replace(tensor: tf.Tensor, other: tf.Tensor) -> None:
     """Gives all that take a tensor another one."""
-    for user in tensor.consumers():
-        for number, each in enumerate(user.inputs):
-            if each is tensor:
-                _private.update_input(user, number, other)
+    for slot in turns.users_of(tensor):
+        slot.fill(other)
 
 
 class _Reads(keras.StatelessScope):  # type: ignore[misc]

@@ -179,11 +179,17 @@ class Step:
         """Remembers an update in the step's own graph, with a gradient that is reduced together with others."""
         self._updates.append(update)
 
-    def note_cut(self, stored: tf.Tensor) -> None:
-        """Remembers what was read whole, of which the open update works on a part."""
+    def note_cut(self, stored: tf.Tensor) -> bool:
+        """Remembers what was read whole, of which the open update works on a part.
+
+        Returns:
+            Whether it does: not in eager code, nor in a branch.
+        """
         after = _state.after
-        if self.graph is not None and after is not None and after.tensor.graph is stored.graph is self.graph:
-            self._cut.append((stored, after.tensor))
+        if self.graph is None or after is None or not after.tensor.graph is stored.graph is self.graph:
+            return False
+        self._cut.append((stored, after.tensor))
+        return True
 
     def tied_on_host(self, stored: tf.Tensor, mesh: dtensor.Mesh, host: dtensor.Mesh) -> tf.Tensor:
         """What was read on a host mesh, when there is what the open update works on: numbers of that are sent there.

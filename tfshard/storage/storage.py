@@ -254,8 +254,7 @@ class Storage:
             return self.format.in_update(self._recorded_buffer(recorded))
         with steps.reading_scope():
             stored, step = self._stored(tied=True), steps.current()
-            if step is not None and not self.rests_on_host and self.format.storage != self.format.update:
-                step.note_cut(stored)
+            if step is not None and self._is_cut_for_update and step.note_cut(stored):
                 # Pinned, or DTensor would cut in front of what is put between.
                 stored = transfer.relayout(stored, self.format.storage, self.mesh)
             return self.format.for_update(stored)
@@ -284,6 +283,11 @@ class Storage:
     def rests_as_updated(self) -> bool:
         """Whether what an update has made is what rests: on the devices, in the same layout and dtype."""
         return self.format.storage == self.format.update and not self.format.is_encoded and not self.rests_on_host
+
+    @property
+    def _is_cut_for_update(self) -> bool:
+        """Whether it rests whole on the devices, and each updates a part."""
+        return self.format.storage != self.format.update and not self.rests_on_host
 
     @property
     def updated_bytes(self) -> int:

@@ -294,6 +294,29 @@ def ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
     return found
 
 
+def is_made_of(tensor: tf.Tensor, operations: Collection[tf.Operation], passes: Callable[[tf.Operation], bool]) -> bool:
+    """Whether a tensor depends on one of some operations, by way of others that `passes` lets through."""
+    seen, left = set(), [tensor.op]
+    while left:
+        operation = left.pop()
+        if operation in operations:
+            return True
+        if operation not in seen and passes(operation):
+            seen.add(operation)
+            left += [each.op for each in operation.inputs]
+    return False
+
+
+def users_of(tensor: tf.Tensor) -> list[Slot]:
+    """The inputs of operations that take a tensor."""
+    return [
+        Slot(operation=user, number=number)
+        for user in tensor.consumers()
+        for number, each in enumerate(user.inputs)
+        if each is tensor
+    ]
+
+
 def begun(uses: Sequence[Sequence[Stored]], kept_bytes: int, prefetch: int) -> list[list[Hashable]]:
     """The turns that begin with each use: what has to be gathered for it.
 
@@ -463,10 +486,8 @@ def _look_up(operation: tf.Operation, table: tf.Tensor) -> None:
     (looked_up,) = _private.copied(operation, [table, *operation.inputs[1:]], dtype=table.dtype)
     for cast in operation.outputs[0].consumers():
         rows = _received(looked_up, cast.outputs[0].dtype)
-        for user in cast.outputs[0].consumers():
-            for number, each in enumerate(user.inputs):
-                if each is cast.outputs[0]:
-                    _private.update_input(user, number, rows)
+        for slot in users_of(cast.outputs[0]):
+            slot.fill(rows)
 
 
 def sent_dtypes(uses: Iterable[Use]) -> dict[Hashable, tf.DType]:
@@ -524,7 +545,10 @@ class _Gates:
         made = self._made[0]
         held = [slot, *(user for user in self._users[tensor.ref()] if self._number_of[user.operation] > here)]
         # What is waited for must not be made of what waits for it.
-        if made.updated is not None and not self._is_made_of(made.updated, {user.operation for user in held}, here):
+        waiting = {user.operation for user in held}
+        if made.updated is not None and not is_made_of(
+            made.updated, waiting, lambda operation: self._number_of.get(operation, here + 1) > here
+        ):
             tied, made.updated = self._tie(slot.tensor, made.updated)
             self._made.popleft()
         else:
@@ -565,18 +589,6 @@ class _Gates:
         token, tied, made = tf.raw_ops.IdentityN(input=[self._token(), tensor, made])
         self.tokens.append(token)
         return tied, made
-
-    def _is_made_of(self, tensor: tf.Tensor, operations: set[tf.Operation], since: int) -> bool:
-        """Whether a tensor depends on one of some operations, which were added to the graph after `since`."""
-        seen, left = set(), [tensor.op]
-        while left:
-            operation = left.pop()
-            if operation in operations:
-                return True
-            if operation not in seen and self._number_of.get(operation, since + 1) > since:
-                seen.add(operation)
-                left += [each.op for each in operation.inputs]
-        return False
 
 
 class _Turn:

@@ -21,11 +21,11 @@ No number changes: all operations that are added give what they take.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import tensorflow as tf
 
-from tfshard.storage.turns import Slot
+from tfshard.storage.turns import Slot, is_made_of, users_of
 from tfshard.storage.writes import Recorded, Writable
 
 # What is smaller on a device is not worth the operations.
@@ -84,10 +84,10 @@ def one_after_the_other(
     for since, batch in batches.items():
         operations = batch[0].gradient.graph.get_operations()
         begun = set(operations[since:])
-        users = [_users(update.gradient, begun) for update in batch]
+        users = [[slot for slot in users_of(update.gradient) if slot.operation in begun] for update in batch]
         given = list(zip((update.gradient for update in batch), users, strict=True))
         updating = {slot.operation for slots in users for slot in slots}
-        known = [each for each in others if not _is_made_of(each, updating, begun)]
+        known = [each for each in others if not is_made_of(each, updating, begun.__contains__)]
         tied = _tied(token(), *given, *((each, ()) for each in known))
         tokens.append(tied[0])
         replaced |= zip((each.ref() for each in known), tied[1 + len(given) :], strict=True)
@@ -99,9 +99,9 @@ def one_after_the_other(
         large = [storage for storage in last if storage.updated_bytes >= LEAST_BYTES]
         for before, storage in itertools.pairwise(large):
             value, slots = values.get(before), last[storage]
-            if value is None or not slots or _is_made_of(value, {slot.operation for slot in slots}, begun):
+            if value is None or not slots or is_made_of(value, {slot.operation for slot in slots}, begun.__contains__):
                 continue
-            number, made, _ = _tied(token(), (value, _users(value)), (slots[0].tensor, slots))
+            number, made, _ = _tied(token(), (value, users_of(value)), (slots[0].tensor, slots))
             tokens.append(number)
             replaced[value.ref()] = made
     return replaced, tokens
@@ -116,8 +116,8 @@ def cut_when_used(stored: tf.Tensor, gradient: tf.Tensor) -> None:
     """
     if gradient.shape.num_elements() * gradient.dtype.size < LEAST_BYTES:
         return
-    cuts = _users(stored)
-    read, _ = _tied(stored, (gradient, _users(gradient)))
+    cuts = users_of(stored)
+    read, _ = _tied(stored, (gradient, users_of(gradient)))
     for slot in cuts:
         slot.fill(read)
 
@@ -132,30 +132,6 @@ def _tied(read: tf.Tensor, *others: tuple[tf.Tensor, Sequence[Slot]]) -> list[tf
         for slot in slots:
             slot.fill(tensor)
     return tied
-
-
-def _users(tensor: tf.Tensor, among: Collection[tf.Operation] | None = None) -> list[Slot]:
-    return [
-        Slot(operation=user, number=number)
-        for user in tensor.consumers()
-        if among is None or user in among
-        for number, each in enumerate(user.inputs)
-        if each is tensor
-    ]
-
-
-def _is_made_of(tensor: tf.Tensor, operations: set[tf.Operation], among: Collection[tf.Operation]) -> bool:
-    """Whether a tensor depends on one of some operations, by way of others `among` them."""
-    seen: set[tf.Operation] = set()
-    left = [tensor.op]
-    while left:
-        operation = left.pop()
-        if operation in operations:
-            return True
-        if operation not in seen and operation in among:
-            seen.add(operation)
-            left += [each.op for each in operation.inputs]
-    return False
 
 
 def taking_over(storage: Writable, made: tf.Tensor | None, value: tf.Tensor) -> list[Slot]:
@@ -175,4 +151,4 @@ def taking_over(storage: Writable, made: tf.Tensor | None, value: tf.Tensor) -> 
             return []
         way.add(value.op)
         value = value.op.inputs[value.value_index if value.op.type == "IdentityN" else 0]
-    return [slot for slot in _users(value) if slot.operation not in way]
+    return [slot for slot in users_of(value) if slot.operation not in way]
