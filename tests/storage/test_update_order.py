@@ -51,6 +51,7 @@ def profile(stage):
     return min(each.device_added for each in peaks) / (4 * model.count_params())
 
 
+@pytest.mark.on_cpu("the trace of their allocator")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_step_holds_gradients_and_what_they_were_joined_in(stage):
     """Gradients, cut out of a buffer of the same size. The update adds nothing to that: of new slots one at a time."""

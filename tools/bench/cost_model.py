@@ -12,9 +12,10 @@ beside what they took at the calibration is the pace. The second command predict
 (`Machine.at_pace`); and says how far the machine as it was calibrated is off. Each is measured in several rounds, in
 another order each; what is compared is the median of the rounds, and their spread is in the table.
 
-Memory is of `PeakMemory.device_added` above what rests, in a round the median of three steps; tensors below 256 KiB are
-in neither, since the trace leaves them out. Links are those of so many logical devices: what they send each other takes
-the cores of all.
+Memory is of `PeakMemory.device_added` above what rests: in a round what all but one of five steps stay within, since
+that is what a device must have. Where devices outnumber cores, steps of one process differ by what threads come to
+first, and one in dozens stands out. Tensors below 256 KiB are in neither, since the trace leaves them out. Links are
+those of so many logical devices: what they send each other takes the cores of all.
 
 With `--hosts` (root), some are measured on two hosts with links of some rates between them (tools/hosts.sh), two
 devices each, and the links besides. The hosts share the cores of this machine: a host has half of them.
@@ -51,7 +52,7 @@ _CALIBRATE = flags.DEFINE_bool("calibrate", False, "Calibrate here, and print JS
 _LINKS = flags.DEFINE_bool("links", False, "Measure the links here, and print JSON.")
 _DEVICES = flags.DEFINE_integer("devices", None, "Between so many devices.")
 
-_STEPS, _EPOCHS, _PROFILES = 6, 2, 3
+_STEPS, _EPOCHS, _PROFILES = 6, 2, 5
 _LEAST_TRACED = 1 << 18
 
 
@@ -87,29 +88,29 @@ def _gpt(layers: int, width: int, batch: int = 8, length: int = 96, vocabulary: 
 def configurations() -> list[Configuration]:
     """Models of different depth, width, batch and kind, on meshes of one to eight devices."""
     found = []
-    for number, (layers, width) in enumerate([(7, 152), (4, 232), (2, 400), (11, 136)]):
+    for number, (layers, width) in enumerate([(7, 168), (4, 248), (2, 464), (10, 152)]):
         model = _gpt(layers, width)
         found.append(Configuration(model=model, mesh={"batch": 4}))
         found.append(Configuration(model=model, mesh={"batch": 4}, stage=number % 3))
         found.append(Configuration(model=model, mesh={"batch": (1, 2, 8)[number % 3]}))
-    for layers, width in [(4, 296)]:
+    for layers, width in [(4, 304)]:
         found.append(Configuration(model=_gpt(layers, width, batch=16, length=128), mesh={"batch": 4}))
         found.append(Configuration(model=_gpt(layers, width), mesh={"batch": 2, "model": 2}))
         found.append(Configuration(model=_gpt(layers, width, vocabulary=4800), mesh={"model": 4}, stage=0))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, recompute=True))
         found.append(Configuration(model=_gpt(layers, width, batch=16), mesh={"batch": 4}, microbatches=2))
-    for model in [_gpt(3, 296, batch=16)]:
+    for model in [_gpt(3, 328, batch=16)]:
         found.append(Configuration(model=model, mesh={"replica": 2, "batch": 2}))
         found.append(Configuration(model=model, mesh={"model": 2}, stage=0))
         found.append(Configuration(model=model, mesh={"batch": 4, "model": 2}, stage=2))
         found.append(Configuration(model=model, mesh={"batch": 2}, microbatches=4))
         found.append(Configuration(model=model, mesh={"batch": 2}, recompute=True, microbatches=2))
     for kind, sizes in (
-        ("bert", {"layers": 3, "width": 160, "heads": 2, "length": 88}),
-        ("resnet50", {"length": 52}),
-        ("efficientnet", {"length": 112, "batch": 8}),
-        ("efficientnet", {"length": 64}),
-        ("lstm", {"width": 136}),
+        ("bert", {"layers": 4, "width": 192, "heads": 3, "length": 88}),
+        ("resnet50", {"length": 64}),
+        ("efficientnet", {"length": 116, "batch": 8}),
+        ("efficientnet", {"length": 56}),
+        ("lstm", {"width": 144}),
     ):
         model = dataclasses.replace(models.MODELS[kind], **sizes)
         found += [Configuration(model=model, mesh={"batch": size}) for size in (2, 4)]
@@ -127,10 +128,10 @@ def on_hosts() -> list[Configuration]:
         Configuration(model=_gpt(layers, width), mesh=mesh, stage=stage, rate=rate)
         for rate in RATES
         for layers, width, mesh, stage in [
-            (3, 256, {"batch": 4}, 3),
-            (3, 256, {"replica": 2, "batch": 2}, 3),
-            (3, 200, {"batch": 4}, 0),
-            (3, 200, {"replica": 2, "batch": 2}, 1),
+            (3, 264, {"batch": 4}, 3),
+            (3, 264, {"replica": 2, "batch": 2}, 3),
+            (3, 216, {"batch": 4}, 0),
+            (3, 216, {"replica": 2, "batch": 2}, 1),
         ]
     ]
 
@@ -156,7 +157,7 @@ def measure(configuration: Configuration) -> dict[str, Any]:
     batch = configuration.model.batch
     seconds = common.fit_times(model, (x, y), batch_size=batch, epochs=_EPOCHS)["step"]
     profiles = [tfshard.profile_step(model, (x[:batch], y[:batch])) for _ in range(_PROFILES)]
-    added = statistics.median(each.peak.device_added for each in profiles)
+    added = sorted(each.peak.device_added for each in profiles)[-2]
     return {"seconds": seconds, "peak": max(profiles[0].variable_bytes.values()) + added}
 
 
