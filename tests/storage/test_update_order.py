@@ -46,7 +46,7 @@ def profile(stage):
     assert group is not None, "premise"
     peaks = [tfshard.profile_step(model, (X, X)).peak for _ in range(3)]
     if peaks[0] is None:
-        pytest.skip("The allocator reports nothing here.")
+        pytest.skip("This TensorFlow's CPU allocator does not report what it holds (no oneDNN).")
     # The thread that ends a reduction lets go of what it has reduced when it runs next.
     return min(each.device_added for each in peaks) / (4 * model.count_params())
 
