@@ -7,20 +7,20 @@ import numpy as np
 
 import tfshard
 
-ROLES = {"dp": "data", "tp": "tensor"}
+ROLES = {"outer": "data", "inner": "tensor"}
 
 
 def train(*, devices: int | None = None) -> list[float]:
     """The losses of some steps."""
     tfshard.initialize(num_devices=devices, device_type="CPU")
     keras.utils.set_random_seed(0)
-    layout_map = tfshard.LayoutMap({"up/kernel": (None, "tp"), "down/kernel": ("tp", None)})
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(dp=2, tp=2, roles=ROLES), layout_map)
+    layout_map = tfshard.LayoutMap({"up/kernel": (None, "inner"), "down/kernel": ("inner", None)})
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(outer=2, inner=2, roles=ROLES), layout_map)
     inputs = keras.Input((6,))
     hidden = keras.layers.Dense(8, "tanh", name="up")(inputs)
     model = tfshard.as_distributed(keras.Model(inputs, keras.layers.Dense(3, name="down")(hidden)))
     model.compile("adam", "mse", strategy=strategy)
-    assert set(model.get_layer("up").kernel.value.layout.storage) == {"tp", "dp", None}  # In a group.
+    assert set(model.get_layer("up").kernel.value.layout.storage) == {"inner", "outer", None}  # In a group.
     x = np.random.RandomState(0).randn(8, 6).astype("float32")
     return [float(model.train_on_batch(x, x[:, :3])) for _ in range(3)]
 
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     tfshard.initialize(device_type="CPU")
     refused = ""
     try:
-        tfshard.create_mesh(dp=2, tp=2, roles=ROLES if tfshard.collectives.rank() else None)
+        tfshard.create_mesh(outer=2, inner=2, roles=ROLES if tfshard.collectives.rank() else None)
     except tfshard.errors.MeshError as error:
         refused = str(error)
     print("FOUND " + json.dumps({"refused": refused, "losses": train()}), flush=True)

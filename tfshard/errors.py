@@ -4,6 +4,9 @@ Each message names the fault, the choices and what was received. They all derive
 `ShardingError`, which is a `ValueError`, so that `except ValueError` keeps working.
 """
 
+import sys
+import warnings
+
 from tfshard._private.versions import VersionWarning as VersionWarning
 
 
@@ -80,3 +83,15 @@ class CollectiveError(ShardingError):
 
 class LaunchError(ShardingError):
     """A run that cannot be launched as asked."""
+
+
+# Packages whose frames lie between a user's line and a warning of tfshard.
+_BETWEEN = ("tfshard", "keras", "keras_hub", "tensorflow", "contextlib", "functools")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning that points to the user's line, outside of tfshard, Keras and TensorFlow."""
+    level, frame = 1, sys._getframe(0)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    warnings.warn(message, category, stacklevel=level)

@@ -20,8 +20,8 @@ import tfshard
 from sweeps import table
 from tfshard.layouts.axes import MeshAxes, Role, axis_sizes
 
-ROLES = {"dp": "data", "tp": "tensor"}
-NAMES = {"batch": "dp", "model": "tp"}
+ROLES = {"outer": "data", "inner": "tensor"}
+NAMES = {"batch": "outer", "model": "inner"}
 
 
 # --- MeshAxes ------------------------------------------------------------------------------------------
@@ -32,6 +32,25 @@ def test_a_role_follows_from_the_name_where_none_is_given():
     assert list(axes.items()) == [("model", 4), ("batch", 2), ("other", 3)]
     assert (axes.data, axes.data_size, axes.tensor) == ("batch", 2, ("model", "other"))
     assert axes.roles == {"model": "tensor", "batch": "data", "other": "tensor"}
+
+
+@pytest.mark.parametrize(
+    ("names", "roles"),
+    [
+        (("data", "model"), ("data", "tensor")),
+        (("dp", "tp"), ("data", "tensor")),
+        (("fsdp", "tensor"), ("data", "tensor")),
+        (("FSDP", "TP"), ("data", "tensor")),
+        (("data_parallel", "model_parallel"), ("data", "tensor")),
+        (("dp_replicate", "dp_shard", "tp"), ("replica", "data", "tensor")),
+        (("pp", "dp"), ("pipeline", "data")),
+        (("x", "y"), ("tensor", "tensor")),
+    ],
+)
+def test_names_of_other_libraries_say_their_roles(names, roles):
+    axes = MeshAxes.of(dict.fromkeys(names, 2))
+    assert tuple(axes.roles.values()) == roles
+    assert axes.has_default_roles
 
 
 def test_roles_that_are_given_go_before_names():
@@ -47,12 +66,12 @@ def test_without_a_data_axis_its_size_is_one():
 
 
 def test_axes_are_a_mapping_that_equals_one_with_the_same_roles():
-    by_name, given = MeshAxes.of({"batch": 2, "model": 4}), MeshAxes.of({"dp": 2, "tp": 4}, ROLES)
+    by_name, given = MeshAxes.of({"batch": 2, "model": 4}), MeshAxes.of({"outer": 2, "inner": 4}, ROLES)
     assert by_name == {"batch": 2, "model": 4} == by_name
     assert repr(by_name) == "{'batch': 2, 'model': 4}"
-    assert given != {"dp": 2, "tp": 4}
-    assert given == MeshAxes.of({"dp": 2, "tp": 4}, ROLES) != MeshAxes.of({"dp": 2, "tp": 4})
-    assert hash(given) == hash(MeshAxes.of({"dp": 2, "tp": 4}, ROLES))
+    assert given != {"outer": 2, "inner": 4}
+    assert given == MeshAxes.of({"outer": 2, "inner": 4}, ROLES) != MeshAxes.of({"outer": 2, "inner": 4})
+    assert hash(given) == hash(MeshAxes.of({"outer": 2, "inner": 4}, ROLES))
     assert given == pickle.loads(pickle.dumps(given)) == copy.deepcopy(given)
     assert given == eval(repr(given))
 
@@ -77,18 +96,21 @@ def test_wrong_roles_are_refused(roles, message):
 
 
 def test_an_axis_called_batch_is_a_second_data_axis():
-    with pytest.raises(tfshard.errors.MeshError, match="An axis named 'batch' has it unless roles says otherwise"):
-        tfshard.create_mesh(dp=2, batch=2, roles={"dp": "data"})
+    with pytest.raises(
+        tfshard.errors.MeshError,
+        match=r"\('dp', 'batch'\) have it, by their names or roles. Give one of them .* roles={'dp': 'replica'}",
+    ):
+        tfshard.create_mesh(dp=2, batch=2)
 
 
 # --- Meshes --------------------------------------------------------------------------------------------
 
 
 def test_roles_stay_with_a_mesh_wherever_dtensor_takes_it():
-    mesh = tfshard.create_mesh(dp=2, tp=-1, roles=ROLES)
-    axes = MeshAxes.of({"dp": 2, "tp": 2}, ROLES)
+    mesh = tfshard.create_mesh(outer=2, inner=-1, roles=ROLES)
+    axes = MeshAxes.of({"outer": 2, "inner": 2}, ROLES)
     assert axis_sizes(mesh) == axes
-    layout = dtensor.Layout(["dp", dtensor.UNSHARDED], mesh)
+    layout = dtensor.Layout(["outer", dtensor.UNSHARDED], mesh)
     tensor = dtensor.call_with_layout(tf.ones, layout, (4, 4))
     computed = tf.function(tf.matmul)(tensor, tensor)
     for each in (
@@ -99,9 +121,9 @@ def test_roles_stay_with_a_mesh_wherever_dtensor_takes_it():
 
 
 def test_meshes_with_other_roles_differ_and_those_that_the_names_say_are_the_usual_ones():
-    mesh = tfshard.create_mesh(dp=2, tp=2, roles=ROLES)
-    assert mesh != tfshard.create_mesh(dp=2, tp=2)
-    assert mesh == tfshard.create_mesh(dp=2, tp=2, roles={"dp": "data"})
+    mesh = tfshard.create_mesh(outer=2, inner=2, roles=ROLES)
+    assert mesh != tfshard.create_mesh(outer=2, inner=2)
+    assert mesh == tfshard.create_mesh(outer=2, inner=2, roles={"outer": "data"})
     usual = tfshard.create_mesh(batch=2, model=2)
     assert usual == tfshard.create_mesh(batch=2, model=2, roles={"batch": "data", "model": "tensor"})
     devices = [f"CPU:{i}" for i in range(4)]
@@ -134,7 +156,7 @@ def batches() -> list:
 
 
 def strategy(stage: int, *, renamed: bool, layout_map="explicit", **options) -> tfshard.ShardedStrategy:
-    data, tensor = ("dp", "tp") if renamed else ("batch", "model")
+    data, tensor = ("outer", "inner") if renamed else ("batch", "model")
     if layout_map == "explicit":
         layout_map = tfshard.LayoutMap({"table/embeddings": (tensor, data), "norm/.*|head/.*": ()})
         layout_map.column("up", axis=tensor)
@@ -169,7 +191,7 @@ def test_a_model_trains_on_axes_of_other_names_as_on_one_device(stage: int, opti
     )  # fmt: skip
     chosen = strategy(stage, renamed=True, **options)
     run = parity.train(build, batches(), optimizer=keras.optimizers.Adam, loss=loss(), steps=6, strategy=chosen)
-    assert parity.shard_axes(run.model) == ({"dp", "tp"} if stage == 3 else {"tp"})
+    assert parity.shard_axes(run.model) == ({"outer", "inner"} if stage == 3 else {"inner"})
     layouts = {v.path: v.value.layout for v in run.model.trainable_variables}
     assert any(layout.grouped for layout in layouts.values())
     gradients = {row.path: row.gradient_layout for row in chosen.report(run.model).variables if row.kind == "parameter"}
@@ -202,14 +224,14 @@ def test_a_plan_on_axes_of_other_names_is_the_plan_under_other_names():
 
 
 def test_plans_and_layouts_for_axes_without_devices():
-    model, axes = build(), MeshAxes.of({"dp": 64, "tp": 2}, ROLES)
+    model, axes = build(), MeshAxes.of({"outer": 64, "inner": 2}, ROLES)
     assert list(tfshard.auto_layout_map(model, axes)) == list(tfshard.auto_layout_map(model, {"model": 2, "batch": 64}))
     plan = tfshard.plan(model, axes, "auto", optimizer="adam")
-    assert plan.mesh == axes and plan.to_dict()["mesh"] == {"dp": 64, "tp": 2}
-    assert {collective.axis for collective in plan.collectives} == {"dp", "tp"}
+    assert plan.mesh == axes and plan.to_dict()["mesh"] == {"outer": 64, "inner": 2}
+    assert {collective.axis for collective in plan.collectives} == {"outer", "inner"}
     assert not tfshard.lint(model, axes, "auto")
     keras_map = plan.to_keras_layout_map()
-    assert keras_map.device_mesh.axis_names == ("dp", "tp")
+    assert keras_map.device_mesh.axis_names == ("outer", "inner")
 
 
 def test_verify_and_a_loop_of_ones_own_find_the_data_axis():
@@ -220,16 +242,16 @@ def test_verify_and_a_loop_of_ones_own_find_the_data_axis():
     assert (chosen.input_shard.index, chosen.input_shard.count) == (0, 1)
     seen = []
     chosen.run(lambda batch: seen.append(batch), args=(np.zeros((4, 3), np.float32),))
-    assert dtensor.fetch_layout(seen[0]).sharding_specs == ["dp", dtensor.UNSHARDED]
+    assert dtensor.fetch_layout(seen[0]).sharding_specs == ["outer", dtensor.UNSHARDED]
 
 
 def test_a_keras_layout_map_is_taken_on_a_mesh_whose_data_axis_has_another_name():
-    devices = keras.distribution.DeviceMesh((2, 2), ("dp", "tp"), [f"cpu:{i}" for i in range(4)])
+    devices = keras.distribution.DeviceMesh((2, 2), ("outer", "inner"), [f"cpu:{i}" for i in range(4)])
     given = keras.distribution.LayoutMap(devices)
-    given["table/embeddings"] = ("tp", "dp")
-    parallel = keras.distribution.ModelParallel(layout_map=given, batch_dim_name="dp")
-    chosen = tfshard.ShardedStrategy(tfshard.create_mesh(dp=2, tp=2, roles=ROLES), parallel)
-    assert chosen.layout_map["table/embeddings"].axes == ("tp", "dp")
+    given["table/embeddings"] = ("inner", "outer")
+    parallel = keras.distribution.ModelParallel(layout_map=given, batch_dim_name="outer")
+    chosen = tfshard.ShardedStrategy(tfshard.create_mesh(outer=2, inner=2, roles=ROLES), parallel)
+    assert chosen.layout_map["table/embeddings"].axes == ("inner", "outer")
 
 
 def test_clients_agree_on_roles_and_train_on_axes_of_other_names():

@@ -10,6 +10,7 @@ import pytest
 import tfshard
 from tfshard import cli
 from tfshard.graph import auto_layout
+from tfshard.layouts.axes import MeshAxes
 
 MESH = {"batch": 2, "model": 2}
 
@@ -53,6 +54,43 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_near_paths():
     assert "re.fullmatch" in finding.message
     with pytest.raises(tfshard.errors.LayoutError, match="dwn/kernel: it matches no variable"):
         compile_with(_with(column_row(), "dwn/kernel"))
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (
+            lambda m: m.column("up/kernel"),
+            r"matches variable 'up/kernel', .* names a layer. Write layout_map.column\('up'\)",
+        ),
+        (lambda m: m.row(".*wn/kernel"), r"matches variable 'down/kernel', .* Write layout_map.row\('down'\)"),
+        (
+            lambda m: m.add("down", ("model", None)),
+            r"matches layer 'down'.* layout_map\['down/kernel'\] = \('model', None\)",
+        ),
+    ],
+)
+def test_a_pattern_of_the_wrong_kind_says_what_it_should_name(add, message):
+    layout_map = tfshard.LayoutMap()
+    add(layout_map)
+    (unmatched,) = [each for each in tfshard.lint(mlp(), MESH, layout_map) if each.kind == "unmatched"]
+    assert re.search(message, unmatched.message)
+
+
+def test_a_model_axis_that_no_rule_names_is_warned_of_at_the_users_line():
+    mesh = {"outer": 2, "inner": 2}
+    layout_map = tfshard.LayoutMap()
+    layout_map.column("up", axis="inner")
+    layout_map.row("down", axis="inner")
+    layout_map.whole("head/kernel")
+    (finding,) = tfshard.lint(mlp(), mesh, layout_map)
+    assert (finding.kind, finding.is_error, finding.where) == ("idle axis", False, "axis 'outer'")
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map)
+    with pytest.warns(tfshard.errors.LayoutWarning, match=r"axis 'outer': .* roles={'outer': 'data'}") as record:
+        tfshard.as_distributed(mlp()).compile("sgd", "mse", strategy=strategy)
+    assert record[0].filename == __file__, "the warning points to the line that compiles"
+    # With the role that its name says, or that is given, the axis takes the batch.
+    assert tfshard.lint(mlp(), MeshAxes.of(mesh, {"outer": "data"}), layout_map) == ()
 
 
 def _with(layout_map: tfshard.LayoutMap, pattern: str, axes=(None, "model")) -> tfshard.LayoutMap:

@@ -17,7 +17,6 @@ import dataclasses
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +28,7 @@ from tfshard import _private, collectives
 from tfshard.callbacks.pace import Pace, Ran, Times
 from tfshard.callbacks.sinks import Board, CsvFile
 from tfshard.devices import clients
-from tfshard.errors import LayoutError, TelemetryError
+from tfshard.errors import LayoutError, TelemetryError, warn
 from tfshard.graph import model_graph
 from tfshard.measure import step_profile
 from tfshard.measure.peak_memory import peak_of
@@ -402,7 +401,7 @@ def _known(what: str, find: Callable[[], int | None]) -> float:
     try:
         found = find()
     except LayoutError as error:
-        warnings.warn(f"Telemetry does not know the {what} of a step. {error}", stacklevel=2)
+        warn(f"Telemetry does not know the {what} of a step. {error}")
         return math.nan
     return math.nan if found is None else found
 

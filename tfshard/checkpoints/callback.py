@@ -20,7 +20,6 @@ one is kept (its draw is taken back), and its state is saved too.
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,7 +31,7 @@ from tfshard.checkpoints import training_state
 from tfshard.checkpoints.manager import CheckpointManager
 from tfshard.checkpoints.manifest import Position
 from tfshard.checkpoints.reader import Checkpoint
-from tfshard.errors import CheckpointError
+from tfshard.errors import CheckpointError, warn
 from tfshard.training import datasets
 from tfshard.training.strategy import ShardedStrategy
 
@@ -163,11 +162,10 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         _private.set_initial_epoch(self.model, None)
         self.manager.wait()
         if not run.trained and run.resumed is not None:
-            warnings.warn(
+            warn(
                 f"Nothing was trained: the last checkpoint in '{self.manager.directory}' is at the end of epoch "
                 f"{run.resumed.position.epoch}. To train more, give fit more epochs; to train anew, give another "
-                "directory.",
-                stacklevel=2,
+                "directory."
             )
 
     def _save(self, epoch: int, step: int) -> None:

@@ -1,13 +1,13 @@
 """What devices have not sent of compressed gradients, out of a checkpoint of whatever mesh and compression."""
 
 import collections
-import warnings
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from tfshard.checkpoints.reader import Checkpoint
 from tfshard.checkpoints.training_state import COMPRESSION, StateVariable
+from tfshard.errors import warn
 from tfshard.layouts import compressed_form
 from tfshard.layouts.axes import axis_sizes
 from tfshard.storage.variables import ShardedVariable
@@ -34,10 +34,9 @@ def restore(checkpoint: Checkpoint, variables: Iterable[StateVariable]) -> None:
             _restore(checkpoint, variable.value, {name: f"{owner}/{name}" for name in stored.pop(owner, ())})
     if stored:
         first = next(iter(stored)).partition("/")[2]
-        warnings.warn(
+        warn(
             f"The checkpoint of step {checkpoint.step} was saved with compressed gradients. What devices had not sent "
-            f"of those of {len(stored)} variables, such as '{first}', is left out: they are not compressed here.",
-            stacklevel=2,
+            f"of those of {len(stored)} variables, such as '{first}', is left out: they are not compressed here."
         )
 
 

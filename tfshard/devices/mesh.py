@@ -20,10 +20,10 @@ def create_mesh(*, roles: Any = None, **sizes: int) -> dtensor.Mesh:
     """Arranges the devices in a grid with named axes, in the order given.
 
     An axis with the role `"data"` carries data parallelism and the ZeRO stages, one with the role `"tensor"` the
-    layout map. The axis named `batch` is for data and every other axis (by custom `model`) for tensor parallelism,
-    unless `roles` says otherwise. Without an earlier `tfshard.initialize()`, it starts DTensor with as many devices
-    as the mesh has. In a launched run the devices are those of all clients, client 0's first: the last axes lie
-    within a client, the first ones across clients.
+    layout map. An axis named `batch`, `data`, `dp` or `fsdp` is for data and every other axis (by custom `model`) for
+    tensor parallelism, unless `roles` says otherwise. Without an earlier `tfshard.initialize()`, `create_mesh` starts
+    DTensor with as many devices as the mesh has. In a launched run the devices are those of all clients, client 0's
+    first: the last axes lie within a client, the first ones across clients.
 
     With an axis `replica` (role `"replica"`) sharding is hybrid: every device has samples of its own, and what the
     stages store in shards over `batch` is stored once for each replica, so that nothing is gathered from one replica
@@ -36,7 +36,7 @@ def create_mesh(*, roles: Any = None, **sizes: int) -> dtensor.Mesh:
 
     Args:
         roles: Axis name to role, for axes whose role does not follow from their name, such as
-            `{"dp": "data", "tp": "tensor"}`.
+            `{"outer": "data", "inner": "tensor"}`.
         **sizes: Size of each axis, a positive integer; one axis may be -1 for "the remaining devices".
 
     Returns:
@@ -54,7 +54,8 @@ def create_mesh(*, roles: Any = None, **sizes: int) -> dtensor.Mesh:
     >>> mesh = tfshard.create_mesh(batch=2, model=-1)
     >>> mesh.dim_names, mesh.shape()
     (['batch', 'model'], [2, 2])
-    >>> mesh = tfshard.create_mesh(dp=2, tp=2, roles={"dp": "data", "tp": "tensor"})
+    >>> mesh = tfshard.create_mesh(dp=2, tp=2)  # `dp` is for data.
+    >>> mesh = tfshard.create_mesh(outer=2, inner=2, roles={"outer": "data", "inner": "tensor"})
     >>> hybrid = tfshard.create_mesh(replica=2, batch=2)
     >>> hybrid.dim_names, hybrid.shape()
     (['batch'], [4])

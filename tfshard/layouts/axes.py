@@ -79,8 +79,8 @@ class MeshAxes(Mapping[str, int]):
         Args:
             axes: Name to size. A `MeshAxes` keeps its roles.
             roles: Name to role, `"data"`, `"replica"` or `"tensor"`, of axes whose role does not follow from their
-                name. By default the axis `batch` is for data, `replica` for replicas, and every other one for tensor
-                parallelism.
+                name. By default `batch`, `data`, `dp` and `fsdp` are for data, `replica` is for replicas, `pipeline`
+                and `pp` are for pipelines, and every other name is for tensor parallelism.
 
         Raises:
             MeshError: A size that is not a positive integer, an unknown role, a role of an axis that is not there,
@@ -207,10 +207,17 @@ class MeshAxes(Mapping[str, int]):
         return repr(self.given) if self.has_default_roles else f"MeshAxes.of({self.given}, roles={plain(self.roles)})"
 
 
+# What users of other libraries call an axis. Every other name is an axis for tensor parallelism.
+_ROLES_OF_NAMES = {
+    **dict.fromkeys((BATCH_AXIS, "data", "data_parallel", "dp", "dp_shard", "fsdp"), Role.DATA),
+    **dict.fromkeys((REPLICA_AXIS, "dp_replicate"), Role.REPLICA),
+    **dict.fromkeys((PIPELINE_AXIS, "pipeline_parallel", "pp"), Role.PIPELINE),
+}
+
+
 def default_role(name: str) -> Role:
-    """The role of an axis to which nobody gave one."""
-    defaults = {BATCH_AXIS: Role.DATA, REPLICA_AXIS: Role.REPLICA, PIPELINE_AXIS: Role.PIPELINE}
-    return defaults.get(name, Role.TENSOR)
+    """Return the role that the name of an axis says, `Role.TENSOR` if the name says none."""
+    return _ROLES_OF_NAMES.get(name.lower(), Role.TENSOR)
 
 
 def plain(roles: Mapping[str, Role]) -> dict[str, str]:
@@ -250,8 +257,9 @@ def roles_of(axes: Mapping[str, int], roles: Mapping[str, str] | None = None) ->
     for_data = tuple(name for name, role in found.items() if role is Role.DATA)
     if len(for_data) > 1:
         raise MeshError(
-            f"One axis of a mesh can have the role 'data', and {for_data} have it. An axis named '{BATCH_AXIS}' has it "
-            f"unless roles says otherwise. Received: axes={dict(axes)}, roles={dict(roles)}"
+            f"One axis of a mesh can have the role 'data', and {for_data} have it, by their names or roles. Give one "
+            f"of them another role, such as roles={{'{for_data[0]}': 'replica'}} for hybrid sharding. "
+            f"Received: axes={dict(axes)}, roles={dict(roles)}"
         )
     of_pipelines = tuple(name for name, role in found.items() if role is Role.PIPELINE)
     if len(of_pipelines) > 1:

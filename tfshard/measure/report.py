@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private, tables
 from tfshard.devices import transfer
+from tfshard.errors import warn
 from tfshard.graph import inventory
 from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import MeshAxes
@@ -193,11 +193,10 @@ class Report:
 
     def table(self) -> rich.table.Table:
         """A row for each variable, as a rich table. Use `tables`: this one will not be in the next version."""
-        warnings.warn(
+        warn(
             "Report.table() is now Report.tables(), which gives the totals and what rests where. The old name will not "
             "be in the next version.",
             DeprecationWarning,
-            stacklevel=2,
         )
         return self.tables(detail=True)[1]
 

@@ -2,20 +2,20 @@
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
 
 from tfshard import _private
-from tfshard.errors import LayoutError, LayoutWarning, StrategyError
+from tfshard.errors import LayoutError, LayoutWarning, StrategyError, warn
 from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_graph import ModelGraph, trace
 from tfshard.graph.model_specs import MeshLike
 from tfshard.layers import SketchedDense
 from tfshard.layouts import variable_layout
-from tfshard.layouts.layout_map import VariableSpec
+from tfshard.layouts.axes import plain
+from tfshard.layouts.layout_map import Rule, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.operations import unsupported
 from tfshard.planning import activation_traffic
@@ -30,7 +30,7 @@ class Finding:
 
     Attributes:
         kind: `"cannot be expanded"`, `"jit_compile"`, `"unmatched"`, `"tied"`, `"ambiguous"`,
-            `"indivisible"`, `"unsupported"`, `"left whole"`, `"column after column"`, `"transposed"` or
+            `"indivisible"`, `"unsupported"`, `"left whole"`, `"idle axis"`, `"column after column"`, `"transposed"` or
             `"unused sharding"`.
         is_error: Whether `compile` refuses it; else it warns.
         where: The pattern, the path of the variable, or the name of the layer or model.
@@ -59,7 +59,7 @@ def lint(
     Errors of the map: a pattern that matches nothing, two rules for one weight (also by the names of two layers that
     share it), a dim that its axis does not divide, the kernel of a convolution but Conv2D and Conv3D, a matrix of
     more than 2% of the model's bytes without a rule (of all matrices together, where no rule uses a model axis),
-    `"auto"` that finds nothing. Warnings, from its graph:
+    `"auto"` that finds nothing. Warnings: a model axis over which nothing is sharded, and from its graph
     a kernel sharded by column whose input is sharded already, where a row rule would save collectives; a kernel sharded
     along another dim than its neighbours ask for (transposed); sharding that the next operation undoes.
 
@@ -127,21 +127,26 @@ def refusals(model: keras.Model, placement: ModelPlacement, *, automatic: bool =
     """
     findings = model_findings(model)
     findings += _found_findings(placement) if automatic else []
-    return findings + _rule_findings(model, placement) + _whole_findings(placement)
+    return findings + _rule_findings(model, placement) + _whole_findings(placement) + _idle_findings(placement)
 
 
 def check(model: keras.Model, placement: ModelPlacement) -> None:
     """What compile does: raises `LayoutError` with all errors at once, and warns of the rest (`LayoutWarning`)."""
     findings = tuple(found for found in judge(model, placement) if found.kind not in _OF_THE_MODEL)
     _raise_errors(model, findings)
-    for finding in findings:
-        warnings.warn(f"{finding.kind}: {finding.where}: {finding.message}", LayoutWarning, stacklevel=4)
+    _warn(findings)
 
 
 def check_found(model: keras.Model, placement: ModelPlacement) -> None:
     """What compile does with `layout_map="auto"`: raises `LayoutError` when the map that was found for the model shards
-    nothing."""
+    nothing, and warns of an idle axis."""
     _raise_errors(model, _found_findings(placement))
+    _warn(_idle_findings(placement))
+
+
+def _warn(findings: Iterable[Finding]) -> None:
+    for finding in findings:
+        warn(f"{finding.kind}: {finding.where}: {finding.message}", LayoutWarning)
 
 
 def _raise_errors(model: keras.Model, findings: Iterable[Finding]) -> None:
@@ -231,13 +236,32 @@ def _rule_findings(model: keras.Model, placement: ModelPlacement) -> list[Findin
             )  # fmt: skip
             findings.append(Finding(kind="tied", is_error=True, where=pattern, message=text))
         else:
-            near = _nearest(pattern, specs)
-            text = (
-                "it matches no variable. A pattern must match the whole path (re.fullmatch); column and row patterns "
-                f"match a layer's path. Correct it, or add it with optional=True. Paths that come near: {near}"
-            )
+            text = _unmatched(pattern, rule, specs)
             findings.append(Finding(kind="unmatched", is_error=True, where=pattern, message=text))
     return findings
+
+
+def _unmatched(pattern: str, rule: Rule, specs: tuple[VariableSpec, ...]) -> str:
+    """Explain why a pattern matches no variable, and how to write it."""
+    paths = [spec.path for spec in specs]
+    near = f"Paths that come near: {_nearest(pattern, specs)}"
+    variable = next((path for path in paths if re.fullmatch(pattern, path)), None)
+    if rule.kind != "axes" and variable is not None:
+        layer = variable.rpartition("/")[0]
+        return (
+            f"it matches variable '{variable}', and a {rule.kind} pattern names a layer. Write "
+            f"layout_map.{rule.kind}('{layer}'), which shards the kernel and the bias of layer '{layer}'."
+        )
+    inside = [path for path in paths if re.fullmatch(pattern, path.rpartition("/")[0])]
+    if rule.kind == "axes" and inside:
+        return (
+            f"it matches layer '{inside[0].rpartition('/')[0]}', and axes are given for variables. Write "
+            f"layout_map['{inside[0]}'] = {rule.axes}, or layout_map.column('{pattern}') or .row('{pattern}')."
+        )
+    return (
+        "it matches no variable. A pattern must match the whole path (re.fullmatch); column and row patterns match a "
+        f"layer's path. Correct it, or add it with optional=True. {near}"
+    )
 
 
 def _spec(specs: tuple[VariableSpec, ...], path: str) -> VariableSpec:
@@ -291,6 +315,26 @@ def _whole_findings(placement: ModelPlacement) -> list[Finding]:
             f"layout_map.whole('{re.escape(spec.path)}')."
         )
         findings.append(Finding(kind="left whole", is_error=True, where=spec.path, message=text))
+    return findings
+
+
+def _idle_findings(placement: ModelPlacement) -> list[Finding]:
+    """Report each model axis that no rule names, if other model axes are named."""
+    sizes, rules = placement.mesh_shape, placement.layout_map.values()
+    used = {axis for rule in rules for axis in rule.axes}
+    if not used:
+        return []  # `_whole_findings` and `_found_findings` look at this case, and rules may allow it.
+    findings = []
+    for axis in sizes.tensor:
+        if sizes[axis] == 1 or axis in used:
+            continue
+        text = (
+            f"no rule shards a variable over it, and no batch is shared out over it, so its {sizes[axis]} devices "
+            f"compute the same. If they should take different samples, give the axis the role 'data': "
+            f"tfshard.create_mesh(..., roles={{'{axis}': 'data'}}). Else write rules for the axis, or leave it out of "
+            f"the mesh. Roles: {plain(sizes.roles)}"
+        )
+        findings.append(Finding(kind="idle axis", is_error=False, where=f"axis '{axis}'", message=text))
     return findings
 
 

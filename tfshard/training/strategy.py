@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import batching, clients, gathers, host_meshes, reductions, replicas, startup, transfer
 from tfshard.devices.mesh import create_mesh, rank_meshes
-from tfshard.errors import MeshError, StrategyError
+from tfshard.errors import MeshError, StrategyError, warn
 from tfshard.graph import auto_layout, model_specs
 from tfshard.layouts import compression as compression_of_gradients
 from tfshard.layouts import variable_layout
@@ -493,9 +492,7 @@ def _offloads(offload: str | None, mesh: dtensor.Mesh, zero_stage: int) -> bool:
                 "offload='slots' is there for GPUs. Use zero_stage=3, slot_dtype='bfloat16', or more devices. "
                 f"Devices of the mesh: {kind}. Received: offload='slots'"
             )
-        warnings.warn(
-            "offload='slots' does nothing here: on CPU devices, slots rest in the host's memory.", stacklevel=3
-        )
+        warn("offload='slots' does nothing here: on CPU devices, slots rest in the host's memory.")
         return False
     axes = axis_sizes(mesh)
     if zero_stage == 0 or axes.data_size == 1:
