@@ -57,6 +57,10 @@ class LayoutWarning(UserWarning):
     """A layout map that works, and sends more than it has to."""
 
 
+class NumericsWarning(UserWarning):
+    """A step computes what Keras on one device computes, up to a difference that the message names."""
+
+
 class TelemetryError(ShardingError):
     """Telemetry that cannot be taken or written as asked."""
 

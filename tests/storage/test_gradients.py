@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import tempfile
+import warnings
 
 import keras
 import numpy as np
@@ -293,3 +294,62 @@ def test_what_comes_after_a_product_is_done_on_the_shards_of_its_gradient(case):
     np.testing.assert_allclose(transfer.to_host(found), rearrange(left.T @ right), rtol=1e-5)
     # What was rearranged before is not used, and TensorFlow takes it away.
     assert "Relayout" in traced["users"]
+
+
+# --- Sparse gradients of embeddings ---------------------------------------------------------------------
+
+
+def embedding_model(name: str, *, tied: bool = False) -> keras.Model:
+    ids = keras.Input((4,), dtype="int32")
+    table = keras.layers.Embedding(12, 8, name=name)
+    hidden = table(ids)
+    logits = keras.layers.Lambda(lambda h: keras.ops.matmul(h, keras.ops.transpose(table.embeddings)))(hidden)
+    return keras.Model(ids, logits if tied else keras.layers.Dense(3)(hidden))
+
+
+@pytest.mark.filterwarnings("default:Optimizer .* updates embedding:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "optimizer", "options", "warns"),
+    [
+        ("adam", lambda: keras.optimizers.Adam(0.01), {}, True),
+        ("grouped", lambda: keras.optimizers.RMSprop(0.01), {"analyzer": tfshard.ParameterAnalyzer()}, True),
+        ("clipped", lambda: keras.optimizers.SGD(0.01, global_clipnorm=1.0), {}, True),
+        ("sgd", lambda: keras.optimizers.SGD(0.01), {}, False),
+        ("lion", lambda: keras.optimizers.Lion(0.01), {}, False),
+        ("tied", lambda: keras.optimizers.Adam(0.01), {}, False),
+        ("of_tables", lambda: keras.optimizers.Adam(0.01), {"tables": "of_tables/embeddings"}, False),
+    ],
+)
+def test_an_embedding_that_keras_would_update_differently_is_warned_of_once(name, optimizer, options, warns):
+    model = embedding_model(name, tied=name == "tied")
+    options = {"analyzer": None, **options}
+    model.compile(optimizer(), "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), **options))
+    x = np.tile(np.arange(4, dtype="int32"), (8, 1))  # Each row occurs eight times.
+    y = np.zeros((8, *model.output_shape[1:]), "float32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    found = [each for each in caught if issubclass(each.category, tfshard.errors.NumericsWarning)]
+    assert len(found) == warns
+    if warns:
+        assert f"embedding '{name}/embeddings'" in str(found[0].message)
+        assert found[0].filename == __file__
+
+
+def test_the_remedy_of_that_warning_gives_the_numbers_of_keras():
+    def history(**strategy):
+        keras.utils.set_random_seed(0)
+        model = embedding_model("remedy")
+        model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False, **strategy)
+        x = np.tile(np.arange(4, dtype="int32"), (8, 1))
+        y = np.arange(8 * 4 * 3, dtype="float32").reshape(8, 4, 3) / 50
+        model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+        return model.get_weights()
+
+    mesh = tfshard.create_mesh(batch=4)
+    plain = history()
+    remedied = history(strategy=tfshard.ShardedStrategy(mesh, tables="remedy/embeddings"))
+    dense = history(strategy=tfshard.ShardedStrategy(mesh))
+    for ours, theirs in zip(remedied, plain, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert np.abs(dense[0] - plain[0]).max() > 1e-5, "premise: by a dense gradient the rows differ"

@@ -24,16 +24,18 @@ def both_ways(
     note: Callable[[tf.Tensor], object] = lambda gradient: None,
     own: Callable[[tf.Tensor], tf.Tensor | None] | None = None,
     stored: Axes | None = None,
+    seen: Callable[[bool], object] = lambda is_sparse: None,
 ) -> tf.Tensor:
     """`value` in the layout `forward`; its gradient is brought to the layout `backward` as soon as it exists.
 
     A sparse gradient (IndexedSlices) becomes dense here. `note` is told of the gradient in that layout. `stored` is the
     layout of `value`, where it is known.
     With `own` it stays what that makes of it: what each device has of it, not added up, or added up in another way. If
-    that gives None, it is as without.
+    that gives None, it is as without. `seen` is told whether the gradient arrives as IndexedSlices.
     """
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        seen(isinstance(upstream, tf.IndexedSlices))
         made = None if own is None else own(upstream)
         if made is not None:
             return made

@@ -61,6 +61,19 @@ def is_known_sparse(optimizer: keras.optimizers.Optimizer) -> bool:
     return type(optimizer) is keras.optimizers.SGD or squares(optimizer)
 
 
+def adds_up_rows(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Return whether Keras on TensorFlow updates by a sparse gradient as by the dense sum of its rows.
+
+    SGD and Lion do: they use the gradient in sums only. Other optimizers square the gradient, and so does clipping by
+    a norm, and Keras squares each occurrence of a row by itself.
+    """
+    chain = _private.optimizer_chain(optimizer)
+    clips = ("clipnorm", "global_clipnorm", "clipvalue")
+    if any(getattr(part, name, None) is not None for part in chain for name in clips):
+        return False
+    return type(chain[-1]) in (keras.optimizers.SGD, keras.optimizers.Lion)
+
+
 def leaves_others(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
     """Whether Keras's update leaves elements and slots as they are whose gradient is zero."""
     if decays(optimizer, variable):

@@ -89,6 +89,8 @@ class ShardedVariable(VariableSurface):
         self.layout = layout
         self.member = layout.member
         self.gradient_layout: Axes | None = None
+        # Whether gradients that reached this variable in the current step were sparse.
+        self._gradient_kinds: set[bool] = set()
         self.storage = storage or self._own_storage(layout)
         self.storage.members[self.member] = self
         self.storage.fill(self.member, initial_value)
@@ -228,7 +230,12 @@ class ShardedVariable(VariableSurface):
         compute = self.layout.compute
         with steps.scope_of(whole):
             return gradient.both_ways(
-                whole, forward=compute, backward=compute, mesh=self.mesh, own=self._own_gradient()
+                whole,
+                forward=compute,
+                backward=compute,
+                mesh=self.mesh,
+                own=self._own_gradient(),
+                seen=self._gradient_kinds.add,
             )
 
     def _table_value(self) -> tf.Tensor:
@@ -294,6 +301,7 @@ class ShardedVariable(VariableSurface):
                 backward=layout.gradient,
                 mesh=self.mesh,
                 own=self._own_gradient(**note),
+                seen=self._gradient_kinds.add,
                 **note,
             )
 
@@ -317,6 +325,12 @@ class ShardedVariable(VariableSurface):
             return made
 
         return added_up
+
+    def pop_sparse(self) -> bool:
+        """Return whether every gradient of this step arrived as IndexedSlices, and forget it."""
+        kinds = set(self._gradient_kinds)
+        self._gradient_kinds.clear()
+        return kinds == {True}
 
     def note_gradient(self, tensor: tf.Tensor | tf.IndexedSlices) -> None:
         """Remembers the layout in which a gradient came to an optimizer's update."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfshard import _private
 from tfshard.devices import batching, transfer
-from tfshard.errors import StrategyError
+from tfshard.errors import NumericsWarning, StrategyError, warn
 from tfshard.graph import inventory
 from tfshard.layouts.layout_map import VariableSpec
 from tfshard.operations import assignments, compression, embedding_updates, partial_sums, rewrites
@@ -182,6 +182,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         batch = group_update.open_here()
         if optimizer is not None and args and _is_gradient(args[0], var):
             var.note_gradient(args[0])
+            _warn_of_sparse(var, optimizer)
             if batch is not None and isinstance(args[0], tf.Tensor):
                 batch.note(var, args[0])
         if var.layout.table is not None:
@@ -358,6 +359,24 @@ def _is_gradient(value: Any, variable: ShardedVariable) -> bool:
     """Whether an update is given a tensor of the variable's shape. Averages that overwrite it are variables."""
     is_tensor = tf.is_tensor(value) and not isinstance(value, (tf.Variable, keras.Variable))
     return bool(is_tensor and value.shape == variable.shape)
+
+
+# Variables of which `_warn_of_sparse` has warned, by path.
+_warned: set[str] = set()
+
+
+def _warn_of_sparse(variable: ShardedVariable, optimizer: keras.optimizers.Optimizer) -> None:
+    """Warn once of an embedding whose sparse gradient Keras on one device would square row by row."""
+    if not variable.pop_sparse() or optimizer_kinds.adds_up_rows(optimizer) or variable.path in _warned:
+        return
+    _warned.add(variable.path)
+    warn(
+        f"Optimizer {type(optimizer).__name__} updates embedding '{variable.path}' by a dense gradient, as Keras on "
+        "JAX does. Keras on TensorFlow squares a sparse gradient once for each lookup, so rows that occur several times in "
+        "a batch differ there, by about 1e-4 of a weight in a step. For the numbers of Keras on TensorFlow, give "
+        f"ShardedStrategy(tables='{variable.path}'). To keep the dense gradient, ignore this warning.",
+        NumericsWarning,
+    )
 
 
 def _on_host(tensor: Any) -> Any:
