@@ -15,7 +15,7 @@ import re
 import shlex
 import textwrap
 
-from tfshard import cli
+from tfshard import command_line
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -123,7 +123,7 @@ def flags_of(name: str) -> set[str] | None:
     They are read in its text and in what it imports or starts of tools/ and examples/.
     """
     if name.startswith("tfshard "):
-        command = cli.COMMANDS.get(name.split()[1])
+        command = command_line.COMMANDS.get(name.split()[1])
         return None if command is None else set(command.options())
     path = ROOT / (name if "/" in name else name.replace(".", "/"))
     if not path.suffix:

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tfshard import cli
+import tfshard
+from tfshard import cli, command_line
 
 MODEL = """
 import keras
@@ -103,11 +104,60 @@ def test_doctor_fails_when_the_numbers_differ(monkeypatch, capsys):
     )
 
 
-def test_help_names_every_command_and_flag(capsys):
+def test_help_has_a_line_for_each_command(capsys):
     assert run("--help") == 0
     text = capsys.readouterr().out
-    for part in ("tfshard plan MODULE:FUNCTION", "--mesh", "--zero_stage", "--json", "tfshard doctor"):
-        assert part in text
+    for name, each in command_line.COMMANDS.items():
+        assert f"  {name} " in text and each.summary.split(". ")[0][:40] in text
+    assert "--mesh" not in text
+
+
+@pytest.mark.parametrize("name", command_line.COMMANDS)
+@pytest.mark.parametrize("arguments", [("{}", "--help"), ("help", "{}"), ("{}", "--mesh=batch:4", "-h")])
+def test_help_of_a_command_names_its_flags_and_no_others(capsys, name, arguments):
+    assert run(*(each.format(name) for each in arguments)) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"Usage: tfshard {name}")
+    options = command_line.COMMANDS[name].options()
+    assert {line.split()[0] for line in text.splitlines() if line.startswith("  --")} == {
+        f"--{flag}" for flag in options
+    }
+    assert command_line.COMMANDS[name].example.startswith(name)
+
+
+def test_help_behind_a_launched_program_belongs_to_the_program():
+    assert command_line.answer(["launch", "--num_processes=2", "train.py", "--help"]) is None
+    assert command_line.answer(["launch", "--num_processes=2", "--help"]) == command_line.command_help("launch")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(("--version",), f"tfshard {tfshard.__version__}"), (("plan", "--help"), "Usage: tfshard plan MODULE:FUNCTION")],
+)
+def test_help_and_version_import_no_tensorflow(arguments, text):
+    """As `python -m tfshard`, and as the installed script."""
+    imported = "import atexit, sys; atexit.register(lambda: print('imported', 'tensorflow' in sys.modules)); "
+    script = f"{imported} sys.argv[0] = 'bin/tfshard'; from tfshard.command_line import main; main()"
+    as_script = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+    assert as_script.stdout.startswith(text) and as_script.stdout.endswith("imported False\n"), as_script.stderr
+    timed = [sys.executable, "-X", "importtime", "-m", "tfshard", *arguments]
+    as_module = subprocess.run(timed, capture_output=True, text=True, timeout=60)
+    assert as_module.stdout.startswith(text)
+    assert "absl.flags" in as_module.stderr and "tensorflow" not in as_module.stderr
+
+
+def test_advise_recommends_a_mesh_and_a_stage(script):
+    done = command("advise", f"{script}:build", "--devices=4", "--memory_per_device=1GiB", "--batch=64")
+    assert done.returncode == 0, done.stderr
+    assert "{'batch': 4}" in done.stdout or "batch=4" in done.stdout
+    assert command("advise", f"{script}:build", "--devices=4", "--memory_per_device=1MB", "--batch=64").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"), [("16GiB", 16 << 30), ("80 GB", 80 * 10**9), ("1.5g", 15 * 10**8), ("123", 123), ("4KiB", 4096)]
+)
+def test_sizes_are_written_with_units(text, bytes_):
+    assert cli.parse_bytes("memory_per_device", text) == bytes_
 
 
 @pytest.mark.parametrize(
@@ -115,10 +165,15 @@ def test_help_names_every_command_and_flag(capsys):
     [
         (
             ("plam",),
-            "Unknown command. Commands: ('plan', 'lint', 'verify', 'launch', 'doctor', 'profile-network', 'calibrate', "
-            "'simulate'). ",
+            "Unknown command. Commands: ('plan', 'advise', 'lint', 'verify', 'launch', 'doctor', 'profile-network', "
+            "'calibrate', 'simulate'). ",
         ),
         (("plan", "--mesh=batch:4"), "takes 1 positional arguments"),
+        (("advise", "SCRIPT:build"), "Give --devices, --memory_per_device and --batch"),
+        (
+            ("advise", "SCRIPT:build", "--devices=4", "--batch=8", "--memory_per_device=much"),
+            "--memory_per_device must be bytes, such as 16GiB",
+        ),
         (("launch",), "takes 1 positional arguments ('SCRIPT',)"),
         (("launch", "nowhere.py"), "There is no such file."),
         (("launch", "--num_processes=0", "SCRIPT"), "num_processes must be at least 1"),

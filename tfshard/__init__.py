@@ -19,24 +19,34 @@ Its wings, each on those above it; docs/design.md leads through them:
     calibration    what do devices take for the work of a step?
     checkpoints    how does a run survive?
 
-and beside them `errors`, `layers`, `presets`, `collectives`, for users, `tables` and `cli`.
+and beside them `errors`, `layers`, `presets`, `collectives`, for users, `tables`, `command_line` and `cli`.
 """
 
 __version__ = "0.2.0"
 
-# _private first: it checks the versions of TensorFlow and Keras.
-from tfshard import _moved, _private, callbacks, collectives, errors, layers, measure, pipelining, planning, presets
-from tfshard.calibration import calibrate
-from tfshard.checkpoints import CheckpointCallback, CheckpointManager, export, import_weights
-from tfshard.devices import create_mesh, initialize
-from tfshard.errors import ShardingError
-from tfshard.graph import abstract_model, auto_layout_map
-from tfshard.layouts import EmbeddingTables, LayoutMap, PowerSGD
-from tfshard.measure import profile_network, profile_step
-from tfshard.pipelining import pipeline
-from tfshard.planning import ParameterAnalyzer, advise, lint, plan, simulate
-from tfshard.training import Model, Sequential, ShardedStrategy, as_distributed, random_map
-from tfshard.verifying import verify
+from tfshard import command_line
+
+# `tfshard COMMAND --help` and `tfshard --version` answer without TensorFlow, whose import takes seconds.
+if not command_line.is_answered_alone():
+    # _private first: it checks the versions of TensorFlow and Keras.
+    from tfshard import _moved, _private, callbacks, collectives, errors, layers, measure, pipelining, planning, presets
+    from tfshard.calibration import calibrate
+    from tfshard.checkpoints import CheckpointCallback, CheckpointManager, export, import_weights
+    from tfshard.devices import create_mesh, initialize
+    from tfshard.errors import ShardingError
+    from tfshard.graph import abstract_model, auto_layout_map
+    from tfshard.layouts import EmbeddingTables, LayoutMap, PowerSGD
+    from tfshard.measure import profile_network, profile_step
+    from tfshard.pipelining import pipeline
+    from tfshard.planning import ParameterAnalyzer, advise, lint, plan, simulate
+    from tfshard.training import Model, Sequential, ShardedStrategy, as_distributed, random_map
+    from tfshard.verifying import verify
+
+    # Old names, for one version.
+    __getattr__ = _moved.attribute
+    _moved.install()
+
+    del _moved, _private
 
 __all__ = [
     "CheckpointCallback",
@@ -75,9 +85,3 @@ __all__ = [
     "simulate",
     "verify",
 ]
-
-# Old names, for one version.
-__getattr__ = _moved.attribute
-_moved.install()
-
-del _moved, _private

@@ -1,6 +1,6 @@
 """`python -m tfshard`: the command line."""
 
-from tfshard.cli import main
+from tfshard.command_line import main
 
 if __name__ == "__main__":
     main()

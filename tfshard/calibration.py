@@ -6,19 +6,22 @@ turn, several times: a machine that is slow for some seconds is so for all of th
 """
 
 import dataclasses
+import importlib.util
 import itertools
 import os
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
+from tfshard.command_line import SIZES
 from tfshard.devices import create_mesh, startup
-from tfshard.errors import StrategyError
+from tfshard.errors import NumericsWarning, StrategyError
 from tfshard.graph import model_specs
 from tfshard.measure import network_profile
 from tfshard.planning.links import GROUPS, Link, Links
@@ -35,30 +38,46 @@ _NEXT_TO_NOTHING = 1e-18
 _LEAST_COMPUTE = 0.2
 
 
-def calibrate() -> Machine:
+def calibrate(progress: Callable[[str], object] | None = None) -> Machine:
     """Trains small models on all devices, and finds the prices with which their steps take what they took.
 
-    Takes some minutes, on a machine that does nothing else. Needs SciPy. `peak_flops` and `memory` are not known
-    afterwards: write them into the file that `Machine.save` makes, or use `dataclasses.replace`.
+    Takes some minutes, on a machine that does nothing else. Needs SciPy (`pip install scipy`). `peak_flops` and
+    `memory` are not known afterwards: write them into the file that `Machine.save` makes, or use
+    `dataclasses.replace`.
+
+    Args:
+        progress: Called with a line for each part of the work; `print`, for example.
 
     Returns:
         The machine, for `tfshard.simulate` and `tfshard.advise(machine=)`.
 
     Raises:
-        StrategyError: There is one device only: no collective can be measured.
+        StrategyError: SciPy is not installed, or one device only is there: no collective can be measured.
     """
+    tell = progress or (lambda line: None)
+    if importlib.util.find_spec("scipy") is None:
+        raise StrategyError(
+            "Calibration solves for prices with SciPy, which is not installed. Install it: pip install scipy. Nothing "
+            "was measured yet."
+        )
     started = startup.initialize()
     if started.num_devices < 2:
         raise StrategyError(
             "Calibration measures collectives, too, and needs two devices at least: on a CPU "
             "tfshard.initialize(num_devices=4), or tfshard calibrate --num_devices=4. Received: 1 device"
         )
+    tell(f"Measuring the links of {started.num_devices} {started.device_type} devices.")
     first = _links()
     cores = len(os.sched_getaffinity(0)) if started.device_type == "CPU" else None
-    trained = [_Trained(make, samples, stage) for make, samples, stage in _MODELS]
-    for _ in range(_EPOCHS):
+    trained = []
+    for number, (make, samples, stage) in enumerate(_MODELS, 1):
+        tell(f"Compiling model {number} of {len(_MODELS)}.")
+        trained.append(_Trained(make, samples, stage))
+    for epoch in range(_EPOCHS):
+        tell(f"Timing all models, round {epoch + 1} of {_EPOCHS}.")
         for each in trained:
             each.train()
+    tell("Measuring the links again, and solving for prices.")
     links = _quicker(first, _links())
     rows = [each.measured(links, cores) for each in trained]
     name = f"{links.devices_per_host} {started.device_type} devices of {platform.node() or 'a machine'}"
@@ -67,7 +86,7 @@ def calibrate() -> Machine:
 
 def _links() -> Links:
     """By the messages that tell of links."""
-    sizes = [size for size in network_profile.SIZES if size <= network_profile.LARGEST_OF_LINKS]
+    sizes = [size for size in SIZES if size <= network_profile.LARGEST_OF_LINKS]
     return network_profile.profile_network(sizes).links
 
 
@@ -124,7 +143,9 @@ class _Trained:
     def train(self) -> None:
         """An epoch: what steps take is kept."""
         clock = _Clock()
-        self._model.fit(self._x, self._y, batch_size=self._rows, verbose=0, callbacks=[clock])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NumericsWarning)  # Only the time counts.
+            self._model.fit(self._x, self._y, batch_size=self._rows, verbose=0, callbacks=[clock])
         self._seconds += clock.steps()
 
     def measured(self, links: Links, cores: int | None) -> tuple[Work, float]:

@@ -1,5 +1,4 @@
-"""Commands: `tfshard plan`, `lint`, `verify`, `launch`, `doctor`, `profile-network`, `calibrate`, `simulate`; or
-`python -m tfshard`."""
+"""What the commands of `command_line` do: `tfshard plan`, `advise`, `lint`, and others; or `python -m tfshard`."""
 
 import dataclasses
 import functools
@@ -11,6 +10,7 @@ import math
 import os
 import pathlib
 import platform
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -22,12 +22,12 @@ import tensorflow as tf
 from absl import app, flags
 
 import tfshard
-from tfshard import _private
+from tfshard import _private, command_line
+from tfshard.command_line import COMMANDS
 from tfshard.devices import startup
 from tfshard.errors import ShardingError
-from tfshard.graph import auto_layout, model_specs
+from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.launch import hosts, launcher, options
-from tfshard.measure import network_profile
 from tfshard.planning import linter
 
 
@@ -35,56 +35,7 @@ class UsageError(ShardingError):
     """A command line that cannot be understood."""
 
 
-# absl gives its own no types.
-_no_flags: Callable[[], flags.FlagValues] = flags.FlagValues
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Command:
-    """A subcommand.
-
-    Attributes:
-        run: Gets the parsed flags and the positional arguments; returns the exit code.
-        arguments: The names of its positional arguments.
-        options: Makes its flags. Each command has its own, so that they do not clash with those of a user's module.
-        program: Whether the first positional argument is a program, to which everything behind it belongs.
-        summary: What it does, in one line.
-    """
-
-    run: Callable[[flags.FlagValues, list[str]], int]
-    arguments: tuple[str, ...] = ()
-    options: Callable[[], flags.FlagValues] = _no_flags
-    program: bool = False
-    summary: str
-
-
 # --- tfshard plan ------------------------------------------------------------------------------------
-
-
-def _layout_flags() -> flags.FlagValues:
-    values = _no_flags()
-    flags.DEFINE_string("mesh", None, "The axes of the mesh, such as batch:8,model:4.", flag_values=values)
-    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
-    return values
-
-
-def _lint_flags() -> flags.FlagValues:
-    values = _layout_flags()
-    return values
-
-
-def _plan_flags() -> flags.FlagValues:
-    values = _layout_flags()
-    flags.DEFINE_integer("zero_stage", 3, "ZeRO stage: 0, 1, 2 or 3.", flag_values=values)
-    flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer, for its slots. By default the compiled model's.",
-        flag_values=values,
-    )  # fmt: skip
-    flags.DEFINE_string("links", None, "What profile-network --save wrote: tells the time of collectives.",
-        flag_values=values,
-    )  # fmt: skip
-    flags.DEFINE_boolean("detail", False, "Print a row for each variable and collective.", flag_values=values)
-    flags.DEFINE_boolean("json", False, "Print JSON instead of tables, bytes as numbers.", flag_values=values)
-    return values
 
 
 def _plan(values: flags.FlagValues, arguments: list[str]) -> int:
@@ -167,6 +118,43 @@ def _layout_map(target: str | None) -> Any:
     return _load(target) if target and target != auto_layout.AUTO else target
 
 
+# --- tfshard advise ----------------------------------------------------------------------------------
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """`"16GiB"` to bytes.
+
+    >>> parse_bytes("memory_per_device", "16GiB") == 16 * 2**30, parse_bytes("memory_per_device", "80GB")
+    (True, 80000000000)
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?I?)B?", text.strip().upper())
+    if found is None or found[2] not in _UNITS:
+        raise UsageError(f"--{name} must be bytes, such as 16GiB, 80GB or 17179869184. Received: {name}={text!r}")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _advise(values: flags.FlagValues, arguments: list[str]) -> int:
+    if values.devices is None or values.memory_per_device is None or values.batch is None:
+        raise UsageError("Give --devices, --memory_per_device and --batch, the samples of a step over all devices.")
+    memory = parse_bytes("memory_per_device", values.memory_per_device)
+    model = _built(arguments[0])
+    advice = tfshard.advise(
+        model,
+        values.devices,
+        memory,
+        values.batch,
+        optimizer=values.optimizer,
+        layout_map=_layout_map(values.layout_map),
+        inputs=model_graph.batch_of(model, values.batch, values.length),
+        links=values.links,
+        machine=values.machine,
+    )
+    print(advice)
+    return int(advice.recommended is None)
+
+
 # --- tfshard lint ------------------------------------------------------------------------------------
 
 
@@ -181,19 +169,6 @@ def _lint(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 # --- tfshard verify ----------------------------------------------------------------------------------
-
-
-def _verify_flags() -> flags.FlagValues:
-    values = _layout_flags()
-    flags.DEFINE_integer("zero_stage", 3, "ZeRO stage: 0, 1, 2 or 3.", flag_values=values)
-    flags.DEFINE_string(
-        "batch", None, "MODULE:FUNCTION that returns a batch, such as (x, y). By default FUNCTION batch of the model's "
-        "MODULE.", flag_values=values,
-    )  # fmt: skip
-    flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer, for a model not compiled.", flag_values=values)
-    flags.DEFINE_string("loss", None, "Name of a Keras loss, for a model that is not compiled.", flag_values=values)
-    flags.DEFINE_float("tolerance", None, "How much values may differ. By default by dtype.", flag_values=values)
-    return values
 
 
 def _verify(values: flags.FlagValues, arguments: list[str]) -> int:
@@ -220,35 +195,6 @@ def _verify(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 # --- tfshard launch ----------------------------------------------------------------------------------
-
-
-def _launch_flags() -> flags.FlagValues:
-    values = _no_flags()
-
-    def integer(name: str, default: int | None, text: str) -> None:
-        flags.DEFINE_integer(name, default, text, flag_values=values)
-
-    def seconds(name: str, text: str) -> None:
-        flags.DEFINE_float(name, getattr(options.Launch, name), text, flag_values=values)
-
-    integer("num_processes", 1, "Clients on each host.")
-    integer("devices_per_process", None, "Devices of each client. By default the script's choice.")
-    seconds("step_timeout", "Seconds that a step may take, or a client be silent.")
-    seconds("first_step_timeout", "Seconds that the first step of a kind, which is compiled, may take.")
-    seconds("startup_timeout", "Seconds from the start until every client has called tfshard.initialize().")
-    seconds("registration_timeout", "Seconds from the first client's tfshard.initialize() until the last one's.")
-    seconds("grace", "Seconds from SIGTERM to SIGKILL, when the clients are ended.")
-    integer("max_restarts", 0, "How often to restart all clients when one dies or hangs.")
-    integer("elastic_min", None, "Go on with at least so many clients when one cannot come back.")
-    flags.DEFINE_boolean("module", False, "SCRIPT is a module, as in python -m.", flag_values=values)
-    flags.DEFINE_list("hosts", None, "Names of all hosts, the same list on each.", flag_values=values)
-    integer("host_index", None, "Which of the hosts this is, from 0.")
-    flags.DEFINE_string("address", None, "Where host 0 listens; by default its name in --hosts.", flag_values=values)
-    integer("port", 0, f"Its port. By default a free one; with several hosts {options.DEFAULT_PORT}.")
-    integer("client_port", 0, "The first client's port on each host, others follow. By default free ones.")
-    flags.DEFINE_string("secret_file", None, "A file (mode 600) with the secret of several hosts.", flag_values=values)
-    flags.DEFINE_boolean("allow_public_address", False, "Listen on a public address.", flag_values=values)
-    return values
 
 
 def _launch(values: flags.FlagValues, arguments: list[str]) -> int:
@@ -332,22 +278,6 @@ def parity() -> float:
 # --- tfshard profile-network -------------------------------------------------------------------------
 
 
-def _network_flags() -> flags.FlagValues:
-    values = _no_flags()
-    flags.DEFINE_integer("num_devices", None, "Devices of the whole run. By default all.", flag_values=values)
-    sizes = [str(size) for size in network_profile.SIZES]
-    flags.DEFINE_list("sizes", sizes, "Bytes of the messages.", flag_values=values)
-    flags.DEFINE_integer("repeats", 10, "How often each is measured.", flag_values=values)
-    flags.DEFINE_integer(
-        "devices_per_host", None, "How many devices are taken for a host. By default those of a launcher.",
-        flag_values=values,
-    )  # fmt: skip
-    flags.DEFINE_string("save", None, "Write the links to this file, for plan --links and advise.", flag_values=values)
-    flags.DEFINE_string("plot", None, "Draw a picture to this file. Needs matplotlib.", flag_values=values)
-    flags.DEFINE_boolean("json", False, "Print JSON instead of a table.", flag_values=values)
-    return values
-
-
 def _profile_network(values: flags.FlagValues, arguments: list[str]) -> int:
     del arguments
     sizes = _numbers("sizes", values.sizes)
@@ -365,17 +295,10 @@ def _profile_network(values: flags.FlagValues, arguments: list[str]) -> int:
 # --- tfshard calibrate -------------------------------------------------------------------------------
 
 
-def _calibrate_flags() -> flags.FlagValues:
-    values = _no_flags()
-    flags.DEFINE_integer("num_devices", None, "Devices of the whole run. By default all.", flag_values=values)
-    flags.DEFINE_string("save", None, "Write the machine to this file, for simulate and advise.", flag_values=values)
-    return values
-
-
 def _calibrate(values: flags.FlagValues, arguments: list[str]) -> int:
     del arguments
     started = tfshard.initialize(num_devices=values.num_devices)
-    machine = tfshard.calibrate()
+    machine = tfshard.calibrate(lambda line: print(line, file=sys.stderr, flush=True))
     if started.client_id == 0:
         print(machine)
         if values.save:
@@ -384,31 +307,6 @@ def _calibrate(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 # --- tfshard simulate --------------------------------------------------------------------------------
-
-
-def _simulate_flags() -> flags.FlagValues:
-    values = _no_flags()
-    flags.DEFINE_string(
-        "cluster",
-        None,
-        "The file that describes a device, and the links (docs/simulating.md); or a100, h100 or v5p.",
-        flag_values=values,
-    )
-    flags.DEFINE_list(
-        "devices", ["8", "16", "32", "64", "128", "256", "512", "1024", "2048", "4096"], "How many, each of them.",
-        flag_values=values,
-    )  # fmt: skip
-    flags.DEFINE_integer("batch", None, "Samples of a step, over all devices.", flag_values=values)
-    flags.DEFINE_integer("length", None, "Of what the model's inputs leave open: tokens.", flag_values=values)
-    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
-    flags.DEFINE_list("zero_stages", ["3"], "The ZeRO stages to consider.", flag_values=values)
-    flags.DEFINE_string(
-        "optimizer", model_specs.AUTO, "Name of a Keras optimizer, for its slots; auto: the compiled model's, or adam",
-        flag_values=values,
-    )  # fmt: skip
-    flags.DEFINE_string("plot", None, "Draw a picture to this file. Needs matplotlib.", flag_values=values)
-    flags.DEFINE_boolean("json", False, "Print JSON instead of a table.", flag_values=values)
-    return values
 
 
 def _simulate(values: flags.FlagValues, arguments: list[str]) -> int:
@@ -438,73 +336,25 @@ def _numbers(name: str, texts: list[str]) -> list[int]:
 
 # --- the command line --------------------------------------------------------------------------------
 
-COMMANDS: Mapping[str, Command] = {
-    "plan": Command(
-        run=_plan,
-        arguments=("MODULE:FUNCTION",),
-        options=_plan_flags,
-        summary="Print the plan of the Keras model that FUNCTION builds, for a mesh of any size; exits with 1 if it is "
-        "refused by compile.",
-    ),
-    "lint": Command(
-        run=_lint,
-        arguments=("MODULE:FUNCTION",),
-        options=_lint_flags,
-        summary="Check a layout map against the Keras model that FUNCTION builds, and the model; exits with 1 for "
-        "errors.",
-    ),
-    "verify": Command(
-        run=_verify,
-        arguments=("MODULE:FUNCTION",),
-        options=_verify_flags,
-        summary="Run a training step of the Keras model that FUNCTION builds sharded and on one device, and compare "
-        "them; exits with 1 if they differ.",
-    ),
-    "launch": Command(
-        run=_launch,
-        arguments=("SCRIPT",),
-        options=_launch_flags,
-        program=True,
-        summary="Run a script in several processes that train together, here or on several hosts.",
-    ),
-    "doctor": Command(run=_doctor, summary="Check versions, devices and switches, and train a tiny model sharded."),
-    "profile-network": Command(
-        run=_profile_network,
-        options=_network_flags,
-        summary="Measure latency and bandwidth of each collective; in processes with tfshard launch --module tfshard.",
-    ),
-    "calibrate": Command(
-        run=_calibrate,
-        options=_calibrate_flags,
-        summary="Measure what devices take for the work of a step, and their links, for simulate and advise.",
-    ),
-    "simulate": Command(
-        run=_simulate,
-        arguments=("MODULE:FUNCTION",),
-        options=_simulate_flags,
-        summary="Predict steps of the Keras model that FUNCTION builds on clusters of many sizes, and the best mesh of "
-        "each; exits with 1 if nothing fits.",
-    ),
+# What runs each command: gets the parsed flags and the positional arguments; returns the exit code.
+_RUN: Mapping[str, Callable[[flags.FlagValues, list[str]], int]] = {
+    "plan": _plan,
+    "advise": _advise,
+    "lint": _lint,
+    "verify": _verify,
+    "launch": _launch,
+    "doctor": _doctor,
+    "profile-network": _profile_network,
+    "calibrate": _calibrate,
+    "simulate": _simulate,
 }
-
-
-def help_text() -> str:
-    """What `tfshard --help` prints."""
-    lines = ["tfshard: train Keras models sharded over a DTensor mesh.", ""]
-    for name, command in COMMANDS.items():
-        lines += [" ".join(("tfshard", name, *command.arguments, "[flags]")), f"    {command.summary}"]
-        options = command.options()
-        lines += [
-            f"    --{flag.name}: {flag.help}" + (f" Default: {flag.default}." if flag.default is not None else "")
-            for flag in (options[flag_name] for flag_name in options)
-        ]
-    return "\n".join(lines)
 
 
 def _run(argv: list[str]) -> int:
     """Runs a command line without the program's name; returns the exit code."""
-    if not argv or {"--help", "-h", "-help", "help"} & set(argv):
-        print(help_text())
+    text = command_line.answer(argv)
+    if text is not None:
+        print(text)
         return 0 if argv else 2
     name, *rest = argv
     if name not in COMMANDS:
@@ -519,7 +369,7 @@ def _run(argv: list[str]) -> int:
             f"'tfshard {name}' takes {len(command.arguments)} positional arguments {command.arguments}. "
             f"Received: {arguments}"
         )
-    return command.run(options, arguments)
+    return _RUN[name](options, arguments)
 
 
 def _main(argv: list[str]) -> None:

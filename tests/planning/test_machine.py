@@ -1,6 +1,7 @@
 """What a machine takes for the work of a step, by hand; and the files that describe one."""
 
 import dataclasses
+import importlib.util
 
 import keras
 import numpy as np
@@ -12,7 +13,7 @@ import tfshard
 from tfshard.errors import StrategyError
 from tfshard.graph import model_specs
 from tfshard.layouts.groups import GroupPolicy
-from tfshard.layouts.layout_map import LayoutMap
+from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtypes
 from tfshard.measure import step_profile, timeline
@@ -335,3 +336,20 @@ def test_calibration_measures_this_machine(monkeypatch):
     # A CPU does something between a mega- and a hundred teraflops; what no model has costs nothing.
     assert found.product_flops > 1e6 and found.convolution_flops > 1e15
     assert set(found.links.inside) == {"all-gather", "all-reduce", "all-to-all"}
+
+
+def test_calibration_without_scipy_stops_before_it_measures(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    lines = []
+    with pytest.raises(tfshard.errors.StrategyError, match=r"SciPy, which is not installed. .* pip install scipy"):
+        tfshard.calibrate(lines.append)
+    assert lines == []
+
+
+def test_a_machine_and_a_recommendation_are_shown_for_people():
+    text = str(Machine.load("h100"))
+    assert "product flops" in text and "Gflop/s" in text and "Machine(" not in text
+    specs = [VariableSpec(path=f"dense_{i}/kernel", shape=(1024, 1024)) for i in range(4)]
+    advice = tfshard.advise(specs, devices=4, memory_per_device=60 << 20, batch=32)
+    assert repr(advice.recommended).startswith("batch=4 at stage") and "fits in 60.0 MiB" in repr(advice.recommended)
+    assert repr(advice) == str(advice)

@@ -9,10 +9,11 @@ import threading
 import time
 from typing import Any
 
+from tfshard.command_line import DEFAULT_PORT
 from tfshard.devices.channel import Connection, ControlError
 from tfshard.devices.clients import Settings
 from tfshard.errors import LaunchError
-from tfshard.launch.options import DEFAULT_PORT, HOST_SECONDS, Clock, Launch, client_environment, log, shared_options
+from tfshard.launch.options import HOST_SECONDS, Clock, Launch, client_environment, log, shared_options
 from tfshard.launch.processes import Processes
 
 

@@ -20,11 +20,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tfshard.command_line import DEFAULT_PORT
 from tfshard.devices import channel
 from tfshard.devices.channel import Connection, Received, Server, check_private
 from tfshard.devices.clients import Settings
 from tfshard.launch import agreements
-from tfshard.launch.options import DEFAULT_PORT, HOST_SECONDS, Clock, Launch, client_environment, log, shared_options
+from tfshard.launch.options import HOST_SECONDS, Clock, Launch, client_environment, log, shared_options
 from tfshard.launch.processes import Processes
 from tfshard.launch.watchdog import Failure, Watchdog, WatchedClient
 

@@ -5,10 +5,10 @@ import os
 import sys
 import time
 
+from tfshard.command_line import TIMEOUTS
 from tfshard.devices.clients import Settings
 from tfshard.errors import LaunchError
 
-DEFAULT_PORT = 29870
 # Without a heartbeat for so long, another launcher is gone.
 HOST_SECONDS = 8.0
 
@@ -47,11 +47,11 @@ class Launch:
     client_port: int = 0
     allow_public_address: bool = False
     secret: str | None = None
-    startup_timeout: float = 300.0
-    registration_timeout: float = 60.0
-    step_timeout: float = 60.0
-    first_step_timeout: float = 600.0
-    grace: float = 3.0
+    startup_timeout: float = TIMEOUTS["startup_timeout"]
+    registration_timeout: float = TIMEOUTS["registration_timeout"]
+    step_timeout: float = TIMEOUTS["step_timeout"]
+    first_step_timeout: float = TIMEOUTS["first_step_timeout"]
+    grace: float = TIMEOUTS["grace"]
     max_restarts: int = 0
     elastic_min: int | None = None
 
@@ -62,7 +62,7 @@ class Launch:
             raise LaunchError(
                 f"devices_per_process must be at least 1. Received: devices_per_process={self.devices_per_process}"
             )
-        for name in ("startup_timeout", "registration_timeout", "step_timeout", "first_step_timeout", "grace"):
+        for name in TIMEOUTS:
             if not getattr(self, name) > 0:
                 raise LaunchError(f"{name} must be positive. Received: {name}={getattr(self, name)}")
         if self.max_restarts < 0:

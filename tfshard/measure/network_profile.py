@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private, collectives, tables
+from tfshard.command_line import SIZES
 from tfshard.devices import clients, mesh, replicas, startup, transfer
 from tfshard.errors import CollectiveError
 from tfshard.layouts.compression import CODES, PowerSGD
@@ -20,7 +21,6 @@ from tfshard.measure import encoding
 from tfshard.planning import links
 from tfshard.planning.links import Link, Links
 
-SIZES = tuple(1 << power for power in range(10, 25, 2))
 _WARMUP = 2
 # Collectives that follow each other in one function, as in a step: what it costs to call it is shared out.
 _CHAIN = 4
@@ -64,7 +64,7 @@ class Measurement:
         return self.bandwidth * factor
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class NetworkProfile:
     """The result of `profile_network`; `print` it, or use it as data.
 
@@ -159,6 +159,8 @@ class NetworkProfile:
 
     def __str__(self) -> str:
         return tables.as_text(self.table(), self.links_table())
+
+    __repr__ = __str__
 
     def plot(self, path: str) -> None:
         """Draws latency and bandwidth over the size. Needs matplotlib (`pip install tfshard[plots]`).

@@ -6,10 +6,10 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from tfshard import _private
+from tfshard import _private, tables
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PeakMemory:
     """Bytes in use at the peak of a step, of all local devices together.
 
@@ -32,6 +32,13 @@ class PeakMemory:
     def added(self) -> int:
         """What the step adds to what was there before it."""
         return self.bytes - self.before
+
+    def __str__(self) -> str:
+        made = ", ".join(f"{name} {tables.size(number)}" for name, number in self.made.items())
+        added = f"{tables.size(self.added)} added to {tables.size(self.before)} on all local devices"
+        return f"{added}, {tables.size(self.device_added)} on one of them" + (f": {made}" if made else "")
+
+    __repr__ = __str__
 
 
 def peak_of(trace: Sequence[_private.TraceEvent], devices: int) -> PeakMemory | None:

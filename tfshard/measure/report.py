@@ -76,7 +76,7 @@ class VariableReport:
     host_bytes_per_device: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Report:
     """The result of `strategy.report(model)`; `print` it, or use it as data.
 
@@ -210,6 +210,8 @@ class Report:
 
     def __str__(self) -> str:
         return self.text()
+
+    __repr__ = __str__
 
     def summary(self) -> str:
         """The totals, and a row for each block of the model with the sums of its variables, slots apart.

@@ -81,7 +81,7 @@ class Span:
     end: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class StepProfile:
     """The result of `tfshard.profile_step`; `print` it, or use it as data.
 
@@ -157,6 +157,8 @@ class StepProfile:
 
     def __str__(self) -> str:
         return tables.as_text(self.table())
+
+    __repr__ = __str__
 
     def plot(self, path: str) -> None:
         """Draws the collectives on a timeline, a lane for each thread. Needs matplotlib (`pip install tfshard[plots]`).

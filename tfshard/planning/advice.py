@@ -39,7 +39,7 @@ _CLEARLY, _HIDDEN = 0.9, 0.5
 AUTO = "auto"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Candidate(Peak):
     """A mesh and a stage that were considered, with the predicted peak of a step. All bytes are of the fullest device.
 
@@ -83,8 +83,16 @@ class Candidate(Peak):
         """Whether it can be used and what it needs is within the memory."""
         return self.problem is None and self.needed_bytes <= self.memory_per_device
 
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return f"{_text(self)}: {self.problem}"
+        verdict = "fits" if self.fits else "does not fit"
+        return f"{_text(self)}: {self.parts_text()}; {verdict} in {tables.size(self.memory_per_device)}"
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+    __repr__ = __str__
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Advice:
     """The result of `advise`; `print` it, or use it as data.
 
@@ -128,6 +136,8 @@ class Advice:
             verdict += "" if each.compression is None else f", {each.compression}"
             table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
         return tables.as_text(*self.reasons, table)
+
+    __repr__ = __str__
 
 
 def advise(

@@ -7,14 +7,19 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
+import rich.box
+import rich.table
 import tensorflow as tf
 import yaml
 
-from tfshard import _private
+from tfshard import _private, tables
 from tfshard.errors import StrategyError
 from tfshard.planning import step_flops
 from tfshard.planning.links import GROUPS, INSIDE, KINDS, Link, Links
 from tfshard.planning.training_graph import WITHOUT_WORK, TrainingGraph
+
+# A rate from which on work costs nothing: calibration found that its time is that of other work.
+_NOTHING = 1e17
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +160,7 @@ def _bytes(tensor: tf.Tensor) -> int:
     return _elements(tensor) * int(tensor.dtype.size)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Machine:
     """What the devices of some hosts do in a second, what they hold, and how they reach each other.
 
@@ -211,6 +216,25 @@ class Machine:
         for name in _STARTS:
             if not getattr(self, name) >= 0:
                 raise StrategyError(f"'{name}' of a machine is 0 or more. Received: {name}={getattr(self, name)!r}")
+
+    def __str__(self) -> str:
+        table = rich.table.Table(title=self.name, box=rich.box.SIMPLE_HEAD)
+        table.add_column("a device")
+        table.add_column("", justify="right")
+        for name in _RATES:
+            rate, unit = getattr(self, name), "Gflop/s" if name.endswith("flops") else "GB/s"
+            table.add_row(name.replace("_", " "), f"{rate / 1e9:,.1f} {unit}" if rate < _NOTHING else "costs nothing")
+        for name in _STARTS:
+            table.add_row(name.removesuffix("_seconds").replace("_", " "), f"{1e6 * getattr(self, name):,.3f} us each")
+        if self.memory is not None:
+            table.add_row("memory", tables.size(self.memory))
+        for group in GROUPS:
+            for kind, link in getattr(self.links, group).items():
+                speed = f"{link.bandwidth / 1e9:,.1f} GB/s after {1e6 * link.latency:,.1f} us"
+                table.add_row(f"{kind}, {group} {'a host' if group == INSIDE else 'hosts'}", speed)
+        return tables.as_text(table)
+
+    __repr__ = __str__
 
     def seconds(self, work: Work) -> float:
         """In which a device does it."""

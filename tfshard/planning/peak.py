@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfshard import tables
 from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.planning import liveness, training_graph, variable_traffic
@@ -12,7 +13,7 @@ from tfshard.planning.training_graph import Kind, TrainingGraph
 from tfshard.storage import turns, update_order
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Peak:
     """Bytes of the fullest device at the peak of a step, by what they are of at that moment.
 
@@ -39,6 +40,17 @@ class Peak:
     def peak_bytes(self) -> int:
         """All together."""
         return sum(getattr(self, name) for name in PARTS)
+
+    def __str__(self) -> str:
+        return self.parts_text()
+
+    __repr__ = __str__
+
+    def parts_text(self) -> str:
+        """Return the peak and its parts in one line."""
+        parts = [(name.removesuffix("_bytes"), getattr(self, name)) for name in PARTS]
+        named = ", ".join(f"{name} {tables.size(number)}" for name, number in parts if number)
+        return f"{tables.size(self.peak_bytes)} a device at the peak of a step" + (f": {named}" if named else "")
 
 
 # Of a small model, by how much a step's peak may be above the predicted one, in bytes.

@@ -111,7 +111,7 @@ class PlannedGroup:
     slot_host_bytes_per_device: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ShardingPlan:
     """What will be stored where and what a step will send; `print` it, or use it as data.
 
@@ -363,6 +363,8 @@ class ShardingPlan:
 
     def __str__(self) -> str:
         return self.text()
+
+    __repr__ = __str__
 
     def _storage_table(self, detail: bool) -> rich.table.Table:
         groups = [_group_row(group) for group in self.groups]

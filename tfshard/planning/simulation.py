@@ -77,7 +77,7 @@ class Prediction:
         return self.batch / self.seconds
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
     """The result of `simulate`; `print` it, or use it as data.
 
@@ -117,6 +117,8 @@ class Simulation:
         unknown = sorted({each.unknown for each in self.best.values() if each is not None and each.unknown})
         legend = "again: blocks are computed again; GiB: what a device should have."
         return tables.as_text(table, legend, *(f"Not counted: {each}" for each in unknown))
+
+    __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, bytes and seconds as numbers."""

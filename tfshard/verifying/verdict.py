@@ -11,7 +11,7 @@ from tfshard.errors import VerificationError
 from tfshard.verifying.operation_check import Number, Operation
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Difference:
     """Something that the sharded step does otherwise than one device.
 
@@ -39,8 +39,10 @@ class Difference:
     def __str__(self) -> str:
         return f"{self.kind}: {self.message}" + (f"\n    {self.operation}" if self.operation is not None else "")
 
+    __repr__ = __str__
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Compared:
     """What was compared of one kind.
 
@@ -58,8 +60,13 @@ class Compared:
     error: float
     place: str
 
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.differing} of {self.count} differ, by at most {self.error:.1e} at {self.place}"
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+    __repr__ = __str__
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Verification:
     """The result of `tfshard.verify`; `print` it, or use it as data.
 
@@ -128,6 +135,8 @@ class Verification:
             lines.append("The same as on one device." if self.ok else "NOTHING WAS COMPARED.")
         lines += ["Not compared:"] * bool(self.not_compared) + [f"  {text}" for text in self.not_compared]
         return tables.as_text(*([self.table()] if self.compared else []), "\n".join(lines))
+
+    __repr__ = __str__
 
 
 # How many differences behind the first are printed.

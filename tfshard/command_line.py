@@ -1,0 +1,325 @@
+"""Commands, their flags and their help. Imports neither TensorFlow nor Keras, whose import takes seconds."""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import pathlib
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+
+from absl import flags
+
+HELP = ("--help", "-h", "-help", "--helpfull", "help")
+
+# Seconds that a launched run waits, by the name of the flag and of the setting of `launch.options.Launch`.
+TIMEOUTS = {
+    "startup_timeout": 300.0,
+    "registration_timeout": 60.0,
+    "step_timeout": 60.0,
+    "first_step_timeout": 600.0,
+    "grace": 3.0,
+}
+# The port of host 0.
+DEFAULT_PORT = 29870
+# Bytes of the messages that `profile-network` measures.
+SIZES = tuple(1 << power for power in range(10, 25, 2))
+# An optimizer that is the compiled model's, or Adam.
+AUTO = "auto"
+
+# absl gives its own no types.
+_no_flags: Callable[[], flags.FlagValues] = flags.FlagValues
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """A subcommand.
+
+    Attributes:
+        arguments: The names of its positional arguments.
+        options: Makes its flags. Each command has its own, so that they do not clash with those of a user's module.
+        program: Whether the first positional argument is a program, to which everything behind it belongs.
+        summary: What it does, in one line.
+        example: A command line that works, without `tfshard`.
+    """
+
+    arguments: tuple[str, ...] = ()
+    options: Callable[[], flags.FlagValues] = _no_flags
+    program: bool = False
+    summary: str
+    example: str
+
+
+def _layout_flags() -> flags.FlagValues:
+    values = _no_flags()
+    flags.DEFINE_string("mesh", None, "The axes of the mesh, such as batch:8,model:4.", flag_values=values)
+    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
+    return values
+
+
+def _plan_flags() -> flags.FlagValues:
+    values = _layout_flags()
+    flags.DEFINE_integer("zero_stage", 3, "ZeRO stage: 0, 1, 2 or 3.", flag_values=values)
+    flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer, for its slots. By default the compiled model's.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_string("links", None, "What profile-network --save wrote: tells the time of collectives.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_boolean("detail", False, "Print a row for each variable and collective.", flag_values=values)
+    flags.DEFINE_boolean("json", False, "Print JSON instead of tables, bytes as numbers.", flag_values=values)
+    return values
+
+
+def _advise_flags() -> flags.FlagValues:
+    values = _no_flags()
+    flags.DEFINE_integer("devices", None, "How many devices there are.", flag_values=values)
+    flags.DEFINE_string("memory_per_device", None, "Memory of a device, such as 16GiB or 80GB.", flag_values=values)
+    flags.DEFINE_integer("batch", None, "Samples of a step, over all devices.", flag_values=values)
+    flags.DEFINE_integer("length", None, "Length of the dims that the model's inputs leave open, such as tokens.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
+    flags.DEFINE_string(
+        "optimizer", AUTO, "Name of a Keras optimizer, for its slots; auto: the compiled model's, or adam.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_string("links", None, "What profile-network --save wrote.", flag_values=values)
+    flags.DEFINE_string("machine", None, "What calibrate --save wrote, or a100, h100 or v5p.", flag_values=values)
+    return values
+
+
+def _verify_flags() -> flags.FlagValues:
+    values = _layout_flags()
+    flags.DEFINE_integer("zero_stage", 3, "ZeRO stage: 0, 1, 2 or 3.", flag_values=values)
+    flags.DEFINE_string(
+        "batch", None, "MODULE:FUNCTION that returns a batch, such as (x, y). By default FUNCTION batch of the model's "
+        "MODULE.", flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer, for a model not compiled.", flag_values=values)
+    flags.DEFINE_string("loss", None, "Name of a Keras loss, for a model that is not compiled.", flag_values=values)
+    flags.DEFINE_float("tolerance", None, "How much values may differ. By default by dtype.", flag_values=values)
+    return values
+
+
+def _launch_flags() -> flags.FlagValues:
+    values = _no_flags()
+
+    def integer(name: str, default: int | None, text: str) -> None:
+        flags.DEFINE_integer(name, default, text, flag_values=values)
+
+    def seconds(name: str, text: str) -> None:
+        flags.DEFINE_float(name, TIMEOUTS[name], text, flag_values=values)
+
+    integer("num_processes", 1, "Clients on each host.")
+    integer("devices_per_process", None, "Devices of each client. By default the script's choice.")
+    seconds("step_timeout", "Seconds that a step may take, or a client be silent.")
+    seconds("first_step_timeout", "Seconds that the first step of a kind, which is compiled, may take.")
+    seconds("startup_timeout", "Seconds from the start until every client has called tfshard.initialize().")
+    seconds("registration_timeout", "Seconds from the first client's tfshard.initialize() until the last one's.")
+    seconds("grace", "Seconds from SIGTERM to SIGKILL, when the clients are ended.")
+    integer("max_restarts", 0, "How often to restart all clients when one dies or hangs.")
+    integer("elastic_min", None, "Go on with at least so many clients when one cannot come back.")
+    flags.DEFINE_boolean("module", False, "SCRIPT is a module, as in python -m.", flag_values=values)
+    flags.DEFINE_list("hosts", None, "Names of all hosts, the same list on each.", flag_values=values)
+    integer("host_index", None, "Which of the hosts this is, from 0.")
+    flags.DEFINE_string("address", None, "Where host 0 listens; by default its name in --hosts.", flag_values=values)
+    integer("port", 0, f"Its port. By default a free one; with several hosts {DEFAULT_PORT}.")
+    integer("client_port", 0, "The first client's port on each host, others follow. By default free ones.")
+    flags.DEFINE_string("secret_file", None, "A file (mode 600) with the secret of several hosts.", flag_values=values)
+    flags.DEFINE_boolean("allow_public_address", False, "Listen on a public address.", flag_values=values)
+    return values
+
+
+def _network_flags() -> flags.FlagValues:
+    values = _no_flags()
+    flags.DEFINE_integer("num_devices", None, "Devices of the whole run. By default all.", flag_values=values)
+    flags.DEFINE_list("sizes", [str(size) for size in SIZES], "Bytes of the messages.", flag_values=values)
+    flags.DEFINE_integer("repeats", 10, "How often each is measured.", flag_values=values)
+    flags.DEFINE_integer(
+        "devices_per_host", None, "How many devices are taken for a host. By default those of a launcher.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_string("save", None, "Write the links to this file, for plan --links and advise.", flag_values=values)
+    flags.DEFINE_string("plot", None, "Draw a picture to this file. Needs matplotlib.", flag_values=values)
+    flags.DEFINE_boolean("json", False, "Print JSON instead of a table.", flag_values=values)
+    return values
+
+
+def _calibrate_flags() -> flags.FlagValues:
+    values = _no_flags()
+    flags.DEFINE_integer("num_devices", None, "Devices of the whole run. By default all.", flag_values=values)
+    flags.DEFINE_string("save", None, "Write the machine to this file, for simulate and advise.", flag_values=values)
+    return values
+
+
+def _simulate_flags() -> flags.FlagValues:
+    values = _no_flags()
+    flags.DEFINE_string(
+        "cluster",
+        None,
+        "The file that describes a device, and the links (docs/simulating.md); or a100, h100 or v5p.",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "devices", ["8", "16", "32", "64", "128", "256", "512", "1024", "2048", "4096"], "How many, each of them.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_integer("batch", None, "Samples of a step, over all devices.", flag_values=values)
+    flags.DEFINE_integer("length", None, "Of what the model's inputs leave open: tokens.", flag_values=values)
+    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
+    flags.DEFINE_list("zero_stages", ["3"], "The ZeRO stages to consider.", flag_values=values)
+    flags.DEFINE_string(
+        "optimizer", AUTO, "Name of a Keras optimizer, for its slots; auto: the compiled model's, or adam",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_string("plot", None, "Draw a picture to this file. Needs matplotlib.", flag_values=values)
+    flags.DEFINE_boolean("json", False, "Print JSON instead of a table.", flag_values=values)
+    return values
+
+
+_FUNCTION = ("MODULE:FUNCTION",)
+
+COMMANDS: Mapping[str, Command] = {
+    "plan": Command(
+        arguments=_FUNCTION,
+        options=_plan_flags,
+        summary="Print the plan of the Keras model that FUNCTION builds, for a mesh of any size; exits with 1 if "
+        "compile would refuse the model.",
+        example="plan models.py:build --mesh=batch:8 --optimizer=adam",
+    ),
+    "advise": Command(
+        arguments=_FUNCTION,
+        options=_advise_flags,
+        summary="Recommend a mesh and a ZeRO stage for the Keras model that FUNCTION builds; exits with 1 if nothing "
+        "fits.",
+        example="advise models.py:build --devices=8 --memory_per_device=16GiB --batch=64",
+    ),
+    "lint": Command(
+        arguments=_FUNCTION,
+        options=_layout_flags,
+        summary="Check a layout map against the Keras model that FUNCTION builds, and the model; exits with 1 for "
+        "errors.",
+        example="lint models.py:build --mesh=batch:2,model:4 --layout_map=models.py:LAYOUT",
+    ),
+    "verify": Command(
+        arguments=_FUNCTION,
+        options=_verify_flags,
+        summary="Run a training step of the Keras model that FUNCTION builds sharded and on one device, and compare "
+        "them; exits with 1 if they differ.",
+        example="verify models.py:build --mesh=batch:4 --optimizer=adam --loss=mse",
+    ),
+    "launch": Command(
+        arguments=("SCRIPT",),
+        options=_launch_flags,
+        program=True,
+        summary="Run a script in several processes that train together, here or on several hosts. What follows SCRIPT "
+        "goes to the script.",
+        example="launch --num_processes=2 --devices_per_process=2 train.py --epochs=3",
+    ),
+    "doctor": Command(
+        summary="Check versions, devices and switches, and train a tiny model sharded.",
+        example="doctor",
+    ),
+    "profile-network": Command(
+        options=_network_flags,
+        summary="Measure latency and bandwidth of each collective; in processes with tfshard launch --module tfshard.",
+        example="profile-network --num_devices=4 --save=network.json",
+    ),
+    "calibrate": Command(
+        options=_calibrate_flags,
+        summary="Measure what devices take for the work of a step, and their links, for simulate and advise. Needs "
+        "SciPy.",
+        example="calibrate --num_devices=4 --save=machine.yaml",
+    ),
+    "simulate": Command(
+        arguments=_FUNCTION,
+        options=_simulate_flags,
+        summary="Predict steps of the Keras model that FUNCTION builds on clusters of many sizes, and the best mesh of "
+        "each; exits with 1 if nothing fits.",
+        example="simulate models.py:build --cluster=a100 --batch=1024",
+    ),
+}
+
+
+def overview() -> str:
+    """Return what `tfshard --help` prints: a line for each command."""
+    width = max(map(len, COMMANDS)) + 4
+    lines = ["tfshard: train Keras models sharded over a DTensor mesh.", "", "Usage: tfshard COMMAND [flags]", ""]
+    lines += [_wrapped(f"  {name}".ljust(width), command.summary) for name, command in COMMANDS.items()]
+    return "\n".join([*lines, "", "tfshard COMMAND --help: the flags of a command. tfshard --version: the version."])
+
+
+def _wrapped(begin: str, text: str) -> str:
+    """Return `begin` and the text behind it, in lines of at most 100 characters."""
+    return textwrap.fill(text, width=100, initial_indent=begin, subsequent_indent=" " * len(begin))
+
+
+def command_help(name: str) -> str:
+    """Return what `tfshard COMMAND --help` prints: its arguments and flags."""
+    command = COMMANDS[name]
+    usage = ("tfshard", name, "[flags]", *command.arguments) if command.program else (
+        "tfshard", name, *command.arguments, "[flags]"
+    )  # fmt: skip
+    lines = [f"Usage: {' '.join(usage)}", "", _wrapped("", command.summary), "", f"Example: tfshard {command.example}"]
+    options = command.options()
+    if len(options):
+        lines += ["", "Flags:"]
+    for flag in (options[flag_name] for flag_name in options):
+        default = "" if flag.default in (None, False) else f" Default: {flag.default}."
+        lines.append(_wrapped(f"  --{flag.name}".ljust(24) + " ", f"{flag.help}{default}"))
+    return "\n".join(lines)
+
+
+def version() -> str:
+    """Return the version of the installed package."""
+    return f"tfshard {importlib.metadata.version('tfshard')}"
+
+
+def answer(arguments: Sequence[str]) -> str | None:
+    """Return what a command line asks for that needs no TensorFlow, help or the version; None if it asks for more.
+
+    Args:
+        arguments: The command line without the name of the program.
+
+    Example:
+
+    >>> from tfshard import command_line
+    >>> print(command_line.answer(["doctor", "--help"]))
+    Usage: tfshard doctor [flags]
+    <BLANKLINE>
+    Check versions, devices and switches, and train a tiny model sharded.
+    <BLANKLINE>
+    Example: tfshard doctor
+    >>> command_line.answer(["doctor"]) is None
+    True
+    """
+    if not arguments:
+        return overview()
+    name, *rest = arguments
+    if name in ("--version", "version"):
+        return version()
+    if name in HELP:
+        return command_help(rest[0]) if rest and rest[0] in COMMANDS else overview()
+    if name not in COMMANDS:
+        return overview() if set(HELP) & set(rest) else None
+    if COMMANDS[name].program:  # Behind the program, all is the program's.
+        rest = rest[: next((i for i, each in enumerate(rest) if not each.startswith("-")), len(rest))]
+    return command_help(name) if set(HELP) & set(rest) else None
+
+
+def is_answered_alone() -> bool:
+    """Return whether this process is `tfshard`, or `python -m tfshard`, asked for help or the version only."""
+    program, *arguments = sys.argv or [""]
+    is_module = program == "-m" and sys.orig_argv[-len(arguments) - 2 :][:2] == ["-m", "tfshard"]
+    is_script = pathlib.Path(program).stem == "tfshard" and pathlib.Path(program).suffix in ("", ".exe")
+    return (is_module or is_script) and answer(arguments) is not None
+
+
+def main() -> None:
+    """Run the command line and exit: 0, 1 when a check failed, 2 for a wrong command line."""
+    text = answer(sys.argv[1:])
+    if text is None:
+        importlib.import_module("tfshard.cli").main()
+    print(text)
+    sys.exit(0 if len(sys.argv) > 1 else 2)
