@@ -1,11 +1,16 @@
 """`compile(strategy=)` of models as they come, without `as_distributed`: the numbers of one device."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import parity
 import tfshard
+from tfshard.devices import clients
+from tfshard.training import models
 
 RS = np.random.RandomState(0)
 X, Y = RS.normal(size=(16, 6)).astype("float32"), RS.normal(size=(16, 3)).astype("float32")
@@ -79,3 +84,69 @@ def test_what_is_no_strategy_is_refused():
         model.compile("adam", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), jit_compile=True)
     model.compile("adam", "mse")
     assert np.isfinite(model.train_on_batch(X, Y))
+
+
+# --- Classes with a `compile` of their own ---------------------------------------------------------------
+
+
+class OwnCompile(keras.Model):
+    """A GAN's pattern: `compile` takes what it knows, and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.net(x)
+
+    def compile(self, net_optimizer, factor=1.0):
+        super().compile(loss="mse")
+        self.net_optimizer, self.factor = net_optimizer, factor
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.factor * tf.reduce_mean(tf.square(self(x) - y))
+        self.net_optimizer.apply(tape.gradient(loss, self.net.trainable_variables), self.net.trainable_variables)
+        return {"loss": loss}
+
+
+class Derived(OwnCompile):
+    """Inherits it."""
+
+
+@pytest.mark.parametrize("cls", [OwnCompile, Derived])
+def test_a_compile_that_knows_no_strategy_takes_one(cls):
+    x, y = np.random.RandomState(0).randn(16, 4).astype("float32"), np.ones((16, 3), "float32")
+
+    def train(**strategy):
+        keras.utils.set_random_seed(0)
+        model = cls()
+        model.compile(keras.optimizers.SGD(0.1), factor=0.5, **strategy)
+        return model, model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False).history["loss"]
+
+    _, plain = train()
+    model, ours = train(strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    assert isinstance(model, cls) and model.factor == 0.5
+    assert isinstance(model.net.kernel.value, tf.Variable) and model.net.kernel.value.layout.storage[0] == "batch"
+    np.testing.assert_allclose(ours, plain, rtol=1e-5)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        model.compile(keras.optimizers.SGD(0.1), nonsense=1)
+
+
+def test_a_model_of_mirrored_strategy_is_told_how_to_bring_its_weights():
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    with pytest.raises(tfshard.errors.StrategyError, match=r"built under MirroredStrategy.*set_weights"):
+        model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+
+
+def test_only_client_0_prints_progress_unless_asked():
+    fit = keras.Model.fit
+    assert models._quiet(fit, (), {}) == {}, "premise: this is client 0"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clients, "here", lambda: types.SimpleNamespace(rank=1))
+        assert models._quiet(fit, (), {}) == {"verbose": 0}
+        assert models._quiet(fit, (), {"verbose": 1}) == {"verbose": 1}
+        assert models._quiet(fit, (None, None, 8, 1, 2), {}) == {}
+        assert models._quiet(keras.Model.predict, (None,), {"verbose": "auto"}) == {"verbose": 0}

@@ -255,3 +255,15 @@ def test_tags_are_found_in_messages_that_have_a_program_in_them():
         text, *tags = error_interpolation.parse_message(message + program)  # TensorFlow's own takes hours.
     assert (text, tags) == (expected[0] + program, list(expected[1:]))
     assert error_interpolation.parse_message is plain
+
+
+def test_a_step_without_memory_says_what_holds_less():
+    class Huge(keras.layers.Layer):
+        def call(self, x):
+            size = tf.cast(tf.reduce_sum(tf.zeros_like(x)), tf.int64) + (1 << 46)
+            return x + tf.reduce_sum(tf.random.stateless_uniform([size], [1, 2]))
+
+    model = keras.Sequential([keras.Input((4,)), Huge(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    with pytest.raises(tf.errors.ResourceExhaustedError, match=r"recompute.*microbatches.*tfshard.advise"):
+        model.fit(np.ones((8, 4), "float32"), np.ones((8, 1), "float32"), verbose=0)

@@ -110,6 +110,7 @@ from tfshard._private.losses import (
 from tfshard._private.messages import quickly_parsed
 from tfshard._private.models import (
     add_to_compile,
+    add_to_own_compiles,
     auto_name,
     can_shard_convolution,
     clone_being_made,
@@ -189,6 +190,7 @@ __all__ = [
     "VersionWarning",
     "WeightSpec",
     "add_to_compile",
+    "add_to_own_compiles",
     "abstract_scope",
     "additional_losses",
     "applied_by",

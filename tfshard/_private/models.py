@@ -26,6 +26,32 @@ def add_to_compile(make: Callable[[Callable[..., None]], Callable[..., None]]) -
     trainer.compile = make(trainer.compile)
 
 
+def add_to_own_compiles(make: Callable[[type], None]) -> None:
+    """Call `make` with each class of models that defines a `compile`: those that exist, and those to come
+    (`keras.Model.__init_subclass__`)."""
+
+    def visit(cls: type) -> None:
+        if "compile" in vars(cls):
+            make(cls)
+        subclasses: list[type] = cls.__subclasses__()
+        for each in subclasses:
+            visit(each)
+
+    for known in keras.Model.__subclasses__():
+        visit(known)
+    own = vars(keras.Model).get("__init_subclass__")
+
+    def init_subclass(cls: Any, /, **kwargs: Any) -> None:
+        if own is None:
+            super(keras.Model, cls).__init_subclass__(**kwargs)
+        else:
+            own.__get__(None, cls)(**kwargs)
+        if "compile" in vars(cls):
+            make(cls)
+
+    keras.Model.__init_subclass__ = classmethod(init_subclass)
+
+
 def set_distribute_strategy(
     owner: keras.Model | keras.optimizers.Optimizer, strategy: tf.distribute.Strategy | None
 ) -> None:

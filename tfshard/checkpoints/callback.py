@@ -31,6 +31,7 @@ from tfshard.checkpoints import training_state
 from tfshard.checkpoints.manager import CheckpointManager
 from tfshard.checkpoints.manifest import Position
 from tfshard.checkpoints.reader import Checkpoint
+from tfshard.devices import clients
 from tfshard.errors import CheckpointError, warn
 from tfshard.training import datasets
 from tfshard.training.strategy import ShardedStrategy
@@ -123,7 +124,19 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         start = run.start_at(self.manager.open())
         # Everything that can be refused is refused before a variable is changed.
         self.manager.restore_from(start.checkpoint, self.model, lambda: run.go_to(start), self.optimizers)
+        self._tell(start)
         _private.set_initial_epoch(self.model, start.position.epoch)
+
+    def _tell(self, start: "_Start") -> None:
+        """Print where the run goes on, unless fit prints nothing."""
+        if not self.params.get("verbose") or clients.here().rank:
+            return
+        position = start.position
+        batch = f"batch {position.step + 1} of " if position.step else ""
+        place = f"{batch}epoch {position.epoch + 1}"
+        print(
+            f"Resuming from the checkpoint of step {start.checkpoint.step} in '{self.manager.directory}', at {place}."
+        )
 
     def on_epoch_begin(self, epoch: int, logs: _Logs = None) -> None:
         run = self._run

@@ -113,6 +113,8 @@ def client_environment(settings: Settings) -> dict[str, str]:
         # What it wrote before it was killed is not lost.
         "PYTHONUNBUFFERED": "1",
         # The order of a set of names may decide the order of operations, which has to be the same on all clients.
+        # Without a line for each function that DTensor compiles, on each client.
+        "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1"),
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
     }
 

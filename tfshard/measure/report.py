@@ -224,10 +224,13 @@ class Report:
 
     def _totals_table(self) -> rich.table.Table:
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
-        reduced = {None: "not measured yet", True: "reduce-scattered", False: "all-reduced"}
-        title = f"{self.world_size} devices ({axes}), ZeRO stage {self.zero_stage}, gradients "
-        title += reduced[self.gradients_reduce_scattered]
-        labels = (("parameter", "parameters"), ("state", "untrained state"), ("slot", "optimizer slots"), (None, "all"))
+        title = f"{self.world_size} devices ({axes}), ZeRO stage {self.zero_stage}, gradients {self._reduced_text()}"
+        labels = (
+            ("parameter", "parameters"),
+            ("state", "untrained weights"),
+            ("slot", "optimizer slots"),
+            (None, "all"),
+        )
         rows: list[tuple[str, int, int | None]] = [
             (label, self.bytes_on_one_device(kind), self.bytes_per_device(kind)) for kind, label in labels
         ]
@@ -238,6 +241,16 @@ class Report:
         )
         on_host = [("slots on the host, for each device", 0, self.host_bytes_per_device())]
         return tables.totals(title, [*rows, gradients, *(on_host if self.host_bytes_per_device() else [])])
+
+    def _reduced_text(self) -> str:
+        """Say how a step reduces gradients, for the title."""
+        if self.gradients_reduce_scattered is None:
+            return "not measured yet"
+        if self.gradients_reduce_scattered:
+            return "reduce-scattered"
+        grouped = all(row.group is not None for row in self.variables if row.kind == "parameter")
+        # A group is small: its gradient is reduced whole, and each device updates its shard.
+        return "reduced by groups" if grouped and self.zero_stage > 1 else "all-reduced"
 
 
 def _is_on(variable: keras.Variable, mesh: dtensor.Mesh) -> bool:

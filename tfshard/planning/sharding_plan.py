@@ -336,7 +336,7 @@ class ShardingPlan:
         """
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.given.items())
         title = f"Plan for {self.world_size} devices ({axes}), ZeRO stage {self.zero_stage}"
-        labels = ("parameters", "untrained state", "gradients until the update", "optimizer slots", "all")
+        labels = ("parameters", "untrained weights", "gradients until the update", "optimizer slots", "all")
         totals = [
             (label, self.bytes_on_one_device(kind), self.bytes_per_device(kind))
             for kind, label in zip((*KINDS, None), labels, strict=True)
@@ -353,6 +353,10 @@ class ShardingPlan:
             detail: A row for each variable, slot and collective. By default those that are alike share one.
         """
         notes = []
+        if not self.slots:
+            notes.append(
+                "No optimizer slots are planned. If the model is not compiled, give optimizer='adam', or yours."
+            )
         if self.collective_seconds is not None:
             notes.append(f"Over these links, one after the other, they take {1e3 * self.collective_seconds:,.1f} ms.")
         if self.overlap is not None and self.overlap.hidden is not None:

@@ -356,6 +356,12 @@ def _outside_in(models: Iterable[keras.Model]) -> list[keras.Model]:
 def check_not_elsewhere(model: keras.Model, strategy: Adopter) -> None:
     """Raises `StrategyError` when the model belongs to another strategy."""
     other = _private.distribute_strategy(model)
+    if other is not None and not isinstance(other, Adopter):
+        raise StrategyError(
+            f"Model '{model.name}' was built under {type(other).__name__}, which holds its variables. Build the model "
+            "outside of that strategy's scope, or under this strategy's scope(), and bring the weights along: "
+            f"new_model.set_weights(model.get_weights()). Received: strategy={strategy!r}"
+        )
     if other is not None and other is not strategy:
         raise StrategyError(
             f"Model '{model.name}' was built or compiled under another strategy. Compile it with this one: "

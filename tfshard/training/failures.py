@@ -25,6 +25,12 @@ from tfshard.operations import origins
 from tfshard.storage.traced_steps import traced
 from tfshard.storage.writes import Writable
 
+_MEMORY = (
+    "The devices are out of memory. A step holds less with strategy.recompute(model), ShardedStrategy(microbatches=4), "
+    "a higher zero_stage or slot_dtype='bfloat16'. tfshard.advise(model, devices, memory_per_device, batch) says which "
+    "mesh and stage fit."
+)
+
 
 @contextlib.contextmanager
 def explained(step: str) -> Iterator[None]:
@@ -39,9 +45,14 @@ def explained(step: str) -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         found = _find(str(error.message))
-        if found is None or isinstance(error.__cause__, tf.errors.OpError):  # Explained already, further in.
+        remedy = [_MEMORY] if isinstance(error, tf.errors.ResourceExhaustedError) else []
+        if isinstance(error.__cause__, tf.errors.OpError):  # Explained already, further in.
             raise
-        lines = [f"{step} failed on the devices. {error.message}", found.origin()]
+        if found is None:
+            if not remedy:
+                raise
+            raise type(error)(error.node_def, error.op, "\n".join([str(error.message), *remedy])) from error
+        lines = [f"{step} failed on the devices. {error.message}", *remedy, found.origin()]
         storages = found.not_as_before()
         if not storages:
             lines.append("Variables are as before the step.")

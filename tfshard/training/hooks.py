@@ -373,8 +373,8 @@ def _warn_of_sparse(variable: ShardedVariable, optimizer: keras.optimizers.Optim
     warn(
         f"Optimizer {type(optimizer).__name__} updates embedding '{variable.path}' by a dense gradient, as Keras on "
         "JAX does. Keras on TensorFlow squares a sparse gradient once for each lookup, so rows that occur several "
-        "times in a batch differ there, by about 1e-4 of a weight in a step. For the numbers of Keras on TensorFlow, give "
-        f"ShardedStrategy(tables='{variable.path}'). To keep the dense gradient, ignore this warning.",
+        "times in a batch differ there, by about 1e-4 of a weight in a step. For the numbers of Keras on TensorFlow, "
+        f"give ShardedStrategy(tables='{variable.path}'). To keep the dense gradient, ignore this warning.",
         NumericsWarning,
     )
 

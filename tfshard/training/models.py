@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import itertools
 import os
 import pathlib
@@ -141,8 +142,17 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         strategy = _private.distribute_strategy(self)
         if not isinstance(strategy, ShardedStrategy):
             return super().fit(*args, **kwargs)
+        kwargs = _quiet(keras.Model.fit, args, kwargs)
         with strategy.watched.by([each for each in callbacks if isinstance(each, watching.StepWatcher)]):
             return super().fit(*args, **kwargs)
+
+    @functools.wraps(keras.Model.evaluate)
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().evaluate(*args, **_quiet(keras.Model.evaluate, args, kwargs))
+
+    @functools.wraps(keras.Model.predict)
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().predict(*args, **_quiet(keras.Model.predict, args, kwargs))
 
     def _build_by(self, step: str) -> None:
         strategy = _private.distribute_strategy(self)
@@ -205,6 +215,14 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         # What is unpickled is a plain model, as what is loaded from a file.
         reduced: Any = super().__reduce__()
         return _private.unpickle_model, reduced[1]
+
+
+def _quiet(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments with which only client 0 of a launched run prints progress by default."""
+    by_position = list(inspect.signature(method).parameters)[1 : len(args) + 1]
+    if clients.here().rank == 0 or kwargs.get("verbose", "auto") != "auto" or "verbose" in by_position:
+        return kwargs
+    return {**kwargs, "verbose": 0}
 
 
 def _is_known(spec: Any) -> bool:
@@ -445,6 +463,27 @@ def _with_strategy(own: Callable[..., None]) -> Callable[..., None]:
 
 
 _private.add_to_compile(_with_strategy)
+
+
+def _let_take_strategy(cls: type) -> None:
+    """Let the `compile` that a class defines take `strategy=`, if Python would refuse the argument."""
+    own: Any = vars(cls)["compile"]
+    if not inspect.isfunction(own) or issubclass(cls, Distributed):
+        return
+    parameters = inspect.signature(own).parameters
+    if "strategy" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return
+
+    @functools.wraps(own)
+    def compile_(self: keras.Model, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> Any:
+        if strategy is None:
+            return own(self, *args, **kwargs)
+        return as_distributed(self).compile(*args, strategy=strategy, **kwargs)
+
+    cls.compile = compile_  # type: ignore[attr-defined]
+
+
+_private.add_to_own_compiles(_let_take_strategy)
 
 
 class Model(Distributed, keras.Model):  # type: ignore[misc]  # Keras has no types.
