@@ -1,6 +1,8 @@
 """The command line."""
 
 import json
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -153,6 +155,17 @@ def test_advise_recommends_a_mesh_and_a_stage(script):
     assert command("advise", f"{script}:build", "--devices=4", "--memory_per_device=1MB", "--batch=64").returncode == 1
 
 
+def test_pages_that_errors_name_are_printed(capsys):
+    assert run("docs", "layers") == 0
+    assert capsys.readouterr().out.startswith("# Which Keras layers can be sharded")
+    assert run("docs") == 0
+    assert {"layers", "launching", "security"} <= set(re.split(r"[, ]+", capsys.readouterr().out.strip()))
+    # Every page that a message of the package names.
+    package = pathlib.Path(tfshard.__file__).parent
+    named = {name for path in package.rglob("*.py") for name in re.findall(r"tfshard docs ([a-z_]+)", path.read_text())}
+    assert len(named) >= 4 and named <= set(command_line.pages())
+
+
 @pytest.mark.parametrize(
     ("text", "bytes_"), [("16GiB", 16 << 30), ("80 GB", 80 * 10**9), ("1.5g", 15 * 10**8), ("123", 123), ("4KiB", 4096)]
 )
@@ -165,8 +178,8 @@ def test_sizes_are_written_with_units(text, bytes_):
     [
         (
             ("plam",),
-            "Unknown command. Commands: ('plan', 'advise', 'lint', 'verify', 'launch', 'doctor', 'profile-network', "
-            "'calibrate', 'simulate'). ",
+            "Unknown command. Commands: ('plan', 'advise', 'lint', 'verify', 'launch', 'docs', 'doctor', "
+            "'profile-network', 'calibrate', 'simulate'). ",
         ),
         (("plan", "--mesh=batch:4"), "takes 1 positional arguments"),
         (("advise", "SCRIPT:build"), "Give --devices, --memory_per_device and --batch"),

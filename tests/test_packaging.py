@@ -61,7 +61,10 @@ def environment():
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+        named = {name for name in archive.namelist() if ".dist-info/" not in name}
+    pages = {name for name in named if ".data/data/share/doc/tfshard/" in name}
+    assert {pathlib.Path(name).name for name in pages} == {page.name for page in (ROOT / "docs").glob("*.md")}
+    packed = named - pages
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "tfshard").rglob("*.py")}
     clusters = {str(path.relative_to(ROOT)) for path in (ROOT / "tfshard").rglob("*.yaml")}
     assert packed == modules | clusters | {"tfshard/py.typed"} and len(clusters) == 3

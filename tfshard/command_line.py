@@ -158,7 +158,7 @@ def _simulate_flags() -> flags.FlagValues:
     flags.DEFINE_string(
         "cluster",
         None,
-        "The file that describes a device, and the links (docs/simulating.md); or a100, h100 or v5p.",
+        "The file that describes a device, and the links (tfshard docs simulating); or a100, h100 or v5p.",
         flag_values=values,
     )
     flags.DEFINE_list(
@@ -217,6 +217,11 @@ COMMANDS: Mapping[str, Command] = {
         "goes to the script.",
         example="launch --num_processes=2 --devices_per_process=2 train.py --epochs=3",
     ),
+    "docs": Command(
+        arguments=("[PAGE]",),
+        summary="Print a page of the documentation, or the names of all pages.",
+        example="docs layers",
+    ),
     "doctor": Command(
         summary="Check versions, devices and switches, and train a tiny model sharded.",
         example="doctor",
@@ -271,6 +276,24 @@ def command_help(name: str) -> str:
     return "\n".join(lines)
 
 
+def pages() -> Mapping[str, pathlib.Path]:
+    """Return the pages of the documentation by name: of the repository, or those that the wheel has installed."""
+    found = sorted((pathlib.Path(__file__).parents[1] / "docs").glob("*.md"))
+    if not found:
+        installed = importlib.metadata.files("tfshard") or ()
+        found = sorted(pathlib.Path(file.locate()) for file in installed if file.match("share/doc/tfshard/*.md"))
+    return {page.stem: page for page in found}
+
+
+def _docs(names: Sequence[str]) -> str:
+    """Return what `tfshard docs [PAGE]` prints."""
+    found = pages()
+    if len(names) == 1 and names[0].removesuffix(".md") in found:
+        return found[names[0].removesuffix(".md")].read_text()
+    listed = f"Pages: {', '.join(found)}"
+    return f"tfshard docs PAGE prints a page. {listed}" + (f"\nThere is no page {' '.join(names)!r}." if names else "")
+
+
 def version() -> str:
     """Return the version of the installed package."""
     return f"tfshard {importlib.metadata.version('tfshard')}"
@@ -303,6 +326,8 @@ def answer(arguments: Sequence[str]) -> str | None:
         return command_help(rest[0]) if rest and rest[0] in COMMANDS else overview()
     if name not in COMMANDS:
         return overview() if set(HELP) & set(rest) else None
+    if name == "docs" and not set(HELP) & set(rest):
+        return _docs(rest)
     if COMMANDS[name].program:  # Behind the program, all is the program's.
         rest = rest[: next((i for i, each in enumerate(rest) if not each.startswith("-")), len(rest))]
     return command_help(name) if set(HELP) & set(rest) else None

@@ -261,7 +261,7 @@ def check_private(host: str, *, allow_public: bool = False) -> str:
     if (ip.is_global or ip.is_unspecified or ip.is_multicast) and not allow_public:
         raise LaunchError(
             "The control channel listens on loopback and private addresses only. Give an address of the machine's "
-            "private network, or pass --allow_public_address if a firewall protects it; see docs/security.md. "
+            "private network, or pass --allow_public_address if a firewall protects it; see: tfshard docs security. "
             f"Received: address={host!r} ({ip})"
         )
     return str(address)

@@ -127,7 +127,8 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
     if os.environ.get("DTENSOR_JOBS"):
         raise InitializationError(
             "DTENSOR_JOBS is set, but the process was not started by 'tfshard launch'. Without a launcher nothing ends "
-            "the other clients when one dies. Start the run with 'tfshard launch' (docs/launching.md), or unset it. "
+            "the other clients when one dies. Start the run with 'tfshard launch', or unset it; see: tfshard docs "
+            "launching. "
             f"Received: DTENSOR_JOBS={os.environ['DTENSOR_JOBS']}"
         )
     num_devices = _validate_num_devices(num_devices, device_type)

@@ -69,7 +69,9 @@ def check_layers(model: keras.Model) -> None:
             lines.append(f"- '{tensor.name}' (InputLayer): a device mesh has no strings; {_PIPELINE}")
     if lines:
         raise UnsupportedLayerError(
-            f"Model '{model.name}' has layers that cannot be sharded:\n" + "\n".join(lines) + "\nSee docs/layers.md."
+            f"Model '{model.name}' has layers that cannot be sharded:\n"
+            + "\n".join(lines)
+            + "\nSee: tfshard docs layers"
         )
 
 

@@ -172,7 +172,7 @@ def model_findings(model: keras.Model) -> list[Finding]:
     for layer in _private.flatten_layers(model):
         reason = unsupported.unsupported_reason(layer)
         if reason is not None:
-            text = f"a {type(layer).__name__} cannot be sharded: {reason}. See docs/layers.md."
+            text = f"a {type(layer).__name__} cannot be sharded: {reason}. See: tfshard docs layers"
             where = f"layer '{layer.name}'"
             findings.append(Finding(kind="cannot be expanded", is_error=True, where=where, message=text))
     if model.compiled and model.jit_compile:

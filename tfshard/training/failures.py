@@ -152,5 +152,6 @@ def translated_errors(step: str) -> Iterator[None]:
         raise UnsupportedOperationError(
             f"{step} cannot be expanded to the mesh: DTensor refuses TensorFlow operation '{operation}'.{made} "
             "Replace it in the layer, loss or metric that makes it, or do that part in the input pipeline. "
-            f"docs/layers.md lists what works. The process and the model can be used on. Received from DTensor: {first}"
+            "`tfshard docs layers` lists what works. The process and the model can be used on. Received from DTensor: "
+            f"{first}"
         ) from error
