@@ -25,6 +25,18 @@ def test_the_first_mesh_starts_as_many_devices_as_it_needs():
     assert "[3] Runtime(device_type='CPU', num_devices=3)" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("chosen", [True, False])
+def test_dtensor_logs_no_line_for_each_function_unless_the_user_wants_the_log(chosen):
+    code = (
+        "import os\nif not {chosen}: del os.environ['TF_CPP_MIN_LOG_LEVEL']\n"
+        "import tfshard; tfshard.initialize(num_devices=2, device_type='CPU')\n"
+        "tfshard.ShardedStrategy(tfshard.create_mesh(batch=2))\n"
+    )
+    done = run(code.format(chosen=chosen), TF_CPP_MIN_LOG_LEVEL="0")
+    assert done.returncode == 0, done.stderr
+    assert ("DTensor cache key lookup missed" in done.stderr) == chosen
+
+
 def test_a_forbidden_switch_is_refused():
     code = "import os; os.environ['DTENSOR_ENABLE_MULTI_DEVICE_EXPANSION'] = '1'; import tfshard; tfshard.initialize(2)"
     done = run(code)

@@ -9,6 +9,7 @@ Callers take names from here (`_private.flatten_layers`). The modules have them 
     versions, names                  what we stand on
     context, graphs, exchange        TensorFlow: its state in this process, what is traced, operations exchanged
     functions, messages              TensorFlow: names of functions; what its errors say
+    native_log                       TensorFlow: the log of its C++ code
     iterators, trace                 tf.data's iterators; the profiler's files
     variables, models, optimizers    Keras: variables, layers and metrics, slots
     losses                           Keras: what losses are divided by
@@ -137,6 +138,7 @@ from tfshard._private.models import (
     traced_models,
     unpickle_model,
 )
+from tfshard._private.native_log import quiet_native_log
 from tfshard._private.optimizers import (
     applied_by,
     decays,
@@ -270,6 +272,7 @@ __all__ = [
     "packed_outputs",
     "plain_variable",
     "quickly_parsed",
+    "quiet_native_log",
     "random_seed_is_set",
     "read_as_written",
     "read_trace",

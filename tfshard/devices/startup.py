@@ -271,6 +271,7 @@ def _start(num_devices: int, device_type: str, *, neighbours: int = 1) -> None:
     neighbours: How many processes of the run, with as many devices each, share this machine.
     """
     _set_switches(device_type)
+    _private.quiet_native_log()
     if device_type == "CPU":
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)

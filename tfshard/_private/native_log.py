@@ -1,0 +1,34 @@
+"""The log of TensorFlow's C++ code (`absl::SetMinLogLevel`), which Python has no function for."""
+
+import ctypes
+import os
+
+import tensorflow as tf
+
+# The long-term releases of Abseil in TensorFlow 2.19 to 2.21, which are part of the function's name.
+_RELEASES = ("20230802", "20240722", "20250127", "20250814")
+_LIBRARIES = ("libtensorflow_framework.so.2", "libtensorflow_framework.2.dylib")
+_WARNING = 1
+
+
+def quiet_native_log() -> bool:
+    """Log warnings and errors of C++ code only, unless the user has set TF_CPP_MIN_LOG_LEVEL.
+
+    DTensor logs two lines for each function that it compiles, and TensorFlow reads the variable when it is imported.
+
+    Returns:
+        Whether it was done: not where the user has chosen, nor where TensorFlow has another Abseil.
+    """
+    if "TF_CPP_MIN_LOG_LEVEL" in os.environ:
+        return False
+    for name in _LIBRARIES:
+        path = os.path.join(tf.sysconfig.get_lib(), name)
+        if not os.path.exists(path):
+            continue
+        library = ctypes.CDLL(path)  # Loaded already.
+        for release in _RELEASES:
+            set_level = getattr(library, f"_ZN4absl12lts_{release}14SetMinLogLevelENS0_18LogSeverityAtLeastE", None)
+            if set_level is not None:
+                set_level(ctypes.c_int(_WARNING))
+                return True
+    return False
