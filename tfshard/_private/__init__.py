@@ -37,6 +37,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.export.export_utils import get_input_signature as input_signature
 from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
+from tensorflow.python.types.core import Tensor as TensorType
 
 from tfshard._private.context import (
     before_first_use,
@@ -81,6 +82,7 @@ from tfshard._private.graphs import (
     element_shape,
     func_graph,
     function_graph,
+    function_of_flow,
     graph_is_loop,
     is_called_by,
     is_stateful,
@@ -88,14 +90,17 @@ from tfshard._private.graphs import (
     known_branches,
     operation_types,
     outer_graph,
+    record_outside_access,
     record_variable_access,
     resource_name,
+    resource_without_value,
     run_when_used,
     set_captures,
     stop_recording,
     traced_arguments,
     unknown_zero,
     update_input,
+    with_gradient_to,
 )
 from tfshard._private.instance_keys import instance_keys
 from tfshard._private.iterators import iterator_state, restore_iterator, stateful_operations
@@ -188,6 +193,7 @@ __all__ = [
     "EpochIterator",
     "Functional",
     "Reduced",
+    "TensorType",
     "TraceEvent",
     "VersionWarning",
     "WeightSpec",
@@ -225,6 +231,7 @@ __all__ = [
     "flatten_layers",
     "func_graph",
     "function_graph",
+    "function_of_flow",
     "functional_init_arguments",
     "functional_of",
     "give_own_device",
@@ -277,6 +284,7 @@ __all__ = [
     "read_as_written",
     "read_trace",
     "read_weights_file",
+    "record_outside_access",
     "record_variable_access",
     "recorded_outputs",
     "reduced_losses",
@@ -284,6 +292,7 @@ __all__ = [
     "remat_mode",
     "replaced_lookup_table",
     "resource_name",
+    "resource_without_value",
     "restore_iterator",
     "run_through",
     "run_when_used",
@@ -314,6 +323,7 @@ __all__ = [
     "visit_weights",
     "wait_for_devices",
     "weight_dtype",
+    "with_gradient_to",
     "without_log",
     "write_keras_file",
     "write_weights_file",

@@ -16,7 +16,9 @@ from tensorflow.python.eager import tape as _tape
 from tensorflow.python.framework import auto_control_deps as _auto_control_deps
 from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.ops import cond_v2 as _cond_v2
+from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow_v2_func_graphs
 from tensorflow.python.ops import handle_data_util as _handle_data_util
+from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 
 # What attributes begin with in which TensorFlow keeps what it tracks of an object (`AutoTrackable`).
 TRACKING_ATTRIBUTE = "_self_"
@@ -25,6 +27,44 @@ TRACKING_ATTRIBUTE = "_self_"
 def record_variable_access(variable: tf.Variable) -> None:
     """Tells every active gradient tape that `variable` was read (`tape.variable_accessed`)."""
     _tape.variable_accessed(variable)
+
+
+def record_outside_access(variable: tf.Variable) -> None:
+    """Tells gradient tapes, and the functions that are being traced, that a trainable `variable` was read, as
+    TensorFlow does of its own (`resource_variable_ops.variable_accessed`). A call of such a function tells the tapes
+    that are active then."""
+    _resource_variable_ops.variable_accessed(variable)
+
+
+def resource_without_value(shape: tuple[int, ...], dtype: tf.DType) -> tf.Tensor:
+    """Return a resource tensor that tapes can watch as the handle of a variable; it holds no value
+    (`resource_variable_ops._variable_handle_from_shape_and_dtype`)."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        return _resource_variable_ops._variable_handle_from_shape_and_dtype(
+            shape, dtype, shared_name=None, name="watched/", graph_mode=False
+        )
+
+
+_SOURCE_GRADIENT = "TfshardGradientToSource"
+
+
+@tf.RegisterGradient(_SOURCE_GRADIENT)
+def _gradient_to_source(operation: tf.Operation, upstream: tf.Tensor, _: object) -> tuple[None, tf.Tensor]:
+    del operation
+    return None, upstream
+
+
+def with_gradient_to(source: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """Return `value`, whose gradient goes to `source`, as that of what is read from a resource goes to the resource
+    (`record.record_operation`, as TensorFlow's `_read_variable_op` calls it)."""
+    with stop_recording():
+        if not tf.executing_eagerly():
+            # Not by tf.custom_gradient, which gives the source out, too. A resource that a loop gives out has no
+            # gradient.
+            with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": _SOURCE_GRADIENT}):
+                value, _ = tf.raw_ops.IdentityN(input=[value, source])
+    _record.record_operation("ReadVariableOp", [value], [source], lambda upstream: [upstream], lambda along: [along])
+    return value
 
 
 def could_record() -> bool:
@@ -51,6 +91,14 @@ def is_stateful(operation: tf.Operation) -> bool:
 def graph_is_loop(graph: tf.Graph) -> bool:
     """Whether a `FuncGraph` is the condition or the body of a `tf.while_loop`."""
     return type(graph).__name__ in ("WhileCondFuncGraph", "WhileBodyFuncGraph")
+
+
+def function_of_flow(graph: tf.Graph) -> tf.Graph:
+    """Return the graph of the function in which a loop's condition or body, or a branch, is built; another graph as it
+    is (`ControlFlowFuncGraph`)."""
+    while isinstance(graph, _control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    return graph
 
 
 def outer_graph(graph: tf.Graph) -> tf.Graph | None:

@@ -84,6 +84,7 @@ NAMES = (
         "src.models.functional": "Functional",
         "src.models.model": "functional_init_arguments",
     }),
+    *_all("tensorflow", "2.19", {"python.types.core": "Tensor"}),
     # context
     *_all("tensorflow", "2.19", {
         "dtensor.python.accelerator_util": "is_initialized",
@@ -120,15 +121,17 @@ NAMES = (
         "dtensor.python.api": "is_dtensor",
         "python.eager.polymorphic_function.concrete_function": "ConcreteFunction.set_external_captures",
         "python.eager.polymorphic_function.polymorphic_function": "Function.__call__.args Function.__call__.kwds",
-        "python.eager.record": "could_possibly_record stop_recording",
+        "python.eager.record": "could_possibly_record record_operation stop_recording",
         "python.eager.tape": "variable_accessed",
         "python.framework.auto_control_deps": "ASYNC_STATEFUL_OPS",
         "python.framework.func_graph": "FuncGraph.capture FuncGraph.captures FuncGraph.inputs FuncGraph.outer_graph",
         "python.framework.ops": "Graph._create_op_internal Graph._get_function Operation._update_input",
         "python.ops.cond_v2": "cond_v2 indexed_case",
-        "python.ops.control_flow_v2_func_graphs": "WhileBodyFuncGraph WhileCondFuncGraph",
+        "python.ops.control_flow_v2_func_graphs": "ControlFlowFuncGraph WhileBodyFuncGraph WhileCondFuncGraph",
         "python.ops.handle_data_util": "get_resource_handle_data",
-        "python.ops.resource_variable_ops": "BaseResourceVariable._handle",
+        "python.ops.resource_variable_ops": (
+            "BaseResourceVariable._handle _variable_handle_from_shape_and_dtype variable_accessed"
+        ),
     }),
     # exchange
     *_all("tensorflow", "2.19", {

@@ -7,6 +7,7 @@ A *client* is one of several processes that train together; a process by itself 
     transfer      tensors to devices and back, from layout to layout
     host_meshes   the mesh of the host's processors beside a mesh of GPUs, and copies between the two
     host_memory   arrays and tensors on the host, with few copies
+    mesh_tensors  `MeshTensor`: a tensor on the mesh that eager code uses as one on the host
     batching      batches to the mesh
     messages      tensors and values from one client to another
     between_meshes    tensors to another mesh of the same axes

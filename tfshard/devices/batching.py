@@ -8,6 +8,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard.devices import checksums, clients, transfer
+from tfshard.devices.mesh_tensors import MeshTensor
 from tfshard.errors import StrategyError
 from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import axis_sizes
@@ -135,6 +136,8 @@ class InputShard:
 
 def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> Any:
     """One leaf of a batch as a DTensor; None and what is one already stay as they are. A sparse one becomes dense."""
+    if isinstance(value, MeshTensor):
+        return value.on_mesh
     if _stays(value):
         return value
     if isinstance(value, tf.RaggedTensor):
@@ -151,7 +154,7 @@ def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> An
 
 
 def _stays(value: Any) -> bool:
-    return value is None or transfer.is_dtensor(value) or isinstance(value, tf.experimental.Optional)
+    return value is None or transfer.is_dtensor(value) or isinstance(value, MeshTensor | tf.experimental.Optional)
 
 
 def _own_part_to_mesh(rows: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:

@@ -2,11 +2,14 @@
 
 Such a function computes on one device, on ordinary tensors. There a variable is put together from the devices' pieces,
 and a write goes to them, as operations of the function itself: every call sees the values of that moment, and
-TensorFlow orders reads and writes as those of any variable. Gradients are refused: who trains has to say on which mesh.
+TensorFlow orders reads and writes as those of any variable. So are gradients, by variables and by activations. An
+optimizer's update is refused: who trains has to say on which mesh.
 """
 
+import warnings
 from typing import Protocol
 
+import keras
 import tensorflow as tf
 
 from tfshard import _private
@@ -24,6 +27,11 @@ class View(Protocol):
     path: str
     storage: Storage
     member: int
+    trainable: bool
+
+    @property
+    def outside_handle(self) -> tf.Tensor:
+        """What tapes watch."""
 
 
 def is_here() -> bool:
@@ -53,9 +61,14 @@ def write(variable: View, value: tf.Tensor) -> None:
     """Sets the whole value in the function that is being traced.
 
     Raises:
-        StrategyError: In a launched run, whose clients would not agree on it.
+        StrategyError: An optimizer trains the variable; or in a launched run, whose clients would not agree on it.
     """
     storage = variable.storage
+    if _is_updated(variable):
+        raise StrategyError(
+            f"Variable '{variable.path}' is sharded, and an optimizer updates it where no ShardedStrategy runs the step. "
+            f"{_HOW_TO_RUN} If it is not to be trained: layer.trainable = False. Received: {variable!r}"
+        )
     if clients.here().is_launched:
         raise StrategyError(
             f"Variable '{variable.path}' is written in a function that no ShardedStrategy runs, which the clients of a "
@@ -69,14 +82,48 @@ def write(variable: View, value: tf.Tensor) -> None:
             tf.raw_ops.AssignVariableOp(resource=handle, value=stored[part.slices])
 
 
-def refuse_gradient(variable: View) -> None:
-    """Raises `StrategyError`: a gradient is asked for outside of a step, where none flows to the variable."""
-    raise StrategyError(
-        f"Variable '{variable.path}' is sharded, and its gradient is asked for where no ShardedStrategy runs the step. "
-        f"{_HOW_TO_RUN} If it is not to be trained: layer.trainable = False. Received: {variable!r}"
+def watched(variable: View, value: tf.Tensor) -> tf.Tensor:
+    """Return a value that was read, as gradient tapes see that of a `tf.Variable`.
+
+    The tapes watch a trainable variable, so that they record what is computed from it: gradients by it, and by
+    activations.
+    """
+    if not variable.trainable:
+        return value
+    variable.storage.read_by_eager_step = False  # A gradient is taken by what was read last.
+    _private.record_outside_access(variable)
+    if _private.is_eager():
+        return _private.with_gradient_to(variable.outside_handle, value)
+    graph = tf.compat.v1.get_default_graph()
+    function = _private.function_of_flow(graph)
+    if function is graph:
+        return _private.with_gradient_to(variable.outside_handle, value)
+    # The gradient of a loop or a branch begins with zeros in the shape of what it takes, and a resource without a value
+    # has none. So it takes a value that was read in front of it.
+    with function.as_default():
+        before = watched(variable, read(variable))
+    return _private.with_gradient_to(before, value)
+
+
+def warn_of_update(variable: View) -> None:
+    """Warn once that an optimizer updates sharded variables in eager code that is no step."""
+    global _has_warned
+    if _has_warned or not _is_updated(variable):
+        return
+    _has_warned = True
+    warnings.warn(
+        f"An optimizer updates variable '{variable.path}' in eager code that no ShardedStrategy runs: each value is put "
+        f"together on the host and sent back, one after the other. {_HOW_TO_RUN}",
+        stacklevel=2,
     )
 
 
+def _is_updated(variable: View) -> bool:
+    """Whether an optimizer is at work, and the variable is one that it trains."""
+    return variable.trainable and any(isinstance(c, keras.optimizers.Optimizer) for c in _private.scope_callers())
+
+
+_has_warned = False
 _HOW_TO_RUN = (
     "Compile the model that is called with the same strategy, tfshard.as_distributed(model).compile(..., "
     "strategy=strategy), and use its fit, evaluate and predict; or call your function with strategy.run(...)."

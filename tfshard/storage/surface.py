@@ -32,8 +32,10 @@ def _unsupported(method: str, instead: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-class VariableSurface(tf.Variable):  # type: ignore[misc]
+class VariableSurface(tf.Variable, _private.TensorType):  # type: ignore[misc]
     """Mixed into `ShardedVariable`: conversions to Python, copies, and writes to parts of the value.
+
+    It is a tensor to `tf.is_tensor` and to `tape.watch`, as TensorFlow's own variables are.
 
     A part is written by writing the whole value with that part changed.
     """

@@ -190,8 +190,13 @@ class ShardedVariable(VariableSurface):
         if step is not None and self.layout.table is not None and not _private.is_eager():
             return step.anchor(self.storage)  # It was not looked up: there is no gradient.
         if outside.is_here() or (steps.is_outside() and not self.storage.read_by_eager_step):
-            outside.refuse_gradient(self)
+            return self.outside_handle
         return self.buffer.handle if self._is_direct() else self.storage.whole(self.member)
+
+    @functools.cached_property
+    def outside_handle(self) -> tf.Tensor:
+        """The resource that gradient tapes watch where no step reads the variable; it holds no value."""
+        return _private.resource_without_value(self.layout.spec.shape, self.dtype)
 
     def _is_direct(self) -> bool:
         """Whether a read is one of the buffer itself."""
@@ -211,9 +216,12 @@ class ShardedVariable(VariableSurface):
         In eager code outside of `strategy.run`, a copy on the host: `model(x)` and callbacks work as on one device.
         """
         if steps.is_outside():
-            return tf.constant(self.numpy())
+            records = _private.could_record()
+            with _private.stop_recording():
+                value = tf.constant(self.numpy())
+            return outside.watched(self, value) if records else value
         if outside.is_here():
-            return outside.read(self)
+            return outside.watched(self, outside.read(self))
         if self.storage.waits and _private.in_symbolic_scope():
             # Keras learns shapes there; it is never run.
             return tf.compat.v1.placeholder(self.dtype, self.shape)
@@ -401,6 +409,7 @@ class ShardedVariable(VariableSurface):
             host = transfer.host_view(value).astype(self.dtype.as_numpy_dtype, copy=False)
             self._check_shape(host.shape, self.layout.spec.shape)
             if steps.is_outside():
+                outside.warn_of_update(self)
                 if self._waits is not None and not _private.scope_callers():  # No layer is being built.
                     waits, self._waits = self._waits, None
                     waits(self)

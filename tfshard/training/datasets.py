@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients
+from tfshard.devices import clients, mesh_tensors
 from tfshard.devices.batching import batch_to_mesh, end_of_data
 from tfshard.errors import CheckpointError, StrategyError
 
@@ -30,8 +30,15 @@ class ShardedIterator:
         exhausted: Whether it has come to its end.
     """
 
-    def __init__(self, host: Iterator[Any], mesh: dtensor.Mesh | None, already_sharded: bool = False):
+    def __init__(
+        self,
+        host: Iterator[Any],
+        mesh: dtensor.Mesh | None,
+        already_sharded: bool = False,
+        element_spec: Any = None,
+    ):
         self.host = host
+        self._element_spec = element_spec
         self.exhausted = False
         self._mesh = mesh
         self._already_sharded = already_sharded
@@ -47,7 +54,31 @@ class ShardedIterator:
         batch = self._ahead.pop()
         # A step that takes it need be no operation of ours.
         _private.give_own_names(clients.here().wait_for_devices)
-        return batch if self._mesh is None else batch_to_mesh(batch, self._mesh, self._already_sharded)
+        if self._mesh is None:
+            return batch
+        on_mesh = batch_to_mesh(batch, self._mesh, self._already_sharded)
+        return mesh_tensors.wrapped(on_mesh, None if self._already_sharded else batch)
+
+    def get_next(self) -> Any:
+        """Return the next batch.
+
+        Raises:
+            tf.errors.OutOfRangeError: There is none.
+        """
+        try:
+            return next(self)
+        except StopIteration:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
+
+    def get_next_as_optional(self) -> "NextBatch":
+        """Return the next batch as an optional value, which is empty at the end of the data."""
+        _check_in_python()
+        return NextBatch(self.element_spec, () if self.is_at_end() else (next(self),))
+
+    @property
+    def element_spec(self) -> Any:
+        """The specs of a batch."""
+        return _specs(self._element_spec, self._mesh)
 
     def is_at_end(self) -> bool:
         """Whether there is no further batch. To know that, the next one is read."""
@@ -86,7 +117,12 @@ class ShardedDataset:
     def __iter__(self) -> ShardedIterator:
         _check_in_python()
         host, self._next = self._next, None
-        self.current = ShardedIterator(iter(self.host) if host is None else host, self._mesh, self._already_sharded)
+        self.current = ShardedIterator(
+            iter(self.host) if host is None else host,
+            self._mesh,
+            self._already_sharded,
+            getattr(self.host, "element_spec", None),
+        )
         return self.current
 
     def __len__(self) -> int:
@@ -94,7 +130,42 @@ class ShardedDataset:
 
     @property
     def element_spec(self) -> Any:
-        return self.host.element_spec
+        return _specs(self.host.element_spec, self._mesh)
+
+    def cardinality(self) -> tf.Tensor:
+        """Return how many batches the dataset has, or what TensorFlow says where it does not know."""
+        count: tf.Tensor = self.host.cardinality()
+        return count
+
+
+def _specs(element_spec: Any, mesh: dtensor.Mesh | None) -> Any:
+    return element_spec if mesh is None else mesh_tensors.spec_of(element_spec)
+
+
+class NextBatch(tf.experimental.Optional):  # type: ignore[misc]  # TensorFlow has no types.
+    """A batch, or none at the end of the data: what `get_next_as_optional` returns."""
+
+    def __init__(self, element_spec: Any, batches: tuple[Any, ...]):
+        self._element_spec = element_spec
+        self._batches = batches
+
+    def has_value(self, name: str | None = None) -> tf.Tensor:
+        del name
+        return tf.constant(bool(self._batches))
+
+    def get_value(self, name: str | None = None) -> Any:
+        del name
+        if not self._batches:
+            raise tf.errors.InvalidArgumentError(None, None, "The given optional does not have a value.")
+        return self._batches[0]
+
+    @property
+    def element_spec(self) -> Any:
+        return self._element_spec
+
+    @property
+    def _type_spec(self) -> tf.OptionalSpec:
+        return tf.OptionalSpec(self._element_spec)
 
 
 def without_tuning(dataset: Iterable[Any]) -> Iterable[Any]:

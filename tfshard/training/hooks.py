@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.devices import batching, transfer
+from tfshard.devices import batching, mesh_tensors, transfer
 from tfshard.errors import NumericsWarning, StrategyError, warn
 from tfshard.graph import inventory
 from tfshard.layouts.layout_map import VariableSpec
@@ -65,6 +65,10 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             yield
         finally:
             self._results_stay_sharded = False
+
+    def to_user(self, results: Any) -> Any:
+        """Return what eager code of a user's gets as the results of a step."""
+        return results if self._results_stay_sharded or not is_outside() else mesh_tensors.wrapped(results)
 
     @contextlib.contextmanager
     def adding_up_exactly(self) -> Iterator[None]:
@@ -218,6 +222,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
     def step(self) -> Iterator[None]:
         """In this context a step is run, or traced."""
         strategy = self._container_strategy()
+        mesh_tensors.note_step()
         with (
             strategy.scope(),
             _ReplicaContext(strategy),
@@ -258,7 +263,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         return transfer.whole(value, self._strategy().mesh)
 
     def _local_results(self, val: Any) -> tuple[Any, ...]:
-        return (val,)
+        return (mesh_tensors.on_host(val) if is_outside() else val,)
 
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
         return replica_id_in_sync_group
@@ -277,7 +282,8 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         self, value_fn: Callable[[tf.distribute.experimental.ValueContext], Any]
     ) -> Any:
         strategy = self._strategy()
-        return batching.batch_to_mesh(value_fn(_ValueContext()), strategy.mesh, strategy.already_sharded)
+        values = value_fn(_ValueContext())
+        return mesh_tensors.wrapped(batching.batch_to_mesh(values, strategy.mesh, strategy.already_sharded))
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], Iterable[Any]], options: object

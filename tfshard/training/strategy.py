@@ -12,7 +12,17 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import batching, clients, gathers, host_meshes, reductions, replicas, startup, transfer
+from tfshard.devices import (
+    batching,
+    clients,
+    gathers,
+    host_meshes,
+    mesh_tensors,
+    reductions,
+    replicas,
+    startup,
+    transfer,
+)
 from tfshard.devices.mesh import create_mesh, rank_meshes
 from tfshard.errors import MeshError, StrategyError, warn
 from tfshard.graph import auto_layout, model_specs
@@ -31,7 +41,7 @@ from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, plan_placement
 from tfshard.planning.links import LinksLike
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.variable_traffic import Parts
-from tfshard.storage import turns
+from tfshard.storage import steps, turns
 from tfshard.training import datasets, failures, readiness
 from tfshard.training.adoption import Adopter, check_not_elsewhere
 from tfshard.training.hooks import ShardedExtended
@@ -253,7 +263,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             options: Not used.
 
         Returns:
-            What `fn` returns, whole on every device.
+            What `fn` returns, whole on every device. Eager code can use it as tensors on the host.
         """
         del options
         if not isinstance(args, (list, tuple)):
@@ -269,9 +279,11 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             args, kwargs = batching.batch_to_mesh((args, kwargs or {}), self.mesh, self.already_sharded)
             with self.operation(fn, "step", (args, kwargs)), failures.translated_errors(f"Step function {fn!r}"):
                 if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-                    return self._inside(fn)(*args, **kwargs)
-                with self.scope():
-                    return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
+                    results = self._inside(fn)(*args, **kwargs)
+                else:
+                    with self.scope():
+                        results = self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
+            return self.extended.to_user(results)
         # What runs this is no operation of ours.
         _private.give_own_names(clients.here().wait_for_devices)
         readiness.check_traced_arguments(fn)
@@ -332,21 +344,23 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         if name not in ("SUM", "MEAN"):
             raise ValueError(f"reduce_op must be 'SUM' or 'MEAN'. Received: reduce_op={reduce_op!r}")
         if axis is None:
-            return value
+            return mesh_tensors.wrapped(value) if steps.is_outside() else value
         reduce = tf.reduce_sum if name == "SUM" else tf.reduce_mean
+        value = mesh_tensors.on_host(value) if steps.is_outside() else value
         return transfer.map_tensors(lambda v: reduce(v, axis=axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """`value` as it is: `run` returns whole values."""
+        """Return `value`, which is whole: in eager code as tensors on the host, also of a batch."""
         del axis
-        return value
+        return mesh_tensors.on_host(value) if steps.is_outside() else value
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: tf.distribute.InputOptions | None = None
     ) -> datasets.ShardedDataset:
-        """An iterable over the batches of `dataset` as DTensors, sharded over the batch axis.
+        """An iterable over the batches of `dataset`, sharded over the batch axis.
 
-        A batch that the axis does not divide is whole on every device.
+        A batch that the axis does not divide is whole on every device. Eager code can use a batch as tensors on the
+        host; a step takes it from the mesh.
         """
         del options
         dataset = datasets.without_tuning(dataset)

@@ -1,0 +1,210 @@
+"""Tensors on the mesh that eager code may use like tensors on the host.
+
+DTensor runs an eager operation on a tensor of the mesh by itself: it refuses tensors of the host beside it, and does not
+show the value of a tensor that is sharded. A `MeshTensor` stands for such a tensor in a user's eager code. Operations,
+NumPy and Python get a tensor on the host; a step, and a `tf.function` that runs one, gets the tensor on the mesh.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.devices import transfer
+
+# The graphs of functions in which a step was traced: they take tensors on the mesh.
+_with_steps: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
+
+
+def note_step() -> None:
+    """Remember the functions that are being traced: a step is traced in them."""
+    graph = None if _private.is_eager() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        _with_steps.add(graph)
+        graph = _private.outer_graph(graph)
+
+
+class MeshTensor(_private.TensorType):  # type: ignore[misc]  # TensorFlow has no types.
+    """A tensor on the mesh, used in eager code as a tensor on the host.
+
+    Attributes:
+        on_mesh: The DTensor.
+    """
+
+    # To `isinstance`, in Python and in TensorFlow's `tape.watch`, it is a tensor. To TensorFlow's operations, which ask for
+    # the type itself, it is none: they convert it.
+    __class__ = property(lambda self: tf.Tensor)  # type: ignore[assignment]
+
+    # NumPy leaves arithmetic with an array on its left to this class, as it does for TensorFlow's tensors.
+    __array_priority__ = 100
+
+    def __init__(self, on_mesh: tf.Tensor, on_host: tf.Tensor | np.ndarray | None = None):
+        """Args:
+        on_mesh: The DTensor.
+        on_host: Its value, where the host has it.
+        """
+        self.on_mesh = on_mesh
+        self._given = on_host
+
+    @functools.cached_property
+    def on_host(self) -> tf.Tensor:
+        """The whole value as an ordinary eager tensor, fetched from the devices when it is first asked for.
+
+        Clients of a launched run that hold different parts of it exchange them: all of them have to ask.
+        """
+        given, self._given = self._given, None
+        with tf.init_scope(), _private.stop_recording():
+            if given is None:
+                given = transfer.to_host(self.on_mesh)
+            return tf.convert_to_tensor(given, self.dtype)
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self.on_mesh.shape
+
+    @property
+    def dtype(self) -> tf.DType:
+        return self.on_mesh.dtype
+
+    def numpy(self) -> np.ndarray:
+        """The whole value."""
+        return self.on_host.numpy()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("on_mesh", "_given"):
+            raise AttributeError(name)
+        return getattr(self.on_host, name)
+
+    # --- TensorFlow and NumPy ask for these
+
+    def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
+        in_step = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+        return tf.convert_to_tensor(self.on_mesh if in_step else self.on_host, dtype, name=name)
+
+    def __tf_tracing_type__(self, context: object) -> "MeshTensorSpec":
+        del context
+        return MeshTensorSpec(self.shape, self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        return np.asarray(self.numpy(), dtype)
+
+    # --- Python
+
+    def __float__(self) -> float:
+        return float(self.on_host)
+
+    def __int__(self) -> int:
+        return int(self.on_host)
+
+    def __index__(self) -> int:
+        return self.on_host.__index__()
+
+    def __complex__(self) -> complex:
+        return complex(self.on_host)
+
+    def __bool__(self) -> bool:
+        return bool(self.on_host)
+
+    def __len__(self) -> int:
+        return len(self.on_host)
+
+    def __iter__(self) -> Iterator[tf.Tensor]:
+        return iter(self.on_host)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.on_host, format_spec)
+
+    def __str__(self) -> str:
+        return str(self.on_host)
+
+    def __repr__(self) -> str:
+        return repr(self.on_host)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(float(self), digits)
+
+    def __hash__(self) -> int:
+        return hash(self.on_host)  # TensorFlow's error, which says to use ref().
+
+    def __reduce__(self) -> tuple[Callable[[np.ndarray], tf.Tensor], tuple[np.ndarray]]:
+        return tf.constant, (self.numpy(),)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operate(self: MeshTensor, *args: Any) -> Any:
+        return getattr(tf.Tensor, name)(self.on_host, *args)
+
+    return operate
+
+
+for _name in tf.Tensor.OVERLOADABLE_OPERATORS:
+    setattr(MeshTensor, _name, _operator(_name))
+
+
+class MeshTensorSpec(tf.TensorSpec):  # type: ignore[misc]  # TensorFlow has no types.
+    """The type of a `MeshTensor` to `tf.function`, which traces it as an ordinary tensor.
+
+    A call passes the tensor on the mesh to a function in which a step was traced, and the one on the host to others.
+    """
+
+    def __init__(self, shape: Any, dtype: Any = tf.float32, name: str | None = None):
+        super().__init__(shape, dtype, name)
+        self._graphs: list[weakref.ref[tf.Graph]] = []
+
+    def placeholder_value(self, placeholder_context: Any) -> Any:
+        if placeholder_context.context_graph is not None:
+            self._graphs.append(weakref.ref(placeholder_context.context_graph))
+        return super().placeholder_value(placeholder_context)
+
+    def cast(self, value: Any, casting_context: Any) -> Any:
+        return value if isinstance(value, MeshTensor) else super().cast(value, casting_context)
+
+    def to_tensors(self, value: Any) -> list[tf.Tensor]:
+        if isinstance(value, MeshTensor):
+            is_step = any(graph() in _with_steps for graph in self._graphs)
+            value = value.on_mesh if is_step else value.on_host
+        tensors: list[tf.Tensor] = super().to_tensors(value)
+        return tensors
+
+
+def wrapped(on_mesh: Any, on_host: Any = None) -> Any:
+    """Return a structure in which `MeshTensor`s stand for eager DTensors.
+
+    Args:
+        on_mesh: The structure.
+        on_host: Of the same structure: the value of each leaf, where the host has it.
+    """
+
+    def wrap(leaf: Any, host: Any = None) -> Any:
+        if not transfer.is_dtensor(leaf):
+            return leaf
+        return MeshTensor(leaf, host if isinstance(host, tf.__internal__.EagerTensor | np.ndarray) else None)
+
+    if on_host is None:
+        return tf.nest.map_structure(wrap, on_mesh)
+    return tf.nest.map_structure(wrap, on_mesh, on_host, expand_composites=False)
+
+
+def on_host(structure: Any) -> Any:
+    """Return a structure in which ordinary tensors stand for tensors on the mesh."""
+
+    def brought(leaf: Any) -> Any:
+        if isinstance(leaf, MeshTensor):
+            return leaf.on_host
+        return MeshTensor(leaf).on_host if transfer.is_dtensor(leaf) else leaf
+
+    return tf.nest.map_structure(brought, structure)
+
+
+def spec_of(element_spec: Any) -> Any:
+    """Return the specs of a dataset's elements as those of its batches on the mesh."""
+
+    def of_leaf(leaf: Any) -> Any:
+        return MeshTensorSpec(leaf.shape, leaf.dtype) if type(leaf) is tf.TensorSpec else leaf
+
+    return tf.nest.map_structure(of_leaf, element_spec)
