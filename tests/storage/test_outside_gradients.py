@@ -166,7 +166,9 @@ def by_weights(model, x):
     def found(x):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(x) ** 2) + tf.reduce_mean(model(x))
-        assert {id(v) for v in tape.watched_variables()} == {id(w) for w in weights}
+        watched = {id(variable): variable for variable in tape.watched_variables()}
+        extra = [str(variable) for key, variable in watched.items() if key not in {id(weight) for weight in weights}]
+        assert len(watched) == len(weights) and not extra, extra
         return [tf.convert_to_tensor(g) for g in tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)]
 
     with tf.GradientTape() as tape:

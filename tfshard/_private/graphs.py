@@ -67,6 +67,12 @@ def with_gradient_to(source: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     return value
 
 
+def describe_resource(resource: tf.Tensor, shape: tuple[int, ...], dtype: tf.DType) -> None:
+    """Tell TensorFlow the shape and dtype of what an eager resource holds, which it has to know where a gradient passes
+    a loop that takes the resource (`handle_data_util`)."""
+    resource._handle_data = _handle_data_util.create_handle_data(tf.TensorShape(shape), dtype)
+
+
 def could_record() -> bool:
     """Whether a gradient tape may record what is done now (`record.could_possibly_record`)."""
     return bool(_record.could_possibly_record())

@@ -180,6 +180,12 @@ def compiled_metrics(model: keras.Model) -> list[keras.Metric]:
     return metrics
 
 
+def output_losses(model: keras.Model) -> list[keras.Metric]:
+    """The metrics of the losses of a model's outputs, if it has several and they are built (`_compile_loss`)."""
+    compile_loss = getattr(model, "_compile_loss", None)
+    return [] if compile_loss is None else list(compile_loss.metrics)
+
+
 def loss_count(model: keras.Model) -> float:
     """The samples of an epoch so far, as Keras counts them to average the loss; NaN where it does not, and where
     replicas of a model count their own (`_loss_tracker`)."""

@@ -128,7 +128,7 @@ NAMES = (
         "python.framework.ops": "Graph._create_op_internal Graph._get_function Operation._update_input",
         "python.ops.cond_v2": "cond_v2 indexed_case",
         "python.ops.control_flow_v2_func_graphs": "ControlFlowFuncGraph WhileBodyFuncGraph WhileCondFuncGraph",
-        "python.ops.handle_data_util": "get_resource_handle_data",
+        "python.ops.handle_data_util": "create_handle_data get_resource_handle_data",
         "python.ops.resource_variable_ops": (
             "BaseResourceVariable._handle _variable_handle_from_shape_and_dtype variable_accessed"
         ),
@@ -186,7 +186,8 @@ NAMES = (
         "src.saving.keras_saveable": "KerasSaveable._unpickle_model",
         "src.saving.object_registration": "GLOBAL_CUSTOM_NAMES",
         "src.trainers.compile_utils": "CompileMetrics._user_metrics CompileMetrics._user_weighted_metrics",
-        "src.trainers.trainer": "Trainer._compile_config Trainer._compile_metrics Trainer._loss_tracker",
+        "src.trainers.trainer": "Trainer._compile_config Trainer._compile_loss Trainer._compile_metrics "
+        "Trainer._loss_tracker",
         "src.utils.naming": "to_snake_case",
     }),
     # losses

@@ -52,6 +52,12 @@ METRIC_UPDATE = Change(
     why="counts which classes score above the label's, where an argmax would gather the logits",
     module="vocabulary",
 )
+OUTPUT_LOSS = Change(
+    of="metrics of the losses of several outputs",
+    attribute="update_state",
+    why="counts a batch once where Keras on one device does not know its size",
+    module="output_losses",
+)
 CONVOLUTION = Change(
     of="layers that convolve with kernels that a model axis shards",
     attribute="convolution_op",
@@ -137,8 +143,8 @@ RECORDED_GRADIENTS = Change(
     module="step_recording",
 )
 CHANGES = (
-    TABLE_READ, ROWS_READ, METRIC_UPDATE, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, ADAPTER, QUANTIZED_ADAPTER, SEQUENCE,
-    BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS, RECORDED_GRADIENTS,
+    TABLE_READ, ROWS_READ, METRIC_UPDATE, OUTPUT_LOSS, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, ADAPTER,
+    QUANTIZED_ADAPTER, SEQUENCE, BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS, RECORDED_GRADIENTS,
 )  # fmt: skip
 
 # Those that know a mesh.
@@ -256,5 +262,6 @@ def _parts(model: keras.Model) -> list[Owner]:
     for layer in _private.flatten_layers(model):
         found += _private.own_variables(layer)
     found += _private.compiled_metrics(model)
+    found += _private.output_losses(model)
     found += _private.optimizer_chain(getattr(model, "optimizer", None))
     return list({id(part): part for part in found}.values())

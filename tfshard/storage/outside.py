@@ -134,6 +134,18 @@ def _used_axes(storage: Storage) -> tuple[str, ...]:
     return tuple(axis for axis in storage.mesh.dim_names if axis in storage.format.storage)
 
 
+def _in_shape(piece: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
+    """Return what was read of a piece's resource, with the shape of the piece.
+
+    DTensor makes the resource say that it holds the whole variable. TensorFlow computes with shapes that it knows before
+    a function runs: a gradient by a convolution's kernel would get one for several kernels joined. An optional value has
+    the shape that is asked for.
+    """
+    optional = tf.raw_ops.OptionalFromValue(components=[piece])
+    (known,) = tf.raw_ops.OptionalGetValue(optional=optional, output_types=[piece.dtype], output_shapes=[shape])
+    return known
+
+
 def _assembled(storage: Storage) -> tf.Tensor:
     """The stored tensor, from one piece of each part."""
     used = _used_axes(storage)
@@ -142,7 +154,8 @@ def _assembled(storage: Storage) -> tf.Tensor:
         part = tuple(location[axis] for axis in used)
         if part not in pieces:
             with tf.device(handle.device):
-                pieces[part] = tf.raw_ops.ReadVariableOp(resource=handle, dtype=storage.buffer.dtype)
+                piece = tf.raw_ops.ReadVariableOp(resource=handle, dtype=storage.buffer.dtype)
+                pieces[part] = _in_shape(piece, storage.piece_shape)
     # The last axis first: what is left are pieces by the axes before it.
     for number in reversed(range(len(used))):
         dim = storage.format.storage.index(used[number])

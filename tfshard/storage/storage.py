@@ -184,7 +184,14 @@ class Storage:
         TensorFlow orders what a function reads and writes."""
         with tf.init_scope():
             handles = [] if self.format.rests_on.is_remote() else dtensor.unpack(self.buffer.handle)
+        for handle in handles:
+            _private.describe_resource(handle, self.piece_shape, self.buffer.dtype)
         return list(zip(self.format.rests_on.local_device_locations(), handles, strict=True))
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """The shape of what each device stores."""
+        return transfer.piece_shape(self.format.shape, transfer.layout(self.format.storage, self.format.rests_on))
 
     def set_local(self, pieces: list[np.ndarray]) -> None:
         """Sets what each device of this client holds, in the order of `local_tensors`. Eager only."""

@@ -11,6 +11,7 @@ Read `models` first, where `compile(strategy=...)` is, then `strategy`.
     placements    `Placer`: where the variables of a model go
     reshard       variables brought to their places, and moved
     watching      callbacks that are told what each step is run on
+    output_losses how much a batch counts in the metrics of several outputs' losses
     failures      a step that failed: where it came from, and what it left behind
     datasets      datasets whose batches are on the mesh; the position in them
     pipelines     random Keras layers in an input pipeline

@@ -20,7 +20,16 @@ from tfshard.devices import batching, clients, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.operations import unsupported
-from tfshard.training import adoption, datasets, failures, generation, own_steps, readiness, watching
+from tfshard.training import (
+    adoption,
+    datasets,
+    failures,
+    generation,
+    output_losses,
+    own_steps,
+    readiness,
+    watching,
+)
 from tfshard.training.strategy import ShardedStrategy
 
 # So that mypy takes the `super()` of a mixin for the Keras model that comes after it.
@@ -298,15 +307,19 @@ def _on_mesh(
         return function
 
     places = readiness.Places()
-    made = {}
+    made: dict[object, _StepFunction] = {}
     waiting = [function]
+    known_sizes = output_losses.KnownSizes()
 
-    def function_of(batch: Any) -> _StepFunction:
+    def run_one(batch: Any, size: int | None) -> Any:
         shapes = tuple(tuple(leaf.shape) for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf))
-        key = (shapes, strategy.microbatches)
+        counts = not to_host and not model.run_eagerly and output_losses.install(model)
+        is_once = counts and not known_sizes.is_known(size)
+        key = (shapes, strategy.microbatches, is_once)
         if key not in made:
             made[key] = waiting.pop() if waiting else again()
-        return made[key]
+        with output_losses.counted_once(shapes[0][0] if is_once else None):
+            return made[key]([batch])
 
     @functools.wraps(function)
     def on_mesh(batches: Iterable[Any]) -> Any:
@@ -314,17 +327,18 @@ def _on_mesh(
         if places.changed(model, strategy):
             return _made_anew(model, kind)(batches)
         # One execution's worth: Keras hands over the epoch's iterator and leaves the rest for later executions.
-        batches = list(itertools.islice(batches, model.steps_per_execution))
-        if not batches:
+        taken = list(itertools.islice(batches, model.steps_per_execution))
+        if not taken:
             raise StopIteration
-        batches = [batching.batch_to_mesh(batch, strategy.mesh, strategy.already_sharded) for batch in batches]
+        sizes = [output_losses.size_of(batches, batch) for batch in taken]
+        taken = [batching.batch_to_mesh(batch, strategy.mesh, strategy.already_sharded) for batch in taken]
 
         def run() -> list[Any]:
             known, results = len(made), []
             try:
                 # One by one: the last of an execution may have fewer rows.
-                for batch in batches:
-                    results.append(function_of(batch)([batch]))
+                for batch, size in zip(taken, sizes, strict=True):
+                    results.append(run_one(batch, size))
                     _private.give_own_names(clients.here().wait_for_devices)
                 return results
             finally:
@@ -333,13 +347,13 @@ def _on_mesh(
 
         if not to_host:
             with (
-                strategy.operation(on_mesh, kind, batches),
+                strategy.operation(on_mesh, kind, taken),
                 failures.translated_errors(f"A step of model '{model.name}'"),
             ):
                 return run()[-1]
         # Each device keeps its samples: the pieces meet on the host, not on every device.
         with strategy.extended.results_stay_sharded(), failures.translated_errors(f"predict of model '{model.name}'"):
-            with strategy.operation(on_mesh, kind, batches):
+            with strategy.operation(on_mesh, kind, taken):
                 outputs = run()
         return tf.nest.map_structure(_joined, *outputs)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+from collections.abc import Sequence
 
 import keras
 from tensorflow.experimental import dtensor
@@ -141,7 +142,28 @@ class Placer:
         made = self._placements.get(model)
         if made is not None and made[0] == basis and _still_holds(made[1], resting):
             return _with_layers(made[1], owned)
-        placement = ModelPlacement.of(
+        placement = self.place(specs, layout_map, resting)
+        # Without the layers: they would keep the model, and with it this entry.
+        self._placements[model] = (
+            dataclasses.replace(basis, specs=[dataclasses.replace(spec, layer=None) for spec in specs]),
+            _with_layers(placement, [(variable, None) for variable, _ in owned]),
+        )
+        return placement
+
+    def place(
+        self,
+        specs: Sequence[VariableSpec],
+        layout_map: LayoutMap,
+        resting: Sequence[VariableLayout | None] = (),
+    ) -> ModelPlacement:
+        """Place variables by all settings of the strategy.
+
+        Args:
+            specs: The variables.
+            layout_map: Which of their dims the model axes shard.
+            resting: The layouts of those that stay where they are; None for others.
+        """
+        return ModelPlacement.of(
             specs,
             mesh_shape=self.mesh_shape,
             zero_stage=self.zero_stage,
@@ -153,12 +175,6 @@ class Placer:
             compression=self.compression,
             tables=self.tables,
         )
-        # Without the layers: they would keep the model, and with it this entry.
-        self._placements[model] = (
-            dataclasses.replace(basis, specs=[dataclasses.replace(spec, layer=None) for spec in specs]),
-            _with_layers(placement, [(variable, None) for variable, _ in owned]),
-        )
-        return placement
 
     def check_layouts(self, model: keras.Model) -> None:
         """Looks the layout map over for a built model, once (`tfshard.lint`).

@@ -32,7 +32,6 @@ from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
 from tfshard.layouts.compression import Compression
 from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap
-from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
 from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats
@@ -452,16 +451,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         specs = model_specs.specs_of(model)
         if placement.specs != specs or not placement.has_whole_groups():
             # Frozen since it was placed, or in groups with variables of other models: as if it were compiled now.
-            placement = ModelPlacement.of(
-                specs,
-                mesh_shape=self.mesh_shape,
-                zero_stage=self.zero_stage,
-                layout_map=placement.layout_map,
-                groups=self.analyzer,
-                slot_dtypes=self.slot_dtypes,
-                compression=self.compression,
-                tables=self.tables,
-            )
+            placement = self.place(specs, placement.layout_map)
         parts = Parts(count=self.microbatches, reduce_once=self.reduce_once)
         planned = plan_placement(
             placement,
