@@ -1,4 +1,4 @@
-"""Batches of a distributed dataset, and results of steps, in eager code: loops that were written for MirroredStrategy."""
+"""Batches of a distributed dataset and results of steps in eager code: loops written for MirroredStrategy."""
 
 import copy
 
@@ -170,7 +170,9 @@ def trained(chosen: tfshard.ShardedStrategy | None, signature: bool = False) -> 
         with tf.GradientTape() as tape:
             logits = net(x, training=True)
             loss = tf.nn.compute_average_loss(loss_object(y, logits), global_batch_size=8)
-        optimizer.apply_gradients(zip(tape.gradient(loss, net.trainable_variables), net.trainable_variables, strict=True))
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, net.trainable_variables), net.trainable_variables, strict=True)
+        )
         seen.update_state(y, logits)
         return loss, logits
 

@@ -51,7 +51,8 @@ RUNS = {
         m.train_on_batch(X[begin:end], {"p": P[begin:end], "q": Q[begin:end]})
         for begin, end in ((0, 8), (8, 16), (16, 22), (0, 8), (0, 4))],
     "test_on_batch": lambda m: [
-        m.test_on_batch(X[begin:end], {"p": P[begin:end], "q": Q[begin:end]}) for begin, end in ((0, 6), (8, 16), (0, 8))],
+        m.test_on_batch(X[begin:end], {"p": P[begin:end], "q": Q[begin:end]})
+        for begin, end in ((0, 6), (8, 16), (0, 8))],
 }  # fmt: skip
 OPTIONS = {"list": True, "loss_weights": {"p": 0.3, "q": 2.0}, "run_eagerly": True, "steps_per_execution": 2}
 
@@ -64,7 +65,9 @@ def numbers(name: str, strategy: tfshard.ShardedStrategy | None, option: str | N
     if option == "list":
         losses, metrics = list(LOSSES.values()), list(metrics.values())
         given["loss_weights"] = [0.3, 2.0]
-    tfshard.as_distributed(model).compile("adam", losses, metrics=metrics, strategy=strategy, jit_compile=False, **given)
+    tfshard.as_distributed(model).compile(
+        "adam", losses, metrics=metrics, strategy=strategy, jit_compile=False, **given
+    )
     if option == "list":
         found = model.fit(X, [P, Q], batch_size=8, shuffle=False, verbose=0).history
         found = [found, model.evaluate(X, [P, Q], batch_size=8, verbose=0)]

@@ -41,6 +41,7 @@ from tensorflow.python.types.core import Tensor as TensorType
 
 from tfshard._private.context import (
     before_first_use,
+    checks_all_numbers,
     context_is_initialized,
     default_mesh,
     dtensor_has_device,
@@ -212,6 +213,7 @@ __all__ = [
     "captured_placeholders",
     "captured_resources",
     "captures_brought",
+    "checks_all_numbers",
     "clone_being_made",
     "compile_arguments",
     "compiled_metrics",

@@ -8,6 +8,7 @@ from absl import logging as _absl_logging
 from tensorflow.dtensor.python import accelerator_util as _accelerator_util
 from tensorflow.dtensor.python import api as _dtensor_api
 from tensorflow.experimental import dtensor
+from tensorflow.python.debug.lib import check_numerics_callback as _check_numerics_callback
 from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import ops as _ops
 
@@ -91,6 +92,11 @@ def wait_for_devices() -> None:
 def next_number() -> int:
     """TensorFlow's count of operations and functions, which is in the names of functions (`ops.uid`)."""
     return int(_ops.uid())
+
+
+def checks_all_numbers() -> bool:
+    """Whether `tf.debugging.enable_check_numerics` is on in this thread (`check_numerics_callback._state`)."""
+    return hasattr(_check_numerics_callback._state, "check_numerics_callback")
 
 
 def is_eager() -> bool:

@@ -96,6 +96,7 @@ NAMES = (
             "async_wait context Context._initialized Context.ensure_initialized Context.get_function_def "
             "Context.list_function_names temporarily_disable_optionals_in_gradients"
         ),
+        "python.debug.lib.check_numerics_callback": "_state",
         "python.framework.ops": "uid",
     }),
     # functional

@@ -51,11 +51,13 @@ class CsvFile:
 
 
 class Board:
-    """Scalars for TensorBoard, `telemetry/...`, by epoch.
+    """Scalars for TensorBoard, `telemetry/...`, by epoch. Written without it: `tf.summary.scalar` needs its package.
 
     Args:
         log_dir: The directory of a TensorBoard.
     """
+
+    _SCALAR = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"}, data_class="DATA_CLASS_SCALAR")
 
     def __init__(self, log_dir: str | os.PathLike[str]):
         self._writer = tf.summary.create_file_writer(os.fspath(log_dir))
@@ -64,5 +66,5 @@ class Board:
         """Adds values at an epoch."""
         with self._writer.as_default(step=epoch):
             for name, value in values.items():
-                tf.summary.scalar(f"telemetry/{name}", value)
+                tf.summary.write(f"telemetry/{name}", tf.constant(value, tf.float32), metadata=self._SCALAR)
         self._writer.flush()

@@ -1,8 +1,8 @@
 """Tensors on the mesh that eager code may use like tensors on the host.
 
-DTensor runs an eager operation on a tensor of the mesh by itself: it refuses tensors of the host beside it, and does not
-show the value of a tensor that is sharded. A `MeshTensor` stands for such a tensor in a user's eager code. Operations,
-NumPy and Python get a tensor on the host; a step, and a `tf.function` that runs one, gets the tensor on the mesh.
+DTensor refuses an eager operation that takes a tensor of the mesh and one of the host, and does not show the value of a
+tensor that is sharded. A `MeshTensor` stands for a tensor of the mesh in a user's eager code. Operations, NumPy and
+Python get a tensor on the host; a step, and a `tf.function` that runs one, gets the tensor on the mesh.
 """
 
 import functools
@@ -35,8 +35,8 @@ class MeshTensor(_private.TensorType):  # type: ignore[misc]  # TensorFlow has n
         on_mesh: The DTensor.
     """
 
-    # To `isinstance`, in Python and in TensorFlow's `tape.watch`, it is a tensor. To TensorFlow's operations, which ask for
-    # the type itself, it is none: they convert it.
+    # To `isinstance`, in Python and in TensorFlow's `tape.watch`, it is a tensor. TensorFlow's operations ask for the
+    # type itself, and convert it.
     __class__ = property(lambda self: tf.Tensor)  # type: ignore[assignment]
 
     # NumPy leaves arithmetic with an array on its left to this class, as it does for TensorFlow's tensors.

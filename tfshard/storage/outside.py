@@ -66,8 +66,8 @@ def write(variable: View, value: tf.Tensor) -> None:
     storage = variable.storage
     if _is_updated(variable):
         raise StrategyError(
-            f"Variable '{variable.path}' is sharded, and an optimizer updates it where no ShardedStrategy runs the step. "
-            f"{_HOW_TO_RUN} If it is not to be trained: layer.trainable = False. Received: {variable!r}"
+            f"Variable '{variable.path}' is sharded, and an optimizer updates it where no ShardedStrategy runs the step."
+            f" {_HOW_TO_RUN} If it is not to be trained: layer.trainable = False. Received: {variable!r}"
         )
     if clients.here().is_launched:
         raise StrategyError(
@@ -112,8 +112,8 @@ def warn_of_update(variable: View) -> None:
         return
     _has_warned = True
     warnings.warn(
-        f"An optimizer updates variable '{variable.path}' in eager code that no ShardedStrategy runs: each value is put "
-        f"together on the host and sent back, one after the other. {_HOW_TO_RUN}",
+        f"An optimizer updates variable '{variable.path}' in eager code that no ShardedStrategy runs: each value is "
+        f"put together on the host and sent back, one after the other. {_HOW_TO_RUN}",
         stacklevel=2,
     )
 
@@ -137,9 +137,9 @@ def _used_axes(storage: Storage) -> tuple[str, ...]:
 def _in_shape(piece: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
     """Return what was read of a piece's resource, with the shape of the piece.
 
-    DTensor makes the resource say that it holds the whole variable. TensorFlow computes with shapes that it knows before
-    a function runs: a gradient by a convolution's kernel would get one for several kernels joined. An optional value has
-    the shape that is asked for.
+    DTensor makes the resource say that it holds the whole variable, and TensorFlow computes with the shapes that it
+    knows before a function runs: a gradient by a convolution's kernel would take it for several kernels, joined. An
+    optional value has the shape that is asked for.
     """
     optional = tf.raw_ops.OptionalFromValue(components=[piece])
     (known,) = tf.raw_ops.OptionalGetValue(optional=optional, output_types=[piece.dtype], output_shapes=[shape])

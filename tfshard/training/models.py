@@ -99,6 +99,8 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
                 self.optimizer.build(self.trainable_variables)
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        if isinstance(_private.distribute_strategy(self), ShardedStrategy):
+            readiness.check_process()
         # Where Keras shows the model what counts the steps of its epochs (callback.py).
         if iterator is not None:
             datasets.note_epochs(self, iterator)
@@ -152,6 +154,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         if not isinstance(strategy, ShardedStrategy):
             return super().fit(*args, **kwargs)
         kwargs = _quiet(keras.Model.fit, args, kwargs)
+        watching.check_can_write(callbacks)
         with strategy.watched.by([each for each in callbacks if isinstance(each, watching.StepWatcher)]):
             return super().fit(*args, **kwargs)
 
@@ -447,6 +450,7 @@ def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[[], Non
             "strategy must be a tfshard.ShardedStrategy; other tf.distribute strategies are used through their "
             f"scope(). Received: strategy={strategy!r} (of type {type(strategy)})"
         )
+    readiness.check_process()
     if jit_compile is True:
         unsupported.raise_jit_compile(model)
     adoption.take_over(model, strategy)

@@ -19,7 +19,7 @@ from tfshard.operations import layer_patch
 
 
 class KnownSizes:
-    """The sizes of batches that a step function of Keras knows, by the rules of `tf.function(reduce_retracing=True)`."""
+    """The batch sizes that a step function of Keras knows, as `tf.function(reduce_retracing=True)` traces it."""
 
     def __init__(self) -> None:
         self._traced: set[int] = set()

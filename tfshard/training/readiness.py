@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfshard import _private
 from tfshard.devices import transfer
-from tfshard.errors import StrategyError
+from tfshard.errors import StrategyError, UnsupportedOperationError
 from tfshard.graph.inventory import note_compiled, optimizer_variables, own_optimizers, owned_variables
 from tfshard.operations.unsupported import check_layers, raise_jit_compile
 from tfshard.storage.storage import Storage
@@ -56,6 +56,18 @@ def make_ready(model: keras.Model, strategy: Adopter) -> None:
 def forget_ready(model: keras.Model) -> None:
     """The model was compiled anew: `make_ready` looks at it again."""
     _ready.pop(model, None)
+
+
+def check_process() -> None:
+    """Raises `UnsupportedOperationError` if TensorFlow checks the numbers of all operations: DTensor cannot."""
+    if _private.checks_all_numbers():
+        raise UnsupportedOperationError(
+            "tf.debugging.enable_check_numerics() adds operations that DTensor cannot expand, behind each operation. "
+            "Call tf.debugging.disable_check_numerics(). To end training at a loss that is NaN or infinite, give fit "
+            "keras.callbacks.TerminateOnNaN(). To find where such a number comes from, put "
+            "tf.debugging.check_numerics(tensor, message) into a layer's call or a train_step, or train a few steps on "
+            "one device. Received: check_numerics enabled"
+        )
 
 
 class Places:

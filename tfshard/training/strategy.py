@@ -140,6 +140,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         compression: Compression = None,
         tables: EmbeddingTables | str | Sequence[str] | None = None,
     ):
+        readiness.check_process()
         settings_of_ranks = {name: value for name, value in locals().items() if name not in ("self", "mesh")}
         variable_layout.takes_slots_to_host(offload)
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
@@ -272,6 +273,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 "A strategy whose mesh has a pipeline axis runs the steps of models that tfshard.pipeline has cut, by "
                 f"fit and its like. For a loop of your own, leave the axis out. Received: mesh={self.pipeline_axes}"
             )
+        readiness.check_process()
         readiness.make_step_ready(fn, self)
         if _private.is_eager():
             self.adopt_global_seed()

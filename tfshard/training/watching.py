@@ -3,11 +3,14 @@
 import abc
 import contextlib
 import dataclasses
+import importlib.util
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+
+from tfshard.errors import TelemetryError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,25 @@ class StepWatcher(abc.ABC):
     @abc.abstractmethod
     def watched_step(self, step: WatchedStep) -> contextlib.AbstractContextManager[None]:
         """A context in which the step is run, and has ended on all devices."""
+
+
+def check_can_write(callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Raises `TelemetryError` if a callback needs a package that is not there: Keras would find out after an epoch."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.TensorBoard) and not _has_tensorboard():
+            raise TelemetryError(
+                "keras.callbacks.TensorBoard needs the package tensorboard, which TensorFlow does not bring since 2.21. "
+                "Install it (pip install tensorboard), or leave the callback out: "
+                "tfshard.callbacks.Telemetry(log_dir=...) writes without it. "
+                f"Received: callback={callback!r}"
+            )
+
+
+def _has_tensorboard() -> bool:
+    try:
+        return importlib.util.find_spec("tensorboard") is not None
+    except ValueError:  # What Python says of a module that is kept from being imported.
+        return False
 
 
 class Watched:
