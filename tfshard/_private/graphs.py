@@ -48,7 +48,7 @@ def resource_without_value(shape: tuple[int, ...], dtype: tf.DType) -> tf.Tensor
 _SOURCE_GRADIENT = "TfshardGradientToSource"
 
 
-@tf.RegisterGradient(_SOURCE_GRADIENT)
+@tf.RegisterGradient(_SOURCE_GRADIENT)  # type: ignore[untyped-decorator]  # TensorFlow has no types.
 def _gradient_to_source(operation: tf.Operation, upstream: tf.Tensor, _: object) -> tuple[None, tf.Tensor]:
     del operation
     return None, upstream

@@ -37,7 +37,7 @@ class MeshTensor(_private.TensorType):  # type: ignore[misc]  # TensorFlow has n
 
     # To `isinstance`, in Python and in TensorFlow's `tape.watch`, it is a tensor. TensorFlow's operations ask for the
     # type itself, and convert it.
-    __class__ = property(lambda self: tf.Tensor)  # type: ignore[assignment]
+    __class__ = property(lambda self: tf.Tensor)
 
     # NumPy leaves arithmetic with an array on its left to this class, as it does for TensorFlow's tensors.
     __array_priority__ = 100
@@ -72,7 +72,8 @@ class MeshTensor(_private.TensorType):  # type: ignore[misc]  # TensorFlow has n
 
     def numpy(self) -> np.ndarray:
         """The whole value."""
-        return self.on_host.numpy()
+        value: np.ndarray = self.on_host.numpy()
+        return value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("on_mesh", "_given"):
@@ -102,7 +103,8 @@ class MeshTensor(_private.TensorType):  # type: ignore[misc]  # TensorFlow has n
         return int(self.on_host)
 
     def __index__(self) -> int:
-        return self.on_host.__index__()
+        index: int = self.on_host.__index__()
+        return index
 
     def __complex__(self) -> complex:
         return complex(self.on_host)

@@ -66,7 +66,7 @@ def write(variable: View, value: tf.Tensor) -> None:
     storage = variable.storage
     if _is_updated(variable):
         raise StrategyError(
-            f"Variable '{variable.path}' is sharded, and an optimizer updates it where no ShardedStrategy runs the step."
+            f"Variable '{variable.path}' is sharded, and an optimizer updates it where no ShardedStrategy runs it."
             f" {_HOW_TO_RUN} If it is not to be trained: layer.trainable = False. Received: {variable!r}"
         )
     if clients.here().is_launched:
