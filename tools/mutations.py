@@ -1374,6 +1374,51 @@ MUTATIONS = [
         killed_by="tests/storage/test_formats.py::test_integers_that_devices_have_no_variables_of_rest_in_longer_ones[group]",
     ),
     Mutation(
+        area="eager code",
+        file="tfshard/storage/outside.py",
+        old="    _private.record_outside_access(variable)\n",
+        new="",
+        what="gradient tapes do not see what is read outside of steps",
+        killed_by="tests/storage/test_outside_gradients.py::test_gradients_where_no_strategy_runs_the_step_are_those_of_keras"
+        "[images-grouped]",
+    ),
+    Mutation(
+        area="eager code",
+        file="tfshard/devices/mesh_tensors.py",
+        old="value = value.on_mesh if is_step else value.on_host",
+        new="value = value.on_mesh",
+        what="every function gets a batch from the mesh",
+        killed_by="tests/training/test_eager_batches.py::test_a_function_gets_a_batch_where_its_step_takes_it",
+    ),
+    Mutation(
+        area="eager code",
+        file="tfshard/training/output_losses.py",
+        old="            sample_weight = sample_weight / _counting.rows",
+        new="            pass",
+        what="losses of several outputs weigh a remainder by its rows",
+        killed_by="tests/training/test_output_losses.py::test_losses_of_several_outputs_are_counted_as_on_one_device"
+        "[remainder-None-1]",
+    ),
+    Mutation(
+        area="planning",
+        file="tfshard/training/placements.py",
+        old="""            slot_dtypes=self.slot_dtypes,
+            slots_on_host=self.slots_on_host,
+            compression=self.compression,
+            tables=self.tables,
+        )
+
+    def check_layouts""",
+        new="""            slot_dtypes=self.slot_dtypes,
+            compression=self.compression,
+            tables=self.tables,
+        )
+
+    def check_layouts""",
+        what="slots on the host are planned on the devices",
+        killed_by="tests/training/test_strategy_plan.py::test_a_strategy_stores_what_it_planned[offload]",
+    ),
+    Mutation(
         area="GPUs",
         file="tfshard/training/adoption.py",
         old="            layer.supports_jit = False",

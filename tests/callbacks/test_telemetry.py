@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import math
+import sys
 
 import keras
 import numpy as np
@@ -241,6 +242,27 @@ def test_a_file_with_other_columns_is_refused_before_training(tmp_path):
     with pytest.raises(tfshard.errors.TelemetryError, match="has other columns .*Received: a file with the columns"):
         fit(model, tfshard.callbacks.Telemetry(tmp_path / "other.csv"))
     assert int(model.optimizer.iterations) == 0
+
+
+def test_scalars_are_written_without_tensorboard_and_its_callback_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError):
+        import tensorboard  # noqa: F401, PLC0415  # The premise.
+    model = compiled(sharded())
+    with pytest.raises(tfshard.errors.TelemetryError, match="needs the package tensorboard.*pip install tensorboard"):
+        fit(model, keras.callbacks.TensorBoard(tmp_path))
+    assert int(model.optimizer.iterations) == 0
+    told = fit(model, tfshard.callbacks.Telemetry(log_dir=tmp_path, profile_every=None), epochs=2)
+    written = {}
+    for file in tmp_path.iterdir():
+        for record in tf.data.TFRecordDataset([str(file)], buffer_size=1024):
+            event = tf.compat.v1.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                assert value.metadata.plugin_data.plugin_name == "scalars"
+                written[event.step, value.tag] = float(tf.make_ndarray(value.tensor))
+    for epoch in range(2):
+        for name in ("collective_bytes", "samples_per_second"):
+            assert written[epoch, f"telemetry/{name}"] == pytest.approx(told[name][epoch])
 
 
 def test_a_clock_without_steps_knows_nothing():

@@ -1,5 +1,6 @@
 """A step that fails on the devices fails in Python, at that step, and leaves the model as it was."""
 
+import functools
 import pathlib
 import subprocess
 import sys
@@ -267,3 +268,30 @@ def test_a_step_without_memory_says_what_holds_less():
     model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
     with pytest.raises(tf.errors.ResourceExhaustedError, match=r"recompute.*microbatches.*tfshard.advise"):
         model.fit(np.ones((8, 4), "float32"), np.ones((8, 1), "float32"), verbose=0)
+
+
+def test_checks_of_all_operations_are_refused_before_training():
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    model = tfshard.as_distributed(keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]))
+    model.compile("adam", "mse", strategy=strategy)
+    x = np.ones((8, 4), "float32")
+    refused = functools.partial(
+        pytest.raises, tfshard.errors.UnsupportedOperationError, match=r"disable_check_numerics\(\).*TerminateOnNaN"
+    )
+    tf.debugging.enable_check_numerics()
+    try:
+        with refused():
+            tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+        with refused():
+            model.compile("adam", "mse", strategy=strategy)
+        for use in (
+            lambda: model.fit(x, x, verbose=0),
+            lambda: model.evaluate(x, x, verbose=0),
+            lambda: model.train_on_batch(x, x),
+            lambda: strategy.run(tf.reduce_sum, args=(x,)),
+        ):
+            with refused():
+                use()
+    finally:
+        tf.debugging.disable_check_numerics()
+    assert np.isfinite(model.fit(x, x, verbose=0).history["loss"]).all()
