@@ -70,7 +70,8 @@ def with_gradient_to(source: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
 def describe_resource(resource: tf.Tensor, shape: tuple[int, ...], dtype: tf.DType) -> None:
     """Tell TensorFlow the shape and dtype of what an eager resource holds, which it has to know where a gradient passes
     a loop that takes the resource (`handle_data_util`)."""
-    resource._handle_data = _handle_data_util.create_handle_data(tf.TensorShape(shape), dtype)
+    data = _handle_data_util.create_handle_data(tf.TensorShape(shape), dtype)
+    _handle_data_util.set_handle_data(resource, data)
 
 
 def could_record() -> bool:

@@ -129,7 +129,7 @@ NAMES = (
         "python.framework.ops": "Graph._create_op_internal Graph._get_function Operation._update_input",
         "python.ops.cond_v2": "cond_v2 indexed_case",
         "python.ops.control_flow_v2_func_graphs": "ControlFlowFuncGraph WhileBodyFuncGraph WhileCondFuncGraph",
-        "python.ops.handle_data_util": "create_handle_data get_resource_handle_data",
+        "python.ops.handle_data_util": "create_handle_data get_resource_handle_data set_handle_data",
         "python.ops.resource_variable_ops": (
             "BaseResourceVariable._handle _variable_handle_from_shape_and_dtype variable_accessed"
         ),

@@ -6,7 +6,6 @@ TensorFlow orders reads and writes as those of any variable. So are gradients, b
 optimizer's update is refused: who trains has to say on which mesh.
 """
 
-import warnings
 from typing import Protocol
 
 import keras
@@ -14,7 +13,7 @@ import tensorflow as tf
 
 from tfshard import _private
 from tfshard.devices import clients, transfer
-from tfshard.errors import StrategyError
+from tfshard.errors import StrategyError, warn
 from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
 from tfshard.storage import steps
@@ -111,10 +110,9 @@ def warn_of_update(variable: View) -> None:
     if _has_warned or not _is_updated(variable):
         return
     _has_warned = True
-    warnings.warn(
+    warn(
         f"An optimizer updates variable '{variable.path}' in eager code that no ShardedStrategy runs: each value is "
-        f"put together on the host and sent back, one after the other. {_HOW_TO_RUN}",
-        stacklevel=2,
+        f"put together on the host and sent back, one after the other. {_HOW_TO_RUN}"
     )
 
 
