@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import re
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -61,14 +62,18 @@ _RENAMED = {("Split", "split_dim"): "axis", ("SplitV", "split_dim"): "axis"}
 def same_operation(call: Call, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The same operation on other inputs (`tf.raw_ops`)."""
     function = getattr(tf.raw_ops, call.type)
-    # Python has another name for an argument of two.
-    names = [argument.name for argument in _op_def_registry.get(call.type).input_arg]
-    names = [_RENAMED.get((call.type, name), name) for name in names]
+    waiting = iter(inputs)
+    arguments = {}
+    for argument in _op_def_registry.get(call.type).input_arg:
+        # Python has another name for an argument of two.
+        name = _RENAMED.get((call.type, argument.name), argument.name)
+        many = argument.number_attr
+        arguments[name] = list(itertools.islice(waiting, call.get_attr(many))) if many else next(waiting)
     attributes = {
-        name: call.get_attr(name) for name in inspect.signature(function).parameters if name not in (*names, "name")
+        name: call.get_attr(name) for name in inspect.signature(function).parameters if name not in (*arguments, "name")
     }
     attributes = {name: value.decode() if isinstance(value, bytes) else value for name, value in attributes.items()}
-    results = function(**dict(zip(names, inputs, strict=True)), **attributes)
+    results = function(**arguments, **attributes)
     return list(results) if isinstance(results, (list, tuple)) else [results]
 
 

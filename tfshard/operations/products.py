@@ -1,12 +1,10 @@
 """Products that DTensor does not expand: of integers of 8 bits, and of samples with samples."""
 
-import weakref
-
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.graph import dim_rules
+from tfshard.operations import samples
 
 
 def of_integers(call: _private.Call) -> tf.Tensor:
@@ -35,7 +33,7 @@ def of_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | Non
     if kept is None:
         return None
     x, y = call.inputs
-    if not _is_of_samples(y, kept[1]) or not _is_of_samples(x, kept[0]):
+    if not samples.are_in(y, kept[1]) or not samples.are_in(x, kept[0]):
         return None
     whole = [dtensor.UNSHARDED if dim == kept[1] else dtensor.MATCH for dim in range(y.shape.rank)]
     return _private.same_operation(call, [x, dtensor.relayout(y, dtensor.Layout(whole, mesh))])
@@ -51,20 +49,3 @@ def _kept_dims(call: _private.Call) -> tuple[int, int] | None:
     terms, _, result = (equation.decode() if isinstance(equation, bytes) else equation).partition("->")
     kept = [[term.index(letter) for letter in term if letter in result] for term in terms.split(",")]
     return (kept[0][0], kept[1][0]) if len(result) == 2 and all(len(each) == 1 for each in kept) else None
-
-
-# Of each graph, names and dims of tensors that are not of samples: each is followed back once.
-_others: weakref.WeakKeyDictionary[tf.Graph, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
-
-
-def _is_of_samples(tensor: tf.Tensor, dim: int) -> bool:
-    """Whether a dim of a tensor of a step is that of the samples: followed back, it is the first of what the step is
-    given."""
-    others, seen = _others.setdefault(tensor.graph, set()), set()
-    for source, place in dim_rules.way_back(tensor, dim, others):
-        is_given = source.op.type == "Placeholder" and not any(inner is source for _, inner in source.graph.captures)
-        if is_given and place == 0:
-            return True
-        seen.add((source.name, place))
-    others |= seen
-    return False

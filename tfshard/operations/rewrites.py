@@ -86,7 +86,8 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         for operation, dims_of in _DIMS.items():
             exchange[operation] = functools.partial(dims_of, mesh=mesh)
         exchange["DenseBincount"] = functools.partial(counts.counted, mesh=mesh)
-        exchange["ConcatV2"] = functools.partial(embedding_lookups.joined, mesh=mesh)
+        exchange["ConcatV2"] = functools.partial(_concat, mesh=mesh)
+        exchange.update(dict.fromkeys(dims.OF_SAMPLES, functools.partial(dims.of_samples, mesh=mesh)))
         exchange.update(dict.fromkeys(_REFUSED, _refuse))
         exchange |= {operation: functools.partial(_draw, draw, mesh) for operation, draw in _DRAWS.items()}
     for operation, function in _SCATTERS.items():
@@ -94,7 +95,6 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
     axes = axis_sizes(mesh)
     if any(axes[axis] > 1 for axis in axes.tensor) and not _private.is_eager():
         exchange["OneHot"] = selects.one_hot
-        exchange.update(dict.fromkeys(dims.OF_SAMPLES, functools.partial(dims.of_samples, mesh=mesh)))
         exchange["Sum"] = _sum
     if axes.shards_by_several and not _private.is_eager():
         exchange.update(dict.fromkeys(_private.RANDOM_OPS, functools.partial(_pin_random, mesh=mesh)))
@@ -157,6 +157,11 @@ def _sum(call: _private.Call) -> tf.Tensor | list[tf.Tensor] | None:
 def _einsum(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tensor] | None:
     spelled = einsums.without_ellipsis(call)
     return products.of_samples(call, mesh) if spelled is None else spelled
+
+
+def _concat(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tensor] | None:
+    of_gradients = embedding_lookups.joined(call, mesh)
+    return dims.concat(call, mesh) if of_gradients is None else of_gradients
 
 
 def _tile(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tensor] | None:
