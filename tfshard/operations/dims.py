@@ -12,7 +12,6 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import samples
 
@@ -43,23 +42,6 @@ def pad(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     return _with_whole_dims(call, 0, [dim for dim, both in enumerate(paddings) if any(both)], mesh)
 
 
-def concat(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """ConcatV2."""
-    tensors, axis = call.inputs[:-1], tf.get_static_value(call.inputs[-1])
-    rank = call.inputs[0].shape.rank
-    if axis is None or not rank or int(axis) % rank != 0 or not any(samples.are_in(each, 0) for each in tensors):
-        return None
-    return _with_whole_rows(call, range(len(tensors)), mesh)
-
-
-def _with_whole_rows(call: _private.Call, numbers: Sequence[int], mesh: dtensor.Mesh) -> list[tf.Tensor]:
-    """An operation that joins, cuts or moves samples: some operands whole, and each device keeps its rows of the results."""
-    inputs = list(call.inputs)
-    for number in numbers:
-        inputs[number] = transfer.whole(inputs[number], mesh)
-    return [transfer.by_sample(transfer.whole(each, mesh), mesh) for each in _private.same_operation(call, inputs)]
-
-
 # The operands of what DTensor computes for whole samples only ("must be batch parallel").
 OF_SAMPLES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Conv2D", "Conv3D", "MaxPool", "MaxPool3D", "AvgPool", "AvgPool3D"), (0,)),
@@ -78,9 +60,9 @@ def of_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | Non
     """Convolutions, poolings and resizing, of samples that are whole."""
     inputs = list(call.inputs)
     for number in OF_SAMPLES[call.type]:
-        inputs[number] = transfer.by_sample(inputs[number], mesh)
+        inputs[number] = samples.by_row(inputs[number], mesh)
     results = _private.same_operation(call, inputs)
-    return results if "Filter" in call.type else [transfer.by_sample(result, mesh) for result in results]
+    return results if "Filter" in call.type else [samples.by_row(result, mesh) for result in results]
 
 
 def sum_of_tiles(call: _private.Call) -> tf.Tensor | None:

@@ -23,6 +23,7 @@ from tfshard.operations import (
     einsums,
     embedding_lookups,
     embedding_updates,
+    joins,
     loops,
     origins,
     products,
@@ -86,7 +87,7 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         for operation, dims_of in _DIMS.items():
             exchange[operation] = functools.partial(dims_of, mesh=mesh)
         exchange["DenseBincount"] = functools.partial(counts.counted, mesh=mesh)
-        exchange["ConcatV2"] = functools.partial(_concat, mesh=mesh)
+        exchange["ConcatV2"] = functools.partial(embedding_lookups.joined, mesh=mesh)
         exchange.update(dict.fromkeys(dims.OF_SAMPLES, functools.partial(dims.of_samples, mesh=mesh)))
         exchange.update(dict.fromkeys(_REFUSED, _refuse))
         exchange |= {operation: functools.partial(_draw, draw, mesh) for operation, draw in _DRAWS.items()}
@@ -110,6 +111,21 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         if transfer.is_dtensor(tensor):
             return transfer.whole(tensor, mesh)
         return dtensor.copy_to_mesh(tensor, transfer.layout((None,) * tensor.shape.rank, mesh))
+
+    if not _private.is_eager():
+        by_rows = functools.partial(joins.rows, mesh=mesh)
+        for operation in joins.OPERATIONS:
+            before = exchange.get(operation)
+            if operation in _SLICES:
+                assert before is not None
+                exchange[operation] = _first_of(functools.partial(joins.rows_by, before, mesh=mesh), before)
+            elif operation in ("ConcatV2", "GatherV2", "Slice"):
+                assert before is not None
+                exchange[operation] = _first_of(before, by_rows)
+            else:
+                exchange[operation] = by_rows if before is None else _first_of(by_rows, before)
+        exchange["Pack"] = functools.partial(joins.stack, mesh=mesh)
+        exchange["Reshape"] = _first_of(exchange["Reshape"], functools.partial(joins.reshape, mesh=mesh))
 
     table: dict[str, Callable[[_private.Call], list[tf.Tensor] | None]] = {
         op: functools.partial(listed, function) for op, function in exchange.items()
@@ -159,9 +175,13 @@ def _einsum(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tens
     return products.of_samples(call, mesh) if spelled is None else spelled
 
 
-def _concat(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tensor] | None:
-    of_gradients = embedding_lookups.joined(call, mesh)
-    return dims.concat(call, mesh) if of_gradients is None else of_gradients
+def _first_of(*functions: Exchange) -> Exchange:
+    """The first of several that does not leave an operation as it is."""
+
+    def exchange(call: _private.Call) -> tf.Tensor | list[tf.Tensor] | None:
+        return next((found for function in functions if (found := function(call)) is not None), None)
+
+    return exchange
 
 
 def _tile(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tensor] | None:

@@ -6,8 +6,13 @@ import weakref
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
+from tfshard import _private
+from tfshard.devices import transfer
 from tfshard.graph import dim_rules
 from tfshard.layouts.axes import axis_sizes
+
+# In the names of operations that give samples in dim 0.
+_NAME = "rows_of_samples"
 
 # Of each graph, names and dims of tensors that are not of samples: each is followed back once.
 _others: weakref.WeakKeyDictionary[tf.Graph, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
@@ -16,19 +21,35 @@ _others: weakref.WeakKeyDictionary[tf.Graph, set[tuple[str, int]]] = weakref.Wea
 def are_in(tensor: tf.Tensor, dim: int) -> bool:
     """Return whether a dim of a tensor of a step is that of the samples.
 
-    Followed back, it is the first dim of what the step is given, or a dim that tfshard has sharded over the data axis.
+    Followed back, it is the first dim of what the step is given, or a dim that tfshard has pinned as one of samples.
     """
     others, seen = _others.setdefault(tensor.graph, set()), set()
     for source, place in dim_rules.way_back(tensor, dim, others):
-        if source.op.type == "Relayout":
-            if _shards_over_data(source.op.get_attr("layout").decode(), place):
+        if source.op.type == "Placeholder":
+            outer = _private.captured(source)
+            if place == 0 if outer is None else are_in(outer, place):
                 return True
-        elif source.op.type == "Placeholder" and place == 0:
-            if not any(inner is source for _, inner in source.graph.captures):
+        elif source.op.type == "Relayout":
+            is_marked = place == 0 and _NAME in source.op.name
+            if is_marked or _shards_over_data(source.op.get_attr("layout").decode(), place):
                 return True
         seen.add((source.name, place))
     others |= seen
     return False
+
+
+def by_row(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return a tensor with samples in dim 0, sharded over the data axis if the axis divides them, else replicated."""
+    with tf.name_scope(_NAME):
+        return transfer.by_sample(tensor, mesh)
+
+
+def sharded(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return a tensor with samples in a dim, sharded along it over the data axis if the axis divides them."""
+    sizes = axis_sizes(mesh)
+    axis = sizes.data if sizes.data_size > 1 and tensor.shape[dim] % sizes.data_size == 0 else None
+    dim %= tensor.shape.rank
+    return transfer.relayout(tensor, tuple(axis if each == dim else None for each in range(tensor.shape.rank)), mesh)
 
 
 @functools.cache

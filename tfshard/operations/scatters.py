@@ -18,6 +18,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.errors import UnsupportedOperationError
+from tfshard.operations import samples
 
 
 def scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -78,9 +79,12 @@ def gather_with_batch_dims(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor
 def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """TopKV2: DTensor refuses it where what is done with its result shards the last dim."""
     values, k = call.inputs
-    place = transfer.whole if values.shape.rank == 1 else transfer.by_sample
+    among_samples = values.shape.rank > 1 and not call.is_eager and samples.are_in(values, values.shape.rank - 1)
+    place = transfer.whole if values.shape.rank == 1 or among_samples else transfer.by_sample
     found = tf.raw_ops.TopKV2(input=place(values, mesh), k=k, sorted=call.get_attr("sorted"))
-    return [place(each, mesh) for each in found]
+    found = [place(each, mesh) for each in found]
+    # A transpose, as of `tf.sort` along the batch, cannot shard what is replicated.
+    return [samples.sharded(each, -1, mesh) for each in found] if among_samples else found
 
 
 def where(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:

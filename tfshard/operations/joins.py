@@ -1,0 +1,144 @@
+"""Operations that join, cut or reorder the samples of a batch: concats, stacks, slices, splits, gathers, reshapes.
+
+DTensor refuses most of them where the batch axis shards the dim ("concat dimension in sharded dimension"), or shards a
+result that cannot be, as soon as what follows works row by row. Here the operands are replicated before the operation,
+and each device keeps its rows of the result: what follows is shared out again. Each function takes a `_private.Call`
+and gives the tensors that stand for its outputs, or None where no sample is moved.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.devices import transfer
+from tfshard.graph import dim_rules
+from tfshard.layouts.axes import axis_sizes
+from tfshard.operations import samples
+
+# The operands whose first dim may be joined, cut or reordered; of ConcatV2 all but the last.
+_OPERANDS: dict[str, tuple[int, ...]] = {
+    "Split": (1,),
+    "StridedSliceGrad": (4,),
+    **dict.fromkeys(
+        ("SplitV", "Tile", "Pad", "PadV2", "MirrorPad", "MirrorPadGrad", "Slice", "StridedSlice", "Unpack", "GatherV2",
+         "ReverseV2", "Roll"),
+        (0,),
+    ),
+}  # fmt: skip
+OPERATIONS = ("ConcatV2", *_OPERANDS)
+
+
+def rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """An operation of `OPERATIONS` that joins, cuts or reorders samples along its first dim."""
+    return _rows(call, mesh, lambda given: _private.same_operation(call, given))
+
+
+def rows_by(
+    exchange: Callable[[_private.Call], tf.Tensor | None], call: _private.Call, mesh: dtensor.Mesh
+) -> list[tf.Tensor] | None:
+    """The same for one that is exchanged besides; `exchange` gives None to leave it as it is."""
+
+    def compute(given: list[tf.Tensor]) -> list[tf.Tensor]:
+        changed = dataclasses.replace(call, inputs=tuple(given))
+        result = exchange(changed)
+        return _private.same_operation(call, given) if result is None else [result]
+
+    return _rows(call, mesh, compute)
+
+
+def _rows(
+    call: _private.Call, mesh: dtensor.Mesh, compute: Callable[[list[tf.Tensor]], list[tf.Tensor]]
+) -> list[tf.Tensor] | None:
+    if call.is_eager or axis_sizes(mesh).data_size == 1:
+        return None
+    numbers = range(len(call.inputs) - 1) if call.type == "ConcatV2" else _OPERANDS[call.type]
+    tensors = [call.inputs[number] for number in numbers]
+    if not all(each.shape.rank and each.shape.is_fully_defined() for each in (*tensors, *(call.outputs or ()))):
+        return None
+    if not any(_moves_rows(call, number) for number in numbers):
+        return None
+    if any(samples.are_in(each, 0) for each in tensors):
+        place = samples.by_row
+    elif call.type == "ConcatV2" and tensors[0].shape.rank > 1 and tensors[0].dtype.is_floating:
+        place = transfer.whole  # Such as gradients of the parts of a split.
+    else:
+        return None
+    inputs = list(call.inputs)
+    for number in numbers:
+        inputs[number] = transfer.whole(inputs[number], mesh)
+    if call.type == "GatherV2":
+        inputs[1] = transfer.by_sample(inputs[1], mesh)
+    results = compute(inputs)
+    results = [transfer.whole(each, mesh) for each in results]
+    return results if _has_no_rows(call) else [place(each, mesh) for each in results]
+
+
+def _has_no_rows(call: _private.Call) -> bool:
+    """Whether an operation takes single rows apart: `x[0]`, and `tf.unstack`."""
+    return call.type == "Unpack" or (call.type == "StridedSlice" and bool(call.get_attr("shrink_axis_mask") & 1))
+
+
+def _moves_rows(call: _private.Call, number: int) -> bool:
+    """Whether an operation does something to the first dim of an operand."""
+    assert call.outputs is not None
+    if call.type in ("ReverseV2", "Roll"):
+        axes = tf.get_static_value(call.inputs[1 if call.type == "ReverseV2" else 2])
+        return axes is not None and 0 in axes.reshape(-1) % call.inputs[0].shape.rank
+    if call.type == "GatherV2":
+        return tf.get_static_value(call.inputs[2]) == 0 and not call.get_attr("batch_dims")
+    if call.type == "StridedSliceGrad":
+        return call.outputs[0].shape[0] != call.inputs[4].shape[0]
+    if call.type in ("MirrorPad", "MirrorPadGrad"):
+        return call.outputs[0].shape[0] != call.inputs[0].shape[0]
+    return not isinstance(dim_rules.advance(call.outputs[0].op, number, 0, 1), dim_rules.Flow)
+
+
+def stack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Pack along a first dim: of tensors of samples, or of floats."""
+    assert call.outputs is not None
+    rank = call.outputs[0].shape.rank
+    if call.get_attr("axis") % rank != 0 or rank < 2 or not call.outputs[0].shape.is_fully_defined():
+        return None
+    if any(samples.are_in(each, 0) for each in call.inputs):
+        inputs = [transfer.by_sample(each, mesh) for each in call.inputs]
+        (result,) = _private.same_operation(call, inputs)
+        return [samples.sharded(result, 1, mesh)]
+    if not call.inputs[0].dtype.is_floating or all(each.op.type == "Const" for each in call.inputs):
+        return None
+    inputs = [transfer.whole(each, mesh) for each in call.inputs]
+    return [transfer.whole(each, mesh) for each in _private.same_operation(call, inputs)]
+
+
+def reshape(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Reshape that merges samples with a dim in front of them, or splits them."""
+    tensor = call.inputs[0]
+    assert call.outputs is not None
+    (output,) = call.outputs
+    devices = axis_sizes(mesh).data_size
+    if call.is_eager or devices == 1 or not tensor.shape.is_fully_defined() or not output.shape.is_fully_defined():
+        return None
+    before, after = list(tensor.shape), list(output.shape)
+    for dim, size in enumerate(before):
+        if size == 1 or isinstance(dim_rules.advance(output.op, 0, dim, devices), dim_rules.Flow):
+            continue
+        if samples.are_in(tensor, dim):
+            (result,) = _private.same_operation(call, [transfer.whole(tensor, mesh), call.inputs[1]])
+            places = [each for each in _made_of(before, after, dim) if after[each] % devices == 0]
+            return [samples.sharded(result, places[0], mesh) if places else transfer.whole(result, mesh)]
+    return None
+
+
+def _made_of(before: Sequence[int], after: Sequence[int], dim: int) -> list[int]:
+    """The dims of a reshaped tensor that elements along one of its dims before lie along."""
+    behind, size = math.prod(before[dim + 1 :]), before[dim]
+    found = []
+    for place, count in enumerate(after):
+        step = math.prod(after[place + 1 :])
+        # The strides of the two overlap.
+        if count > 1 and step < behind * size and step * count > behind:
+            found.append(place)
+    return found
