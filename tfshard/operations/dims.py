@@ -37,8 +37,11 @@ def tile(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
 def pad(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Pad and PadV2."""
     paddings = tf.get_static_value(call.inputs[1])
-    if paddings is None:
-        return None
+    if paddings is None:  # The gradient of a slice that began at a tensor.
+        if not call.inputs[0].dtype.is_floating:
+            return None
+        results = _private.same_operation(call, [whole_rows(call.inputs[0], mesh), *call.inputs[1:]])
+        return [whole_rows(each, mesh) for each in results]
     return _with_whole_dims(call, 0, [dim for dim, both in enumerate(paddings) if any(both)], mesh)
 
 
@@ -84,6 +87,12 @@ def sum_of_tiles(call: _private.Call) -> tf.Tensor | None:
             tensor = tf.reshape(tensor, [*shape[:dim], times[dim], sizes[dim], *shape[dim + 1 :]])
         tensor = tf.reduce_sum(tensor, dim, keepdims=sizes[dim] == 1)
     return tf.identity(tensor)
+
+
+def whole_rows(tensor: tf.Tensor, mesh: dtensor.Mesh, kept: int = 1) -> tf.Tensor:
+    """A tensor pinned so that no axis shards a dim but dim `kept`, which stays as it is."""
+    specs = [dtensor.MATCH if dim == kept else dtensor.UNSHARDED for dim in range(tensor.shape.rank)]
+    return dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
 
 
 def _with_whole_dims(

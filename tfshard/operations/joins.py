@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -17,7 +18,7 @@ from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.graph import dim_rules
 from tfshard.layouts.axes import axis_sizes
-from tfshard.operations import samples
+from tfshard.operations import dims, samples
 
 # The operands whose first dim may be joined, cut or reordered; of ConcatV2 all but the last.
 _OPERANDS: dict[str, tuple[int, ...]] = {
@@ -57,24 +58,31 @@ def _rows(
         return None
     numbers = range(len(call.inputs) - 1) if call.type == "ConcatV2" else _OPERANDS[call.type]
     tensors = [call.inputs[number] for number in numbers]
-    if not all(each.shape.rank and each.shape.is_fully_defined() for each in (*tensors, *(call.outputs or ()))):
+    # The gradient of a slice is a Pad, whose result has no known shape if the slice began at a tensor.
+    sized = tensors if call.type in ("Pad", "PadV2") else (*tensors, *(call.outputs or ()))
+    if not all(each.shape.rank and each.shape.is_fully_defined() for each in sized):
         return None
     if not any(_moves_rows(call, number) for number in numbers):
         return None
-    if any(samples.are_in(each, 0) for each in tensors):
-        place = samples.by_row
+    if any(samples.are_in(each, 0) for each in tensors) or _is_gradient_of_concat(call):
+        brought, place = transfer.whole, samples.by_row
     elif call.type == "ConcatV2" and tensors[0].shape.rank > 1 and tensors[0].dtype.is_floating:
-        place = transfer.whole  # Such as gradients of the parts of a split.
+        brought = place = dims.whole_rows  # Such as gradients of the parts of a split.
     else:
         return None
     inputs = list(call.inputs)
     for number in numbers:
-        inputs[number] = transfer.whole(inputs[number], mesh)
+        inputs[number] = brought(inputs[number], mesh)
     if call.type == "GatherV2":
         inputs[1] = transfer.by_sample(inputs[1], mesh)
     results = compute(inputs)
-    results = [transfer.whole(each, mesh) for each in results]
+    results = [brought(each, mesh) for each in results]
     return results if _has_no_rows(call) else [place(each, mesh) for each in results]
+
+
+def _is_gradient_of_concat(call: _private.Call) -> bool:
+    """Whether a slice takes the gradient of one operand of a concat."""
+    return call.type == "Slice" and call.inputs[1].op.type == "ConcatOffset" and call.inputs[0].dtype.is_floating
 
 
 def _has_no_rows(call: _private.Call) -> bool:
@@ -87,9 +95,9 @@ def _moves_rows(call: _private.Call, number: int) -> bool:
     assert call.outputs is not None
     if call.type in ("ReverseV2", "Roll"):
         axes = tf.get_static_value(call.inputs[1 if call.type == "ReverseV2" else 2])
-        return axes is not None and 0 in axes.reshape(-1) % call.inputs[0].shape.rank
+        return axes is not None and bool(np.any(axes.reshape(-1) % call.inputs[0].shape.rank == 0))
     if call.type == "GatherV2":
-        return tf.get_static_value(call.inputs[2]) == 0 and not call.get_attr("batch_dims")
+        return bool(tf.get_static_value(call.inputs[2]) == 0 and not call.get_attr("batch_dims"))
     if call.type == "StridedSliceGrad":
         return call.outputs[0].shape[0] != call.inputs[4].shape[0]
     if call.type in ("MirrorPad", "MirrorPadGrad"):
@@ -109,8 +117,24 @@ def stack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
         return [samples.sharded(result, 1, mesh)]
     if not call.inputs[0].dtype.is_floating or all(each.op.type == "Const" for each in call.inputs):
         return None
-    inputs = [transfer.whole(each, mesh) for each in call.inputs]
-    return [transfer.whole(each, mesh) for each in _private.same_operation(call, inputs)]
+    if rank > 2 and axis_sizes(mesh).shards_by_several:
+        return None  # Such as matrices of a kernel, which a model axis may shard along any dim.
+    inputs = [dims.whole_rows(each, mesh, kept=0) for each in call.inputs]
+    return [dims.whole_rows(each, mesh) for each in _private.same_operation(call, inputs)]
+
+
+def unstack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Unpack along a first dim: of samples, or of others, whose parts stay as they are sharded."""
+    found = rows(call, mesh)
+    (tensor,) = call.inputs
+    if found is not None or call.get_attr("axis") % (tensor.shape.rank or 1) != 0 or not tensor.dtype.is_floating:
+        return found
+    if (tensor.shape.rank or 0) < 2 or not tensor.shape.is_fully_defined():
+        return None
+    if axis_sizes(mesh).shards_by_several and not samples.are_in(tensor, 1):
+        return None
+    results = _private.same_operation(call, [dims.whole_rows(tensor, mesh)])
+    return [dims.whole_rows(each, mesh, kept=0) for each in results]
 
 
 def reshape(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:

@@ -18,6 +18,7 @@ from tfshard.layouts.axes import MeshAxes, axis_sizes
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import (
     branches,
+    candidates,
     counts,
     dims,
     einsums,
@@ -68,6 +69,8 @@ _SCATTERS: dict[str, Callable[..., tf.Tensor | list[tf.Tensor] | None]] = {
     "GatherV2": scatters.gather_with_batch_dims,
     "TopKV2": scatters.top_k,
     "Where": scatters.where,
+    "SparseToDense": scatters.whole,
+    "ComputeAccidentalHits": scatters.whole,
 }
 
 
@@ -124,7 +127,9 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
                 exchange[operation] = _first_of(before, by_rows)
             else:
                 exchange[operation] = by_rows if before is None else _first_of(by_rows, before)
+        exchange |= dict.fromkeys(candidates.SAMPLERS, functools.partial(candidates.drawn, mesh=mesh))
         exchange["Pack"] = functools.partial(joins.stack, mesh=mesh)
+        exchange["Unpack"] = functools.partial(joins.unstack, mesh=mesh)
         exchange["Reshape"] = _first_of(exchange["Reshape"], functools.partial(joins.reshape, mesh=mesh))
 
     table: dict[str, Callable[[_private.Call], list[tf.Tensor] | None]] = {

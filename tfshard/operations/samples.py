@@ -30,8 +30,10 @@ def are_in(tensor: tf.Tensor, dim: int) -> bool:
             if place == 0 if outer is None else are_in(outer, place):
                 return True
         elif source.op.type == "Relayout":
-            is_marked = place == 0 and _NAME in source.op.name
-            if is_marked or _shards_over_data(source.op.get_attr("layout").decode(), place):
+            axis, data = _axes(source.op.get_attr("layout").decode(), place)
+            if axis == data or (place == 0 and _NAME in source.op.name):
+                return True
+            if axis == dtensor.MATCH and are_in(source.op.inputs[0], place):
                 return True
         seen.add((source.name, place))
     others |= seen
@@ -53,7 +55,7 @@ def sharded(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 @functools.cache
-def _shards_over_data(layout: str, dim: int) -> bool:
+def _axes(layout: str, dim: int) -> tuple[str, str | None]:
+    """What shards a dim in a layout, and the data axis of its mesh."""
     found = dtensor.Layout.from_string(layout)
-    data: str | None = axis_sizes(found.mesh).data
-    return data is not None and found.sharding_specs[dim] == data
+    return found.sharding_specs[dim], axis_sizes(found.mesh).data

@@ -52,6 +52,14 @@ def tensor_scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.whole(operation(tensor=tensor, indices=rows, updates=updates), mesh)
 
 
+def whole(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
+    """SparseToDense, and ComputeAccidentalHits, which finds the places for it."""
+    inputs = [transfer.whole(each, mesh) for each in call.inputs]
+    if call.type == "SparseToDense":
+        inputs[1] = call.inputs[1]  # A shape.
+    return [transfer.whole(each, mesh) for each in _private.same_operation(call, inputs)]
+
+
 def gather(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     """GatherNd: the elements or slices of a tensor at index tuples."""
     params, indices = (transfer.whole(each, mesh) for each in call.inputs)
@@ -80,7 +88,7 @@ def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """TopKV2: DTensor refuses it where what is done with its result shards the last dim."""
     values, k = call.inputs
     among_samples = values.shape.rank > 1 and not call.is_eager and samples.are_in(values, values.shape.rank - 1)
-    place = transfer.whole if values.shape.rank == 1 or among_samples else transfer.by_sample
+    place = transfer.whole if values.shape.rank == 1 or among_samples else samples.by_row
     found = tf.raw_ops.TopKV2(input=place(values, mesh), k=k, sorted=call.get_attr("sorted"))
     found = [place(each, mesh) for each in found]
     # A transpose, as of `tf.sort` along the batch, cannot shard what is replicated.

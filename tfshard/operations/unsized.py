@@ -37,7 +37,7 @@ _SIZED_BY_VALUES = frozenset(
     ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "ListDiff", "DynamicPartition",
      "DynamicStitch", "ParallelDynamicStitch", "NonMaxSuppressionV3", "NonMaxSuppressionV4", "NonMaxSuppressionV5",
      "NonMaxSuppressionV2", "CombinedNonMaxSuppression", "Bincount", "DenseBincount",
-     "SegmentSum", "SegmentMean", "SegmentProd", "SegmentMax", "SegmentMin")
+     "SegmentSum", "SegmentMean", "SegmentProd", "SegmentMax", "SegmentMin", "ComputeAccidentalHits")
 )  # fmt: skip
 
 

@@ -1,0 +1,44 @@
+"""Samplers of candidate classes (`tf.nn.sampled_softmax_loss`, `tf.nn.nce_loss`): every device draws the same ones.
+
+A sampler keeps its generator, and what it has learned of the classes, in its kernel. Each device has a kernel of its
+own. All of them are given the same seeds and the labels of the whole batch, so that they draw what one device draws.
+"""
+
+import dataclasses
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.devices import expansions, transfer
+from tfshard.operations import samples
+
+SAMPLERS = (
+    "AllCandidateSampler",
+    "FixedUnigramCandidateSampler",
+    "LearnedUnigramCandidateSampler",
+    "LogUniformCandidateSampler",
+    "ThreadUnsafeUnigramCandidateSampler",
+    "UniformCandidateSampler",
+)
+
+
+def drawn(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
+    """One of `SAMPLERS`, done by every device with all labels."""
+    expansions.allow_local(call.type)
+    seeds = {name: call.get_attr(name) for name in ("seed", "seed2")}
+    if not any(seeds.values()):
+        # Each kernel would choose its own.
+        seeds = _chosen_seeds()
+    changed = dataclasses.replace(call, get_attr=lambda name: seeds.get(name, call.get_attr(name)))
+    classes, of_labels, of_classes = _private.same_operation(changed, [transfer.whole(call.inputs[0], mesh)])
+    return [transfer.whole(classes, mesh), samples.by_row(of_labels, mesh), transfer.whole(of_classes, mesh)]
+
+
+def _chosen_seeds() -> dict[str, int]:
+    """Return seeds from the state of Keras's generator of the process, which is the same on all clients."""
+    with tf.init_scope():
+        state = transfer.to_host(_private.backend_variable(_private.global_seed_generator(create=True).state))
+    seed, seed2 = (int(each) for each in np.asarray(state).reshape(-1)[:2])
+    return {"seed": seed, "seed2": seed2 + 1}
