@@ -99,9 +99,9 @@ def _moves_rows(call: _private.Call, number: int) -> bool:
     if call.type == "GatherV2":
         return bool(tf.get_static_value(call.inputs[2]) == 0 and not call.get_attr("batch_dims"))
     if call.type == "StridedSliceGrad":
-        return call.outputs[0].shape[0] != call.inputs[4].shape[0]
+        return bool(call.outputs[0].shape[0] != call.inputs[4].shape[0])
     if call.type in ("MirrorPad", "MirrorPadGrad"):
-        return call.outputs[0].shape[0] != call.inputs[0].shape[0]
+        return bool(call.outputs[0].shape[0] != call.inputs[0].shape[0])
     return not isinstance(dim_rules.advance(call.outputs[0].op, number, 0, 1), dim_rules.Flow)
 
 
