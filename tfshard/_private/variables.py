@@ -116,9 +116,9 @@ def plain_variable(value: np.ndarray | tf.Tensor, like: tf.Variable) -> tf.Varia
     return variable
 
 
-def is_seed_state(variable: keras.Variable) -> bool:
-    """Whether a Keras variable is the state of a seed generator, by its name (`SeedGenerator.state`)."""
-    return bool(variable.name == "seed_generator_state")
+def is_seed_state(name: str) -> bool:
+    """Whether a name or path is that of the state of a seed generator (`SeedGenerator.state`)."""
+    return name.rpartition("/")[2] == "seed_generator_state"
 
 
 @overload

@@ -14,13 +14,13 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import expansions, transfer
 from tfshard.errors import UnsupportedOperationError
-from tfshard.layouts.axes import MeshAxes, axis_sizes
-from tfshard.layouts.variable_layout import Axes
+from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import (
     branches,
     candidates,
     counts,
     dims,
+    draws,
     einsums,
     embedding_lookups,
     embedding_updates,
@@ -93,16 +93,13 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         exchange["ConcatV2"] = functools.partial(embedding_lookups.joined, mesh=mesh)
         exchange.update(dict.fromkeys(dims.OF_SAMPLES, functools.partial(dims.of_samples, mesh=mesh)))
         exchange.update(dict.fromkeys(_REFUSED, _refuse))
-        exchange |= {operation: functools.partial(_draw, draw, mesh) for operation, draw in _DRAWS.items()}
+    exchange.update(dict.fromkeys(draws.TYPES, functools.partial(draws.draw, mesh=mesh)))
     for operation, function in _SCATTERS.items():
         exchange[operation] = functools.partial(_scattered, function, mesh)
     axes = axis_sizes(mesh)
     if any(axes[axis] > 1 for axis in axes.tensor) and not _private.is_eager():
         exchange["OneHot"] = selects.one_hot
         exchange["Sum"] = _sum
-    if axes.shards_by_several and not _private.is_eager():
-        exchange.update(dict.fromkeys(_private.RANDOM_OPS, functools.partial(_pin_random, mesh=mesh)))
-
     def listed(function: Exchange, call: _private.Call) -> list[tf.Tensor] | None:
         if rows.is_inside(call):
             # Nothing there is sharded.
@@ -209,61 +206,3 @@ def _refuse(call: _private.Call) -> None:
     raise UnsupportedOperationError(
         f"A compiled step on a mesh cannot have {_REFUSED[call.type]}. It is in {place[-1] if place else 'the step'}"
     )
-
-
-# --- Random numbers -------------------------------------------------------------------------------------
-
-# TensorFlow's own generators keep their state in the kernel, one on each device.
-_DRAWS: dict[str, Callable[..., tf.Tensor]] = {
-    "RandomStandardNormal": tf.random.stateless_normal,
-    "RandomUniform": tf.random.stateless_uniform,
-    "RandomUniformInt": tf.random.stateless_uniform,
-    "TruncatedNormal": tf.random.stateless_truncated_normal,
-}
-
-
-def _draw(draw: Callable[..., tf.Tensor], mesh: dtensor.Mesh, call: _private.Call) -> tf.Tensor | None:
-    """`tf.random.normal` and others, drawn as `keras.random` draws: by the state of Keras's generator of the process,
-    and the seeds that the operation was given."""
-    assert call.outputs is not None
-    (random,) = call.outputs
-    if not random.shape.is_fully_defined():
-        return None  # DTensor refuses it.
-    shape = tuple(random.shape)
-    state = tf.cast(_private.global_seed_generator(create=True).next(), tf.int32)
-    seed = state + tf.constant([call.get_attr("seed") % _SEEDS, call.get_attr("seed2") % _SEEDS], tf.int32)
-    limits = {"minval": call.inputs[1], "maxval": call.inputs[2]} if call.type == "RandomUniformInt" else {}
-    drawn = draw(shape, seed, dtype=random.dtype, **limits)
-    axes = axis_sizes(mesh)
-    return transfer.relayout(drawn, random_axes(shape, axes), mesh) if axes.shards_by_several else drawn
-
-
-_SEEDS = 1 << 31
-
-
-def _pin_random(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """In eager code there is nothing to pin: what one operation draws is not sharded."""
-    assert call.outputs is not None
-    (random,) = call.outputs
-    if not random.shape.is_fully_defined():
-        return None  # DTensor refuses it.
-    return transfer.relayout(random, random_axes(tuple(random.shape), axis_sizes(mesh)), mesh)
-
-
-def random_axes(shape: tuple[int, ...], mesh_shape: MeshAxes) -> Axes:
-    """The layout in which random numbers are drawn on a mesh of several axes: sharded over the batch axis only.
-
-    DTensor gives each shard of a random tensor a seed of its own, made from the device's coordinates along the axes
-    that shard the tensor. It makes such a seed once in a step, and finds it again by comparing the numbers of those
-    axes, but only as many as the tensor at hand has (`GetDeviceSeed` in TensorFlow 2.21's
-    dtensor/mlir/expansions/random_op_spmd_expander.cc). On a (batch, model) mesh, after dropout of heads or hidden
-    features, which both axes shard, dropout of a tensor that only the batch axis shards is given the seed of both. So
-    devices that should hold the same activations do not, and training goes silently wrong
-    (tests/operations/test_tensor_parallel_random.py).
-
-    If all are drawn in this layout, no seed is mistaken for another. Each device takes its part of what it drew. That
-    needs no communication, but it draws the numbers of all of the model axis. On a mesh of one axis, each shard draws
-    its own.
-    """
-    divides = bool(shape) and shape[0] % mesh_shape.data_size == 0
-    return tuple(mesh_shape.data if dim == 0 and divides else None for dim in range(len(shape)))

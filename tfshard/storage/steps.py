@@ -73,6 +73,21 @@ class RowUpdate(Protocol):
         """Writes them."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """A part of the batch that a step takes.
+
+    Attributes:
+        number: A scalar, from 0.
+        count: How many there are.
+        rows: How many rows each has, over all devices.
+    """
+
+    number: tf.Tensor
+    count: int
+    rows: int
+
+
 class Step:
     """One run of a step function, traced or eager."""
 
@@ -117,6 +132,11 @@ class Step:
         self.own_gradient: Callable[[tf.Tensor], tf.Tensor] | None = None
         # Whether it is a part of another step.
         self.is_part = False
+        # Which part of the batch it takes, if it is one.
+        self.microbatch: Microbatch | None = None
+        # How many rows the tensors have that the step takes, and the sizes of their other dims.
+        self.rows: frozenset[int] = frozenset()
+        self.other_dims: frozenset[int] = frozenset()
         # Numbers of parts, and of what is made together, that have to be used for something.
         self._tokens: list[tf.Tensor] = []
         # Numbers on host meshes that have to be used for something, by mesh and layout.
@@ -163,6 +183,16 @@ class Step:
             begin = self.blocks.pop().begin
         end = len(graph.get_operations())
         self.blocks.append(recomputing.Block(name=name, begin=begin, end=end, keeps=keeps))
+
+    def note_batch(self, batch: Any) -> None:
+        """Remembers the shapes of what the step takes."""
+        shapes = [leaf.shape.as_list() for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf) and leaf.shape.rank]
+        self.rows = frozenset(shape[0] for shape in shapes if shape[0] is not None)
+        self.other_dims = frozenset(size for shape in shapes for size in shape[1:] if size is not None)
+
+    def shapes_read(self) -> set[tuple[int, ...]]:
+        """The shapes of the trained variables that the step has read."""
+        return {tuple(variable.shape) for variable, _ in self._last_read.values()}
 
     def note_stored(self, storage: Writable, stored: tf.Tensor) -> tf.Tensor:
         """Remembers a stored value that was just read."""
@@ -651,6 +681,11 @@ def current() -> Step | None:
 def here() -> tf.Graph | None:
     """The graph that is being built; None in eager code."""
     return None if _private.is_eager() else tf.compat.v1.get_default_graph()
+
+
+def is_updating() -> bool:
+    """Whether an optimizer's update is running."""
+    return _state.updating
 
 
 def is_outside() -> bool:

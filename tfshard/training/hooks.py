@@ -238,6 +238,9 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             return fn(*args, **(kwargs or {}))  # From within merge_call: the step is open.
         strategy = self._container_strategy()
         with self.step():
+            step = current()
+            assert step is not None
+            step.note_batch((args, kwargs))
             parts = microbatches.parts_of(
                 fn,
                 args,

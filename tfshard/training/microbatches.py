@@ -4,8 +4,9 @@ A step's activations are those of a part. Its numbers are those of the whole bat
 updated (in shards, and for a group in its buffer), and optimizers get their mean, so clipping, averages of weights and
 the scale of losses are as without parts. A loss that is divided by what is not masked, or by the sum of weights, is
 divided by that of the whole batch. What depends on a batch by more than a mean differs as it does with a smaller batch:
-batch normalization has the statistics of a part, and dropout draws a mask for each. In float16 a sum over a part can
-overflow where it cancels out over the batch.
+batch normalization has the statistics of a part. In float16 a sum over a part can overflow where it cancels out over the
+batch. Random numbers are those of the whole batch: every part begins with the same seeds, and draws its rows
+(`operations/draws.py`).
 
 The parts are turns of one `tf.while_loop`, whose body is a step of its own (`steps.part_scope`): it reads variables
 there, and what it writes (metrics, statistics, seeds) goes from part to part as variables of the loop. The step
@@ -197,6 +198,7 @@ class Microbatches:
         updates: list[Update] = []
         step = steps.current()
         assert step is not None
+        step.note_batch(given)
 
         scaled: set[int] = set()
         count = self.parts.count
@@ -327,8 +329,12 @@ class Microbatches:
         ) -> tuple[Any, ...]:
             del token  # That of the last part will do.
             graph = tf.compat.v1.get_default_graph()
-            carried = {storage: loops.made_here(value) for storage, value in zip(learned.state, state, strict=True)}
+            carried = {
+                storage: loops.made_here(first if _is_seed(storage) else value)
+                for storage, first, value in zip(learned.state, at_first, state, strict=True)
+            }
             with steps.part_scope(graph, carried, self._own_gradient) as part:
+                part.microbatch = steps.Microbatch(number=number, count=count, rows=self.parts.rows)
                 done = self._trace(tf.nest.pack_sequence_as(given, part_of(number)), Shares(count, totals))
                 added = [
                     {
@@ -360,10 +366,12 @@ class Microbatches:
                 self._whole(used),
             )
 
+        # Each part draws from the same seeds: its rows of what the whole batch draws.
+        at_first = [storage.handed_on(None) for storage in learned.state]
         state, sums, outputs, token = self._while(
             body,
             (
-                [storage.handed_on(None) for storage in learned.state],
+                at_first,
                 [
                     [
                         transfer.zeros(tuple(each.shape), each.dtype, self._axes(key, each.shape.rank), self.mesh)
@@ -412,6 +420,11 @@ def parts_of(
     if parts.count == 1:
         return None
     return Microbatches(fn=fn, parts=parts, mesh=mesh, reduce_once=reduce_once, is_kerases=is_kerases)
+
+
+def _is_seed(storage: Writable) -> bool:
+    """Whether a storage is the state of a `keras.random.SeedGenerator`."""
+    return _private.is_seed_state(storage.name)
 
 
 class Shares:

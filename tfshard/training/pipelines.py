@@ -75,7 +75,7 @@ class _Seeds(keras.StatelessScope):  # type: ignore[misc]  # Keras has no types.
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         found = super().get_current_value(variable)
-        if found is None and _private.is_seed_state(variable):
+        if found is None and _private.is_seed_state(variable.name):
             seeds = tf.stack([self._number, tf.constant(self._generators * _APART, self._number.dtype)])
             self._generators += 1
             found = tf.cast(seeds, variable.dtype)
@@ -84,7 +84,7 @@ class _Seeds(keras.StatelessScope):  # type: ignore[misc]  # Keras has no types.
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, _ = update
-        if not _private.is_seed_state(variable):
+        if not _private.is_seed_state(variable.name):
             raise StrategyError(
                 f"The function of random_map writes variable '{variable.path}', which an input pipeline cannot do in a "
                 "certain order. Call its layer with training=False, or put it into the model. "

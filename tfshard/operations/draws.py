@@ -1,0 +1,290 @@
+"""Random numbers of a step: each device draws those of its own rows, as one device would draw them.
+
+TensorFlow's generator is a counter (Philox; Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"). Its
+kernels make a fixed number of elements at each count, whichever thread makes them (`FillPhiloxRandom` in TensorFlow
+2.21's core/kernels/random_op_cpu.h and random_op_gpu.h), so a device that begins at another count draws a part of what
+one device draws. DTensor's own expansion gives each shard another seed instead: other numbers than on one device.
+
+- A draw whose rows may be those of the batch (`sharded_dim`) is drawn by rows.
+- A microbatch draws its rows of what the whole batch draws. The seeds are the same in all microbatches of a step.
+- Every device makes all of other draws, and of those of generators that take a seed only (`OF_SEEDS`). DTensor leaves
+  the seed of a draw as it is where nothing shards the draw.
+- `tf.random.normal` and others keep their state in the kernel. They are drawn as `keras.random` draws.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.devices import transfer
+from tfshard.layouts.axes import axis_sizes
+from tfshard.operations import rows
+from tfshard.storage import steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generator:
+    """How an operation uses the counter.
+
+    Attributes:
+        type: The operation that takes a key and a counter.
+        samples: How many random numbers it reserves for each element; None if it makes a fixed number of elements of
+            each count.
+    """
+
+    type: str
+    samples: int | None = None
+
+    def group(self, dtype: tf.DType) -> int:
+        """How many elements begin at a count of their own."""
+        if self.type == _GAMMA:
+            return 1
+        return _WORDS // 2 if dtype.size == 8 else _WORDS
+
+    def counts(self, dtype: tf.DType) -> int:
+        """How many counts a group of elements takes."""
+        if self.samples is None:
+            return 1
+        # A gamma skips as many counts as it reserves numbers.
+        return self.samples if self.type == _GAMMA else self.samples * self.group(dtype) // _WORDS
+
+
+# Words of 32 bits at each count.
+_WORDS = 4
+_GAMMA = "StatelessRandomGammaV3"
+
+GENERATORS: dict[str, Generator] = {
+    "StatelessRandomUniformV2": Generator(type="StatelessRandomUniformV2"),
+    "StatelessRandomNormalV2": Generator(type="StatelessRandomNormalV2"),
+    "StatelessRandomUniformFullIntV2": Generator(type="StatelessRandomUniformFullIntV2"),
+    "StatelessRandomUniformIntV2": Generator(type="StatelessRandomUniformIntV2"),
+    "StatelessTruncatedNormalV2": Generator(type="StatelessTruncatedNormalV2", samples=256),
+    _GAMMA: Generator(type=_GAMMA, samples=256),
+}
+# Those with a seed in place of key, counter and algorithm draw the same.
+OLD_GENERATORS: dict[str, Generator] = {
+    "StatelessRandomUniform": GENERATORS["StatelessRandomUniformV2"],
+    "StatelessRandomNormal": GENERATORS["StatelessRandomNormalV2"],
+    "StatelessRandomUniformFullInt": GENERATORS["StatelessRandomUniformFullIntV2"],
+    "StatelessRandomUniformInt": GENERATORS["StatelessRandomUniformIntV2"],
+    "StatelessTruncatedNormal": GENERATORS["StatelessTruncatedNormalV2"],
+    "StatelessRandomGammaV2": GENERATORS[_GAMMA],
+}
+
+
+# Those that take a seed only, by the number of that input: no device can begin elsewhere.
+OF_SEEDS: dict[str, int] = {
+    "StatelessMultinomial": 2,
+    "StatelessParameterizedTruncatedNormal": 1,
+    "StatelessRandomBinomial": 1,
+    "StatelessRandomPoisson": 1,
+}
+# TensorFlow's own, whose state is in the kernel.
+STATEFUL: dict[str, str] = {
+    "RandomStandardNormal": "StatelessRandomNormalV2",
+    "RandomUniform": "StatelessRandomUniformV2",
+    "RandomUniformInt": "StatelessRandomUniformIntV2",
+    "TruncatedNormal": "StatelessTruncatedNormalV2",
+    "RandomGamma": _GAMMA,
+}
+TYPES = (*GENERATORS, *OLD_GENERATORS, *OF_SEEDS, *STATEFUL)
+
+
+def draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
+    """What a step draws, in place of what a random operation of it would give."""
+    if call.is_eager:
+        return _eager_draw(call, mesh)
+    assert call.outputs is not None
+    (random,) = call.outputs
+    if not random.shape.is_fully_defined():
+        return None  # DTensor refuses it.
+    if call.type in OF_SEEDS:
+        return _of_seed(call, mesh)
+    inputs = list(call.inputs)
+    if call.type in STATEFUL:
+        inputs[1:1] = _key_and_counter(_seed_of(call))
+    elif call.type in OLD_GENERATORS:
+        inputs[1:2] = _key_and_counter(inputs[1])
+    generator = GENERATORS.get(call.type) or OLD_GENERATORS.get(call.type) or GENERATORS[STATEFUL[call.type]]
+    _, key, counter, algorithm, *parameters = inputs
+    drawn = _Draw(
+        generator=generator, shape=tuple(random.shape), dtype=random.dtype, key=key, counter=counter,
+        algorithm=algorithm, parameters=parameters, mesh=mesh,
+    )  # fmt: skip
+    return drawn.made()
+
+
+def batch_dim(shape: tuple[int, ...]) -> int | None:
+    """The dim of a draw that is the batch's; None if there seems to be none.
+
+    A draw has the batch's rows if it has as many. One of more rows, such as one for each token or of collocation points,
+    has too, unless it is likely to meet the batch along other dims: a line, what is shaped as a variable or begins with
+    another dim of the batch. A draw is right whatever is taken for its rows; what is computed from it alone is shared
+    out if they are.
+    """
+    step = steps.current()
+    if step is None or not math.prod(shape):
+        return None
+    if shape[:1] and shape[0] in step.rows:
+        return 0
+    if steps.is_updating() or shape in step.shapes_read() or shape in _shapes_of_layers():
+        return None
+    dim = next((dim for dim, size in enumerate(shape) if size in step.rows), None)
+    if dim is not None:
+        return dim
+    is_more = len(shape) > 1 and shape[0] not in step.other_dims and shape[0] >= max(step.rows, default=0)
+    return 0 if is_more else None
+
+
+def _shapes_of_layers() -> set[tuple[int, ...]]:
+    """The shapes of the variables of the layers that are being called."""
+    layers = [caller for caller in _private.scope_callers() if isinstance(caller, keras.Layer)]
+    return {tuple(variable.shape) for layer in layers for variable in _private.own_variables(layer)}
+
+
+def sharded_dim(shape: tuple[int, ...], mesh: dtensor.Mesh) -> int | None:
+    """The dim of a draw that the batch axis shards; None if every device has all."""
+    dim, size = batch_dim(shape), axis_sizes(mesh).data_size
+    return dim if dim is not None and size > 1 and shape[dim] % size == 0 else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Draw:
+    """One draw of a step that is traced.
+
+    Attributes:
+        generator: Its generator.
+        shape: The shape, of all devices.
+        dtype: The dtype.
+        key: `(1,)`, uint64.
+        counter: `(2,)`, uint64.
+        algorithm: A scalar.
+        parameters: The bounds of integers, or the shapes of gammas.
+        mesh: The mesh.
+    """
+
+    generator: Generator
+    shape: tuple[int, ...]
+    dtype: tf.DType
+    key: tf.Tensor
+    counter: tf.Tensor
+    algorithm: tf.Tensor
+    parameters: list[tf.Tensor]
+    mesh: dtensor.Mesh
+
+    def made(self) -> tf.Tensor:
+        """The tensor, in the layout of a batch if it has the rows of one."""
+        microbatch = _microbatch()
+        rows_dim, dim = batch_dim(self.shape), sharded_dim(self.shape, self.mesh)
+        if not self._counts_other_parameters():
+            is_part = microbatch is not None and rows_dim == 0 and self.shape[0] % microbatch.rows == 0
+            if dim == 0 or is_part:
+                return self._by_rows(1 if dim is None else axis_sizes(self.mesh).data_size, microbatch if is_part else None)
+        counter = self.counter
+        if microbatch is not None and rows_dim is not None:
+            counter = _later(counter, tf.cast(microbatch.number, tf.int64) * _FAR)
+        drawn = self._drawn(list(self.shape), counter, [transfer.whole(each, self.mesh) for each in self.parameters])
+        return _shared_out(transfer.whole(drawn, self.mesh), self.mesh)
+
+    def _counts_other_parameters(self) -> bool:
+        """Whether the elements of a parameter follow each other, rather than those of a row."""
+        parameter = self.parameters[0] if self.generator.type == _GAMMA else None
+        return parameter is not None and bool(parameter.shape.rank) and parameter.shape != self.shape
+
+    def _by_rows(self, devices: int, microbatch: steps.Microbatch | None) -> tf.Tensor:
+        own = (self.shape[0] // devices, *self.shape[1:])
+        count, group = math.prod(own), self.generator.group(self.dtype)
+        parts = 1 if microbatch is None else microbatch.count
+        # By device and microbatch: a microbatch has some of the rows of each device.
+        begins = (np.arange(devices * parts) * count).reshape(devices, parts)
+        counts, more = begins // group * self.generator.counts(self.dtype), begins % group
+        with rows.inside():
+
+            def here(values: np.ndarray) -> tf.Tensor:
+                table = tf.constant(values, tf.int64)
+                line = tf.reshape(rows.enter(table, self.mesh) if devices > 1 else table, [parts])
+                return line if microbatch is None else tf.reshape(tf.gather(line, microbatch.number), [1])
+
+            parameters = self.parameters
+            if self.generator.type == _GAMMA and parameters[0].shape.rank and devices > 1:
+                parameters = [rows.enter(parameters[0], self.mesh)]
+            counter = _later(self.counter, here(counts))
+            drawn = self._drawn([count + int(more.max())] if more.any() else list(own), counter, parameters)
+            if more.any():
+                drawn = tf.reshape(tf.slice(drawn, here(more), tf.constant([count], tf.int64)), own)
+            return rows.leave(drawn, self.mesh) if devices > 1 else transfer.whole(drawn, self.mesh)
+
+    def _drawn(self, shape: list[int], counter: tf.Tensor, parameters: list[tf.Tensor]) -> tf.Tensor:
+        given: dict[str, Any] = {"shape": shape, "key": self.key, "counter": counter, "alg": self.algorithm}
+        if self.generator.type == _GAMMA:
+            given["alpha"] = parameters[0]
+        elif parameters:
+            given["minval"], given["maxval"] = parameters
+        else:
+            given["dtype"] = self.dtype
+        result: tf.Tensor = getattr(tf.raw_ops, self.generator.type)(**given)
+        return result
+
+
+# Microbatches that cannot draw their rows begin so many counts apart: none draws as many.
+_FAR = 1 << 40
+
+
+def _microbatch() -> steps.Microbatch | None:
+    step = steps.current()
+    return None if step is None else step.microbatch
+
+
+def _later(counter: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+    """A counter so many counts later. Of its two numbers the first counts: for a seed it begins at 0."""
+    moved = tf.bitcast(counter, tf.int64) + tf.reshape(counts, [1]) * tf.constant([1, 0], tf.int64)
+    return tf.bitcast(moved, tf.uint64)
+
+
+def _key_and_counter(seed: tf.Tensor) -> list[tf.Tensor]:
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    return [key, counter, tf.constant(tf.random.Algorithm.AUTO_SELECT.value)]
+
+
+def _seed_of(call: _private.Call) -> tf.Tensor:
+    """The state of Keras's generator of the process and the seeds that an operation was given."""
+    state = tf.cast(_private.global_seed_generator(create=True).next(), tf.int32)
+    return state + tf.constant([call.get_attr("seed") % _SEEDS, call.get_attr("seed2") % _SEEDS], tf.int32)
+
+
+_SEEDS = 1 << 31
+
+
+def _of_seed(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Every device draws all, each microbatch by another seed."""
+    microbatch, number = _microbatch(), OF_SEEDS[call.type]
+    inputs = [transfer.whole(each, mesh) for each in call.inputs]
+    if microbatch is not None:
+        seed = inputs[number]
+        inputs[number] = seed + tf.cast(microbatch.number, seed.dtype) * tf.constant([0, _PRIME], seed.dtype)
+    (drawn,) = _private.same_operation(call, inputs)
+    return _shared_out(transfer.whole(drawn, mesh), mesh)
+
+
+def _shared_out(drawn: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """What every device has drawn, of which each keeps its rows."""
+    dim = sharded_dim(tuple(drawn.shape), mesh)
+    axes = tuple(axis_sizes(mesh).data if each == dim else None for each in range(drawn.shape.rank))
+    return transfer.relayout(drawn, axes, mesh)
+
+
+_PRIME = 1_000_003
+
+
+def _eager_draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
+    """Every device draws all, and keeps what it has of the batch."""
+    if call.type in STATEFUL:
+        return None
+    (drawn,) = _private.same_operation(call, call.inputs)
+    return _shared_out(drawn, mesh) if transfer.is_dtensor(drawn) else drawn
