@@ -123,10 +123,10 @@ def draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
 def batch_dim(shape: tuple[int, ...]) -> int | None:
     """The dim of a draw that is the batch's; None if there seems to be none.
 
-    A draw has the batch's rows if it has as many. One of more rows, such as one for each token or of collocation points,
-    has too, unless it is likely to meet the batch along other dims: a line, what is shaped as a variable or begins with
-    another dim of the batch. A draw is right whatever is taken for its rows; what is computed from it alone is shared
-    out if they are.
+    A draw of as many rows as the batch has rows of the batch. So has a draw of more rows, such as one for each token or
+    of collocation points, unless it is likely to meet the batch along other dims: a line, a draw in the shape of a
+    variable, or one that begins with another dim of the batch. The numbers are right either way. What is computed from
+    rows of the batch is shared out.
     """
     step = steps.current()
     if step is None or not math.prod(shape):
@@ -185,7 +185,8 @@ class _Draw:
         if not self._counts_other_parameters():
             is_part = microbatch is not None and rows_dim == 0 and self.shape[0] % microbatch.rows == 0
             if dim == 0 or is_part:
-                return self._by_rows(1 if dim is None else axis_sizes(self.mesh).data_size, microbatch if is_part else None)
+                devices = 1 if dim is None else axis_sizes(self.mesh).data_size
+                return self._by_rows(devices, microbatch if is_part else None)
         counter = self.counter
         if microbatch is not None and rows_dim is not None:
             counter = _later(counter, tf.cast(microbatch.number, tf.int64) * _FAR)
@@ -201,8 +202,9 @@ class _Draw:
         own = (self.shape[0] // devices, *self.shape[1:])
         count, group = math.prod(own), self.generator.group(self.dtype)
         parts = 1 if microbatch is None else microbatch.count
-        # By device and microbatch: a microbatch has some of the rows of each device.
-        begins = (np.arange(devices * parts) * count).reshape(devices, parts)
+        # By device and microbatch.
+        blocks = np.arange(devices).reshape(devices, 1) if microbatch is None else microbatch.blocks(devices)
+        begins = blocks * count
         counts, more = begins // group * self.generator.counts(self.dtype), begins % group
         with rows.inside():
 
@@ -264,7 +266,8 @@ _SEEDS = 1 << 31
 def _of_seed(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     """Every device draws all, each microbatch by another seed."""
     microbatch, number = _microbatch(), OF_SEEDS[call.type]
-    inputs = [transfer.whole(each, mesh) for each in call.inputs]
+    # Shapes stay constants, which TensorFlow can see.
+    inputs = [each if tf.get_static_value(each) is not None else transfer.whole(each, mesh) for each in call.inputs]
     if microbatch is not None:
         seed = inputs[number]
         inputs[number] = seed + tf.cast(microbatch.number, seed.dtype) * tf.constant([0, _PRIME], seed.dtype)

@@ -100,6 +100,7 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
     if any(axes[axis] > 1 for axis in axes.tensor) and not _private.is_eager():
         exchange["OneHot"] = selects.one_hot
         exchange["Sum"] = _sum
+
     def listed(function: Exchange, call: _private.Call) -> list[tf.Tensor] | None:
         if rows.is_inside(call):
             # Nothing there is sharded.

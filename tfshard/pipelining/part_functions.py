@@ -95,16 +95,22 @@ class PartFunctions:
 
     # --- the passes
 
-    def _forward(self, takes: list[Passed]) -> Callable[[], Any]:
+    def _forward(self, takes: list[Passed], number: tf.Tensor) -> Callable[[], Any]:
         """Of a training step.
+
+        Args:
+            takes: What the part takes.
+            number: That of the microbatch, as a vector of equal elements.
 
         Returns:
             What the part gives, its losses, and what variables that it wrote had before.
         """
+        self._note_microbatch(takes, number)
         fixed = {id(variable) for variable in self.part.model.trainable_variables}
         states = [each for each, _ in inventory.owned_variables(self.part.model) if id(each) not in fixed]
         before = [tf.convert_to_tensor(each) for each in states]
         gives = self._gives(takes, training=True)
+        self._keep_seeds(number, dict(zip(map(id, states), before, strict=True)))
         losses = self._losses()
         step = steps.current()
         assert step is not None
@@ -113,6 +119,32 @@ class PartFunctions:
         self._written = [each for each, keep in zip(states, kept, strict=True) if keep]
         values = [self._whole(each) for each, keep in zip(before, kept, strict=True) if keep]
         return lambda: (gives, losses, values, step.token)
+
+    def _note_microbatch(self, takes: Sequence[Passed], number: tf.Tensor) -> None:
+        """Random numbers of the step are those of this microbatch in the whole batch."""
+        step = steps.current()
+        assert step is not None
+        step.note_batch([tensor for tensor, _ in takes])
+        if len(step.rows) == 1:
+            (rows,) = step.rows
+            step.microbatch = steps.Microbatch(
+                number=number[0], count=self._count, rows=rows, is_of_each_device=False
+            )  # fmt: skip
+
+    def _keep_seeds(self, number: tf.Tensor, before: Mapping[int, tf.Tensor]) -> None:
+        """Has all microbatches of a batch begin with the same seeds: the last one writes new ones.
+
+        Args:
+            number: That of the microbatch.
+            before: What seeds had, by the id of the variable.
+        """
+        step = steps.current()
+        assert step is not None
+        written, is_last = set(step.written), tf.equal(number[0], self._count - 1)
+        for variable, _ in inventory.owned_variables(self.part.model):
+            if _private.is_seed_state(variable.path) and _storage(variable) in written:
+                first, new = before[id(variable)], tf.convert_to_tensor(variable)
+                variable.assign(first + (new - first) * tf.cast(is_last, new.dtype))
 
     def _forward_without_training(self, takes: list[Passed]) -> tuple[list[Passed], tf.Tensor | None]:
         """What the part gives, and its losses."""
@@ -145,18 +177,24 @@ class PartFunctions:
         return [(tensor, _private.mask_of(tensor)) for tensor in outputs]
 
     def _backward(
-        self, takes: list[Passed], states: list[tf.Tensor], slopes: list[list[tf.Tensor]], of_loss: tf.Tensor | None
+        self,
+        takes: list[Passed],
+        number: tf.Tensor,
+        states: list[tf.Tensor],
+        slopes: list[list[tf.Tensor]],
+        of_loss: tf.Tensor | None,
     ) -> Callable[[], Any]:
         """Of a part that is not the last.
 
         Args:
-            takes, states: What the forward pass had.
+            takes, number, states: What the forward pass had.
             slopes: Of each output, its gradients from the parts that took it.
             of_loss: The gradient of the part's losses.
 
         Returns:
             The gradients of what it took, None of what has none; and the sums for its storages.
         """
+        self._note_microbatch(takes, number)
         with tf.GradientTape() as tape:
             takes, watched = self._watched(takes, tape)
             before = list(zip(self._written, states, strict=True))
@@ -252,6 +290,7 @@ class PartFunctions:
     def _loss_and_backward(
         self,
         takes: list[Passed],
+        number: tf.Tensor,
         others: list[Passed],
         losses: list[tf.Tensor],
         batch: tuple[Any, Any, Any],
@@ -262,6 +301,7 @@ class PartFunctions:
 
         Args:
             takes: What the part takes.
+            number: That of the microbatch, as a vector of equal elements.
             others: What other parts give of the model's outputs.
             losses: Those of other parts.
             batch: x, y and sample weights of the microbatch; x None unless the model's own `compute_loss` takes it.
@@ -271,6 +311,9 @@ class PartFunctions:
         Returns:
             Gradients of `takes`, of `others` and of `losses`; the sums for its storages; what the metrics say.
         """
+        self._note_microbatch(takes, number)
+        owned = [each for each, _ in inventory.owned_variables(self.part.model)]
+        before = {id(each): tf.convert_to_tensor(each) for each in owned if _private.is_seed_state(each.path)}
         with tf.GradientTape() as tape:
             takes, watched = self._watched(takes, tape)
             for tensor in [*(tensor for tensor, _ in others if tensor.dtype.is_floating), *losses]:
@@ -278,6 +321,7 @@ class PartFunctions:
             predicted = self._predictions(takes, others, training=True)
             loss = self._loss_of(batch, predicted, losses, totals, samples, training=True)
             scaled = self._model.optimizer.scale_loss(loss) / tf.cast(self._count, loss.dtype)
+        self._keep_seeds(number, before)
         more = [tensor if tensor.dtype.is_floating else None for tensor, _ in others]
         result = self._differentiated(tape, [scaled], None, [*watched, *more, *losses])
         logs = self._logs(batch, predicted)

@@ -246,7 +246,7 @@ class _Step:
         functions = self._functions.parts[part]
         takes = [self._take(source, number, part) for source in functions.part.takes]
         if self._training:
-            gives, losses, states, _ = functions.forward(takes)
+            gives, losses, states, _ = functions.forward(takes, _numbered(number, functions))
             self._keep(part, number, Kept(takes=takes, states=states))
         else:
             gives, losses = functions.forward_without_training(takes)
@@ -261,7 +261,9 @@ class _Step:
         kept = self._kept.pop((part, number))
         places = range(functions.part.gives)
         slopes = [self._slopes.pop((Source(part, place), number), []) for place in places]
-        found, sums, _ = functions.backward(kept.takes, kept.states, slopes, self._of_losses.pop((part, number), None))
+        found, sums, _ = functions.backward(
+            kept.takes, _numbered(number, functions), kept.states, slopes, self._of_losses.pop((part, number), None)
+        )
         self._add(part, sums)
         self._hand_back(functions, functions.part.takes, found, number)
 
@@ -283,7 +285,7 @@ class _Step:
             self.logs = functions.loss(takes, others, losses, batch, self._totals, samples)
             return
         of_takes, of_others, of_losses, sums, self.logs, _ = functions.loss_and_backward(
-            takes, others, losses, batch, self._totals, samples
+            takes, _numbered(number, functions), others, losses, batch, self._totals, samples
         )
         self._add(last, sums)
         self._hand_back(functions, functions.part.takes, of_takes, number)
@@ -397,6 +399,11 @@ class _Step:
             return value
         rows = self._rows // self.count
         return np.asarray(value)[number * rows : (number + 1) * rows]
+
+
+def _numbered(number: int, functions: PartFunctions) -> tf.Tensor:
+    """The number of a microbatch, on the mesh of a part."""
+    return _number(np.asarray(number, np.int32), functions.rank.strategy.mesh)
 
 
 def _number(value: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:

@@ -81,11 +81,20 @@ class Microbatch:
         number: A scalar, from 0.
         count: How many there are.
         rows: How many rows each has, over all devices.
+        is_of_each_device: Whether it has some of the rows that each device has of the batch. Else the rows of a
+            microbatch follow each other in the batch.
     """
 
     number: tf.Tensor
     count: int
     rows: int
+    is_of_each_device: bool = True
+
+    def blocks(self, devices: int) -> np.ndarray:
+        """`(devices, count)`: which of as many equal blocks of the batch a device has of a microbatch."""
+        if self.is_of_each_device:
+            return np.arange(devices * self.count).reshape(devices, self.count)
+        return np.arange(devices * self.count).reshape(self.count, devices).T
 
 
 class Step:

@@ -4,8 +4,8 @@ A step's activations are those of a part. Its numbers are those of the whole bat
 updated (in shards, and for a group in its buffer), and optimizers get their mean, so clipping, averages of weights and
 the scale of losses are as without parts. A loss that is divided by what is not masked, or by the sum of weights, is
 divided by that of the whole batch. What depends on a batch by more than a mean differs as it does with a smaller batch:
-batch normalization has the statistics of a part. In float16 a sum over a part can overflow where it cancels out over the
-batch. Random numbers are those of the whole batch: every part begins with the same seeds, and draws its rows
+batch normalization has the statistics of a part. In float16 a sum over a part can overflow where it cancels out over
+the batch. Random numbers are those of the whole batch: every part begins with the same seeds, and draws its rows
 (`operations/draws.py`).
 
 The parts are turns of one `tf.while_loop`, whose body is a step of its own (`steps.part_scope`): it reads variables

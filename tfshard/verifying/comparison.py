@@ -51,12 +51,9 @@ class Comparison:
         self._check_batch(on_mesh)
         self._check_stage()
         try:
-            sharded = run_sharded(subject, on_mesh, return_randoms=False)
+            sharded = run_sharded(subject, on_mesh)
             self._check_copies(sharded)
             self._check_storage("after the step")
-            subject.restore()
-            if sharded.recorder.randoms:
-                sharded = run_sharded(subject, on_mesh, return_randoms=True)
         except StepFailure as failure:
             subject.restore()
             self._explain(failure)
@@ -208,8 +205,14 @@ class Comparison:
         self._check_scattered(sharded)
         for key in [k for k in alone.values if k not in sharded.values]:
             self._not_compared[f"{key}: the sharded step does not compute it"] = None
-        floors = {"layer": 1e-3, "loss": 1e-3, "metric": 1e-3, "gradient": 1e-2 * _largest_gradient(alone)}
-        for kind in ("layer", "loss", "gradient", "update", "metric"):
+        floors = {
+            "random": 1e-3,
+            "layer": 1e-3,
+            "loss": 1e-3,
+            "metric": 1e-3,
+            "gradient": 1e-2 * _largest_gradient(alone),
+        }
+        for kind in ("random", "layer", "loss", "gradient", "update", "metric"):
             if kind == "update":
                 self._compare_updates(sharded, alone)
                 continue
@@ -328,7 +331,7 @@ class Comparison:
             tensors = {t.name: t for op in region for t in (*op.inputs, *op.outputs)}
             return [t for t in tensors.values() if operation_check.is_fetched(t) and t.graph is recorder.graph]
 
-        again = run_sharded(subject, on_mesh, select, return_randoms=True)
+        again = run_sharded(subject, on_mesh, select)
         subject.restore()
         found = operation_check.first_wrong(region, again.selected, handles, self._tolerance)
         if found is not None or not region:
@@ -383,7 +386,9 @@ class _Found:
     def place(self) -> str:
         if isinstance(self.key, str):
             return self.key
-        return f"layer '{self.key.path}' ({self.key.type})" if self.key.kind == "layer" else self.key.path or "loss"
+        if self.key.kind == "layer":
+            return f"layer '{self.key.path}' ({self.key.type})"
+        return self.key.path or ("step" if self.key.kind == "random" else "loss")
 
 
 def _largest_gradient(observed: Observed) -> float:

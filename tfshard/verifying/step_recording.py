@@ -15,7 +15,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import layer_patch, rewrites
+from tfshard.operations import draws, layer_patch
 from tfshard.operations.layer_patch import Method
 from tfshard.training import failures
 from tfshard.verifying.subject import Subject, axes_of, differing_copies
@@ -26,9 +26,9 @@ class Key:
     """What a value of a step is. The same in the sharded step and in that on one device.
 
     Attributes:
-        kind: `"layer"`, `"loss"`, `"gradient"` or `"metric"`.
+        kind: `"random"`, `"layer"`, `"loss"`, `"gradient"` or `"metric"`.
         path: Of the layer or the variable; the name of the metric.
-        call: The how manyth call of the layer, the loss or the optimizer it comes from.
+        call: The how manyth call of the layer, the loss or the optimizer it comes from, or draw of the layer.
         part: The how manyth tensor of what a layer returned, or gradient of a variable of this path.
         type: The class of a layer.
     """
@@ -43,6 +43,8 @@ class Key:
         call = f", call {self.call + 1}" if self.call else ""
         if self.kind == "loss":
             return f"the loss{call}"
+        if self.kind == "random":
+            return f"random numbers {self.call + 1} of {f'layer {self.path!r}' if self.path else 'the step'}"
         if self.kind != "layer":
             return f"{self.kind} '{self.path}'" + (f" #{self.part + 1}" if self.part else "") + call
         part = f"output {self.part + 1} of " if self.part else ""
@@ -69,8 +71,7 @@ class Recorder:
 
     Attributes:
         graph: The graph of the step.
-        values: Outputs of layers, loss and gradients, in the order of the step; a gradient may be None.
-        randoms: The results of the random operations, in order.
+        values: Random numbers, outputs of layers, loss and gradients, in the order of the step; a gradient may be None.
         spans: The calls of layers.
         left_out: What cannot be compared, and why.
     """
@@ -79,24 +80,19 @@ class Recorder:
         self,
         subject: Subject,
         *,
-        pin: Callable[[tf.Tensor], tf.Tensor] | None = None,
-        randoms: list[np.ndarray] | None = None,
-        gradients: Mapping[Key, np.ndarray | None] | None = None,
+        instead: Mapping[Key, np.ndarray | None] | None = None,
     ):
         """Args:
         subject: What is trained.
-        pin: Brings the result of a random operation to the layout in which it can be returned.
-        randoms: Numbers that random operations give, in order, instead of their own.
-        gradients: What optimizers get instead of the gradients of this step.
+        instead: What optimizers get instead of the gradients of this step, and what TensorFlow's own generators give,
+            whose state is in the kernel.
         """
         self.graph = tf.compat.v1.get_default_graph()
         self.values: dict[Key, tf.Tensor | None] = {}
-        self.randoms: list[tf.Tensor] = []
         self.spans: list[Span] = []
         self.left_out: dict[str, None] = {}
         self._subject = subject
-        self._pin, self._random_numbers = pin, randoms
-        self._gradients = gradients
+        self._given = instead
         self._calls: dict[tuple[object, ...], int] = {}
 
     @contextlib.contextmanager
@@ -178,8 +174,8 @@ class Recorder:
                 self._note(key, gradient)
                 tables = self._subject.strategy.tables
                 is_table = tables is not None and tables.matches_path(path)
-                if self._gradients is not None and not is_table:  # Whose squares depend on how it is sparse.
-                    given[i] = self._instead(gradient, self._gradients.get(key))
+                if self._given is not None and not is_table:  # Whose squares depend on how it is sparse.
+                    given[i] = self._instead(gradient, self._given.get(key))
             return apply(given, trainable_variables)
 
         return recorded
@@ -192,27 +188,17 @@ class Recorder:
         return _constant(other)
 
     def _random(self, output: tf.Tensor) -> tf.Tensor:
-        place = f"the numbers of random operation '{output.op.name}'"
-        if output.graph is not self.graph:
-            self.left_out[f"{place}: it is inside of a tf.cond or tf.while_loop, and each step draws its own"] = None
-            return output
-        number = len(self.randoms)
-        if self._pin is not None:
-            output = self._pin(output)
-        self.randoms.append(output)
-        if self._random_numbers is None:
-            return output
-        fits = number < len(self._random_numbers) and output.shape.is_compatible_with(
-            self._random_numbers[number].shape
-        )
-        if not fits:
-            self.left_out[f"{place}: the sharded step has another one in its place, and each draws its own"] = None
-            return output
-        return _constant(self._random_numbers[number])
-
-    def returned_randoms(self) -> list[tf.Tensor]:
-        """The results of random operations that can be returned from the step without changing it."""
-        return self.randoms if self._pin is not None else []
+        layers = [caller for caller in _private.scope_callers() if isinstance(caller, keras.Layer)]
+        path = (layers[-1].path or layers[-1].name) if layers else ""
+        key = Key(kind="random", path=path, call=self._number("random", path))
+        if output.op.type in draws.STATEFUL and self._given is not None:
+            given = self._given.get(key)
+            if given is None:
+                self.left_out[f"{key}: TensorFlow's own generators give other numbers on one device"] = None
+            else:
+                output = self._instead(output, given)
+        self._note(key, output)
+        return output
 
     def layer_of(self, operation: tf.Operation) -> str | None:
         """The innermost layer whose call made an operation, or whose operation it is the gradient of."""
@@ -252,7 +238,6 @@ class Observed:
         values: The values, whole on the host.
         layouts: The layout in which each value was computed; in a sharded step.
         differing: Values of which devices hold different copies: a text for each.
-        randoms: The results of random operations, if they were pinned.
         selected: The tensors that were chosen, by name.
         after: The variables after the step, by name.
     """
@@ -261,7 +246,6 @@ class Observed:
     values: Mapping[Key, np.ndarray | None]
     layouts: Mapping[Key, Axes]
     differing: Mapping[str, str]
-    randoms: list[np.ndarray]
     selected: Mapping[str, np.ndarray]
     after: Mapping[str, np.ndarray]
 
@@ -279,26 +263,15 @@ class StepFailure(Exception):
         self.error, self.recorder = error, recorder
 
 
-def run_sharded(subject: Subject, batch: Any, select: Select | None = None, *, return_randoms: bool) -> Observed:
+def run_sharded(subject: Subject, batch: Any, select: Select | None = None) -> Observed:
     """Runs a training step as `fit` does, on a batch on the mesh. The variables change.
 
     Args:
         subject: What is trained.
         batch: The batch, on the mesh.
         select: Chooses what is returned besides.
-        return_randoms: Whether to return the results of random operations. A result that is returned is not laid out
-            as one that is not, so they are brought to the layout of a batch.
     """
     strategy = subject.strategy
-
-    def pin(output: tf.Tensor) -> tf.Tensor:
-        if not output.shape.is_fully_defined():
-            return output
-        axes = rewrites.random_axes(tuple(output.shape), strategy.mesh_shape)
-        return transfer.relayout(output, axes, strategy.mesh)
-
-    def recorder(subject: Subject) -> Recorder:
-        return Recorder(subject, pin=pin if return_randoms else None)
 
     def run_step(step: Method, data: Any) -> Any:
         # Compressed gradients are not those of one device, nor meant to be.
@@ -306,17 +279,14 @@ def run_sharded(subject: Subject, batch: Any, select: Select | None = None, *, r
             return strategy.run(step, args=(data,))
 
     with failures.translated_errors(f"A step of model '{subject.model.name}'"):
-        return _run(subject, batch, run_step, recorder, select)
+        return _run(subject, batch, run_step, Recorder, select)
 
 
 def run_on_one_device(subject: Subject, batch: Any, sharded: Observed | None, select: Select | None = None) -> Observed:
-    """Runs a training step in `subject.on_one_device()`, with the random numbers of a sharded step, and its gradients
-    for the optimizers."""
+    """Runs a training step in `subject.on_one_device()`, with the gradients of a sharded step for the optimizers."""
 
     def recorder(subject: Subject) -> Recorder:
-        if sharded is None:
-            return Recorder(subject)
-        return Recorder(subject, randoms=sharded.randoms, gradients=sharded.values)
+        return Recorder(subject, instead=None if sharded is None else sharded.values)
 
     return _run(subject, batch, lambda step, data: step(data), recorder, select)
 
@@ -340,7 +310,7 @@ def _run(
 
         recorder.note_metrics(run_step(step, data))
         recorders.append(recorder)
-        tensors = [t for t in [*recorder.values.values(), *recorder.returned_randoms()] if t is not None]
+        tensors = [tensor for tensor in recorder.values.values() if tensor is not None]
         tensors += select(recorder) if select is not None else []
         chosen[id(recorder.graph)] = list({id(tensor): tensor for tensor in tensors}.values())
         return [tf.identity(tensor) if tensor.op.type == "Placeholder" else tensor
@@ -370,7 +340,6 @@ def _run(
         values={key: None if t is None else hosts[id(t)] for key, t in recorder.values.items()},
         layouts={key: layouts[id(t)] for key, t in known.items() if id(t) in layouts},
         differing=differing,
-        randoms=[hosts[id(tensor)] for tensor in recorder.returned_randoms()],
         selected={tensor.name: hosts[id(tensor)] for tensor in chosen[id(recorder.graph)]},
         after=subject.values(),
     )

@@ -20,11 +20,11 @@ from tfshard.verifying.verdict import Verification
 def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) -> Verification:
     """Runs one training step sharded and one on one device, from the same values, and compares them.
 
-    Both steps are the model's own `train_step`, traced as `fit` does. The one on one device is given the random
-    numbers that the sharded one drew, such as dropout masks. Its optimizer is given the gradients of the sharded step,
-    after they have been compared with its own: an optimizer such as Adam makes a whole step out of the rounding error
-    of a gradient that is zero. The model, its optimizer and its metrics are then as before; what the first step builds
-    is built.
+    Both steps are the model's own `train_step`, traced as `fit` does. Each draws its own random numbers, such as
+    dropout masks, which are compared. The optimizer on one device is given the gradients of the sharded step, after
+    they have been compared with its own: an optimizer such as Adam makes a whole step out of the rounding error of a
+    gradient that is zero. The model, its optimizer and its metrics are then as before; what the first step builds is
+    built.
 
     Args:
         model: A model compiled with a `tfshard.ShardedStrategy`.
@@ -49,7 +49,7 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
     >>> model.compile("adam", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
     >>> result = tfshard.verify(model, (np.ones((8, 8), "float32"), np.ones((8, 4), "float32")))
     >>> result.ok, [row.kind for row in result.compared]
-    (True, ['layer', 'loss', 'gradient', 'update', 'metric'])
+    (True, ['random', 'layer', 'loss', 'gradient', 'update', 'metric'])
     """
     strategy = _private.distribute_strategy(model)
     if not isinstance(strategy, ShardedStrategy) or not model.compiled:
