@@ -286,7 +286,7 @@ SAME = {
         "Hashing(4)(x)",
     ],
 }
-# Other random numbers than on one device.
+# The numbers of one device, drawn by rows.
 RANDOM = {
     "features": [
         "Dropout(0.5)(x)",
@@ -409,8 +409,7 @@ def reason(kind: str, call: str) -> str:
 
 def documented() -> str:
     """The table of docs/layers.md."""
-    rows = [(kind, call, "the numbers of one device") for kind, call in pairs(SAME)]
-    rows += [(kind, call, "trains; its random numbers are not those of one device") for kind, call in pairs(RANDOM)]
+    rows = [(kind, call, "the numbers of one device") for kind, call in pairs(SAME, RANDOM)]
     rows += [(kind, call, f"**refused**: {reason(kind, call)}") for kind, call in pairs(REFUSED)]
     lines = ["| Layer | Tried as | On | Result |", "|---|---|---|---|"]
     for kind, call, result in sorted(rows, key=lambda row: (layer_names(row[1])[0], row[2].startswith("**"))):

@@ -85,12 +85,12 @@ def assert_same_bits(ours: dict, expected: dict) -> None:
         np.testing.assert_array_equal(ours[key], value, err_msg=key, strict=True)
 
 
-def build(rate: float = 0.5) -> keras.Model:
+def build() -> keras.Model:
     return tfshard.Sequential(
         [
             keras.Input((13,)),
             keras.layers.Dense(17, activation="relu"),
-            keras.layers.Dropout(rate),
+            keras.layers.Dropout(0.5),
             keras.layers.BatchNormalization(),
             keras.layers.Dense(3),
         ]
@@ -114,13 +114,13 @@ def dataset(kind: str):
 
 
 def script(
-    kind: str, directory=None, *, stop_after=None, epochs: int = 2, every_steps: int = 2, rate: float = 0.5,
+    kind: str, directory=None, *, stop_after=None, epochs: int = 2, every_steps: int = 2,
     strategy=lambda: tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), **options,
 ) -> Run:  # fmt: skip
     """Trains from the beginning or, where the directory has checkpoints, from the last one."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(5)
-    model = build(rate)
+    model = build()
     model.compile(keras.optimizers.Adam(1e-2), "mse", metrics=["mae"], strategy=strategy())
     steps = Steps(stop_after)
     callbacks: list = [steps]

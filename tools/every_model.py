@@ -8,8 +8,8 @@
     python tools/every_model.py --suite=applications --results=FILE       # goes on where it was interrupted
 
 KerasHub's wheel has no tests; a checkout of its repository has them, and in each test of a backbone a small
-configuration and an input, which are what is used here. Each model has a process of its own. Dropout is off: random
-numbers are not those of one device. A head sums each output to a few numbers; three steps of SGD. Where losses differ
+configuration and an input, which are what is used here. Each model has a process of its own. Dropout is off. A
+head sums each output to a few numbers; three steps of SGD. Where losses differ
 by more than 1e-4, as where batch normalization of few values enlarges rounding, the model is trained in float64 as
 well.
 """

@@ -82,13 +82,13 @@ def test_the_callback_changes_nothing_and_saves_the_end(tmp_path):
 
 
 def test_a_run_that_goes_on_on_another_mesh_has_the_losses_and_weights_of_one_device(tmp_path):
-    """Of plain Keras that is not interrupted. Without dropout: a mesh has masks of its own."""
-    plain = script("tf.data in one order", rate=0.0, strategy=lambda: None)
-    first = script("tf.data in one order", tmp_path, rate=0.0, stop_after=9)
+    """Of plain Keras that is not interrupted, dropout included."""
+    plain = script("tf.data in one order", strategy=lambda: None)
+    first = script("tf.data in one order", tmp_path, stop_after=9)
     at = tfshard.CheckpointManager(tmp_path).open()
     assert (at.step, at.position.epoch, at.position.step) == (8, 1, 2)
     half = lambda: tfshard.ShardedStrategy(tfshard.create_mesh(batch=2), zero_stage=1)  # noqa: E731
-    resumed = script("tf.data in one order", tmp_path, rate=0.0, strategy=half)
+    resumed = script("tf.data in one order", tmp_path, strategy=half)
     for run, mesh in ((first, {"batch": 4}), (resumed, {"batch": 2})):
         assert run.model.distribute_strategy.mesh_shape == mesh
         assert any("batch" in variable.value.layout.storage for variable in run.model.optimizer.variables[2:])

@@ -104,8 +104,8 @@ WHOLE = {
     "weights": lambda x, n: x @ random.normal((12, 12), seed=1),
     "number": lambda x, n: x * random.normal((), seed=1),
 }
-# These stay sharded, too: what is computed from them is shared out.
-SHARDED = {*DRAWS, "shuffle of a dim", "categorical", "binomial", "poisson", "between", "features", "weights", "number"}
+# All but these stay sharded, too: what is computed from them is shared out.
+SHARDED = {*DRAWS, *WHOLE} - {"shuffle", "stateless shuffle", "time first"}
 
 
 def all_drawn(x: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -359,10 +359,12 @@ def test_a_model_with_dropout_trains_as_on_one_device(way: str):
     assert len(set(reference.losses)) == 3
     near = 2e-2 if way == "bfloat16" else 2e-5
     parity.assert_same(run, reference, rtol=near, atol=near, slots=False)
-    seeds = {path for path in run.weights if path.endswith("seed_generator_state")}
-    assert len(seeds) == 5
-    for path in seeds:
-        np.testing.assert_array_equal(run.weights[path], reference.weights[path])
+    ours, theirs = (
+        {v.path: np.array(v.numpy()) for v in each.model.non_trainable_variables} for each in (run, reference)
+    )
+    assert sum(path.endswith("seed_generator_state") for path in theirs) == 5
+    for path, seed in theirs.items():
+        np.testing.assert_array_equal(ours[path], seed, err_msg=path)
 
 
 def test_without_the_rows_of_each_device_training_differs(monkeypatch):
@@ -393,3 +395,79 @@ def test_blocks_that_are_computed_again_have_their_masks():
         return model.fit(x, x[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
 
     np.testing.assert_allclose(fitted(strategy_of("batch")), fitted(None), rtol=1e-5)
+
+
+# --- Microbatches ----------------------------------------------------------------------------------------
+
+
+def noisy() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(16, "tanh", name="first"),
+            layers.Dropout(0.4, seed=1),
+            layers.Dense(9, "tanh", name="second"),
+            layers.GaussianNoise(0.3, seed=2),
+            layers.Dropout(0.4, seed=3),
+            layers.Dense(1, name="last"),
+        ]
+    )
+
+
+@pytest.mark.parametrize("mesh", [{"pipeline": 2, "batch": 2}, {"pipeline": 2}], ids=str)
+def test_a_pipeline_draws_what_one_device_draws(mesh: dict[str, int]):
+    x = np.random.RandomState(4).normal(size=(24, 8)).astype("float32")
+
+    def fitted(is_pipeline: bool) -> tuple[list[float], list[np.ndarray]]:
+        keras.utils.set_random_seed(0)
+        model = noisy()
+        if is_pipeline:
+            model = tfshard.pipeline(model, ["second"], microbatches=3)
+            model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(**mesh)))
+        else:
+            model.compile("sgd", "mse", jit_compile=False)
+        history = model.fit(x, x[:, :1], batch_size=12, epochs=2, shuffle=False, verbose=0).history
+        return history["loss"], [np.array(each.numpy()) for each in model.weights + model.non_trainable_variables]
+
+    (losses, weights), (ours, others) = fitted(False), fitted(True)
+    np.testing.assert_allclose(ours, losses, rtol=1e-5)
+    for one, other in zip(weights, others, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+
+
+def test_microbatches_draw_no_numbers_twice():
+    """Nor where the batch is another dim, or a generator takes a seed only."""
+
+    class Drawing(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.generator = keras.random.SeedGenerator(0)
+
+        def call(self, x):
+            rows = tf.shape(x)[0]
+            time_first = random.normal((3, rows), seed=self.generator)[0]
+            counted = tf.cast(random.binomial((rows,), 1000.0, 0.5, seed=self.generator), "float32")
+            return tf.stack([time_first, counted, random.normal((rows,), seed=self.generator)], 1) + 0.0 * x
+
+    keras.utils.set_random_seed(0)
+    model = tfshard.Sequential([keras.Input((3,)), Drawing(), layers.Dense(3, "linear", kernel_initializer="identity")])
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2), microbatches=2)
+    seen = Seen()
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[seen], strategy=strategy)
+    model.train_on_batch(np.ones((8, 3), "float32"), np.zeros((8, 3), "float32"))
+    for column in seen.rows.numpy().T:
+        assert len(np.unique(column)) == 8, column
+
+
+class Seen(keras.metrics.Metric):
+    """The predictions of eight samples, by microbatches of four."""
+
+    def __init__(self):
+        super().__init__(name="seen")
+        self.rows = self.add_variable((8, 3), "zeros", name="rows")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.rows.assign(tf.concat([self.rows, y_pred], 0)[-8:])
+
+    def result(self):
+        return tf.reduce_sum(self.rows)

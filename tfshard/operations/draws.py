@@ -266,8 +266,7 @@ _SEEDS = 1 << 31
 def _of_seed(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     """Every device draws all, each microbatch by another seed."""
     microbatch, number = _microbatch(), OF_SEEDS[call.type]
-    # Shapes stay constants, which TensorFlow can see.
-    inputs = [each if tf.get_static_value(each) is not None else transfer.whole(each, mesh) for each in call.inputs]
+    inputs = [transfer.whole(each, mesh) if each.dtype.is_floating else each for each in call.inputs]
     if microbatch is not None:
         seed = inputs[number]
         inputs[number] = seed + tf.cast(microbatch.number, seed.dtype) * tf.constant([0, _PRIME], seed.dtype)
