@@ -264,7 +264,8 @@ def test_loops_of_a_custom_step_that_dtensor_compiles_again_train_as_on_one_devi
         losses.append([])
         for _ in range(2):
             for batch in given:
-                batch = tuple(map(tf.convert_to_tensor, batch))
+                if given is batches:
+                    batch = tuple(map(tf.convert_to_tensor, batch))
                 if not sharded:
                     loss = step(*batch)
                 else:
