@@ -7,7 +7,10 @@ functions get a `LayerPatch`. Read `rewrites` first.
     slices          slices and slice updates as DTensor expands them right
     scatters        scatters, gathers by index tuples and `tf.where`, computed whole on every device
     unsized         tensors whose shape depends on values
+    samples         which dims of the tensors of a step are those of its samples
     dims            what needs all of a dim that may be sharded: splits, tiles, paddings, convolutions
+    joins           concats, stacks, slices, splits, gathers and reshapes of the rows of a batch
+    candidates      samplers of candidate classes, the same on every device
     selects         `tf.where` by one number, one-hot vectors
     branches        which branch of a `tf.cond` is known while a step is traced
     einsums         einsums with an ellipsis, by letters
