@@ -56,6 +56,7 @@ JOINS = {
     "tile": lambda x: tf.tile(x, [3, 1]),
     "reverse": lambda x: tf.reverse(x, [0, 1]),
     "roll": lambda x: tf.roll(x, 1, 0),
+    "pad that no axis divides": lambda x: tf.pad(x, [[1, 0], [0, 0]]),
     "pad": lambda x: tf.pad(x, [[1, 3], [0, 0]]),
     "reflected pad": lambda x: tf.pad(x, [[2, 2], [0, 0]], "REFLECT"),
     "gather of numbers": lambda x: tf.gather(x, [3, 1, 15, 2, 3, 3, 0, 8]),
@@ -64,9 +65,9 @@ JOINS = {
     "take": lambda x: keras.ops.take(x, np.arange(15, -1, -1), axis=0),
     "time before the batch": lambda x: tf.reshape(tf.transpose(tf.reshape(x, (16, 2, 3)), (1, 0, 2)), (16, 6)),
     "time into the batch": lambda x: tf.reshape(tf.tanh(tf.reshape(x, (32, 3)) @ tf.ones((3, 3))), (16, 6)),
-    "pairs of rows": lambda x: tf.reshape(x, (8, 12)) @ tf.ones((12, 6)),
+    "pairs of rows": lambda x: tf.reshape(x, (8, 12)) @ (tf.ones((12, 6)) / 12),
     "halves by a reshape": lambda x: tf.reshape(x, (2, 8, 6))[1],
-    "threes by a reshape": lambda x: tf.reshape(x, (3, 32)) @ tf.ones((32, 6)),
+    "threes by a reshape": lambda x: tf.reshape(x, (3, 32)) @ (tf.ones((32, 6)) / 32),
     "patches": lambda x: patches(x) @ tf.ones((4, 6)),
     "differences of all": lambda x: tf.reshape(x[:, None] - x[None], (256, 6)),
     "distances": lambda x: tf.reduce_mean(tf.abs(x[:, None] - x[None]), 0),
@@ -141,8 +142,12 @@ def assert_matches(function, batch: np.ndarray, others: list[np.ndarray], mesh: 
     return found
 
 
+# DTensor refuses the sum that is the gradient of pairs which themselves are multiplied by each other (docs/limits.md).
+CASES = [each for each in itertools.product(JOINS, AFTERS, MESHES) if each[:2] != ("distances", "contrast")]
+
+
 @table(
-    "joined rows", ("join", "after", "mesh"), itertools.product(JOINS, AFTERS, MESHES),
+    "joined rows", ("join", "after", "mesh"), CASES,
     always=[("concat of two", "batch normalization", "batch4"), ("unstack of a stack", "top_k", "batch4"),
             ("sort", "convolution", "batch4"), ("halves by a reshape", "convolution", "batch2_model2")],
     sample=12,

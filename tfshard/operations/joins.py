@@ -64,7 +64,7 @@ def _rows(
         return None
     if not any(_moves_rows(call, number) for number in numbers):
         return None
-    if any(samples.are_in(each, 0) for each in tensors) or _is_gradient_of_concat(call):
+    if any(samples.are_in(each, 0) for each in tensors) or _is_gradient_of_a_join(call):
         brought, place = transfer.whole, samples.by_row
     elif call.type == "ConcatV2" and tensors[0].shape.rank > 1 and tensors[0].dtype.is_floating:
         brought = place = dims.whole_rows  # Such as gradients of the parts of a split.
@@ -80,9 +80,10 @@ def _rows(
     return results if _has_no_rows(call) else [place(each, mesh) for each in results]
 
 
-def _is_gradient_of_concat(call: _private.Call) -> bool:
-    """Whether a slice takes the gradient of one operand of a concat."""
-    return call.type == "Slice" and call.inputs[1].op.type == "ConcatOffset" and call.inputs[0].dtype.is_floating
+def _is_gradient_of_a_join(call: _private.Call) -> bool:
+    """Whether a slice takes the gradient of an operand of a concat or a pad: where it begins is computed."""
+    is_computed = call.type == "Slice" and call.inputs[1].op.type in ("ConcatOffset", "Reshape")
+    return is_computed and call.inputs[0].dtype.is_floating and call.inputs[0].shape.rank > 1
 
 
 def _has_no_rows(call: _private.Call) -> bool:
