@@ -249,7 +249,7 @@ def test_devices_agree_after_training_with_dropout_on_a_mesh_of_two_axes(stage: 
 
 
 def test_dtensor_by_itself_gives_replicas_different_masks():
-    """Why rewrites.random_axes exists. When this fails, TensorFlow has mended it."""
+    """Why operations/draws.py exists. When this fails, TensorFlow has mended it."""
     strategy = strategy_of({"batch": 2, "model": 2})
     ones = np.ones((BATCH, STEPS, WIDTH), "float32")
     both, batch_only = ("batch", None, "model"), ("batch", None, None)

@@ -57,7 +57,6 @@ from tfshard._private.devices import give_own_device
 from tfshard._private.epochs import EpochIterator, is_of_arrays, set_initial_epoch
 from tfshard._private.exchange import (
     ALL_RANDOM_OPS,
-    RANDOM_OPS,
     Call,
     exchanged_operations,
     recorded_outputs,
@@ -189,7 +188,6 @@ from tfshard._private.weight_files import (
 
 __all__ = [
     "ALL_RANDOM_OPS",
-    "RANDOM_OPS",
     "TRACKING_ATTRIBUTE",
     "WEIGHTS_MEMBER",
     "Call",

@@ -16,6 +16,7 @@ functions get a `LayerPatch`. Read `rewrites` first.
     einsums         einsums with an ellipsis, by letters
     counts          `tf.math.bincount` with a number of bins that is known
     rows            how each device computes something with its own rows
+    draws           random numbers: each device draws its rows of what one device draws
     row_operations  the operations that are computed so
     row_functions   `tf.map_fn`, `tf.vectorized_map`, `tf.nn.ctc_loss`
     cross_entropies cross entropy of logits with integer labels, in a third of the time of TensorFlow's kernel on CPU

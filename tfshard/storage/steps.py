@@ -92,9 +92,10 @@ class Microbatch:
 
     def blocks(self, devices: int) -> np.ndarray:
         """`(devices, count)`: which of as many equal blocks of the batch a device has of a microbatch."""
+        blocks: np.ndarray = np.arange(devices * self.count)
         if self.is_of_each_device:
-            return np.arange(devices * self.count).reshape(devices, self.count)
-        return np.arange(devices * self.count).reshape(self.count, devices).T
+            return blocks.reshape(devices, self.count)
+        return blocks.reshape(self.count, devices).T
 
 
 class Step:
