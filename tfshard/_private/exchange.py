@@ -23,8 +23,8 @@ from tfshard._private.graphs import stop_recording
 # The operations that DTensor's RandomOpSPMDExpander expands.
 RANDOM_OPS = frozenset(
     ("StatelessRandomUniform", "StatelessRandomUniformV2", "StatelessRandomUniformFullInt",
-     "StatelessRandomUniformFullIntV2", "StatelessRandomUniformInt", "StatelessRandomUniformIntV2", "StatelessRandomNormal",
-     "StatelessRandomNormalV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2")
+     "StatelessRandomUniformFullIntV2", "StatelessRandomUniformInt", "StatelessRandomUniformIntV2",
+     "StatelessRandomNormal", "StatelessRandomNormalV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2")
 )  # fmt: skip
 
 # Those, and the others that give other numbers each time.

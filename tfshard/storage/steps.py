@@ -92,10 +92,9 @@ class Microbatch:
 
     def blocks(self, devices: int) -> np.ndarray:
         """`(devices, count)`: which of as many equal blocks of the batch a device has of a microbatch."""
-        blocks: np.ndarray = np.arange(devices * self.count)
-        if self.is_of_each_device:
-            return blocks.reshape(devices, self.count)
-        return blocks.reshape(self.count, devices).T
+        shape = (devices, self.count) if self.is_of_each_device else (self.count, devices)
+        blocks: np.ndarray = np.arange(devices * self.count).reshape(shape)
+        return blocks if self.is_of_each_device else blocks.T
 
 
 class Step:
