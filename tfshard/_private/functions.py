@@ -1,6 +1,7 @@
 """The functions that TensorFlow's context holds, with those that DTensor makes of a step."""
 
 import contextlib
+import re
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,15 +14,23 @@ from tensorflow.python.ops import ctc_ops as _ctc_ops
 
 _known: set[str] = set()
 
+_DTENSOR = "DTensor"
+
 
 def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
-    """Gives the bodies of loops and branches in functions that DTensor has made since the last call names of their own.
+    """Renames what DTensor has made since the last call: bodies of loops and branches, and nodes of collectives.
 
-    DTensor names them after what its compiler once had at the same address in memory (the OpOrArgLocNameMapper of
-    TensorFlow's region_control_flow_to_functional.cc lives as long as its pass, and forgets no operation). A name that
-    two compilations give is an error: "Cannot add function". So none of those names is left to the next one. What runs
-    has its bodies in it already; the functions are looked up when TensorFlow forgets that
-    (`Context.add_function_def`, `get_function_def`, `list_function_names`, `remove_function`).
+    Bodies: DTensor names them after what its compiler once had at the same address in memory (the OpOrArgLocNameMapper
+    of TensorFlow's region_control_flow_to_functional.cc lives as long as its pass, and forgets no operation). A name
+    that two compilations give is an error: "Cannot add function". So none of those names is left to the next one. What
+    runs has its bodies in it already; the functions are looked up when TensorFlow forgets that.
+
+    Collectives: TensorFlow keeps a record of each collective and step if the node's name contains "DTensor", and never
+    drops one (`FillCollectiveParams` in collective_ops.cc, `instance_table_` in collective_param_resolver_local.h). In a
+    launched run each record is also asked of client 0. Under another name a collective has one record, which has its
+    shape: a collective whose shape follows from values keeps its name. The function that calls the renamed one is
+    removed and added again, so that the next step no longer runs what TensorFlow has made of the old one
+    (`EagerContext::RemoveFunction` drops its kernels). The next step pays for that once, with another instantiation.
 
     After each step: DTensor takes an integer or string input of fewer than 20 elements that is whole on all devices for
     a constant (ExtractSmallTensorValue in its small_constant_optimization.cc, however the tensor was made), and
@@ -45,16 +54,25 @@ def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
             if called.name in new and called.name not in bodies:
                 bodies[called.name] = f"{called.name}_{_ops.uid()}"
                 waiting.append(called.name)
-    if bodies:
+    # Those that run the owners, of which DTensor calls one on each device.
+    callers = [name for name in new if any(called.name in owners for called in _called(new[name]))]
+    with_collectives = [name for name in (*bodies, *owners) if _has_dtensor_collectives(new[name])]
+    changed = [*bodies, *owners] if bodies else with_collectives
+    if with_collectives:
+        changed = [*changed, *callers]
+    if changed:
         ended()
-        for name in [*bodies, *owners]:
+        for name in changed:
             try:
                 # The context removes what it was asked to add only, also where it had it and refused.
                 context.add_function_def(new[name])
             except tf.errors.InvalidArgumentError:
                 pass
-            context.remove_function(name)
-        for name in [*bodies, *owners]:
+            while context.has_function(name):  # Twice, if it was the same and has been counted again.
+                context.remove_function(name)
+        for name in with_collectives:
+            _rename_collectives(new[name])
+        for name in changed:
             for called in _called(new[name]):
                 called.name = bodies.get(called.name, called.name)
             new[name].signature.name = bodies.get(name, name)
@@ -62,6 +80,46 @@ def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
         names = set(context.list_function_names())
     _known.clear()
     _known.update(names)
+
+
+def _has_dtensor_collectives(function: Any) -> bool:
+    return any(_is_dtensor_collective(node) for node in function.node_def)
+
+
+def _is_dtensor_collective(node: Any) -> bool:
+    """Whether a node (`NodeDef`) is a collective of a known shape, of which TensorFlow keeps a record for each step."""
+    return node.op.startswith("Collective") and _DTENSOR in node.name and _has_static_shapes(node)
+
+
+def _has_static_shapes(node: Any) -> bool:
+    shapes = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else ()
+    return bool(shapes) and all(
+        not shape.unknown_rank and all(dim.size >= 0 for dim in shape.dim) for shape in shapes
+    )
+
+
+def _rename_collectives(function: Any) -> None:
+    """Takes "DTensor" out of the names of collectives of a function (`FunctionDef`)."""
+    taken = {node.name for node in function.node_def}
+    renamed: dict[str, str] = {}
+    for node in function.node_def:
+        if _is_dtensor_collective(node):
+            name = node.name.replace(_DTENSOR, "Mesh")
+            renamed[node.name] = name if name not in taken else f"{name}_{_ops.uid()}"
+            node.name = renamed[node.name]
+
+    def output(name: str) -> str:
+        """A reference to an output, or with "^" to a node."""
+        control, node, rest = re.fullmatch(r"(\^?)([^:]*)(.*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
+        return f"{control}{renamed.get(node, node)}{rest}"
+
+    for node in function.node_def:
+        for number, name in enumerate(node.input):
+            if _DTENSOR in name:
+                node.input[number] = output(name)
+    for results in (function.ret, function.control_ret):
+        for result, name in results.items():
+            results[result] = output(name)
 
 
 def _called(function: Any) -> Iterator[Any]:
