@@ -15,7 +15,7 @@ array([1., 2.])
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -264,11 +264,15 @@ def _agreed(kind: str, array: np.ndarray, **options: Any) -> bool:
 _seen: set[tuple[str, tuple[int, ...], str]] = set()
 
 
-def _operation(kind: str, array: np.ndarray) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def _operation(kind: str, array: np.ndarray) -> Iterator[None]:
     what = (kind, array.shape, array.dtype.name)
     first = what not in _seen
     _seen.add(what)
-    return clients.here().operation(f"{kind} of {array.dtype.name}{list(array.shape)}", first=first)
+    with clients.here().operation(f"{kind} of {array.dtype.name}{list(array.shape)}", first=first):
+        yield
+    if first:
+        _private.give_own_names()
 
 
 def _like(value: Any, array: np.ndarray) -> Any:

@@ -389,19 +389,10 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/training/models.py",
-        old="                    _private.give_own_names(clients.here().wait_for_devices)\n",
+        file="tfshard/training/strategy.py",
+        old="        _private.give_own_names_after(tf.compat.v1.get_default_graph(), clients.here().wait_for_devices)\n",
         new="",
-        what="loops of a step that is compiled again keep their names until an execution ends",
-        killed_by="tests/operations/test_control_flow.py"
-        "::test_loops_of_steps_that_dtensor_compiles_again_train_as_on_one_device[2]",
-    ),
-    Mutation(
-        area="operations",
-        file="tfshard/training/datasets.py",
-        old="        _private.give_own_names(clients.here().wait_for_devices)\n",
-        new="",
-        what="loops of a custom function's step keep their names between batches",
+        what="loops of a step in a user's function keep their names until an operation of tfshard ends",
         killed_by="tests/operations/test_control_flow.py"
         "::test_loops_of_a_custom_step_that_dtensor_compiles_again_train_as_on_one_device[run in a function]",
     ),

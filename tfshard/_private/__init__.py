@@ -69,7 +69,7 @@ from tfshard._private.functional import (
     run_through,
     standardized_inputs,
 )
-from tfshard._private.functions import ctc_with_own_names, give_own_names
+from tfshard._private.functions import ctc_with_own_names, give_own_names, give_own_names_after
 from tfshard._private.graphs import (
     TRACKING_ATTRIBUTE,
     captured,
@@ -239,6 +239,7 @@ __all__ = [
     "functional_of",
     "give_own_device",
     "give_own_names",
+    "give_own_names_after",
     "given_name",
     "global_seed_generator",
     "gradients_without_optionals",

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
+from tensorflow.python.framework import func_graph as _func_graph
 from tensorflow.python.framework import function as _function
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.ops import ctc_ops as _ctc_ops
@@ -15,6 +16,10 @@ from tensorflow.python.ops import ctc_ops as _ctc_ops
 _known: set[str] = set()
 
 _DTENSOR = "DTensor"
+
+# Names of the graphs of functions in which a step runs.
+_with_steps: set[str] = set()
+_CALLED = re.compile(r"__(?:inference|forward|backward)_(.*)_\d+")
 
 
 def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
@@ -26,8 +31,8 @@ def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
     runs has its bodies in it already; the functions are looked up when TensorFlow forgets that.
 
     Collectives: TensorFlow keeps a record of each collective and step if the node's name contains "DTensor", and never
-    drops one (`FillCollectiveParams` in collective_ops.cc, `instance_table_` in collective_param_resolver_local.h). In a
-    launched run each record is also asked of client 0. Under another name a collective has one record, which has its
+    drops one (`FillCollectiveParams` in collective_ops.cc, `CollectiveParamResolverLocal::instance_table_`). Clients of
+    a launched run also ask client 0 for each record. Under another name a collective has one record, which has its
     shape: a collective whose shape follows from values keeps its name. The function that calls the renamed one is
     removed and added again, so that the next step no longer runs what TensorFlow has made of the old one
     (`EagerContext::RemoveFunction` drops its kernels). The next step pays for that once, with another instantiation.
@@ -82,6 +87,32 @@ def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
     _known.update(names)
 
 
+def give_own_names_after(graph: tf.Graph, ended: Callable[[], object]) -> None:
+    """Calls `give_own_names` after each call of the function that is being traced (`Context.call_function`).
+
+    Args:
+        graph: A graph of the function, or of a function in it.
+        ended: As of `give_own_names`.
+    """
+    while isinstance(graph.outer_graph, _func_graph.FuncGraph):
+        graph = graph.outer_graph
+    _with_steps.add(graph.name)
+    context = _context.context()
+    if "call_function" in vars(context):
+        return
+    call = context.call_function
+
+    def call_function(name: bytes, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(name, *args, **kwargs)
+        finally:
+            called = _CALLED.fullmatch(name.decode())
+            if called is not None and called[1] in _with_steps:
+                give_own_names(ended)
+
+    context.call_function = call_function
+
+
 def _has_dtensor_collectives(function: Any) -> bool:
     return any(_is_dtensor_collective(node) for node in function.node_def)
 
@@ -93,9 +124,7 @@ def _is_dtensor_collective(node: Any) -> bool:
 
 def _has_static_shapes(node: Any) -> bool:
     shapes = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else ()
-    return bool(shapes) and all(
-        not shape.unknown_rank and all(dim.size >= 0 for dim in shape.dim) for shape in shapes
-    )
+    return bool(shapes) and all(not shape.unknown_rank and all(dim.size >= 0 for dim in shape.dim) for shape in shapes)
 
 
 def _rename_collectives(function: Any) -> None:

@@ -107,8 +107,9 @@ NAMES = (
     }),
     # functions
     *_all("tensorflow", "2.19", {
-        "python.eager.context": "Context.add_function_def Context.get_function_def Context.has_function "
-        "Context.list_function_names Context.remove_function context",
+        "python.eager.context": "Context.add_function_def Context.call_function Context.get_function_def "
+        "Context.has_function Context.list_function_names Context.remove_function context",
+        "python.framework.func_graph": "FuncGraph FuncGraph.outer_graph",
         "python.framework.function": "Defun",
         "python.framework.ops": "uid",
         "python.ops.ctc_ops": "function",

@@ -52,8 +52,6 @@ class ShardedIterator:
         if self.is_at_end():
             raise StopIteration
         batch = self._ahead.pop()
-        # A step that takes it need be no operation of ours.
-        _private.give_own_names(clients.here().wait_for_devices)
         if self._mesh is None:
             return batch
         on_mesh = batch_to_mesh(batch, self._mesh, self._already_sharded)

@@ -342,7 +342,6 @@ def _on_mesh(
                 # One by one: the last of an execution may have fewer rows.
                 for batch, size in zip(taken, sizes, strict=True):
                     results.append(run_one(batch, size))
-                    _private.give_own_names(clients.here().wait_for_devices)
                 return results
             finally:
                 if len(made) > known:  # Also of a step that failed: what it made may move before the next.
