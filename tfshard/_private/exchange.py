@@ -1,7 +1,9 @@
 """Operations that are exchanged for others, or only seen, as a step is traced or runs."""
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import re
@@ -9,9 +11,11 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.dtensor.python import api as _dtensor_api
 from tensorflow.python import pywrap_tfe as _pywrap_tfe
+from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import core as _core
 from tensorflow.python.eager import execute as _execute
 from tensorflow.python.framework import op_callbacks as _op_callbacks
@@ -187,6 +191,105 @@ def _bring(inputs: Sequence[tf.Tensor], numbers: Iterable[int], sharded: bool) -
                 yield number, bring(inputs[number])
 
 
+# DTensor takes tensors of fewer elements and of these dtypes for constants (small_constant_optimization.cc).
+_CONSTANT_ELEMENTS = 20
+_CONSTANT_DTYPES = frozenset((tf.float32, tf.int32, tf.int64))
+_RESOURCE = tf.resource.as_datatype_enum
+
+# Arguments that DTensor has to know to expand an operation, by name.
+_STRUCTURE = re.compile(
+    r"(?:.*(?:shape|size|split|dim|dimension|axis|begin|end|stride|multiple|perm|padding|reduction_indices|segments)"
+    r"|k|depth|start|limit|delta|shift|diagonal|crops|alg)(?:e?s)?"
+)
+
+
+def _is_small(tensor: Any) -> bool:
+    return (
+        isinstance(tensor, tf.__internal__.EagerTensor)
+        and tensor.dtype in _CONSTANT_DTYPES
+        and tensor.shape.num_elements() < _CONSTANT_ELEMENTS
+    )
+
+
+@functools.cache
+def _is_structure(op_type: str) -> tuple[bool, ...]:
+    """Which arguments of an operation DTensor has to know to expand it; empty where that is not to be seen."""
+    definition = _op_def_registry.get(op_type)
+    if definition is None or definition.is_stateful:
+        return ()
+    arguments = definition.input_arg
+    if any(each.number_attr or each.type_list_attr or each.type == _RESOURCE for each in arguments):
+        return ()
+    return tuple(_STRUCTURE.fullmatch(each.name) is not None for each in arguments)
+
+
+def _is_compiled_for_values(op_type: str, arguments: Sequence[Any]) -> bool:
+    """Whether DTensor compiles an eager operation again for other values of its operands (`ShouldFoldInput` in
+    dtensor_device_util.h). Not without a sharded operand: it runs on one device then (`eager_pure_optimization`).
+
+    Args:
+        op_type: The operation.
+        arguments: What it takes, perhaps with other things between and behind.
+    """
+    structure = _is_structure(op_type)
+    tensors = [each for each in arguments if isinstance(each, tf.__internal__.EagerTensor)]
+    if len(tensors) < 2 or len(tensors) != len(structure):
+        return False
+    small = [each for each, known in zip(tensors, structure, strict=True) if not known and _is_small(each)]
+    if not small:
+        return False
+    on_mesh = [each for each in tensors if _dtensor_api.is_dtensor(each)]
+    if all(_is_whole(each) for each in on_mesh):
+        return False
+    if any(each is other for each in small for other in on_mesh):
+        return True
+    values = _host_values[op_type, tuple(each.shape for each in tensors)]
+    if len(values) < _HOST_VALUES:
+        values.add(tuple(each.numpy().tobytes() for each in small))
+    return len(values) == _HOST_VALUES
+
+
+def _is_whole(tensor: tf.Tensor) -> bool:
+    return bool(_dtensor_api.fetch_layout(tensor).is_fully_replicated())
+
+
+# Functions of one operation, by the operation, its attributes and what is known of its operands.
+_operations: dict[tuple[Any, ...], tf.types.experimental.ConcreteFunction] = {}
+
+# Values from the host that an operation took beside a sharded operand: the constants of a step are a few.
+_host_values: dict[tuple[str, tuple[tf.TensorShape, ...]], set[tuple[bytes, ...]]] = collections.defaultdict(set)
+_HOST_VALUES = 4
+
+
+def _run_for_all_values(
+    op_type: str, num_outputs: int, inputs: Sequence[tf.Tensor], attrs: Sequence[Any], operands: Sequence[int]
+) -> list[tf.Tensor]:
+    """Runs an eager operation as a function. DTensor compiles a function once or twice: for the values of the first
+    call, and then for all values of what has changed.
+
+    Args:
+        op_type: The operation.
+        num_outputs: How many tensors it gives.
+        inputs: What it takes.
+        attrs: Names and values of its attributes in turn.
+        operands: The numbers of those inputs that DTensor need not know.
+    """
+    known = {number: np.asarray(each) for number, each in enumerate(inputs) if number not in operands}
+    specs = [tf.TensorSpec(inputs[number].shape, inputs[number].dtype) for number in operands]
+    structure = tuple((number, each.dtype.name, each.shape, each.tobytes()) for number, each in known.items())
+    key = (op_type, repr(attrs), tuple(specs), structure)
+    if key not in _operations:
+        call = Call(type=op_type, inputs=(), get_attr=dict(zip(attrs[::2], attrs[1::2], strict=True)).__getitem__)
+
+        def operation(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            taken = dict(zip(operands, tensors, strict=True))
+            return same_operation(call, [taken[n] if n in taken else tf.constant(known[n]) for n in range(len(inputs))])
+
+        _operations[key] = tf.function(operation, autograph=False).get_concrete_function(*specs)
+    name = _operations[key].function_def.signature.name.encode()
+    return list(_context.context().call_function(name, [inputs[number] for number in operands], num_outputs))
+
+
 def _install_eager_exchange() -> Callable[[], None]:
     """Replaces the two functions, and returns what puts them back."""
     fast, slow = _pywrap_tfe.TFE_Py_FastPathExecute, _execute.execute
@@ -197,7 +300,7 @@ def _install_eager_exchange() -> Callable[[], None]:
 
     def exchanging_fast(context: Any, op_name: str, *args: Any) -> Any:
         table = _eager_exchanges.table
-        if table is not None and op_name in table:
+        if table is not None and (op_name in table or _is_compiled_for_values(op_name, args)):
             raise other_way(op_name)
         try:
             return fast(context, op_name, *args)
@@ -230,11 +333,15 @@ def _install_eager_exchange() -> Callable[[], None]:
                 return list(replaced)
         inputs = list(inputs)
         while True:
+            numbers: Sequence[int] = range(len(inputs))
             try:
-                return slow(op_name, num_outputs, inputs, attrs, ctx, name)
+                if table is None or not _is_compiled_for_values(op_type, inputs):
+                    return slow(op_name, num_outputs, inputs, attrs, ctx, name)
+                numbers = [number for number, known in enumerate(_is_structure(op_type)) if not known]
+                return _run_for_all_values(op_type, num_outputs, inputs, attrs, numbers)
             except tf.errors.UnimplementedError as error:
                 off_mesh, sharded = _OFF_MESH.search(error.message), _SHARDED in error.message
-                numbers = [int(off_mesh[1])] if off_mesh else range(len(inputs)) if sharded else []
+                numbers = [numbers[int(off_mesh[1])]] if off_mesh else numbers if sharded else []
                 brought = dict(_bring(inputs, numbers, sharded))
                 if not brought:
                     raise

@@ -200,7 +200,17 @@ class Storage:
             value = dtensor.pack(
                 [tf.constant(piece) for piece in pieces], transfer.layout(self.format.storage, self.format.rests_on)
             )
-            self.buffer.assign(value, read_value=False)
+            self._set_pieces(value)
+
+    def _set_pieces(self, value: tf.Tensor) -> None:
+        """Assigns each device's variable its piece of a value in the storage layout. Eager only.
+
+        Not by an operation on the mesh: DTensor compiles an eager operation again for each value that a small operand
+        has (ExecutableManager::ShouldFoldInput), and never frees what it has compiled.
+        """
+        for (_, handle), piece in zip(self.handles, messages.unpacked(value), strict=True):
+            with tf.device(handle.device):
+                tf.raw_ops.AssignVariableOp(resource=handle, value=piece)
 
     def equalize(self) -> bool:
         """Gives devices of this client that should hold the same the value of the first. Eager only.
@@ -231,6 +241,9 @@ class Storage:
         """Assigns the buffer what `at_rest` made. In a graph, `users` take it from there then (update_order.py)."""
         if self.rests_on_host:
             value = host_meshes.copied(value, self.format.storage, self.mesh, self.format.rests_on)
+        if _private.is_eager():
+            self._set_pieces(value)
+            return
         if not users:
             self.buffer.assign(value, read_value=False)
             return
