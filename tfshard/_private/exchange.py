@@ -60,7 +60,11 @@ class Call:
         return self.outputs is None
 
 
-_RENAMED = {("Split", "split_dim"): "axis", ("SplitV", "split_dim"): "axis"}
+# Names of arguments that Python has others for; and those of `Select`, by operation and name.
+_RENAMED = {
+    "split_dim": "axis", "reduction_indices": "axis", ("ExpandDims", "dim"): "axis",
+    ("Select", "t"): "x", ("Select", "e"): "y", ("Where", "input"): "condition",
+}  # fmt: skip
 
 
 def same_operation(call: Call, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -69,8 +73,7 @@ def same_operation(call: Call, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     waiting = iter(inputs)
     arguments = {}
     for argument in _op_def_registry.get(call.type).input_arg:
-        # Python has another name for an argument of two.
-        name = _RENAMED.get((call.type, argument.name), argument.name)
+        name = _RENAMED.get((call.type, argument.name), _RENAMED.get(argument.name, argument.name))
         many = argument.number_attr
         arguments[name] = list(itertools.islice(waiting, call.get_attr(many))) if many else next(waiting)
     attributes = {
@@ -235,22 +238,37 @@ def _is_compiled_for_values(op_type: str, arguments: Sequence[Any]) -> bool:
     tensors = [each for each in arguments if isinstance(each, tf.__internal__.EagerTensor)]
     if len(tensors) < 2 or len(tensors) != len(structure):
         return False
-    small = [each for each, known in zip(tensors, structure, strict=True) if not known and _is_small(each)]
-    if not small:
+    if not any(_is_small(each) for each, known in zip(tensors, structure, strict=True) if not known):
         return False
-    on_mesh = [each for each in tensors if _dtensor_api.is_dtensor(each)]
-    if all(_is_whole(each) for each in on_mesh):
+    whole = [_is_whole(each) for each in tensors]
+    small = [n for n, each in enumerate(tensors) if whole[n] and not structure[n] and _is_small(each)]
+    if all(whole) or not small:
         return False
-    if any(each is other for each in small for other in on_mesh):
+    if any(_dtensor_api.is_dtensor(tensors[n]) for n in small):
         return True
     values = _host_values[op_type, tuple(each.shape for each in tensors)]
     if len(values) < _HOST_VALUES:
-        values.add(tuple(each.numpy().tobytes() for each in small))
+        values.add(tuple(tensors[n].numpy().tobytes() for n in small))
     return len(values) == _HOST_VALUES
 
 
+def _takes_number(op_type: str, arguments: Sequence[Any]) -> bool:
+    """Whether an operation takes a number of Python beside a tensor that is sharded. It gets here as a tensor by way of
+    `execute.execute`.
+
+    Args:
+        op_type: The operation.
+        arguments: Its name, what it takes, and its attributes.
+    """
+    inputs = arguments[1 : 1 + len(_is_structure(op_type))]
+    return any(isinstance(each, (int, float)) for each in inputs) and not all(
+        _is_whole(each) for each in inputs if isinstance(each, tf.__internal__.EagerTensor)
+    )
+
+
 def _is_whole(tensor: tf.Tensor) -> bool:
-    return bool(_dtensor_api.fetch_layout(tensor).is_fully_replicated())
+    """Whether every device has all of a tensor, or it is on the host."""
+    return not _dtensor_api.is_dtensor(tensor) or bool(_dtensor_api.fetch_layout(tensor).is_fully_replicated())
 
 
 # Functions of one operation, by the operation, its attributes and what is known of its operands.
@@ -300,7 +318,9 @@ def _install_eager_exchange() -> Callable[[], None]:
 
     def exchanging_fast(context: Any, op_name: str, *args: Any) -> Any:
         table = _eager_exchanges.table
-        if table is not None and (op_name in table or _is_compiled_for_values(op_name, args)):
+        if table is not None and (
+            op_name in table or _takes_number(op_name, args) or _is_compiled_for_values(op_name, args)
+        ):
             raise other_way(op_name)
         try:
             return fast(context, op_name, *args)
