@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, startup
+from tfshard.devices import clients, startup, tasks
 from tfshard.errors import MeshError
 from tfshard.layouts.axes import MeshAxes, axis_sizes, mesh_name, plain, roles_of
 
@@ -121,8 +121,8 @@ def rank_meshes(mesh: dtensor.Mesh) -> tuple[dtensor.Mesh, ...]:
 def _all_devices(mesh: dtensor.Mesh) -> list[str]:
     """The devices of all clients that a mesh has, in its order."""
     local, count = [str(device) for device in mesh.local_devices()], clients.here().count
-    here = f"/task:{clients.here().rank}/"
-    return [name.replace(here, f"/task:{client}/") for client in range(count) for name in local]
+    here = f"/task:{tasks.of_client(clients.here().rank, count)}/"
+    return [name.replace(here, f"/task:{task}/") for task in tasks.order(count) for name in local]
 
 
 def _mesh_of(axes: MeshAxes, devices: list[str], local: Collection[str]) -> dtensor.Mesh:
@@ -187,16 +187,24 @@ def check_ranks(mesh_axes: MeshAxes, num_clients: int) -> None:
 def distributed_mesh(sizes: Mapping[str, int], started: startup.Runtime) -> dtensor.Mesh:
     """A mesh over all clients, without a check that they all make it."""
     mesh_axes = MeshAxes.of(sizes)
-    local = math.prod(mesh_axes.values()) // started.num_clients
-    # A TPU mesh takes all devices; not run on this hardware.
-    devices = None if started.device_type == "TPU" else [f"{started.device_type}:{i}" for i in range(local)]
-    with _private.without_log():
-        return dtensor.create_distributed_mesh(
-            list(mesh_axes.items()),
-            mesh_name=mesh_name(mesh_axes),
-            local_devices=devices,
-            device_type=started.device_type,
-        )
+    if started.device_type == "TPU":
+        # A TPU mesh takes all devices; not run on this hardware.
+        with _private.without_log():
+            return dtensor.create_distributed_mesh(
+                list(mesh_axes.items()), mesh_name=mesh_name(mesh_axes), device_type=started.device_type
+            )
+    size = math.prod(mesh_axes.values())
+    local = size // started.num_clients
+    devices = dtensor.local_devices(started.device_type)[:local]
+    # Not by `dtensor.create_distributed_mesh`, which takes the number of a task for that of a client (`tasks`).
+    numbers = range(started.client_id * local, (started.client_id + 1) * local)
+    return dtensor.Mesh(
+        list(mesh_axes),
+        np.arange(size).reshape(list(mesh_axes.values())),
+        list(numbers),
+        devices,
+        mesh_name=mesh_name(mesh_axes),
+    )
 
 
 def _default_devices(size: int) -> int | None:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, startup
+from tfshard.devices import clients, startup, tasks
 from tfshard.devices.words import from_words, to_words
 
 # Keys of groups: between DTensor's own and those of replicas.py.
@@ -57,7 +57,7 @@ def devices_of(mesh: dtensor.Mesh) -> list[str]:
 
 def client_of(device: object) -> int:
     """The client that has a device."""
-    return int(tf.DeviceSpec.from_string(str(device)).task or 0)
+    return tasks.client_of(int(tf.DeviceSpec.from_string(str(device)).task or 0), clients.here().count)
 
 
 def is_here(device: str) -> bool:
@@ -126,7 +126,10 @@ def _place(end: str) -> int:
 
 def _device(end: str) -> str:
     """Where its operations are run."""
-    return f"/job:{startup.JOB}/task:{end.removeprefix(_HOST)}/device:CPU:0" if end.startswith(_HOST) else end
+    if not end.startswith(_HOST):
+        return end
+    task = tasks.of_client(int(end.removeprefix(_HOST)), clients.here().count)
+    return f"/job:{startup.JOB}/task:{task}/device:CPU:0"
 
 
 # --- from client to client

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import __version__, _private
-from tfshard.devices import clients, expansions
+from tfshard.devices import clients, expansions, tasks
 from tfshard.errors import InitializationError
 
 # Why each switch has its value: docs/design.md, "Switches".
@@ -226,10 +226,10 @@ def _join(settings: clients.Settings, num_devices: int | None, device_type: str)
     versions = {name: _private.package_version(name) for name in ("tensorflow", "keras", "numpy")}
     jobs = client.register({"device type": device_type, "devices": local, "tfshard": __version__, **versions})
     os.environ.update(
-        DTENSOR_CLIENT_ID=str(settings.client_id),
+        DTENSOR_CLIENT_ID=str(tasks.of_client(settings.client_id, settings.num_clients)),
         DTENSOR_NUM_CLIENTS=str(settings.num_clients),
         DTENSOR_JOB_NAME=JOB,
-        DTENSOR_JOBS=",".join(jobs),
+        DTENSOR_JOBS=",".join(tasks.by_task(jobs, settings.num_clients)),
     )
     with client.operation("the start of DTensor"):
         _start(local, device_type, neighbours=settings.num_local)
