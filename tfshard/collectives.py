@@ -210,7 +210,9 @@ def gather_packed(packed: tf.Tensor, over: dtensor.Mesh) -> tf.Tensor:
 @functools.cache
 def _clients_mesh() -> dtensor.Mesh:
     """The first device of each client."""
-    return mesh.distributed_mesh({AXIS: world_size()}, _started())
+    over = mesh.distributed_mesh({AXIS: world_size()}, _started())
+    transfer.meet(over)
+    return over
 
 
 # --- checks ------------------------------------------------------------------------------------------

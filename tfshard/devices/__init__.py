@@ -13,6 +13,7 @@ A *client* is one of several processes that train together; a process by itself 
     between_meshes    tensors to another mesh of the same axes
     instances     clients number collectives alike, when they have compiled other ones
     words         arrays of any dtype as words that collectives take
+    device_order  the order of the devices of a group: their mesh's, and TensorFlow's
     tasks         which task of TensorFlow's cluster each client is
     clients       who else takes part in a run, what is agreed on and done together
     channel       the control channel of a launched run: authenticated messages

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, startup, tasks
+from tfshard.devices import clients, messages, startup
 from tfshard.errors import MeshError
 from tfshard.layouts.axes import MeshAxes, axis_sizes, mesh_name, plain, roles_of
 
@@ -108,7 +108,7 @@ def rank_meshes(mesh: dtensor.Mesh) -> tuple[dtensor.Mesh, ...]:
     axes = axis_sizes(mesh)
     if axes.pipeline is None:
         return (mesh,)
-    devices = np.array(_all_devices(mesh)).reshape(mesh.shape())
+    devices = np.array(messages.devices_of(mesh)).reshape(mesh.shape())
     by_rank = np.moveaxis(devices, list(axes).index(axes.pipeline), 0)
     of_a_rank, local = axes.of_a_rank, {str(device) for device in mesh.local_devices()}
     with _private.without_log():
@@ -116,13 +116,6 @@ def rank_meshes(mesh: dtensor.Mesh) -> tuple[dtensor.Mesh, ...]:
     for each in meshes:
         _private.give_own_device(each)
     return meshes
-
-
-def _all_devices(mesh: dtensor.Mesh) -> list[str]:
-    """The devices of all clients that a mesh has, in its order."""
-    local, count = [str(device) for device in mesh.local_devices()], clients.here().count
-    here = f"/task:{tasks.of_client(clients.here().rank, count)}/"
-    return [name.replace(here, f"/task:{task}/") for task in tasks.order(count) for name in local]
 
 
 def _mesh_of(axes: MeshAxes, devices: list[str], local: Collection[str]) -> dtensor.Mesh:
@@ -196,7 +189,7 @@ def distributed_mesh(sizes: Mapping[str, int], started: startup.Runtime) -> dten
     size = math.prod(mesh_axes.values())
     local = size // started.num_clients
     devices = dtensor.local_devices(started.device_type)[:local]
-    # Not by `dtensor.create_distributed_mesh`, which takes the number of a task for that of a client (`tasks`).
+    # Not by `dtensor.create_distributed_mesh`, which takes the number of a task for that of a client (tasks.py).
     numbers = range(started.client_id * local, (started.client_id + 1) * local)
     return dtensor.Mesh(
         list(mesh_axes),

@@ -51,8 +51,15 @@ def is_everywhere(mesh: dtensor.Mesh) -> bool:
 
 
 def devices_of(mesh: dtensor.Mesh) -> list[str]:
-    """All devices of a mesh of one process, or of one that does not have those of all clients, in its order."""
-    return [str(name) for name in mesh.global_devices() or mesh.local_devices()]
+    """Return the names of all devices of a mesh, in its order. The same on all clients."""
+    if mesh.global_devices():
+        return [str(name) for name in mesh.global_devices()]
+    local, here = [str(name) for name in mesh.local_devices()], clients.here()
+    if here.count == 1:
+        return local
+    # As many of each client, those of client 0 first.
+    task = f"/task:{tasks.of_client(here.rank, here.count)}/"
+    return [name.replace(task, f"/task:{each}/") for each in tasks.order(here.count) for name in local]
 
 
 def client_of(device: object) -> int:

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, expansions, transfer
+from tfshard.devices import clients, device_order, expansions, transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 
@@ -126,17 +126,28 @@ def allow_collectives() -> None:
     _private.run_when_used(collectives)
 
 
-def meet(mesh: dtensor.Mesh) -> None:
-    """Makes the devices of each group meet once, as `transfer.meet` does with those of DTensor's. Eager only."""
+def meet(mesh: dtensor.Mesh, *, exchanges: bool = False) -> None:
+    """Makes the devices of each group meet once, as `transfer.meet` does with those of DTensor's. Eager only.
+
+    Args:
+        mesh: The mesh.
+        exchanges: The devices of the data axis exchange lists (exchanges.py).
+
+    Raises:
+        MeshError: TensorFlow has the devices of a group in another order than the mesh.
+    """
     sizes = axis_sizes(mesh)
-    gathers = sizes.replicas > 1 or (sizes.shards_by_several and sizes.data_size > 1)
+    gathers = sizes.replicas > 1 or ((sizes.shards_by_several or exchanges) and sizes.data_size > 1)
     if not gathers or mesh.to_string() in _met:
         return
+    assert sizes.data is not None
     shape = [*(sizes[axis] for axis in sizes.tensor), sizes.data_size, 1]
     axes = (*sizes.tensor, sizes.data, None)
-    stored = transfer.host_to_mesh(np.zeros(shape, np.float32), axes, mesh)
+    places = np.broadcast_to(np.arange(sizes.data_size, dtype="float32")[:, np.newaxis] % sizes.shards, shape)
+    stored = transfer.host_to_mesh(places, axes, mesh)
     with clients.here().operation("the first meeting of the devices of a replica", first=True):
-        gather(stored, axes, mesh)
+        gathered = gather(stored, axes, mesh)
+        device_order.check(gathered, sizes.data, mesh, lambda place: _places(place // sizes.shards, sizes.shards))
         if sizes.replicas > 1:
             zero = transfer.host_to_mesh(np.zeros(1, np.float32), (None,), mesh)
             _in_a_function(_all_reduce, zero, (None,), mesh)
@@ -146,19 +157,34 @@ def meet(mesh: dtensor.Mesh) -> None:
 _met: set[str] = set()
 
 
+def _places(number: int, count: int) -> slice:
+    """The places of the devices of a replica on the data axis."""
+    return slice(number * count, (number + 1) * count)
+
+
 def meet_to_exchange(mesh: dtensor.Mesh) -> None:
-    """`meet`, of the devices that exchange compressed gradients: of all, and of those between replicas. Eager only."""
-    key = f"{mesh.to_string()} to exchange"
-    if axis_sizes(mesh).data_size == 1 or key in _met:
+    """`meet`, of the devices that exchange compressed gradients: of all, and of those between replicas. Eager only.
+
+    Raises:
+        MeshError: TensorFlow has the devices of a group in another order than the mesh.
+    """
+    sizes, key = axis_sizes(mesh), f"{mesh.to_string()} to exchange"
+    if sizes.data_size == 1 or key in _met:
         return
+    assert sizes.data is not None
+    step = sizes.shards if sizes.replicas > 1 else 1
 
-    def meeting(zeros: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-        del axes
-        return whole_sum(tf.reduce_sum(exchanged(zeros, mesh), 0), mesh)
+    def meeting(places: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+        rows = gathered_rows(parted(places, axes, mesh), mesh)
+        # The groups of all devices and of an all-to-all meet too; the places stay as they are.
+        rows += 0.0 * whole_sum(exchanged(rows, mesh), mesh)
+        return transfer.relayout(rows, (None, None), mesh)
 
-    zeros = transfer.host_to_mesh(np.zeros((_between(mesh)[0], 1), np.float32), (None, None), mesh)
+    places = np.arange(sizes.data_size, dtype="float32")[:, np.newaxis] // step
+    own = transfer.host_to_mesh(places, (sizes.data, None), mesh)
     with clients.here().operation("the first meeting of the devices that exchange gradients", first=True):
-        _in_a_function(meeting, zeros, (None, None), mesh)
+        found = _in_a_function(meeting, own, (sizes.data, None), mesh)
+        device_order.check(found, sizes.data, mesh, lambda place: slice(place % step, None, step))
     _met.add(key)
 
 

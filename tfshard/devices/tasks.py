@@ -27,8 +27,8 @@ def of_client(client: int, num_clients: int) -> int:
 
 
 def client_of(task: int, num_clients: int) -> int:
-    """Return the client that is a task."""
-    return order(num_clients).index(task)
+    """Return the client that is a task; a task without a client has the number that it would have."""
+    return order(num_clients).index(task) if task < num_clients else task
 
 
 def by_task(values: Sequence[str], num_clients: int) -> list[str]:

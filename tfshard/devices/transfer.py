@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard.devices import clients, gathers, host_memory, messages
+from tfshard.devices import clients, device_order, gathers, host_memory, messages
 from tfshard.devices.words import from_words, to_words
 from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
@@ -23,21 +23,29 @@ def meet(mesh: dtensor.Mesh) -> None:
 
     TensorFlow forms such a group at its first collective. If an operation fails on one device before that, the group
     stays cancelled for as long as the process lives: every later step fails, and the error is not the first one's.
+    Along each axis the devices then gather their places. DTensor gathers over one axis only; over several it reduces.
+
+    Raises:
+        MeshError: TensorFlow has the devices of a group in another order than the mesh.
     """
     if mesh.to_string() in _met:
         return
-    axes = [name for name, size in axis_sizes(mesh).items() if size > 1]
+    sizes = axis_sizes(mesh)
+    axes = [name for name, size in sizes.items() if size > 1]
     groups = [group for count in range(1, len(axes) + 1) for group in itertools.combinations(axes, count)]
-    tensors = [
-        host_to_mesh(np.zeros([axis_sizes(mesh)[axis] for axis in group], np.float32), group, mesh) for group in groups
-    ]
+    tensors = [host_to_mesh(np.zeros([sizes[axis] for axis in group], np.float32), group, mesh) for group in groups]
+    places = [host_to_mesh(np.arange(sizes[axis], dtype=np.float32), (axis,), mesh) for axis in axes]
 
-    def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return [relayout(tf.reduce_sum(tensor), (), mesh) for tensor in tensors]
+    def meeting(tensors: list[tf.Tensor], places: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        reduced = [relayout(tf.reduce_sum(tensor), (), mesh) for tensor in tensors]
+        return reduced, [relayout(each, (None,), mesh) for each in places]
 
     if groups:
         with clients.here().operation("the first meeting of the devices of a mesh", first=True):
-            tf.function(reduce)(tensors)
+            with gathers.one_axis_at_once():
+                _, gathered = tf.function(meeting)(tensors, places)
+            for axis, each in zip(axes, gathered, strict=True):
+                device_order.check(each, axis, mesh)
     _met.add(mesh.to_string())
 
 

@@ -228,6 +228,7 @@ def profile_network(
     per_host = _devices_per_host(started, devices_per_host)
     axes = {collectives.AXIS: started.num_devices}
     over = mesh.create_mesh(**axes)
+    transfer.meet(over)
     measured = []
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
         for size in sizes:

@@ -204,7 +204,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         gathers.choose(mesh)
         reductions.choose(reduce_dtype)
         transfer.meet(mesh)
-        replicas.meet(mesh)
+        replicas.meet(mesh, exchanges=self.tables is not None)
         if compression is not None:
             replicas.meet_to_exchange(mesh)
         # Who is told of the steps of a `fit`.

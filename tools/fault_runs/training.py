@@ -74,7 +74,8 @@ def train(fault: str, at_step: int) -> None:
     if fault == "kill_starting":
         startup._start = lambda *_, **__: kinds.kill()
     started = tfshard.initialize()
-    print(f"port {os.environ['DTENSOR_JOBS'].split(',')[started.client_id].rpartition(':')[2]}", flush=True)
+    job = os.environ["DTENSOR_JOBS"].split(",")[int(os.environ["DTENSOR_CLIENT_ID"])]
+    print(f"port {job.rpartition(':')[2]}", flush=True)
     if fault in SAVES:
         _kill_in_save(fault, at_step)
     keras.utils.set_random_seed(1 if fault == "seed" else 0)

@@ -1,0 +1,79 @@
+"""The order of the devices of a group: the one that their mesh has, and TensorFlow's.
+
+A gather puts the devices' pieces behind each other by the ranks that TensorFlow gives them: by the names of their tasks
+(`tasks`), and among the GPUs of a process by which of them reach each other's memory (OrderTaskDeviceMap in TensorFlow
+2.21's collective_param_resolver_local.cc). DTensor takes ranks for places on the mesh. Where the two differ, nothing fails
+and every number is wrong. So each group gathers the places of its devices when it meets, and compares.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard.devices import messages
+from tfshard.errors import MeshError
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def check(
+    gathered: tf.Tensor, axis: str, mesh: dtensor.Mesh, members: Callable[[int], slice] = lambda place: slice(None)
+) -> None:
+    """Check that TensorFlow has the devices of groups along an axis in the order of the mesh.
+
+    Args:
+        gathered: What each device has gathered: the places of the devices in its group. A DTensor, in eager code.
+        axis: The axis.
+        mesh: The mesh.
+        members: The group of a place on the axis, by the places of its devices.
+
+    Raises:
+        MeshError: It has not.
+    """
+    names = np.array(messages.devices_of(mesh)).reshape(mesh.shape())
+    for places, location in zip(messages.unpacked(gathered), mesh.local_device_locations(), strict=True):
+        index = tuple(members(location[name]) if name == axis else location[name] for name in mesh.dim_names)
+        check_group(f"axis '{axis}'", [str(name) for name in names[index]], np.asarray(places))
+
+
+def check_group(group: str, devices: Sequence[str], gathered: np.ndarray) -> None:
+    """`check` of one group.
+
+    Args:
+        group: Which group, for the error.
+        devices: The names of its devices, in the order of the mesh.
+        gathered: The place of each device in `devices`, in TensorFlow's order.
+
+    Raises:
+        MeshError: TensorFlow has another order.
+    """
+    places = [int(place) for place in gathered.flatten()]
+    if places == list(range(len(devices))):
+        return
+    found = [devices[place] if 0 <= place < len(devices) else f"(not a place: {place})" for place in places]
+    raise MeshError(
+        f"TensorFlow ranks the devices of {group} in another order than the mesh has them: what they gather would be "
+        f"mixed up. {_remedy(list(devices), found)} Received: a mesh with the devices {list(devices)}, which "
+        f"TensorFlow ranks as {found}"
+    )
+
+
+def _remedy(devices: list[str], found: list[str]) -> str:
+    specs = {name: tf.DeviceSpec.from_string(name) for name in devices}
+    numbers = [specs[name].device_index for name in found if name in specs and specs[name].task == _first(specs).task]
+    if _first(specs).device_type != "GPU" or sorted(found) != sorted(devices) or numbers == sorted(numbers):
+        return "Make the mesh with tfshard.create_mesh, which has the devices in TensorFlow's order."
+    visible = os.environ.get(_VISIBLE, "").split(",") if os.environ.get(_VISIBLE) else None
+    if visible is None:
+        visible = [str(number) for number in range(max(numbers) + 1)]
+    ordered = list(visible)
+    for place, number in zip(sorted(numbers), numbers, strict=True):
+        ordered[place] = visible[number]
+    return f"Name the GPUs of each process in TensorFlow's order: start it with {_VISIBLE}={','.join(ordered)}."
+
+
+def _first(specs: dict[str, tf.DeviceSpec]) -> tf.DeviceSpec:
+    return next(iter(specs.values()))
