@@ -62,7 +62,7 @@ class Lists:
                 ordering_token=[],
                 merge_op="Max",
                 final_op="Id",
-                is_stateless=True,
+                is_stateless=False,
             )
         sizes = tf.constant(capacities(most), tf.int32)
         choice = tf.reduce_sum(tf.cast(sizes < longest, tf.int32))
@@ -93,7 +93,7 @@ class Lists:
             group_key=replicas.group_key(self.mesh),
             instance_key=replicas.new_instances(self.choices) + self.choice,
             ordering_token=[],
-            is_stateless=True,
+            is_stateless=False,
         )
 
 

@@ -269,7 +269,7 @@ def chain(kind: str, over: str, words: int, count: int, mesh: dtensor.Mesh) -> C
 
     def run(own: tf.Tensor) -> tf.Tensor:
         common = {
-            "group_size": group_size, "group_key": _own_number(keys, mesh), "ordering_token": [], "is_stateless": True,
+            "group_size": group_size, "group_key": _own_number(keys, mesh), "ordering_token": [], "is_stateless": False,
         }  # fmt: skip
         for _ in range(count):
             keyed = {"instance_key": new_instance(), **common}
@@ -386,7 +386,7 @@ def _common(keys: np.ndarray, mesh: dtensor.Mesh) -> dict[str, Any]:
         "group_key": _own_number(keys, mesh),
         "instance_key": new_instance(),
         "ordering_token": [],
-        "is_stateless": True,
+        "is_stateless": False,
     }
 
 

@@ -24,6 +24,8 @@ _FORBIDDEN = {
     "DTENSOR_ENABLE_MULTI_DEVICE_EXPANSION": "it loses variable updates on a one-device mesh",
     "DTENSOR_DO_NOT_FUSE_REDUCE_SCATTER": "gradients would be all-reduced instead of reduce-scattered",
 }
+# The optimizer of TensorFlow's graphs that takes edges out of them: `_keep_order`.
+_EDGES = "dependency_optimization"
 # The threads of an operation, as TensorFlow takes them from the environment.
 _THREADS = "TF_NUM_INTRAOP_THREADS"
 # What TensorFlow calls the clients of a launched run.
@@ -184,6 +186,16 @@ def _set_switches(device_type: str) -> None:
         os.environ.setdefault(name, value)
 
 
+def _keep_order() -> None:
+    """Keep the edges of a graph along which DTensor's compiler has put its collectives in an order.
+
+    TensorFlow takes away an edge beside which there is a longer way, and later a node of that way, such as the IdentityN
+    of a custom gradient. NCCL matches the collectives of several processes by the order in which they come.
+    """
+    if _EDGES not in tf.config.optimizer.get_experimental_options():
+        tf.config.optimizer.set_experimental_options({_EDGES: False})
+
+
 def _validate_num_devices(num_devices: int | None, device_type: str) -> int:
     if device_type == "CPU":
         return num_devices or os.cpu_count() or 1
@@ -272,6 +284,7 @@ def _start(num_devices: int, device_type: str, *, neighbours: int = 1) -> None:
     """
     _set_switches(device_type)
     _private.quiet_native_log()
+    _keep_order()
     if device_type == "CPU":
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
@@ -317,6 +330,7 @@ def _adopt_running_context(num_devices: int, device_type: str) -> None:
             f"dtensor.initialize_accelerator_system(). Received: num_devices={num_devices}, device_type={device_type!r}"
         )
     _set_switches(device_type)
+    _keep_order()
     _private.make_dtensor_synchronous()
 
 

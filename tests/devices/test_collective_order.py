@@ -1,0 +1,206 @@
+"""Every graph that a device runs has all its collectives in one order, as NCCL needs between processes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import collective_order
+import sweeps
+import tfshard
+from tfshard.layouts import variable_layout
+
+RS = np.random.RandomState(0)
+TOKENS = RS.randint(0, 64, (8, 8)).astype("int32")
+CLASSES = (TOKENS * 7) % 64
+
+
+@pytest.fixture(autouse=True)
+def every_gradient_by_replicas(monkeypatch):
+    """And compressed, also those of small kernels."""
+    monkeypatch.setattr(variable_layout, "LEAST_BY_REPLICAS_BYTES", 200)
+
+
+def block() -> keras.Model:
+    """What a transformer has in one block."""
+    inputs = keras.Input((8,), dtype="int32")
+    x = keras.layers.Embedding(64, 32, name="items")(inputs)
+    y = keras.layers.LayerNormalization(name="first")(x)
+    x = keras.layers.Add()([x, keras.layers.MultiHeadAttention(4, 8, name="attention")(y, y, use_causal_mask=True)])
+    y = keras.layers.LayerNormalization(name="second")(x)
+    y = keras.layers.Dense(32, name="down")(keras.layers.Dense(64, activation="gelu", name="up")(y))
+    x = keras.layers.LayerNormalization(name="last")(keras.layers.Add()([x, y]))
+    return keras.Model(inputs, keras.layers.Dense(64, name="head")(x), name="net")
+
+
+@keras.saving.register_keras_serializable("test_collective_order")
+class Looped(keras.layers.Layer):
+    """Two products in each turn of a loop, whose rows a model axis shards, and others in the branches of a condition."""
+
+    def build(self, shape):
+        for name in ("left", "right"):
+            setattr(self, name, self.add_weight(shape=(shape[-1], shape[-1]), name=name))
+
+    def call(self, x):
+        def body(i, a, b):
+            return i + 1, tf.tanh(tf.matmul(a, self.left)), tf.tanh(tf.matmul(b, self.right))
+
+        _, a, b = tf.while_loop(lambda i, a, b: i < 3, body, (0, x, x), maximum_iterations=3)
+        return tf.cond(tf.reduce_sum(a) > 0, lambda: tf.matmul(a, self.right) + b, lambda: tf.matmul(b, self.left))
+
+
+def looped() -> keras.Model:
+    inputs = keras.Input((8,), dtype="int32")
+    x = keras.layers.Flatten()(keras.layers.Embedding(64, 4, name="items")(inputs))
+    x = keras.layers.Dense(8 * 64, name="head")(Looped(name="looped")(x))
+    return keras.Model(inputs, keras.layers.Reshape((8, 64))(x), name="net")
+
+
+def recurrent() -> keras.Model:
+    inputs = keras.Input((8,), dtype="int32")
+    x = keras.layers.Embedding(64, 16, name="items")(inputs)
+    x = keras.layers.GRU(16, return_sequences=True, name="gru")(x)
+    return keras.Model(inputs, keras.layers.Dense(64, name="head")(x), name="net")
+
+
+def images() -> keras.Model:
+    inputs = keras.Input((8,), dtype="int32")
+    x = keras.layers.Reshape((8, 8, 8))(keras.layers.Embedding(64, 64, name="items")(inputs))
+    x = keras.layers.BatchNormalization()(keras.layers.Conv2D(16, 3, padding="same", use_bias=False, name="up")(x))
+    x = keras.layers.Conv2D(16, 3, padding="same", name="down")(keras.layers.ReLU()(x))
+    x = keras.layers.Dropout(0.1, seed=1)(keras.layers.Reshape((8, 128))(x))
+    return keras.Model(inputs, keras.layers.Dense(64, name="head")(x), name="net")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is trained, and how.
+
+    Attributes:
+        mesh: Sizes of its axes.
+        strategy: Options of the strategy; `layout_map` may be a function that makes one.
+        build: Makes the model.
+        optimizer: Makes the optimizer.
+        recompute: Whether its blocks are recomputed.
+        parts: Of a pipeline.
+        policy: The dtype policy.
+    """
+
+    mesh: dict[str, int]
+    strategy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    build: Callable[[], keras.Model] = block
+    optimizer: Callable[[], keras.optimizers.Optimizer] = keras.optimizers.Adam
+    recompute: bool = False
+    parts: int | None = None
+    policy: str = "float32"
+
+
+def by_hand() -> tfshard.LayoutMap:
+    layout_map = tfshard.LayoutMap()
+    layout_map.column("up", optional=True)
+    layout_map.row("(down|looped/.*)", optional=True)
+    layout_map.whole(".*", optional=True)
+    return layout_map
+
+
+def adagrad() -> keras.optimizers.Optimizer:
+    return keras.optimizers.Adagrad(0.01)
+
+
+def accumulating() -> keras.optimizers.Optimizer:
+    return keras.optimizers.Adam(global_clipnorm=1.0, gradient_accumulation_steps=2)
+
+
+FLAT, MODEL = {"batch": 4}, {"batch": 2, "model": 2}
+HYBRID, THREE = {"replica": 2, "batch": 2}, {"replica": 2, "batch": 1, "model": 2}
+AUTO = {"layout_map": "auto"}
+CASES = {
+    "flat": Case(FLAT),
+    **{f"flat, stage {stage}": Case(FLAT, {"zero_stage": stage}) for stage in range(3)},
+    "flat, no groups": Case(FLAT, {"analyzer": None}),
+    "flat, prefetch": Case(FLAT, {"prefetch": 2}),
+    "flat, recompute": Case(FLAT, recompute=True),
+    "flat, microbatches": Case(FLAT, {"microbatches": 2}),
+    "flat, reduced once": Case(FLAT, {"microbatches": 2, "reduce_once": True}),
+    "flat, accumulation": Case(FLAT, optimizer=accumulating),
+    "flat, float16": Case(FLAT, policy="mixed_float16"),
+    "flat, bfloat16": Case(FLAT, policy="mixed_bfloat16"),
+    "flat, slots in int8": Case(FLAT, {"slot_dtype": "int8"}),
+    "flat, slots in bfloat16": Case(FLAT, {"slot_dtype": "bfloat16"}),
+    "flat, recurrent": Case(FLAT, build=recurrent),
+    "flat, images": Case(FLAT, build=images),
+    "table": Case(FLAT, {"tables": "items/embeddings"}, optimizer=adagrad),
+    "int8": Case(FLAT, {"compression": "int8"}),
+    "in bfloat16": Case(FLAT, {"compression": "bfloat16"}),
+    "powersgd": Case(FLAT, {"compression": tfshard.PowerSGD(rank=2)}),
+    "int8, microbatches": Case(FLAT, {"compression": "int8", "microbatches": 2}),
+    "model": Case(MODEL, AUTO),
+    "model, stage 1": Case(MODEL, {**AUTO, "zero_stage": 1}),
+    "model, by hand": Case(MODEL, {"layout_map": by_hand}),
+    "model, no groups": Case(MODEL, {**AUTO, "analyzer": None}),
+    "model, prefetch": Case(MODEL, {**AUTO, "prefetch": 2}),
+    "model, recompute": Case(MODEL, AUTO, recompute=True),
+    "model, microbatches": Case(MODEL, {**AUTO, "microbatches": 2}),
+    "model, accumulation": Case(MODEL, AUTO, optimizer=accumulating),
+    "model, sequence": Case(MODEL, {**AUTO, "sequence_parallel": True}),
+    "model, loops": Case(MODEL, {"layout_map": by_hand}, build=looped),
+    "model, recurrent": Case(MODEL, AUTO, build=recurrent),
+    "model, images": Case(MODEL, AUTO, build=images),
+    "model only": Case({"model": 4}, {"layout_map": by_hand}),
+    "hybrid": Case(HYBRID),
+    **{f"hybrid, stage {stage}": Case(HYBRID, {"zero_stage": stage}) for stage in range(3)},
+    "hybrid, no groups": Case(HYBRID, {"analyzer": None}),
+    "hybrid, prefetch": Case(HYBRID, {"prefetch": 2}),
+    "hybrid, recompute": Case(HYBRID, recompute=True),
+    "hybrid, microbatches": Case(HYBRID, {"microbatches": 2}),
+    "hybrid, accumulation": Case(HYBRID, optimizer=accumulating),
+    "hybrid, float16": Case(HYBRID, policy="mixed_float16"),
+    "hybrid, slots in int8": Case(HYBRID, {"slot_dtype": "int8"}),
+    "hybrid, int8": Case(HYBRID, {"compression": "int8"}),
+    "hybrid, powersgd": Case(HYBRID, {"compression": tfshard.PowerSGD(rank=2)}),
+    "hybrid, recurrent": Case(HYBRID, build=recurrent),
+    "hybrid, images": Case(HYBRID, build=images),
+    "hybrid, model": Case(THREE, AUTO),
+    "hybrid, loops": Case(THREE, {"layout_map": by_hand}, build=looped),
+    "pipeline": Case({"pipeline": 2, "batch": 2}, parts=2),
+    "pipeline, model": Case({"pipeline": 2, "model": 2}, {"layout_map": by_hand}, parts=2),
+}
+
+
+def compiled(case: Case) -> keras.Model:
+    options = {"zero_stage": 3, "analyzer": tfshard.ParameterAnalyzer(group_threshold_bytes=1 << 10), **case.strategy}
+    if callable(options.get("layout_map")):
+        options["layout_map"] = options["layout_map"]()
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**case.mesh), **options)
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(case.policy)
+    try:
+        model = case.build()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model = tfshard.as_distributed(model) if case.parts is None else tfshard.pipeline(model, case.parts, microbatches=2)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(case.optimizer(), loss, metrics=["accuracy"], strategy=strategy)
+    if case.recompute:
+        strategy.recompute(model)
+    return model
+
+
+@sweeps.table("collectives in an order", "name", CASES, always=["model", "hybrid, int8"], sample=1)
+def test_collectives_of_a_step_are_in_an_order(name):
+    model = compiled(CASES[name])
+    steps = {
+        "train": lambda: model.fit(TOKENS, CLASSES, batch_size=8, verbose=0),
+        "evaluate": lambda: model.evaluate(TOKENS, CLASSES, batch_size=8, verbose=0),
+        "predict": lambda: model.predict(TOKENS, batch_size=8, verbose=0),
+    }
+    for kind, step in steps.items():
+        with collective_order.collected() as graphs:
+            step()
+        assert kind != "train" or any(len(graph.collectives) > 1 for graph in graphs), "premise"
+        for graph in graphs:
+            assert not graph.unordered, f"{kind}: {len(graph.unordered)} pairs, as {graph.unordered[0]}"
