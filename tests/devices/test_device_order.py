@@ -1,0 +1,109 @@
+"""The devices of a mesh are in the order in which TensorFlow ranks them, or the mesh is refused."""
+
+import re
+
+import numpy as np
+import pytest
+from tensorflow.experimental import dtensor
+
+import tfshard
+from tfshard.devices import device_order, replicas, tasks, transfer
+from tfshard.errors import MeshError
+from tfshard.layouts.axes import MeshAxes, mesh_name, roles_of
+
+
+@pytest.mark.parametrize("count", range(1, 17))
+def test_names_of_the_clients_tasks_are_in_the_order_of_the_clients(count):
+    names = [f"/job:worker/replica:0/task:{tasks.of_client(client, count)}" for client in range(count)]
+    assert names == sorted(names)
+    assert [tasks.client_of(tasks.of_client(client, count), count) for client in range(count)] == list(range(count))
+    # Each client is the one whose task TensorFlow finds at its place in the list of addresses.
+    addresses = [f"client {client}" for client in range(count)]
+    by_task = tasks.by_task(addresses, count)
+    assert [by_task[tasks.of_client(client, count)] for client in range(count)] == addresses
+
+
+def test_up_to_ten_clients_are_the_tasks_of_their_numbers():
+    for count in range(1, 11):
+        assert tasks.order(count) == tuple(range(count))
+    assert tasks.order(11) == (0, 1, 10, 2, 3, 4, 5, 6, 7, 8, 9)
+
+
+def permuted(places, **sizes) -> dtensor.Mesh:
+    """A mesh whose devices are in another order than TensorFlow's."""
+    axes, local = MeshAxes.of(sizes, roles_of(sizes, None)), dtensor.local_devices("CPU")
+    numbers = np.arange(len(places)).reshape(list(axes.values()))
+    devices = [local[place] for place in places]
+    return dtensor.Mesh(list(axes), numbers, list(range(len(places))), devices, mesh_name=mesh_name(axes))
+
+
+@pytest.mark.parametrize(
+    ("places", "sizes", "axis", "found"),
+    [
+        ((0, 2, 1, 3), {"batch": 4}, "batch", (0, 1, 2, 3)),
+        ((3, 2, 1, 0), {"batch": 4}, "batch", (0, 1, 2, 3)),
+        ((0, 1, 3, 2), {"batch": 2, "model": 2}, "model", (2, 3)),
+        ((0, 1, 3, 2), {"replica": 2, "batch": 2}, "batch", (0, 1, 2, 3)),
+    ],
+)
+def test_a_mesh_in_another_order_is_refused_and_both_orders_are_named(places, sizes, axis, found):
+    tfshard.ShardedStrategy(tfshard.create_mesh(**sizes))  # Its devices are in TensorFlow's order.
+    mesh = permuted(places, **sizes)
+    for _ in range(2):
+        with pytest.raises(MeshError, match=f"ranks the devices of axis '{axis}' in another order") as refused:
+            tfshard.ShardedStrategy(mesh)
+        ours, theirs = (
+            tuple(int(number) for number in re.findall(r"CPU:(\d)", part))
+            for part in str(refused.value).split("Received")[1].split("which TensorFlow ranks as")
+        )
+        assert theirs == found
+        assert sorted(ours) == sorted(found)
+        assert ours in (places, places[2:])
+        assert "tfshard.create_mesh" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("places", "sizes", "meet"),
+    [
+        ((0, 2, 1, 3), {"batch": 4}, lambda mesh: replicas.meet(mesh, exchanges=True)),
+        ((0, 2, 1, 3), {"batch": 4}, replicas.meet_to_exchange),
+        ((1, 0, 3, 2), {"replica": 2, "batch": 2}, replicas.meet),
+        ((2, 3, 0, 1), {"replica": 2, "batch": 2}, replicas.meet_to_exchange),
+        ((0, 2, 1, 3), {"batch": 4}, transfer.meet),
+    ],
+)
+def test_each_kind_of_group_checks_its_order(places, sizes, meet):
+    meet(tfshard.create_mesh(**sizes))
+    with pytest.raises(MeshError, match="in another order"):
+        meet(permuted(places, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("visible", "found", "expected"),
+    [
+        (None, (0, 1, 2, 3, 7, 4, 5, 6), "0,1,2,3,7,4,5,6"),
+        ("7,6,5,4", (0, 2, 1, 3), "7,5,6,4"),
+        ("GPU-a,GPU-b,GPU-c,GPU-d", (0, 2, 1, 3), "GPU-a,GPU-c,GPU-b,GPU-d"),
+    ],
+)
+def test_gpus_of_a_process_are_to_be_named_in_tensorflows_order(visible, found, expected, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    devices = [f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(len(found))]
+    device_order.check_group("axis 'batch'", devices, np.arange(len(found)))
+    with pytest.raises(MeshError, match=f"CUDA_VISIBLE_DEVICES={expected}\\."):
+        device_order.check_group("axis 'batch'", devices, np.array(found, np.float32))
+
+
+def test_a_group_over_two_processes_names_the_gpus_of_each():
+    devices = [f"/job:worker/replica:0/task:{task}/device:GPU:{number}" for task in (0, 1) for number in range(4)]
+    with pytest.raises(MeshError, match="start it with CUDA_VISIBLE_DEVICES=0,2,1,3"):
+        device_order.check_group("axis 'batch'", devices, np.array([0, 2, 1, 3, 4, 6, 5, 7]))
+    with pytest.raises(MeshError, match="Make the mesh with"):
+        device_order.check_group("axis 'batch'", devices, np.array([4, 5, 6, 7, 0, 1, 2, 3]))
+
+
+def test_what_was_not_gathered_is_no_order():
+    with pytest.raises(MeshError, match=r"\(not a place: 9\)"):
+        device_order.check_group("axis 'batch'", ["/device:CPU:0", "/device:CPU:1"], np.array([0, 9]))
