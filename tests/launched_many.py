@@ -82,7 +82,7 @@ def build() -> keras.Model:
 
 
 def compiled(way: Way) -> keras.Model:
-    model, optimizer = build(), keras.optimizers.SGD(0.05)
+    model, optimizer = build(), keras.optimizers.SGD(0.05, momentum=0.5)
     if way.axes is None:
         model.compile(optimizer, "mse", jit_compile=False)
         return model
@@ -116,10 +116,11 @@ def fed(way: Way, model: keras.Model) -> dict[str, Any]:
 def train(way: Way, directory: pathlib.Path | None = None) -> dict[str, Any]:
     """What `fit` and `predict` give, and the weights; saved to `directory`, and restored from it after other steps."""
     model = compiled(way)
-    stored = [getattr(weight.value, "layout", None) for weight in model.trainable_variables]
     losses = model.fit(**fed(way, model), epochs=2, shuffle=False, verbose=0).history["loss"]
+    variables = [*model.trainable_variables, *model.optimizer.variables]
+    layouts = [getattr(variable.value, "layout", None) for variable in variables]
     found: dict[str, Any] = {
-        "sharded": sum(any(layout.storage) for layout in stored if layout is not None),
+        "sharded": sum(any(layout.storage) for layout in layouts if layout is not None),
         "losses": losses,
         "weights": {weight.path: weight.numpy().tolist() for weight in model.trainable_variables},
     }

@@ -60,7 +60,8 @@ def assert_right(clients: list[dict], directory: pathlib.Path, names: list[str])
     for name in names:
         expected = alone(count, name) if name == COMPRESSED else plain()
         for client in clients:
-            assert client[name]["sharded"] > 0, "premise"
+            # A replica of one device shares nothing with others.
+            assert client[name]["sharded"] > 0 or WAYS[count][name].axes == {"replica": 11, "batch": 1}, "premise"
             assert_equal(client[name], expected)
     restored = tfshard.as_distributed(launched_many.build())
     restored.compile("adagrad", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
