@@ -1,7 +1,7 @@
 """Counts the pairs of collectives that the graphs which a device runs leave in no order.
 
-NCCL matches collectives of several processes by the order in which each device comes to them. So each graph has to order
-all of its own, also those of one iteration of a loop and those of the next.
+NCCL matches collectives of several processes by the order in which each device comes to them. So each graph has to
+order all of its own, also those of one iteration of a loop and those of the next.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ class Graph:
 
     Attributes:
         collectives: The names of its collectives.
-        unordered: Pairs of them of which neither waits for the other; with themselves, one of an iteration does not wait
-            for that of the iteration before.
+        unordered: Pairs of them of which neither waits for the other; in a loop also those of which the second, in the
+            next iteration, does not wait for the first.
     """
 
     collectives: tuple[str, ...]
@@ -45,9 +45,7 @@ def collected() -> Iterator[list[Graph]]:
 def of_nodes(nodes: Iterable[tf.compat.v1.NodeDef]) -> Graph:
     """The collectives of a graph, in which loops and branches are those of TensorFlow 1 (Switch, Merge, ...)."""
     by_name = {node.name: node for node in nodes}
-    inputs = {
-        name: [each for each in map(_parsed, node.input) if each[0] in by_name] for name, node in by_name.items()
-    }
+    inputs = {name: [each for each in map(_parsed, node.input) if each[0] in by_name] for name, node in by_name.items()}
     order = _topological(by_name, inputs)
     collectives = [name for name in order if by_name[name].op.startswith("Collective")]
     # What a node waits for, as bits: collectives, and behind them the first nodes of an iteration.

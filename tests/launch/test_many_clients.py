@@ -11,7 +11,7 @@ import launched
 import launched_many
 import sweeps
 import tfshard
-from launched_many import COMPRESSED, PLAIN, WAYS
+from launched_many import COMPRESSED, PLAIN, WAYS, Way
 
 TOLERANCE = 2e-5
 
@@ -63,8 +63,7 @@ def assert_right(clients: list[dict], directory: pathlib.Path, names: list[str])
             # A replica of one device shares nothing with others.
             assert client[name]["sharded"] > 0 or WAYS[count][name].axes == {"replica": 11, "batch": 1}, "premise"
             assert_equal(client[name], expected)
-    restored = tfshard.as_distributed(launched_many.build())
-    restored.compile("adagrad", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    restored = launched_many.compiled(Way({"batch": 4}))
     tfshard.CheckpointManager(directory / "checkpoints").restore(restored)
     for weight in restored.trainable_variables:
         np.testing.assert_allclose(

@@ -16,6 +16,7 @@ from tensorflow.python.eager import tape as _tape
 from tensorflow.python.framework import auto_control_deps as _auto_control_deps
 from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.ops import cond_v2 as _cond_v2
+from tensorflow.python.ops import control_flow_util_v2 as _control_flow_util_v2
 from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow_v2_func_graphs
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
@@ -373,3 +374,21 @@ def run_when_used(names: Iterable[str]) -> None:
     Else it would run them in the order in which they were added to the graph, also against that of their operands.
     """
     _auto_control_deps.ASYNC_STATEFUL_OPS |= frozenset(names)
+
+
+def run_bodies_apart() -> None:
+    """Have loops and branches that are traced from now on run as operations of their own, in the whole process.
+
+    TensorFlow otherwise lowers a loop or branch into the graph around it
+    (`control_flow_util_v2.maybe_set_lowering_attr`). An operation of its body then waits for its operands only, and not
+    for what the loop or branch itself waits for.
+    """
+
+    def set_if_told(operation: tf.Operation, lower_using_switch_merge: bool | None = None) -> None:
+        if lower_using_switch_merge is not None:
+            _lower(operation, lower_using_switch_merge)
+
+    _control_flow_util_v2.maybe_set_lowering_attr = set_if_told
+
+
+_lower = _control_flow_util_v2.maybe_set_lowering_attr

@@ -1,9 +1,9 @@
 """The order of the devices of a group: the one that their mesh has, and TensorFlow's.
 
-A gather puts the devices' pieces behind each other by the ranks that TensorFlow gives them: by the names of their tasks
-(`tasks`), and among the GPUs of a process by which of them reach each other's memory (OrderTaskDeviceMap in TensorFlow
-2.21's collective_param_resolver_local.cc). DTensor takes ranks for places on the mesh. Where the two differ, nothing fails
-and every number is wrong. So each group gathers the places of its devices when it meets, and compares.
+A gather joins the devices' pieces in the order of the ranks that TensorFlow gives them: by the names of their tasks
+(tasks.py), and among the GPUs of a process by which of them reach each other's memory (OrderTaskDeviceMap in TensorFlow
+2.21's collective_param_resolver_local.cc; read, not seen). DTensor takes a rank for a place on the mesh. Where the two
+differ, nothing fails and every number is wrong. So each group gathers the places of its devices when it meets.
 """
 
 import os

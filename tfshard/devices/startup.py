@@ -186,14 +186,19 @@ def _set_switches(device_type: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def _keep_order() -> None:
-    """Keep the edges of a graph along which DTensor's compiler has put its collectives in an order.
+def _keep_order(*, of_bodies: bool = False) -> None:
+    """Keep the order in which DTensor's compiler has put the collectives of a step.
 
-    TensorFlow takes away an edge beside which there is a longer way, and later a node of that way, such as the IdentityN
-    of a custom gradient. NCCL matches the collectives of several processes by the order in which they come.
+    TensorFlow removes an edge of a graph beside which there is a longer way, and later a node of that way, such as the
+    IdentityN of a custom gradient. NCCL matches collectives of several processes by the order in which they come.
+
+    Args:
+        of_bodies: Also that of collectives in loops and branches, and those around them.
     """
     if _EDGES not in tf.config.optimizer.get_experimental_options():
         tf.config.optimizer.set_experimental_options({_EDGES: False})
+    if of_bodies:
+        _private.run_bodies_apart()
 
 
 def _validate_num_devices(num_devices: int | None, device_type: str) -> int:
@@ -284,7 +289,8 @@ def _start(num_devices: int, device_type: str, *, neighbours: int = 1) -> None:
     """
     _set_switches(device_type)
     _private.quiet_native_log()
-    _keep_order()
+    # Rings match collectives by their keys; between the devices of one process NCCL does, too.
+    _keep_order(of_bodies=device_type == "GPU" and clients.here().count > 1)
     if device_type == "CPU":
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)

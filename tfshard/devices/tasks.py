@@ -1,8 +1,8 @@
 """Which task of TensorFlow's cluster each client is.
 
 TensorFlow gives ranks to the devices of a group by the names of their tasks, compared as text (EstablishGlobalRank in
-TensorFlow 2.21's collective_param_resolver_local.cc): task 10 comes before task 2. DTensor takes a device's rank for its
-place on a mesh. So clients take the tasks in the order of their names, and both orders are that of the clients.
+TensorFlow 2.21's collective_param_resolver_local.cc): task 10 comes before task 2. DTensor takes a device's rank for
+its place on a mesh. So clients take the tasks in the order of their names, and both orders are that of the clients.
 """
 
 import functools

@@ -73,7 +73,7 @@ def train(fault: str, at_step: int) -> None:
     """Trains as the flags of `client.py` say."""
     if fault == "kill_starting":
         startup._start = lambda *_, **__: kinds.kill()
-    started = tfshard.initialize()
+    tfshard.initialize()
     job = os.environ["DTENSOR_JOBS"].split(",")[int(os.environ["DTENSOR_CLIENT_ID"])]
     print(f"port {job.rpartition(':')[2]}", flush=True)
     if fault in SAVES:
