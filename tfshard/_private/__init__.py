@@ -8,7 +8,7 @@ Callers take names from here (`_private.flatten_layers`). The modules have them 
 
     versions, names                  what we stand on
     context, graphs, exchange        TensorFlow: its state in this process, what is traced, operations exchanged
-    functions, messages              TensorFlow: names of functions; what its errors say
+    functions, messages              TensorFlow: names of functions, their custom gradients; what its errors say
     native_log                       TensorFlow: the log of its C++ code
     iterators, trace                 tf.data's iterators; the profiler's files
     variables, models, optimizers    Keras: variables, layers and metrics, slots
@@ -69,7 +69,12 @@ from tfshard._private.functional import (
     run_through,
     standardized_inputs,
 )
-from tfshard._private.functions import ctc_with_own_names, give_own_names, give_own_names_after
+from tfshard._private.functions import (
+    ctc_with_own_names,
+    give_own_names,
+    give_own_names_after,
+    keep_gradients_with_graphs,
+)
 from tfshard._private.graphs import (
     TRACKING_ATTRIBUTE,
     captured,
@@ -257,6 +262,7 @@ __all__ = [
     "is_resource_variable",
     "is_seed_state",
     "is_stateful",
+    "keep_gradients_with_graphs",
     "iterator_state",
     "keras_backend",
     "know_element_shapes",

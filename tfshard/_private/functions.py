@@ -1,8 +1,10 @@
 """The functions that TensorFlow's context holds, with those that DTensor makes of a step."""
 
 import contextlib
+import inspect
 import re
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -149,6 +151,59 @@ def _rename_collectives(function: Any) -> None:
     for results in (function.ret, function.control_ret):
         for result, name in results.items():
             results[result] = output(name)
+
+
+def keep_gradients_with_graphs() -> None:
+    """Makes graphs keep the custom gradients of their operations (`tf.custom_gradient`), which the registry then finds
+    only as long as one of the graphs lives.
+
+    TensorFlow's registry (`ops.gradient_registry`, `Registry._registry`) keeps them forever, and with them the graph of
+    each step that was traced.
+    """
+    registry = _ops.gradient_registry._registry
+    for name in [name for name in registry if name.startswith("CustomGradient-") and name not in _kept_with_graphs]:
+        graphs = _graphs_of(registry[name]["type"])
+        if graphs:
+            _kept_with_graphs.add(name)
+            gradient = registry[name]["type"]
+            for graph in graphs:
+                graph._tfshard_gradients = [*getattr(graph, "_tfshard_gradients", ()), gradient]
+            registry[name]["type"] = _Weak(gradient)
+            weakref.finalize(gradient, _forget_gradient, name)
+
+
+_kept_with_graphs: set[str] = set()
+
+
+class _Weak:
+    """Calls a function that something else keeps."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = weakref.ref(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = self._function()
+        assert function is not None, "the gradient of an operation whose graph is gone"
+        return function(*args, **kwargs)
+
+
+def _forget_gradient(name: str) -> None:
+    _ops.gradient_registry._registry.pop(name, None)
+    _kept_with_graphs.discard(name)
+
+
+def _graphs_of(gradient: Callable[..., Any]) -> list[Any]:
+    """The graph of a custom gradient's operation, and those around it, which may ask for it again."""
+    # The variables of `custom_gradient._graph_mode_decorator`.
+    own = inspect.getclosurevars(gradient).nonlocals.get("tape_grad_fn")
+    result = None if own is None else inspect.getclosurevars(own).nonlocals.get("result")
+    graph = next((leaf.graph for leaf in tf.nest.flatten(result) if hasattr(leaf, "graph")), None)
+    found = []
+    while graph is not None:
+        found.append(graph)
+        graph = getattr(graph, "outer_graph", None)
+    # Outside of functions a graph lives as long as the process.
+    return [graph for graph in found if graph.building_function]
 
 
 def _called(function: Any) -> Iterator[Any]:

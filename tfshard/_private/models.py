@@ -97,10 +97,10 @@ def symbolic_build(model: keras.Model, batch: Any) -> None:
     model._maybe_symbolic_build(data_batch=batch)
 
 
-def make_step_function(model: keras.Model, name: str) -> Callable[..., Any]:
-    """What Keras calls for one execution of `model.train_step` or `test_step` (`Trainer._make_function`)."""
-    step: Callable[..., Any] = model._make_function(getattr(model, name))
-    return step
+def make_step_function(model: keras.Model, step: Callable[[Any], Any]) -> Callable[..., Any]:
+    """What Keras calls for one execution of a step, such as `model.train_step` (`Trainer._make_function`)."""
+    function: Callable[..., Any] = model._make_function(step)
+    return function
 
 
 def remat_mode(operation: keras.Operation) -> str | None:

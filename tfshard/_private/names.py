@@ -111,7 +111,8 @@ NAMES = (
         "Context.has_function Context.list_function_names Context.remove_function context",
         "python.framework.func_graph": "FuncGraph FuncGraph.outer_graph",
         "python.framework.function": "Defun",
-        "python.framework.ops": "uid",
+        "python.framework.ops": "gradient_registry uid",
+        "python.framework.registry": "Registry._registry",
         "python.ops.ctc_ops": "function",
     }),
     # messages

@@ -174,6 +174,11 @@ def _own_part_to_mesh(rows: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
     return dtensor.pack(pieces, transfer.layout((axis, *(None,) * (rows.ndim - 1)), mesh))
 
 
+def on_host(value: Any) -> Any:
+    """One leaf of a batch as the array that goes to the mesh. A leaf that `to_mesh` leaves alone or refuses stays."""
+    return value if _stays(value) or isinstance(value, tf.RaggedTensor) else _host_array(value)
+
+
 def _host_array(value: Any) -> np.ndarray:
     if isinstance(value, tf.SparseTensor):
         value = tf.sparse.to_dense(value)

@@ -24,7 +24,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.layouts.axes import axis_sizes
-from tfshard.operations import rows
+from tfshard.operations import rows, unsized
 from tfshard.storage import steps
 
 
@@ -103,7 +103,7 @@ def draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
     assert call.outputs is not None
     (random,) = call.outputs
     if not random.shape.is_fully_defined():
-        return None  # DTensor refuses it.
+        return _unsized_draw(call, mesh)
     if call.type in OF_SEEDS:
         return _of_seed(call, mesh)
     inputs = list(call.inputs)
@@ -118,6 +118,21 @@ def draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
         algorithm=algorithm, parameters=parameters, mesh=mesh,
     )  # fmt: skip
     return drawn.made()
+
+
+def _unsized_draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
+    """Random numbers of a shape that depends on values: every device draws all that one device draws."""
+    assert call.outputs is not None
+    (random,) = call.outputs
+    is_of_generator = call.type in GENERATORS or call.type in OLD_GENERATORS
+    if not is_of_generator or not random.shape.rank or not unsized.depends_on_values(*call.inputs):
+        return None  # DTensor refuses it.
+    shape, seed, *others = call.inputs
+
+    def all_of_them(seed: tf.Tensor) -> tf.Tensor:
+        return _private.same_operation(call, [shape, seed, *others])[0]
+
+    return transfer.by_device(all_of_them, seed, (None,) * seed.shape.rank, (None,) * random.shape.rank, mesh)
 
 
 def batch_dim(shape: tuple[int, ...]) -> int | None:

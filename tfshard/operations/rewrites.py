@@ -55,6 +55,8 @@ _UNSIZED: dict[str, Exchange] = {
     "Slice": unsized.part,
     "Sum": unsized.summed,
 }
+# DTensor expands them for sizes that it knows.
+_UNSIZED_GRADIENTS = ("Conv2DBackpropInput", "Conv3DBackpropInputV2")
 _DIMS: dict[str, Callable[..., list[tf.Tensor] | None]] = {
     "Split": dims.split,
     "SplitV": dims.split,
@@ -92,6 +94,7 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         exchange["DenseBincount"] = functools.partial(counts.counted, mesh=mesh)
         exchange["ConcatV2"] = functools.partial(embedding_lookups.joined, mesh=mesh)
         exchange.update(dict.fromkeys(dims.OF_SAMPLES, functools.partial(dims.of_samples, mesh=mesh)))
+        exchange.update(dict.fromkeys(_UNSIZED_GRADIENTS, functools.partial(_by_each_device, mesh=mesh)))
         exchange.update(dict.fromkeys(_REFUSED, _refuse))
     exchange.update(dict.fromkeys(draws.TYPES, functools.partial(draws.draw, mesh=mesh)))
     for operation, function in _SCATTERS.items():
@@ -166,6 +169,19 @@ def _scattered(
 
 def _if_unsized(function: Exchange, call: _private.Call) -> tf.Tensor | list[tf.Tensor] | None:
     return function(call) if unsized.depends_on_values(*call.inputs) else None
+
+
+def _by_each_device(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tensor] | None:
+    """The gradient of a convolution of samples whose number depends on values: each device computes all of it."""
+    sizes, kernel, gradient = call.inputs
+    if not gradient.shape.rank or not unsized.depends_on_values(gradient):
+        return dims.of_samples(call, mesh)
+    whole = (None,) * gradient.shape.rank
+
+    def all_of_it(gradient: tf.Tensor) -> tf.Tensor:
+        return _private.same_operation(call, [sizes, kernel, gradient])[0]
+
+    return transfer.by_device(all_of_it, gradient, whole, whole, mesh)
 
 
 def _sum(call: _private.Call) -> tf.Tensor | list[tf.Tensor] | None:

@@ -105,11 +105,23 @@ def reshape(call: _private.Call) -> tf.Tensor | None:
 
 
 def tile(call: _private.Call) -> tf.Tensor | None:
-    """Tile of a tensor of ones and open dims."""
+    """Tile: of a tensor of ones and open dims, or, where a dim is open, by numbers that are known."""
     tensor, multiples = call.inputs
-    if is_known(multiples) or not all(size == 1 for size in tensor.shape):
+    if not is_known(multiples):
+        return _broadcast(tensor, multiples) if all(size == 1 for size in tensor.shape) else None
+    assert call.outputs is not None
+    result = call.outputs[0].shape
+    if tensor.shape.rank is None or result.rank is None or tensor.shape.is_fully_defined():
         return None
-    return _broadcast(tensor, multiples)
+    for dim, (size, after) in enumerate(zip(tensor.shape, result, strict=True)):
+        if size is None:
+            count = tf.get_static_value(multiples, partial=True)[dim]
+            if count is None:
+                return None
+            tensor = tf.concat([tensor] * int(count), axis=dim) if count != 1 else tensor
+        elif after != size:
+            tensor = tf.gather(tensor, np.arange(after, dtype="int32") % size, axis=dim)
+    return tf.identity(tensor)
 
 
 def broadcast(call: _private.Call) -> tf.Tensor | None:

@@ -5,6 +5,7 @@ Read `models` first, where `compile(strategy=...)` is, then `strategy`.
     models        `as_distributed`, `Model`, `Sequential`
     strategy      `ShardedStrategy`, a Placer and an Adopter: what a step runs, and what is known of a model
     hooks         what tf.distribute and Keras call on a strategy
+    step_functions  what Keras calls for a step, by the shapes of batches
     microbatches  a training step that takes its batch in parts
     readiness     a model checked before a step, and made ready for it
     adoption      `Adopter`: models, with their optimizers and metrics, brought to the mesh

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.devices import batching, clients, transfer
+from tfshard.devices import clients, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.operations import unsupported
@@ -30,13 +30,11 @@ from tfshard.training import (
     readiness,
     watching,
 )
+from tfshard.training.step_functions import Prepared, StepFunction, StepFunctions
 from tfshard.training.strategy import ShardedStrategy
 
 # So that mypy takes the `super()` of a mixin for the Keras model that comes after it.
 _KerasModel: Any = object
-
-# What Keras calls for one execution, with an iterator over batches.
-_StepFunction = Callable[[Any], Any]
 
 
 class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
@@ -174,14 +172,16 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
     def make_train_function(self, force: bool = False) -> None:
         self._build_by("train_step")
         super().make_train_function(force)
-        again = functools.partial(_private.make_step_function, self, "train_step")
-        self.train_function = _on_mesh(self, self.train_function, "training step", again)
+        self.train_function = _on_mesh(
+            self, self.train_function, "training step", lambda: _private.make_step_function(self, self.train_step)
+        )
 
     def make_test_function(self, force: bool = False) -> None:
         self._build_by("test_step")
         super().make_test_function(force)
-        again = functools.partial(_private.make_step_function, self, "test_step")
-        self.test_function = _on_mesh(self, self.test_function, "evaluation step", again)
+        self.test_function = _on_mesh(
+            self, self.test_function, "evaluation step", lambda: _private.make_step_function(self, self.test_step)
+        )
 
     def make_predict_function(self, force: bool = False) -> None:
         super().make_predict_function(force)
@@ -289,20 +289,20 @@ def _written_once(model: keras.Model, method: str, path: str | os.PathLike[str])
 
 def _on_mesh(
     model: keras.Model,
-    function: _StepFunction,
+    function: StepFunction,
     kind: str,
-    again: Callable[[], _StepFunction],
+    again: Callable[[], StepFunction],
     *,
     to_host: bool = False,
-) -> _StepFunction:
+) -> StepFunction:
     """A Keras step function that puts its batches on the mesh and, for predictions, brings results back.
 
     Args:
         model: The model.
         function: What Keras made.
         kind: What it does, for messages.
-        again: Makes the same once more. Batches of each shape have one of their own, so that all shapes are known
-            while it is traced: Keras's functions make sizes that differ unknown ones (reduce_retracing).
+        again: Makes the same once more, for batches of another shape: Keras's functions make sizes that differ unknown
+            ones (reduce_retracing).
         to_host: Whether the results are per-sample values that go to the host.
     """
     strategy = _private.distribute_strategy(model)
@@ -310,19 +310,15 @@ def _on_mesh(
         return function
 
     places = readiness.Places()
-    made: dict[object, _StepFunction] = {}
-    waiting = [function]
+    functions = StepFunctions(
+        model, strategy, kind=kind, function=function, again=again, step=f"{_NAMES[kind]}_step"
+    )  # fmt: skip
     known_sizes = output_losses.KnownSizes()
 
-    def run_one(batch: Any, size: int | None) -> Any:
-        shapes = tuple(tuple(leaf.shape) for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf))
+    def prepare(batch: Any, size: int | None) -> Prepared:
         counts = not to_host and not model.run_eagerly and output_losses.install(model)
         is_once = counts and not known_sizes.is_known(size)
-        key = (shapes, strategy.microbatches, is_once)
-        if key not in made:
-            made[key] = waiting.pop() if waiting else again()
-        with output_losses.counted_once(shapes[0][0] if is_once else None):
-            return made[key]([batch])
+        return functions.prepare(batch, counts_once=is_once, may_share=is_once or not counts)
 
     @functools.wraps(function)
     def on_mesh(batches: Iterable[Any]) -> Any:
@@ -333,29 +329,31 @@ def _on_mesh(
         taken = list(itertools.islice(batches, model.steps_per_execution))
         if not taken:
             raise StopIteration
-        sizes = [output_losses.size_of(batches, batch) for batch in taken]
-        taken = [batching.batch_to_mesh(batch, strategy.mesh, strategy.already_sharded) for batch in taken]
+        prepared = [prepare(batch, output_losses.size_of(batches, batch)) for batch in taken]
+        operation = functools.partial(
+            strategy.operation,
+            on_mesh,
+            kind,
+            [each.batch if each.is_open else each.argument for each in prepared],
+        )
 
         def run() -> list[Any]:
-            known, results = len(made), []
+            known, results = functions.compiled, []
             try:
                 # One by one: the last of an execution may have fewer rows.
-                for batch, size in zip(taken, sizes, strict=True):
-                    results.append(run_one(batch, size))
+                for each in prepared:
+                    results.append(functions.run(each))
                 return results
             finally:
-                if len(made) > known:  # Also of a step that failed: what it made may move before the next.
+                if functions.compiled > known:  # Also of a step that failed: what it made may move before the next.
                     places.note(model, strategy)
 
         if not to_host:
-            with (
-                strategy.operation(on_mesh, kind, taken),
-                failures.translated_errors(f"A step of model '{model.name}'"),
-            ):
+            with operation(), failures.translated_errors(f"A step of model '{model.name}'"):
                 return run()[-1]
         # Each device keeps its samples: the pieces meet on the host, not on every device.
         with strategy.extended.results_stay_sharded(), failures.translated_errors(f"predict of model '{model.name}'"):
-            with strategy.operation(on_mesh, kind, taken):
+            with operation():
                 outputs = run()
         return tf.nest.map_structure(_joined, *outputs)
 
@@ -371,28 +369,28 @@ def _joined(*parts: Any) -> Any:
     return tf.constant(on_host[0] if len(on_host) == 1 else np.concatenate(on_host))
 
 
-def _predict_function(model: Distributed) -> _StepFunction:
+def _predict_function(model: Distributed) -> StepFunction:
     """What Keras makes for predictions."""
     mine = model.predict_function
     try:
         super(Distributed, model).make_predict_function(force=True)
-        function: _StepFunction = model.predict_function
+        function: StepFunction = model.predict_function
     finally:
         model.predict_function = mine
     return function
 
 
 # What `_on_mesh` has made. Keras gives a model's function back when it is not to be made anew.
-_on_mesh_functions: weakref.WeakSet[_StepFunction] = weakref.WeakSet()
+_on_mesh_functions: weakref.WeakSet[StepFunction] = weakref.WeakSet()
 
 
 _NAMES = {"training step": "train", "evaluation step": "test", "prediction step": "predict"}
 
 
-def _made_anew(model: keras.Model, kind: str) -> _StepFunction:
+def _made_anew(model: keras.Model, kind: str) -> StepFunction:
     """The function of a kind, to be traced again."""
     getattr(model, f"make_{_NAMES[kind]}_function")(force=True)
-    function: _StepFunction = getattr(model, f"{_NAMES[kind]}_function")
+    function: StepFunction = getattr(model, f"{_NAMES[kind]}_function")
     return function
 
 

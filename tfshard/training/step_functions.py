@@ -1,0 +1,357 @@
+"""The step functions of a model, by the shapes of its batches.
+
+A step is traced with all shapes known, because DTensor shards no dim of unknown size. Such a function takes about a
+second to compile and some megabytes to keep, too much to have one for each of many batch sizes or sequence lengths:
+
+- The first shapes, and a shape that comes many times in a row, have functions of their own.
+- Other shapes share an open function. The host pads each batch to a capacity. The function cuts the padding off before
+  the model sees the batch, so the model computes what it computes on one device: batch statistics, losses over pairs of
+  samples and a custom `train_step` included. DTensor compiles the function once for each capacity. The dims that were
+  cut have unknown sizes, which DTensor cannot shard: every device computes the full batch. So an open function takes
+  batches that every device computes in full anyway, and batches that cost little.
+- A model keeps at most `MOST` functions of a kind, and drops the least recently used one.
+
+An open function may hold operations that were tried on tensors of unknown size (`_TRIED`). If it holds another one, or
+DTensor refuses it, every shape has a function of its own.
+"""
+
+import collections
+import dataclasses
+import gc
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.devices import batching, clients, transfer
+from tfshard.errors import warn
+from tfshard.graph import inventory
+from tfshard.layouts.axes import axis_sizes
+from tfshard.training import output_losses
+from tfshard.training.strategy import ShardedStrategy
+
+# What Keras calls for one execution, with an iterator over batches.
+StepFunction = Callable[[Any], Any]
+
+MOST = 32
+
+# How many shapes have functions of their own at once: full batches and remainders, for each structure of a batch.
+FIRST = 3
+
+# A shape that comes so many times in a row gets a function of its own.
+IN_A_ROW = 64
+
+# A model that has compiled so many functions of a kind warns.
+MANY = 16
+
+# Parameters times positions (samples, tokens, pixels) of a batch that every device may compute in full.
+CHEAP = 1 << 25
+
+# Tensors are padded up to so many bytes, and dims up to this size, so that sizes below share a capacity.
+_SMALL_BYTES = 1 << 18
+_SMALL_DIM = 256
+
+# Each is tried in tests/training/test_new_shapes.py.
+_TRIED = frozenset(
+    ("Abs", "AddN", "AddV2", "Any", "ArgMax", "AvgPool", "AvgPoolGrad", "BiasAdd", "BiasAddGrad", "Bitcast",
+     "BitwiseAnd", "BroadcastGradientArgs", "BroadcastTo", "Cast", "ConcatV2", "Conv2D", "Conv2DBackpropFilter",
+     "Conv2DBackpropInput", "Cos", "Cumprod", "Cumsum", "DepthwiseConv2dNative",
+     "DepthwiseConv2dNativeBackpropFilter", "DepthwiseConv2dNativeBackpropInput", "DynamicPartition", "Einsum",
+     "Elu", "EluGrad", "Empty", "Equal", "Erf", "Erfc", "Exp", "ExpandDims", "Expm1", "Fill", "Floor", "FloorDiv",
+     "FloorMod", "GatherV2", "Greater", "GreaterEqual", "Identity", "IdentityN", "InvertPermutation", "LeakyRelu",
+     "LeakyReluGrad", "Less", "LessEqual", "ListDiff", "Log", "Log1p", "LogSoftmax", "LogicalAnd", "LogicalNot",
+     "LogicalOr", "MatMul", "MatrixDiagPartV3", "MatrixSetDiagV3", "Max", "MaxPool", "MaxPoolGrad", "Maximum",
+     "Mean", "Min", "Minimum", "Mul", "Neg", "NotEqual", "OneHot", "Pack", "Pad", "Pow", "Prod", "RealDiv",
+     "Reciprocal", "ReciprocalGrad", "Relayout", "Relu", "Relu6", "Relu6Grad", "ReluGrad", "Reshape", "ReverseV2",
+     "Roll", "Rsqrt", "RsqrtGrad", "Select", "SelectV2", "Selu", "SeluGrad", "Shape", "ShapeN", "Sigmoid",
+     "SigmoidGrad", "Sign", "Sin", "Size", "Slice", "Softmax", "SoftmaxCrossEntropyWithLogits", "Softplus",
+     "Softsign", "SoftsignGrad", "SparseSoftmaxCrossEntropyWithLogits", "Split", "Sqrt", "SqrtGrad", "Square",
+     "SquaredDifference", "Squeeze", "StatelessRandomNormalV2", "StatelessRandomUniformV2", "StopGradient",
+     "StridedSlice", "StridedSliceGrad", "Sub", "Sum", "Tanh", "TanhGrad", "Tile", "Transpose", "Unpack",
+     "UnsortedSegmentSum", "Where", "ZerosLike",
+     # Of what replicas of a mesh hold of a variable: TensorFlow does not infer the size of the result.
+     "CollectiveAllToAllV2", "CollectiveGatherV2", "CollectiveReduceV2", "EnsureShape")
+)  # fmt: skip
+
+
+class _UntriedOperation(Exception):
+    """An open function holds an operation that was not tried on tensors of unknown size."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A batch for a step.
+
+    Attributes:
+        batch: The batch, with arrays where its tensors are on the host.
+        key: Names the function that runs on it.
+        argument: What the function takes, on the mesh.
+        is_open: Whether the function is an open one.
+        counts_once: Whether the batch counts once in metrics of outputs' losses (`output_losses`).
+    """
+
+    batch: Any
+    key: Hashable
+    argument: Any
+    is_open: bool
+    counts_once: bool
+
+
+class StepFunctions:
+    """The step functions of one kind of a model.
+
+    Attributes:
+        functions: Those that are kept, by what names them, the least recently used one first.
+        compiled: How many functions were made.
+        takes_open: Whether the model's step can be an open function, as far as is known.
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+        kind: Such as `"training step"`, for messages.
+        function: What Keras has made.
+        again: Makes the same once more.
+        step: Which method of the model it calls, such as `"train_step"`.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: ShardedStrategy,
+        *,
+        kind: str,
+        function: StepFunction,
+        again: Callable[[], StepFunction],
+        step: str,
+    ):
+        self._model, self._strategy, self._kind, self._step = model, strategy, kind, step
+        self._again = again
+        self._waiting = [function]
+        self.functions: collections.OrderedDict[Hashable, StepFunction] = collections.OrderedDict()
+        self._families: dict[str, _Family] = {}
+        self.takes_open = True
+        self._last: Hashable = None
+        self._in_a_row = 0
+        self.compiled = 0
+
+    def prepare(self, batch: Any, *, counts_once: bool = False, may_share: bool = True) -> Prepared:
+        """Chooses the function for a batch, and brings the batch to the mesh.
+
+        Args:
+            batch: The batch.
+            counts_once: As in `Prepared`.
+            may_share: Whether the batch may go through an open function, in which every batch counts once.
+        """
+        strategy = self._strategy
+        if strategy.already_sharded or self._model.run_eagerly:
+            return self._own(batch, counts_once)
+        batch = tf.nest.map_structure(batching.on_host, batch)
+        own = self._own_key(batch, counts_once)
+        self._in_a_row = self._in_a_row + 1 if own == self._last else 1
+        self._last = own
+        family = self._family(batch)
+        if may_share and own not in self.functions and self._shares(batch, family):
+            argument, capacities = family.padded(batch, strategy)
+            return Prepared(batch=batch, key=capacities, argument=argument, is_open=True, counts_once=counts_once)
+        family.owned += own not in self.functions
+        return self._own(batch, counts_once)
+
+    def run(self, prepared: Prepared) -> Any:
+        """Runs the step on one batch."""
+        function = self.functions.get(prepared.key)
+        if function is not None:
+            self.functions.move_to_end(prepared.key)
+            return self._call(function, prepared)
+        if not prepared.is_open:
+            function = self._waiting.pop() if self._waiting else self._again()
+            return self._first_run(prepared, function)
+        try:
+            return self._first_run(prepared, _private.make_step_function(self._model, self._open_step))
+        except Exception:  # If the step itself fails, its own function raises what Keras raises.
+            self.takes_open = False
+            del self.functions[prepared.key]
+        return self.run(self._own(prepared.batch, prepared.counts_once))
+
+    def _call(self, function: StepFunction, prepared: Prepared) -> Any:
+        # Keras counts a batch of unknown size once.
+        rows = _rows(prepared.argument) if prepared.counts_once and not prepared.is_open else None
+        with output_losses.counted_once(rows):
+            return function([prepared.argument])
+
+    def _own(self, batch: Any, counts_once: bool) -> Prepared:
+        strategy = self._strategy
+        argument = batching.batch_to_mesh(batch, strategy.mesh, strategy.already_sharded)
+        key = self._own_key(argument, counts_once)
+        return Prepared(batch=batch, key=key, argument=argument, is_open=False, counts_once=counts_once)
+
+    def _own_key(self, batch: Any, counts_once: bool) -> Hashable:
+        if self._model.run_eagerly:
+            return "eager"
+        shapes = tuple(tuple(leaf.shape) for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape"))
+        return shapes, self._strategy.microbatches, counts_once
+
+    def _first_run(self, prepared: Prepared, function: StepFunction) -> Any:
+        self.compiled += 1
+        self.functions[prepared.key] = function
+        try:
+            return self._call(function, prepared)
+        finally:
+            _private.keep_gradients_with_graphs()
+            if len(self.functions) > MOST:
+                self.functions.popitem(last=False)
+                gc.collect()  # A graph is a cycle. With it goes what TensorFlow and DTensor hold of the function.
+            if self.compiled == MANY:
+                self._warn()
+
+    # --- open functions -------------------------------------------------------------------------------
+
+    def _family(self, batch: Any) -> "_Family":
+        structure = str(tf.nest.map_structure(_dtype_and_rank, batch))
+        family = self._families.setdefault(structure, _Family())
+        family.note(batch)
+        return family
+
+    def _shares(self, batch: Any, family: "_Family") -> bool:
+        """Whether a batch goes through the open function."""
+        strategy = self._strategy
+        axes = axis_sizes(strategy.mesh)
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape")]
+        if (
+            not self.takes_open
+            or family.owned < FIRST
+            or self._in_a_row >= IN_A_ROW
+            or clients.here().is_launched
+            or strategy.microbatches > 1
+            or strategy.compression is not None
+            or strategy.tables is not None
+            or any(axes[axis] > 1 for axis in axes.tensor)
+            or not all(_can_be_padded(leaf) for leaf in leaves)
+        ):
+            return False
+        if not any(any(batching.batch_axes(tuple(leaf.shape), strategy.mesh)) for leaf in leaves):
+            return True
+        positions = max(_positions(leaf) for leaf in leaves)
+        parameters = sum(math.prod(variable.shape) for variable, _ in inventory.owned_variables(self._model))
+        return bool(positions * parameters <= CHEAP)
+
+    def _open_step(self, padded: tuple[Any, Any]) -> Any:
+        """The model's step on what padding was added to."""
+        batch, masks = padded
+        leaves = [_cut(leaf, kept) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]
+        result = getattr(self._model, self._step)(tf.nest.pack_sequence_as(batch, leaves))
+        for operation in tf.compat.v1.get_default_graph().get_operations():
+            if operation.type not in _TRIED and any(_is_open(each) for each in (*operation.inputs, *operation.outputs)):
+                raise _UntriedOperation(operation.type)
+        return result
+
+    def _warn(self) -> None:
+        warn(
+            f"Model '{self._model.name}' has compiled its {self._kind} for {MANY} shapes of batches. Each new shape is "
+            f"compiled, which takes seconds, and tfshard keeps the {MOST} functions that were used last. Pad batches "
+            "to a few sizes and sequences to a few lengths (tf.data's bucket_by_sequence_length, padded_batch), or "
+            "leave the last batch out (drop_remainder=True)."
+        )
+
+
+class _Family:
+    """The batches of one structure.
+
+    Attributes:
+        owned: How many shapes got functions of their own.
+    """
+
+    def __init__(self) -> None:
+        self.owned = 0
+        self._first: list[tuple[int, ...]] | None = None
+        self._open: set[tuple[int, int]] = set()
+
+    def note(self, batch: Any) -> None:
+        """Opens the dims whose sizes differ between batches."""
+        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in tf.nest.flatten(batch)]
+        if self._first is None:
+            self._first = shapes
+        for number, (first, shape) in enumerate(zip(self._first, shapes, strict=True)):
+            self._open.update((number, dim) for dim, size in enumerate(shape) if size != first[dim])
+
+    def padded(self, batch: Any, strategy: ShardedStrategy) -> tuple[Any, Hashable]:
+        """A batch at its capacities with the masks of what is kept, full on every device, and what names both."""
+        leaves, capacities = [], []
+        masks: list[tuple[tf.Tensor | None, ...]] = []
+        for number, leaf in enumerate(tf.nest.flatten(batch)):
+            if not hasattr(leaf, "shape"):
+                leaves.append(leaf)
+                masks.append(())
+                continue
+            host = transfer.to_host(leaf)
+            opened = [(number, dim) in self._open for dim in range(host.ndim)]
+            shape = _capacity(host.shape, opened, host.itemsize)
+            full = np.zeros(shape, host.dtype)
+            full[tuple(slice(size) for size in host.shape)] = host
+            leaves.append(_full(full, strategy))
+            masks.append(
+                tuple(
+                    _full(np.arange(most) < size, strategy) if is_open else None
+                    for most, size, is_open in zip(shape, host.shape, opened, strict=True)
+                )
+            )
+            capacities.append((number, shape, tuple(opened), host.dtype.name))
+        structure = str(tf.nest.map_structure(_dtype_and_rank, batch))
+        return (tf.nest.pack_sequence_as(batch, leaves), tuple(masks)), ("open", structure, tuple(capacities))
+
+
+def _full(value: np.ndarray, strategy: ShardedStrategy) -> tf.Tensor:
+    tensor: tf.Tensor = transfer.host_to_mesh(value, (None,) * value.ndim, strategy.mesh)
+    return tensor
+
+
+def _rows(batch: Any) -> int:
+    """The rows of the first tensor of a batch."""
+    return int(next(leaf.shape[0] for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf)))
+
+
+def _dtype_and_rank(leaf: Any) -> Any:
+    if leaf is None or not hasattr(leaf, "shape"):
+        return type(leaf).__name__
+    return f"{tf.as_dtype(leaf.dtype).name} {len(leaf.shape)}"
+
+
+def _can_be_padded(leaf: Any) -> bool:
+    """Whether the host can pad a leaf."""
+    if isinstance(leaf, tf.RaggedTensor) or 0 in leaf.shape:
+        return False
+    dtype = tf.as_dtype(leaf.dtype)
+    return bool(dtype.is_floating or dtype.is_integer or dtype.is_bool)
+
+
+def _positions(leaf: Any) -> int:
+    """Samples, tokens or pixels: of floats the last dim is features."""
+    shape = tuple(leaf.shape)
+    return math.prod(shape[:-1] if tf.as_dtype(leaf.dtype).is_floating and len(shape) > 1 else shape)
+
+
+def _capacity(shape: tuple[int, ...], opened: list[bool], itemsize: int) -> tuple[int, ...]:
+    """The shape to which a tensor is padded: each open dim to a power of two, and small tensors further."""
+    sizes = [1 << (size - 1).bit_length() if is_open else size for size, is_open in zip(shape, opened, strict=True)]
+    dims = [dim for dim, is_open in enumerate(opened) if is_open]
+    while dims and math.prod(sizes) * itemsize * 2 <= _SMALL_BYTES:
+        smallest = min(dims, key=lambda dim: sizes[dim])
+        if sizes[smallest] >= _SMALL_DIM:
+            break
+        sizes[smallest] *= 2
+    return tuple(sizes)
+
+
+def _cut(leaf: Any, masks: tuple[tf.Tensor | None, ...]) -> Any:
+    """Cuts off what was padded. `Where` tells operations.unsized that the size depends on values."""
+    for dim, mask in enumerate(masks):
+        if mask is not None:
+            leaf = tf.gather(leaf, tf.cast(tf.where(mask)[:, 0], tf.int32), axis=dim)
+    return leaf
+
+
+def _is_open(tensor: tf.Tensor) -> bool:
+    return tensor.dtype not in (tf.resource, tf.variant) and not tensor.shape.is_fully_defined()
