@@ -1521,4 +1521,28 @@ MUTATIONS = [
         what="NCCL is told to start with parts of a GPU",
         killed_by="tests/devices/test_initialize.py::test_parts_of_a_gpu_are_devices_and_go_without_nccl[parts]",
     ),
+    Mutation(
+        area="New shapes",
+        file="tfshard/training/step_functions.py",
+        old="        leaves = [_cut(leaf, kept) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]",
+        new="        leaves = [_cut(leaf, ()) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]",
+        what="a model sees the padding of a batch",
+        killed_by="tests/training/test_new_shapes.py::test_batches_of_many_shapes_train_test_and_predict_as_on_one_device[dense]",
+    ),
+    Mutation(
+        area="New shapes",
+        file="tfshard/training/step_functions.py",
+        old="            if len(self.functions) > MOST:",
+        new="            if False:",
+        what="a model keeps a function for every shape",
+        killed_by="tests/training/test_new_shapes.py::test_a_model_whose_operations_were_not_tried_keeps_few_functions_frees_the_others_and_warns",
+    ),
+    Mutation(
+        area="New shapes",
+        file="tfshard/_private/functions.py",
+        old="        if graphs:\n            _kept_with_graphs.add(name)",
+        new="        if False:\n            _kept_with_graphs.add(name)",
+        what="TensorFlow's registry of gradients keeps the graphs of dropped functions",
+        killed_by="tests/training/test_new_shapes.py::test_a_model_whose_operations_were_not_tried_keeps_few_functions_frees_the_others_and_warns",
+    ),
 ]
