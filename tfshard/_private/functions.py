@@ -167,12 +167,14 @@ def keep_gradients_with_graphs() -> None:
             _kept_with_graphs.add(name)
             gradient = registry[name]["type"]
             for graph in graphs:
-                graph._tfshard_gradients = [*getattr(graph, "_tfshard_gradients", ()), gradient]
+                graph.add_to_collection(_GRADIENTS, gradient)
             registry[name]["type"] = _Weak(gradient)
             weakref.finalize(gradient, _forget_gradient, name)
 
 
 _kept_with_graphs: set[str] = set()
+# The collection of a graph that keeps its custom gradients.
+_GRADIENTS = "tfshard_gradients"
 
 
 class _Weak:
