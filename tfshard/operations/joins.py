@@ -110,6 +110,8 @@ def stack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Pack along a first dim: of tensors of samples, or of floats."""
     assert call.outputs is not None
     rank = call.outputs[0].shape.rank
+    if axis_sizes(mesh).data_size == 1:
+        return None
     if call.get_attr("axis") % rank != 0 or rank < 2 or not call.outputs[0].shape.is_fully_defined():
         return None
     if any(samples.are_in(each, 0) for each in call.inputs):
@@ -130,7 +132,7 @@ def unstack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     (tensor,) = call.inputs
     if found is not None or call.get_attr("axis") % (tensor.shape.rank or 1) != 0 or not tensor.dtype.is_floating:
         return found
-    if (tensor.shape.rank or 0) < 2 or not tensor.shape.is_fully_defined():
+    if axis_sizes(mesh).data_size == 1 or (tensor.shape.rank or 0) < 2 or not tensor.shape.is_fully_defined():
         return None
     if axis_sizes(mesh).shards_by_several and not samples.are_in(tensor, 1):
         return None
