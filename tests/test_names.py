@@ -40,6 +40,9 @@ ELSEWHERE = {
     *("fully_shard", "mics_shard_size"),
     *("dense_kernel_momentum", "block3", "block_3", "train.py"),
     "test_adam_matches_one_device_when_dim_does_not_divide",
+    # In TensorFlow's C++ code, and functions inside of TensorFlow's functions.
+    *("FillPhiloxRandom", "FillCollectiveParams", "ShouldFoldInput", "_read_variable_op"),
+    *("eager_pure_optimization", "custom_gradient._graph_mode_decorator"),
 }
 
 

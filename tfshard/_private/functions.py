@@ -149,7 +149,7 @@ def _rename_collectives(function: Any) -> None:
             if _DTENSOR in name:
                 node.input[number] = output(name)
     for results in (function.ret, function.control_ret):
-        for result, name in results.items():
+        for result, name in list(results.items()):
             results[result] = output(name)
 
 

@@ -358,9 +358,9 @@ def check_not_elsewhere(model: keras.Model, strategy: Adopter) -> None:
     other = _private.distribute_strategy(model)
     if other is not None and not isinstance(other, Adopter):
         raise StrategyError(
-            f"Model '{model.name}' was built under {type(other).__name__}, which holds its variables. Build the model "
-            "outside of that strategy's scope, or under this strategy's scope(), and bring the weights along: "
-            f"new_model.set_weights(model.get_weights()). Received: strategy={strategy!r}"
+            f"Model '{model.name}' was built under another strategy, {type(other).__name__}, which holds its "
+            "variables. Build the model outside of that strategy's scope, or under this strategy's scope(), and bring "
+            f"the weights along: new_model.set_weights(model.get_weights()). Received: strategy={strategy!r}"
         )
     if other is not None and other is not strategy:
         raise StrategyError(
