@@ -105,8 +105,10 @@ def exchanged_operations(
     exchange: Exchange,
     bring: Bring | None = None,
     note: Callable[[tf.Operation], None] = lambda operation: None,
+    otherwise: Callable[[Call], Sequence[tf.Tensor] | None] = lambda call: None,
 ) -> Iterator[None]:
     """A context in which operations of the types in `exchange` are given to `exchange[type](call)`, with a `Call`.
+    Those of other types that are added to a graph are given to `otherwise`.
 
     It gives the tensors that stand for the operation's outputs, or None to leave the operation as it is. What it
     makes itself is not exchanged again.
@@ -136,10 +138,9 @@ def exchanged_operations(
             return None
         operation = outputs[0].op if outputs else graph.get_operation_by_name(op_name)
         note(operation)
-        if op_type not in exchange:
-            return list(outputs)  # What an earlier callback made of them. TensorFlow has lists here.
         call = Call(type=op_type, inputs=tuple(inputs), get_attr=operation.get_attr, outputs=tuple(outputs))
-        replaced = exchange[op_type](call)
+        replaced = exchange.get(op_type, otherwise)(call)
+        # Without a replacement, what an earlier callback made of the outputs. TensorFlow has lists here.
         return list(outputs if replaced is None else replaced)
 
     if is_eager():

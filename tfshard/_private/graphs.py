@@ -146,6 +146,19 @@ def function_graph(operation: tf.Operation, attribute: str) -> tf.Graph | None:
     return getattr(operation.graph._get_function(operation.get_attr(attribute).name), "graph", None)
 
 
+def keeps_lengths(loop: tf.Operation, number: int) -> bool:
+    """Whether the body of a `tf.while_loop` gives the list of tensors with this number back as long as it gets it."""
+    body = function_graph(loop, "body")
+    if body is None:  # Of TensorFlow 1.
+        return False
+    result = body.outputs[number]
+    while result.op.type == "Identity" or (
+        result.op.type == "TensorListSetItem" and not result.op.get_attr("resize_if_index_out_of_bounds")
+    ):
+        result = result.op.inputs[0]
+    return result is body.inputs[number]
+
+
 def know_element_shapes(loop: tf.Operation) -> None:
     """Gives a loop that fills lists of tensors (`TensorListReserve` before it, `TensorListSetItem` in its body) others,
     which know of which shape their elements are, where only the body tells (Operation._update_input)."""

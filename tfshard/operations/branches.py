@@ -38,6 +38,12 @@ def value_of(predicate: tf.Tensor) -> bool | None:
     return None if value is None else bool(value)
 
 
+def number_of(tensor: tf.Tensor) -> int | None:
+    """An integer; None if that does not follow from constants and static shapes."""
+    value = _value(tensor)
+    return None if value is None else int(value)
+
+
 def _value(tensor: tf.Tensor) -> np.ndarray | None:
     if not tf.is_tensor(tensor) or tf.executing_eagerly():
         return np.asarray(tensor)

@@ -11,7 +11,7 @@ def without_ellipsis(call: _private.Call) -> tf.Tensor | None:
     """The same with a letter for each dim that an ellipsis stands for, without dims of size 1 that are broadcast."""
     equation = call.get_attr("equation")
     equation = equation.decode() if isinstance(equation, bytes) else equation
-    if "..." not in equation or not all(each.shape.is_fully_defined() for each in call.inputs):
+    if "..." not in equation or any(each.shape.rank is None for each in call.inputs):
         return None
     sources, result = equation.split("->")
     terms = sources.split(",")
@@ -22,12 +22,13 @@ def without_ellipsis(call: _private.Call) -> tf.Tensor | None:
     ]
     count = max(map(len, hidden))
     free = [letter for letter in string.ascii_letters if letter not in equation][:count]
-    sizes = [max(dims[i - count] for dims in hidden if len(dims) >= count - i) for i in range(count)]
+    # A size that is not known (None) is that of the others, or of a dim that they are broadcast along.
+    each_dim = [[dims[i - count] for dims in hidden if len(dims) >= count - i] for i in range(count)]
+    is_one = [all(size == 1 for size in sizes) for sizes in each_dim]
     tensors, spelled = [], []
     for term, tensor, dims in zip(terms, call.inputs, hidden, strict=True):
         letters = free[count - len(dims) :]
-        wanted = sizes[count - len(dims) :]
-        broadcast = [i for i, (size, full) in enumerate(zip(dims, wanted, strict=True)) if size != full]
+        broadcast = [i for i, size in enumerate(dims) if size == 1 and not is_one[count - len(dims) + i]]
         if broadcast:
             start = term.index(".")
             tensor = tf.squeeze(tensor, [start + i for i in broadcast])

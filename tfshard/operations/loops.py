@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.operations import layer_patch, rows
+from tfshard.operations import branches, layer_patch, rows
 from tfshard.operations.replacing import replaced
 from tfshard.storage import steps
 
@@ -66,6 +66,49 @@ def _element_shape(call: _private.Call) -> list[tf.Tensor] | None:
     assert call.outputs is not None
     shape = _private.element_shape(call.inputs[0])
     return None if shape is None else [tf.constant(shape, call.outputs[0].dtype)]
+
+
+def stack(call: _private.Call) -> tf.Tensor | None:
+    """TensorListStack of a list whose length follows from static shapes, as in `tf.TensorArray(size=tf.shape(x)[1])`,
+    where TensorFlow does not see it."""
+    assert call.outputs is not None
+    count = None if call.outputs[0].shape.rank is None else _length(call.inputs[0])
+    if count is None or call.get_attr("num_elements") == count:
+        return None
+    handle, shape = call.inputs
+    dtype = call.outputs[0].dtype
+    return [
+        tf.raw_ops.TensorListStack(input_handle=handle, element_shape=shape, element_dtype=dtype, num_elements=count)
+    ]
+
+
+def _length(tensor_list: tf.Tensor) -> int | None:
+    """How many tensors a list has, if that follows from constants and static shapes."""
+    operation = tensor_list.op
+    if operation.type == "Placeholder":
+        outside = _private.captured(tensor_list)
+        return None if outside is None else _length(outside)
+    if operation.type == "Identity":
+        return _length(operation.inputs[0])
+    if operation.type in ("TensorListReserve", "TensorListResize"):
+        return branches.number_of(operation.inputs[1])
+    if operation.type == "TensorListFromTensor":
+        size: int | None = operation.inputs[0].shape[0]
+        return size
+    if operation.type == "EmptyTensorList":
+        return 0
+    if operation.type == "TensorListSetItem":
+        length = _length(operation.inputs[0])
+        if length is None or not operation.get_attr("resize_if_index_out_of_bounds"):
+            return length
+        index = branches.number_of(operation.inputs[1])
+        return None if index is None else max(length, index + 1)
+    if operation.type == "TensorListPushBack":
+        length = _length(operation.inputs[0])
+        return None if length is None else length + 1
+    if operation.type in ("While", "StatelessWhile") and _private.keeps_lengths(operation, tensor_list.value_index):
+        return _length(operation.inputs[tensor_list.value_index])
+    return None
 
 
 def _known_elements(call: _private.Call) -> None:

@@ -47,14 +47,6 @@ _SLICES: dict[str, Exchange] = {
     "StridedSliceGrad": slices.full_slice_gradient,
     "XlaDynamicUpdateSlice": slices.slice_update,
 }
-# Of tensors whose shape is not known while a step is traced.
-_UNSIZED: dict[str, Exchange] = {
-    "Reshape": unsized.reshape,
-    "BroadcastTo": unsized.broadcast,
-    "Fill": unsized.fill,
-    "Slice": unsized.part,
-    "Sum": unsized.summed,
-}
 # DTensor expands them for sizes that it knows.
 _UNSIZED_GRADIENTS = ("Conv2DBackpropInput", "Conv3DBackpropInputV2")
 _DIMS: dict[str, Callable[..., list[tf.Tensor] | None]] = {
@@ -76,6 +68,12 @@ _SCATTERS: dict[str, Callable[..., tf.Tensor | list[tf.Tensor] | None]] = {
 }
 
 
+# These are exchanged alike where a shape depends on values (unsized.py).
+_WITH_ANY_SIZE = frozenset(
+    (*_SLICES, *_SCATTERS, *_UNSIZED_GRADIENTS, *draws.TYPES, *candidates.SAMPLERS, "DenseBincount", "TensorListStack")
+)
+
+
 @contextlib.contextmanager
 def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
     """A context for a step on a mesh: while it is traced, or run in eager code."""
@@ -87,14 +85,14 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         exchange["MatMul"] = functools.partial(products.of_samples, mesh=mesh)
         exchange["Einsum"] = functools.partial(_einsum, mesh=mesh)
         exchange.update(dict.fromkeys(ROW_OPERATIONS, functools.partial(row_operations.exchange, mesh=mesh)))
-        exchange["Tile"] = functools.partial(_tile, mesh=mesh)
-        exchange |= {operation: functools.partial(_if_unsized, function) for operation, function in _UNSIZED.items()}
+        exchange["Tile"] = functools.partial(dims.tile, mesh=mesh)
         for operation, dims_of in _DIMS.items():
             exchange[operation] = functools.partial(dims_of, mesh=mesh)
         exchange["DenseBincount"] = functools.partial(counts.counted, mesh=mesh)
         exchange["ConcatV2"] = functools.partial(embedding_lookups.joined, mesh=mesh)
         exchange.update(dict.fromkeys(dims.OF_SAMPLES, functools.partial(dims.of_samples, mesh=mesh)))
         exchange.update(dict.fromkeys(_UNSIZED_GRADIENTS, functools.partial(_by_each_device, mesh=mesh)))
+        exchange["TensorListStack"] = loops.stack
         exchange.update(dict.fromkeys(_REFUSED, _refuse))
     exchange.update(dict.fromkeys(draws.TYPES, functools.partial(draws.draw, mesh=mesh)))
     for operation, function in _SCATTERS.items():
@@ -102,14 +100,20 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
     axes = axis_sizes(mesh)
     if any(axes[axis] > 1 for axis in axes.tensor) and not _private.is_eager():
         exchange["OneHot"] = selects.one_hot
-        exchange["Sum"] = _sum
+        exchange["Sum"] = dims.sum_of_tiles
 
     def listed(function: Exchange, call: _private.Call) -> list[tf.Tensor] | None:
         if rows.is_inside(call):
             # Nothing there is sharded.
             return None
-        result = function(call)
+        is_unsized = unsized.is_unsized(call)
+        is_left = is_unsized and call.type not in _WITH_ANY_SIZE and call.type not in _REFUSED
+        result = None if is_left else function(call)
+        if result is None and is_unsized:
+            return unsized.exchange(call, mesh)
         return [result] if tf.is_tensor(result) else result
+
+    otherwise = functools.partial(listed, lambda call: None)
 
     def bring(tensor: tf.Tensor) -> tf.Tensor:
         if transfer.is_dtensor(tensor):
@@ -123,7 +127,7 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
             if operation in _SLICES:
                 assert before is not None
                 exchange[operation] = _first_of(functools.partial(joins.rows_by, before, mesh=mesh), before)
-            elif operation in ("ConcatV2", "GatherV2", "Slice"):
+            elif operation in ("ConcatV2", "GatherV2"):
                 assert before is not None
                 exchange[operation] = _first_of(before, by_rows)
             else:
@@ -131,13 +135,15 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         exchange |= dict.fromkeys(candidates.SAMPLERS, functools.partial(candidates.drawn, mesh=mesh))
         exchange["Pack"] = functools.partial(joins.stack, mesh=mesh)
         exchange["Unpack"] = functools.partial(joins.unstack, mesh=mesh)
-        exchange["Reshape"] = _first_of(exchange["Reshape"], functools.partial(joins.reshape, mesh=mesh))
+        exchange["Reshape"] = functools.partial(joins.reshape, mesh=mesh)
 
     table: dict[str, Callable[[_private.Call], list[tf.Tensor] | None]] = {
         op: functools.partial(listed, function) for op, function in exchange.items()
     }
     if not _private.is_eager():
-        table |= loops.EXCHANGES | {"Square": embedding_updates.square}
+        # Of the gradient of a table, also where each device has its own rows.
+        table["Square"] = lambda call: embedding_updates.square(call) or otherwise(call)
+        table |= loops.EXCHANGES
 
     def note(operation: tf.Operation) -> None:
         origins.note(operation)
@@ -145,7 +151,7 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
 
     origins.forget()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_private.exchanged_operations(table, bring, note))
+        stack.enter_context(_private.exchanged_operations(table, bring, note, otherwise))
         if not _private.is_eager():
             stack.enter_context(_private.constants_brought(bring))
             # DTensor ends the process as it expands a tf.cond's gradient that takes tensors from optionals.
@@ -167,10 +173,6 @@ def _scattered(
     return function(call, mesh=mesh)
 
 
-def _if_unsized(function: Exchange, call: _private.Call) -> tf.Tensor | list[tf.Tensor] | None:
-    return function(call) if unsized.depends_on_values(*call.inputs) else None
-
-
 def _by_each_device(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tensor] | None:
     """The gradient of a convolution of samples whose number depends on values: each device computes all of it."""
     sizes, kernel, gradient = call.inputs
@@ -182,11 +184,6 @@ def _by_each_device(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list
         return _private.same_operation(call, [sizes, kernel, gradient])[0]
 
     return transfer.by_device(all_of_it, gradient, whole, whole, mesh)
-
-
-def _sum(call: _private.Call) -> tf.Tensor | list[tf.Tensor] | None:
-    found = _if_unsized(unsized.summed, call)
-    return dims.sum_of_tiles(call) if found is None else found
 
 
 def _einsum(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tensor] | None:
@@ -201,10 +198,6 @@ def _first_of(*functions: Exchange) -> Exchange:
         return next((found for function in functions if (found := function(call)) is not None), None)
 
     return exchange
-
-
-def _tile(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | list[tf.Tensor] | None:
-    return unsized.tile(call) if unsized.depends_on_values(*call.inputs) else dims.tile(call, mesh)
 
 
 _EAGERLY = "Compile the model with run_eagerly=True"

@@ -55,7 +55,7 @@ def is_inside(call: _private.Call) -> bool:
     """Whether an operation is computed by each device on its own rows."""
     if call.outputs is None:
         return False
-    if any(_NAME in output.op.name for output in call.outputs):
+    if any(is_named(output.op) for output in call.outputs):
         return True
     graph: tf.Graph | None = call.outputs[0].graph if call.outputs else None
     while graph is not None:
@@ -63,6 +63,11 @@ def is_inside(call: _private.Call) -> bool:
             return True
         graph = _private.outer_graph(graph)
     return False
+
+
+def is_named(operation: tf.Operation) -> bool:
+    """Whether an operation was made in `inside`, or is of the gradient of one."""
+    return _NAME in operation.name
 
 
 def inside() -> contextlib.AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.errors import UnsupportedOperationError
-from tfshard.operations import samples
+from tfshard.operations import branches, samples, unsized
 
 
 def scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -30,12 +30,12 @@ def scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
             f"tf.scatter_nd needs a shape of less than 2**31 elements. Received: shape={known.tolist()}"
         )
     rows, updates = _as_rows(call, transfer.whole(indices, mesh), transfer.whole(updates, mesh))
+    if known is None:
+        # Of ScatterNd DTensor has to know the shape.
+        zeros = tf.raw_ops.Empty(shape=transfer.whole(tf.cast(shape, tf.int32), mesh), dtype=updates.dtype, init=True)
+        return transfer.whole(tf.raw_ops.TensorScatterSub(tensor=zeros, indices=rows, updates=-updates), mesh)
     # DTensor makes the shape again as int32, and ends the process where the indices are int64.
-    result = tf.raw_ops.ScatterNd(
-        indices=tf.cast(rows, tf.int32),
-        updates=updates,
-        shape=tf.cast(shape, tf.int32) if known is None else known.astype("int32"),
-    )
+    result = tf.raw_ops.ScatterNd(indices=tf.cast(rows, tf.int32), updates=updates, shape=known.astype("int32"))
     return transfer.whole(result, mesh)
 
 
@@ -87,8 +87,11 @@ def gather_with_batch_dims(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor
 def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """TopKV2: DTensor refuses it where what is done with its result shards the last dim."""
     values, k = call.inputs
+    number = None if call.is_eager else branches.number_of(k)  # As tf.sort has it, where DTensor does not see it.
+    k = k if number is None else number
     among_samples = values.shape.rank > 1 and not call.is_eager and samples.are_in(values, values.shape.rank - 1)
-    place = transfer.whole if values.shape.rank == 1 or among_samples else samples.by_row
+    is_whole = values.shape.rank == 1 or among_samples or unsized.is_unsized(call)
+    place = transfer.whole if is_whole else samples.by_row
     found = tf.raw_ops.TopKV2(input=place(values, mesh), k=k, sorted=call.get_attr("sorted"))
     found = [place(each, mesh) for each in found]
     # A transpose, as of `tf.sort` along the batch, cannot shard what is replicated.
@@ -100,13 +103,20 @@ def where(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     (condition,) = call.inputs
     if condition.shape.rank == 1:
         return transfer.whole(tf.raw_ops.Where(condition=transfer.whole(condition, mesh)), mesh)
-    shape = _static(call, condition.shape)
-    condition = transfer.whole(tf.reshape(transfer.whole(condition, mesh), [math.prod(shape)]), mesh)
+    condition = transfer.whole(condition, mesh)
+    shape = unsized.sizes(condition)
+    condition = transfer.whole(unsized.vector(condition), mesh)
     places = transfer.whole(tf.raw_ops.Where(condition=condition), mesh)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    # A scalar has no dims, and no columns.
-    columns = [places // stride % max(size, 1) for stride, size in zip(strides, shape, strict=True)]
+    # A scalar has no dims, and no columns. Of a dim of no size nothing is found.
+    columns = [
+        places // _at_least_one(stride) % _at_least_one(size) for stride, size in zip(strides, shape, strict=True)
+    ]
     return transfer.whole(tf.concat(columns, axis=1) if columns else places[:, :0], mesh)
+
+
+def _at_least_one(size: unsized.Size) -> unsized.Size:
+    return max(size, 1) if isinstance(size, int) else tf.cast(tf.maximum(size, 1), tf.int64)
 
 
 def check_ranks(call: _private.Call) -> None:

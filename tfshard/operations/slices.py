@@ -196,12 +196,16 @@ def _range_size(begin: tf.Tensor, end: tf.Tensor) -> int | None:
     return None if size is None or size < 1 else int(size)
 
 
+class _SizeDependsOnValues(Exception):
+    """A slice is computed as unsized.py has it."""
+
+
 def _places_apart(call: _private.Call, rank: int) -> tuple[_private.Call, list[_Place]] | None:
     """A slice with ranges next to indices that are tensors, for which DTensor gives a tensor without elements, as a
     slice without those; and where those are. None for other slices.
 
     Raises:
-        UnsupportedOperationError: A range begins or ends at a tensor, and its size is not known.
+        _SizeDependsOnValues: A range begins or ends at a tensor, and its size is not known.
     """
     tensor, *vectors = call.inputs[:4]
     count = vectors[0].shape[0]
@@ -234,12 +238,7 @@ def _places_apart(call: _private.Call, rank: int) -> tuple[_private.Call, list[_
                 bounds = [vector.op.inputs[i] for vector in vectors[:2] if vector.op.type == "Pack"]
                 size = _range_size(*bounds) if len(bounds) == 2 and entry == (None, None, 1) else None
                 if size is None:
-                    raise UnsupportedOperationError(
-                        "A slice cannot have a range that begins or ends at a tensor: its size would depend on a "
-                        "value, and DTensor gives an empty result for it. Write the end as the begin and a number, "
-                        "x[i : i + 8], or use keras.ops.slice, which has a size. Received: a slice of "
-                        f"{count} entries, of which number {i} is such a range"
-                    )
+                    raise _SizeDependsOnValues
                 places.append(_Place(dim=dim, result=result, index=bounds[0], size=size))
                 entry, ranges = (0, 0, 1), True
                 take_all_of(i)
@@ -266,8 +265,11 @@ def full_slice(call: _private.Call) -> tf.Tensor | None:
     """A StridedSlice with an entry for each dim."""
     if not call.inputs[0].shape.is_fully_defined():
         if call.inputs[0].shape.rank is None or unsized.depends_on_values(call.inputs[0]):
-            return unsized.slice_of(call)
-    apart = _places_apart(call, call.inputs[0].shape.rank)
+            return None
+    try:
+        apart = _places_apart(call, call.inputs[0].shape.rank)
+    except _SizeDependsOnValues:
+        return None
     if apart is None:
         return _one_slice(call)
     without, places = apart
@@ -293,9 +295,12 @@ def _one_slice(call: _private.Call) -> tf.Tensor | None:
 def full_slice_gradient(call: _private.Call) -> tf.Tensor | None:
     """The gradient of a StridedSlice, with an entry for each dim."""
     if not call.is_eager and not unsized.is_known(call.inputs[0]) and unsized.depends_on_values(*call.inputs):
-        return unsized.gradient_of_slice(call)
+        return None
     sizes = tf.get_static_value(call.inputs[0])
-    apart = None if sizes is None else _places_apart(call, len(sizes))
+    try:
+        apart = None if sizes is None else _places_apart(call, len(sizes))
+    except _SizeDependsOnValues:
+        return None
     if apart is not None:
         call, places = apart
         upstream = call.inputs[4]

@@ -1,18 +1,28 @@
-"""What is done in a compiled step with tensors whose shape depends on values, such as what `tf.boolean_mask` gives.
+"""Tensors whose shape depends on values, such as what `tf.boolean_mask` gives, in a compiled step.
 
-DTensor expands an operation with the shapes that are known while it compiles, and refuses a reshape, a slice or a
-broadcast of a tensor of which one is not. Such a tensor is whole (scatters.py, expansions.py), so the operations can be
-exchanged for others that every device computes by itself. Each function takes a `_private.Call` and gives the tensor
-that stands for its output, or None to leave the operation as it is: where all shapes are known, or where DTensor has to
-refuse it. In eager code every shape is known.
+DTensor expands an operation with the shapes that are known while it compiles. It cannot shard a dim whose size is not
+known then, and refuses a reshape, a slice or a broadcast of such a tensor. So every device computes all of what is made
+of such tensors: operands and results are whole, pinned on both sides of each operation (`exchange`). Operations that
+DTensor refuses even so are written with others. Those functions take a `_private.Call` and give the tensor that stands
+for its output, or None to leave the operation as it is. In eager code every shape is known.
 """
 
+import dataclasses
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
 from tfshard import _private
+from tfshard.devices import transfer
+from tfshard.operations import einsums, rows, selects
+from tfshard.storage import steps
+
+# One that only the step knows is a tensor, int32.
+Size: TypeAlias = int | tf.Tensor
 
 
 def is_known(tensor: tf.Tensor) -> bool:
@@ -32,12 +42,13 @@ def is_known(tensor: tf.Tensor) -> bool:
     return True
 
 
-# Operations whose results have a shape that depends on values.
+# Operations whose results have a shape that depends on values, also where those of their operands are not known.
 _SIZED_BY_VALUES = frozenset(
     ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "ListDiff", "DynamicPartition",
      "DynamicStitch", "ParallelDynamicStitch", "NonMaxSuppressionV3", "NonMaxSuppressionV4", "NonMaxSuppressionV5",
      "NonMaxSuppressionV2", "CombinedNonMaxSuppression", "Bincount", "DenseBincount",
-     "SegmentSum", "SegmentMean", "SegmentProd", "SegmentMax", "SegmentMin", "ComputeAccidentalHits")
+     "SegmentSum", "SegmentMean", "SegmentProd", "SegmentMax", "SegmentMin", "TensorListStack", "TensorListConcatV2",
+     "ComputeAccidentalHits")
 )  # fmt: skip
 
 
@@ -49,21 +60,122 @@ def depends_on_values(*tensors: tf.Tensor) -> bool:
     seen: set[tf.Operation] = set()
     waiting = [tensor for tensor in tensors if _may_depend(tensor)]
     while waiting:
-        operation = waiting.pop().op
-        if operation.type in _SIZED_BY_VALUES:
+        tensor = waiting.pop()
+        operation = tensor.op
+        if operation in seen or rows.is_named(operation):
+            continue  # What each device has of its own is as long as it happens to be.
+        seen.add(operation)
+        if operation.type == "Placeholder":
+            # What a loop or a branch takes from outside, or an argument of a function in the step.
+            outside = _private.captured(operation.outputs[0])
+            if outside is None and _is_open(tensor) and _is_nested(operation.graph):
+                return True
+            sources = [] if outside is None else [outside]
+        elif _sizes_by_values(operation):
             return True
-        if operation not in seen:
-            seen.add(operation)
-            # What a branch of a tf.cond takes from outside.
-            outside = _private.captured(operation.outputs[0]) if operation.type == "Placeholder" else None
-            sources = operation.inputs if outside is None else [outside]
-            waiting += [tensor for tensor in sources if _may_depend(tensor)]
+        else:
+            sources = list(operation.inputs)
+        waiting += [source for source in sources if _may_depend(source)]
     return False
 
 
+def _sizes_by_values(operation: tf.Operation) -> bool:
+    """Whether the values that an operation takes make a shape."""
+    if all(is_known(each) for each in operation.inputs):
+        return False
+    if operation.type in _SIZED_BY_VALUES:
+        return True
+    if any(map(_is_open, operation.inputs)) or not any(map(_is_open, operation.outputs)):
+        return False
+    sizes = [each for each in operation.inputs if _holds_sizes(each)]
+    if sizes and operation.type not in _LEFT and all(map(is_known, sizes)):
+        return False  # DTensor finds the shape.
+    return not _hold_open_sizes(sizes)
+
+
+def _hold_open_sizes(tensors: Iterable[tf.Tensor]) -> bool:
+    """Whether tensors hold sizes that are not known while a step is traced."""
+    seen: set[tf.Operation] = set()
+    waiting = [tensor.op for tensor in tensors]
+    while waiting:
+        operation = waiting.pop()
+        if operation not in seen:
+            seen.add(operation)
+            if operation.type in ("Shape", "ShapeN", "Size") and any(map(_is_open, operation.inputs)):
+                return True
+            waiting += [each.op for each in operation.inputs if _holds_sizes(each)]
+    return False
+
+
+def _is_open(tensor: tf.Tensor) -> bool:
+    is_value = tensor.dtype not in (tf.resource, tf.variant)
+    return is_value and not tensor.shape.is_fully_defined()
+
+
+def _holds_sizes(tensor: tf.Tensor) -> bool:
+    return bool(tensor.dtype.is_integer and tensor.shape.rank in (0, 1))
+
+
 def _may_depend(tensor: tf.Tensor) -> bool:
-    holds_sizes = tensor.dtype.is_integer and tensor.shape.rank in (0, 1)
-    return holds_sizes or not tensor.shape.is_fully_defined()
+    return _holds_sizes(tensor) or _is_open(tensor)
+
+
+# Of functions, which hold operations of their own; and what layouts are made of.
+_LEFT = frozenset(
+    ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "PartitionedCall",
+     "StatefulPartitionedCall", "Placeholder", "Const", "IdentityN", "Relayout", "RelayoutLike", "CopyToMesh",
+     "BroadcastGradientArgs")
+)  # fmt: skip
+
+
+def is_unsized(call: _private.Call) -> bool:
+    """Whether an operation of a graph takes or gives a tensor whose shape depends on values, or holds such a shape."""
+    if not call.outputs or call.type in _LEFT:
+        return False
+    return depends_on_values(*call.inputs, *call.outputs)
+
+
+def exchange(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """The results of an operation, computed whole by every device."""
+    assert call.outputs is not None
+    if not call.outputs or _private.is_stateful(call.outputs[0].op):
+        return None
+    if _is_nested(call.outputs[0].graph):
+        # Nothing is pinned there: DTensor ends the process at a relayout of what its compiler finds to be what a loop
+        # was given (EraseCopyToMeshWithinCluster in TensorFlow 2.21's handle_cross_cluster_dependencies.cc).
+        written = _FUNCTIONS.get(call.type)
+        made = None if written is None else written(call)
+        return None if made is None else [made]
+    if any(each.dtype == tf.variant for each in (*call.inputs, *call.outputs)):
+        # TensorFlow looks for operations on lists of tensors as it makes gradients of loops: they stay.
+        return [_whole(each, mesh) for each in call.outputs]
+    inputs = tuple(each if is_known(each) else _whole(each, mesh) for each in call.inputs)
+    function = _FUNCTIONS.get(call.type)
+    result = None if function is None else function(dataclasses.replace(call, inputs=inputs))
+    if result is not None:
+        return [_whole(result, mesh)]
+    return [_whole(each, mesh) for each in _private.copied(call.outputs[0].op, inputs)]
+
+
+def _whole(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """A tensor that every device has all of. One that is pinned already is left, and so is one that cannot be."""
+    if tensor.shape.rank is None or tensor.dtype in (tf.variant, tf.string):
+        return tensor
+    layout = transfer.layout((None,) * tensor.shape.rank, mesh)
+    is_pinned = tensor.op.type == "Relayout" and tensor.op.get_attr("layout").decode() == layout.to_string()
+    return tensor if is_pinned or tensor.op.type == "BroadcastGradientArgs" else transfer.whole(tensor, mesh)
+
+
+def _is_nested(graph: tf.Graph) -> bool:
+    """Whether a graph is that of a loop, a branch or a function in the step."""
+    step = steps.current()
+    return step is not None and graph is not step.graph
+
+
+def _unpinned(tensor: tf.Tensor) -> tf.Tensor:
+    while tensor.op.type == "Relayout":
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def reshape(call: _private.Call) -> tf.Tensor | None:
@@ -81,18 +193,15 @@ def reshape(call: _private.Call) -> tf.Tensor | None:
     if tensor.shape.rank == output.shape.rank and output.shape.is_fully_defined():
         if all(a in (None, b) for a, b in zip(tensor.shape, output.shape, strict=True)):
             return tf.raw_ops.EnsureShape(input=tensor, shape=output.shape)
-    vector = tensor
-    if tensor.shape.rank != 1:
-        nowhere = tf.zeros_like(tensor, tf.int32)
-        (vector,) = tf.raw_ops.DynamicPartition(data=tensor, partitions=nowhere, num_partitions=1)
+    elements = vector(tensor)
     if output.shape.rank == 1:
-        return vector
+        return elements
     sizes: list[int | tf.Tensor | None] = list(output.shape)
     if len(open_dims) == 1:
         known = math.prod(size for size in sizes if size is not None)
-        sizes[open_dims[0]] = tf.raw_ops.Size(input=vector) // known
+        sizes[open_dims[0]] = tf.raw_ops.Size(input=elements) // known
     else:
-        total, product = tf.raw_ops.Size(input=vector), tf.cast(tf.reduce_prod(shape), tf.int32)
+        total, product = tf.raw_ops.Size(input=elements), tf.cast(tf.reduce_prod(shape), tf.int32)
         for dim in open_dims:
             given = tf.cast(tf.gather(shape, dim), tf.int32)
             # One may be -1: what is left for it.
@@ -101,26 +210,29 @@ def reshape(call: _private.Call) -> tf.Tensor | None:
     for dim in reversed(range(len(sizes))):
         index = index + _count_up(sizes[dim], dim, len(sizes)) * stride
         stride = stride * sizes[dim]
-    return tf.gather(vector, index)
+    return tf.gather(elements, index)
+
+
+def vector(tensor: tf.Tensor) -> tf.Tensor:
+    """All elements of a tensor that is whole, in their order."""
+    if tensor.shape.is_fully_defined():
+        return tf.reshape(tensor, [tensor.shape.num_elements()])
+    if tensor.shape.rank == 1:
+        return tensor
+    nowhere = tf.zeros_like(tensor, tf.int32)
+    (elements,) = tf.raw_ops.DynamicPartition(data=tensor, partitions=nowhere, num_partitions=1)
+    return elements
 
 
 def tile(call: _private.Call) -> tf.Tensor | None:
-    """Tile: of a tensor of ones and open dims, or, where a dim is open, by numbers that are known."""
+    """Tile, by index."""
     tensor, multiples = call.inputs
-    if not is_known(multiples):
-        return _broadcast(tensor, multiples) if all(size == 1 for size in tensor.shape) else None
-    assert call.outputs is not None
-    result = call.outputs[0].shape
-    if tensor.shape.rank is None or result.rank is None or tensor.shape.is_fully_defined():
+    if tensor.shape.is_fully_defined() and is_known(multiples):
         return None
-    for dim, (size, after) in enumerate(zip(tensor.shape, result, strict=True)):
-        if size is None:
-            count = tf.get_static_value(multiples, partial=True)[dim]
-            if count is None:
-                return None
-            tensor = tf.concat([tensor] * int(count), axis=dim) if count != 1 else tensor
-        elif after != size:
-            tensor = tf.gather(tensor, np.arange(after, dtype="int32") % size, axis=dim)
+    for dim, times in enumerate(_elements(multiples)):
+        size = _size(tensor, dim)
+        if not (isinstance(times, int) and times == 1):
+            tensor = tf.gather(tensor, _count_up(size * times, 0, 1) % size, axis=dim)
     return tf.identity(tensor)
 
 
@@ -142,13 +254,16 @@ def summed(call: _private.Call) -> tf.Tensor | None:
     What comes next reshapes the sum to the operand's shape, so dims may stay, of size 1.
     """
     gradient, axes = call.inputs
-    if axes.op.type != "BroadcastGradientArgs" or is_known(axes):
+    if is_known(axes):
         return None
+    if axes.op.type != "BroadcastGradientArgs":
+        return _summed_over(gradient, axes)
     which = axes.value_index
-    shapes = [shape.op.inputs[0].shape if shape.op.type == "Shape" else None for shape in axes.op.inputs]
+    made = [_unpinned(shape).op for shape in axes.op.inputs]
+    shapes = [operation.inputs[0].shape if operation.type == "Shape" else None for operation in made]
     ours, theirs = shapes[which], shapes[1 - which]
     if ours is None or theirs is None or None in (ours.rank, theirs.rank, gradient.shape.rank):
-        return None
+        return _summed_over(gradient, axes)
     in_front = gradient.shape.rank - ours.rank
     if in_front:
         gradient = tf.reduce_sum(gradient, list(range(in_front)))
@@ -158,108 +273,178 @@ def summed(call: _private.Call) -> tf.Tensor | None:
         if size == 1 and other != 1:
             gradient = tf.reduce_sum(gradient, dim, keepdims=True)
         elif size is None and other != 1:
-            # It was broadcast if its size, which only the step knows, is 1 and that of the result is not: then the sum
-            # is taken, from behind. (A tf.where with a scalar condition crashed the compiler here.)
+            # It was broadcast if its size, which only the step knows, is 1 and that of the result is not.
             number = tf.gather(tf.cast(axes.op.inputs[which], tf.int32), dim)
-            size_now = tf.gather(tf.shape(gradient), dim)
-            skipped = tf.cast(tf.not_equal(number, size_now), tf.int32) * size_now
-            both = tf.concat([gradient, tf.reduce_sum(gradient, dim, keepdims=True)], axis=dim)
-            gradient = tf.gather(both, _count_up(number, 0, 1) + skipped, axis=dim)
+            is_summed = tf.cast(tf.not_equal(number, tf.gather(tf.shape(gradient), dim)), tf.int32)
+            gradient = _summed_if(is_summed, gradient, dim)
     return tf.identity(gradient)
 
 
-def slice_of(call: _private.Call) -> tf.Tensor | None:
-    """StridedSlice that takes all of the dims that are not known."""
-    tensor, *vectors = call.inputs
-    if tensor.shape.rank is None or tensor.shape.is_fully_defined():
+def _summed_over(tensor: tf.Tensor, axes: tf.Tensor) -> tf.Tensor:
+    """The sum over dims that only the step knows; they stay, of size 1."""
+    for dim in range(tensor.shape.rank):
+        if tensor.shape[dim] != 1:
+            is_summed = tf.reduce_sum(tf.cast(tf.equal(axes, dim), tf.int32))
+            tensor = _summed_if(is_summed, tensor, dim)
+    return tf.identity(tensor)
+
+
+def _summed_if(is_summed: tf.Tensor, tensor: tf.Tensor, dim: int) -> tf.Tensor:
+    """A tensor, or its sum over a dim, which stays, if a number is 1 and not 0. The sum is taken from behind it: a
+    tf.where with a scalar condition crashed the compiler here."""
+    size = tf.gather(tf.shape(tensor), dim)
+    both = tf.concat([tensor, tf.reduce_sum(tensor, dim, keepdims=True)], axis=dim)
+    places = _count_up(is_summed + (1 - is_summed) * size, 0, 1) + is_summed * size
+    return tf.gather(both, places, axis=dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """What a slice does to a dim.
+
+    Attributes:
+        dim: The number of the dim, where all before it are still there.
+        kind: `"new"`, `"all"`, `"one"` or `"range"`.
+        start: The first place that is taken.
+        stride: How far the next one is from it.
+        count: How many are taken.
+    """
+
+    dim: int
+    kind: str
+    start: int | tf.Tensor = 0
+    stride: int = 1
+    count: int | tf.Tensor = 1
+
+
+def _slice_entries(call: _private.Call, vectors: Sequence[tf.Tensor], sizes: Sequence[Size]) -> list[_Entry] | None:
+    """What a StridedSlice, or its gradient, does to a tensor of these sizes; None if its strides are not known."""
+    strides = tf.get_static_value(vectors[2])
+    if strides is None:
         return None
-    given = [tf.get_static_value(vector) for vector in vectors]
-    if any(each is None for each in given):
-        return None
-    begin, end, strides = given
+    begins, ends = (_elements(vector) for vector in vectors[:2])
     has = {name: call.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
-    count = len(begin)
-    taken = sum(not (has["ellipsis"] | has["new_axis"]) >> i & 1 for i in range(count))
-    result, dim, rest = tensor, 0, tensor.shape.rank - taken
-    for i in range(count):
-        bit = 1 << i
+    taken = sum(not (has["ellipsis"] | has["new_axis"]) >> i & 1 for i in range(len(begins)))
+    entries: list[_Entry] = []
+    dim = 0
+    for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        bit, stride = 1 << i, int(strides[i])
         if has["ellipsis"] & bit:
-            dim, rest = dim + rest, 0
+            dim += len(sizes) - taken
         elif has["new_axis"] & bit:
-            result, dim = tf.expand_dims(result, dim), dim + 1
+            entries.append(_Entry(dim=dim, kind="new"))
         elif has["shrink_axis"] & bit:
-            size, place = result.shape[dim], int(begin[i])
-            if place < 0:
-                place += tf.gather(tf.shape(result), dim) if size is None else size
-            result = tf.gather(result, place, axis=dim)
-        elif has["begin"] & has["end"] & bit and strides[i] == 1:
+            entries.append(_Entry(dim=dim, kind="one", start=_from_front(begin, sizes[dim])))
             dim += 1
-        elif result.shape[dim] is None:
-            return None
+        elif has["begin"] & has["end"] & bit and stride == 1:
+            entries.append(_Entry(dim=dim, kind="all"))
+            dim += 1
         else:
-            bounds = [None if has[name] & bit else int(v[i]) for name, v in (("begin", begin), ("end", end))]
-            places = np.arange(result.shape[dim])[bounds[0] : bounds[1] : int(strides[i])]
-            result, dim = tf.gather(result, places, axis=dim), dim + 1
-    return tf.identity(result)
+            bounds = (None if has["begin"] & bit else begin, None if has["end"] & bit else end)
+            start, count = _range(sizes[dim], *bounds, stride)
+            entries.append(_Entry(dim=dim, kind="range", start=start, stride=stride, count=count))
+            dim += 1
+    return entries
+
+
+def _from_front(place: Size, size: Size) -> Size:
+    """A place that is counted from the end if it is below zero."""
+    if isinstance(place, int):
+        return place if place >= 0 else place + size
+    return place + tf.cast(place < 0, tf.int32) * size
+
+
+def _range(size: Size, begin: Size | None, end: Size | None, stride: int) -> tuple[Size, Size]:
+    """The first place that `[begin:end:stride]` takes of a dim, and how many it takes."""
+    if all(each is None or isinstance(each, int) for each in (size, begin, end)):
+        places = range(size)[begin:end:stride]
+        return places.start, len(places)
+    lowest, highest = (0, size) if stride > 0 else (-1, size - 1)
+
+    def bound(place: Size | None, otherwise: Size) -> Size:
+        return otherwise if place is None else tf.clip_by_value(_from_front(place, size), lowest, highest)
+
+    first, last = (lowest, highest) if stride > 0 else (highest, lowest)
+    start = bound(begin, first)
+    steps = bound(end, last) - start + stride - (1 if stride > 0 else -1)
+    return start, tf.maximum(steps // stride, 0)
+
+
+def slice_of(call: _private.Call) -> tf.Tensor | None:
+    """StridedSlice, by index."""
+    tensor, *vectors = call.inputs
+    if tensor.shape.is_fully_defined() and all(is_known(vector) for vector in vectors):
+        return None
+    entries = _slice_entries(call, vectors, sizes(tensor))
+    if entries is None:
+        return None
+    for entry in reversed(entries):
+        if entry.kind == "new":
+            tensor = tf.expand_dims(tensor, entry.dim)
+        elif entry.kind == "one":
+            tensor = tf.gather(tensor, entry.start, axis=entry.dim)
+        elif entry.kind == "range":
+            places = entry.start + _count_up(entry.count, 0, 1) * entry.stride
+            tensor = tf.gather(tensor, places, axis=entry.dim)
+    return tf.identity(tensor)
 
 
 def part(call: _private.Call) -> tf.Tensor | None:
     """Slice: what the gradient of a concatenation takes."""
     tensor, begin, size = call.inputs
-    if tensor.shape.rank is None or tensor.shape.is_fully_defined() and is_known(begin) and is_known(size):
+    if tensor.shape.is_fully_defined() and is_known(begin) and is_known(size):
         return None
-    starts, counts = tf.get_static_value(begin, partial=True), tf.get_static_value(size, partial=True)
-    for dim in range(tensor.shape.rank):
-        start = None if starts is None else starts[dim]
-        count = None if counts is None else counts[dim]
-        if start == 0 and count is not None and count in (-1, tensor.shape[dim]):
-            continue
-        if count == -1:
-            return None
-        number = tf.cast(tf.gather(size, dim), tf.int32) if count is None else int(count)
-        tensor = tf.gather(tensor, tf.cast(tf.gather(begin, dim), tf.int32) + _count_up(number, 0, 1), axis=dim)
+    for dim, (start, count) in enumerate(zip(_elements(begin), _elements(size), strict=True)):
+        whole = isinstance(start, int) and start == 0 and isinstance(count, int) and count in (-1, tensor.shape[dim])
+        if not whole:
+            left = _size(tensor, dim) - start
+            if isinstance(count, int):
+                number = left if count == -1 else count
+            else:
+                number = count + tf.cast(count < 0, tf.int32) * (left - count)
+            tensor = tf.gather(tensor, start + _count_up(number, 0, 1), axis=dim)
     return tf.identity(tensor)
 
 
 def gradient_of_slice(call: _private.Call) -> tf.Tensor | None:
     """StridedSliceGrad: zeros, with the gradient where the slice was taken."""
     shape, *vectors, upstream = call.inputs
-    given = [tf.get_static_value(vector) for vector in vectors]
-    if shape.shape[0] is None or any(each is None for each in given):
+    if shape.shape[0] is None:
         return None
-    begin, end, strides = given
-    has = {name: call.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
-    taken = sum(not (has["ellipsis"] | has["new_axis"]) >> i & 1 for i in range(len(begin)))
-    dim = 0
-    for i in range(len(begin)):
-        bit = 1 << i
-        if has["ellipsis"] & bit:
-            dim += shape.shape[0] - taken
-            continue
-        if has["new_axis"] & bit:
-            upstream = tf.squeeze(upstream, dim)
-            continue
-        shrunk = has["shrink_axis"] & bit
-        if shrunk:
-            upstream = tf.expand_dims(upstream, dim)
-        elif strides[i] < 0 or (not has["begin"] & bit and begin[i] < 0):
-            return None
-        if not shrunk and has["end"] & bit and strides[i] == 1 and (has["begin"] & bit or begin[i] == 0):
-            dim += 1
-            continue
-        size = tf.cast(tf.gather(shape, dim), tf.int32)
-        start = 0 if has["begin"] & bit and not shrunk else int(begin[i])
-        from_start = _count_up(size, 0, 1) - (start if start >= 0 else size + start)
-        count = upstream.shape[dim] or tf.gather(tf.shape(upstream), dim)
-        index = from_start // int(strides[i])
-        inside = (from_start >= 0) & (from_start % int(strides[i]) == 0) & (index < count)
-        taken_up = tf.gather(upstream, tf.clip_by_value(index, 0, count - 1), axis=dim)
-        for other in range(upstream.shape.rank):
-            if other != dim:
-                inside = tf.expand_dims(inside, other)
-        upstream = tf.where(inside, taken_up, tf.zeros_like(taken_up))
-        dim += 1
+    sizes = _elements(shape)
+    entries = _slice_entries(call, vectors, sizes)
+    if entries is None:
+        return None
+    for entry in entries:
+        # The dims behind have the numbers that they have in the result.
+        if entry.kind == "new":
+            upstream = tf.squeeze(upstream, entry.dim)
+        elif entry.kind == "one":
+            upstream = tf.expand_dims(upstream, entry.dim)
+        if entry.kind in ("one", "range"):
+            apart = _count_up(sizes[entry.dim], 0, 1) - entry.start
+            index, count = apart // entry.stride, _size(upstream, entry.dim)
+            inside = tf.cast((apart % entry.stride == 0) & (index >= 0) & (index < count), tf.int32)
+            # A zero behind them is for all other places.
+            paddings = [[0, int(dim == entry.dim)] for dim in range(upstream.shape.rank)]
+            places = index * inside + (1 - inside) * count
+            upstream = tf.gather(tf.pad(upstream, paddings), places, axis=entry.dim)
     return tf.identity(upstream)
+
+
+_FUNCTIONS: dict[str, Callable[[_private.Call], tf.Tensor | None]] = {
+    "Reshape": reshape,
+    "BroadcastTo": broadcast,
+    "Fill": fill,
+    "Tile": tile,
+    "Sum": summed,
+    "Slice": part,
+    "StridedSlice": slice_of,
+    "StridedSliceGrad": gradient_of_slice,
+    "Einsum": einsums.without_ellipsis,
+    "Select": selects.with_dims,
+    "SelectV2": selects.with_dims,
+}
 
 
 def _broadcast(value: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
@@ -267,7 +452,26 @@ def _broadcast(value: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
     return tf.logical_or(zeros, value) if value.dtype == tf.bool else zeros + value
 
 
-def _count_up(size: int | tf.Tensor, dim: int, rank: int) -> tf.Tensor:
+def sizes(tensor: tf.Tensor) -> list[Size]:
+    """The size of each dim."""
+    return [_size(tensor, dim) for dim in range(tensor.shape.rank)]
+
+
+def _size(tensor: tf.Tensor, dim: int) -> Size:
+    size: int | None = tensor.shape[dim]
+    return tf.gather(tf.shape(tensor), dim) if size is None else size
+
+
+def _elements(vector: tf.Tensor) -> list[Size]:
+    """The elements of a vector of integers, those that are known as numbers."""
+    known = tf.get_static_value(_unpinned(vector), partial=True)
+    numbers = [None] * vector.shape[0] if known is None else list(known)
+    return [
+        tf.cast(tf.gather(vector, i), tf.int32) if number is None else int(number) for i, number in enumerate(numbers)
+    ]
+
+
+def _count_up(size: Size, dim: int, rank: int) -> tf.Tensor:
     """0, 1, 2, ... along one dim of `rank`."""
     if isinstance(size, int):
         return tf.constant(np.arange(size, dtype="int32").reshape([size if d == dim else 1 for d in range(rank)]))

@@ -1,0 +1,204 @@
+"""Tensors whose size depends on values, and stacks of open length, in the middle of a step: numbers of one device."""
+
+import functools
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+import tfshard
+from sweeps import each_value, table
+from tfshard.devices import transfer
+from unsized_shapes import CONSUMERS, LAYERS, MESHES, PRODUCERS, differences, on_mesh, on_one_device, trained
+
+ops = keras.ops
+
+
+@table(
+    "uses of tensors whose size depends on values", ("mesh", "producer", "group"),
+    itertools.product(MESHES, PRODUCERS, CONSUMERS), always=[("batch4", "boolean_mask", "reductions")], sample=2,
+)  # fmt: skip
+def test_what_is_made_of_a_tensor_of_unknown_size_and_its_gradients_match_one_device(mesh, producer, group):
+    consumers = CONSUMERS[group]
+    assert not differences(on_mesh(producer, consumers, mesh), on_one_device(producer, consumers))
+
+
+@table(
+    "layers of tensors whose size depends on values", ("mesh", "producer", "group"),
+    itertools.product(MESHES, [name for name in PRODUCERS if name != "nothing"], LAYERS), sample=1,
+)  # fmt: skip
+def test_layers_of_a_tensor_of_unknown_size_train_as_on_one_device(mesh, producer, group):
+    layers = LAYERS[group]
+    assert not differences(trained(producer, layers, mesh), trained(producer, layers, None))
+
+
+def test_the_producers_give_sizes_that_tensorflow_does_not_know():
+    given = [tf.TensorSpec([16, 4]), tf.TensorSpec([16, 6])]
+    for name, produce in PRODUCERS.items():
+        z = tf.function(produce, autograph=False).get_concrete_function(*given).structured_outputs
+        assert z.shape[0] is None, name
+
+
+# --- Stacks of open length --------------------------------------------------------------------------------------
+
+SEQUENCES = np.random.RandomState(0).normal(size=(8, 5, 4)).astype("float32")
+
+
+def _by_loop(size, reverse=False):
+    def stack(t):
+        def body(i, state, array):
+            place = size(t) - 1 - i if reverse else i
+            return i + 1, tf.tanh(state + tf.gather(t, place, axis=1)), array.write(i, state)
+
+        array = tf.TensorArray(tf.float32, size=size(t))
+        array = tf.while_loop(lambda i, *_: i < size(t), body, (0, tf.zeros_like(t[:, 0]), array))[2]
+        return tf.transpose(array.stack(), (1, 0, 2))
+
+    return stack
+
+
+def _by_writes(t):
+    array = tf.TensorArray(tf.float32, size=0, dynamic_size=True)
+    for i in range(5):
+        array = array.write(i, t[:, i] * (i + 1.0))
+    return tf.transpose(array.stack(), (1, 0, 2))
+
+
+def _growing(t):
+    """A loop that makes its list longer, so that nothing tells how long it gets."""
+    array = tf.TensorArray(tf.float32, size=0, dynamic_size=True, element_shape=(8, 4))
+    array = tf.while_loop(lambda i, _: i < 5, lambda i, a: (i + 1, a.write(i, tf.tanh(t[:, i]))), (0, array))[1]
+    return tf.transpose(array.stack(), (1, 0, 2))
+
+
+def _scanned(step, carry=lambda t: ops.zeros_like(t[0]), pick=lambda ys: ys, **kwargs):
+    def stack(t):
+        t = ops.transpose(t, (1, 0, 2))
+        return ops.transpose(pick(ops.scan(step, carry(t), t, **kwargs)[1]), (1, 0, 2))
+
+    return stack
+
+
+def _fori(t):
+    array = tf.TensorArray(tf.float32, size=tf.shape(t)[1])
+    array = ops.fori_loop(0, tf.shape(t)[1], lambda i, a: a.write(i, tf.tanh(tf.gather(t, i, axis=1))), array)
+    return tf.transpose(array.stack(), (1, 0, 2))
+
+
+STACKS = {
+    "TensorArray of five": _by_loop(lambda t: 5),
+    "TensorArray(size=tf.shape(x)[1])": _by_loop(lambda t: tf.shape(t)[1]),
+    "TensorArray(size=tf.shape(x)[1]), backwards": _by_loop(lambda t: tf.shape(t)[1], reverse=True),
+    "dynamic_size=True": _by_writes,
+    "dynamic_size=True in a loop": _growing,
+    "keras.ops.scan": _scanned(lambda c, e: (ops.tanh(c + e),) * 2),
+    "keras.ops.scan(length=5)": _scanned(lambda c, e: (ops.tanh(c + e),) * 2, length=5),
+    "keras.ops.scan(reverse=True)": _scanned(lambda c, e: (ops.tanh(c + e),) * 2, reverse=True),
+    "keras.ops.scan of two carries": _scanned(
+        lambda c, e: ((ops.tanh(c[0] + e), c[1] * 0.5 + e), (c[0], c[1] + e)),
+        carry=lambda t: (ops.zeros_like(t[0]), ops.ones_like(t[0])), pick=lambda ys: ys[0] + ys[1],
+    ),
+    "keras.ops.scan in a scan": _scanned(
+        lambda c, e: (ops.tanh(c + ops.mean(ops.scan(lambda a, r: (a + r, a * r), ops.zeros_like(e[0]), e)[1], 0)), c)
+    ),
+    "keras.ops.associative_scan": lambda t: ops.associative_scan(lambda a, c: a * 0.5 + c, t, axis=1),
+    "keras.ops.associative_scan(reverse=True)": lambda t: ops.associative_scan(
+        lambda a, c: a * 0.5 + c, t, axis=1, reverse=True
+    ),
+    "tf.scan": lambda t: tf.transpose(
+        tf.scan(lambda a, e: tf.tanh(a + e), tf.transpose(t, (1, 0, 2))), (1, 0, 2)
+    ),
+    "tf.scan(reverse=True)": lambda t: tf.scan(lambda a, e: tf.tanh(a + e), t, reverse=True),
+    "tf.map_fn over steps": lambda t: tf.transpose(
+        tf.map_fn(lambda e: tf.tanh(e) * e, tf.transpose(t, (1, 0, 2))), (1, 0, 2)
+    ),
+    "keras.ops.map": lambda t: ops.map(lambda e: ops.tanh(e) * ops.sum(e), t),
+    "keras.ops.vectorized_map": lambda t: ops.vectorized_map(lambda e: ops.tanh(e) * ops.sum(e), t),
+    "keras.ops.fori_loop": _fori,
+    "keras.ops.while_loop": lambda t: ops.while_loop(
+        lambda i, a: i < 3, lambda i, a: (i + 1, ops.tanh(a) + t), (0, t)
+    )[1],
+}  # fmt: skip
+
+
+def _attention(y):
+    weights = tf.nn.softmax(tf.matmul(y, y, transpose_b=True))
+    return tf.matmul(weights, y)
+
+
+USES = {
+    "Dense": lambda y, kernel: ops.matmul(y, kernel) ** 2,
+    "loss": lambda y, kernel: keras.losses.mean_squared_error(tf.zeros_like(y), y),
+    "reshape": lambda y, kernel: ops.matmul(tf.reshape(y, (-1, 4)), kernel) ** 2,
+    "flatten": lambda y, kernel: tf.reduce_sum(tf.reshape(y, (8, -1)), 1) ** 2,
+    "mean over steps": lambda y, kernel: tf.reduce_mean(y, 1) ** 2,
+    "normalized over the batch": lambda y, kernel: (y - tf.reduce_mean(y, (0, 1))) * tf.math.rsqrt(
+        tf.math.reduce_variance(y, (0, 1)) + 1e-3
+    ) * y,
+    "transpose": lambda y, kernel: ops.matmul(tf.transpose(y, (1, 0, 2)), kernel) ** 2,
+    "last step": lambda y, kernel: ops.matmul(y[:, -1], kernel) ** 2,
+    "attention": lambda y, kernel: _attention(y) ** 2,
+}  # fmt: skip
+
+
+@tf.autograph.experimental.do_not_convert
+def _stacked(stack, x, kernel):
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch((x, kernel))
+        y = stack(ops.matmul(x, kernel))
+        numbers = [tf.reduce_mean(use(y, kernel)) for use in USES.values()]
+    return numbers, [tape.gradient(number, (x, kernel)) for number in numbers]
+
+
+@table(
+    "stacks of open length", ("mesh", "name"), itertools.product(MESHES, STACKS), sample=1,
+    always=each_value(["batch4", "batch2_model2"], ["TensorArray(size=tf.shape(x)[1])", "keras.ops.scan"]),
+)  # fmt: skip
+def test_a_stack_of_open_length_in_the_middle_of_a_step_matches_one_device(mesh, name):
+    sizes, kernel = MESHES[mesh], np.random.RandomState(1).normal(size=(4, 4)).astype("float32")
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**sizes), zero_stage=0)
+    sharded = transfer.host_to_mesh(SEQUENCES, ("batch", None, None), strategy.mesh)
+    assert dtensor.fetch_layout(sharded).num_shards(0) == sizes["batch"]
+    weights = transfer.host_to_mesh(kernel, (None, "model" if "model" in sizes else None), strategy.mesh)
+    function = functools.partial(_stacked, STACKS[name])
+    expected = tf.nest.flatten(tf.function(function)(tf.constant(SEQUENCES), tf.constant(kernel)))
+    found = tf.nest.flatten(strategy.run(tf.function(function), args=(sharded, weights)))
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_allclose(transfer.to_host(ours), theirs, rtol=1e-4, atol=1e-6, err_msg=str(number))
+
+
+def test_the_stack_of_a_list_of_known_length_is_shared_out():
+    """What Dense makes of it is sharded over the batch axis, as what it makes of other tensors."""
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
+    sharded = transfer.host_to_mesh(SEQUENCES, ("batch", None, None), strategy.mesh)
+
+    @tf.autograph.experimental.do_not_convert
+    def step(x):
+        return STACKS["TensorArray(size=tf.shape(x)[1])"](x) * x
+
+    with strategy.extended.results_stay_sharded():
+        result = strategy.run(tf.function(step), args=(sharded,))
+    assert dtensor.fetch_layout(result).num_shards(0) == 4
+
+
+@pytest.mark.parametrize("count", [0, 3, 8])
+def test_a_slice_that_ends_at_a_tensor_matches_one_device(count):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
+    values = np.arange(32, dtype="float32").reshape(8, 4)
+
+    @tf.autograph.experimental.do_not_convert
+    def step(x, n):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            rows, columns = x[:n], x[:, n // 4 : n // 2 + 1]
+            loss = tf.reduce_sum(rows**2) + tf.reduce_sum(columns) ** 2
+        return rows, columns, tape.gradient(loss, x)
+
+    sharded = transfer.host_to_mesh(values, ("batch", None), strategy.mesh)
+    assert dtensor.fetch_layout(sharded).num_shards(0) == 4
+    expected = tf.function(step)(tf.constant(values), tf.constant(count))
+    for ours, theirs in zip(strategy.run(tf.function(step), args=(sharded, np.int32(count))), expected, strict=True):
+        np.testing.assert_allclose(transfer.to_host(ours), theirs)
