@@ -109,6 +109,11 @@ def function_of_flow(graph: tf.Graph) -> tf.Graph:
     return graph
 
 
+def graph_is_branch(graph: tf.Graph) -> bool:
+    """Whether a `FuncGraph` is a branch of a `tf.cond`."""
+    return type(graph).__name__ == "CondBranchFuncGraph"
+
+
 def outer_graph(graph: tf.Graph) -> tf.Graph | None:
     """The graph in which a `FuncGraph` is being built, or None (`FuncGraph.outer_graph`)."""
     return getattr(graph, "outer_graph", None)

@@ -16,7 +16,7 @@ from tfshard.devices import clients, transfer
 from tfshard.errors import StrategyError, warn
 from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
-from tfshard.storage import steps
+from tfshard.storage import steps, traced_steps
 from tfshard.storage.storage import Storage
 
 
@@ -39,6 +39,18 @@ def is_here() -> bool:
     Keras calls layers in graphs of its own to learn the shapes of their results; these are never run.
     """
     return steps.current() is None and not _private.is_eager() and not _private.in_symbolic_scope()
+
+
+def is_around_steps() -> bool:
+    """Return whether the function that is being traced computes on the mesh, around steps that a strategy runs.
+
+    Its steps and its arguments tell. A function without arguments on the mesh that reads a variable before its first
+    step is taken for one that no strategy runs.
+    """
+    if traced_steps.is_around_steps(tf.compat.v1.get_default_graph()):
+        return True
+    with tf.init_scope():
+        return any(map(transfer.is_dtensor, _private.traced_arguments()))
 
 
 def read(variable: View) -> tf.Tensor:

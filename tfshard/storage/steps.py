@@ -129,6 +129,8 @@ class Step:
         # another value was recorded. With the variable, so that its id stays its own.
         self._last_read: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
         self._recorded: dict[tf.Graph | None, dict[Writable, Recorded]] = {graph: {}}
+        # What earlier steps of the same function wrote, and this one has read.
+        self._earlier: dict[Writable, Recorded] = {}
         # Storages in the order in which the step's own graph wrote them first.
         self._to_flush: dict[Writable, None] = {}
         # Those written in a function by the open UpdateBatch, which writes them when it ends.
@@ -356,14 +358,17 @@ class Step:
         """These are updated when the last part has ended: a part must not read them any more."""
         self._updated_later.update(id(variable) for variable in variables)
 
-    def note_read(self, variable: tf.Variable, read: tf.Tensor) -> None:
-        """Remembers the tensor or handle that a trained variable was read from."""
+    def check_read(self, variable: tf.Variable) -> None:
+        """Raises `StrategyError` if a variable is read that is updated once the last part has ended."""
         if id(variable) in self._updated_later:
             raise StrategyError(
                 f"Variable '{variable.path}' is read after its optimizer's update, in a step that is done in "
                 "microbatches: they update it when the last of them has ended. Read it before the update or in a step "
-                "of its own, or set strategy.microbatches = 1."
+                "of its own, return the variable itself, or set strategy.microbatches = 1."
             )
+
+    def note_read(self, variable: tf.Variable, read: tf.Tensor) -> None:
+        """Remembers the tensor or handle that a trained variable was read from."""
         self._last_read[id(variable)] = variable, read
 
     def last_read(self, variable: tf.Variable) -> tf.Tensor | None:
@@ -384,7 +389,17 @@ class Step:
             found = self._recorded.get(graph, {}).get(storage)
             if found is not None:
                 return found
-        return None
+        return self._written_before(storage)
+
+    def _written_before(self, storage: Writable) -> Recorded | None:
+        """Return what earlier steps of the same function have written to a storage, as if this step had."""
+        value = None if self.is_part else traced_steps.written_before(self.graph, storage)
+        if value is None:
+            return None
+        if storage not in self._earlier:
+            with self._own_graph():
+                self._earlier[storage] = Recorded(base=storage.from_rest(value), written={})
+        return self._earlier[storage]
 
     def record_base(self, storage: Writable, value: tf.Tensor) -> None:
         """Takes note of a new value of the whole buffer."""
@@ -510,12 +525,27 @@ class Step:
         read = {storage for storage, own in users.items() if own}
         values = _small_copies_last(values, read, tokens, known)
         for storage, value in values.items():
-            storage.write_at_rest(value, users.get(storage, ()))
+            storage.write_at_rest(self._behind_earlier(storage, value), users.get(storage, ()))
         for (host, axes), used in self._host_tokens.items():
             _token(host, axes).assign(tf.add_n(used), read_value=False)
         for written, update in self.row_updates.items():
             update.write(self._rows_read[written])
         return values
+
+    def _behind_earlier(self, storage: Writable, value: tf.Tensor) -> tf.Tensor:
+        """Return a value that is written after what an earlier step of the same function wrote to the storage.
+
+        DTensor orders the two writes by their operands only. So the earlier value is written once more, and both wait
+        for each other's values.
+        """
+        earlier = traced_steps.written_before(self.graph, storage)
+        if earlier is None:
+            return value
+        read = tf.raw_ops.ReadVariableOp(resource=_token(storage.mesh).handle, dtype=tf.float32)
+        token, earlier, value = tf.raw_ops.IdentityN(input=[read, earlier, value])
+        _token(storage.mesh).assign(token, read_value=False)
+        storage.write_at_rest(earlier)
+        return value
 
     def _order_updates(
         self, made: dict[Writable, tf.Tensor | None], values: dict[Writable, tf.Tensor]
@@ -722,12 +752,15 @@ def _within(graph: tf.Graph | None) -> contextlib.AbstractContextManager[object]
 
 
 @contextlib.contextmanager
-def step_scope(gathering: turns.Gathering | None = None, add_up: AddUp | None = None) -> Iterator[None]:
+def step_scope(
+    gathering: turns.Gathering | None = None, add_up: AddUp | None = None, reads_only: bool = False
+) -> Iterator[None]:
     """Opens a step: writes are recorded, and carried out when the outermost scope ends.
 
     Args:
         gathering: How the step gathers what is stored sharded, if it is traced; by default all at its start.
         add_up: Takes a gradient, as a layer gives it, and its variable.
+        reads_only: Whether it only reads variables, around other steps.
     """
     if _state.step is not None:
         yield
@@ -736,7 +769,7 @@ def step_scope(gathering: turns.Gathering | None = None, add_up: AddUp | None = 
     try:
         yield
         written = _state.step.flush()
-        if _state.step.graph is not None:
+        if _state.step.graph is not None and not reads_only:
             traced_steps.note_step(_state.step.graph, written)
     finally:
         _state.step = None

@@ -237,6 +237,10 @@ class Storage:
         """What is recorded, as it is stored."""
         return self.format.at_rest(self._recorded_buffer(recorded))
 
+    def from_rest(self, value: tf.Tensor) -> tf.Tensor:
+        """Return what `at_rest` made, as a buffer that can be recorded."""
+        return self.format.for_update(value) if self.format.is_encoded else value
+
     def write_at_rest(self, value: tf.Tensor, users: Sequence[turns.Slot] = ()) -> None:
         """Assigns the buffer what `at_rest` made. In a graph, `users` take it from there then (update_order.py)."""
         if self.rests_on_host:

@@ -221,7 +221,12 @@ class ShardedVariable(VariableSurface):
                 value = tf.constant(self.numpy())
             return outside.watched(self, value) if records else value
         if outside.is_here():
-            return outside.watched(self, outside.read(self))
+            if not outside.is_around_steps():
+                return outside.watched(self, outside.read(self))
+            with steps.step_scope(reads_only=True):
+                return transfer.whole(self.value(), self.mesh)
+        if (step := steps.current()) is not None:
+            step.check_read(self)
         if self.storage.waits and _private.in_symbolic_scope():
             # Keras learns shapes there; it is never run.
             return tf.compat.v1.placeholder(self.dtype, self.shape)
@@ -419,6 +424,9 @@ class ShardedVariable(VariableSurface):
         value = tf.cast(tf.convert_to_tensor(value), self.dtype)
         if outside.is_here():
             self._check_shape(value.shape, self.layout.spec.shape)
+            if outside.is_around_steps():
+                with steps.step_scope():
+                    return self.assign(value)
             outside.write(self, value)
             return self
         if self.layout.table is not None:

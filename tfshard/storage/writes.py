@@ -56,6 +56,9 @@ class Writable(Protocol):
     def at_rest(self, recorded: Recorded) -> tf.Tensor:
         """What is recorded, as it is stored."""
 
+    def from_rest(self, value: tf.Tensor) -> tf.Tensor:
+        """Return what `at_rest` made, as a buffer that can be recorded."""
+
     def write_at_rest(self, value: tf.Tensor, users: Sequence[turns.Slot] = ()) -> None:
         """Assigns what `at_rest` made. In a graph, `users` take it from the buffer then."""
 

@@ -97,7 +97,8 @@ class _Failed:
             if operation.name not in reached:
                 reached.add(operation.name)
                 waiting += [consumer for output in operation.outputs for consumer in output.consumers()]
-        storages = [storage() for storage, value in traced[self.graph].writes if value not in reached]
+        writes = traced[self.graph].writes
+        storages = [write.storage() for write in writes if write.tensor.partition(":")[0] not in reached]
         return [storage for storage in storages if storage is not None]
 
 

@@ -119,7 +119,7 @@ class _Traced:
     """What a step function did with a part of the batch.
 
     Attributes:
-        outputs: The tensors that it returned, the same on every device, and whatever else.
+        outputs: The tensors that it returned, the same on every device, and whatever else, variables included.
         structure: Of what it returned.
         updates: Updates that it asked for.
     """
@@ -212,7 +212,8 @@ class Microbatches:
                 )
             share = 1.0 if id(optimizer) in scaled else 1 / count
             updates.append(Update(optimizer=optimizer, gradients=gradients, variables=variables, share=share))
-            step.update_later(sharded_of(variable) for variable in variables)
+            own = [each for each in _private.optimizer_own_variables(optimizer) if each.name != "learning_rate"]
+            step.update_later(map(sharded_of, [*variables, *own]))
 
         def scale(optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
             # Gradients of float16 overflow where they do with the whole batch.
@@ -238,8 +239,7 @@ class Microbatches:
         return storage.format.update if member is None else (axis_sizes(self.mesh).data, *(None,) * (rank - 1))
 
     def _whole(self, value: Any) -> Any:
-        if isinstance(value, (tf.Variable, keras.Variable)):
-            value = tf.convert_to_tensor(value)
+        # A variable is read when the step has ended, with what the update made of it.
         return transfer.whole(value, self.mesh) if isinstance(value, tf.Tensor) else value
 
     def _learn(self, given: Any) -> _Learned:
