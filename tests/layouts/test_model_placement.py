@@ -108,7 +108,7 @@ def test_a_report_names_a_variable_that_is_elsewhere():
     current = model.get_layer("last").bias.value
     current.move(chosen.plan_variable(current.layout.spec))
     assert chosen.report(model).misplaced == ("last/bias",)
-    chosen.group(model)
+    chosen.group_variables(model)
     assert chosen.report(model).misplaced == ()
 
 

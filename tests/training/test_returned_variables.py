@@ -154,7 +154,8 @@ def assert_same(ours, theirs) -> None:
 def test_steps_of_a_model_return_the_variables_that_they_wrote(kind, options):
     ours = told(built(strategy(kind), **options))
     assert float(ours[0]["count"]) == options.get("steps_per_execution", 1), "premise: it counts"
-    assert_same(ours, plain(**options))
+    # Plain Keras cannot return a tf.Variable from an eager step.
+    assert_same(ours, plain(**{name: value for name, value in options.items() if name != "run_eagerly"}))
 
 
 @pytest.mark.parametrize("kind", ["stage 3", "stage 0, alone"])

@@ -12,8 +12,10 @@ Callers take names from here (`_private.flatten_layers`). The modules have them 
     native_log                       TensorFlow: the log of its C++ code
     iterators, trace                 tf.data's iterators; the profiler's files
     variables, models, optimizers    Keras: variables, layers and metrics, slots
+    threads                          both: functions that are others in one thread
     losses                           Keras: what losses are divided by
     epochs, weight_files             Keras: the epochs of a fit; its files
+    saving                           both: who writes checkpoints and models
 """
 
 from tfshard._private.versions import VersionWarning, check_versions, package_version
@@ -53,7 +55,7 @@ from tfshard._private.context import (
     wait_for_devices,
     without_log,
 )
-from tfshard._private.devices import give_own_device
+from tfshard._private.devices import give_own_device, set_device_in
 from tfshard._private.epochs import EpochIterator, is_of_arrays, set_initial_epoch
 from tfshard._private.exchange import (
     ALL_RANDOM_OPS,
@@ -70,6 +72,7 @@ from tfshard._private.functional import (
     standardized_inputs,
 )
 from tfshard._private.functions import (
+    around_function_calls,
     ctc_with_own_names,
     give_own_names,
     give_own_names_after,
@@ -166,6 +169,8 @@ from tfshard._private.optimizers import (
     slot_owner,
     uses_weight_decay,
 )
+from tfshard._private.saving import write_checkpoints_in, write_models_in
+from tfshard._private.threads import in_this_thread
 from tfshard._private.trace import TraceEvent, read_trace
 from tfshard._private.variables import (
     abstract_scope,
@@ -211,6 +216,7 @@ __all__ = [
     "abstract_scope",
     "additional_losses",
     "applied_by",
+    "around_function_calls",
     "auto_name",
     "backend_variable",
     "before_first_use",
@@ -254,6 +260,7 @@ __all__ = [
     "graph_is_branch",
     "graph_is_loop",
     "in_stateless_scope",
+    "in_this_thread",
     "in_symbolic_scope",
     "initializer_of",
     "input_signature",
@@ -317,6 +324,7 @@ __all__ = [
     "scope_callers",
     "set_backend_variable",
     "set_captures",
+    "set_device_in",
     "set_distribute_strategy",
     "set_initial_epoch",
     "set_mask",
@@ -342,6 +350,8 @@ __all__ = [
     "weight_dtype",
     "with_gradient_to",
     "without_log",
+    "write_checkpoints_in",
     "write_keras_file",
+    "write_models_in",
     "write_weights_file",
 ]

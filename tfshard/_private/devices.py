@@ -8,10 +8,12 @@ collectives. Meshes that `give_own_device` was told of have a device of their ow
 """
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.dtensor.python import api as _dtensor_api
 from tensorflow.dtensor.python import dtensor_device as _dtensor_device
 from tensorflow.experimental import dtensor
@@ -23,6 +25,46 @@ def give_own_device(mesh: dtensor.Mesh) -> None:
     if not isinstance(devices, _Devices):
         devices = _dtensor_api._dtensor_singleton = _Devices(devices)
     devices.add(mesh)
+
+
+def set_device_in(context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Sets and uses DTensor's default mesh and layout, packs tensors and reads them, in `context()` from now on
+    (`DTensorDevice._experimental_default_mesh`, `_default_layout`, `pack`; `EagerTensor._numpy`).
+
+    `dtensor.relayout` sets the default mesh, also in a graph, and the device is the same for all threads.
+    """
+    cls = _dtensor_device.DTensorDevice
+
+    def in_context(method: Callable[..., Any]) -> Callable[..., Any]:
+        @contextlib.contextmanager
+        @functools.wraps(method)
+        def entered(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with context(), method(*args, **kwargs) as value:
+                yield value
+
+        return entered
+
+    for name in ("_experimental_default_mesh", "_default_layout"):
+        setattr(cls, name, in_context(getattr(cls, name)))
+    pack = cls.pack
+
+    @functools.wraps(pack)
+    def pack_in_context(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return pack(*args, **kwargs)
+
+    cls.pack = pack_in_context
+    tensor = next(each for each in tf.__internal__.EagerTensor.__mro__ if "_numpy" in vars(each))
+    numpy = tensor._numpy
+
+    @functools.wraps(numpy)
+    def numpy_in_context(self: Any) -> Any:
+        if not _dtensor_api.is_dtensor(self):
+            return numpy(self)
+        with context():
+            return numpy(self)
+
+    tensor._numpy = numpy_in_context
 
 
 class _Devices:

@@ -1,6 +1,7 @@
 """The functions that TensorFlow's context holds, with those that DTensor makes of a step."""
 
 import contextlib
+import functools
 import inspect
 import re
 import types
@@ -10,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
+from tensorflow.python.eager.polymorphic_function import polymorphic_function as _polymorphic_function
 from tensorflow.python.framework import func_graph as _func_graph
 from tensorflow.python.framework import function as _function
 from tensorflow.python.framework import ops as _ops
@@ -215,6 +217,19 @@ def _called(function: Any) -> Iterator[Any]:
             if attribute.func.name:
                 yield attribute.func
             yield from attribute.list.func
+
+
+def around_function_calls(context: Callable[[Any, Any], contextlib.AbstractContextManager[None]]) -> None:
+    """Calls every `tf.function` in `context(function, arguments)` from now on (`polymorphic_function.Function`)."""
+    cls = _polymorphic_function.Function
+    call = cls.__call__
+
+    @functools.wraps(call)
+    def call_in_context(self: Any, *args: Any, **kwds: Any) -> Any:
+        with context(self, (args, kwds)):
+            return call(self, *args, **kwds)
+
+    cls.__call__ = call_in_context
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow_v
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 
+from tfshard._private.threads import in_this_thread
+
 # What attributes begin with in which TensorFlow keeps what it tracks of an object (`AutoTrackable`).
 TRACKING_ATTRIBUTE = "_self_"
 
@@ -265,7 +267,7 @@ def known_branches(value_of: Callable[[tf.Tensor], Any], both: Both) -> Iterator
 
         return tf.nest.map_structure(_as_tensor, choose(0))
 
-    _cond_v2.cond_v2, _cond_v2.indexed_case = chosen, nested
+    _cond_v2.cond_v2, _cond_v2.indexed_case = in_this_thread(chosen, cond), in_this_thread(nested, switch)
     try:
         yield
     finally:

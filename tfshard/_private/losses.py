@@ -10,6 +10,8 @@ import tensorflow as tf
 from keras.src.backend.common import masking as _masking
 from keras.src.losses import loss as _loss
 
+from tfshard._private.threads import in_this_thread
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reduced:
@@ -48,7 +50,7 @@ def reduced_losses(change: Callable[[Reduced], tf.Tensor]) -> Iterator[None]:
             divisor = keras.ops.sum(_loss.apply_mask(weight, mask, dtype=loss.dtype, reduction=reduction))
         return change(Reduced(loss=loss, reduction=reduction, divisor=divisor))
 
-    _loss.reduce_weighted_values = reduce_weighted_values
+    _loss.reduce_weighted_values = in_this_thread(reduce_weighted_values, original)
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from keras.src.optimizers import base_optimizer as _base_optimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfshard._private.models import auto_name
+from tfshard._private.threads import in_this_thread
 
 
 def optimizer_chain(optimizer: keras.optimizers.Optimizer | None) -> list[keras.optimizers.Optimizer]:
@@ -97,7 +98,7 @@ def known_global_norm(norm: tf.Tensor | None) -> Iterator[None]:
     """A context in which the norm of all gradients is known (`base_optimizer.global_norm`); as ever with None."""
     original = _base_optimizer.global_norm
     if norm is not None:
-        _base_optimizer.global_norm = lambda values: norm
+        _base_optimizer.global_norm = in_this_thread(lambda values: norm, original)
     try:
         yield
     finally:
@@ -146,9 +147,6 @@ def applied_by(
             for name in {"apply", "scale_loss"} & vars(cls).keys():
                 original = vars(cls)[name]
                 stack.callback(setattr, cls, name, original)
-                setattr(cls, name, applied if name == "apply" else functools.partialmethod(_call, scale, original))
+                changed = applied if name == "apply" else functools.partial(scale, original)
+                setattr(cls, name, in_this_thread(changed, original))
         yield
-
-
-def _call(self: Any, function: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(original, self, *args, **kwargs)

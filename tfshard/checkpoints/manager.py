@@ -18,7 +18,7 @@ from tfshard.checkpoints.manifest import Position
 from tfshard.checkpoints.reader import Checkpoint
 from tfshard.checkpoints.training_state import Optimizers
 from tfshard.checkpoints.writer import Snapshot, Writing
-from tfshard.devices import clients
+from tfshard.devices import clients, process_lock
 from tfshard.errors import CheckpointError, CheckpointMismatchError
 from tfshard.training import datasets
 
@@ -150,7 +150,8 @@ class CheckpointManager:
         writing = Writing(self.directory, self.keep, step)
         try:
             writing.begin([variable.key for variable in variables])
-            snapshot = Snapshot.take(model, variables, step, position, states)
+            with process_lock.held():
+                snapshot = Snapshot.take(model, variables, step, position, states)
         except BaseException as error:
             writing.end(failed=True)
             self._raise_unwritten(error)
@@ -270,14 +271,29 @@ class CheckpointManager:
                 + f"Build and compile the model as it was. Received: {checkpoint.directory}"
             )  # fmt: skip
         accepted()
+        with process_lock.held():
+            self._restore_variables(checkpoint, model, named, optimizers)
+        clients.here().continue_steps("training step", checkpoint.step)
+
+    def _restore_variables(
+        self,
+        checkpoint: Checkpoint,
+        model: keras.Model,
+        named: list[training_state.NamedOptimizer],
+        optimizers: Optimizers,
+    ) -> None:
+        stored = checkpoint.manifest.variables
         training_state.build_optimizers(model, named)
         seed = training_state.GLOBAL_SEED
-        if seed in stored and stored[seed].kind == "seed" and all(v.key != seed for v in variables):
+        if (
+            seed in stored
+            and stored[seed].kind == "seed"
+            and all(v.key != seed for v in training_state.collect(model, named=named))
+        ):
             training_state.make_global_seed(model)
         variables = training_state.collect(model, named=training_state.optimizers(model, optimizers))
         checkpoint.assign(variables)
         unsent.restore(checkpoint, variables)
-        clients.here().continue_steps("training step", checkpoint.step)
 
 
 # --- a checkpoint that failed after the last `wait` of the program

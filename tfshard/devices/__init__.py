@@ -16,6 +16,7 @@ A *client* is one of several processes that train together; a process by itself 
     device_order  the order of the devices of a group: their mesh's, and TensorFlow's
     tasks         which task of TensorFlow's cluster each client is
     clients       who else takes part in a run, what is agreed on and done together
+    process_lock  the lock with which the threads of a process take turns on the mesh
     channel       the control channel of a launched run: authenticated messages
     checksums     CRC-32 of what is compared
     gathers       which collective gathers, on which mesh

@@ -368,6 +368,12 @@ class Launched(Clients):
             self._send("end", number=number, failed=failed, error=text)
 
     def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
+        if self.count > 1 and threading.current_thread() is not threading.main_thread():
+            raise ClientError(
+                f"Only the main thread of a client can run a {kind}: the clients of a launched run take their steps in "
+                "one order, and other threads have none that they share. Run it in the main thread. "
+                f"Received: thread '{threading.current_thread().name}'"
+            )
         number = self._steps[kind] = self._steps.get(kind, 0) + 1
         digest = checksums.of_text(str([self._checksums.get(id(leaf)) for leaf in batch]))
         return self.operation(f"{kind} {number}", first=first, digest=digest)

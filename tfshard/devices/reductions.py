@@ -18,6 +18,8 @@ def choose(dtype: str) -> None:
     """Sets the switches for what DTensor compiles next. It reads them whenever it compiles."""
     if not _is_ours:
         return
+    if (dtype == "float32") == (os.environ.get(SWITCH) == os.environ.get(SIZE) == "1"):
+        return  # A switch that is set while TensorFlow reads another one may end the process.
     if dtype == "float32":
         os.environ |= {SWITCH: "1", SIZE: "1"}
     else:

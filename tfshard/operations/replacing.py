@@ -5,6 +5,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from tfshard import _private
+
 
 @contextlib.contextmanager
 def replaced(functions: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
@@ -18,5 +20,5 @@ def replaced(functions: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterat
         for module, name, version in functions:
             original = getattr(module, name)
             stack.callback(setattr, module, name, original)
-            setattr(module, name, functools.wraps(original)(functools.partial(version, original)))
+            setattr(module, name, _private.in_this_thread(functools.partial(version, original), original))
         yield

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, messages, transfer
+from tfshard.devices import clients, messages, process_lock, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.operations import unsupported
@@ -114,6 +114,10 @@ class _Pipelined(Distributed):
             batches = list(itertools.islice(iterator, self.steps_per_execution))
             if not batches:
                 raise StopIteration
+            with process_lock.held():
+                return run(batches)
+
+        def run(batches: list[Any]) -> Any:
             pipeline = self._ready()
             results = []
             with failures.translated_errors(f"A {kind} of model '{self.name}'"):

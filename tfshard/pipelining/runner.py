@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 
+from tfshard.devices import process_lock
 from tfshard.pipelining.schedules import Schedule, Task, Timed
 
 
@@ -76,6 +77,7 @@ class Runner:
         changed = threading.Condition()
         failed: list[BaseException] = []
 
+        @process_lock.working_for_holder()
         def of_rank(own: Sequence[Task]) -> list[Timed]:
             timed: list[Timed] = []
             for task in own:

@@ -63,7 +63,7 @@ def note_step(graph: tf.Graph, written: Mapping[Writable, tf.Tensor]) -> None:
 
 
 def is_around_steps(graph: tf.Graph | None) -> bool:
-    """Return whether a graph, or one around it, has run a step, in its own operations or in a function that it calls."""
+    """Return whether a graph, or one around it, has run a step, by itself or in a function that it calls."""
     while graph is not None:
         if graph in traced or _operations_with_steps(graph):
             return True
@@ -109,7 +109,7 @@ def _last_written(graph: tf.Graph, storage: Writable) -> tf.Tensor | None:
 def _unordered(storage: Writable) -> str:
     return (
         f"Variable '{storage.name}' is written by a strategy.run, and used or written again in the same tf.function. "
-        "One of the two is in a loop, a branch or another tf.function, and DTensor does not keep their order. Do both in "
+        "One of the two is in a loop, a branch or another tf.function: DTensor does not keep their order. Do both in "
         "one strategy.run, or call tf.functions that run one step each from Python."
     )
 

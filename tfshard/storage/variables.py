@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, transfer
+from tfshard.devices import clients, process_lock, transfer
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes, VariableLayout, is_added_up_by_replicas
@@ -372,7 +372,7 @@ class ShardedVariable(VariableSurface):
             raise NotImplementedError("numpy() is only available when eager execution is enabled.")
         if self.storage.recorded() is not None:
             return transfer.to_host(self.value())[()]  # What the eager step has written so far.
-        with clients.here().purpose(f"the value of variable '{self.path}'"):
+        with process_lock.held(), clients.here().purpose(f"the value of variable '{self.path}'"):
             return self.storage.host_value(self.member)[()]  # A scalar is NumPy's, as of other variables.
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -419,6 +419,8 @@ class ShardedVariable(VariableSurface):
                     waits, self._waits = self._waits, None
                     waits(self)
                 self.storage.set_again(self.member, host)
+                with process_lock.held():
+                    self._set(host)
                 return self
             value = transfer.host_to_mesh(host, self.layout.compute, self.mesh)
         value = tf.cast(tf.convert_to_tensor(value), self.dtype)
@@ -442,6 +444,13 @@ class ShardedVariable(VariableSurface):
         else:
             step.record_member(self.storage, self.member, value)
         return self
+
+    def _set(self, host: np.ndarray) -> None:
+        """Sets the whole value from the host, in eager code."""
+        if self._waits is not None and not _private.scope_callers():  # No layer is being built.
+            waits, self._waits = self._waits, None
+            waits(self)
+        self.storage.set_again(self.member, host)
 
     def _assign_rows(self, value: tf.Tensor) -> "ShardedVariable":
         """Sets the rows that an update touches."""

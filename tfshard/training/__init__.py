@@ -14,6 +14,7 @@ Read `models` first, where `compile(strategy=...)` is, then `strategy`.
     watching      callbacks that are told what each step is run on
     output_losses how much a batch counts in the metrics of several outputs' losses
     failures      a step that failed: where it came from, and what it left behind
+    written_once  files that the clients of a launched run write together
     datasets      datasets whose batches are on the mesh; the position in them
     pipelines     random Keras layers in an input pipeline
     generation    KerasHub's `generate()` on a sharded model

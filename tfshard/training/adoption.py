@@ -173,7 +173,7 @@ class Adopter(Placer):
         if inventory.has_no_call(model) and model.layers and all(layer.built for layer in model.layers):
             model.built = True  # Keras builds a model by calling it.
         if model.built:
-            self.group(model)
+            self.group_variables(model)
 
     def adopt_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Brings an optimizer that was made outside the scope, perhaps trained already, to the mesh.
@@ -249,7 +249,7 @@ class Adopter(Placer):
                 reshard.settle(self._placed(model), self.mesh, waiting=True)
                 return
 
-    def group(self, model: keras.Model) -> None:
+    def group_variables(self, model: keras.Model) -> None:
         """Brings the variables of a built model that are on the mesh, and their slots, to where its placement has them:
         to the layouts of their paths, and small ones into their groups.
 

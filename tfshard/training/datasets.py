@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, mesh_tensors
+from tfshard.devices import clients, mesh_tensors, process_lock
 from tfshard.devices.batching import batch_to_mesh, end_of_data
 from tfshard.errors import CheckpointError, StrategyError
 
@@ -54,7 +54,8 @@ class ShardedIterator:
         batch = self._ahead.pop()
         if self._mesh is None:
             return batch
-        on_mesh = batch_to_mesh(batch, self._mesh, self._already_sharded)
+        with process_lock.held():
+            on_mesh = batch_to_mesh(batch, self._mesh, self._already_sharded)
         return mesh_tensors.wrapped(on_mesh, None if self._already_sharded else batch)
 
     def get_next(self) -> Any:

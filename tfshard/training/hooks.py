@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.devices import batching, mesh_tensors, transfer
+from tfshard.devices import batching, mesh_tensors, process_lock, transfer
 from tfshard.errors import NumericsWarning, StrategyError, warn
 from tfshard.graph import inventory
 from tfshard.layouts.layout_map import VariableSpec
@@ -46,11 +47,19 @@ class _ReplicaContext(tf.distribute.ReplicaContext):  # type: ignore[misc]  # Te
             return merge_fn(self.strategy, *args, **(kwargs or {}))
 
 
+class _Run(threading.local):
+    """How the steps of this thread are run."""
+
+    results_stay_sharded = False
+    adds_up_exactly = False
+
+
 class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # TensorFlow has no types.
     """The hooks through which tf.distribute and Keras reach the strategy."""
 
-    _results_stay_sharded = False
-    _adds_up_exactly = False
+    def __init__(self, strategy: tf.distribute.Strategy):
+        super().__init__(strategy)
+        self._run = _Run()
 
     def _strategy(self) -> Adopter:
         """The strategy, as far as its hooks know it."""
@@ -60,24 +69,24 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
     @contextlib.contextmanager
     def results_stay_sharded(self) -> Iterator[None]:
         """In this context `run` returns results in the layouts in which they were computed."""
-        self._results_stay_sharded = True
+        self._run.results_stay_sharded = True
         try:
             yield
         finally:
-            self._results_stay_sharded = False
+            self._run.results_stay_sharded = False
 
     def to_user(self, results: Any) -> Any:
         """Return what eager code of a user's gets as the results of a step."""
-        return results if self._results_stay_sharded or not is_outside() else mesh_tensors.wrapped(results)
+        return results if self._run.results_stay_sharded or not is_outside() else mesh_tensors.wrapped(results)
 
     @contextlib.contextmanager
     def adding_up_exactly(self) -> Iterator[None]:
         """What is traced in this context compresses no gradients."""
-        self._adds_up_exactly = True
+        self._run.adds_up_exactly = True
         try:
             yield
         finally:
-            self._adds_up_exactly = False
+            self._run.adds_up_exactly = False
 
     # --- variables
 
@@ -85,7 +94,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         del next_creator
         is_traced = current() is not None and not _private.is_eager()
         # A step function may build its optimizer while it is traced: variables are made outside of the graph.
-        with tf.init_scope():
+        with process_lock.held(), tf.init_scope():
             return self._create_sharded(is_traced=is_traced, **kwargs)
 
     def _create_sharded(
@@ -151,6 +160,38 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
 
     def value_container(self, value: Any) -> Any:
         return value
+
+    def update_non_slot(
+        self,
+        colocate_with: object,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Runs `fn(*args, **kwargs)`: there is one replica."""
+        del colocate_with, group
+        return fn(*args, **(kwargs or {}))
+
+    def _update_non_slot(
+        self, colocate_with: object, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], group: bool
+    ) -> Any:
+        return self.update_non_slot(colocate_with, fn, args, kwargs, group)
+
+    def _replica_ctx_all_reduce(self, reduce_op: object, value: Any, options: object = None) -> Any:
+        """Values are global already."""
+        del reduce_op, options
+        return value
+
+    def _replica_ctx_update(
+        self,
+        var: tf.Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        return self.update(var, fn, args, kwargs, group)
 
     def update(
         self,
@@ -226,7 +267,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         with (
             strategy.scope(),
             _ReplicaContext(strategy),
-            step_scope(strategy.gathering, _adding_up(strategy, exactly=self._adds_up_exactly)),
+            step_scope(strategy.gathering, _adding_up(strategy, exactly=self._run.adds_up_exactly)),
             rewrites.exchanged(strategy.mesh),
         ):
             yield
@@ -255,9 +296,12 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
                 result = parts.run(args, kwargs or {})
             if not _private.is_eager():
                 readiness.check_captures(tf.compat.v1.get_default_graph())
-            if self._results_stay_sharded:
+            if self._run.results_stay_sharded:
                 return result
             return transfer.map_tensors(self.make_whole, result)
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self.call_for_each_replica(fn, args, kwargs)
 
     def make_whole(self, value: Any) -> Any:
         """A result of a step, the same on every device, so that `.numpy()` and the next step can use it."""
@@ -270,6 +314,25 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
 
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
         return replica_id_in_sync_group
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return replica_id
+
+    def broadcast_to(self, tensor: Any, destinations: object) -> Any:
+        """Return a value as it is: all devices see it."""
+        del destinations
+        return tensor
+
+    def _broadcast_to(self, tensor: Any, destinations: object) -> Any:
+        return self.broadcast_to(tensor, destinations)
+
+    def _gather_to(self, value: Any, destinations: object, axis: int, options: object = None) -> Any:
+        """Return a value as it is: values are global already."""
+        del destinations, axis, options
+        return value
+
+    def _gather_to_implementation(self, value: Any, destinations: object, axis: int, options: object) -> Any:
+        return self._gather_to(value, destinations, axis, options)
 
     def _reduce_to(self, reduce_op: object, value: Any, destinations: object, options: object) -> Any:
         del reduce_op, destinations, options
@@ -287,6 +350,9 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         strategy = self._strategy()
         values = value_fn(_ValueContext())
         return mesh_tensors.wrapped(batching.batch_to_mesh(values, strategy.mesh, strategy.already_sharded))
+
+    def _experimental_distribute_dataset(self, dataset: Iterable[Any], options: object) -> Any:
+        return self._container_strategy().experimental_distribute_dataset(dataset, options)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], Iterable[Any]], options: object
@@ -336,9 +402,17 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
     def should_save_summary(self) -> bool:
         return True
 
-    @property
     def _in_multi_worker_mode(self) -> bool:
+        """Return False: to Keras and tf.data one worker feeds the whole batch, also in a launched run."""
         return False
+
+    @property
+    def _global_batch_size(self) -> bool:
+        return True
+
+    @property
+    def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
+        return (self.worker_devices,)
 
 
 def _initial_value(given: Any, dtype: tf.DType | str | None) -> tuple[keras.Variable | None, HostValue]:

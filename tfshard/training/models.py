@@ -5,10 +5,8 @@ import functools
 import inspect
 import itertools
 import os
-import pathlib
-import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -16,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.devices import clients, transfer
+from tfshard.devices import clients, process_lock, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.operations import unsupported
@@ -29,6 +27,7 @@ from tfshard.training import (
     own_steps,
     readiness,
     watching,
+    written_once,
 )
 from tfshard.training.step_functions import Prepared, StepFunction, StepFunctions
 from tfshard.training.strategy import ShardedStrategy
@@ -135,7 +134,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
             return  # Many have optimizers of their own, and never use the one that Keras gives them.
         is_built = all(layer.built for layer in _private.flatten_layers(self))
         if is_built and self.optimizer is not None and not self.optimizer.built:
-            with strategy.scope():
+            with process_lock.held(), strategy.scope():
                 self.optimizer.build(self.trainable_variables)
 
     @functools.wraps(keras.Model.fit)
@@ -169,6 +168,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         if isinstance(strategy, ShardedStrategy) and own_steps.has_own_steps(self):
             own_steps.build(self, strategy, step)
 
+    @process_lock.locked
     def make_train_function(self, force: bool = False) -> None:
         self._build_by("train_step")
         super().make_train_function(force)
@@ -176,6 +176,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
             self, self.train_function, "training step", lambda: _private.make_step_function(self, self.train_step)
         )
 
+    @process_lock.locked
     def make_test_function(self, force: bool = False) -> None:
         self._build_by("test_step")
         super().make_test_function(force)
@@ -183,6 +184,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
             self, self.test_function, "evaluation step", lambda: _private.make_step_function(self, self.test_step)
         )
 
+    @process_lock.locked
     def make_predict_function(self, force: bool = False) -> None:
         super().make_predict_function(force)
         again = functools.partial(_predict_function, self)
@@ -190,12 +192,12 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
 
     @functools.wraps(keras.Model.save)
     def save(self, filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        with _written_once(self, "save", filepath) as path:
+        with written_once.file(self, "save", filepath) as path:
             super().save(path, *args, **kwargs)
 
     @functools.wraps(keras.Model.save_weights)
     def save_weights(self, filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        with _written_once(self, "save_weights", filepath) as path:
+        with written_once.file(self, "save_weights", filepath) as path:
             super().save_weights(path, *args, **kwargs)
 
     @functools.wraps(keras.Model.export)
@@ -203,13 +205,13 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         if not isinstance(_private.distribute_strategy(self), ShardedStrategy):
             super().export(filepath, *args, **kwargs)
             return
-        with _written_once(self, "export", filepath) as path:
+        with written_once.file(self, "export", filepath) as path:
             # What serves is not sharded.
             _plain_copy(self).export(path, *args, **kwargs)
 
     @functools.wraps(keras.Model.get_weights)
     def get_weights(self) -> list[np.ndarray]:
-        with clients.here().purpose(f"get_weights of model '{self.name}'"):
+        with process_lock.held(), clients.here().purpose(f"get_weights of model '{self.name}'"):
             weights: list[np.ndarray] = super().get_weights()
         return weights
 
@@ -270,23 +272,6 @@ def _plain_copy(model: keras.Model) -> keras.Model:
     return copy
 
 
-@contextlib.contextmanager
-def _written_once(model: keras.Model, method: str, path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
-    """Where this client writes a file that the clients of a launched run write together: client 0 to its place.
-
-    All clients take part, because reading the variables takes all of them; what the others write is thrown away. The
-    file is complete on all clients when this ends.
-    """
-    here = clients.here()
-    with here.purpose(f"{method} of model '{model.name}'"):
-        if here.rank == 0:
-            yield path
-        else:
-            with tempfile.TemporaryDirectory() as directory:
-                yield pathlib.Path(directory) / pathlib.Path(path).name
-        here.barrier("a saved model")
-
-
 def _on_mesh(
     model: keras.Model,
     function: StepFunction,
@@ -322,14 +307,19 @@ def _on_mesh(
 
     @functools.wraps(function)
     def on_mesh(batches: Iterable[Any]) -> Any:
-        readiness.make_ready(model, strategy)
-        if places.changed(model, strategy):
-            return _made_anew(model, kind)(batches)
-        # One execution's worth: Keras hands over the epoch's iterator and leaves the rest for later executions.
+        # One execution's worth: Keras hands over the epoch's iterator and leaves the rest for later executions. Not
+        # under the lock: whoever makes the batches may need it.
         taken = list(itertools.islice(batches, model.steps_per_execution))
         if not taken:
             raise StopIteration
-        prepared = [prepare(batch, output_losses.size_of(batches, batch)) for batch in taken]
+        with process_lock.held():
+            return run_all(batches, taken)
+
+    def run_all(source: Iterable[Any], taken: list[Any]) -> Any:
+        readiness.make_ready(model, strategy)
+        if places.changed(model, strategy):
+            return _made_anew(model, kind)(iter(taken))
+        prepared = [prepare(batch, output_losses.size_of(source, batch)) for batch in taken]
         operation = functools.partial(
             strategy.operation,
             on_mesh,
@@ -350,7 +340,8 @@ def _on_mesh(
 
         if not to_host:
             with operation(), failures.translated_errors(f"A step of model '{model.name}'"):
-                return run()[-1]
+                # On the host, while this thread holds the lock: Keras reads them later, also in a thread of its own.
+                return transfer.map_tensors(_on_host, run()[-1])
         # Each device keeps its samples: the pieces meet on the host, not on every device.
         with strategy.extended.results_stay_sharded(), failures.translated_errors(f"predict of model '{model.name}'"):
             with operation():
@@ -359,6 +350,10 @@ def _on_mesh(
 
     _on_mesh_functions.add(on_mesh)
     return on_mesh
+
+
+def _on_host(value: Any) -> Any:
+    return tf.constant(transfer.to_host(value)) if transfer.is_dtensor(value) else value
 
 
 def _joined(*parts: Any) -> Any:
@@ -441,6 +436,7 @@ def as_distributed(model: keras.Model) -> keras.Model:
 adoption.model_adopters.append(as_distributed)
 
 
+@process_lock.locked
 def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[[], None], jit_compile: Any) -> None:
     if not isinstance(strategy, ShardedStrategy):
         raise StrategyError(
@@ -460,6 +456,7 @@ def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[[], Non
     inventory.note_compiled(model.optimizer)
     readiness.forget_ready(model)
     strategy.adopt_model(model)
+    written_once.start()
 
 
 def _with_strategy(own: Callable[..., None]) -> Callable[..., None]:

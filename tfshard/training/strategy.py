@@ -18,6 +18,7 @@ from tfshard.devices import (
     gathers,
     host_meshes,
     mesh_tensors,
+    process_lock,
     reductions,
     replicas,
     startup,
@@ -122,6 +123,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
     ('batch', None)
     """
 
+    @process_lock.locked
     def __init__(
         self,
         mesh: dtensor.Mesh | None = None,
@@ -207,6 +209,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         replicas.meet(mesh, exchanges=self.tables is not None)
         if compression is not None:
             replicas.meet_to_exchange(mesh)
+        process_lock.start()
         # Who is told of the steps of a `fit`.
         self.watched = Watched()
         # The shapes that each function has been run on.
@@ -274,6 +277,12 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 f"fit and its like. For a loop of your own, leave the axis out. Received: mesh={self.pipeline_axes}"
             )
         readiness.check_process()
+        if not _private.is_eager():
+            process_lock.hold_until_function_returns()
+        with process_lock.held():
+            return self._run_locked(fn, args, kwargs)
+
+    def _run_locked(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         readiness.make_step_ready(fn, self)
         if _private.is_eager():
             self.adopt_global_seed()
@@ -287,6 +296,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             return self.extended.to_user(results)
         # What runs this need be no operation of ours.
         _private.give_own_names_after(tf.compat.v1.get_default_graph(), clients.here().wait_for_devices)
+        self._choose_switches()
         readiness.check_traced_arguments(fn)
         with self.scope(), failures.translated_errors(f"Step function {fn!r}"):
             return self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
@@ -301,8 +311,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             batch: What it is run on, on the mesh.
         """
         here = clients.here()
-        gathers.choose(self.mesh)
-        reductions.choose(self.reduce_dtype)
+        self._choose_switches()
         traced = self._traced.setdefault(function, set())
         leaves = tf.nest.flatten(batch)
         shapes = str([getattr(leaf, "shape", None) for leaf in leaves])
@@ -321,6 +330,11 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 here.wait_for_devices()
             finally:
                 _private.give_own_names()
+
+    def _choose_switches(self) -> None:
+        """Sets the environment switches of this strategy, for what DTensor compiles next."""
+        gathers.choose(self.mesh)
+        reductions.choose(self.reduce_dtype)
 
     def _inside(self, fn: tf.types.experimental.PolymorphicFunction) -> Callable[..., Any]:
         """A tf.function's Python function with the step opened inside of the trace, where its writes are."""
@@ -381,6 +395,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 f"Model '{model.name}' is on several meshes, by parts: use tfshard.pipelining.{instead}(model)."
             )
 
+    @process_lock.locked
     def report(self, model: keras.Model) -> Report:
         """What each device holds: the totals, and every variable with its layout and bytes.
 
@@ -391,6 +406,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         check_not_elsewhere(model, self)
         return Report.from_model(model, self)
 
+    @process_lock.locked
     def recompute(
         self, model: keras.Model, blocks: str | Sequence[str] = "auto", *, keep_products: bool = False
     ) -> list[str]:
@@ -430,6 +446,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         model.train_function = None
         return found
 
+    @process_lock.locked
     def plan(
         self,
         model: keras.Model,
@@ -474,6 +491,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         """How many variables have gradients, of how many bytes, and which are reduced together."""
         return SyncStats.from_model(model)
 
+    @process_lock.locked
     def check_consistency(self, model: keras.Model) -> None:
         """Checks that devices which hold the same part of a variable hold the same bits.
 
@@ -529,4 +547,5 @@ class _Scope:
     ) -> None:
         self._scope.__exit__(exception_type, exception_value, traceback)
         if exception_type is None:
-            self._strategy.adopt_born()
+            with process_lock.held():
+                self._strategy.adopt_born()

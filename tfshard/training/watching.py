@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,30 +58,37 @@ def _has_tensorboard() -> bool:
         return False
 
 
+class _Watchers(threading.local):
+    """Those of the `fit` that runs in this thread."""
+
+    watchers: tuple[StepWatcher, ...] = ()
+
+
 class Watched:
     """A strategy's steps, and who watches them."""
 
     def __init__(self) -> None:
-        self._watchers: list[StepWatcher] = []
+        self._here = _Watchers()
 
     @contextlib.contextmanager
     def by(self, watchers: Sequence[StepWatcher]) -> Iterator[None]:
         """A context in which these watch, too."""
-        before, self._watchers = self._watchers, [*self._watchers, *watchers]
+        before = self._here.watchers
+        self._here.watchers = (*before, *watchers)
         try:
             yield
         finally:
-            self._watchers = before
+            self._here.watchers = before
 
     @contextlib.contextmanager
     def step(self, kind: str, batches: Sequence[Any], shapes: str, compiles: bool) -> Iterator[None]:
         """A context in which a step is run (`WatchedStep`)."""
-        if not self._watchers:
+        if not self._here.watchers:
             yield
             return
         step = WatchedStep(kind=kind, batches=batches, shapes=shapes, compiles=compiles)
         with contextlib.ExitStack() as stack:
-            for watcher in self._watchers:
+            for watcher in self._here.watchers:
                 stack.enter_context(watcher.watched_step(step))
             yield
 

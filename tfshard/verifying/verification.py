@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.devices import batching, clients, transfer
+from tfshard.devices import batching, clients, process_lock, transfer
 from tfshard.errors import StrategyError
 from tfshard.layouts.embedding_tables import LAZY
 from tfshard.training import own_steps, readiness
@@ -17,6 +17,7 @@ from tfshard.verifying.subject import Subject
 from tfshard.verifying.verdict import Verification
 
 
+@process_lock.locked
 def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) -> Verification:
     """Runs one training step sharded and one on one device, from the same values, and compares them.
 

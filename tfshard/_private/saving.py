@@ -1,0 +1,76 @@
+"""TensorFlow's checkpoints and Keras's files, as they are written."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+from keras.src.legacy.saving import legacy_h5_format as _legacy_h5_format
+from keras.src.saving import saving_lib as _saving_lib
+from tensorflow.python.checkpoint import checkpoint as _checkpoint
+from tensorflow.python.checkpoint import checkpoint_management as _checkpoint_management
+
+Context: TypeAlias = contextlib.AbstractContextManager[Any]
+
+
+def write_checkpoints_in(
+    together: Callable[[], Context], files: Callable[[Iterable[Any], str], Context], writes: Callable[[], bool]
+) -> None:
+    """Has `tf.train.Checkpoint` and `tf.train.CheckpointManager` save in contexts from now on.
+
+    Args:
+        together: The context of each `save` and `write`.
+        files: Given the objects that are saved and the prefix of the files, the context in which these are written
+            (`TrackableSaver.save`); it gives the prefix to write to.
+        writes: Whether this process keeps the list of checkpoints and deletes old ones
+            (`checkpoint_management.update_checkpoint_state_internal`, `_delete_file_if_exists`).
+    """
+
+    def save_to(save: Callable[..., Any], self: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
+        prefix = tf.get_static_value(file_prefix) if tf.is_tensor(file_prefix) else file_prefix
+        prefix = prefix.decode() if isinstance(prefix, bytes) else str(prefix)
+        with files(self._graph_view.breadth_first_traversal()[0], prefix) as place:
+            saved = save(self, place, *args, **kwargs)
+        return saved if place == prefix else tf.constant(prefix)
+
+    def save_together(save: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        with together():
+            return save(self, *args, **kwargs)
+
+    def write_here(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return write(*args, **kwargs) if writes() else None
+
+    changed = (
+        (_checkpoint.TrackableSaver, "save", save_to),
+        (tf.train.Checkpoint, "save", save_together),
+        (tf.train.Checkpoint, "write", save_together),
+        (tf.train.CheckpointManager, "save", save_together),
+        (_checkpoint_management, "update_checkpoint_state_internal", write_here),
+        (_checkpoint_management, "_delete_file_if_exists", write_here),
+    )
+    for owner, name, version in changed:
+        _replace(owner, name, version)
+
+
+def write_models_in(file: Callable[[keras.Model, str], Context]) -> None:
+    """Has `keras.saving.save_model` write in `file(model, path)` from now on, which gives the path to write to
+    (`saving_lib.save_model`, `legacy_h5_format.save_model_to_hdf5`)."""
+
+    def save(original: Callable[..., Any], model: keras.Model, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        with file(model, filepath) as place:
+            return original(model, place, *args, **kwargs)
+
+    _replace(_saving_lib, "save_model", save)
+    _replace(_legacy_h5_format, "save_model_to_hdf5", save)
+
+
+def _replace(owner: Any, name: str, version: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return version(original, *args, **kwargs)
+
+    setattr(owner, name, replaced)

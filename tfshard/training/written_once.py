@@ -1,0 +1,105 @@
+"""Files that the clients of a launched run write together: one client writes them, and all wait until they are there.
+
+All clients take part, because reading the variables takes all of them. What the others write is thrown away.
+"""
+
+import contextlib
+import functools
+import os
+import pathlib
+import tempfile
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+
+from tfshard import _private
+from tfshard.devices import clients, messages, process_lock
+from tfshard.storage.variables import ShardedVariable
+from tfshard.training.strategy import ShardedStrategy
+
+
+class _Here(threading.local):
+    # Whether a file of Keras's is being written, or a checkpoint of TensorFlow's.
+    in_file = False
+    in_checkpoint = False
+    # Whether the checkpoint has sharded variables, and whether this client writes it.
+    is_shared = False
+    writes = True
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def file(model: keras.Model, method: str, path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
+    """A context that gives the path to which this client writes a file: client 0 to its place.
+
+    The file is complete on all clients when the context ends.
+    """
+    here = clients.here()
+    if _here.in_file:
+        yield path
+        return
+    with process_lock.held(), here.purpose(f"{method} of model '{model.name}'"):
+        _here.in_file = True
+        try:
+            with _elsewhere(here.rank != 0, path) as place:
+                yield place
+        finally:
+            _here.in_file = False
+        here.barrier("a saved model")
+
+
+@contextlib.contextmanager
+def _elsewhere(is_elsewhere: bool, path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
+    if not is_elsewhere:
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        yield pathlib.Path(directory) / pathlib.Path(path).name
+
+
+@functools.cache
+def start() -> None:
+    """From now on `tf.train.Checkpoint`, `tf.train.CheckpointManager` and `keras.saving.save_model` write once."""
+    _private.write_checkpoints_in(_checkpoint, _checkpoint_files, lambda: _here.writes)
+    _private.write_models_in(_model_file)
+
+
+def _model_file(model: keras.Model, path: Any) -> contextlib.AbstractContextManager[Any]:
+    if not isinstance(_private.distribute_strategy(model), ShardedStrategy) or not isinstance(path, (str, os.PathLike)):
+        return contextlib.nullcontext(path)
+    return file(model, "save_model", path)
+
+
+@contextlib.contextmanager
+def _checkpoint() -> Iterator[None]:
+    """The context of `save` and `write`: at its end the files, and the list of checkpoints, are there."""
+    here = clients.here()
+    if here.count == 1 or _here.in_checkpoint:
+        yield
+        return
+    _here.in_checkpoint = True
+    try:
+        with process_lock.held(), here.purpose("a tf.train.Checkpoint"):
+            yield
+            if _here.is_shared:
+                here.barrier("a tf.train.Checkpoint")
+    finally:
+        _here.in_checkpoint, _here.is_shared, _here.writes = False, False, True
+
+
+@contextlib.contextmanager
+def _checkpoint_files(objects: Iterable[Any], prefix: str) -> Iterator[Any]:
+    """The context in which the files of a checkpoint are written. Of clients that write to one path, the first does."""
+    if not _here.in_checkpoint or not any(isinstance(each, ShardedVariable) for each in objects):
+        yield prefix
+        return
+    paths = messages.of_all(zlib.crc32(os.path.abspath(prefix).encode()))
+    rank = clients.here().rank
+    _here.is_shared, _here.writes = True, paths.index(paths[rank]) == rank
+    with _elsewhere(not _here.writes, prefix) as place:
+        yield str(place)
