@@ -302,6 +302,7 @@ def test_fit_evaluate_and_predict_of_batches_of_many_shapes_match_one_device():
     batches = [CASES["convolved lengths"][2](random, size, 3 + size % 4) for size in (8, 4, 5, 8, 6, 7, 1, 9, 12, 3)]
     specs = (tf.TensorSpec([None, None, 4]), tf.TensorSpec([None, 1]))
     data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs)
+    data = data.apply(tf.data.experimental.assert_cardinality(len(batches)))
     runs = []
     for strategy in (zero_stage_3(), None):
         model = compiled("convolved lengths", strategy)
