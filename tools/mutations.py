@@ -1160,7 +1160,7 @@ MUTATIONS = [
     Mutation(
         area="telemetry",
         file="tfshard/training/watching.py",
-        old="        finally:\n            self._watchers = before",
+        old="        finally:\n            self._here.watchers = before",
         new="        finally:\n            pass",
         what="a callback watches steps after its fit",
         killed_by="tests/callbacks/test_telemetry.py::test_a_fit_that_fails_leaves_nobody_watching",

@@ -109,11 +109,25 @@ NAMES = (
     *_all("tensorflow", "2.19", {
         "python.eager.context": "Context.add_function_def Context.call_function Context.get_function_def "
         "Context.has_function Context.list_function_names Context.remove_function context",
+        "python.eager.polymorphic_function.polymorphic_function": "Function",
         "python.framework.func_graph": "FuncGraph FuncGraph.outer_graph",
         "python.framework.function": "Defun",
         "python.framework.ops": "gradient_registry uid",
         "python.framework.registry": "Registry._registry",
         "python.ops.ctc_ops": "function",
+    }),
+    # devices
+    *_all("tensorflow", "2.19", {
+        "python.framework.ops": "_EagerTensorBase._numpy",
+    }),
+    # saving
+    *_all("tensorflow", "2.19", {
+        "python.checkpoint.checkpoint": "TrackableSaver TrackableSaver.save",
+        "python.checkpoint.checkpoint_management": "_delete_file_if_exists update_checkpoint_state_internal",
+    }),
+    *_all("keras", "3.10", {
+        "src.legacy.saving.legacy_h5_format": "save_model_to_hdf5",
+        "src.saving.saving_lib": "save_model",
     }),
     # messages
     *_all("tensorflow", "2.19", {

@@ -9,6 +9,7 @@ Nobody waits for data, or for a thread that works for itself, while holding the 
 
 import contextlib
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ def locked(function: _Function) -> _Function:
         with held():
             return function(*args, **kwargs)
 
+    run.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
 
 
