@@ -92,10 +92,17 @@ def _checkpoint() -> Iterator[None]:
         _here.in_checkpoint, _here.is_shared, _here.writes = False, False, True
 
 
+def _is_sharded(trackable: Any) -> bool:
+    """Return whether an object of a checkpoint is a sharded variable, or Keras's variable around one."""
+    if isinstance(trackable, keras.Variable):
+        trackable = _private.backend_variable(trackable)
+    return isinstance(trackable, ShardedVariable)
+
+
 @contextlib.contextmanager
 def _checkpoint_files(objects: Iterable[Any], prefix: str) -> Iterator[Any]:
     """The context in which the files of a checkpoint are written. Of clients that write to one path, the first does."""
-    if not _here.in_checkpoint or not any(isinstance(each, ShardedVariable) for each in objects):
+    if not _here.in_checkpoint or not any(map(_is_sharded, objects)):
         yield prefix
         return
     paths = messages.of_all(zlib.crc32(os.path.abspath(prefix).encode()))

@@ -1,0 +1,49 @@
+"""A client that saves checkpoints and files in a folder of all clients; run by test_launched_checkpoints.py."""
+
+import json
+import pathlib
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfshard
+
+SAVES = 6
+
+
+def build() -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(256, "relu"), keras.layers.Dense(1)])
+
+
+def main(directory: pathlib.Path) -> None:
+    """Saves after each epoch, and says whether what each save gave is what the model had."""
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2))
+    model = build()
+    model.compile(keras.optimizers.Adam(0.01), "mse", strategy=strategy)
+    kernel = model.layers[0].kernel.value
+    assert kernel.layout.storage == ("batch", None), "premise: it is sharded"
+    x = np.random.RandomState(0).randn(16, 6).astype("float32")
+    manager = tf.train.CheckpointManager(tf.train.Checkpoint(model=model), str(directory / "tf"), max_to_keep=2)
+    same, paths = [], []
+    for number in range(SAVES):
+        model.fit(x, x[:, :1], batch_size=8, verbose=0)
+        weights = model.get_weights()
+        paths.append(manager.save())
+        plain = build()
+        tf.train.Checkpoint(model=plain).restore(paths[-1]).expect_partial()
+        keras.saving.save_model(model, directory / f"{number}.keras")
+        loaded = keras.saving.load_model(directory / f"{number}.keras")
+        for each in (plain, loaded):
+            same.append(all(map(np.array_equal, each.get_weights(), weights)))
+        tfshard.collectives.barrier()
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    manager.checkpoint.restore(manager.latest_checkpoint)
+    same.append(all(map(np.array_equal, model.get_weights(), weights)))
+    files = sorted(path.name for path in (directory / "tf").iterdir())
+    print("FOUND " + json.dumps(["saves", {"same": same, "paths": paths, "files": files}]), flush=True)
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
