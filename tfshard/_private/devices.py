@@ -59,7 +59,8 @@ def set_device_in(context: Callable[[], contextlib.AbstractContextManager[None]]
 
     @functools.wraps(numpy)
     def numpy_in_context(self: Any) -> Any:
-        if not _dtensor_api.is_dtensor(self):
+        # In a graph a constant is taken of a tensor of the host.
+        if not tf.executing_eagerly() or not _dtensor_api.is_dtensor(self):
             return numpy(self)
         with context():
             return numpy(self)
