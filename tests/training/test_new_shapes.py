@@ -1,6 +1,7 @@
 """Loops over many batch sizes and sequence lengths: the numbers of one device, few compilations, bounded memory."""
 
 import gc
+import types
 
 import keras
 import numpy as np
@@ -206,9 +207,15 @@ def compiled(case: str, strategy: tfshard.ShardedStrategy | None) -> keras.Model
 
 def functions_of(model: keras.Model, kind: str = "train") -> step_functions.StepFunctions:
     """What a model's step function keeps."""
-    function = getattr(model, f"{kind}_function")
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
-    return cells["functions"].cell_contents
+    waiting = [getattr(model, f"{kind}_function")]
+    while waiting:
+        function = waiting.pop()
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        found = [content for content in cells if isinstance(content, step_functions.StepFunctions)]
+        if found:
+            return found[0]
+        waiting += [content for content in cells if isinstance(content, types.FunctionType)]
+    raise AssertionError("no step functions")
 
 
 def logs_of(model: keras.Model, call: str, *batch) -> dict[str, np.ndarray]:

@@ -195,7 +195,9 @@ def reshape(call: _private.Call) -> tf.Tensor | None:
             return tf.raw_ops.EnsureShape(input=tensor, shape=output.shape)
     elements = vector(tensor)
     if output.shape.rank == 1:
-        return elements
+        # A gradient of a variable comes here, and later operations need its size.
+        is_known_size = output.shape[0] is not None and elements.shape[0] is None
+        return tf.raw_ops.EnsureShape(input=elements, shape=output.shape) if is_known_size else elements
     sizes: list[int | tf.Tensor | None] = list(output.shape)
     if len(open_dims) == 1:
         known = math.prod(size for size in sizes if size is not None)
