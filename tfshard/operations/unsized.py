@@ -116,6 +116,10 @@ def _holds_sizes(tensor: tf.Tensor) -> bool:
     return bool(tensor.dtype.is_integer and tensor.shape.rank in (0, 1))
 
 
+def _holds_known_number_of_sizes(tensor: tf.Tensor) -> bool:
+    return _holds_sizes(tensor) and tensor.shape.is_fully_defined()
+
+
 def _may_depend(tensor: tf.Tensor) -> bool:
     return _holds_sizes(tensor) or _is_open(tensor)
 
@@ -149,6 +153,8 @@ def exchange(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     if any(each.dtype == tf.variant for each in (*call.inputs, *call.outputs)):
         # TensorFlow looks for operations on lists of tensors as it makes gradients of loops: they stay.
         return [_whole(each, mesh) for each in call.outputs]
+    if call.type == "Shape" or all(map(_holds_known_number_of_sizes, (*call.inputs, *call.outputs))):
+        return None  # TensorFlow infers which sizes of a shape are known, but not through a pin.
     inputs = tuple(each if is_known(each) else _whole(each, mesh) for each in call.inputs)
     function = _FUNCTIONS.get(call.type)
     result = None if function is None else function(dataclasses.replace(call, inputs=inputs))
