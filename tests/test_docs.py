@@ -28,7 +28,7 @@ PAGES = sorted(DOCS.glob("**/*.md"))
 # Pages whose blocks take ten seconds.
 SLOW = {"pipelines", "planning", "recipes"}
 # Of this, what is no name: `_private` and what users do not import.
-INNER = {"_private", "cli", "operations", "tables"}
+INNER = {"command_line", "_private", "cli", "operations", "tables"}
 
 
 # --- the site ----------------------------------------------------------------------------------------

@@ -176,11 +176,11 @@ model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh
         remedy="The message names the layer and the line. Write it with other operations of keras.ops "
         "([which are tried](operations.md)), or over the samples one by one.",
         code="""\
-def over_samples(t):
-    return t * tf.reduce_sum(tf.nn.conv1d(t[None], tf.ones((3, 4, 1)), 1, "SAME"))
+def by_time(t):
+    return t * tf.cast(tf.timestamp(), tf.float32)
 
 
-layers = [keras.Input((4,)), keras.layers.Dense(4), keras.layers.Lambda(over_samples, name="mine")]
+layers = [keras.Input((4,)), keras.layers.Dense(4), keras.layers.Lambda(by_time, name="mine")]
 model = tfshard.Sequential(layers, name="mlp")
 model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
 model.train_on_batch(x[:, :4], y[:, :4])""",
@@ -239,6 +239,16 @@ layout_map.column("mlp/(up|down)")
 model = build()
 strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), layout_map)
 model.compile("sgd", "mse", strategy=strategy)""",
+    ),
+    Example(
+        error="NumericsWarning",
+        title="An embedding that Keras on TensorFlow would update otherwise",
+        remedy="Give `tables=` the embedding's path for the numbers of Keras on TensorFlow, or ignore the warning: the dense gradient "
+        "is what Keras on JAX uses.",
+        code="""\
+model = keras.Sequential([keras.Input((6,), dtype="int32"), keras.layers.Embedding(16, 4), keras.layers.Flatten()])
+model.compile("adam", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+model.fit(np.zeros((8, 6), "int32"), np.zeros((8, 24)), verbose=0)""",
     ),
     Example(
         error="TelemetryError",
@@ -325,8 +335,9 @@ def raised(example: Example) -> str:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 warnings.filterwarnings("error", category=errors.LayoutWarning)
+                warnings.filterwarnings("error", category=errors.NumericsWarning)
                 runpy.run_path(str(path), run_name="example")
-        except (errors.ShardingError, errors.LayoutWarning) as error:
+        except (errors.ShardingError, errors.LayoutWarning, errors.NumericsWarning) as error:
             return alike(f"{type(error).__name__}: {error}".replace(f"{folder}/", ""))
         finally:
             os.chdir(here)
