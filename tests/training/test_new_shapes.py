@@ -2,6 +2,7 @@
 
 import gc
 import types
+import warnings
 
 import keras
 import numpy as np
@@ -389,3 +390,18 @@ def test_a_second_sweep_over_sizes_and_lengths_compiles_nothing_and_takes_no_mem
     sweep()
     assert functions_of(model).compiled == made <= step_functions.FIRST + 3
     assert resident() - held < 60, "MiB"
+
+
+@pytest.mark.parametrize(("batch_size", "warns"), [(6, True), (8, False)])
+def test_batches_that_the_batch_axis_does_not_divide_are_warned_of_once(monkeypatch, batch_size, warns):
+    monkeypatch.setattr(step_functions, "CHEAP", 0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    x, y = np.ones((30, 4), "float32"), np.ones((30, 3), "float32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(x, y, batch_size=batch_size, epochs=2, verbose=0)
+    found = [each for each in caught if "does not divide" in str(each.message)]
+    assert len(found) == warns, "a remainder at the end of each epoch is no reason"
+    if warns:
+        assert found[0].filename == __file__ and "axis 'batch' of 4 devices" in str(found[0].message)

@@ -137,6 +137,8 @@ class StepFunctions:
         self._last: Hashable = None
         self._in_a_row = 0
         self.compiled = 0
+        # How many batches in a row every device computed in full; None once a warning was given.
+        self._full_in_a_row: int | None = 0
 
     def prepare(self, batch: Any, *, counts_once: bool = False, may_share: bool = True) -> Prepared:
         """Chooses the function for a batch, and brings the batch to the mesh.
@@ -150,6 +152,7 @@ class StepFunctions:
         if strategy.already_sharded or self._model.run_eagerly:
             return self._own(batch, counts_once)
         batch = tf.nest.map_structure(batching.on_host, batch)
+        self._note_full(batch)
         own = self._own_key(batch, counts_once)
         self._in_a_row = self._in_a_row + 1 if own == self._last else 1
         self._last = own
@@ -232,11 +235,37 @@ class StepFunctions:
             or not all(_can_be_padded(leaf) for leaf in leaves)
         ):
             return False
-        if not any(any(batching.batch_axes(tuple(leaf.shape), strategy.mesh)) for leaf in leaves):
-            return True
+        return self._is_full(leaves) or self._is_cheap(leaves)
+
+    def _is_full(self, leaves: list[Any]) -> bool:
+        """Whether every device computes a batch in full, because the batch axis divides none of its tensors."""
+        return not any(any(batching.batch_axes(tuple(leaf.shape), self._strategy.mesh)) for leaf in leaves)
+
+    def _is_cheap(self, leaves: list[Any]) -> bool:
+        """Whether every device may compute a batch in full."""
         positions = max(_positions(leaf) for leaf in leaves)
         parameters = sum(math.prod(variable.shape) for variable, _ in inventory.owned_variables(self._model))
         return bool(positions * parameters <= CHEAP)
+
+    def _note_full(self, batch: Any) -> None:
+        """Warn once of training batches that the batch axis does not divide. One alone is the last of an epoch."""
+        if self._full_in_a_row is None or self._kind != "training step":
+            return
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape")]
+        axes = axis_sizes(self._strategy.mesh)
+        if axes.data_size == 1 or not leaves or not self._is_full(leaves):
+            self._full_in_a_row = 0
+            return
+        self._full_in_a_row += 1
+        if self._full_in_a_row < 2 or self._is_cheap(leaves):
+            return
+        self._full_in_a_row = None
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        warn(
+            f"Model '{self._model.name}' trains on batches that mesh axis '{axes.data}' of {axes.data_size} devices "
+            "does not divide, so every device computes each batch in full: the numbers are right, and the step is "
+            f"not shared out. Use a batch_size that {axes.data_size} divides. Received: a batch of shapes {shapes}"
+        )
 
     def _open_step(self, padded: tuple[Any, Any]) -> Any:
         """The model's step on what padding was added to."""
