@@ -355,7 +355,7 @@ def _run(argv: list[str]) -> int:
     text = command_line.answer(argv)
     if text is not None:
         print(text)
-        return 0 if argv else 2
+        return 0 if argv and not text.startswith(command_line.NO_PAGE) else 2
     name, *rest = argv
     if name not in COMMANDS:
         raise UsageError(f"Unknown command. Commands: {tuple(COMMANDS)}. Received: {name}")

@@ -278,7 +278,9 @@ def command_help(name: str) -> str:
 
 def pages() -> Mapping[str, pathlib.Path]:
     """Return the pages of the documentation by name: of the repository, or those that the wheel has installed."""
-    found = sorted((pathlib.Path(__file__).parents[1] / "docs").glob("*.md"))
+    folder = pathlib.Path(__file__).parents[1] / "docs"
+    # Beside an installed package another one may have a folder of this name.
+    found = sorted(folder.glob("*.md")) if (folder / "troubleshooting.md").exists() else []
     if not found:
         installed = importlib.metadata.files("tfshard") or ()
         found = sorted(pathlib.Path(file.locate()) for file in installed if file.match("share/doc/tfshard/*.md"))
@@ -289,14 +291,18 @@ def _docs(names: Sequence[str]) -> str:
     """Return what `tfshard docs [PAGE]` prints."""
     found = pages()
     if len(names) == 1 and names[0].removesuffix(".md") in found:
-        return found[names[0].removesuffix(".md")].read_text()
-    listed = f"Pages: {', '.join(found)}"
-    return f"tfshard docs PAGE prints a page. {listed}" + (f"\nThere is no page {' '.join(names)!r}." if names else "")
+        return found[names[0].removesuffix(".md")].read_text(encoding="utf-8")
+    listed = f"tfshard docs PAGE prints a page. Pages: {', '.join(found)}"
+    return f"{NO_PAGE} {' '.join(names)!r}. {listed}" if names else listed
+
+
+# How an answer begins that is an error.
+NO_PAGE = "There is no page"
 
 
 def version() -> str:
-    """Return the version of the installed package."""
-    return f"tfshard {importlib.metadata.version('tfshard')}"
+    """Return the version of the package."""
+    return f"tfshard {importlib.import_module('tfshard').__version__}"
 
 
 def answer(arguments: Sequence[str]) -> str | None:
@@ -346,5 +352,7 @@ def main() -> None:
     text = answer(sys.argv[1:])
     if text is None:
         importlib.import_module("tfshard.cli").main()
+        return
     print(text)
-    sys.exit(0 if len(sys.argv) > 1 else 2)
+    is_wrong = len(sys.argv) == 1 or text.startswith(NO_PAGE)
+    sys.exit(2 if is_wrong else 0)

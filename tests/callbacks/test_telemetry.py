@@ -218,7 +218,7 @@ def test_a_fit_that_fails_leaves_nobody_watching():
     found = tfshard.callbacks.Telemetry(profile_every=1)
     with pytest.raises(RuntimeError, match="as told"):
         fit(compiled(strategy), found, Failing())
-    assert strategy.watched._watchers == []
+    assert strategy.watched._here.watchers == ()
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_what_is_no_strategy_is_refused():
 # --- Classes with a `compile` of their own ---------------------------------------------------------------
 
 
-class OwnCompile(keras.Model):
+class GanCompile(keras.Model):
     """A GAN's pattern: `compile` takes what it knows, and nothing else."""
 
     def __init__(self):
@@ -111,11 +111,11 @@ class OwnCompile(keras.Model):
         return {"loss": loss}
 
 
-class Derived(OwnCompile):
+class Derived(GanCompile):
     """Inherits it."""
 
 
-@pytest.mark.parametrize("cls", [OwnCompile, Derived])
+@pytest.mark.parametrize("cls", [GanCompile, Derived])
 def test_a_compile_that_knows_no_strategy_takes_one(cls):
     x, y = np.random.RandomState(0).randn(16, 4).astype("float32"), np.ones((16, 3), "float32")
 

@@ -163,7 +163,9 @@ def keep_gradients_with_graphs() -> None:
     each step that was traced.
     """
     registry = _ops.gradient_registry._registry
-    for name in [name for name in registry if name.startswith("CustomGradient-") and name not in _kept_with_graphs]:
+    for name in [
+        name for name in list(registry) if name.startswith("CustomGradient-") and name not in _kept_with_graphs
+    ]:
         graphs = _graphs_of(registry[name]["type"])
         if graphs:
             _kept_with_graphs.add(name)

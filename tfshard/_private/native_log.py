@@ -25,7 +25,10 @@ def quiet_native_log() -> bool:
         path = os.path.join(tf.sysconfig.get_lib(), name)
         if not os.path.exists(path):
             continue
-        library = ctypes.CDLL(path)  # Loaded already.
+        try:
+            library = ctypes.CDLL(path)  # Loaded already.
+        except OSError:
+            return False
         for release in _RELEASES:
             set_level = getattr(library, f"_ZN4absl12lts_{release}14SetMinLogLevelENS0_18LogSeverityAtLeastE", None)
             if set_level is not None:

@@ -30,6 +30,8 @@ def write_checkpoints_in(
 
     def save_to(save: Callable[..., Any], self: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
         prefix = tf.get_static_value(file_prefix) if tf.is_tensor(file_prefix) else file_prefix
+        if prefix is None:  # In a graph, which knows it when it runs.
+            return save(self, file_prefix, *args, **kwargs)
         prefix = prefix.decode() if isinstance(prefix, bytes) else str(prefix)
         with files(self._graph_view.breadth_first_traversal()[0], prefix) as place:
             saved = save(self, place, *args, **kwargs)

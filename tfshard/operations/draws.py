@@ -125,6 +125,8 @@ def _unsized_draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
     assert call.outputs is not None
     (random,) = call.outputs
     is_of_generator = call.type in GENERATORS or call.type in OLD_GENERATORS
+    if _microbatch() is not None:
+        return None  # All microbatches would draw the same numbers: DTensor refuses it.
     if not is_of_generator or not random.shape.rank or not unsized.depends_on_values(*call.inputs):
         return None  # DTensor refuses it.
     shape, seed, *others = call.inputs

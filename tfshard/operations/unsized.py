@@ -265,6 +265,11 @@ def summed(call: _private.Call) -> tf.Tensor | None:
     if is_known(axes):
         return None
     if axes.op.type != "BroadcastGradientArgs":
+        if _unpinned(axes).op.type != "BroadcastGradientArgs":
+            # A user's own sum: which dims are left without keepdims, only the step knows.
+            if not call.get_attr("keep_dims"):
+                return None
+            axes = tf.math.floormod(axes, tf.constant(gradient.shape.rank, axes.dtype))
         return _summed_over(gradient, axes)
     which = axes.value_index
     made = [_unpinned(shape).op for shape in axes.op.inputs]

@@ -125,10 +125,10 @@ class PartFunctions:
         step = steps.current()
         assert step is not None
         step.note_batch([tensor for tensor, _ in takes])
-        if len(step.rows) == 1:
-            (rows,) = step.rows
+        if step.rows:
+            # Of several sizes the largest: draws of other sizes are not those of one device, and none comes twice.
             step.microbatch = steps.Microbatch(
-                number=number[0], count=self._count, rows=rows, is_of_each_device=False
+                number=number[0], count=self._count, rows=max(step.rows), is_of_each_device=False
             )  # fmt: skip
 
     def _keep_seeds(self, number: tf.Tensor, before: Mapping[int, tf.Tensor]) -> None:

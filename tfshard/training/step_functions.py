@@ -5,8 +5,8 @@ second to compile and some megabytes to keep, too much to have one for each of m
 
 - The first shapes, and a shape that comes many times in a row, have functions of their own.
 - Other shapes share an open function. The host pads each batch to a capacity. The function cuts the padding off before
-  the model sees the batch, so the model computes what it computes on one device: batch statistics, losses over pairs of
-  samples and a custom `train_step` included. DTensor compiles the function once for each capacity. The dims that were
+  the model sees the batch. Batch statistics, losses over pairs of samples and custom `train_step`s therefore match
+  single-device Keras. Each capacity, a power of two, has a function of its own. The dims that were
   cut have unknown sizes, which DTensor cannot shard: every device computes the full batch. So an open function takes
   batches that every device computes in full anyway, and batches that cost little.
 - A model keeps at most `MOST` functions of a kind, and drops the least recently used one.
@@ -137,6 +137,8 @@ class StepFunctions:
         self._last: Hashable = None
         self._in_a_row = 0
         self.compiled = 0
+        # Whether the trace of the open function that was made last is complete.
+        self._is_traced = False
         # How many batches in a row every device computed in full; None once a warning was given.
         self._full_in_a_row: int | None = 0
 
@@ -172,9 +174,12 @@ class StepFunctions:
         if not prepared.is_open:
             function = self._waiting.pop() if self._waiting else self._again()
             return self._first_run(prepared, function)
+        self._is_traced = False
         try:
             return self._first_run(prepared, _private.make_step_function(self._model, self._open_step))
-        except Exception:  # If the step itself fails, its own function raises what Keras raises.
+        except Exception as error:
+            if self._is_traced and not _is_refusal(error):
+                raise  # The step was run, and failed as a step of one device does.
             self.takes_open = False
             del self.functions[prepared.key]
         return self.run(self._own(prepared.batch, prepared.counts_once))
@@ -275,6 +280,7 @@ class StepFunctions:
         for operation in tf.compat.v1.get_default_graph().get_operations():
             if operation.type not in _TRIED and any(_is_open(each) for each in (*operation.inputs, *operation.outputs)):
                 raise _UntriedOperation(operation.type)
+        self._is_traced = True
         return result
 
     def _warn(self) -> None:
@@ -284,6 +290,12 @@ class StepFunctions:
             "to a few sizes and sequences to a few lengths (tf.data's bucket_by_sequence_length, padded_batch), or "
             "leave the last batch out (drop_remainder=True)."
         )
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether DTensor could not expand a function."""
+    is_memory = isinstance(error, tf.errors.ResourceExhaustedError)
+    return isinstance(error, tf.errors.OpError) and not is_memory and "dtensor" in str(error).lower()
 
 
 class _Family:

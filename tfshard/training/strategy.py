@@ -295,7 +295,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                         results = self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
             return self.extended.to_user(results)
         # What runs this need be no operation of ours.
-        _private.give_own_names_after(tf.compat.v1.get_default_graph(), clients.here().wait_for_devices)
+        _private.give_own_names_after(tf.compat.v1.get_default_graph(), lambda: clients.here().wait_for_devices())
         self._choose_switches()
         readiness.check_traced_arguments(fn)
         with self.scope(), failures.translated_errors(f"Step function {fn!r}"):

@@ -80,7 +80,8 @@ def _checkpoint() -> Iterator[None]:
     """The context of `save` and `write`: at its end the files, and the list of checkpoints, are there."""
     here = clients.here()
     if here.count == 1 or _here.in_checkpoint:
-        yield
+        with process_lock.held():
+            yield
         return
     _here.in_checkpoint = True
     try:
