@@ -77,7 +77,8 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     first = [dim, *(each for each in range(len(shard)) if each != dim)]
     own = parted(transfer.relayout(stored, axes, mesh), axes, mesh)
     with tf.name_scope("all_gather"):
-        line = tf.reshape(tf.transpose(own, first) if dim else own, (-1,))
+        with tf.name_scope(transfer.LOCAL):
+            line = tf.reshape(tf.transpose(own, first) if dim else own, (-1,))
         # What has two bytes is sent as it is: no bit of it is looked at.
         is_brain = line.dtype == tf.bfloat16
         rows = tf.raw_ops.CollectiveGatherV2(
@@ -112,7 +113,8 @@ def leave_shard(own: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
         # Each device takes all of its own, by so many of which the types have it.
         numbers = np.tile(np.arange(own.shape[dim], dtype="int32"), axis_sizes(mesh)[axis])
         its = parted(tf.constant(numbers), (axis,), mesh)
-        own = tf.gather(transfer.relayout(own, tuple(taken), mesh), its, axis=dim)
+        with tf.name_scope(transfer.LOCAL):
+            own = tf.gather(transfer.relayout(own, tuple(taken), mesh), its, axis=dim)
         taken[dim] = axis
         own = transfer.relayout(own, tuple(taken), mesh)
     return own
@@ -238,7 +240,7 @@ def all_reduce(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
         mesh: The mesh.
     """
     sizes, count = axis_sizes(mesh), own.shape.num_elements()
-    with tf.name_scope("all_reduce"):
+    with tf.name_scope("all_reduce"), tf.name_scope(transfer.LOCAL):
         line = tf.reshape(own, (-1,))
         if sizes.shards > 1:
             line = sum_in_replica(line, mesh)
@@ -466,5 +468,6 @@ def _keys(mesh: dtensor.Mesh, part: Callable[[np.ndarray], np.ndarray], parts: i
 
 def _own_number(numbers: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
     """Of numbers with a dim for each axis of the mesh, each device's own: a scalar."""
-    own = parted(tf.constant(numbers), tuple(axis_sizes(mesh)), mesh)
-    return tf.reshape(tf.gather(tf.reshape(own, (-1,)), (0,)), ())
+    with tf.name_scope(transfer.LOCAL):
+        own = parted(tf.constant(numbers), tuple(axis_sizes(mesh)), mesh)
+        return tf.reshape(tf.gather(tf.reshape(own, (-1,)), (0,)), ())

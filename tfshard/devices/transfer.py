@@ -70,6 +70,10 @@ def relayout(tensor: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mes
     return dtensor.relayout(tensor, layout(axes, mesh))
 
 
+# In the names of operations that each device does on its own piece of a tensor: no rewrite takes their place.
+LOCAL = "rows_of_a_device"
+
+
 def by_device(
     function: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor, axes: Axes, result: Axes, mesh: dtensor.Mesh
 ) -> tf.Tensor:
@@ -85,7 +89,9 @@ def by_device(
         mesh: The mesh.
     """
     parted = dtensor.relayout(relayout(tensor, axes, mesh), layout(axes, mesh).to_parted())
-    return relayout(function(parted), result, mesh)
+    with tf.name_scope(LOCAL):
+        made = function(parted)
+    return relayout(made, result, mesh)
 
 
 def whole(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:

@@ -37,7 +37,7 @@ from tfshard.layouts.variable_layout import Axes
 from tfshard.storage import steps
 
 # In the names of operations, functions and loops here. TensorFlow puts it into those of their gradients, too.
-_NAME = "rows_of_a_device"
+_NAME = transfer.LOCAL
 
 
 def are_shared_out(tensor: tf.Tensor, mesh: dtensor.Mesh) -> bool:
@@ -140,16 +140,17 @@ def _parted(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
 
 def _enter(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     count = tensor.shape[0] // axis_sizes(mesh).data_size
-    rows = tf.gather(_parted(tensor, mesh), np.arange(count, dtype="int32"))
+    with inside():
+        rows = tf.gather(_parted(tensor, mesh), np.arange(count, dtype="int32"))
     return transfer.relayout(rows, (None,) * rows.shape.rank, mesh)
 
 
 def _leave(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     axes = axis_sizes(mesh)
     indices = np.tile(np.arange(tensor.shape[0], dtype="int32"), axes.data_size)
-    rows = tf.gather(
-        transfer.relayout(tensor, (None,) * tensor.shape.rank, mesh), _parted(tf.constant(indices), mesh)
-    )  # fmt: skip
+    with inside():
+        full = transfer.relayout(tensor, (None,) * tensor.shape.rank, mesh)
+        rows = tf.gather(full, _parted(tf.constant(indices), mesh))
     return transfer.relayout(rows, (axes.data,) + (None,) * (rows.shape.rank - 1), mesh)
 
 
