@@ -24,6 +24,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import clients, gathers, mesh, startup, transfer
+from tfshard.devices.mesh_tensors import MeshTensor
 from tfshard.devices.words import from_words, to_words
 from tfshard.errors import CollectiveError
 
@@ -235,7 +236,7 @@ def _checked(value: Any, op: str | None = None) -> np.ndarray:
     """The value as an array that the collective can take."""
     if isinstance(value, (tf.Tensor, tf.Variable)) and not hasattr(value, "numpy"):
         raise CollectiveError(f"Collectives take eager values, not tensors of a tf.function. Received: {value!r}")
-    if transfer.is_dtensor(value):
+    if transfer.is_dtensor(value) or isinstance(value, MeshTensor):
         raise CollectiveError(
             "The value lives on a mesh and is global already: every client has the same one. "
             f"Received: a DTensor of shape={value.shape}"

@@ -117,7 +117,14 @@ def give_own_names_after(graph: tf.Graph, ended: Callable[[], object]) -> None:
     context.call_function = call_function
 
 
+# Operations that keep a generator in their kernel, which would begin anew with the kernel.
+_KEEPS_STATE = re.compile(r"\w+CandidateSampler|RandomShuffle|Multinomial|RandomPoissonV2|ParameterizedTruncatedNormal")
+
+
 def _has_dtensor_collectives(function: Any) -> bool:
+    """Whether a function (`FunctionDef`) has collectives to rename, and may get new kernels for that."""
+    if any(_KEEPS_STATE.fullmatch(node.op) for node in function.node_def):
+        return False
     return any(_is_dtensor_collective(node) for node in function.node_def)
 
 

@@ -12,6 +12,7 @@ that stands for its output.
 
 import math
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -29,6 +30,8 @@ def scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
         raise UnsupportedOperationError(
             f"tf.scatter_nd needs a shape of less than 2**31 elements. Received: shape={known.tolist()}"
         )
+    if known is None and call.outputs is not None and call.outputs[0].shape.is_fully_defined():
+        known = np.array(call.outputs[0].shape)  # TensorFlow knows more of it, as of a product of sizes.
     rows, updates = _as_rows(call, transfer.whole(indices, mesh), transfer.whole(updates, mesh))
     if known is None:
         # Of ScatterNd DTensor has to know the shape.

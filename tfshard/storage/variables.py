@@ -415,10 +415,6 @@ class ShardedVariable(VariableSurface):
             self._check_shape(host.shape, self.layout.spec.shape)
             if steps.is_outside():
                 outside.warn_of_update(self)
-                if self._waits is not None and not _private.scope_callers():  # No layer is being built.
-                    waits, self._waits = self._waits, None
-                    waits(self)
-                self.storage.set_again(self.member, host)
                 with process_lock.held():
                     self._set(host)
                 return self
