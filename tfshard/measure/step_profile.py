@@ -183,11 +183,16 @@ class StepProfile:
         figure.savefig(path)
 
 
+# Steps before the one that is measured; odd, so that an optimizer that accumulates two gradients updates in it.
+_WARMUP = 3
+
+
 def profile_step(model: keras.Model, batch: Any) -> StepProfile:
-    """Trains two steps on a batch and tells what the second one sent.
+    """Trains four steps on a batch and tells what the last one sent.
 
     The steps are real ones: weights, slots and metrics change as in `fit`, and a `train_step` of the model's own is
-    given what `fit` gives it. The first compiles what is not compiled yet. In a launched run all clients call it, and
+    given what `fit` gives it. The first compiles what is not compiled yet, and
+    TensorFlow instantiates the step's functions once more in the second. In a launched run all clients call it, and
     have what the devices of client 0 sent, with their times and their peak; `seconds` and `variable_bytes` are each
     client's own.
 
@@ -220,7 +225,8 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
             f"Received: model={model!r} (compiled: {getattr(model, 'compiled', False)}, strategy: {strategy!r})"
         )
     step = _step_of(model, batch)
-    step()
+    for _ in range(_WARMUP):
+        step()
     with traced() as trace:
         begin = time.perf_counter()
         step()
