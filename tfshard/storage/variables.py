@@ -91,6 +91,8 @@ class ShardedVariable(VariableSurface):
         self.gradient_layout: Axes | None = None
         # Whether gradients that reached this variable in the current step were sparse.
         self._gradient_kinds: set[bool] = set()
+        # Whether a warning was given that Keras would update this variable differently.
+        self.told_of_sparse = False
         self.storage = storage or self._own_storage(layout)
         self.storage.members[self.member] = self
         self.storage.fill(self.member, initial_value)

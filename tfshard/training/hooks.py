@@ -444,15 +444,11 @@ def _is_gradient(value: Any, variable: ShardedVariable) -> bool:
     return bool(is_tensor and value.shape == variable.shape)
 
 
-# Variables of which `_warn_of_sparse` has warned, by path.
-_warned: set[str] = set()
-
-
 def _warn_of_sparse(variable: ShardedVariable, optimizer: keras.optimizers.Optimizer) -> None:
     """Warn once of an embedding whose sparse gradient Keras on one device would square row by row."""
-    if not variable.pop_sparse() or optimizer_kinds.adds_up_rows(optimizer) or variable.path in _warned:
+    if not variable.pop_sparse() or optimizer_kinds.adds_up_rows(optimizer) or variable.told_of_sparse:
         return
-    _warned.add(variable.path)
+    variable.told_of_sparse = True
     warn(
         f"Optimizer {type(optimizer).__name__} updates embedding '{variable.path}' by a dense gradient, as Keras on "
         "JAX does. Keras on TensorFlow squares a sparse gradient once for each lookup, so rows that occur several "
