@@ -28,7 +28,13 @@ def test_what_is_made_of_a_tensor_of_unknown_size_and_its_gradients_match_one_de
 
 @table(
     "layers of tensors whose size depends on values", ("mesh", "producer", "group"),
-    itertools.product(MESHES, [name for name in PRODUCERS if name != "nothing"], LAYERS), sample=1,
+    # Recurrent layers of such a tensor are refused where a model axis shards their kernels (docs/limits.md).
+    [
+        (mesh, producer, group)
+        for mesh, producer, group in itertools.product(MESHES, PRODUCERS, LAYERS)
+        if producer != "nothing" and (mesh, group) != ("batch2_model2", "sequences")
+    ],
+    sample=1,
 )  # fmt: skip
 def test_layers_of_a_tensor_of_unknown_size_train_as_on_one_device(mesh, producer, group):
     layers = LAYERS[group]
