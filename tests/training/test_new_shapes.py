@@ -360,6 +360,7 @@ def trained_on(sizes: list[int]) -> step_functions.StepFunctions:
     return functions_of(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*does not divide:UserWarning")
 def test_a_large_batch_that_the_axis_divides_has_a_function_of_its_own(monkeypatch):
     monkeypatch.setattr(step_functions, "CHEAP", 0)
     compiled = trained_on([4, 6, 10, 8, 3, 12, 5]).compiled
