@@ -303,6 +303,11 @@ def to_host(value: Any) -> np.ndarray:
     return np.asarray(numpy() if callable(numpy) else value)
 
 
+def eager_on_host(value: Any) -> Any:
+    """Return an eager tensor of the host for one on a mesh; anything else, and variables, as they are."""
+    return tf.constant(to_host(value)) if is_dtensor(value) else value
+
+
 def host_view(value: Any) -> np.ndarray:
     """`to_host` without a copy where that can be. Not to be written to, nor kept: it keeps the tensor's memory."""
     if not isinstance(value, tf.__internal__.EagerTensor) or is_dtensor(value):

@@ -68,7 +68,7 @@ def depends_on_values(*tensors: tf.Tensor) -> bool:
         if operation.type == "Placeholder":
             # What a loop or a branch takes from outside, or an argument of a function in the step.
             outside = _private.captured(operation.outputs[0])
-            if outside is None and _is_open(tensor) and _is_nested(operation.graph):
+            if outside is None and is_open(tensor) and _is_nested(operation.graph):
                 return True
             sources = [] if outside is None else [outside]
         elif _sizes_by_values(operation):
@@ -85,7 +85,7 @@ def _sizes_by_values(operation: tf.Operation) -> bool:
         return False
     if operation.type in _SIZED_BY_VALUES:
         return True
-    if any(map(_is_open, operation.inputs)) or not any(map(_is_open, operation.outputs)):
+    if any(map(is_open, operation.inputs)) or not any(map(is_open, operation.outputs)):
         return False
     sizes = [each for each in operation.inputs if _holds_sizes(each)]
     if sizes and operation.type not in _LEFT and all(map(is_known, sizes)):
@@ -101,13 +101,14 @@ def _hold_open_sizes(tensors: Iterable[tf.Tensor]) -> bool:
         operation = waiting.pop()
         if operation not in seen:
             seen.add(operation)
-            if operation.type in ("Shape", "ShapeN", "Size") and any(map(_is_open, operation.inputs)):
+            if operation.type in ("Shape", "ShapeN", "Size") and any(map(is_open, operation.inputs)):
                 return True
             waiting += [each.op for each in operation.inputs if _holds_sizes(each)]
     return False
 
 
-def _is_open(tensor: tf.Tensor) -> bool:
+def is_open(tensor: tf.Tensor) -> bool:
+    """Return whether a tensor with a value has a size that is not known."""
     is_value = tensor.dtype not in (tf.resource, tf.variant)
     return is_value and not tensor.shape.is_fully_defined()
 
@@ -121,7 +122,7 @@ def _holds_known_number_of_sizes(tensor: tf.Tensor) -> bool:
 
 
 def _may_depend(tensor: tf.Tensor) -> bool:
-    return _holds_sizes(tensor) or _is_open(tensor)
+    return _holds_sizes(tensor) or is_open(tensor)
 
 
 # Of functions, which hold operations of their own; and what layouts are made of.

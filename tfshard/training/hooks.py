@@ -211,7 +211,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             return fn(var, *args, **(kwargs or {}))
         if is_outside():
             # A callback, or the end of fit: variables are read and set on the host, and so is what comes with them.
-            args, kwargs = transfer.map_tensors(_on_host, (args, kwargs or {}))
+            args, kwargs = transfer.map_tensors(transfer.eager_on_host, (args, kwargs or {}))
             return fn(var, *args, **kwargs)
         callers = _private.scope_callers()
         inventory.note_optimizer(callers)
@@ -456,11 +456,6 @@ def _warn_of_sparse(variable: ShardedVariable, optimizer: keras.optimizers.Optim
         f"give ShardedStrategy(tables='{variable.path}'). To keep the dense gradient, ignore this warning.",
         NumericsWarning,
     )
-
-
-def _on_host(tensor: Any) -> Any:
-    """A tensor that is on the mesh as one on the host; others, and variables, as they are."""
-    return tf.constant(transfer.to_host(tensor)) if transfer.is_dtensor(tensor) else tensor
 
 
 class _ValueContext(tf.distribute.experimental.ValueContext):  # type: ignore[misc]  # TensorFlow has no types.

@@ -341,7 +341,7 @@ def _on_mesh(
         if not to_host:
             with operation(), failures.translated_errors(f"A step of model '{model.name}'"):
                 # On the host, while this thread holds the lock: Keras reads them later, also in a thread of its own.
-                return transfer.map_tensors(_on_host, run()[-1])
+                return transfer.map_tensors(transfer.eager_on_host, run()[-1])
         # Each device keeps its samples: the pieces meet on the host, not on every device.
         with strategy.extended.results_stay_sharded(), failures.translated_errors(f"predict of model '{model.name}'"):
             with operation():
@@ -350,10 +350,6 @@ def _on_mesh(
 
     _on_mesh_functions.add(on_mesh)
     return on_mesh
-
-
-def _on_host(value: Any) -> Any:
-    return tf.constant(transfer.to_host(value)) if transfer.is_dtensor(value) else value
 
 
 def _joined(*parts: Any) -> Any:

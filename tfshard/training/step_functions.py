@@ -31,6 +31,7 @@ from tfshard.devices import batching, clients, transfer
 from tfshard.errors import warn
 from tfshard.graph import inventory
 from tfshard.layouts.axes import axis_sizes
+from tfshard.operations import unsized
 from tfshard.training import output_losses
 from tfshard.training.strategy import ShardedStrategy
 
@@ -278,7 +279,7 @@ class StepFunctions:
         leaves = [_cut(leaf, kept) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]
         result = getattr(self._model, self._step)(tf.nest.pack_sequence_as(batch, leaves))
         for operation in tf.compat.v1.get_default_graph().get_operations():
-            if operation.type not in _TRIED and any(_is_open(each) for each in (*operation.inputs, *operation.outputs)):
+            if operation.type not in _TRIED and any(map(unsized.is_open, (*operation.inputs, *operation.outputs))):
                 raise _UntriedOperation(operation.type)
         self._is_traced = True
         return result
@@ -392,7 +393,3 @@ def _cut(leaf: Any, masks: tuple[tf.Tensor | None, ...]) -> Any:
         if mask is not None:
             leaf = tf.gather(leaf, tf.cast(tf.where(mask)[:, 0], tf.int32), axis=dim)
     return leaf
-
-
-def _is_open(tensor: tf.Tensor) -> bool:
-    return tensor.dtype not in (tf.resource, tf.variant) and not tensor.shape.is_fully_defined()
