@@ -17,7 +17,7 @@ import tfshard
 
 ROOT = pathlib.Path(__file__).parent.parent
 # What setup.cfg packs, and what it reads.
-SOURCES = ("tfshard", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("tfshard", "docs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 
 
 def run(*command, **options) -> str:

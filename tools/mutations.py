@@ -422,7 +422,7 @@ MUTATIONS = [
     Mutation(
         area="operations",
         file="tfshard/training/strategy.py",
-        old="        _private.give_own_names_after(tf.compat.v1.get_default_graph(), clients.here().wait_for_devices)\n",
+        old="        _private.give_own_names_after(tf.compat.v1.get_default_graph(), lambda: clients.here().wait_for_devices())\n",
         new="",
         what="loops of a step in a user's function keep their names until an operation of tfshard ends",
         killed_by="tests/operations/test_control_flow.py"
