@@ -93,6 +93,22 @@ def test_a_model_axis_that_no_rule_names_is_warned_of_at_the_users_line():
     assert tfshard.lint(mlp(), MeshAxes.of(mesh, {"outer": "data"}), layout_map) == ()
 
 
+@pytest.mark.parametrize("name", ["dp", "data", "fsdp"])
+def test_lint_names_the_role_that_an_axis_has_by_its_name(name, recwarn):
+    layout_map = tfshard.LayoutMap()
+    layout_map.column("up", axis="tp")
+    layout_map.row("down", axis="tp")
+    layout_map.whole("head/kernel")
+    mesh = {name: 2, "tp": 2}
+    (finding,) = tfshard.lint(mlp(), mesh, layout_map)
+    assert (finding.kind, finding.is_error, finding.where) == ("named role", False, f"axis '{name}'")
+    assert str(finding).startswith("note: ") and f"roles={{'{name}': 'tensor'}}" in finding.message
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map)
+    assert MeshAxes.of(mesh).data == name
+    tfshard.as_distributed(mlp()).compile("sgd", "mse", strategy=strategy)
+    assert not recwarn.list, "compile does not warn of a role that is as intended"
+
+
 def _with(layout_map: tfshard.LayoutMap, pattern: str, axes=(None, "model")) -> tfshard.LayoutMap:
     layout_map[pattern] = axes
     return layout_map

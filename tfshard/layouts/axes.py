@@ -14,6 +14,7 @@ BATCH_AXIS = "batch"
 REPLICA_AXIS = "replica"
 MODEL_AXIS = "model"
 PIPELINE_AXIS = "pipeline"
+OWN_NAMES = (BATCH_AXIS, REPLICA_AXIS, MODEL_AXIS, PIPELINE_AXIS)
 
 
 class Role(str, enum.Enum):

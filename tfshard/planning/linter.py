@@ -14,7 +14,7 @@ from tfshard.graph.model_graph import ModelGraph, trace
 from tfshard.graph.model_specs import MeshLike
 from tfshard.layers import SketchedDense
 from tfshard.layouts import variable_layout
-from tfshard.layouts.axes import plain
+from tfshard.layouts.axes import OWN_NAMES, Role, default_role, plain
 from tfshard.layouts.layout_map import Rule, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.operations import unsupported
@@ -22,6 +22,7 @@ from tfshard.planning import activation_traffic
 
 # How many errors compile shows.
 _SHOWN = 8
+_NAMED_ROLE = "named role"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,10 @@ class Finding:
 
     Attributes:
         kind: `"cannot be expanded"`, `"jit_compile"`, `"unmatched"`, `"tied"`, `"ambiguous"`,
-            `"indivisible"`, `"unsupported"`, `"left whole"`, `"idle axis"`, `"column after column"`, `"transposed"` or
-            `"unused sharding"`.
-        is_error: Whether `compile` refuses it; else it warns.
+            `"indivisible"`, `"unsupported"`, `"left whole"`, `"idle axis"`, `"column after column"`, `"transposed"`,
+            `"unused sharding"` or `"named role"`.
+        is_error: Whether `compile` refuses it. `compile` warns of the others, except `"named role"`, which only `lint`
+            reports.
         where: The pattern, the path of the variable, or the name of the layer or model.
         message: The fault and its fix.
     """
@@ -43,7 +45,8 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        return f"{'error' if self.is_error else 'warning'}: {self.kind}: {self.where}: {self.message}"
+        level = "error" if self.is_error else "note" if self.kind == _NAMED_ROLE else "warning"
+        return f"{level}: {self.kind}: {self.where}: {self.message}"
 
 
 def lint(
@@ -61,7 +64,8 @@ def lint(
     more than 2% of the model's bytes without a rule (of all matrices together, where no rule uses a model axis),
     `"auto"` that finds nothing. Warnings: a model axis over which nothing is sharded, and from its graph
     a kernel sharded by column whose input is sharded already, where a row rule would save collectives; a kernel sharded
-    along another dim than its neighbours ask for (transposed); sharding that the next operation undoes.
+    along another dim than its neighbours ask for (transposed); sharding that the next operation undoes. Beside them,
+    the role of each axis that has its role from a name such as `dp` or `fsdp`.
 
     Args:
         model: A built model, also one from `tfshard.abstract_model`.
@@ -93,7 +97,7 @@ def lint(
     layout_map = auto_layout.resolve(layout_map, model, sizes)
     layout_map.check_axes(sizes)
     placement = ModelPlacement.of(model_specs.specs_of(model), mesh_shape=sizes, zero_stage=0, layout_map=layout_map)
-    return judge(model, placement, inputs=inputs, automatic=automatic)
+    return judge(model, placement, inputs=inputs, automatic=automatic) + _role_findings(placement)
 
 
 def judge(
@@ -336,6 +340,28 @@ def _idle_findings(placement: ModelPlacement) -> list[Finding]:
         )
         findings.append(Finding(kind="idle axis", is_error=False, where=f"axis '{axis}'", message=text))
     return findings
+
+
+def _role_findings(placement: ModelPlacement) -> tuple[Finding, ...]:
+    """Report the role of each axis that has a name of another library, such as `dp`."""
+    effects = {
+        Role.DATA: "its devices take different samples, and the ZeRO stages shard over it",
+        Role.REPLICA: "its devices take different samples, and each holds a copy of the shards",
+        Role.PIPELINE: "its devices take different layers",
+    }
+    return tuple(
+        Finding(
+            kind=_NAMED_ROLE,
+            is_error=False,
+            where=f"axis '{axis}'",
+            message=(
+                f"has the role '{role}' by its name: {effects[role]}. If that is not meant, give another role: "
+                f"tfshard.create_mesh(..., roles={{'{axis}': 'tensor'}})"
+            ),
+        )
+        for axis, role in placement.mesh_shape.roles.items()
+        if axis not in OWN_NAMES and role is default_role(axis) and role in effects
+    )
 
 
 def _graph_findings(model: keras.Model, placement: ModelPlacement, inputs: Any) -> list[Finding]:
