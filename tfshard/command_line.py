@@ -20,6 +20,8 @@ TIMEOUTS = {
     "first_step_timeout": 600.0,
     "grace": 3.0,
 }
+# Of a client's tensors on CPU; the first is the default.
+ALLOCATORS = ("system", "tensorflow")
 # The port of host 0.
 DEFAULT_PORT = 29870
 # Bytes of the messages that `profile-network` measures.
@@ -120,6 +122,10 @@ def _launch_flags() -> flags.FlagValues:
     seconds("grace", "Seconds from SIGTERM to SIGKILL, when the clients are ended.")
     integer("max_restarts", 0, "How often to restart all clients when one dies or hangs.")
     integer("elastic_min", None, "Go on with at least so many clients when one cannot come back.")
+    flags.DEFINE_enum(
+        "allocator", ALLOCATORS[0], ALLOCATORS, "Of the clients' tensors on CPU: system returns freed memory, "
+        "tensorflow keeps it and lets profile_step measure what a step allocates.", flag_values=values,
+    )  # fmt: skip
     flags.DEFINE_boolean("module", False, "SCRIPT is a module, as in python -m.", flag_values=values)
     flags.DEFINE_list("hosts", None, "Names of all hosts, the same list on each.", flag_values=values)
     integer("host_index", None, "Which of the hosts this is, from 0.")

@@ -48,6 +48,7 @@ def test_the_language_model_example_trains_launched_as_alone(clients, mesh):
         ({"host_index": 1}, "host_index must be that of one of the 1 hosts"),
         ({"hosts": ("a", "b")}, "need a shared secret of at least 32 characters"),
         ({"port": 1 << 16}, "port must be a port"),
+        ({"allocator": "jemalloc"}, "Unknown allocator. Allocators: .*system.*tensorflow"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

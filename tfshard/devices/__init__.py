@@ -4,6 +4,7 @@ A *client* is one of several processes that train together; a process by itself 
 
     startup       `initialize`: environment switches, logical devices, starts DTensor
     mesh          `create_mesh`: names and sizes of axes to a mesh
+    allocators    the allocators of host memory
     transfer      tensors to devices and back, from layout to layout
     host_meshes   the mesh of the host's processors beside a mesh of GPUs, and copies between the two
     host_memory   arrays and tensors on the host, with few copies

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import __version__, _private
-from tfshard.devices import clients, expansions, tasks
+from tfshard.devices import allocators, clients, expansions, tasks
 from tfshard.errors import InitializationError
 
 # Why each switch has its value: docs/design.md, "Switches".
@@ -295,6 +295,7 @@ def _start(num_devices: int, device_type: str, *, neighbours: int = 1) -> None:
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
         _share_cores(num_devices * neighbours)
+        allocators.return_freed_blocks()
     # TensorFlow's coordination service did not end a run whose peer had died, and made it deaf to SIGTERM: the launcher
     # watches the clients instead.
     with _private.without_log():

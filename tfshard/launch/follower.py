@@ -96,9 +96,8 @@ class Follower:
         if message["kind"] == "start":
             settings = Settings(**{**message["settings"], "secret": self._secret})
             self._restart, self._stopping = settings.restart, False
-            self._processes.start(
-                settings.client_id, self._options.command, client_environment(settings), message["width"]
-            )
+            environment = client_environment(settings, self._options.allocator)
+            self._processes.start(settings.client_id, self._options.command, environment, message["width"])
         elif message["kind"] == "stop":
             self._restart, self._stopping = message["restart"], True
             self._processes.stop(message["signal"])

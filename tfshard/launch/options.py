@@ -5,7 +5,8 @@ import os
 import sys
 import time
 
-from tfshard.command_line import TIMEOUTS
+from tfshard.command_line import ALLOCATORS, TIMEOUTS
+from tfshard.devices.allocators import environment_of_system_allocator
 from tfshard.devices.clients import Settings
 from tfshard.errors import LaunchError
 
@@ -35,6 +36,8 @@ class Launch:
         grace: From SIGTERM to SIGKILL.
         max_restarts: How often to restart all clients when one fails.
         elastic_min: Go on with so many clients when one cannot come back; None: with all of them only.
+        allocator: The allocator of the clients' tensors on CPU: `"system"`, which returns freed memory, or
+            `"tensorflow"`, which keeps freed memory and records in a trace what a step allocates.
     """
 
     command: tuple[str, ...]
@@ -54,6 +57,7 @@ class Launch:
     grace: float = TIMEOUTS["grace"]
     max_restarts: int = 0
     elastic_min: int | None = None
+    allocator: str = ALLOCATORS[0]
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -65,6 +69,8 @@ class Launch:
         for name in TIMEOUTS:
             if not getattr(self, name) > 0:
                 raise LaunchError(f"{name} must be positive. Received: {name}={getattr(self, name)}")
+        if self.allocator not in ALLOCATORS:
+            raise LaunchError(f"Unknown allocator. Allocators: {ALLOCATORS}. Received: allocator={self.allocator!r}")
         if self.max_restarts < 0:
             raise LaunchError(f"max_restarts must not be negative. Received: max_restarts={self.max_restarts}")
         if not 0 <= self.host_index < len(self.hosts):
@@ -106,10 +112,11 @@ class Clock:
         self.now += min(self._last - last, 0.5)
 
 
-def client_environment(settings: Settings) -> dict[str, str]:
+def client_environment(settings: Settings, allocator: str = ALLOCATORS[0]) -> dict[str, str]:
     """What a client's environment has in addition."""
     return {
         **settings.to_environment(),
+        **(environment_of_system_allocator() if allocator == "system" else {}),
         # What it wrote before it was killed is not lost.
         "PYTHONUNBUFFERED": "1",
         # The order of a set of names may decide the order of operations, which has to be the same on all clients.

@@ -27,7 +27,7 @@ import rich.table
 import tensorflow as tf
 
 from tfshard import _private, collectives, tables
-from tfshard.devices import clients, startup, transfer
+from tfshard.devices import allocators, clients, startup, transfer
 from tfshard.errors import PlanMismatchError, StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts.axes import MeshAxes, axis_sizes
@@ -92,8 +92,8 @@ class StepProfile:
         seconds: Wall time of the step, tracing included.
         variable_bytes: Bytes of parameters, state and slots that each local device holds, by device.
         spans: Where in time each collective was.
-        peak: What was in memory at the peak of the step; None where the allocator does not tell: it does on CPU,
-            through oneDNN.
+        peak: What was in memory at the peak of the step; None where the allocator does not tell. On CPU oneDNN's
+            allocator tells it, and the system's, which clients of a launched run use by default, does not.
         timeline: What each device did when; None where the trace does not tell: it does on CPU.
     """
 
@@ -407,8 +407,15 @@ def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
         plan: A `ShardingPlan` of the same model, from `strategy.plan`.
 
     Raises:
+        StrategyError: The profile does not tell bytes, because the process uses the system's allocator on CPU.
         PlanMismatchError: With both sides, where they differ.
     """
+    if profile.device_type == "CPU" and allocators.uses_system_allocator():
+        raise StrategyError(
+            "The profile does not tell bytes: TensorFlow's oneDNN allocator records them, and this process uses the "
+            "system's allocator. Launch the run with --allocator=tensorflow, or unset "
+            f"TF_ONEDNN_USE_SYSTEM_ALLOCATOR before Python starts. Received: {profile}"
+        )
     if profile.mesh != plan.mesh:
         raise PlanMismatchError(
             f"The profile and the plan are of different meshes. Plan: {plan.mesh}. Received: {profile.mesh}"

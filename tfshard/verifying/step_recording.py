@@ -17,6 +17,7 @@ from tfshard.devices import transfer
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import draws, layer_patch
 from tfshard.operations.layer_patch import Method
+from tfshard.storage import optimizer_kinds
 from tfshard.training import failures
 from tfshard.verifying.subject import Subject, axes_of, differing_copies
 
@@ -175,6 +176,11 @@ class Recorder:
                 tables = self._subject.strategy.tables
                 is_table = tables is not None and tables.matches_path(path)
                 if self._given is not None and not is_table:  # Whose squares depend on how it is sparse.
+                    if isinstance(gradient, tf.IndexedSlices) and not optimizer_kinds.adds_up_rows(optimizer):
+                        self.left_out[
+                            f"update '{path}' with a sparse gradient: Keras on TensorFlow squares each lookup of a row "
+                            f"by itself, the strategy squares their sum; tables='{path}' does as Keras on TensorFlow"
+                        ] = None
                     given[i] = self._instead(gradient, self._given.get(key))
             return apply(given, trainable_variables)
 

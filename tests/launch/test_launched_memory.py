@@ -1,0 +1,69 @@
+"""A client returns freed memory to the system, unless TensorFlow's allocator is asked for (launched_memory.py)."""
+
+import ctypes
+import sys
+
+import pytest
+
+import launched
+from launched_memory import BLOCK, BLOCKS, resident
+from tfshard.devices import allocators
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the thresholds are glibc's")
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What the client of a run says, by its allocator."""
+
+    def client(allocator: str) -> dict:
+        script = str(launched.HERE / "launched_memory.py")
+        flags = ("--num_processes=1", "--devices_per_process=2", f"--allocator={allocator}")
+        done = launched.launch(*flags, script, bare=False)
+        assert done.returncode == 0, done.stderr
+        return launched.found(done, 1)[0]["memory"]
+
+    return {allocator: client(allocator) for allocator in ("system", "tensorflow")}
+
+
+def test_a_client_returns_the_memory_that_a_step_has_freed(found):
+    system, tensorflow = found["system"], found["tensorflow"]
+    assert system["environment"]["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] == "1"
+    assert system["held"]["most"] > 0.9 * BLOCKS * BLOCK
+    assert system["held"]["left"] < 0.1 * BLOCKS * BLOCK
+    assert tensorflow["environment"]["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] is None
+
+
+def test_a_profile_without_bytes_names_the_allocator_that_tells_them(found):
+    assert found["system"]["peak"] is None
+    assert "--allocator=tensorflow" in found["system"]["matches"]
+    assert found["tensorflow"]["matches"] == "yes" and found["tensorflow"]["peak"] > 0
+
+
+def test_variables_that_a_user_has_set_keep_their_value(monkeypatch):
+    monkeypatch.setenv("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "0")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    environment = allocators.environment_of_system_allocator()
+    assert environment["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] == "0" and environment["MALLOC_MMAP_THRESHOLD_"] == "1048576"
+    assert environment["GLIBC_TUNABLES"] == "glibc.malloc.check=0:glibc.malloc.hugetlb=1"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+    assert "GLIBC_TUNABLES" not in allocators.environment_of_system_allocator()
+
+
+def test_initialize_has_glibc_unmap_a_large_block_when_it_is_freed():
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.memset.argtypes, library.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
+    # Once such a block is freed, glibc would take blocks of up to its size from the heap, which shrinks at its end only.
+    library.free(library.malloc(24 << 20))
+    start = resident()
+    blocks = [library.malloc(BLOCK) for _ in range(BLOCKS)]
+    for block in blocks:
+        library.memset(block, 1, BLOCK)
+    assert resident() - start > 0.9 * BLOCKS * BLOCK
+    for block in blocks[:-1]:
+        library.free(block)
+    left = resident() - start
+    library.free(blocks[-1])
+    assert left < 0.1 * BLOCKS * BLOCK
