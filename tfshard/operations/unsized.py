@@ -266,12 +266,10 @@ def summed(call: _private.Call) -> tf.Tensor | None:
     if is_known(axes):
         return None
     if axes.op.type != "BroadcastGradientArgs":
-        if _unpinned(axes).op.type != "BroadcastGradientArgs":
-            # A user's own sum: which dims are left without keepdims, only the step knows.
-            if not call.get_attr("keep_dims"):
-                return None
-            axes = tf.math.floormod(axes, tf.constant(gradient.shape.rank, axes.dtype))
-        return _summed_over(gradient, axes)
+        # Without keepdims only the step knows which dims are left, which matters in a user's own sum.
+        if not call.get_attr("keep_dims") and not _is_of_broadcast(axes):
+            return None
+        return _summed_over(gradient, tf.math.floormod(axes, tf.constant(gradient.shape.rank, axes.dtype)))
     which = axes.value_index
     made = [_unpinned(shape).op for shape in axes.op.inputs]
     shapes = [operation.inputs[0].shape if operation.type == "Shape" else None for operation in made]
@@ -292,6 +290,14 @@ def summed(call: _private.Call) -> tf.Tensor | None:
             is_summed = tf.cast(tf.not_equal(number, tf.gather(tf.shape(gradient), dim)), tf.int32)
             gradient = _summed_if(is_summed, gradient, dim)
     return tf.identity(gradient)
+
+
+def _is_of_broadcast(axes: tf.Tensor) -> bool:
+    """Whether these are the dims in which an operand was broadcast, in an Einsum counted from its ellipsis."""
+    operation = _unpinned(axes).op
+    if operation.type in ("AddV2", "Add", "Cast", "Identity"):
+        return any(_is_of_broadcast(each) for each in operation.inputs)
+    return bool(operation.type == "BroadcastGradientArgs")
 
 
 def _summed_over(tensor: tf.Tensor, axes: tf.Tensor) -> tf.Tensor:
