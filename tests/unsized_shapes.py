@@ -312,10 +312,11 @@ def differences(ours: dict[str, list[np.ndarray]], theirs: dict[str, list[np.nda
 
 
 class _Model(keras.Model):
-    """Dense, a producer, and layers; the loss of a step is the sum of what they make."""
+    """Dense, a producer, and layers; the loss of a step is the sum of `reduce` of what they make."""
 
-    def __init__(self, producer: str, layers: dict[str, tuple[Callable, Callable]]) -> None:
+    def __init__(self, producer: str, layers: dict[str, tuple[Callable, Callable]], reduce: Callable) -> None:
         super().__init__()
+        self.reduce = reduce
         self.produce = PRODUCERS[producer]
         self.dense = keras.layers.Dense(4)
         self.others = [make() for make, _ in layers.values()]
@@ -331,18 +332,34 @@ class _Model(keras.Model):
     def train_step(self, data: Any) -> dict[str, Any]:
         x = data[0] if isinstance(data, tuple) else data
         with tf.GradientTape() as tape:
-            made = self.made(x, training=True)
-            loss = tf.add_n([tf.reduce_mean(tf.square(each)) + tf.reduce_mean(each) for each in made])
+            loss = tf.add_n([self.reduce(each) for each in self.made(x, training=True)])
         variables = self.trainable_weights
         self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
         return {"loss": loss}
 
 
-def trained(producer: str, layers: dict[str, tuple[Callable, Callable]], mesh: str | None) -> dict:
+def _mean_and_mean_of_squares(z: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_mean(tf.square(z)) + tf.reduce_mean(z)
+
+
+# Losses whose gradients have sizes that TensorFlow does not know on its own.
+LOSSES: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "mean": tf.reduce_mean,
+    "sum": tf.reduce_sum,
+    "mean, axis 0": lambda z: tf.reduce_sum(tf.square(tf.reduce_mean(z, 0))),
+    "mean of a concat": lambda z: tf.reduce_mean(tf.square(tf.concat([z, z], 0))),
+    "variance": lambda z: tf.reduce_sum(tf.math.reduce_variance(z, 0)),
+}
+
+
+def trained(
+    producer: str, layers: dict[str, tuple[Callable, Callable]], mesh: str | None,
+    reduce: Callable[[tf.Tensor], tf.Tensor] = _mean_and_mean_of_squares,
+) -> dict:  # fmt: skip
     """The loss of a step and the weights after it, by their paths; on one device without a mesh."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
-    model = _Model(producer, layers)
+    model = _Model(producer, layers, reduce)
     optimizer = keras.optimizers.SGD(0.1)
     if mesh is None:
         model.compile(optimizer, jit_compile=False, run_eagerly=True)

@@ -12,7 +12,7 @@ from tensorflow.experimental import dtensor
 import tfshard
 from sweeps import each_value, table
 from tfshard.devices import transfer
-from unsized_shapes import CONSUMERS, LAYERS, MESHES, PRODUCERS, differences, on_mesh, on_one_device, trained
+from unsized_shapes import CONSUMERS, LAYERS, LOSSES, MESHES, PRODUCERS, differences, on_mesh, on_one_device, trained
 
 ops = keras.ops
 
@@ -40,6 +40,23 @@ def test_what_is_made_of_a_tensor_of_unknown_size_and_its_gradients_match_one_de
 def test_layers_of_a_tensor_of_unknown_size_train_as_on_one_device(mesh, producer, group):
     layers = LAYERS[group]
     assert not differences(trained(producer, layers, mesh), trained(producer, layers, None))
+
+
+@table(
+    "losses of tensors whose size depends on values", ("mesh", "producer", "layer", "loss"),
+    [
+        (mesh, producer, layer, loss)
+        for mesh, producer, layer, loss in itertools.product(MESHES, PRODUCERS, ["Dense", "Identity"], LOSSES)
+        if producer != "nothing"
+    ],
+    always=[("batch4", "gather_nd of where", "Dense", "mean"),
+            ("batch2_model2", "gather_nd of where", "Identity", "mean of a concat")], sample=1,
+)  # fmt: skip
+def test_sharded_weights_train_on_losses_of_a_tensor_of_unknown_size(mesh, producer, layer, loss):
+    dense, identity = LAYERS["dense"]["Dense without activation"], (keras.layers.Identity, lambda z: z)
+    layer = dense if layer == "Dense" else identity
+    expected = trained(producer, {loss: layer}, None, LOSSES[loss])
+    assert not differences(trained(producer, {loss: layer}, mesh, LOSSES[loss]), expected)
 
 
 def test_the_producers_give_sizes_that_tensorflow_does_not_know():

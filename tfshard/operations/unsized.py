@@ -159,9 +159,17 @@ def exchange(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     inputs = tuple(each if is_known(each) else _whole(each, mesh) for each in call.inputs)
     function = _FUNCTIONS.get(call.type)
     result = None if function is None else function(dataclasses.replace(call, inputs=inputs))
-    if result is not None:
-        return [_whole(result, mesh)]
-    return [_whole(each, mesh) for each in _private.copied(call.outputs[0].op, inputs)]
+    results = _private.copied(call.outputs[0].op, inputs) if result is None else [result]
+    known = zip(results, call.outputs, strict=True)
+    return [_whole(_with_known_sizes(each, output.shape), mesh) for each, output in known]
+
+
+def _with_known_sizes(tensor: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
+    """A tensor of which TensorFlow knows the sizes in `shape`: it finds none in a shape that is pinned."""
+    known = tensor.shape.merge_with(shape)
+    if tensor.dtype in (tf.variant, tf.string) or known == tensor.shape:
+        return tensor
+    return tf.raw_ops.EnsureShape(input=tensor, shape=known)
 
 
 def _whole(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:

@@ -35,7 +35,11 @@ def both_ways(
     """
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
-        seen(isinstance(upstream, tf.IndexedSlices))
+        is_sparse = isinstance(upstream, tf.IndexedSlices)
+        seen(is_sparse)
+        if not is_sparse and not upstream.shape.is_fully_defined():
+            # Of what was made of a tensor whose size depends on values TensorFlow may not know the shape.
+            upstream = tf.raw_ops.EnsureShape(input=upstream, shape=value.shape)
         made = None if own is None else own(upstream)
         if made is not None:
             return made
