@@ -208,6 +208,7 @@ def test_collectives_of_a_step_are_in_an_order(name, monkeypatch):
     for kind, step in steps.items():
         with collective_order.collected() as graphs:
             step()
-        assert kind != "train" or any(len(graph.collectives) > 1 for graph in graphs), "premise"
+        least = 1 if name == "flat, stage 0" else 2  # There all gradients are reduced at once.
+        assert kind != "train" or any(len(graph.collectives) >= least for graph in graphs), "premise"
         for graph in graphs:
             assert not graph.unordered, f"{kind}: {len(graph.unordered)} pairs, as {graph.unordered[0]}"

@@ -1,15 +1,16 @@
-"""Threads of one process train and predict at the same time, with the numbers that each has alone (threaded.py)."""
+"""Threads of one process train and predict at the same time, with the numbers that each has alone, and end."""
 
 import json
 import threading
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import launched
 import tfshard
 import threaded
-from tfshard.devices import clients
+from tfshard.devices import clients, process_lock
 
 
 def test_threads_have_the_numbers_of_one_device_and_end():
@@ -46,3 +47,98 @@ def test_a_step_in_another_thread_of_a_client_of_several_is_refused():
     thread.join()
     with pytest.raises(tfshard.errors.ClientError, match=r"Only the main thread .* training step.*thread 'mine'"):
         raise raised[0]
+
+
+class Calls:
+    """Calls of one tf.function in two threads: the first is being traced when the second begins.
+
+    Attributes:
+        results: What the calls returned, or raised.
+    """
+
+    def __init__(self, monkeypatch):
+        # Threads that would wait for each other for ever keep it.
+        monkeypatch.setattr(process_lock, "_lock", threading.RLock())
+        self.results: dict[str, object] = {}
+        self.is_traced, self.ended, self.waits = threading.Event(), threading.Event(), True
+
+    def trace(self) -> None:
+        """What the function does while it is traced: waits until the other thread has come to its lock."""
+        if self.waits:
+            self.waits = False
+            self.is_traced.set()
+            self.ended.wait(2)
+
+    def run(self, first, second) -> None:
+        def work(name, call):
+            try:
+                self.results[name] = float(call())
+            except BaseException as error:
+                self.results[name] = repr(error)
+
+        def after():
+            self.is_traced.wait(60)
+            work("second", second)
+            self.ended.set()
+
+        threads = [
+            threading.Thread(target=work, args=("first", first), daemon=True),
+            threading.Thread(target=after, daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads), "they wait for each other"
+
+
+TRACED_BY = {
+    "its first call": lambda total, nested: total,
+    "a call with another argument": lambda total, nested: (total(steps=False), total)[1],
+    "get_concrete_function": lambda total, nested: lambda: total.get_concrete_function()(),
+    "another function": lambda total, nested: nested,
+}
+
+
+@pytest.mark.parametrize("traced_by", TRACED_BY)
+def test_threads_that_trace_one_function_do_not_wait_for_each_other(traced_by, monkeypatch):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    with strategy.scope():
+        weight = tf.Variable(np.ones(8, "float32"))
+    calls = Calls(monkeypatch)
+
+    def step():
+        return tf.reduce_sum(weight)
+
+    @tf.function
+    def total(steps=True):
+        if not steps:
+            return tf.zeros(())
+        calls.trace()
+        return strategy.run(step)
+
+    @tf.function
+    def nested():
+        return total() + 0
+
+    def in_turn():
+        with process_lock.held():  # As what a step calls.
+            return total()
+
+    calls.run(TRACED_BY[traced_by](total, nested), in_turn)
+    assert calls.results == {"first": 8, "second": 8}
+
+
+def test_a_concrete_function_with_a_step_waits_for_its_turn():
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    with strategy.scope():
+        weight = tf.Variable(np.ones(8, "float32"))
+    concrete = tf.function(lambda: strategy.run(lambda: tf.reduce_sum(weight))).get_concrete_function()
+    found = []
+    thread = threading.Thread(target=lambda: found.append(concrete()), daemon=True)
+    with process_lock.held():
+        thread.start()
+        thread.join(1)
+        assert not found
+    thread.join(60)
+    assert [float(each) for each in found] == [8]

@@ -74,9 +74,12 @@ from tfshard._private.functional import (
 from tfshard._private.functions import (
     around_function_calls,
     ctc_with_own_names,
+    function_locks_released,
     give_own_names,
     give_own_names_after,
     keep_gradients_with_graphs,
+    note_function_locks,
+    run_functions_with_steps_in,
 )
 from tfshard._private.graphs import (
     TRACKING_ATTRIBUTE,
@@ -248,6 +251,7 @@ __all__ = [
     "flatten_layers",
     "func_graph",
     "function_graph",
+    "function_locks_released",
     "function_of_flow",
     "functional_init_arguments",
     "functional_of",
@@ -289,6 +293,7 @@ __all__ = [
     "metric_function",
     "model_parallel_layout_map",
     "next_number",
+    "note_function_locks",
     "only_for",
     "open_weights_file",
     "operation_types",
@@ -319,6 +324,7 @@ __all__ = [
     "restore_iterator",
     "run_through",
     "run_bodies_apart",
+    "run_functions_with_steps_in",
     "run_when_used",
     "same_operation",
     "scope_callers",

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import re
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager.polymorphic_function import polymorphic_function as _polymorphic_function
+from tensorflow.python.eager.polymorphic_function import tracing_compilation as _tracing_compilation
 from tensorflow.python.framework import func_graph as _func_graph
 from tensorflow.python.framework import function as _function
 from tensorflow.python.framework import ops as _ops
@@ -24,6 +26,8 @@ _DTENSOR = "DTensor"
 # Names of the graphs of functions in which a step runs.
 _with_steps: set[str] = set()
 _CALLED = re.compile(r"__(?:inference|forward|backward)_(.*)_\d+")
+# The context in which they run.
+_steps_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
@@ -107,11 +111,13 @@ def give_own_names_after(graph: tf.Graph, ended: Callable[[], object]) -> None:
     call = context.call_function
 
     def call_function(name: bytes, *args: Any, **kwargs: Any) -> Any:
-        try:
+        called = _CALLED.fullmatch(name.decode())
+        if called is None or called[1] not in _with_steps:
             return call(name, *args, **kwargs)
-        finally:
-            called = _CALLED.fullmatch(name.decode())
-            if called is not None and called[1] in _with_steps:
+        with _steps_context():
+            try:
+                return call(name, *args, **kwargs)
+            finally:
                 give_own_names(ended)
 
     context.call_function = call_function
@@ -228,6 +234,12 @@ def _called(function: Any) -> Iterator[Any]:
             yield from attribute.list.func
 
 
+def run_functions_with_steps_in(context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Runs functions with steps in `context()` from now on, however they are called: also a concrete function."""
+    global _steps_context
+    _steps_context = context
+
+
 def around_function_calls(context: Callable[[Any, Any], contextlib.AbstractContextManager[None]]) -> None:
     """Calls every `tf.function` in `context(function, arguments)` from now on (`polymorphic_function.Function`)."""
     cls = _polymorphic_function.Function
@@ -239,6 +251,57 @@ def around_function_calls(context: Callable[[Any, Any], contextlib.AbstractConte
             return call(self, *args, **kwds)
 
     cls.__call__ = call_in_context
+
+
+class _Tracing(threading.local):
+    """The locks of the functions that this thread traces, the outermost first."""
+
+    def __init__(self) -> None:
+        self.locks: list[Any] = []
+
+
+_tracing = _Tracing()
+
+
+def note_function_locks() -> None:
+    """Notes from now on which locks a thread holds because it traces a `tf.function`.
+
+    Each trace is one of `tracing_compilation.trace_function`, which has the function's lock (`TracingOptions.lock`).
+    """
+    trace = _tracing_compilation.trace_function
+
+    @functools.wraps(trace)
+    def trace_noted(args: Any = None, kwargs: Any = None, tracing_options: Any = None) -> Any:
+        _tracing.locks.append(getattr(tracing_options, "lock", None))
+        try:
+            return trace(args, kwargs, tracing_options)
+        finally:
+            _tracing.locks.pop()
+
+    _tracing_compilation.trace_function = trace_noted
+
+
+@contextlib.contextmanager
+def function_locks_released() -> Iterator[None]:
+    """A context in which this thread holds no locks of functions that it traces. Other threads may trace these there,
+    as a function that calls itself would."""
+    released = [lock for lock in dict.fromkeys(_tracing.locks) if lock is not None for _ in range(_released(lock))]
+    try:
+        yield
+    finally:
+        for lock in released:
+            lock.acquire()
+
+
+def _released(lock: Any) -> int:
+    """Releases a lock (`threading.RLock`) of this thread, and returns how many times it was held."""
+    count = 0
+    while True:
+        try:
+            lock.release()
+        except RuntimeError:  # This thread does not hold it.
+            return count
+        count += 1
 
 
 @contextlib.contextmanager

@@ -5,6 +5,9 @@ of functions. A step runs alone, its trace and its compilation included. So does
 sets them or reads them. A thread may take the lock again, as when a callback calls `predict`.
 
 Nobody waits for data, or for a thread that works for itself, while holding the lock: that thread may need it.
+
+TensorFlow holds a lock of each tf.function that it traces. A trace that waits for the process's lock gives those up
+meanwhile, because the thread that holds the process's lock may call the same function.
 """
 
 import contextlib
@@ -42,8 +45,14 @@ def held() -> Iterator[None]:
     if _here.works_for_holder:
         yield
         return
-    with _lock:
+    lock = _lock
+    if not lock.acquire(blocking=False):
+        with _private.function_locks_released():
+            lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def locked(function: _Function) -> _Function:
@@ -78,6 +87,8 @@ def start() -> None:
     that takes tensors on a mesh, or that runs steps."""
     _private.set_device_in(held)
     _private.around_function_calls(_while_called)
+    _private.run_functions_with_steps_in(held)
+    _private.note_function_locks()
 
 
 def hold_until_function_returns() -> None:
