@@ -30,7 +30,8 @@ def main(directory: pathlib.Path) -> None:
     for number in range(SAVES):
         model.fit(x, x[:, :1], batch_size=8, verbose=0)
         weights = model.get_weights()
-        paths.append(manager.save())
+        # A thread would save it later, on each client: it is saved at once.
+        paths.append(manager.save(options=tf.train.CheckpointOptions(enable_async=number % 2 == 1)))
         plain = build()
         tf.train.Checkpoint(model=plain).restore(paths[-1]).expect_partial()
         keras.saving.save_model(model, directory / f"{number}.keras")

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 import tfshard
@@ -94,6 +95,20 @@ def test_gpus_of_a_process_are_to_be_named_in_tensorflows_order(visible, found, 
     device_order.check_group("axis 'batch'", devices, np.arange(len(found)))
     with pytest.raises(MeshError, match=f"CUDA_VISIBLE_DEVICES={expected}\\."):
         device_order.check_group("axis 'batch'", devices, np.array(found, np.float32))
+
+
+@pytest.mark.parametrize("visible", ["3", "3,5", None])
+def test_gpus_that_are_split_are_not_named(visible, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    else:
+        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind])
+        parts = [tf.config.LogicalDeviceConfiguration()] * 2
+        monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: parts)
+    devices = [f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4)]
+    with pytest.raises(MeshError, match="parts of one GPU.* not split, named in TensorFlow's order by CUDA_VISIBLE"):
+        device_order.check_group("axis 'batch'", devices, np.array([0, 2, 1, 3]))
 
 
 def test_a_group_over_two_processes_names_the_gpus_of_each():

@@ -134,3 +134,28 @@ def test_what_is_pickled_and_saved_for_serving_is_a_plain_model(tmp_path):
     # TensorFlow's converter hides the error.
     with pytest.warns(UserWarning, match="is sharded.*TFLiteConverter.from_saved_model"), pytest.raises(TypeError):
         tf.lite.TFLiteConverter.from_keras_model(model).convert()
+
+
+@pytest.mark.parametrize("by", ["save", "write", "manager"])
+def test_an_asynchronous_checkpoint_has_the_values_of_its_step(by, tmp_path):
+    model = compiled(True)
+    model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    saved = model.get_weights()
+    checkpoint, options = tf.train.Checkpoint(model=model), tf.train.CheckpointOptions(enable_async=True)
+    save = {
+        "save": lambda: checkpoint.save(str(tmp_path / "ckpt"), options),
+        "write": lambda: checkpoint.write(str(tmp_path / "ckpt"), options=options),
+        "manager": lambda: tf.train.CheckpointManager(checkpoint, str(tmp_path), 2).save(options=options),
+    }[by]
+    with pytest.warns(UserWarning, match="enable_async=True has no effect"):
+        path = save()
+    assert tf.train.load_checkpoint(path)  # It is complete.
+    model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    checkpoint.sync()
+    plain = build()
+    tf.train.Checkpoint(model=plain).read(path).expect_partial()
+    for weight, value in zip(plain.get_weights(), saved, strict=True):
+        np.testing.assert_array_equal(weight, value)
+    checkpoint.read(path)
+    for weight, value in zip(model.get_weights(), saved, strict=True):
+        np.testing.assert_array_equal(weight, value)

@@ -1,6 +1,7 @@
 """TensorFlow's checkpoints and Keras's files, as they are written."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
@@ -16,7 +17,10 @@ Context: TypeAlias = contextlib.AbstractContextManager[Any]
 
 
 def write_checkpoints_in(
-    together: Callable[[], Context], files: Callable[[Iterable[Any], str], Context], writes: Callable[[], bool]
+    together: Callable[[], Context],
+    files: Callable[[Iterable[Any], str], Context],
+    writes: Callable[[], bool],
+    at_once: Callable[[Iterable[Any]], bool],
 ) -> None:
     """Has `tf.train.Checkpoint` and `tf.train.CheckpointManager` save in contexts from now on.
 
@@ -26,7 +30,16 @@ def write_checkpoints_in(
             (`TrackableSaver.save`); it gives the prefix to write to.
         writes: Whether this process keeps the list of checkpoints and deletes old ones
             (`checkpoint_management.update_checkpoint_state_internal`, `_delete_file_if_exists`).
+        at_once: Given the objects that are to be saved by a thread (`CheckpointOptions(enable_async=True)`), whether
+            they are saved before `save` or `write` returns after all (`Checkpoint._write`, `Checkpoint._saver`).
     """
+
+    def save_without_thread(save: Callable[..., Any], self: Any, file_prefix: Any, options: Any = None) -> Any:
+        is_async = getattr(options, "experimental_enable_async_checkpoint", False)
+        if is_async and at_once(self._saver._graph_view.breadth_first_traversal()[0]):
+            options = copy.copy(options)
+            options.experimental_enable_async_checkpoint = options.enable_async = False
+        return save(self, file_prefix, options=options)
 
     def save_to(save: Callable[..., Any], self: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
         prefix = tf.get_static_value(file_prefix) if tf.is_tensor(file_prefix) else file_prefix
@@ -49,6 +62,8 @@ def write_checkpoints_in(
         (tf.train.Checkpoint, "save", save_together),
         (tf.train.Checkpoint, "write", save_together),
         (tf.train.CheckpointManager, "save", save_together),
+        (tf.train.Checkpoint, "save", save_without_thread),
+        (tf.train.Checkpoint, "_write", save_without_thread),
         (_checkpoint_management, "update_checkpoint_state_internal", write_here),
         (_checkpoint_management, "_delete_file_if_exists", write_here),
     )

@@ -69,10 +69,19 @@ def _remedy(devices: list[str], found: list[str]) -> str:
     visible = os.environ.get(_VISIBLE, "").split(",") if os.environ.get(_VISIBLE) else None
     if visible is None:
         visible = [str(number) for number in range(max(numbers) + 1)]
+    if max(numbers) >= len(visible) or any(map(_is_split, tf.config.list_physical_devices("GPU"))):
+        return (
+            "Several of its devices are parts of one GPU. Start each process with GPUs that are not split, named in "
+            f"TensorFlow's order by {_VISIBLE}."
+        )
     ordered = list(visible)
     for place, number in zip(sorted(numbers), numbers, strict=True):
         ordered[place] = visible[number]
     return f"Name the GPUs of each process in TensorFlow's order: start it with {_VISIBLE}={','.join(ordered)}."
+
+
+def _is_split(gpu: tf.config.PhysicalDevice) -> bool:
+    return len(tf.config.get_logical_device_configuration(gpu) or ()) > 1
 
 
 def _first(specs: dict[str, tf.DeviceSpec]) -> tf.DeviceSpec:

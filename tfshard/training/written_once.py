@@ -9,6 +9,7 @@ import os
 import pathlib
 import tempfile
 import threading
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -65,7 +66,7 @@ def _elsewhere(is_elsewhere: bool, path: str | os.PathLike[str]) -> Iterator[str
 @functools.cache
 def start() -> None:
     """From now on `tf.train.Checkpoint`, `tf.train.CheckpointManager` and `keras.saving.save_model` write once."""
-    _private.write_checkpoints_in(_checkpoint, _checkpoint_files, lambda: _here.writes)
+    _private.write_checkpoints_in(_checkpoint, _checkpoint_files, lambda: _here.writes, _is_written_at_once)
     _private.write_models_in(_model_file)
 
 
@@ -98,6 +99,22 @@ def _is_sharded(trackable: Any) -> bool:
     if isinstance(trackable, keras.Variable):
         trackable = _private.backend_variable(trackable)
     return isinstance(trackable, ShardedVariable)
+
+
+def _is_written_at_once(objects: Iterable[Any]) -> bool:
+    """Return whether objects are saved before `save` returns, although a thread was to save them, and warn of it.
+
+    The thread would read the values of later steps, and a thread of a client has no turn in which it could read them.
+    """
+    if not any(map(_is_sharded, objects)):
+        return False
+    warnings.warn(
+        "A tf.train.Checkpoint with sharded variables is written before save() or write() returns: enable_async=True "
+        "has no effect. To write while training goes on, use tfshard.CheckpointCallback, or "
+        "tfshard.CheckpointManager with save(..., wait=False).",
+        stacklevel=2,
+    )
+    return True
 
 
 @contextlib.contextmanager
