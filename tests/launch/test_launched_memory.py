@@ -54,8 +54,9 @@ def test_variables_that_a_user_has_set_keep_their_value(monkeypatch):
 def test_initialize_has_glibc_unmap_a_large_block_when_it_is_freed():
     library = ctypes.CDLL(None)
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    library.memset.argtypes, library.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
-    # Once such a block is freed, glibc would take blocks of up to its size from the heap, which shrinks at its end only.
+    library.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    # Once such a block is freed, glibc would take blocks of up to its size from the heap, which shrinks at its end.
     library.free(library.malloc(24 << 20))
     start = resident()
     blocks = [library.malloc(BLOCK) for _ in range(BLOCKS)]

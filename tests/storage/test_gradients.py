@@ -308,6 +308,12 @@ def embedding_model(name: str, *, tied: bool = False) -> keras.Model:
     return keras.Model(ids, logits if tied else keras.layers.Dense(3)(hidden))
 
 
+MODEL_MESH = {"batch": 2, "model": 2}
+BY_ROWS = tfshard.LayoutMap()
+BY_ROWS[".*embeddings"] = ("model", None)
+BY_ROWS.whole(".*", optional=True)
+
+
 @pytest.mark.filterwarnings("default:Optimizer .* updates embedding:UserWarning")
 @pytest.mark.parametrize(
     ("name", "optimizer", "options", "warns"),
@@ -319,12 +325,15 @@ def embedding_model(name: str, *, tied: bool = False) -> keras.Model:
         ("lion", lambda: keras.optimizers.Lion(0.01), {}, False),
         ("tied", lambda: keras.optimizers.Adam(0.01), {}, False),
         ("of_tables", lambda: keras.optimizers.Adam(0.01), {"tables": "of_tables/embeddings"}, False),
+        ("by_rows", lambda: keras.optimizers.Adam(0.01), {"mesh": MODEL_MESH, "layout_map": BY_ROWS}, True),
+        ("by_rows_tied", lambda: keras.optimizers.Adam(0.01), {"mesh": MODEL_MESH, "layout_map": BY_ROWS}, False),
     ],
 )
 def test_an_embedding_that_keras_would_update_differently_is_warned_of_once(name, optimizer, options, warns):
-    model = embedding_model(name, tied=name == "tied")
+    model = embedding_model(name, tied="tied" in name)
     options = {"analyzer": None, **options}
-    model.compile(optimizer(), "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), **options))
+    mesh = tfshard.create_mesh(**options.pop("mesh", {"batch": 4}))
+    model.compile(optimizer(), "mse", strategy=tfshard.ShardedStrategy(mesh, **options))
     x = np.tile(np.arange(4, dtype="int32"), (8, 1))  # Each row occurs eight times.
     y = np.zeros((8, *model.output_shape[1:]), "float32")
     with warnings.catch_warnings(record=True) as caught:

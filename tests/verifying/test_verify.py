@@ -1,5 +1,6 @@
 """tfshard.verify: a sharded step that is right is called so, and a defect in it is found and its place named."""
 
+import contextlib
 import dataclasses
 
 import keras
@@ -478,3 +479,22 @@ def test_in_branches_is_not_compared_and_said_so():
     assert result.ok, str(result)
     assert any("inner" in text and "tf.cond" in text for text in result.not_compared)
     assert "Not compared" in str(result)
+
+
+def test_an_embedding_that_keras_updates_lookup_by_lookup_is_named():
+    keras.utils.set_random_seed(0)
+    ids = keras.Input((4,), dtype="int32")
+    layer = keras.layers.Embedding(12, 8, name="words")
+    model = keras.Model(ids, keras.layers.Dense(3)(layer(ids)))
+    x = np.tile(np.arange(4, dtype="int32"), (BATCH, 1))
+    batch = (x, np.ones((BATCH, 4, 3), "float32"))
+    named = {}
+    for optimizer in ("adam", "sgd"):
+        model = tfshard.as_distributed(keras.models.clone_model(model))
+        with pytest.warns(tfshard.errors.NumericsWarning) if optimizer == "adam" else contextlib.nullcontext():
+            model.compile(optimizer, "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+            result = tfshard.verify(model, batch)
+        assert result.ok
+        named[optimizer] = [each for each in result.not_compared if "sparse gradient" in each]
+    assert not named["sgd"]
+    assert len(named["adam"]) == 1 and named["adam"][0].startswith("update 'words/embeddings'")

@@ -93,7 +93,8 @@ def _read_rows(variable: keras.Variable, ids: Any, name: str | None = None) -> t
     axis = current.layout.compute[0]
     assert axis is not None
     # Through Keras's variable, so that mixed precision casts it.
-    table = tf.convert_to_tensor(variable)
+    with current.read_for_lookup():
+        table = tf.convert_to_tensor(variable)
     return lookup(table, tf.convert_to_tensor(ids), axis=axis, mesh=current.mesh)
 
 

@@ -1,9 +1,10 @@
 """ShardedVariable: rests sharded, is read whole, and is written once at the end of a step (why: steps.py)."""
 
+import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,7 @@ class ShardedVariable(VariableSurface):
         self.gradient_layout: Axes | None = None
         # Whether gradients that reached this variable in the current step were sparse.
         self._gradient_kinds: set[bool] = set()
+        self._is_looked_up = False
         # Whether a warning was given that Keras would update this variable differently.
         self.told_of_sparse = False
         self.storage = storage or self._own_storage(layout)
@@ -250,7 +252,7 @@ class ShardedVariable(VariableSurface):
                 backward=compute,
                 mesh=self.mesh,
                 own=self._own_gradient(),
-                seen=self._gradient_kinds.add,
+                seen=self._note_kind(),
             )
 
     def _table_value(self) -> tf.Tensor:
@@ -316,7 +318,7 @@ class ShardedVariable(VariableSurface):
                 backward=layout.gradient,
                 mesh=self.mesh,
                 own=self._own_gradient(**note),
-                seen=self._gradient_kinds.add,
+                seen=self._note_kind(),
                 **note,
             )
 
@@ -341,8 +343,22 @@ class ShardedVariable(VariableSurface):
 
         return added_up
 
+    @contextlib.contextmanager
+    def read_for_lookup(self) -> Iterator[None]:
+        """A context whose reads are looked up by row, so that Keras on one device would make their gradient sparse."""
+        self._is_looked_up = True
+        try:
+            yield
+        finally:
+            self._is_looked_up = False
+
+    def _note_kind(self) -> Callable[[bool], object]:
+        """Return what notes the kind of the gradient of the read that is made now."""
+        is_looked_up = self._is_looked_up
+        return lambda is_sparse: self._gradient_kinds.add(is_sparse or is_looked_up)
+
     def pop_sparse(self) -> bool:
-        """Return whether every gradient of this step arrived as IndexedSlices, and forget it."""
+        """Return whether Keras on one device makes every gradient of this step IndexedSlices, and forget it."""
         kinds = set(self._gradient_kinds)
         self._gradient_kinds.clear()
         return kinds == {True}
