@@ -34,6 +34,16 @@ def test_a_client_returns_the_memory_that_a_step_has_freed(found):
     assert tensorflow["environment"]["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] is None
 
 
+def test_the_plan_predicts_what_a_client_holds():
+    script = str(launched.HERE / "launched_memory.py")
+    done = launched.launch("--num_processes=2", "--devices_per_process=1", script, "train")
+    assert done.returncode == 0, done.stderr
+    for client in launched.found(done, 2):
+        held, planned = client["memory"]["held"], client["memory"]["planned"]
+        assert client["memory"]["of_tensors"] > 100 << 20, "premise: tensors are a good part of what is held"
+        assert 0.85 < held / planned < 1.15
+
+
 def test_a_profile_without_bytes_names_the_allocator_that_tells_them(found):
     assert found["system"]["peak"] is None
     assert "--allocator=tensorflow" in found["system"]["matches"]

@@ -26,7 +26,7 @@ from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, without_peak
 from tfshard.planning.compression_gain import CompressionGain, encoded_bytes
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
-from tfshard.planning.peak import Peak, UpdateTiming, peak_of, trace, with_room
+from tfshard.planning.peak import PROCESS_BYTES, Peak, UpdateTiming, peak_of, trace, with_room
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
 from tfshard.planning.training_graph import TrainingGraph
@@ -179,7 +179,8 @@ def advise(
     The peak of a step on one device is found by running its operations one after the other, on paper: what rests, what
     is gathered for its turns, activations until their last use, gradients, the buffers of reductions, new values.
     docs/planning.md says how, and docs/measurements.md sets it beside what steps took. Not counted: what the runtime
-    holds besides, fragmentation. Leave room for them in `memory_per_device`.
+    holds besides, fragmentation. Leave room for them in `memory_per_device`; `Candidate.resident_bytes` says what a
+    client on CPU holds with the runtime.
 
     Args:
         model: A built `keras.Model`, also one from `tfshard.abstract_model`, or a list of `VariableSpec`.
@@ -455,7 +456,9 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
             why = "It sends fastest of those that fit"
         reasons = [
             f"Recommended: {_text(chosen)}. {why}: {chosen.peak_bytes:,} bytes at the peak of a "
-            f"step, {chosen.needed_bytes:,} with room to spare, of {chosen.memory_per_device:,} on a device."
+            f"step, {chosen.needed_bytes:,} with room to spare, of {chosen.memory_per_device:,} on a device.",
+            f"On CPU a client with one device holds about {tables.size(chosen.resident_bytes())}, of which TensorFlow "
+            f"itself takes {tables.size(PROCESS_BYTES)}.",
         ]
         reasons += _compared(chosen, possible)
         reasons += _judged(chosen, possible)

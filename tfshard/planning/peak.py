@@ -41,6 +41,18 @@ class Peak:
         """All together."""
         return sum(getattr(self, name) for name in PARTS)
 
+    def resident_bytes(self, devices: int = 1) -> int:
+        """Return about how many bytes a client of a launched run on CPU holds, by the kernel's count.
+
+        These are TensorFlow itself (`PROCESS_BYTES`), the peak of each device, and the copy of the largest collective
+        that is on its way between clients. Measured: docs/measurements.md, "Memory of launched runs".
+
+        Args:
+            devices: Devices of the client.
+        """
+        sent = max(self.gathered_bytes // 2, self.reduced_bytes)
+        return PROCESS_BYTES + devices * (self.peak_bytes + self.overlap_bytes) + sent
+
     def __str__(self) -> str:
         return self.parts_text()
 
@@ -52,6 +64,9 @@ class Peak:
         named = ", ".join(f"{name} {tables.size(number)}" for name, number in parts if number)
         return f"{tables.size(self.peak_bytes)} a device at the peak of a step" + (f": {named}" if named else "")
 
+
+# What a client on CPU holds besides tensors: TensorFlow 2.21, its libraries and the compiled step.
+PROCESS_BYTES = 800 << 20
 
 # Of a small model, by how much a step's peak may be above the predicted one, in bytes.
 _LEAST_ABOVE = 2 << 20

@@ -475,6 +475,7 @@ def _peak_table(peak: Peak) -> rich.table.Table:
     table.add_row("all", tables.size(peak.peak_bytes))
     if peak.overlap_bytes:
         table.add_row("at times", "+ " + tables.size(peak.overlap_bytes))
+    table.add_row("resident, in a client on CPU", tables.size(peak.resident_bytes()))
     return table
 
 
