@@ -1,4 +1,6 @@
-"""Memory of one process that trains a large model with Adam on four devices: sharded, with all gathered once, mirrored.
+"""Memory of one process that trains a large model with Adam on four devices and on one.
+
+The ways are: sharded, with all gathered once, by plain Keras on one device, and mirrored.
 
     python tools/bench/memory.py
     python tools/bench/memory.py --layers=16
@@ -26,8 +28,9 @@ _STEPS = flags.DEFINE_integer("steps", 8, "Steps.")
 _ROUNDS = flags.DEFINE_integer("rounds", common.ROUNDS, "Rounds.", lower_bound=1)
 _MODEL = flags.DEFINE_enum("model", "mlp", ["mlp", "gpt2"], "What is trained.")
 _ALLOCATOR = flags.DEFINE_enum("allocator", "tensorflow", ["system", "tensorflow"], "Who gives memory for tensors.")
-_WAYS = flags.DEFINE_list("ways", ["sharded", "gathered once", "mirrored"], "Which ways.")
-_WAY = flags.DEFINE_enum("way", None, ["sharded", "gathered once", "mirrored"], "Measure this here, and print JSON.")
+WAYS = ["sharded", "gathered once", "one device", "mirrored"]
+_WAYS = flags.DEFINE_list("ways", WAYS, "Which ways.")
+_WAY = flags.DEFINE_enum("way", None, WAYS, "Measure this here, and print JSON.")
 
 
 def measure(way: str) -> dict:
@@ -37,8 +40,9 @@ def measure(way: str) -> dict:
 
     import tfshard
 
-    options = {} if way == "mirrored" else {"reshard_after_forward": way == "sharded"}
-    scope = common.scope("mirrored" if way == "mirrored" else "stage 3", **options)
+    is_sharded = way in ("sharded", "gathered once")
+    options = {"reshard_after_forward": way == "sharded"} if is_sharded else {}
+    scope = common.scope("stage 3" if is_sharded else way, **options)
     before = common.resident_bytes()
     size = 8 if _MODEL.value == "gpt2" else _BATCH_SIZE.value
     with scope:
@@ -59,7 +63,7 @@ def measure(way: str) -> dict:
         "resident_before": before,
         "origin": common.origin(),
     }
-    if way == "mirrored":
+    if not is_sharded:
         return result
     first = keras.tree.map_structure(lambda leaf: leaf[:size], x)
     planned = model.distribute_strategy.plan(model, inputs=first)
@@ -84,7 +88,7 @@ def main(argv):
         resident = common.spread(run["resident"] / 1e9 for run in runs)
         added = common.spread(((run["resident"] - run["resident_before"]) / unit for run in runs), ".1f")
         in_use, activations = (
-            common.spread((run[name] / unit for run in runs), ".1f") if way != "mirrored" else "-"
+            common.spread((run[name] / unit for run in runs), ".1f") if "in_use" in runs[0] else "-"
             for name in ("in_use", "activations")
         )
         print(f"{way:>14} {resident:>22} {added:>20} {in_use:>20} {activations:>20}")
