@@ -488,6 +488,22 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
+        file="tfshard/operations/dims.py",
+        old="    elif any(samples.is_on_model_axis(call.inputs[number], dim, mesh) for dim in dims):\n",
+        new="    elif False:\n",
+        what="a dim in the middle that a model axis shards is padded as DTensor pads it",
+        killed_by="tests/operations/test_convolution.py::test_images_of_sharded_columns_and_rows_match_one_device[padded-8]",
+    ),
+    Mutation(
+        area="training",
+        file="tfshard/_private/models.py",
+        old="    return [*metrics, *(m for m in listed_metrics(model) if all(m is not known for known in metrics))]\n",
+        new="    return metrics\n",
+        what="a metric that only a model's property lists stays on the host",
+        killed_by="tests/training/test_own_steps.py::test_metrics_and_optimizers_that_the_model_does_not_have_as_attributes_come_to_the_mesh[GlobalMetric-batch]",
+    ),
+    Mutation(
+        area="operations",
         file="tfshard/operations/candidates.py",
         old="    if not any(seeds.values()):\n",
         new="    if any(seeds.values()):\n",

@@ -89,3 +89,52 @@ def test_outside_of_steps_and_without_a_layout_keras_convolves():
     model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(model=4), "auto"))
     np.testing.assert_allclose(model(x), expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=1e-4, atol=1e-5)
+
+
+def generator(*parts: keras.layers.Layer) -> keras.Model:
+    """As in a DCGAN: columns of a Dense layer are reshaped to images, so that the model axis shards their height."""
+    layers = [keras.Input((6,)), keras.layers.Dense(32, "tanh", name="wide"), keras.layers.Reshape((4, 4, 2)), *parts]
+    return keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(2, name="head")])
+
+
+def images(*parts: keras.layers.Layer) -> keras.Model:
+    layers = [keras.Input((6,)), keras.layers.Dense(32, name="first"), keras.layers.Reshape((4, 4, 2)), *parts]
+    return keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(2, name="head")])
+
+
+def same(filters: int, name: str) -> keras.layers.Layer:
+    return keras.layers.Conv2D(filters, 3, padding="same", name=name)
+
+
+class Twice(keras.layers.Layer):
+    def call(self, x):
+        return keras.ops.tile(x, (1, 2, 1, 1))
+
+
+IMAGES = {
+    "padded": lambda: generator(keras.layers.ZeroPadding2D(1)),
+    "tiled": lambda: generator(Twice()),
+    "column": lambda: generator(same(4, "column")),
+    "row": lambda: generator(same(3, "row")),
+    "upsampled to a row": lambda: generator(keras.layers.UpSampling2D(), same(1, "row")),
+    "row behind a pooling": lambda: images(same(4, "column"), keras.layers.MaxPooling2D(), same(3, "row")),
+    "row behind a transposed convolution": lambda: images(
+        keras.layers.Conv2DTranspose(4, 3, strides=2, padding="same"), keras.layers.LeakyReLU(), same(1, "row")
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::tfshard.errors.LayoutWarning")  # These layouts send more than pairs would.
+@pytest.mark.parametrize("size", [8, 7])
+@pytest.mark.parametrize("kind", IMAGES)
+def test_images_of_sharded_columns_and_rows_match_one_device(kind, size):
+    layout_map = tfshard.LayoutMap()
+    for kind_of_rule, name in (("column", "wide"), ("column", "column"), ("row", "row")):
+        getattr(layout_map, kind_of_rule)(f"(.*/)?{name}", axis="model", optional=True)
+    layout_map.whole("(?!(.*/)?(wide|column|row)/).*")
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), layout_map, zero_stage=3)
+    rs = np.random.RandomState(1)
+    batches = [(rs.randn(size, 6).astype("float32"), rs.randn(size, 2).astype("float32")) for _ in range(2)]
+    settings = {"optimizer": lambda: keras.optimizers.SGD(0.1), "loss": "mse"}
+    run = parity.train(IMAGES[kind], batches, strategy=strategy, **settings)
+    parity.assert_same(run, parity.train(IMAGES[kind], batches, **settings), rtol=1e-5, atol=2e-6)

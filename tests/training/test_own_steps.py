@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfshard
+from tfshard.graph import inventory
 from tfshard.storage.variables import ShardedVariable
 
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
@@ -119,6 +120,71 @@ class Patches(keras.Model):
 
 
 MODELS = [InsideOnly, OnPartOfTheData, TargetsInParts, Patches]
+# As in keras.io's examples: a metric that is a global name, and nobody's attribute.
+global_loss = keras.metrics.Mean(name="loss")
+
+
+class GlobalMetric(InsideOnly):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        global_loss.update_state(logs["loss"])
+        return {"loss": global_loss.result()}
+
+    @property
+    def metrics(self):
+        return [global_loss]
+
+
+class LateMetrics(InsideOnly):
+    """The property names attributes that `compile` sets after Keras's own."""
+
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
+        self.late = {"loss": global_loss}
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.late["loss"].update_state(logs["loss"])
+        return {"loss": self.late["loss"].result()}
+
+    @property
+    def metrics(self):
+        return [*self.late.values()]
+
+
+class TrainsByItself(layers.Layer):
+    """A layer with an optimizer of its own (Hinton 2022, Forward-Forward)."""
+
+    def __init__(self, units, size):
+        super().__init__()
+        self.dense = layers.Dense(units)
+        self.dense.build((None, size))
+        self.optimizers = [keras.optimizers.Adam(1e-2, epsilon=1e-3)]
+        self.loss_metric = keras.metrics.Mean(name="loss")
+
+    def call(self, x):
+        return ops.relu(self.dense(x))
+
+    def learn(self, x):
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.softplus(1.0 - ops.sum(ops.square(self(x)), axis=-1)))
+        variables = self.dense.trainable_variables
+        self.optimizers[0].apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        self.loss_metric.update_state(loss)
+        return ops.stop_gradient(self(x)), self.loss_metric.result()
+
+
+class ByLayers(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.parts = [TrainsByItself(24, 16), TrainsByItself(8, 24)]
+
+    def call(self, x):
+        return self.parts[1](self.parts[0](x))
+
+    def train_step(self, data):
+        x, first = self.parts[0].learn(data[0])
+        return {"first": first, "second": self.parts[1].learn(x)[1]}
 
 
 def compiled(cls, mesh, optimizer=keras.optimizers.Adam):
@@ -131,7 +197,7 @@ def compiled(cls, mesh, optimizer=keras.optimizers.Adam):
     strategy = None
     if mesh:
         strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map, zero_stage=3)
-    metrics = None if cls in (OnPartOfTheData, TargetsInParts) else ["mae"]
+    metrics = None if cls in (OnPartOfTheData, TargetsInParts, GlobalMetric, LateMetrics, ByLayers) else ["mae"]
     model.compile(optimizer(1e-2), "mse", metrics=metrics, strategy=strategy, jit_compile=False)
     return model
 
@@ -151,6 +217,29 @@ def assert_sharded(model):
     assert all(isinstance(each, ShardedVariable) for each in variables)
     kernels = [each for each in variables if len(each.shape) == 2]
     assert len(kernels) > 3 and all("batch" in each.storage.format.storage for each in kernels)
+
+
+def test_optimizers_of_layers_are_told_apart_and_without_those_of_compiled_parts():
+    model = ByLayers()
+    model.teacher = keras.Sequential([keras.Input((16,)), layers.Dense(2)])
+    model.teacher.compile("sgd", "mse")
+    found = inventory.attribute_optimizers(model)
+    assert list(found.values()) == [part.optimizers[0] for part in model.parts]
+    assert list(found) == list(inventory.attribute_optimizers(ByLayers()))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("cls", [GlobalMetric, LateMetrics, ByLayers], ids=lambda cls: cls.__name__)
+def test_metrics_and_optimizers_that_the_model_does_not_have_as_attributes_come_to_the_mesh(cls, mesh):
+    def trained(axes):
+        global_loss.__init__(name="loss")
+        model = compiled(cls, axes)
+        return fit(model), model
+
+    (expected, plain), (history, model) = trained(None), trained(MESHES[mesh])
+    assert_same(history, expected)
+    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

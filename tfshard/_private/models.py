@@ -177,7 +177,18 @@ def compiled_metrics(model: keras.Model) -> list[keras.Metric]:
         metrics += [m for m in keras.tree.flatten(given) if isinstance(m, keras.Metric)]
         # Those given by name exist once they are built.
         metrics += [m for m in compile_metrics.metrics if all(m is not known for known in metrics)]
-    return metrics
+    return [*metrics, *(m for m in listed_metrics(model) if all(m is not known for known in metrics))]
+
+
+def listed_metrics(model: keras.Model) -> list[keras.Metric]:
+    """What the `metrics` property of a model's class lists, if the class has one; such a metric may be nobody's
+    attribute, but a global name. Empty while the property fails: `compile` may not have set what it names."""
+    if type(model).metrics is keras.Model.metrics:
+        return []
+    try:
+        return [metric for metric in keras.tree.flatten(model.metrics) if isinstance(metric, keras.Metric)]
+    except AttributeError:
+        return []
 
 
 def output_losses(model: keras.Model) -> list[keras.Metric]:

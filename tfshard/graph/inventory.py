@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import keras
 
@@ -60,22 +60,39 @@ def own_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def attribute_optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
-    """Optimizers that are attributes of a model, such as a GAN's two, by name; without the compiled one."""
+    """Optimizers that are attributes of a model or of its layers, by name; without those that models are compiled with.
+
+    Examples are the two of a GAN, and those of layers that train by themselves (Hinton 2022, Forward-Forward).
+    """
+    layers = _private.flatten_layers(model)
+    compiled = [getattr(layer, "optimizer", None) for layer in layers if isinstance(layer, keras.Model)]
+    seen = {id(part) for optimizer in compiled for part in _private.optimizer_chain(optimizer)}
     found: dict[str, keras.optimizers.Optimizer] = {}
-    seen = {id(part) for part in _private.optimizer_chain(getattr(model, "optimizer", None))}
-    for name, value in sorted(vars(model).items()):
+    for number, layer in enumerate(layers):
+        # Keras numbers the layers of a process: a name has to be the same in the next one.
+        place = f"layer_{number}/" if number else ""
+        for name, optimizer in _optimizers_in(layer):
+            if id(optimizer) not in seen:
+                seen |= {id(part) for part in _private.optimizer_chain(optimizer)}
+                found[f"{place}{name}"] = optimizer
+    return found
+
+
+def _optimizers_in(owner: keras.Layer) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
+    """The attributes of a layer that are optimizers, or lists or dicts of optimizers."""
+    for name, value in sorted(vars(owner).items()):
         if name.startswith(_private.TRACKING_ATTRIBUTE):
             continue
-        members: Iterable[tuple[object, object]] = [("", value)]
-        if isinstance(value, (list, tuple)):
+        members: Iterable[tuple[object, object]] = ()
+        if isinstance(value, keras.optimizers.Optimizer):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
             members = enumerate(value)
         elif isinstance(value, dict):
             members = value.items()
         for key, member in members:
-            if isinstance(member, keras.optimizers.Optimizer) and id(member) not in seen:
-                seen |= {id(part) for part in _private.optimizer_chain(member)}
-                found[name if member is value else f"{name}/{key}"] = member
-    return found
+            if isinstance(member, keras.optimizers.Optimizer):
+                yield f"{name}/{key}", member
 
 
 def loop_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:

@@ -13,7 +13,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.layouts.axes import axis_sizes
-from tfshard.operations import samples
+from tfshard.operations import row_operations, samples
 
 
 def split(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
@@ -104,6 +104,14 @@ def _with_whole_dims(
         kept = 1  # Samples may be there, after a transpose.
     elif axis_sizes(mesh).shards_by_several and shape.rank in (2, 3) and shape.rank - 1 in dims:
         kept = 0
+    elif any(samples.is_on_model_axis(call.inputs[number], dim, mesh) for dim in dims):
+        # A dim in the middle, as of columns that were reshaped to an image: the model axis shards no other dim.
+        results = row_operations.by_rows(call, row_operations.RowOperation(operands=(number,)), mesh)
+        if results is not None:
+            return results
+        whole = samples.by_row(call.inputs[number], mesh)
+        given = [*call.inputs[:number], whole, *call.inputs[number + 1 :]]
+        return [samples.by_row(result, mesh) for result in _private.same_operation(call, given)]
     else:
         return None
     specs = [dtensor.MATCH if dim == kept and dim not in dims else dtensor.UNSHARDED for dim in range(shape.rank)]

@@ -97,7 +97,11 @@ ROW_OPERATIONS: dict[str, RowOperation] = {
 
 def exchange(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """What stands for the results of an operation; None where it is not a matter of rows."""
-    operation = ROW_OPERATIONS[call.type]
+    return by_rows(call, ROW_OPERATIONS[call.type], mesh)
+
+
+def by_rows(call: _private.Call, operation: RowOperation, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Compute an operation on each device's own rows; return None if its rows are replicated or not independent."""
     made_of_rows = [call.inputs[number] for number in operation.operands]
     if not all(rows.are_shared_out(each, mesh) for each in made_of_rows) or not operation.when(call):
         return None

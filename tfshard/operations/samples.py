@@ -40,6 +40,21 @@ def are_in(tensor: tf.Tensor, dim: int) -> bool:
     return False
 
 
+def is_on_model_axis(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> bool:
+    """Return whether a model axis may shard a dim of a tensor of a step, as far as the dim can be followed back."""
+    axes = axis_sizes(mesh).tensor
+    for source, place in dim_rules.way_back(tensor, dim):
+        if source.op.type == "Placeholder":
+            outer = _private.captured(source)
+            if outer is not None and is_on_model_axis(outer, place, mesh):
+                return True
+        elif source.op.type == "Relayout":
+            axis, _ = _axes(source.op.get_attr("layout").decode(), place)
+            if axis in axes or (axis == dtensor.MATCH and is_on_model_axis(source.op.inputs[0], place, mesh)):
+                return True
+    return False
+
+
 def by_row(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return a tensor with samples in dim 0, sharded over the data axis if the axis divides them, else replicated."""
     with tf.name_scope(_NAME):

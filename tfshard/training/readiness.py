@@ -43,7 +43,8 @@ def make_ready(model: keras.Model, strategy: Adopter) -> None:
     """
     if _private.is_eager():
         strategy.adopt_global_seed()
-    seen = (weakref.ref(strategy), strategy.given_up, *_private.structure(model), *map(id, own_optimizers(model)))
+    owned = [*own_optimizers(model), *_private.listed_metrics(model)]
+    seen = (weakref.ref(strategy), strategy.given_up, *_private.structure(model), *map(id, owned))
     if _ready.get(model) == seen:
         return
     note_compiled(getattr(model, "optimizer", None))

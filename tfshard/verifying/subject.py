@@ -35,14 +35,7 @@ class Subject:
         self._plain: dict[str, tf.Variable] = {}
         self._others: list[tuple[dtensor.DVariable, list[np.ndarray]]] = []
         self._before: dict[str, np.ndarray] = {}
-        self.optimizers: list[keras.optimizers.Optimizer] = []
-        for value in vars(model).values():
-            among = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-            )
-            for each in among:
-                if isinstance(each, keras.optimizers.Optimizer) and all(each is not known for known in self.optimizers):
-                    self.optimizers.append(each)
+        self.optimizers = inventory.own_optimizers(model)
 
     def variables(self) -> dict[str, keras.Variable]:
         """All Keras variables of layers, optimizers, metrics and seeds, each once, by a name of its own."""
