@@ -405,8 +405,10 @@ def _dense(tensor: tf.Tensor) -> tf.Tensor:
     if features.shape.rank == 1:
         features = ops.expand_dims(features, 0)
     size = features.shape[-1]
-    if size is None:
-        return features  # TensorFlow does not know how many features these are, and neither would a layer.
+    if size is None:  # A step on a mesh may know more than TensorFlow.
+        size = tf.shape(features)[-1]
+        kernel = tf.cos(tf.range(3 * size, dtype=tf.float32)) / tf.sqrt(tf.cast(size, tf.float32))
+        return ops.matmul(features, tf.reshape(kernel, (-1, 3)))
     kernel = np.cos(np.arange(3 * size, dtype="float32").reshape(size, 3)) / max(size, 1) ** 0.5
     return ops.matmul(features, kernel)
 

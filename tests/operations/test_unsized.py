@@ -66,6 +66,53 @@ def test_the_producers_give_sizes_that_tensorflow_does_not_know():
         assert z.shape[0] is None, name
 
 
+def _in_a_step(function, mesh):
+    """What a step makes of a sharded matrix and its gradient, and what one device makes of it."""
+
+    @tf.autograph.experimental.do_not_convert
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            result = function(x)
+        return result, tape.gradient(result, x)
+
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), zero_stage=0)
+    sharded = transfer.host_to_mesh(SEQUENCES[:, 0], ("batch", None), strategy.mesh)
+    assert dtensor.fetch_layout(sharded).num_shards(0) == MESHES[mesh]["batch"]
+    found = strategy.run(tf.function(step), args=(sharded,))
+    return [transfer.to_host(each) for each in found], tf.function(step)(tf.constant(SEQUENCES[:, 0]))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_map_fn_of_a_function_with_tensors_of_unknown_size_matches_one_device(mesh):
+    found, expected = _in_a_step(
+        lambda x: tf.map_fn(lambda row: tf.reduce_sum(tf.boolean_mask(row, row > 0) ** 2), tf.tanh(x)), mesh
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (
+            tf.map_fn(
+                lambda row: tf.boolean_mask(row, row > 0),
+                x,
+                fn_output_signature=tf.RaggedTensorSpec([None], x.dtype, 0),
+            ).flat_values
+        ),
+        lambda x: tf.map_fn(
+            tf.reduce_sum, tf.RaggedTensor.from_tensor(x, lengths=tf.range(8) % 4), fn_output_signature=x.dtype
+        ),
+    ],
+    ids=["gives", "takes"],
+)
+def test_map_fn_of_ragged_tensors_is_refused(function):
+    with pytest.raises(tfshard.errors.UnsupportedOperationError, match="ragged or sparse tensors"):
+        _in_a_step(function, "batch4")
+
+
 # --- Stacks of open length --------------------------------------------------------------------------------------
 
 SEQUENCES = np.random.RandomState(0).normal(size=(8, 5, 4)).astype("float32")

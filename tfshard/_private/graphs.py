@@ -180,7 +180,9 @@ def know_element_shapes(loop: tf.Operation) -> None:
         given, count = tensor.op.inputs
         shape, dtype = result.op.inputs[2].shape, result.op.inputs[2].dtype
         if given.shape.rank == 0 and shape.is_fully_defined():
-            made = tf.raw_ops.TensorListReserve(element_shape=shape.as_list(), num_elements=count, element_dtype=dtype)
+            made = tf.raw_ops.TensorListReserve(
+                element_shape=tf.constant(shape.as_list(), tf.int32), num_elements=count, element_dtype=dtype
+            )
             loop._update_input(number, made)
 
 

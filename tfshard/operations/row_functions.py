@@ -28,20 +28,50 @@ def called_with_rows(mesh: dtensor.Mesh) -> contextlib.AbstractContextManager[No
     return replaced((module, name, functools.partial(version, mesh)) for module, name, version in _VERSIONS)
 
 
+# Operations that give as many elements as they find.
+_OF_UNKNOWN_SIZE = frozenset(
+    ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "ListDiff", "DynamicPartition")
+)
+
+
 def _map(
     mesh: dtensor.Mesh, original: Callable[..., Any], fn: Callable[..., Any], elems: Any, *args: Any, **kwargs: Any
 ) -> Any:
     def call(elems: Any) -> Any:
         return original(fn, elems, *args, **kwargs)
 
+    composite = [each for each in tf.nest.flatten((elems, args, kwargs)) if _is_composite(each)]
+    if composite and steps.current() is not None and not tf.executing_eagerly():
+        raise UnsupportedOperationError(
+            "A compiled step on a mesh cannot have a tf.map_fn that takes or gives ragged or sparse tensors: DTensor "
+            "ends the process. Use rows of one length, and a mask or their lengths beside them. Received: "
+            f"{type(composite[0]).__name__} of shape {composite[0].shape}"
+        )
+
+    def call_by_rows(elems: Any) -> Any:
+        result = call(elems)
+        unsized = _private.operation_types(tf.compat.v1.get_default_graph()) & _OF_UNKNOWN_SIZE
+        if unsized:
+            raise UnsupportedOperationError(
+                "What is computed by each device on its own rows cannot have tensors whose size depends on values. "
+                f"Received: a function with {sorted(unsized)[0]}"
+            )
+        return result
+
     leaves = tf.nest.flatten(elems)
     if not leaves or not all(_is_of_batch(leaf, mesh) for leaf in leaves):
         return call(elems)
     try:
-        return rows.apply(call, [elems], mesh, whole_captures=True)
+        return rows.apply(call_by_rows, [elems], mesh, whole_captures=True)
     except UnsupportedOperationError:
-        # It draws random numbers, or writes to a variable: each device does it with all rows.
+        # It draws random numbers, writes to a variable, or has tensors of unknown size: each device does it with all
+        # rows.
         return call(elems)
+
+
+def _is_composite(value: Any) -> bool:
+    kinds = (tf.RaggedTensor, tf.RaggedTensorSpec, tf.SparseTensor, tf.SparseTensorSpec)
+    return isinstance(value, kinds)
 
 
 def _is_of_batch(leaf: Any, mesh: dtensor.Mesh) -> bool:

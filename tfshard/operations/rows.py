@@ -220,7 +220,7 @@ def apply(
             f"{sorted(random)[0]}"
         )
     for result in tf.nest.flatten(traced.structured_outputs):
-        if not result.shape.rank or result.shape[0] != count:
+        if not isinstance(result, tf.Tensor) or not result.shape.rank or result.shape[0] != count:
             raise UnsupportedOperationError(
                 "What is computed by each device on its own rows has to give as many rows as it is given. Received: a "
                 f"result of shape {result.shape} for {count} rows of a device"

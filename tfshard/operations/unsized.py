@@ -73,6 +73,8 @@ def depends_on_values(*tensors: tf.Tensor) -> bool:
             sources = [] if outside is None else [outside]
         elif _sizes_by_values(operation):
             return True
+        elif operation.type in ("TensorListPopBack", "TensorListGetItem") and is_open(tensor):
+            return True  # What a loop keeps for its gradient: DTensor knows the shape of elements that are alike only.
         else:
             sources = list(operation.inputs)
         waiting += [source for source in sources if _may_depend(source)]
