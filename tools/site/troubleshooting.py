@@ -246,7 +246,8 @@ model.compile("sgd", "mse", strategy=strategy)""",
         remedy="Give `tables=` the embedding's path for the numbers of Keras on TensorFlow, or ignore the warning: the dense gradient "
         "is what Keras on JAX uses.",
         code="""\
-model = keras.Sequential([keras.Input((6,), dtype="int32"), keras.layers.Embedding(16, 4), keras.layers.Flatten()])
+words = keras.layers.Embedding(16, 4, name="words")
+model = keras.Sequential([keras.Input((6,), dtype="int32"), words, keras.layers.Flatten()], name="reader")
 model.compile("adam", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
 model.fit(np.zeros((8, 6), "int32"), np.zeros((8, 24)), verbose=0)""",
     ),
