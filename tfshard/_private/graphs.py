@@ -20,6 +20,7 @@ from tensorflow.python.ops import control_flow_util_v2 as _control_flow_util_v2
 from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow_v2_func_graphs
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
+from tensorflow.python.ops import while_v2 as _while_v2
 
 from tfshard._private.threads import in_this_thread
 
@@ -166,24 +167,39 @@ def keeps_lengths(loop: tf.Operation, number: int) -> bool:
     return result is body.inputs[number]
 
 
-def know_element_shapes(loop: tf.Operation) -> None:
-    """Gives a loop that fills lists of tensors (`TensorListReserve` before it, `TensorListSetItem` in its body) others,
-    which know of which shape their elements are, where only the body tells (Operation._update_input)."""
-    body = function_graph(loop, "body")
-    if body is None:  # Of TensorFlow 1.
-        return
-    for number, (tensor, result) in enumerate(zip(loop.inputs, body.outputs, strict=True)):
-        while result.op.type == "Identity":
-            result = result.op.inputs[0]
-        if tensor.op.type != "TensorListReserve" or result.op.type != "TensorListSetItem":
-            continue
-        given, count = tensor.op.inputs
-        shape, dtype = result.op.inputs[2].shape, result.op.inputs[2].dtype
-        if given.shape.rank == 0 and shape.is_fully_defined():
-            made = tf.raw_ops.TensorListReserve(
-                element_shape=tf.constant(shape.as_list(), tf.int32), num_elements=count, element_dtype=dtype
-            )
-            loop._update_input(number, made)
+@contextlib.contextmanager
+def lists_with_known_elements() -> Iterator[None]:
+    """A context in which a `tf.while_loop` that fills a list of tensors (`TensorListReserve` before it,
+    `TensorListSetItem` in its body) gets one that knows of which shape its elements are, where only the body tells
+    (`while_v2._build_while_op`).
+
+    The loop itself may be made in a function of its own, as for a persistent tape."""
+    build = _while_v2._build_while_op
+
+    def knowing(
+        loop_vars: Sequence[tf.Tensor], cond_graph: tf.Graph, body_graph: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        known = [_with_known_elements(*each) for each in zip(loop_vars, body_graph.outputs, strict=True)]
+        return build(known, cond_graph, body_graph, *args, **kwargs)
+
+    _while_v2._build_while_op = in_this_thread(knowing, build)
+    try:
+        yield
+    finally:
+        _while_v2._build_while_op = build
+
+
+def _with_known_elements(tensor: tf.Tensor, result: tf.Tensor) -> tf.Tensor:
+    while result.op.type == "Identity":
+        result = result.op.inputs[0]
+    if tensor.op.type != "TensorListReserve" or result.op.type != "TensorListSetItem":
+        return tensor
+    given, count = tensor.op.inputs
+    shape, dtype = result.op.inputs[2].shape, result.op.inputs[2].dtype
+    if given.shape.rank != 0 or not shape.is_fully_defined():
+        return tensor
+    element_shape = tf.constant(shape.as_list(), tf.int32)
+    return tf.raw_ops.TensorListReserve(element_shape=element_shape, num_elements=count, element_dtype=dtype)
 
 
 @contextlib.contextmanager

@@ -145,6 +145,7 @@ NAMES = (
         "python.framework.func_graph": "FuncGraph.capture FuncGraph.captures FuncGraph.inputs FuncGraph.outer_graph",
         "python.framework.ops": "Graph._create_op_internal Graph._get_function Operation._update_input",
         "python.ops.cond_v2": "cond_v2 indexed_case",
+        "python.ops.while_v2": "_build_while_op",
         "python.ops.control_flow_util_v2": "maybe_set_lowering_attr",
         "python.ops.control_flow_v2_func_graphs": "ControlFlowFuncGraph WhileBodyFuncGraph WhileCondFuncGraph",
         "python.ops.handle_data_util": "create_handle_data get_resource_handle_data set_handle_data",

@@ -111,12 +111,6 @@ def _length(tensor_list: tf.Tensor) -> int | None:
     return None
 
 
-def _known_elements(call: _private.Call) -> None:
-    """While: DTensor refuses lists of which it does not know the shape of an element, such as `tf.map_fn`'s."""
-    assert call.outputs is not None
-    _private.know_element_shapes(call.outputs[0].op)
-
-
 def _made_in_body(call: _private.Call) -> None:
     """IdentityN, such as a custom gradient is made of, in the body of a loop or in a branch: what that gets from
     outside, and constants, which DTensor takes out of it, become results of operations in it.
@@ -161,6 +155,4 @@ _OF_SHAPES = frozenset(("OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLik
 EXCHANGES: dict[str, Callable[[_private.Call], list[tf.Tensor] | None]] = {
     "IdentityN": _made_in_body,
     "TensorListElementShape": _element_shape,
-    "While": _known_elements,
-    "StatelessWhile": _known_elements,
 }
