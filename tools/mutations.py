@@ -89,6 +89,22 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
+        file="tfshard/devices/process_lock.py",
+        old="        with _private.function_locks_released():\n            lock.acquire()\n",
+        new="        lock.acquire()\n",
+        what="a trace keeps the lock of its function while it waits for its turn",
+        killed_by="tests/training/test_threads.py::test_threads_that_trace_one_function_do_not_wait_for_each_other[its first call]",
+    ),
+    Mutation(
+        area="recomputing",
+        file="tfshard/storage/recomputing.py",
+        old="block.end <= number_of.get(user, -1) < backward",
+        new="block.end <= number_of[user] < backward",
+        what="what other blocks have added is looked for in the step as it was traced",
+        killed_by="tests/storage/test_recomputing.py::test_a_block_behind_another_may_be_the_only_one_with_gelu",
+    ),
+    Mutation(
+        area="devices",
         file="tfshard/devices/startup.py",
         old="tf.config.optimizer.set_experimental_options({_EDGES: False})",
         new="pass",
@@ -665,8 +681,8 @@ MUTATIONS = [
     Mutation(
         area="recomputing",
         file="tfshard/storage/recomputing.py",
-        old="            if any(block.end <= number_of[user] < backward for user in output.consumers())\n",
-        new="            if any(number_of[user] >= block.end and 'tape/' not in user.name for user in output.consumers())\n",
+        old="            if any(block.end <= number_of.get(user, -1) < backward for user in output.consumers())\n",
+        new="            if any(number_of.get(user, -1) >= block.end and 'tape/' not in user.name for user in output.consumers())\n",
         what="what gradients of a model's own take is not made again",
         killed_by="tests/storage/test_recomputing.py::test_activations_of_blocks_are_freed[silu-1.9-False-0.7]",
     ),

@@ -190,7 +190,7 @@ def compiled(case: Case) -> keras.Model:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(case.optimizer(), loss, metrics=["accuracy"], strategy=strategy)
     if case.recompute:
-        strategy.recompute(model, [".*attention"])
+        strategy.recompute(model, [".*attention", "up"])
     return model
 
 

@@ -245,6 +245,28 @@ def test_what_is_known_when_a_step_is_traced_stays_known():
     parity.assert_same(found, reference, rtol=1e-5, atol=1e-5, slots=False)
 
 
+def test_a_block_behind_another_may_be_the_only_one_with_gelu():
+    """What is read for it is captured in its block, and read again for the block before."""
+
+    def build():
+        kinds = ("softplus", "gelu", "softplus")
+        layers = [keras.layers.Dense(WIDTH, activation=kind, name=f"block{i}_dense") for i, kind in enumerate(kinds)]
+        return keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(4)])
+
+    losses = []
+    for strategy in (None, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))):
+        keras.utils.set_random_seed(0)
+        model = build()
+        if strategy is None:
+            model.compile("sgd", "mse", jit_compile=False)
+        else:
+            model = tfshard.as_distributed(model)
+            model.compile("sgd", "mse", strategy=strategy)
+            assert strategy.recompute(model) == ["block0", "block1", "block2"]
+        losses.append([float(model.train_on_batch(X[:8], Y[:8])) for _ in range(3)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("blocks", "names"),
     [

@@ -123,7 +123,9 @@ NAMES = (
     }),
     # saving
     *_all("tensorflow", "2.19", {
-        "python.checkpoint.checkpoint": "Checkpoint._saver Checkpoint._write TrackableSaver TrackableSaver.save",
+        "python.checkpoint.checkpoint": (
+            "Checkpoint._saver Checkpoint._write TrackableSaver TrackableSaver._graph_view TrackableSaver.save"
+        ),
         "python.checkpoint.checkpoint_management": "_delete_file_if_exists update_checkpoint_state_internal",
     }),
     *_all("keras", "3.10", {

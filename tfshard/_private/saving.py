@@ -31,7 +31,7 @@ def write_checkpoints_in(
         writes: Whether this process keeps the list of checkpoints and deletes old ones
             (`checkpoint_management.update_checkpoint_state_internal`, `_delete_file_if_exists`).
         at_once: Given the objects that are to be saved by a thread (`CheckpointOptions(enable_async=True)`), whether
-            they are saved before `save` or `write` returns after all (`Checkpoint._write`, `Checkpoint._saver`).
+            they are saved before `save` or `write` returns after all (`_write`, of the graph of `_saver`).
     """
 
     def save_without_thread(save: Callable[..., Any], self: Any, file_prefix: Any, options: Any = None) -> Any:

@@ -138,11 +138,13 @@ class _Recomputation:
         self._captured = captured
         self._known = known
         self._backward = backward
+        # What other blocks have added is no user: it has no number. It may read the token's variable, whose handle was
+        # captured in this block.
         self._given = {
             output.ref()
             for operation in inside
             for output in operation.outputs
-            if any(block.end <= number_of[user] < backward for user in output.consumers())
+            if any(block.end <= number_of.get(user, -1) < backward for user in output.consumers())
         }
         users = [
             (user, number, tensor)
@@ -151,7 +153,7 @@ class _Recomputation:
             for tensor in operation.outputs
             if tensor.ref() not in self._given
             for user in dict.fromkeys(tensor.consumers())
-            if number_of[user] >= backward
+            if number_of.get(user, -1) >= backward
             for number, each in enumerate(user.inputs)
             if each is tensor
         ]
