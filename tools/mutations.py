@@ -511,6 +511,22 @@ MUTATIONS = [
         killed_by="tests/operations/test_convolution.py::test_images_of_sharded_columns_and_rows_match_one_device[padded-8]",
     ),
     Mutation(
+        area="operations",
+        file="tfshard/operations/rewrites.py",
+        old='                others = [functools.partial(dims.concat, mesh=mesh)] if operation == "ConcatV2" else []\n',
+        new="                others = []\n",
+        what="features are joined as DTensor joins them in front of a row kernel",
+        killed_by="tests/operations/test_convolution.py::test_images_of_sharded_columns_and_rows_match_one_device[dense row behind joined features-8]",
+    ),
+    Mutation(
+        area="operations",
+        file="tfshard/operations/convolution.py",
+        old="        padded = _pad(inputs, before, after, pins[0])\n",
+        new="        padded = _pad(inputs, before, after, _as_it_is)\n",
+        what="the layout of images that are padded for a sharded kernel is left to DTensor",
+        killed_by="tests/operations/test_convolution.py::test_images_of_sharded_columns_and_rows_match_one_device[row behind joined channels-8]",
+    ),
+    Mutation(
         area="training",
         file="tfshard/_private/models.py",
         old="    return [*metrics, *(m for m in listed_metrics(model) if all(m is not known for known in metrics))]\n",

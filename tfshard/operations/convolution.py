@@ -19,7 +19,9 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import transfer
-from tfshard.operations import layer_patch
+from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.variable_layout import Axes
+from tfshard.operations import layer_patch, samples
 from tfshard.storage import steps
 from tfshard.storage.variables import ShardedVariable
 
@@ -28,7 +30,7 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
     """Lets the layers of a model that can convolve with sharded kernels do so."""
     for layer in _private.flatten_layers(model):
         if _private.can_shard_convolution(layer):
-            layer_patch.apply(layer_patch.CONVOLUTION, layer, functools.partial(_convolution_op, layer))
+            layer_patch.apply(layer_patch.CONVOLUTION, layer, functools.partial(_convolution_op, layer, mesh))
         if isinstance(layer, keras.layers.Conv3D) and layer.groups > 1:
             layer_patch.apply(layer_patch.GROUPS, layer, functools.partial(_by_group, layer, mesh))
 
@@ -52,11 +54,12 @@ def _by_group(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Meth
     return convolution_op
 
 
-def _convolution_op(layer: keras.Layer, original: layer_patch.Method) -> layer_patch.Method:
+def _convolution_op(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
     """A layer's `convolution_op`, by matrix products inside a step where its kernel is sharded."""
 
     def convolution_op(inputs: Any, kernel: Any) -> tf.Tensor:
-        if steps.current() is None or not _is_sharded(layer):
+        axes = _kernel_axes(layer)
+        if steps.current() is None or not any(axes):
             return original(inputs, kernel)
         return convolve(
             tf.convert_to_tensor(inputs),
@@ -64,19 +67,44 @@ def _convolution_op(layer: keras.Layer, original: layer_patch.Method) -> layer_p
             strides=layer.strides,
             dilation=layer.dilation_rate,
             same=layer.padding == "same",
+            pins=tuple(functools.partial(_pinned, axis=axis, mesh=mesh) for axis in axes[-2:]),
         )
 
     return convolution_op
 
 
-def _is_sharded(layer: keras.Layer) -> bool:
-    """Whether a model axis shards the kernel of a layer."""
+def _kernel_axes(layer: keras.Layer) -> Axes:
+    """The model axes that shard the kernel of a layer, by dim; empty if it is on no mesh."""
     current = _private.backend_variable(_private.own_variables(layer)[0])
-    return isinstance(current, ShardedVariable) and any(current.layout.compute)
+    return current.layout.compute if isinstance(current, ShardedVariable) else ()
+
+
+def _pinned(images: tf.Tensor, *, axis: str | None, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Pin images so that the data axis shards samples and `axis` shards channels.
+
+    DTensor pads a tensor only where it gives the result the same layout, and takes that from what follows the padding.
+    """
+    if tf.executing_eagerly() or images.shape[0] is None:
+        return images
+    if any(samples.is_on_model_axis(images, dim, mesh) for dim in range(1, images.shape.rank - 1)):
+        images = samples.by_row(images, mesh)
+    sizes = axis_sizes(mesh)
+    data = sizes.data if sizes.data_size > 1 and images.shape[0] % sizes.data_size == 0 else None
+    return transfer.relayout(images, (data, *[None] * (images.shape.rank - 2), axis), mesh)
+
+
+def _as_it_is(images: tf.Tensor) -> tf.Tensor:
+    return images
 
 
 def convolve(
-    inputs: tf.Tensor, kernel: tf.Tensor, *, strides: Sequence[int], dilation: Sequence[int], same: bool
+    inputs: tf.Tensor,
+    kernel: tf.Tensor,
+    *,
+    strides: Sequence[int],
+    dilation: Sequence[int],
+    same: bool,
+    pins: Sequence[Callable[[tf.Tensor], tf.Tensor]] = (_as_it_is, _as_it_is),
 ) -> tf.Tensor:
     """What `tf.nn.convolution` computes, by matrix products.
 
@@ -86,6 +114,7 @@ def convolve(
         strides: Of each spatial dim.
         dilation: Of each spatial dim.
         same: Whether the inputs are padded so that the output has `size / stride` places, else not at all.
+        pins: Pin the layouts of images with the channels of the inputs, and of images with the filters.
     """
     sizes = tuple(kernel.shape[:-2])
     spans = [(k - 1) * d + 1 for k, d in zip(sizes, dilation, strict=True)]
@@ -106,7 +135,7 @@ def convolve(
     def apply(
         inputs: tf.Tensor, kernel: tf.Tensor
     ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]]:
-        padded = _pad(inputs, before, after)
+        padded = _pad(inputs, before, after, pins[0])
         matrices = tf.unstack(tf.reshape(kernel, (math.prod(sizes), *kernel.shape[-2:])))
         # One all-reduce behind the sum, where the channels are sharded.
         result = tf.add_n([
@@ -116,11 +145,11 @@ def convolve(
         def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             per_place = [_outer(shifted(padded, offset), upstream) for offset in offsets]
             # The input's gradient likewise: upstream between zeros, shifted the other way.
-            spread = _spread(upstream, strides)
+            spread = _spread(pins[1](upstream), strides)
             room = [span - 1 for span in spans]
             padded_lengths = [n + b + a for n, b, a in zip(lengths, before, after, strict=True)]
             behind = [n - size for n, size in zip(padded_lengths, spread.shape[1:-1], strict=True)]
-            spread = _pad(spread, room, [max(0, size) for size in behind])
+            spread = _pad(spread, room, [max(0, size) for size in behind], pins[1])
             ones = [1] * len(lengths)
             parts = []
             for offset, matrix in zip(offsets, matrices, strict=True):
@@ -147,10 +176,12 @@ def _outer(tensor: tf.Tensor, upstream: tf.Tensor) -> tf.Tensor:
     return tf.einsum(f"b{dims}x,b{dims}y->xy", tensor, upstream)
 
 
-def _pad(tensor: tf.Tensor, before: Sequence[int], after: Sequence[int]) -> tf.Tensor:
+def _pad(
+    tensor: tf.Tensor, before: Sequence[int], after: Sequence[int], pin: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.Tensor:
     if not any((*before, *after)):
         return tensor
-    return tf.pad(tensor, [(0, 0), *zip(before, after, strict=True), (0, 0)])
+    return pin(tf.pad(pin(tensor), [(0, 0), *zip(before, after, strict=True), (0, 0)]))
 
 
 def _window(tensor: tf.Tensor, begin: Sequence[int], sizes: Sequence[int], strides: Sequence[int]) -> tf.Tensor:

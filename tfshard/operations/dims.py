@@ -45,6 +45,35 @@ def pad(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     return _with_whole_dims(call, 0, [dim for dim, both in enumerate(paddings) if any(both)], mesh)
 
 
+def concat(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """ConcatV2 along another dim than the samples', pinned so that no axis shards this dim.
+
+    Where what follows wants the dim sharded, as a row kernel does, DTensor joins what each device has of the operands:
+    the result has the right shape, and its elements in another order.
+    """
+    parts, axis = call.inputs[:-1], tf.get_static_value(call.inputs[-1])
+    rank, sizes = parts[0].shape.rank, axis_sizes(mesh)
+    if axis is None or not rank or all(sizes[each] == 1 for each in sizes.tensor):
+        return None
+    axis, dims = int(axis) % rank, range(rank)
+    of_samples = next((dim for dim in dims if any(samples.are_in(part, dim) for part in parts)), None)
+    if axis in (0, of_samples) or not parts[0].dtype.is_floating:
+        return None
+    others = [dim for dim in dims if dim not in (axis, of_samples)]
+    on_model = [dim for dim in others if any(samples.is_on_model_axis(part, dim, mesh) for part in parts)]
+    kept = next(iter((*on_model, *others)), None)
+    specs = [dtensor.MATCH if dim == kept else dtensor.UNSHARDED for dim in dims]
+    if of_samples is not None:
+        count = parts[0].shape[of_samples]
+        if count is None:
+            return None
+        if sizes.data_size > 1 and count % sizes.data_size == 0:
+            specs[of_samples] = sizes.data
+    layout = dtensor.Layout(specs, mesh)
+    joined = _private.same_operation(call, [*(dtensor.relayout(part, layout) for part in parts), call.inputs[-1]])
+    return [dtensor.relayout(each, layout) for each in joined]
+
+
 # The operands of what DTensor computes for whole samples only ("must be batch parallel").
 OF_SAMPLES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Conv2D", "Conv3D", "MaxPool", "MaxPool3D", "AvgPool", "AvgPool3D"), (0,)),
