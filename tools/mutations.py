@@ -513,7 +513,7 @@ MUTATIONS = [
     Mutation(
         area="operations",
         file="tfshard/operations/rewrites.py",
-        old='                others = [functools.partial(dims.concat, mesh=mesh)] if operation == "ConcatV2" else []\n',
+        old='                others: list[Exchange] = [functools.partial(dims.concat, mesh=mesh)] if operation == "ConcatV2" else []\n',
         new="                others = []\n",
         what="features are joined as DTensor joins them in front of a row kernel",
         killed_by="tests/operations/test_convolution.py::test_images_of_sharded_columns_and_rows_match_one_device[dense row behind joined features-8]",

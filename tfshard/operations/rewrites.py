@@ -129,7 +129,7 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
                 exchange[operation] = _first_of(functools.partial(joins.rows_by, before, mesh=mesh), before)
             elif operation in ("ConcatV2", "GatherV2"):
                 assert before is not None
-                others = [functools.partial(dims.concat, mesh=mesh)] if operation == "ConcatV2" else []
+                others: list[Exchange] = [functools.partial(dims.concat, mesh=mesh)] if operation == "ConcatV2" else []
                 exchange[operation] = _first_of(before, by_rows, *others)
             else:
                 exchange[operation] = by_rows if before is None else _first_of(by_rows, before)
