@@ -16,6 +16,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
+from tfshard.devices import expansions
 from tfshard.operations import branches, layer_patch, rows
 from tfshard.operations.replacing import replaced
 from tfshard.storage import steps
@@ -66,6 +67,37 @@ def _element_shape(call: _private.Call) -> list[tf.Tensor] | None:
     assert call.outputs is not None
     shape = _private.element_shape(call.inputs[0])
     return None if shape is None else [tf.constant(shape, call.outputs[0].dtype)]
+
+
+# The gradient of `TensorListGetItem` in loops that a persistent tape or tapes in tapes record.
+_ITEM_GRADIENT = "TfshardTensorListGetItem"
+
+
+def _item(call: _private.Call) -> list[tf.Tensor] | None:
+    """Give TensorListGetItem in a loop that a persistent tape or tapes in tapes record a gradient of its own.
+
+    TensorFlow's gradient asks the list for its length. For that, TensorFlow keeps the list of each iteration in a
+    a list of lists, on which DTensor ends the process. The gradient here takes the length from the forward pass.
+    """
+    assert call.outputs is not None
+    graph = call.outputs[0].graph
+    if not _private.graph_is_loop(graph) or not call.outputs[0].shape.is_fully_defined():
+        return None
+    expansions.allow(tf.raw_ops.TensorListLength(input_handle=call.inputs[0]).op)
+    with graph.gradient_override_map({call.type: _ITEM_GRADIENT}):
+        return _private.same_operation(call, call.inputs)
+
+
+@tf.RegisterGradient(_ITEM_GRADIENT)
+def _item_gradient(operation: tf.Operation, gradient: tf.Tensor) -> tuple[tf.Tensor, None, None]:
+    items, index, _ = operation.inputs
+    count = next(user.outputs[0] for user in items.consumers() if user.type == "TensorListLength")
+    empty = tf.raw_ops.TensorListReserve(
+        element_shape=tf.constant(operation.outputs[0].shape.as_list(), tf.int32),
+        num_elements=count,
+        element_dtype=gradient.dtype,
+    )
+    return tf.raw_ops.TensorListSetItem(input_handle=empty, index=index, item=gradient), None, None
 
 
 def stack(call: _private.Call) -> tf.Tensor | None:
@@ -154,5 +186,6 @@ _OF_SHAPES = frozenset(("OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLik
 
 EXCHANGES: dict[str, Callable[[_private.Call], list[tf.Tensor] | None]] = {
     "IdentityN": _made_in_body,
+    "TensorListGetItem": _item,
     "TensorListElementShape": _element_shape,
 }
