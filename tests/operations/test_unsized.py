@@ -172,9 +172,6 @@ STACKS = {
         lambda c, e: ((ops.tanh(c[0] + e), c[1] * 0.5 + e), (c[0], c[1] + e)),
         carry=lambda t: (ops.zeros_like(t[0]), ops.ones_like(t[0])), pick=lambda ys: ys[0] + ys[1],
     ),
-    "keras.ops.scan in a scan": _scanned(
-        lambda c, e: (ops.tanh(c + ops.mean(ops.scan(lambda a, r: (a + r, a * r), ops.zeros_like(e[0]), e)[1], 0)), c)
-    ),
     "keras.ops.associative_scan": lambda t: ops.associative_scan(lambda a, c: a * 0.5 + c, t, axis=1),
     "keras.ops.associative_scan(reverse=True)": lambda t: ops.associative_scan(
         lambda a, c: a * 0.5 + c, t, axis=1, reverse=True
@@ -239,6 +236,26 @@ def test_a_stack_of_open_length_in_the_middle_of_a_step_matches_one_device(mesh,
     found = tf.nest.flatten(strategy.run(tf.function(function), args=(sharded, weights)))
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         np.testing.assert_allclose(transfer.to_host(ours), theirs, rtol=1e-4, atol=1e-6, err_msg=str(number))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_gradient_of_a_loop_in_a_loop_is_refused_before_dtensor_ends_the_process(persistent):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
+    sharded = transfer.host_to_mesh(SEQUENCES, ("batch", None, None), strategy.mesh)
+    inner = lambda a, r: (a + r, a * r)  # noqa: E731
+    stack = _scanned(lambda c, e: (ops.tanh(c + ops.mean(ops.scan(inner, ops.zeros_like(e[0]), e)[1], 0)), c))
+
+    @tf.autograph.experimental.do_not_convert
+    def step(x):
+        with tf.GradientTape(persistent=persistent) as tape:
+            tape.watch(x)
+            loss = tf.reduce_mean(stack(x) ** 2)
+        return tape.gradient(loss, x)
+
+    with pytest.raises(tfshard.errors.UnsupportedOperationError, match=r"a loop in a loop .* Unroll one"):
+        strategy.run(tf.function(step), args=(sharded,))
+    result = strategy.run(tf.function(lambda x: x * 2.0, autograph=False), args=(sharded,))
+    np.testing.assert_array_equal(transfer.to_host(result), SEQUENCES * 2, "the process stays usable")
 
 
 def test_the_stack_of_a_list_of_known_length_is_shared_out():

@@ -219,13 +219,15 @@ def assert_sharded(model):
     assert len(kernels) > 3 and all("batch" in each.storage.format.storage for each in kernels)
 
 
-def test_optimizers_of_layers_are_told_apart_and_without_those_of_compiled_parts():
+def test_attribute_optimizers_leave_out_those_of_compiled_parts_but_not_shared_ones():
     model = ByLayers()
     model.teacher = keras.Sequential([keras.Input((16,)), layers.Dense(2)])
     model.teacher.compile("sgd", "mse")
     found = inventory.attribute_optimizers(model)
     assert list(found.values()) == [part.optimizers[0] for part in model.parts]
     assert list(found) == list(inventory.attribute_optimizers(ByLayers()))
+    model.shared = model.teacher.optimizer  # As a GAN that trains with the optimizer of its compiled discriminator.
+    assert inventory.attribute_optimizers(model)["shared"] is model.teacher.optimizer
 
 
 @pytest.mark.parametrize("mesh", MESHES)

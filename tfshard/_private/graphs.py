@@ -192,6 +192,8 @@ def lists_with_known_elements() -> Iterator[None]:
 def _with_known_elements(tensor: tf.Tensor, result: tf.Tensor) -> tf.Tensor:
     while result.op.type == "Identity":
         result = result.op.inputs[0]
+    if isinstance(tensor, tf.__internal__.EagerTensor):  # The loop itself is run in eager code.
+        return tensor
     if tensor.op.type != "TensorListReserve" or result.op.type != "TensorListSetItem":
         return tensor
     given, count = tensor.op.inputs

@@ -181,13 +181,16 @@ def compiled_metrics(model: keras.Model) -> list[keras.Metric]:
 
 
 def listed_metrics(model: keras.Model) -> list[keras.Metric]:
-    """What the `metrics` property of a model's class lists, if the class has one; such a metric may be nobody's
-    attribute, but a global name. Empty while the property fails: `compile` may not have set what it names."""
+    """Return the metrics that the `metrics` property of a model's class lists, if the class defines the property.
+
+    Such a metric may be a global name. The list is empty while the property fails: `compile` may not have set what the
+    property names.
+    """
     if type(model).metrics is keras.Model.metrics:
         return []
     try:
         return [metric for metric in keras.tree.flatten(model.metrics) if isinstance(metric, keras.Metric)]
-    except AttributeError:
+    except (AttributeError, KeyError, TypeError):
         return []
 
 

@@ -44,7 +44,8 @@ def return_freed_blocks() -> bool:
     Returns:
         Whether glibc does so: not where the environment sets the thresholds, nor with another C library.
     """
-    if not sys.platform.startswith("linux") or _MMAP in os.environ or _TRIM in os.environ:
+    is_chosen = any(name in os.environ for name in (_MMAP, _TRIM)) or "_threshold" in os.environ.get(_TUNABLES, "")
+    if not sys.platform.startswith("linux") or is_chosen:
         return False
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):

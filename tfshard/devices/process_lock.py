@@ -6,8 +6,8 @@ sets them or reads them. A thread may take the lock again, as when a callback ca
 
 Nobody waits for data, or for a thread that works for itself, while holding the lock: that thread may need it.
 
-TensorFlow holds a lock of each tf.function that it traces. A trace that waits for the process's lock gives those up
-meanwhile, because the thread that holds the process's lock may call the same function.
+TensorFlow holds a lock of each tf.function that it traces. A trace that waits for the process's lock releases its
+function locks while it waits, because the thread that holds the process's lock may call the same function.
 """
 
 import contextlib
@@ -46,13 +46,15 @@ def held() -> Iterator[None]:
         yield
         return
     lock = _lock
-    if not lock.acquire(blocking=False):
-        with _private.function_locks_released():
-            lock.acquire()
+    is_taken = lock.acquire(blocking=False)
     try:
+        if not is_taken:
+            with _private.function_locks_released():
+                is_taken = lock.acquire()
         yield
     finally:
-        lock.release()
+        if is_taken:  # Not if Ctrl-C ended the wait.
+            lock.release()
 
 
 def locked(function: _Function) -> _Function:

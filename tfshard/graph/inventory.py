@@ -60,19 +60,20 @@ def own_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def attribute_optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
-    """Optimizers that are attributes of a model or of its layers, by name; without those that models are compiled with.
+    """Return the optimizers that are attributes of a model or of its layers, by name, without the compiled one.
 
-    Examples are the two of a GAN, and those of layers that train by themselves (Hinton 2022, Forward-Forward).
+    Examples are the two of a GAN, and those of layers that train by themselves (Hinton 2022, Forward-Forward). The
+    optimizer that a nested model is compiled with counts only if it is an attribute of another name, too.
     """
     layers = _private.flatten_layers(model)
-    compiled = [getattr(layer, "optimizer", None) for layer in layers if isinstance(layer, keras.Model)]
-    seen = {id(part) for optimizer in compiled for part in _private.optimizer_chain(optimizer)}
+    seen = {id(part) for part in _private.optimizer_chain(getattr(model, "optimizer", None))}
     found: dict[str, keras.optimizers.Optimizer] = {}
     for number, layer in enumerate(layers):
         # Keras numbers the layers of a process: a name has to be the same in the next one.
         place = f"layer_{number}/" if number else ""
         for name, optimizer in _optimizers_in(layer):
-            if id(optimizer) not in seen:
+            is_compiled = name == "optimizer" and isinstance(layer, keras.Model)
+            if id(optimizer) not in seen and not is_compiled:
                 seen |= {id(part) for part in _private.optimizer_chain(optimizer)}
                 found[f"{place}{name}"] = optimizer
     return found

@@ -115,7 +115,10 @@ class StepProfile:
         return sum((c.bytes or 0) * c.count for c in self.collectives if kind in (None, c.kind))
 
     def untold_bytes(self, kind: str | None = None) -> int:
-        """The most that collectives whose bytes the trace does not tell may have sent (CPU)."""
+        """The most that collectives whose bytes the trace does not tell may have sent (CPU with oneDNN's allocator).
+
+        With the system's allocator the trace tells no bytes at all, and nothing bounds them (`peak` is None).
+        """
         untold = [c for c in self.collectives if kind in (None, c.kind) and c.bytes is None]
         return sum(c.count * SMALL_BYTES * (1 if c.kind == "all-gather" else c.group_size) for c in untold)
 
@@ -413,8 +416,8 @@ def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
     if profile.device_type == "CPU" and allocators.uses_system_allocator():
         raise StrategyError(
             "The profile does not tell bytes: TensorFlow's oneDNN allocator records them, and this process uses the "
-            "system's allocator. Launch the run with --allocator=tensorflow, or unset "
-            f"TF_ONEDNN_USE_SYSTEM_ALLOCATOR before Python starts. Received: {profile}"
+            "system's allocator. Unset TF_ONEDNN_USE_SYSTEM_ALLOCATOR before Python starts, and launch clients with "
+            f"--allocator=tensorflow. Received: {profile}"
         )
     if profile.mesh != plan.mesh:
         raise PlanMismatchError(

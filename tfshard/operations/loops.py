@@ -8,7 +8,8 @@ loops of LSTM and GRU, which DTensor does not expand: TensorFlow does them here.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import expansions
+from tfshard.errors import UnsupportedOperationError
 from tfshard.operations import branches, layer_patch, rows
 from tfshard.operations.replacing import replaced
 from tfshard.storage import steps
@@ -69,15 +71,15 @@ def _element_shape(call: _private.Call) -> list[tf.Tensor] | None:
     return None if shape is None else [tf.constant(shape, call.outputs[0].dtype)]
 
 
-# The gradient of `TensorListGetItem` in loops that a persistent tape or tapes in tapes record.
+# The gradient of `TensorListGetItem` in loops.
 _ITEM_GRADIENT = "TfshardTensorListGetItem"
 
 
 def _item(call: _private.Call) -> list[tf.Tensor] | None:
-    """Give TensorListGetItem in a loop that a persistent tape or tapes in tapes record a gradient of its own.
+    """Give TensorListGetItem in a loop a gradient that takes the length of the list from the forward pass.
 
-    TensorFlow's gradient asks the list for its length. For that, TensorFlow keeps the list of each iteration in a
-    a list of lists, on which DTensor ends the process. The gradient here takes the length from the forward pass.
+    TensorFlow's gradient asks the list for its length. In loops that a persistent tape or nested tapes record,
+    TensorFlow keeps the list of each iteration for that in a list of lists, on which DTensor ends the process.
     """
     assert call.outputs is not None
     graph = call.outputs[0].graph
@@ -86,6 +88,16 @@ def _item(call: _private.Call) -> list[tf.Tensor] | None:
     expansions.allow(tf.raw_ops.TensorListLength(input_handle=call.inputs[0]).op)
     with graph.gradient_override_map({call.type: _ITEM_GRADIENT}):
         return _private.same_operation(call, call.inputs)
+
+
+def _list_of_lists(call: _private.Call) -> None:
+    """Refuse TensorListPushBack of a list: DTensor ends the process, or refuses the loop without a word of why."""
+    if call.inputs[1].dtype == tf.variant:
+        raise UnsupportedOperationError(
+            "A compiled step on a mesh cannot have the gradient of a loop in a loop (tf.while_loop, keras.ops.scan, "
+            "keras.ops.fori_loop): the outer loop would keep the lists of the inner one. Unroll one of the loops in "
+            "Python, or write the inner one with operations on a whole axis."
+        )
 
 
 @tf.RegisterGradient(_ITEM_GRADIENT)
@@ -114,14 +126,26 @@ def stack(call: _private.Call) -> tf.Tensor | None:
     ]
 
 
-def _length(tensor_list: tf.Tensor) -> int | None:
-    """How many tensors a list has, if that follows from constants and static shapes."""
+def _length(tensor_list: tf.Tensor, arguments: Mapping[int, tf.Tensor] = MappingProxyType({})) -> int | None:
+    """Return how many tensors a list has, if that follows from constants and static shapes.
+
+    Args:
+        tensor_list: The list.
+        arguments: The operands of the call of a function in which the list is, by `id` of the function's placeholder.
+    """
     operation = tensor_list.op
     if operation.type == "Placeholder":
-        outside = _private.captured(tensor_list)
+        outside = arguments.get(id(tensor_list), _private.captured(tensor_list))
         return None if outside is None else _length(outside)
+    if operation.type in ("PartitionedCall", "StatefulPartitionedCall"):
+        # The function in which TensorFlow puts a loop that a persistent tape or nested tapes record.
+        graph = _private.function_graph(operation, "f")
+        if graph is None:
+            return None
+        operands = {id(inner): outer for inner, outer in zip(graph.inputs, operation.inputs, strict=False)}
+        return _length(graph.outputs[tensor_list.value_index], operands)
     if operation.type == "Identity":
-        return _length(operation.inputs[0])
+        return _length(operation.inputs[0], arguments)
     if operation.type in ("TensorListReserve", "TensorListResize"):
         return branches.number_of(operation.inputs[1])
     if operation.type == "TensorListFromTensor":
@@ -130,16 +154,16 @@ def _length(tensor_list: tf.Tensor) -> int | None:
     if operation.type == "EmptyTensorList":
         return 0
     if operation.type == "TensorListSetItem":
-        length = _length(operation.inputs[0])
+        length = _length(operation.inputs[0], arguments)
         if length is None or not operation.get_attr("resize_if_index_out_of_bounds"):
             return length
         index = branches.number_of(operation.inputs[1])
         return None if index is None else max(length, index + 1)
     if operation.type == "TensorListPushBack":
-        length = _length(operation.inputs[0])
+        length = _length(operation.inputs[0], arguments)
         return None if length is None else length + 1
     if operation.type in ("While", "StatelessWhile") and _private.keeps_lengths(operation, tensor_list.value_index):
-        return _length(operation.inputs[tensor_list.value_index])
+        return _length(operation.inputs[tensor_list.value_index], arguments)
     return None
 
 
@@ -187,5 +211,6 @@ _OF_SHAPES = frozenset(("OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLik
 EXCHANGES: dict[str, Callable[[_private.Call], list[tf.Tensor] | None]] = {
     "IdentityN": _made_in_body,
     "TensorListGetItem": _item,
+    "TensorListPushBack": _list_of_lists,
     "TensorListElementShape": _element_shape,
 }

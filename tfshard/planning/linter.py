@@ -355,7 +355,7 @@ def _role_findings(placement: ModelPlacement) -> tuple[Finding, ...]:
             is_error=False,
             where=f"axis '{axis}'",
             message=(
-                f"has the role '{role}' by its name: {effects[role]}. If that is not meant, give another role: "
+                f"has the role '{role}', as its name says: {effects[role]}. If that is not meant, give another role: "
                 f"tfshard.create_mesh(..., roles={{'{axis}': 'tensor'}})"
             ),
         )

@@ -449,11 +449,14 @@ def _warn_of_sparse(variable: ShardedVariable, optimizer: keras.optimizers.Optim
     if not variable.pop_sparse() or optimizer_kinds.adds_up_rows(optimizer) or variable.told_of_sparse:
         return
     variable.told_of_sparse = True
+    has_rule = any(variable.layout.compute)
     warn(
         f"Optimizer {type(optimizer).__name__} updates embedding '{variable.path}' by a dense gradient, as Keras on "
         "JAX does. Keras on TensorFlow squares a sparse gradient once for each lookup, so rows that occur several "
         "times in a batch differ there, by about 1e-4 of a weight in a step. For the numbers of Keras on TensorFlow, "
-        f"give ShardedStrategy(tables='{variable.path}'). To keep the dense gradient, ignore this warning.",
+        f"give ShardedStrategy(tables='{variable.path}')"
+        f"{' and take its rule out of the layout map' if has_rule else ''}. To keep the dense gradient, ignore this "
+        "warning.",
         NumericsWarning,
     )
 

@@ -9,7 +9,6 @@ import os
 import pathlib
 import tempfile
 import threading
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ import keras
 
 from tfshard import _private
 from tfshard.devices import clients, messages, process_lock
+from tfshard.errors import warn
 from tfshard.storage.variables import ShardedVariable
 from tfshard.training.strategy import ShardedStrategy
 
@@ -108,11 +108,11 @@ def _is_written_at_once(objects: Iterable[Any]) -> bool:
     """
     if not any(map(_is_sharded, objects)):
         return False
-    warnings.warn(
+    warn(
         "A tf.train.Checkpoint with sharded variables is written before save() or write() returns: enable_async=True "
         "has no effect. To write while training goes on, use tfshard.CheckpointCallback, or "
         "tfshard.CheckpointManager with save(..., wait=False).",
-        stacklevel=2,
+        UserWarning,
     )
     return True
 
