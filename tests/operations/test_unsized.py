@@ -290,3 +290,41 @@ def test_a_slice_that_ends_at_a_tensor_matches_one_device(count):
     expected = tf.function(step)(tf.constant(values), tf.constant(count))
     for ours, theirs in zip(strategy.run(tf.function(step), args=(sharded, np.int32(count))), expected, strict=True):
         np.testing.assert_allclose(transfer.to_host(ours), theirs)
+
+
+class MappedRows(keras.layers.Layer):
+    """Computes each row by itself, as one takes gradients of single samples."""
+
+    def __init__(self, mapped):
+        super().__init__()
+        self.mapped, self.inner = mapped, keras.layers.Dense(3)
+
+    def build(self, shape):
+        self.inner.build((1, shape[-1]))
+
+    def call(self, x):
+        return self.mapped(lambda row: tf.tanh(self.inner(row[None])[0, ...]), x)
+
+
+MAPS = {
+    "tf.map_fn": lambda function, x: tf.map_fn(function, x, fn_output_signature=tf.float32),
+    "tf.vectorized_map": tf.vectorized_map,
+    "keras.ops.vectorized_map": ops.vectorized_map,
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_layer_that_gives_each_row_a_new_axis_trains_as_on_one_device(name):
+    """Where each device maps its own rows: DTensor ended the process."""
+
+    def history(**options):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((6,)), MappedRows(MAPS[name])])
+        model.compile("sgd", "mse", jit_compile=False, **options)
+        x = np.random.RandomState(0).normal(size=(8, 6)).astype("float32")
+        losses = model.fit(x, x[:, :3], batch_size=8, epochs=2, verbose=0).history["loss"]
+        return [*losses, *model.get_weights()]
+
+    ours = history(strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    for mine, theirs in zip(ours, history(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)

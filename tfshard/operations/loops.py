@@ -91,13 +91,17 @@ def _item(call: _private.Call) -> list[tf.Tensor] | None:
 
 
 def _list_of_lists(call: _private.Call) -> None:
-    """Refuse TensorListPushBack of a list: DTensor ends the process, or refuses the loop without a word of why."""
-    if call.inputs[1].dtype == tf.variant:
+    """Refuse TensorListPushBack of a list that an inner loop filled: DTensor ends the process, or does not say why."""
+    if call.inputs[1].dtype == tf.variant and call.inputs[1].op.type in _LOOPS:
         raise UnsupportedOperationError(
             "A compiled step on a mesh cannot have the gradient of a loop in a loop (tf.while_loop, keras.ops.scan, "
             "keras.ops.fori_loop): the outer loop would keep the lists of the inner one. Unroll one of the loops in "
             "Python, or write the inner one with operations on a whole axis."
         )
+
+
+# A loop, and the function in which TensorFlow puts a loop that a persistent tape or nested tapes record.
+_LOOPS = ("PartitionedCall", "StatefulPartitionedCall", "StatelessWhile", "While")
 
 
 @tf.RegisterGradient(_ITEM_GRADIENT)

@@ -104,8 +104,9 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
 
     def listed(function: Exchange, call: _private.Call) -> list[tf.Tensor] | None:
         if rows.is_inside(call):
-            # Nothing there is sharded.
-            return None
+            # Nothing is sharded in there. But DTensor reads beyond the layout of what gets a new axis.
+            cut = slices.full_slice(call) if call.type == "StridedSlice" and not unsized.is_unsized(call) else None
+            return None if cut is None else [cut]
         is_unsized = unsized.is_unsized(call)
         is_left = is_unsized and call.type not in _WITH_ANY_SIZE and call.type not in _REFUSED
         result = None if is_left else function(call)
