@@ -6,7 +6,7 @@ turn, several times: a machine that is slow for some seconds is so for all of th
 """
 
 import dataclasses
-import importlib.util
+import importlib
 import itertools
 import os
 import platform
@@ -55,11 +55,13 @@ def calibrate(progress: Callable[[str], object] | None = None) -> Machine:
         StrategyError: SciPy is not installed, or one device only is there: no collective can be measured.
     """
     tell = progress or (lambda line: None)
-    if importlib.util.find_spec("scipy") is None:
+    try:
+        importlib.import_module("scipy.optimize")
+    except ImportError as error:
         raise StrategyError(
-            "Calibration solves for prices with SciPy, which is not installed. Install it: pip install scipy. Nothing "
-            "was measured yet."
-        )
+            "Calibration solves for prices with SciPy, which is not installed or cannot be imported. Install it: pip "
+            f"install scipy. Nothing was measured yet. Received: {error}"
+        ) from error
     started = startup.initialize()
     if started.num_devices < 2:
         raise StrategyError(

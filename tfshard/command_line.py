@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import importlib.metadata
+import os
 import pathlib
 import sys
 import textwrap
@@ -359,6 +360,9 @@ def main() -> None:
     if text is None:
         importlib.import_module("tfshard.cli").main()
         return
-    print(text)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # Such as of `head`. Python would say so again when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     is_wrong = len(sys.argv) == 1 or text.startswith(NO_PAGE)
     sys.exit(2 if is_wrong else 0)

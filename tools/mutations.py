@@ -90,8 +90,8 @@ MUTATIONS = [
     Mutation(
         area="devices",
         file="tfshard/devices/process_lock.py",
-        old="        with _private.function_locks_released():\n            lock.acquire()\n",
-        new="        lock.acquire()\n",
+        old="            with _private.function_locks_released():\n                is_taken = lock.acquire()\n",
+        new="            is_taken = lock.acquire()\n",
         what="a trace keeps the lock of its function while it waits for its turn",
         killed_by="tests/training/test_threads.py::test_threads_that_trace_one_function_do_not_wait_for_each_other[its first call]",
     ),

@@ -222,7 +222,9 @@ def _stacked(stack, x, kernel):
 
 
 @table(
-    "stacks of open length", ("mesh", "name"), itertools.product(MESHES, STACKS), sample=1,
+    "stacks of open length", ("mesh", "name"),
+    # DTensor refuses the second (docs/limits.md).
+    [case for case in itertools.product(MESHES, STACKS) if case != ("batch2_model2", "keras.ops.map")], sample=1,
     always=each_value(["batch4", "batch2_model2"], ["TensorArray(size=tf.shape(x)[1])", "keras.ops.scan"]),
 )  # fmt: skip
 def test_a_stack_of_open_length_in_the_middle_of_a_step_matches_one_device(mesh, name):

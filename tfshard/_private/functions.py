@@ -272,6 +272,13 @@ def note_function_locks() -> None:
 
     @functools.wraps(trace)
     def trace_noted(args: Any = None, kwargs: Any = None, tracing_options: Any = None) -> Any:
+        python_function = getattr(tracing_options, "python_function", None)
+        if python_function is not None and python_function.__module__ == _tracing_compilation.__name__:
+            # The options that TensorFlow has where there are none yet: they trace a function that returns None.
+            raise RuntimeError(
+                "A tf.function that creates a variable was called while another thread makes its first call. Call the "
+                "tf.function once before other threads do."
+            )
         _tracing.locks.append(getattr(tracing_options, "lock", None))
         try:
             return trace(args, kwargs, tracing_options)
@@ -283,8 +290,11 @@ def note_function_locks() -> None:
 
 @contextlib.contextmanager
 def function_locks_released() -> Iterator[None]:
-    """A context in which this thread holds no locks of functions that it traces. Other threads may trace these there,
-    as a function that calls itself would."""
+    """A context in which this thread holds no locks of functions that it traces.
+
+    Meanwhile other threads may trace the same functions. A function that creates a variable in its first call is an
+    error for them until that call has ended.
+    """
     released = [lock for lock in dict.fromkeys(_tracing.locks) if lock is not None for _ in range(_released(lock))]
     try:
         yield

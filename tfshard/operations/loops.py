@@ -104,7 +104,7 @@ def _list_of_lists(call: _private.Call) -> None:
 _LOOPS = ("PartitionedCall", "StatefulPartitionedCall", "StatelessWhile", "While")
 
 
-@tf.RegisterGradient(_ITEM_GRADIENT)
+@tf.RegisterGradient(_ITEM_GRADIENT)  # type: ignore[untyped-decorator]  # TensorFlow has no types.
 def _item_gradient(operation: tf.Operation, gradient: tf.Tensor) -> tuple[tf.Tensor, None, None]:
     items, index, _ = operation.inputs
     count = next(user.outputs[0] for user in items.consumers() if user.type == "TensorListLength")

@@ -120,7 +120,7 @@ def check_captures(graph: tf.Graph) -> None:
         strangers = [handle for handle in _private.captured_resources(graph) if not transfer.is_dtensor(handle)]
     if strangers:
         raise StrategyError(
-            f"A step uses variable {_private.resource_name(strangers[0])}, which is not on the mesh. Make what owns it "
-            "(an optimizer, a metric, a layer, or the tf.Variable itself) under strategy.scope(), or make it an "
-            "attribute of the model before compile."
+            f"A step uses variable {_private.resource_name(strangers[0])}, which is not on the mesh. Make the "
+            "optimizer, metric or layer that owns the variable under strategy.scope(), or an attribute of the model "
+            "before compile. Make a plain tf.Variable under strategy.scope(), or with the model's add_weight."
         )
