@@ -179,7 +179,7 @@ def test_sizes_are_written_with_units(text, bytes_):
         (
             ("plam",),
             "Unknown command. Commands: ('plan', 'advise', 'lint', 'verify', 'launch', 'docs', 'doctor', "
-            "'profile-network', 'calibrate', 'simulate'). ",
+            "'profile-network', 'calibrate', 'simulate'). Did you mean 'plan'? Received: plam",
         ),
         (("plan", "--mesh=batch:4"), "takes 1 positional arguments"),
         (("advise", "SCRIPT:build"), "Give --devices, --memory_per_device and --batch"),

@@ -358,7 +358,7 @@ def _run(argv: list[str]) -> int:
         return 0 if argv and not text.startswith(command_line.NO_PAGE) else 2
     name, *rest = argv
     if name not in COMMANDS:
-        raise UsageError(f"Unknown command. Commands: {tuple(COMMANDS)}. Received: {name}")
+        raise UsageError(command_line.unknown(name))
     command = COMMANDS[name]
     options = command.options()
     # Flags may also stand behind the positional arguments, unless those are a program with flags of its own.

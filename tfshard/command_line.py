@@ -1,6 +1,7 @@
 """Commands, their flags and their help. Imports neither TensorFlow nor Keras, whose import takes seconds."""
 
 import dataclasses
+import difflib
 import importlib
 import importlib.metadata
 import os
@@ -347,16 +348,28 @@ def answer(arguments: Sequence[str]) -> str | None:
 
 
 def is_answered_alone() -> bool:
-    """Return whether this process is `tfshard`, or `python -m tfshard`, asked for help or the version only."""
+    """Return whether this process is `tfshard`, or `python -m tfshard`, and needs no TensorFlow to answer."""
     program, *arguments = sys.argv or [""]
     is_module = program == "-m" and sys.orig_argv[-len(arguments) - 2 :][:2] == ["-m", "tfshard"]
     is_script = pathlib.Path(program).stem == "tfshard" and pathlib.Path(program).suffix in ("", ".exe")
-    return (is_module or is_script) and answer(arguments) is not None
+    if not (is_module or is_script):
+        return False
+    return answer(arguments) is not None or arguments[0] not in COMMANDS
+
+
+def unknown(name: str) -> str:
+    """Return what is said of a command that does not exist."""
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    meant = f" Did you mean '{near[0]}'?" if near else ""
+    return f"Unknown command. Commands: {tuple(COMMANDS)}.{meant} Received: {name}"
 
 
 def main() -> None:
     """Run the command line and exit: 0, 1 when a check failed, 2 for a wrong command line."""
     text = answer(sys.argv[1:])
+    if text is None and sys.argv[1] not in COMMANDS:
+        print(f"tfshard: error: {unknown(sys.argv[1])}", file=sys.stderr)
+        sys.exit(2)
     if text is None:
         importlib.import_module("tfshard.cli").main()
         return
