@@ -450,7 +450,7 @@ MUTATIONS = [
         old="            _rename_collectives(new[name])\n",
         new="            pass\n",
         what="collectives keep DTensor in their names: a record of each stays behind each step",
-        killed_by="tests/training/test_host_memory.py::test_no_record_of_a_collective_is_kept_for_a_step",
+        killed_by="tests/training/test_memory_of_steps.py::test_no_record_of_a_collective_is_kept_for_a_step",
     ),
     Mutation(
         area="operations",
@@ -458,7 +458,7 @@ MUTATIONS = [
         old="if table is None or not _is_compiled_for_values(op_type, inputs):",
         new="if True:",
         what="eager operations are compiled for each value of a small operand",
-        killed_by="tests/training/test_host_memory.py::test_eager_steps_compile_nothing_more[Adam]",
+        killed_by="tests/training/test_memory_of_steps.py::test_eager_steps_compile_nothing_more[Adam]",
     ),
     Mutation(
         area="operations",

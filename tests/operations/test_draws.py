@@ -322,7 +322,7 @@ TRAINED = {
     "model": ({"model": 4}, {"layout_map": megatron()}),
     "sequence parallel": ({"batch": 2, "model": 2}, {"layout_map": megatron(), "sequence_parallel": True}),
     "microbatches": ({"batch": 2}, {"microbatches": 3}),
-    "reduced once": ({"batch": 2, "model": 2}, {"layout_map": megatron(), "microbatches": 2, "reduce_once": True}),
+    "reduced once": ({"batch": 4}, {"microbatches": 3, "reduce_once": True}),
     "whole batch": ({"batch": 4}, {"microbatches": 2}),
     "eager": ({"batch": 4}, {}),
     "bfloat16": ({"batch": 4}, {}),

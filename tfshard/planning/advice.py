@@ -456,12 +456,14 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
             why = "It sends fastest of those that fit"
         reasons = [
             f"Recommended: {_text(chosen)}. {why}: {chosen.peak_bytes:,} bytes at the peak of a "
-            f"step, {chosen.needed_bytes:,} with room to spare, of {chosen.memory_per_device:,} on a device.",
-            f"On CPU a client with one device holds about {tables.size(chosen.resident_bytes())}, of which TensorFlow "
-            f"itself takes {tables.size(PROCESS_BYTES)}.",
+            f"step, {chosen.needed_bytes:,} with room to spare, of {chosen.memory_per_device:,} on a device."
         ]
         reasons += _compared(chosen, possible)
         reasons += _judged(chosen, possible)
+        reasons.append(
+            f"On CPU a client with one device holds about {tables.size(chosen.resident_bytes())}, of which TensorFlow "
+            f"itself takes {tables.size(PROCESS_BYTES)}."
+        )
         reasons += [
             f"{_text(other)} was passed over: "
             + (other.problem or f"{other.needed_bytes - other.memory_per_device:,} bytes too large.")
