@@ -273,7 +273,7 @@ def note_function_locks() -> None:
     @functools.wraps(trace)
     def trace_noted(args: Any = None, kwargs: Any = None, tracing_options: Any = None) -> Any:
         python_function = getattr(tracing_options, "python_function", None)
-        if getattr(python_function, "__module__", "").endswith(".tracing_compilation"):
+        if str(getattr(python_function, "__module__", None)).endswith(".tracing_compilation"):
             # The options that TensorFlow has where there are none yet: they trace a function that returns None.
             raise RuntimeError(
                 "A tf.function that creates a variable was called while another thread makes its first call. Call the "
