@@ -1,4 +1,4 @@
-"""What a client holds after TensorFlow has freed many blocks, and what its profile tells (test_launched_memory.py)."""
+"""A client that reports its memory after TensorFlow freed many blocks, and its profile (test_launched_memory.py)."""
 
 import json
 import os

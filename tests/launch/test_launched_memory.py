@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="th
 
 @pytest.fixture(scope="module")
 def found():
-    """What the client of a run says, by its allocator."""
+    """The numbers that a client reports, by its allocator."""
 
     def client(allocator: str) -> dict:
         script = str(launched.HERE / "launched_memory.py")

@@ -295,7 +295,7 @@ def test_a_slice_that_ends_at_a_tensor_matches_one_device(count):
 
 
 class MappedRows(keras.layers.Layer):
-    """Computes each row by itself, as one takes gradients of single samples."""
+    """Computes each row by itself, as for gradients of single samples."""
 
     def __init__(self, mapped):
         super().__init__()
@@ -317,7 +317,7 @@ MAPS = {
 
 @pytest.mark.parametrize("name", MAPS)
 def test_a_layer_that_gives_each_row_a_new_axis_trains_as_on_one_device(name):
-    """Where each device maps its own rows: DTensor ended the process."""
+    """DTensor ended the process: each device maps its local rows."""
 
     def history(**options):
         keras.utils.set_random_seed(0)

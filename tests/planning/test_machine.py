@@ -339,7 +339,7 @@ def test_calibration_measures_this_machine(monkeypatch):
 
 
 def test_calibration_without_scipy_stops_before_it_measures(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)  # What `import` then finds missing.
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)  # `import` raises ImportError for it.
     lines = []
     with pytest.raises(tfshard.errors.StrategyError, match=r"SciPy, which is not installed .* pip install scipy"):
         tfshard.calibrate(lines.append)

@@ -85,9 +85,15 @@ def _item(call: _private.Call) -> list[tf.Tensor] | None:
     graph = call.outputs[0].graph
     if not _private.graph_is_loop(graph) or not call.outputs[0].shape.is_fully_defined():
         return None
-    expansions.allow(tf.raw_ops.TensorListLength(input_handle=call.inputs[0]).op)
+    if _length_of(call.inputs[0]) is None:
+        expansions.allow(tf.raw_ops.TensorListLength(input_handle=call.inputs[0]).op)
     with graph.gradient_override_map({call.type: _ITEM_GRADIENT}):
         return _private.same_operation(call, call.inputs)
+
+
+def _length_of(items: tf.Tensor) -> tf.Tensor | None:
+    """Return the TensorListLength of a list, if its graph has one."""
+    return next((user.outputs[0] for user in items.consumers() if user.type == "TensorListLength"), None)
 
 
 def _list_of_lists(call: _private.Call) -> None:
@@ -107,7 +113,8 @@ _LOOPS = ("PartitionedCall", "StatefulPartitionedCall", "StatelessWhile", "While
 @tf.RegisterGradient(_ITEM_GRADIENT)  # type: ignore[untyped-decorator]  # TensorFlow has no types.
 def _item_gradient(operation: tf.Operation, gradient: tf.Tensor) -> tuple[tf.Tensor, None, None]:
     items, index, _ = operation.inputs
-    count = next(user.outputs[0] for user in items.consumers() if user.type == "TensorListLength")
+    count = _length_of(items)
+    assert count is not None, "`_item` made it."
     empty = tf.raw_ops.TensorListReserve(
         element_shape=tf.constant(operation.outputs[0].shape.as_list(), tf.int32),
         num_elements=count,

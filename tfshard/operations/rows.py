@@ -223,7 +223,7 @@ def apply(
         if not isinstance(result, tf.Tensor) or not result.shape.rank or result.shape[0] != count:
             raise UnsupportedOperationError(
                 "What is computed by each device on its own rows has to give as many rows as it is given. Received: a "
-                f"result of shape {result.shape} for {count} rows of a device"
+                f"result of shape {getattr(result, 'shape', None)} for {count} rows of a device"
             )
     with inside():
         captures = [stands_for.get(id(each), each) for each in traced.captured_inputs]
