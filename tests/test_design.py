@@ -1,11 +1,25 @@
 """The package is built as docs/design.md says: wings, each on those above it; no cycle; private names in one place."""
 
 import ast
+import dataclasses
 import functools
+import inspect
 import pathlib
 import re
+from collections.abc import Iterator
 
 import pytest
+
+import tfshard
+from tfshard.layouts.config import (
+    GroupPolicy,
+    Microbatches,
+    Offload,
+    Precision,
+    ReshardPolicy,
+    ShardingConfig,
+    ZeroStage,
+)
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "tfshard"
@@ -80,3 +94,57 @@ def test_private_names_are_imported_in_one_wing_only(module):
 def test_nothing_is_stored_on_objects_under_names_of_ours(module):
     """Graphs, tensors and functions belong to TensorFlow. What is changed on layers and metrics is a `LayerPatch`."""
     assert not re.search(r"\._tfshard\w* = |setattr\([^)]*\"_tfshard", MODULES[module].read_text())
+
+
+# Users type these settings; each of these functions packs them into a `ShardingConfig`.
+DOORS = {
+    "ShardedStrategy.__init__", "ParameterAnalyzer.analyze", "plan", "advise", "simulate", "Simulator.__init__",
+}  # fmt: skip
+
+
+def settings() -> set[str]:
+    """The names of all settings: what a user types, and the fields of the config and its policies."""
+    typed = set(inspect.signature(tfshard.ShardedStrategy.__init__).parameters) - {"self", "mesh"}
+    policies = (ShardingConfig, ZeroStage, ReshardPolicy, Precision, Microbatches, Offload, GroupPolicy)
+    return typed | {field.name for policy in policies for field in dataclasses.fields(policy)}
+
+
+def functions(module: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """The functions and methods of a module, with their qualified names."""
+    tree = ast.parse(MODULES[module].read_text())
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef):
+                yield f"{node.name}.{child.name}" if isinstance(node, ast.ClassDef) else child.name, child
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "tfshard.layouts.config"])
+def test_only_the_doors_list_settings(module):
+    """All other functions take the whole `ShardingConfig`, so that a new setting is one field and its use."""
+    known, lists = settings(), {}
+    for name, function in functions(module):
+        parameters = [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
+        if len(found := [each for each in parameters if each in known]) > 2:
+            lists[name] = found
+    assert set(lists) <= DOORS, lists
+
+
+def test_each_setting_is_one_field():
+    policies = (ShardingConfig, ReshardPolicy, Precision, Microbatches, Offload, GroupPolicy)
+    names = [field.name for policy in policies for field in dataclasses.fields(policy)]
+    grouped = {"reshard", "precision"}  # The names of policies, whose fields are listed beside them.
+    assert sorted(set(names) - grouped) == sorted(name for name in names if name not in grouped)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_code_compares_the_number_of_a_zero_stage(module):
+    """Code asks `shard_params`, `shard_grads` and `shard_slots`."""
+    found = []
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Compare):
+            sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+            names = [side for side in sides if re.search(r"\bstage$|zero_stage$|\.number$", side)]
+            numbers = [side for side in sides if re.fullmatch(r"[0-3]|[\[(]([0-3](, )?)+[\])]", side)]
+            if names and numbers:
+                found.append(ast.unparse(node))
+    assert found == []

@@ -1,6 +1,7 @@
 """What a process does as one of several clients, without starting any: `clients.replaced` says who is here."""
 
 import contextlib
+import dataclasses
 import gc
 import queue
 import sys
@@ -125,7 +126,7 @@ def test_what_clients_cannot_do_together_is_refused(second, tmp_path):
 def test_each_client_saves_its_iterator_where_each_feeds_its_own_part(second):
     strategy = sharded().distribute_strategy
     assert datasets.iterator_savers(strategy) == 1
-    strategy.already_sharded = True
+    strategy.config = dataclasses.replace(strategy.config, already_sharded=True)
     assert datasets.iterator_savers(strategy) == 2
 
 

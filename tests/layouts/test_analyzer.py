@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfshard
-from tfshard.layouts import variable_layout
+from tfshard.layouts import groups, variable_layout
+from tfshard.layouts.config import ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import VariableSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout
@@ -19,7 +20,7 @@ MEBI = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """An input of `ParameterAnalyzer.group`."""
+    """An input of `groups.group`."""
 
     specs: tuple[VariableSpec, ...]
     mesh: dict[str, int]
@@ -30,11 +31,12 @@ class Case:
         layout_map = tfshard.LayoutMap({})
         layout_map.add("columns_.*", (None, "model"), optional=True)
         layout_map.add("rows_.*", ("model",), optional=True)
-        placement = ModelPlacement.of(self.specs, mesh_shape=self.mesh, layout_map=layout_map, zero_stage=self.stage)
+        config = ShardingConfig(layout_map=layout_map, zero_stage=ZeroStage.from_number(self.stage))
+        placement = ModelPlacement.of(self.specs, config, mesh_shape=self.mesh)
         return placement.check().variables
 
     def grouped(self) -> tuple[VariableLayout, ...]:
-        return self.analyzer.group(self.planned(), mesh_shape=self.mesh)
+        return groups.group(self.analyzer, self.planned(), mesh_shape=self.mesh)
 
 
 @st.composite

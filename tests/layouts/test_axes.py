@@ -204,7 +204,7 @@ def test_a_model_trains_on_axes_of_other_names_as_on_one_device(stage: int, opti
     assert run.losses == usual.losses
     for path, value in usual.weights.items():
         np.testing.assert_array_equal(run.weights[path], value, err_msg=path)
-    if not chosen.sequence_parallel:
+    if not chosen.config.sequence_parallel:
         batch = batches()[0]
         tfshard.measure.assert_matches_plan(
             tfshard.profile_step(run.model, batch), chosen.plan(run.model, inputs=batch[0])

@@ -10,6 +10,7 @@ import tfshard
 from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.layouts import placement, variable_layout
+from tfshard.layouts.config import ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.storage.variables import ShardedVariable
@@ -38,9 +39,9 @@ class Counts:
         self.cut: collections.Counter = collections.Counter()
         plan_variable, host_pieces = variable_layout.plan_variable, transfer.host_pieces
 
-        def counted_plan(spec, **options):
+        def counted_plan(spec, *args, **options):
             self.planned[spec.path] += 1
-            return plan_variable(spec, **options)
+            return plan_variable(spec, *args, **options)
 
         def counted_cut(value, axes, mesh):
             self.cut[value.shape] += 1
@@ -114,7 +115,7 @@ def test_a_report_names_a_variable_that_is_elsewhere():
 
 def test_accumulated_gradients_of_a_group_are_in_a_group_by_the_one_rule_for_slots():
     specs = [VariableSpec(path=f"d/{name}", shape=(8, 4)) for name in ("a", "b")]
-    placed = ModelPlacement.of(specs, mesh_shape={"batch": 4}, zero_stage=3, groups=tfshard.ParameterAnalyzer())
+    placed = ModelPlacement.of(specs, ShardingConfig(analyzer=tfshard.ParameterAnalyzer()), mesh_shape={"batch": 4})
     momentum = placed.slot(VariableSpec(path="d_a_momentum", shape=(8, 4), trainable=False), "d/a")
     assert (momentum.group, momentum.member, momentum.flat) == (0, 0, placed.variables[0].flat)
     accumulator = placed.slot(VariableSpec(path="d_a_gradient_accumulator", shape=(8, 4), trainable=False), "d/a")
@@ -126,7 +127,8 @@ def test_accumulated_gradients_of_a_group_are_in_a_group_by_the_one_rule_for_slo
 def test_faults_are_kept_for_lint_and_raised_for_a_plan():
     layout_map = LayoutMap({"odd": (None, "model"), "even": (None, "model")})
     specs = [VariableSpec(path="odd", shape=(8, 3)), VariableSpec(path="even", shape=(8, 4))]
-    placed = ModelPlacement.of(specs, mesh_shape={"batch": 2, "model": 2}, zero_stage=0, layout_map=layout_map)
+    config = ShardingConfig(layout_map=layout_map, zero_stage=ZeroStage.from_number(0))
+    placed = ModelPlacement.of(specs, config, mesh_shape={"batch": 2, "model": 2})
     assert list(placed.faults) == [0] and placed.variables[1].compute == (None, "model")
     with pytest.raises(tfshard.errors.LayoutError, match="does not divide dim 1 of 'odd'"):
         placed.check()

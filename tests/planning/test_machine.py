@@ -12,15 +12,13 @@ import yaml
 import tfshard
 from tfshard.errors import StrategyError
 from tfshard.graph import model_specs
-from tfshard.layouts.groups import GroupPolicy
+from tfshard.layouts.config import GroupPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.slot_dtypes import SlotDtypes
 from tfshard.measure import step_profile, timeline
 from tfshard.planning import Link, Machine
 from tfshard.planning.machine import KINDS_OF_WORK, Work
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
-from tfshard.storage import turns
 
 DESCRIBED = {
     "name": "a rack",
@@ -38,10 +36,10 @@ def machine(**more) -> Machine:
 
 
 def placed(specs, mesh: dict[str, int], stage: int, layout_map=None, groups: GroupPolicy | None = None):
-    return ModelPlacement.of(
-        specs, mesh_shape=mesh, zero_stage=stage, layout_map=LayoutMap.from_any(layout_map), groups=groups,
-        slot_dtypes=SlotDtypes.of(None),
-    ).check()  # fmt: skip
+    config = ShardingConfig(
+        layout_map=LayoutMap.from_any(layout_map), zero_stage=ZeroStage.from_number(stage), analyzer=groups
+    )
+    return ModelPlacement.of(specs, config, mesh_shape=mesh).check()
 
 
 def traced(mesh: dict[str, int], *, stage: int = 3, layout_map=None, rows: int = ROWS, count: int = 2, dtype=None):
@@ -53,7 +51,7 @@ def traced(mesh: dict[str, int], *, stage: int = 3, layout_map=None, rows: int =
     placement = placed(specs, mesh, stage, layout_map)
     slots = model_specs.slots_of("adam", specs)
     step = TracedStep.of(
-        model, placement, gathering=turns.Gathering.of(True), inputs=np.zeros((rows, WIDTH), "float32"),
+        model, placement, inputs=np.zeros((rows, WIDTH), "float32"),
         slots=slots,
     )  # fmt: skip
     return step, updated_bytes_of(placement, slots)
@@ -103,7 +101,7 @@ def step_of(
     model = keras.Sequential([keras.Input(shape), *layers])
     placement = placed(model_specs.specs_of(model), mesh or {"batch": 2}, stage, layout_map, groups)
     return TracedStep.of(
-        model, placement, gathering=turns.Gathering.of(True), inputs=np.zeros((4, *shape), "float32"), slots=()
+        model, placement, inputs=np.zeros((4, *shape), "float32"), slots=()
     ).total  # fmt: skip
 
 
@@ -175,7 +173,7 @@ def test_a_layer_executes_as_many_operations_as_predicted(layer):
             model.fit(x, y, batch_size=8, verbose=0)
         executed = sum(timeline.is_operation(event) for event in trace.events()) / 4
         placement = strategy.placement_of(model)
-        step = TracedStep.of(model, placement, gathering=strategy.gathering, inputs=x, slots=())
+        step = TracedStep.of(model, placement, inputs=x, slots=())
         return executed, Work.total([step.total, step.synchronizing(strategy.mesh_shape)]).operations
 
     (executed_of_two, two), (executed_of_six, six) = counted(2), counted(6)
@@ -223,11 +221,9 @@ def test_links_between_hosts_keep_their_pace():
 
 
 def test_parts_take_as_often_as_there_are_parts_and_update_once():
-    from tfshard.planning.variable_traffic import Parts
-
     step, updated = traced({"batch": 4})
     once = step.on(machine(), {"batch": 4}, updated_bytes=updated)
-    four = step.on(machine(), {"batch": 4}, updated_bytes=updated, parts=Parts(count=4))
+    four = step.on(machine(), {"batch": 4}, updated_bytes=updated, microbatches=4)
     last = updated / 1e10
     assert four.seconds == pytest.approx(4 * (once.seconds - last) + last)
 

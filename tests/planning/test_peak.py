@@ -10,11 +10,15 @@ import tensorflow as tf
 
 import tfshard
 from tfshard.graph import model_specs
+from tfshard.layouts.config import ShardingConfig, ZeroStage
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.planning import liveness, training_graph
-from tfshard.storage import turns
 
 MEBI = 1 << 20
+
+
+def config_of(stage: int) -> ShardingConfig:
+    return ShardingConfig(zero_stage=ZeroStage.from_number(stage))
 
 
 def products(width=1024):
@@ -133,9 +137,9 @@ def test_gathers_of_recomputed_blocks_are_counted(recompute):
 def test_each_use_of_a_table_has_a_gradient_of_its_own(stage):
     """As a plan has it, which a step is compared with in tests/planning/test_planning.py."""
     model, tokens = tied()
-    placement = ModelPlacement.of(model_specs.specs_of(model), mesh_shape={"batch": 4}, zero_stage=stage)
+    placement = ModelPlacement.of(model_specs.specs_of(model), config_of(stage), mesh_shape={"batch": 4})
     inputs = tf.TensorSpec(tokens.shape, tf.int32)
-    graph = training_graph.trace(model, placement, gathering=turns.Gathering.of(True), inputs=inputs)
+    graph = training_graph.trace(model, placement, inputs=inputs)
     sent = [each.sent for each in graph.costs.values() if each.kind is training_graph.Kind.REDUCTION]
     plan = tfshard.plan(model, {"batch": 4}, zero_stage=stage, optimizer="adam")
     planned = [each.count * each.bytes for each in plan.collectives if each.kind in ("all-reduce", "reduce-scatter")]
@@ -195,8 +199,8 @@ def test_gradients_are_freed_as_they_are_joined():
     other in batch normalization."""
     strategy, model, x = trained(convolutions, stage=0)
     kernels = 9 * 9 * 256 * 256 * 4
-    placement = ModelPlacement.of(model_specs.specs_of(model), mesh_shape={"batch": 4}, zero_stage=0)
-    graph = training_graph.trace(model, placement, gathering=turns.Gathering.of(True), inputs=x)
+    placement = ModelPlacement.of(model_specs.specs_of(model), config_of(0), mesh_shape={"batch": 4})
+    graph = training_graph.trace(model, placement, inputs=x)
     (joined,) = (each for each, cost in graph.costs.items() if cost.kind is training_graph.Kind.JOINED)
     made = liveness.peak_of(dataclasses.replace(graph, results=(joined.outputs[0],)))
     assert made.made[training_graph.Kind.JOINED] > kernels, "premise: the buffer"
@@ -237,10 +241,8 @@ def test_losses_are_given_labels_that_they_take(loss, shape):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, activation="softmax")])
     if loss is not None:
         model.compile(loss=loss)
-    placement = ModelPlacement.of(model_specs.specs_of(model), mesh_shape={"batch": 1}, zero_stage=3)
-    graph = training_graph.trace(
-        model, placement, gathering=turns.Gathering.of(True), inputs=tf.TensorSpec((8, 4), tf.float32)
-    )
+    placement = ModelPlacement.of(model_specs.specs_of(model), ShardingConfig(), mesh_shape={"batch": 1})
+    graph = training_graph.trace(model, placement, inputs=tf.TensorSpec((8, 4), tf.float32))
     labels = [each.outputs[0].shape for each in graph.needed if each.type == "Placeholder"]
     assert shape is None or shape in labels
     assert liveness.peak_of(graph).bytes > 0

@@ -11,7 +11,8 @@ from tensorflow.experimental import dtensor
 
 import tfshard
 from tfshard.devices import merges, transfer
-from tfshard.layouts.layout_map import LayoutMap, VariableSpec
+from tfshard.layouts.config import ShardingConfig, ZeroStage
+from tfshard.layouts.layout_map import VariableSpec
 from tfshard.layouts.variable_layout import plan_variable
 from tfshard.storage.steps import step_scope
 from tfshard.storage.variables import ShardedVariable
@@ -72,9 +73,8 @@ def run(kind: str) -> Result:
     def make(array):
         layout = plan_variable(
             VariableSpec(path="w", shape=array.shape),
-            layout_map=LayoutMap(),
+            ShardingConfig(zero_stage=ZeroStage.from_number(0)),
             mesh_shape={"batch": DEVICES},
-            zero_stage=0,
         )
         return ShardedVariable(array, layout=layout, mesh=mesh, trainable=True)
 

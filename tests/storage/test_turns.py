@@ -15,6 +15,7 @@ import parity
 import small_models
 import tfshard
 from tfshard.devices import reductions
+from tfshard.layouts.config import ReshardPolicy
 from tfshard.planning import Link, Links
 from tfshard.storage import turns
 
@@ -83,7 +84,7 @@ def test_what_makes_a_large_gradient_waits_for_the_last_use_of_the_variable(othe
         assert by_x.op not in turns.ancestors(results[1:2]), "premise"
         stored = [turns.Stored(key=key, bytes=bytes_) for key, bytes_ in enumerate((1 << 20, *others))]
         operations = by_x.graph.get_operations()
-        tokens = turns.arrange(operations, list(zip(stored, reads, strict=True)), [gradient], turns.Gathering(), token)
+        tokens = turns.arrange(operations, list(zip(stored, reads, strict=True)), [gradient], ReshardPolicy(), token)
         assert (by_x.op in turns.ancestors(results[1:2])) == waits
         return *results, *tokens
 

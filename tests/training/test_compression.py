@@ -356,7 +356,7 @@ def test_a_step_sends_and_devices_hold_what_is_planned(mesh, stage, compression,
     plan = strategy.plan(model, inputs=batch[0])
     profile = tfshard.profile_step(model, batch)
     tfshard.measure.assert_matches_plan(profile, plan)
-    groups = strategy.analyzer
+    groups = strategy.config.analyzer
     exact = tfshard.plan(model, mesh, zero_stage=stage, analyzer=groups, inputs=batch[0])
     compressed = [each for each in plan.collectives if each not in exact.collectives]
     assert compressed, "premise: it is planned"

@@ -1,5 +1,6 @@
 """Embedding tables that rest sharded by rows: looked up and updated by rows, with the numbers of one device."""
 
+import dataclasses
 import re
 
 import keras
@@ -11,8 +12,8 @@ import parity
 import tfshard
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.layouts import ModelPlacement, VariableSpec
+from tfshard.layouts.config import GroupPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.embedding_tables import capacities
-from tfshard.layouts.groups import GroupPolicy
 from tfshard.measure import assert_matches_plan, step_profile
 from tfshard.operations import embedding_updates
 
@@ -356,9 +357,10 @@ def test_a_table_changes_no_group_of_others(stage):
     others = [VariableSpec(path=f"mean_{i}", shape=(100_000,), trainable=False) for i in range(4)]
     others.append(VariableSpec(path="kernel", shape=(1024, 1024)))
     table = VariableSpec(path="items/embeddings", shape=(ROWS, WIDTH))
-    options = {"mesh_shape": {"batch": 4}, "zero_stage": stage, "groups": GroupPolicy()}
-    without = ModelPlacement.of(others, **options)
-    placed = ModelPlacement.of([table, *others], tables=tfshard.EmbeddingTables(TABLE), **options)
+    config = ShardingConfig(zero_stage=ZeroStage.from_number(stage), analyzer=GroupPolicy())
+    with_tables = dataclasses.replace(config, tables=tfshard.EmbeddingTables(TABLE))
+    without = ModelPlacement.of(others, config, mesh_shape={"batch": 4})
+    placed = ModelPlacement.of([table, *others], with_tables, mesh_shape={"batch": 4})
     assert bool(without.groups()) == (stage == 3)
     assert placed.variables[0].table == "keras" and placed.variables[0].group is None
     assert placed.groups().keys() == without.groups().keys()

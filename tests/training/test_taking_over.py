@@ -87,7 +87,7 @@ def test_a_model_trains_on_under_another_strategy(before, after, again):
     for variable in (*model.variables, *model.optimizer.variables):
         assert isinstance(variable.value, ShardedVariable) and variable.value.mesh == strategy.mesh, variable.path
     groups = {variable.value.layout.group for variable in model.trainable_variables}
-    assert (groups == {None}) == (strategy.analyzer is None), "as planned"
+    assert (groups == {None}) == (strategy.config.analyzer is None), "as planned"
     assert strategy.report(model).variables
     strategy.check_consistency(model)
 

@@ -83,7 +83,7 @@ def _plan(model: keras.Model) -> dict[str, object]:
         "mesh": strategy.mesh_shape.given,
         "zero_stage": strategy.zero_stage,
         "layout_map": repr(strategy.layout_map),
-        "analyzer": repr(strategy.analyzer),
+        "analyzer": repr(strategy.config.analyzer),
         "clients": clients.here().count,
     }
 

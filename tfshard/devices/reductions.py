@@ -9,7 +9,6 @@ import os
 
 SWITCH = "DTENSOR_ENABLE_MIXED_PRECISION_REDUCE"
 SIZE = "DTENSOR_REDUCE_IN_BFLOAT16_MAX_GROUP_SIZE"
-DTYPES = ("float32", "bfloat16")
 # A user may turn a switch on to look into a problem.
 _is_ours = SWITCH not in os.environ and SIZE not in os.environ
 

@@ -5,6 +5,7 @@ A *layout* says which axis of the mesh shards which dim. Read `variable_layout` 
 
     axes               names, sizes and roles of the axes of a mesh
     layout_map         path patterns to axes, columns and rows
+    config             every setting of a strategy: `ShardingConfig`, `ZeroStage`, and the policies
     variable_layout    a variable's spec to its `VariableLayout`; `FlatForm`, the padded form
     shard_rows         an array with a row for each shard
     compression        what is done with gradients before devices add them up; `PowerSGD`
@@ -18,6 +19,7 @@ A *layout* says which axis of the mesh shards which dim. Read `variable_layout` 
 
 from tfshard.layouts.axes import MeshAxes, Role
 from tfshard.layouts.compression import PowerSGD
+from tfshard.layouts.config import GroupPolicy, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
@@ -25,12 +27,16 @@ from tfshard.layouts.variable_layout import VariableLayout, plan_variable
 
 __all__ = [
     "EmbeddingTables",
+    "GroupPolicy",
     "LayoutMap",
     "MeshAxes",
     "ModelPlacement",
     "PowerSGD",
+    "ReshardPolicy",
     "Role",
+    "ShardingConfig",
     "VariableLayout",
     "VariableSpec",
+    "ZeroStage",
     "plan_variable",
 ]

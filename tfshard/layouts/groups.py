@@ -1,4 +1,4 @@
-"""GroupPolicy: which small variables share a buffer.
+"""Put small variables into groups that share a buffer, as a `GroupPolicy` says.
 
 Pure Python over layouts: the same input gives the same groups on every client.
 """
@@ -7,99 +7,83 @@ import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
 
-from tfshard.errors import StrategyError
 from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import MeshAxes
+from tfshard.layouts.config import GroupPolicy
 from tfshard.layouts.variable_layout import FlatForm, FlatMember, VariableLayout
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupPolicy:
-    """Decides which variables rest in one buffer, are gathered together and are updated as one tensor.
+def group(
+    policy: GroupPolicy, planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int]
+) -> tuple[VariableLayout, ...]:
+    """Put the small variables of a model into groups.
+
+    Trained variables are grouped at every stage, scalars too. Variables that are not trained are grouped only where
+    parameters are stored sharded and the group is large enough to be worth a gather
+    (`variable_layout.WHOLE_BELOW_BYTES`). Only floating-point dtypes and integers of one byte, those of quantized
+    kernels, are grouped. A group has at least two members.
 
     Args:
-        group_threshold_bytes: Variables of fewer bytes are grouped. 0: none.
-        max_group_bytes: A group is closed before its buffer, padding included and over all model shards, exceeds it.
+        policy: The sizes of variables and groups.
+        planned: The layout of each variable by itself, in the order of the model's layers. Slots are left out: they
+            are stored like their parameters.
+        mesh_shape: Axis name to size.
 
-    Raises:
-        StrategyError: A size that is not an integer or is negative.
+    Returns:
+        The layouts in the same order; those of members have `flat`, `group` and `member` set.
     """
+    mesh_axes = MeshAxes.of(mesh_shape)
+    # A small variable that is not trained is stored in full at every stage. A table is sharded at every stage.
+    shard_params = any(layout.store_sharded for layout in planned if layout.table is None)
+    open_groups: dict[Hashable, _OpenGroup] = {}
+    groups: list[_OpenGroup] = []
+    for index, layout in enumerate(planned):
+        if not may_group(policy, layout, shard_params=shard_params):
+            continue
+        key = (layout.spec.dtype, frozenset(layout.compute) - {None}, layout.spec.trainable, layout.slot_dtype)
+        alone = _OpenGroup(mesh_axes)
+        if not alone.add(index, layout, policy.max_group_bytes):
+            continue
+        if key not in open_groups or not open_groups[key].add(index, layout, policy.max_group_bytes):
+            open_groups[key] = alone
+            groups.append(alone)
+    result = list(planned)
+    kept = [each for each in groups if each.worth_it(planned)]
+    for number, each in enumerate(kept):
+        form = FlatForm(members=tuple(each.members), mesh_shape=mesh_axes, word=each.word)
+        for member, index in enumerate(each.indices):
+            layout = planned[index]
+            trained = layout.spec.trainable
+            result[index] = dataclasses.replace(
+                layout,
+                sharded=None,
+                flat=form,
+                # A small untrained variable is stored in full by itself; a group of them is worth sharding.
+                store_sharded=layout.store_sharded or not trained,
+                update_sharded=layout.update_sharded or not trained,
+                group=number,
+                member=member,
+            )
+    return tuple(result)
 
-    group_threshold_bytes: int = 1 << 20
-    max_group_bytes: int = 25 << 20
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            size = getattr(self, field.name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-                raise StrategyError(
-                    f"{field.name} must be a number of bytes: an integer, 0 or larger. Received: {field.name}={size!r}"
-                )
+def may_group(policy: GroupPolicy, layout: VariableLayout, *, shard_params: bool) -> bool:
+    """Return True if a variable may join a group.
 
-    def group(self, planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int]) -> tuple[VariableLayout, ...]:
-        """Puts the small variables of a model into groups.
-
-        Trained variables are grouped at every stage, scalars too. Variables that are not trained are grouped at
-        stage 3 only, where the group is large enough to be worth a gather (`variable_layout.WHOLE_BELOW_BYTES`). Only
-        floating-point dtypes and integers of one byte, those of quantized kernels, are grouped. A group has at least
-        two members.
-
-        Args:
-            planned: The layout of each variable by itself, in the order of the model's layers. Slots are left out:
-                they rest like their parameters.
-            mesh_shape: Axis name to size.
-
-        Returns:
-            The layouts in the same order; those of members have `flat`, `group` and `member` set.
-        """
-        mesh_axes = MeshAxes.of(mesh_shape)
-        # A small variable that is not trained does not tell the stage: it rests whole at each. Nor does a table.
-        stage_3 = any(layout.store_sharded for layout in planned if layout.table is None)
-        open_groups: dict[Hashable, _OpenGroup] = {}
-        groups: list[_OpenGroup] = []
-        for index, layout in enumerate(planned):
-            if not self.may_group(layout, stage_3=stage_3):
-                continue
-            key = (layout.spec.dtype, frozenset(layout.compute) - {None}, layout.spec.trainable, layout.slot_dtype)
-            alone = _OpenGroup(mesh_axes)
-            if not alone.add(index, layout, self.max_group_bytes):
-                continue
-            if key not in open_groups or not open_groups[key].add(index, layout, self.max_group_bytes):
-                open_groups[key] = alone
-                groups.append(alone)
-        result = list(planned)
-        kept = [group for group in groups if group.worth_it(planned)]
-        for number, group in enumerate(kept):
-            form = FlatForm(members=tuple(group.members), mesh_shape=mesh_axes, word=group.word)
-            for member, index in enumerate(group.indices):
-                layout = planned[index]
-                trained = layout.spec.trainable
-                result[index] = dataclasses.replace(
-                    layout,
-                    sharded=None,
-                    flat=form,
-                    # Small untrained variables rest whole by themselves: a group of them is worth sharding.
-                    store_sharded=layout.store_sharded or not trained,
-                    update_sharded=layout.update_sharded or not trained,
-                    group=number,
-                    member=member,
-                )
-        return tuple(result)
-
-    def may_group(self, layout: VariableLayout, *, stage_3: bool) -> bool:
-        """Whether a variable may come into a group, by itself looked at.
-
-        Args:
-            layout: Its layout in no group.
-            stage_3: Whether parameters rest sharded.
-        """
-        bytes_ = variable_layout.spec_bytes(layout.spec)
-        # Scales of quantized kernels take a thousandth of their bytes and are used with them. Gathered apart, they
-        # would need turns of their own.
-        is_scale = not layout.spec.trainable and layout.spec.path.endswith(("_scale", "_zero", "/g_idx"))
-        fits = layout.spec.dtype.startswith(("float", "bfloat")) or variable_layout.is_in_bytes(layout.spec.dtype)
-        is_alone = is_scale or layout.table is not None
-        return fits and not is_alone and 0 < bytes_ < self.group_threshold_bytes and (layout.spec.trainable or stage_3)
+    Args:
+        policy: The sizes of variables and groups.
+        layout: The layout of the variable by itself.
+        shard_params: True if parameters are stored sharded.
+    """
+    bytes_ = variable_layout.spec_bytes(layout.spec)
+    # Scales of quantized kernels take a thousandth of the kernels' bytes, and a step uses both at the same time.
+    # Gathered in a group, scales would need turns of their own.
+    is_scale = not layout.spec.trainable and layout.spec.path.endswith(("_scale", "_zero", "/g_idx"))
+    fits = layout.spec.dtype.startswith(("float", "bfloat")) or variable_layout.is_in_bytes(layout.spec.dtype)
+    is_alone = is_scale or layout.table is not None
+    return (
+        fits and not is_alone and 0 < bytes_ < policy.group_threshold_bytes and (layout.spec.trainable or shard_params)
+    )
 
 
 class _OpenGroup:

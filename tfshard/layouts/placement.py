@@ -9,13 +9,10 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from tfshard.errors import LayoutError
-from tfshard.layouts import compressed_form, variable_layout
+from tfshard.layouts import compressed_form, groups, variable_layout
 from tfshard.layouts.axes import MeshAxes
-from tfshard.layouts.compression import Compression
-from tfshard.layouts.embedding_tables import EmbeddingTables
-from tfshard.layouts.groups import GroupPolicy
+from tfshard.layouts.config import GroupPolicy, ShardingConfig
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
-from tfshard.layouts.slot_dtypes import OWN, SlotDtypes
 from tfshard.layouts.variable_layout import VariableLayout
 
 
@@ -25,16 +22,14 @@ class ModelPlacement:
 
     Attributes:
         mesh_shape: Axis name to size.
-        zero_stage: 0 to 3.
-        layout_map: Which dims the model axes shard.
+        config: The settings, with the layout map of this model.
         variables: The layout of each variable, groups included, in the order of the model's layers.
         faults: What the layout map says that cannot be done, by the variable's place in `variables`. Such a variable
             is laid out as if no rule named it.
     """
 
     mesh_shape: MeshAxes
-    zero_stage: int
-    layout_map: LayoutMap
+    config: ShardingConfig
     variables: tuple[VariableLayout, ...]
     faults: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
@@ -42,70 +37,49 @@ class ModelPlacement:
     def of(
         cls,
         specs: Iterable[VariableSpec],
+        config: ShardingConfig,
         *,
         mesh_shape: Mapping[str, int],
-        zero_stage: int,
-        layout_map: LayoutMap | None = None,
-        groups: GroupPolicy | None = None,
         resting: Sequence[VariableLayout | None] = (),
-        slot_dtypes: SlotDtypes = OWN,
-        slots_on_host: bool = False,
-        compression: Compression = None,
-        tables: EmbeddingTables | None = None,
     ) -> "ModelPlacement":
-        """Decides where the variables of a model go.
+        """Decide where the variables of a model go.
 
         Args:
             specs: The variables, each once, in the order of the model's layers.
+            config: The settings. If `config.layout_map` is None, no model axis shards a variable.
             mesh_shape: Axis name to size.
-            zero_stage: 0 to 3.
-            layout_map: Which dims the model axes shard; by default none.
-            groups: Which small variables share a buffer; None for none.
-            resting: For each variable, where it rests already, if it does. One that is in a group stays there if its
-                rule allows it: another model may have it too, and functions that read it go on.
-            slot_dtypes: In which dtype the moments of float32 variables rest.
-            slots_on_host: Whether moments that are updated in shards rest on the host.
-            compression: What is done with gradients before devices add them up.
-            tables: Which variables are embedding tables.
+            resting: For each variable, its layout if it is stored on the mesh already. A variable in a group stays
+                there if its rule allows it: another model may share the variable, and functions that read it stay
+                valid.
 
         Raises:
             LayoutError: The layout map names an axis that the mesh does not have.
-            StrategyError: An unknown stage; a variable that is to be an embedding table cannot be one.
+            StrategyError: A variable that `config.tables` names cannot be an embedding table.
         """
-        variable_layout.check_stage(zero_stage)
         axes = MeshAxes.of(mesh_shape)
-        layout_map = LayoutMap() if layout_map is None else layout_map
-        layout_map.check_axes(axes)
+        if config.layout_map is None:
+            config = dataclasses.replace(config, layout_map=LayoutMap())
+        config.check_mesh(axes)
         alone: list[VariableLayout] = []
         faults: dict[int, str] = {}
         for number, spec in enumerate(specs):
             try:
-                layout = variable_layout.plan_variable(
-                    spec,
-                    layout_map=layout_map,
-                    mesh_shape=mesh_shape,
-                    zero_stage=zero_stage,
-                    slot_dtypes=slot_dtypes,
-                    slots_on_host=slots_on_host,
-                    tables=tables,
-                )
+                layout = variable_layout.plan_variable(spec, config, mesh_shape=mesh_shape)
             except LayoutError as error:
                 faults[number] = str(error)
-                layout = variable_layout.plan_variable(
-                    spec, layout_map=LayoutMap(), mesh_shape=mesh_shape, zero_stage=zero_stage
-                )
+                layout = variable_layout.plan_variable(spec, _by_stage(config), mesh_shape=mesh_shape)
             alone.append(layout)
         variables = tuple(alone)
-        if groups is not None:
-            variables = _grouped(groups, alone, list(resting) or [None] * len(alone), mesh_shape)
-        variables = tuple(compressed_form.chosen(layout, compression, axes) for layout in variables)
-        return cls(
-            mesh_shape=axes,
-            zero_stage=zero_stage,
-            layout_map=layout_map,
-            variables=variables,
-            faults=faults,
-        )
+        if config.analyzer is not None:
+            variables = _grouped(config.analyzer, alone, list(resting) or [None] * len(alone), mesh_shape)
+        variables = tuple(compressed_form.chosen(layout, config.compression, axes) for layout in variables)
+        return cls(mesh_shape=axes, config=config, variables=variables, faults=faults)
+
+    @property
+    def layout_map(self) -> LayoutMap:
+        """The dims that model axes shard."""
+        assert self.config.layout_map is not None
+        return self.config.layout_map
 
     @property
     def specs(self) -> tuple[VariableSpec, ...]:
@@ -151,7 +125,7 @@ class ModelPlacement:
             parameter: The path of the trained variable that it belongs to, or None.
         """
         owner = None if parameter is None else self._trained[parameter]
-        return slot_layout(spec, owner, mesh_shape=self.mesh_shape, zero_stage=self.zero_stage)
+        return slot_layout(spec, owner, self.config, mesh_shape=self.mesh_shape)
 
     @functools.cached_property
     def _trained(self) -> dict[str, VariableLayout]:
@@ -168,8 +142,13 @@ def _accumulates(spec: VariableSpec) -> bool:
     return spec.path.endswith("gradient_accumulator")
 
 
+def _by_stage(config: ShardingConfig) -> ShardingConfig:
+    """Return the settings of a variable that only the ZeRO stage shards."""
+    return ShardingConfig(layout_map=None, zero_stage=config.zero_stage)
+
+
 def slot_layout(
-    spec: VariableSpec, parameter: VariableLayout | None, *, mesh_shape: Mapping[str, int], zero_stage: int
+    spec: VariableSpec, parameter: VariableLayout | None, config: ShardingConfig, *, mesh_shape: Mapping[str, int]
 ) -> VariableLayout:
     """Where a variable of an optimizer goes: after its parameter, or by itself, which no rule of a layout map names.
 
@@ -179,20 +158,18 @@ def slot_layout(
     Args:
         spec: The slot.
         parameter: The layout of the parameter that it belongs to, if it does.
+        config: The settings.
         mesh_shape: Axis name to size.
-        zero_stage: 0 to 3.
     """
     if parameter is not None and follows(spec, parameter):
         slot = parameter.slot(spec)
         is_read_alone = _accumulates(spec) and not parameter.grouped
         return dataclasses.replace(slot, compute=parameter.gradient) if is_read_alone else slot
-    return variable_layout.plan_variable(
-        spec, layout_map=LayoutMap(), mesh_shape=mesh_shape, zero_stage=zero_stage, slot=True
-    )
+    return variable_layout.plan_variable(spec, _by_stage(config), mesh_shape=mesh_shape, slot=True)
 
 
 def _grouped(
-    groups: GroupPolicy,
+    policy: GroupPolicy,
     alone: Sequence[VariableLayout],
     resting: Sequence[VariableLayout | None],
     mesh_shape: Mapping[str, int],
@@ -200,7 +177,7 @@ def _grouped(
     """The layouts with groups for those variables that are in none yet.
 
     Args:
-        groups: Makes them.
+        policy: The sizes of variables and groups.
         alone: The layout of each variable by itself.
         resting: Where it rests now, if it does.
         mesh_shape: Axis name to size.
@@ -211,7 +188,9 @@ def _grouped(
     ]
     found = iter(
         groups.group(
-            [layout for layout, stays in zip(alone, settled, strict=True) if stays is None], mesh_shape=mesh_shape
+            policy,
+            [layout for layout, stays in zip(alone, settled, strict=True) if stays is None],
+            mesh_shape=mesh_shape,
         )
     )
     first = 1 + max((stays.group for stays in settled if stays is not None and stays.group is not None), default=-1)

@@ -6,17 +6,16 @@ Pure Python and numpy: nothing here touches a device, so that a mistake is found
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.layouts.axes import MeshAxes, Role
 from tfshard.layouts.compression import Compression
+from tfshard.layouts.config import ShardingConfig
 from tfshard.layouts.embedding_tables import EmbeddingTables, rows_of_a_device
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.shard_rows import ShardRows
-from tfshard.layouts.slot_dtypes import OWN, SlotDtypes
 
 Axes = tuple[str | None, ...]
 
@@ -296,27 +295,15 @@ class VariableLayout:
 
 
 def plan_variable(
-    spec: VariableSpec,
-    *,
-    layout_map: LayoutMap,
-    mesh_shape: Mapping[str, int],
-    zero_stage: int,
-    slot: bool = False,
-    slot_dtypes: SlotDtypes = OWN,
-    slots_on_host: bool = False,
-    tables: EmbeddingTables | None = None,
+    spec: VariableSpec, config: ShardingConfig, *, mesh_shape: Mapping[str, int], slot: bool = False
 ) -> VariableLayout:
-    """Decides the layout of one variable.
+    """Decide the layout of one variable.
 
     Args:
         spec: The variable.
-        layout_map: Which dims the model axes shard.
+        config: The settings. If `config.layout_map` is None, no model axis shards the variable.
         mesh_shape: Axis name to size.
-        zero_stage: 0 to 3.
-        slot: Whether it is an optimizer variable, which is sharded from stage 1 on.
-        slot_dtypes: In which dtype its moments rest.
-        slots_on_host: Whether they are to rest on the host.
-        tables: Which variables are embedding tables.
+        slot: True for an optimizer variable, which `config.zero_stage.shard_slots` shards.
 
     Returns:
         The `VariableLayout`.
@@ -326,23 +313,26 @@ def plan_variable(
         StrategyError: A variable that is to be an embedding table cannot be one.
     """
     mesh_axes = MeshAxes.of(mesh_shape)
-    match = layout_map.match(spec)
-    if tables is not None and tables.matches(spec):
-        return _table(spec, tables, match, mesh_axes, slot_dtypes.of_variable(spec))
+    match = None if config.layout_map is None else config.layout_map.match(spec)
+    slot_dtype = config.precision.slot_dtypes.of_variable(spec)
+    if config.tables is not None and config.tables.matches(spec):
+        return _table(spec, config.tables, match, mesh_axes, slot_dtype)
     axes: Axes = match[1] if match else (None,) * len(spec.shape)
     if match is not None:
         _check_divides(spec, match[0], axes, mesh_axes)
     data = mesh_axes.data
     compute = tuple(None if axis == data else axis for axis in axes)
     eligible = slot or spec.trainable or spec_bytes(spec) >= WHOLE_BELOW_BYTES
-    stage = zero_stage if eligible else 0
+    zero_stage = config.zero_stage
+    shard_params = eligible and zero_stage.shard_params
+    shard_slots = eligible and zero_stage.shard_slots
     sharded, flat = None, None
-    if mesh_axes.shards > 1 and math.prod(spec.shape) > 1 and stage > 0:
+    if mesh_axes.shards > 1 and math.prod(spec.shape) > 1 and shard_slots:
         preferred = axes.index(data) if data in axes else None
         # A layout cannot say of a dim that some devices of the axis have the same.
         alone = mesh_axes.replicas == 1
         dim = _batch_dim(spec.shape, compute, mesh_axes.data_size, preferred) if alone else None
-        if dim is not None and not (stage == 3 and is_in_bytes(spec.dtype)):
+        if dim is not None and not (shard_params and is_in_bytes(spec.dtype)):
             sharded = tuple(data if i == dim else axis for i, axis in enumerate(compute))
         else:
             flat = FlatForm.pack([(spec.shape, compute)], mesh_axes, itemsize(spec.dtype))
@@ -351,11 +341,11 @@ def plan_variable(
         compute=compute,
         sharded=sharded,
         flat=flat,
-        store_sharded=stage >= (1 if slot else 3),
-        update_sharded=stage >= 1,
-        reduce_scatter=stage >= 2,
-        slot_dtype=slot_dtypes.of_variable(spec),
-        slots_on_host=slots_on_host and spec.trainable,
+        store_sharded=shard_slots if slot else shard_params,
+        update_sharded=shard_slots,
+        reduce_scatter=eligible and zero_stage.shard_grads,
+        slot_dtype=slot_dtype,
+        slots_on_host=config.offload.slots and spec.trainable,
     )
 
 
@@ -416,28 +406,10 @@ def joins_reduction(layout: VariableLayout, mesh_axes: MeshAxes, *, is_sum: bool
     return not is_cut or (is_sum and not layout.reduce_scatter)
 
 
-def check_microbatches(count: int) -> int:
-    """The number of microbatches of a step; raises `StrategyError` unless it is one."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise StrategyError(f"microbatches must be a number of parts, 1 or more. Received: microbatches={count!r}")
-    return count
-
-
 def parts_of(rows: int, count: int) -> int:
     """In how many equal parts a device takes its rows, if there are to be `count`: more if that does not divide them,
     so that no part is larger than it was to be."""
     return next((number for number in range(count, rows + 1) if rows % number == 0), max(rows, 1))
-
-
-def takes_slots_to_host(offload: str | None) -> bool:
-    """What a user asked for.
-
-    Raises:
-        StrategyError: It is neither None nor `"slots"`.
-    """
-    if offload not in (None, "slots"):
-        raise StrategyError(f"offload must be None or 'slots'. Received: offload={offload!r}")
-    return offload is not None
 
 
 def is_in_bytes(dtype: str) -> bool:
@@ -490,15 +462,6 @@ def _check_divides(spec: VariableSpec, pattern: str, axes: Axes, mesh_shape: Mes
                 f"{mesh_shape[axis]}, shard another dim, or leave it out of the layout map. "
                 f"Received: axes={axes} for pattern '{pattern}'"
             )
-
-
-def check_stage(zero_stage: Any) -> None:
-    """Raises `StrategyError` for an unknown stage."""
-    if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
-        raise StrategyError(
-            "Unknown ZeRO stage. Stages: 0 (nothing sharded over the batch axis), 1 (optimizer slots), "
-            f"2 (and gradients), 3 (and parameters). Received: zero_stage={zero_stage!r}"
-        )
 
 
 def check_patterns(layout_map: LayoutMap, specs: Iterable[VariableSpec], owner: str = "") -> None:

@@ -15,6 +15,7 @@ from tfshard.errors import warn
 from tfshard.graph import inventory
 from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import MeshAxes
+from tfshard.layouts.config import ZeroStage
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes
 from tfshard.storage.variables import ShardedVariable
@@ -250,7 +251,8 @@ class Report:
             return "reduce-scattered"
         grouped = all(row.group is not None for row in self.variables if row.kind == "parameter")
         # A group is small: its gradient is reduced whole, and each device updates its shard.
-        return "reduced by groups" if grouped and self.zero_stage > 1 else "all-reduced"
+        shard_grads = ZeroStage.from_number(self.zero_stage).shard_grads
+        return "reduced by groups" if grouped and shard_grads else "all-reduced"
 
 
 def _is_on(variable: keras.Variable, mesh: dtensor.Mesh) -> bool:

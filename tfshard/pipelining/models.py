@@ -160,7 +160,7 @@ def _check(
             f"Received: a mesh with axes {strategy.pipeline_axes}"
         )
     schedules.check(schedule, ranks=len(strategy.ranks), parts=len(made.parts))
-    if strategy.already_sharded and clients.here().count > 1:
+    if strategy.config.already_sharded and clients.here().count > 1:
         raise StrategyError(
             "Each place on the pipeline axis takes what it needs of a batch, so every client feeds all of it: leave "
             "out already_sharded=True, or the pipeline axis."
@@ -170,10 +170,10 @@ def _check(
             "A pipeline has microbatches of its own: tfshard.pipeline(model, microbatches=...). "
             f"Received: a strategy with microbatches={strategy.microbatches}"
         )
-    if strategy.tables is not None:
+    if strategy.config.tables is not None:
         raise StrategyError(
             "A pipeline adds up the gradients of its microbatches as they are updated, whole, and those of embedding "
-            f"tables are rows: leave tables out, or the pipeline axis. Received: tables={strategy.tables!r}"
+            f"tables are rows: leave tables out, or the pipeline axis. Received: tables={strategy.config.tables!r}"
         )
     if settings.get("jit_compile") is True:
         unsupported.raise_jit_compile(model)

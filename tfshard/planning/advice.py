@@ -18,9 +18,10 @@ from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts import compression as compression_of_gradients
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
 from tfshard.layouts.compression import CODES, Compression, PowerSGD
+from tfshard.layouts.config import Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
+from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.operations import blocks
 from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, without_peak
 from tfshard.planning.compression_gain import CompressionGain, encoded_bytes
@@ -30,7 +31,6 @@ from tfshard.planning.peak import PROCESS_BYTES, Peak, UpdateTiming, peak_of, tr
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
 from tfshard.planning.training_graph import TrainingGraph
-from tfshard.storage import turns
 
 # A compression is proposed where collectives and encoding take at most so much of what exact sums take, though so much
 # of the time that the link is spared was hidden behind computing anyhow: it loses something, and encoding takes time of
@@ -245,10 +245,12 @@ def advise(
         slots=slots,
         optimizer=optimizer,
         links=known,
-        analyzer=analyzer,
-        gathering=turns.Gathering.of(reshard_after_forward),
+        config=ShardingConfig(
+            analyzer=analyzer,
+            reshard=ReshardPolicy.from_options(reshard_after_forward),
+            precision=Precision.from_options(slot_dtype=slot_dtype),
+        ),
         timing=UpdateTiming.of(optimizer),
-        slot_dtypes=SlotDtypes.of(slot_dtype),
         inputs=None if activation_bytes is not None else inputs,
         machine=on,
     )
@@ -355,10 +357,8 @@ class _Step:
         slots: The optimizer's.
         optimizer: The optimizer.
         links: The links between devices, if they are known.
-        analyzer: Makes the groups.
-        gathering: How steps gather.
+        config: The settings that all candidates share.
         timing: When updates can run.
-        slot_dtypes: The dtypes in which slots rest.
         inputs: What the model is called on; None where that is not known, or activations are given.
         machine: What computes, if that is known.
     """
@@ -368,31 +368,26 @@ class _Step:
     slots: Sequence[SlotSpec]
     optimizer: OptimizerLike
     links: Links | None
-    analyzer: ParameterAnalyzer | None
-    gathering: turns.Gathering
+    config: ShardingConfig
     timing: UpdateTiming
-    slot_dtypes: SlotDtypes
     inputs: Any
     machine: Machine | None
 
     def measure(self, empty: Candidate, layout_map: LayoutMap, activation_bytes: int) -> Candidate:
         """A candidate with its peak, or why it cannot be used."""
         try:
-            placement = ModelPlacement.of(
-                self.specs,
-                mesh_shape=empty.mesh_shape,
-                zero_stage=empty.zero_stage,
+            config = dataclasses.replace(
+                self.config,
                 layout_map=layout_map,
-                groups=self.analyzer,
-                slot_dtypes=self.slot_dtypes,
+                zero_stage=ZeroStage.from_number(empty.zero_stage),
                 compression=empty.compression,
-            ).check()
+            )
+            placement = ModelPlacement.of(self.specs, config, mesh_shape=empty.mesh_shape).check()
         except LayoutError as e:
             return dataclasses.replace(empty, problem=str(e))
         graph = trace(
             self.model,
             placement,
-            gathering=self.gathering,
             inputs=self.inputs,
             slots=self.slots,
             timing=self.timing,
@@ -416,7 +411,6 @@ class _Step:
                 slots=self.slots,
                 optimizer=self.optimizer,
                 inputs=self.inputs,
-                gathering=self.gathering,
                 # Without inputs it is the graph of the specs, not of the model.
                 graph=graph if self.inputs is not None else None,
             )
@@ -479,7 +473,7 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
     else:
         shortfall = None
         reasons = [f"Nothing can be used. {_mesh_text(c.mesh_shape)}: {c.problem}" for c in candidates[:1]]
-    if not has_model_axis and (chosen is None or chosen.zero_stage == 3):
+    if not has_model_axis and (chosen is None or ZeroStage.from_number(chosen.zero_stage).shard_params):
         reasons.append(
             "A layout map over the axis 'model' would allow a model axis, which also shards what is gathered and the "
             "gradients."

@@ -6,16 +6,21 @@ from typing import Any
 
 import keras
 
-from tfshard.errors import StrategyError
 from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike, SlotSpec
-from tfshard.layouts import compression as compression_of_gradients
-from tfshard.layouts import variable_layout
 from tfshard.layouts.compression import Compression
+from tfshard.layouts.config import (
+    GroupPolicy,
+    Microbatches,
+    Offload,
+    Precision,
+    ReshardPolicy,
+    ShardingConfig,
+    ZeroStage,
+)
 from tfshard.layouts.embedding_tables import EmbeddingTables
-from tfshard.layouts.groups import GroupPolicy
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
+from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.planning import (
     activation_traffic,
     gather_counts,
@@ -30,7 +35,6 @@ from tfshard.planning.overlap import overlap_of
 from tfshard.planning.peak import UpdateTiming, peak_of, trace
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.training_graph import TrainingGraph
-from tfshard.storage import turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,36 +155,30 @@ def plan(
     >>> [(c.kind, c.what) for c in plan.collectives if c.kind == "all-gather"]
     [('all-gather', 'mlp/up/kernel'), ('all-gather', 'group 0'), ('all-gather', 'mlp/down/kernel')]
     """
-    if analyzer is not None and not isinstance(analyzer, ParameterAnalyzer):
-        raise StrategyError(
-            f"analyzer must be a tfshard.ParameterAnalyzer, or None for no groups. Received: analyzer={analyzer!r}"
-        )
     sizes = model_specs.mesh_sizes(mesh_shape)
     specs = model_specs.specs_of(model_or_specs)
     automatic, chosen = auto_layout.is_auto(layout_map), EmbeddingTables.of(tables)
     resolved = auto_layout.resolve(layout_map, model_or_specs, sizes)
     if automatic and chosen is not None:
         resolved = chosen.take_out_of(resolved)
-    placement = ModelPlacement.of(
-        specs,
-        mesh_shape=sizes,
-        zero_stage=zero_stage,
+    config = ShardingConfig(
         layout_map=resolved,
-        groups=analyzer,
-        slot_dtypes=SlotDtypes.of(slot_dtype),
-        slots_on_host=variable_layout.takes_slots_to_host(offload),
-        compression=compression_of_gradients.check(compression, sizes),
+        zero_stage=ZeroStage.from_number(zero_stage),
+        analyzer=analyzer,
+        reshard=ReshardPolicy.from_options(reshard_after_forward),
+        precision=Precision.from_options(slot_dtype=slot_dtype),
+        microbatches=Microbatches(count=microbatches, reduce_once=reduce_once),
+        offload=Offload.from_option(offload),
+        compression=compression,
         tables=chosen,
     )
-    gathering = turns.Gathering.of(reshard_after_forward)
+    placement = ModelPlacement.of(specs, config, mesh_shape=sizes)
     return plan_placement(
         placement,
         model_or_specs,
         optimizer=optimizer,
         inputs=inputs,
         automatic=automatic,
-        gathering=gathering,
-        parts=variable_traffic.Parts(count=variable_layout.check_microbatches(microbatches), reduce_once=reduce_once),
         links=links,
         compute_seconds=compute_seconds,
     )
@@ -193,8 +191,6 @@ def plan_placement(
     optimizer: OptimizerLike = None,
     inputs: Any = None,
     automatic: bool = False,
-    gathering: turns.Gathering,
-    parts: variable_traffic.Parts = variable_traffic.WHOLE,
     links: LinksLike | None = None,
     compute_seconds: float | None = None,
 ) -> ShardingPlan:
@@ -206,8 +202,6 @@ def plan_placement(
         optimizer: As for `plan`.
         inputs: As for `plan`.
         automatic: Whether the layout map was found for the model.
-        gathering: How steps gather what is stored sharded.
-        parts: In which parts they take their batch.
         links: As for `plan`.
         compute_seconds: As for `plan`.
 
@@ -220,6 +214,7 @@ def plan_placement(
     if optimizer is None:
         optimizer = getattr(model_or_specs, "optimizer", None)
     slots = model_specs.slots_of(optimizer, placement.specs)
+    microbatches = placement.config.microbatches
     refused: list[linter.Finding] = []
     if isinstance(model_or_specs, keras.Model):
         refused = linter.refusals(model_or_specs, placement, automatic=automatic)
@@ -229,11 +224,10 @@ def plan_placement(
         graph = trace(
             model_or_specs,
             placement,
-            gathering=gathering,
-            inputs=parts.of(inputs, placement.mesh_shape),
+            inputs=variable_traffic.inputs_of_microbatch(microbatches, inputs, placement.mesh_shape),
             slots=slots,
             timing=UpdateTiming.of(optimizer),
-            is_part=parts.count > 1,
+            is_part=microbatches.count > 1,
         )
     planned = without_peak(
         placement,
@@ -241,8 +235,6 @@ def plan_placement(
         slots=slots,
         optimizer=optimizer,
         inputs=inputs,
-        gathering=gathering,
-        parts=parts,
         refused=[str(finding) for finding in refused],
         graph=graph,
     )
@@ -253,10 +245,10 @@ def plan_placement(
     if graph is None:
         unknown = _joined(planned.unknown, "the peak of a step with embedding tables")
         return dataclasses.replace(planned, unknown=unknown)
-    if known is not None and compute_seconds is not None and parts.count == 1:
+    if known is not None and compute_seconds is not None and microbatches.count == 1:
         overlap = overlap_of(graph, known, placement.mesh_shape, compute_seconds)
         planned = dataclasses.replace(planned, overlap=overlap)
-    peak = peak_of(graph, placement, stored_bytes=planned.resting_bytes(), parts=parts)
+    peak = peak_of(graph, placement, stored_bytes=planned.resting_bytes())
     return dataclasses.replace(planned, peak=peak)
 
 
@@ -267,8 +259,6 @@ def without_peak(
     slots: Sequence[SlotSpec],
     optimizer: OptimizerLike,
     inputs: Any,
-    gathering: turns.Gathering,
-    parts: variable_traffic.Parts = variable_traffic.WHOLE,
     refused: Sequence[str] = (),
     graph: TrainingGraph | None = None,
 ) -> ShardingPlan:
@@ -280,13 +270,12 @@ def without_peak(
         slots: The optimizer's variables.
         optimizer: As for `plan`.
         inputs: As for `plan`.
-        gathering: How steps gather what is stored sharded.
-        parts: In which parts they take their batch.
         refused: What `compile` would refuse.
         graph: Of the step or of one of its parts, if it is traced already (`peak.trace`).
     """
-    of_part = parts.of(inputs, placement.mesh_shape)
-    sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, of_part)
+    microbatches = placement.config.microbatches
+    called_on = variable_traffic.inputs_of_microbatch(microbatches, inputs, placement.mesh_shape)
+    sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, called_on)
     statistics: list[variable_traffic.Collective] = []
     if isinstance(model_or_specs, keras.Model) and (found := statistics_traffic.statistics_of(model_or_specs)):
         if placement.mesh_shape.has_tensor_parallelism:
@@ -301,12 +290,14 @@ def without_peak(
             *table_traffic.collectives(
                 model_or_specs, placement.variables, placement.mesh_shape, optimizer=optimizer, inputs=inputs
             ),
-            *(dataclasses.replace(each, count=each.count * parts.count) for each in (*sent.collectives, *statistics)),
+            *(
+                dataclasses.replace(each, count=each.count * microbatches.count)
+                for each in (*sent.collectives, *statistics)
+            ),
         ],
         unknown=sent.unknown,
         uses=sent.uses,
-        gathers=gather_counts.gathers_of(model_or_specs, placement, gathering, inputs, graph=graph),
-        parts=parts,
+        gathers=gather_counts.gathers_of(model_or_specs, placement, inputs, graph=graph),
         reductions=gradient_dtypes.reductions_of(model_or_specs, placement.variables, optimizer, inputs),
         refused=refused,
     )

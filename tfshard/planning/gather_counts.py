@@ -19,7 +19,6 @@ from tfshard.storage import turns
 def gathers_of(
     model: ModelOrSpecs,
     placement: ModelPlacement,
-    gathering: turns.Gathering,
     inputs: Any = None,
     *,
     graph: TrainingGraph | None = None,
@@ -30,37 +29,36 @@ def gathers_of(
         model: A built model. Of a list of specs, and of a model that cannot be called on inputs that are made up for
             it, each variable is taken to be used once, in the order of the list, and once more in the backward pass.
         placement: Where its variables go.
-        gathering: How steps gather.
         inputs: What a step calls the model on.
         graph: The graph of the step, if it is traced already.
     """
     placed = placement.variables
-    gathered = [each for each in placed if placement.zero_stage == 3 and variable_traffic.is_gathered(each, 3)]
-    if not gathered or placement.mesh_shape.data_size == 1:
+    zero_stage = placement.config.zero_stage
+    gathered = [each for each in placed if variable_traffic.is_gathered(each, zero_stage)]
+    if not zero_stage.shard_params or not gathered or placement.mesh_shape.data_size == 1:
         return {}
     if graph is None and isinstance(model, keras.Model):
         with contextlib.suppress(LayoutError):
-            graph = training_graph.trace(model, placement, gathering=gathering, inputs=inputs)
+            graph = training_graph.trace(model, placement, inputs=inputs)
     if graph is not None:
         return _of(variable_traffic.members_of(gathered), graph.gathers(), graph.itemsizes)
-    return _of_list(gathered, placement, gathering)
+    return _of_list(gathered, placement)
 
 
-def _of_list(
-    gathered: Sequence[VariableLayout], placement: ModelPlacement, gathering: turns.Gathering
-) -> dict[str, variable_traffic.Gathers]:
+def _of_list(gathered: Sequence[VariableLayout], placement: ModelPlacement) -> dict[str, variable_traffic.Gathers]:
+    reshard = placement.config.reshard
     units = variable_traffic.members_of(gathered)
     stored = {
         name: turns.Stored(
             key=name,
             bytes=variable_traffic.whole_bytes(members[0], placement.mesh_shape),
             itemsize=itemsize(members[0].spec.dtype),
-            keeps=gathering.keeps(each.spec.path for each in members),
+            keeps=reshard.keeps(each.spec.path for each in members),
         )
         for name, members in units.items()
     }
     forward = [[stored[variable_traffic.unit_name(each)]] for each in gathered]
-    begins = turns.begun(forward + forward[::-1], gathering.kept_bytes(stored.values()), gathering.prefetch)
+    begins = turns.begun(forward + forward[::-1], turns.kept_bytes_of(stored.values()), reshard.prefetch)
     return _of(units, collections.Counter(str(name) for names in begins for name in names), {})
 
 

@@ -15,6 +15,7 @@ from tfshard.graph.model_specs import MeshLike
 from tfshard.layers import SketchedDense
 from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import OWN_NAMES, Role, default_role, plain
+from tfshard.layouts.config import ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import Rule, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.operations import unsupported
@@ -96,7 +97,8 @@ def lint(
     automatic = auto_layout.is_auto(layout_map)
     layout_map = auto_layout.resolve(layout_map, model, sizes)
     layout_map.check_axes(sizes)
-    placement = ModelPlacement.of(model_specs.specs_of(model), mesh_shape=sizes, zero_stage=0, layout_map=layout_map)
+    config = ShardingConfig(layout_map=layout_map, zero_stage=ZeroStage.from_number(0))
+    placement = ModelPlacement.of(model_specs.specs_of(model), config, mesh_shape=sizes)
     return judge(model, placement, inputs=inputs, automatic=automatic) + _role_findings(placement)
 
 

@@ -10,7 +10,7 @@ from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.planning import liveness, training_graph, variable_traffic
 from tfshard.planning.training_graph import Kind, TrainingGraph
-from tfshard.storage import turns, update_order
+from tfshard.storage import update_order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -109,7 +109,6 @@ def trace(
     model: ModelOrSpecs,
     placement: ModelPlacement,
     *,
-    gathering: turns.Gathering,
     inputs: Any,
     slots: Sequence[SlotSpec],
     timing: UpdateTiming,
@@ -122,7 +121,6 @@ def trace(
         model: A built model. Without inputs, it is taken as its specs, of which each is used once, in their order, by a
             product with one sample.
         placement: Where the variables go.
-        gathering: How steps gather.
         inputs: What the model is called on, over all devices; or None.
         slots: The optimizer's variables.
         timing: When updates can run.
@@ -136,7 +134,6 @@ def trace(
     return training_graph.trace(
         model if inputs is not None else placement.specs,
         placement,
-        gathering=gathering,
         inputs=inputs,
         slot_bytes=replaced_bytes_of(placement, slots, in_branch=timing.in_branch),
         needs_all_gradients=timing.needs_all_gradients,
@@ -150,7 +147,6 @@ def peak_of(
     placement: ModelPlacement,
     *,
     stored_bytes: int,
-    parts: variable_traffic.Parts = variable_traffic.WHOLE,
     activation_bytes: int = 0,
 ) -> Peak:
     """The peak of a step: its operations are run one after the other, on paper (`liveness`).
@@ -159,7 +155,6 @@ def peak_of(
         graph: The graph of the step, or of a part of it (`trace`).
         placement: Where the variables go.
         stored_bytes: What rests on a device.
-        parts: In which parts the batch is taken.
         activation_bytes: Of the device's share of a batch, on top of what is found.
     """
     moment = liveness.peak_of(graph)
@@ -168,7 +163,9 @@ def peak_of(
     for what, bytes_ in moment.made.items():
         made[_PART[what] if isinstance(what, Kind) else "activation_bytes"] += bytes_
     made["activation_bytes"] += activation_bytes
-    made["gradient_bytes"] += parts.sum_bytes(placement.variables, placement.mesh_shape)
+    made["gradient_bytes"] += variable_traffic.sum_bytes(
+        placement.config.microbatches, placement.variables, placement.mesh_shape
+    )
     return Peak(stored_bytes=stored_bytes, overlap_bytes=max(0, overlap), **made)
 
 

@@ -154,7 +154,6 @@ class ShardingPlan:
         uses: Mapping[str, int] | None = None,
         gathers: Mapping[str, variable_traffic.Gathers] | None = None,
         reductions: variable_traffic.Reductions = variable_traffic.PLAIN,
-        parts: variable_traffic.Parts = variable_traffic.WHOLE,
         refused: Sequence[str] = (),
     ) -> "ShardingPlan":
         """The plan of variables whose places are decided.
@@ -167,10 +166,9 @@ class ShardingPlan:
             uses: How often the forward pass uses a variable, by path, where that is known.
             gathers: How a step of stage 3 gathers a variable or a group, by its name.
             reductions: How a step reduces gradients.
-            parts: In which parts a step takes its batch.
             refused: What `compile` would refuse.
         """
-        mesh_shape, zero_stage = placement.mesh_shape, placement.zero_stage
+        mesh_shape = placement.mesh_shape
         slot_layouts = [placement.slot(slot.spec, slot.reference) for slot in slots]
         slot_names: dict[int, dict[str, None]] = collections.defaultdict(dict)
         for slot, layout in zip(slots, slot_layouts, strict=True):
@@ -178,16 +176,15 @@ class ShardingPlan:
                 slot_names[layout.group][slot.name] = None
         sent = variable_traffic.predict_collectives(
             placement.variables,
+            placement.config,
             mesh_shape=mesh_shape,
-            zero_stage=zero_stage,
             uses=uses,
             gathers=gathers,
             reductions=reductions,
-            parts=parts,
         )
         return cls(
             mesh=MeshAxes.of(mesh_shape),
-            zero_stage=zero_stage,
+            zero_stage=placement.config.zero_stage.number,
             groups=tuple(
                 _planned_group(index, members, tuple(slot_names[index]), mesh_shape)
                 for index, members in placement.groups().items()

@@ -16,9 +16,9 @@ from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.graph.model_specs import OptimizerLike
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
+from tfshard.layouts.config import Microbatches, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.slot_dtypes import SlotDtypes
 from tfshard.operations import blocks
 from tfshard.planning import liveness
 from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer
@@ -27,8 +27,7 @@ from tfshard.planning.peak import UpdateTiming, with_room
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_flops import training_flops
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
-from tfshard.planning.variable_traffic import Parts
-from tfshard.storage import turns
+from tfshard.planning.variable_traffic import sum_bytes
 
 # On more devices than this a step is taken for the one on so many: what a device computes is the same, and its shards,
 # which are smaller still, are next to nothing of its peak. They are what rests, which is counted exactly.
@@ -309,7 +308,7 @@ class Simulator:
         self._analyzer = analyzer
         self._layout_map = layout_map
         self._zero_stages = zero_stages
-        self._gathering = turns.Gathering.of(reshard_after_forward)
+        self._reshard = ReshardPolicy.from_options(reshard_after_forward)
         self._length = length
         self._batch = batch
         optimizer = model_specs.optimizer_of(model, optimizer)
@@ -403,10 +402,10 @@ class Simulator:
         recompute: str | None,
     ) -> Prediction:
         step, made = self._traced(mesh_shape, stage, rows, count > 1, recompute)
-        parts = Parts(count=count)
+        microbatches = Microbatches(count=count)
         updated = updated_bytes_of(placement, self._slots)
-        time = step.on(machine, mesh_shape, updated_bytes=updated, parts=parts)
-        peak = resting + made + parts.sum_bytes(placement.variables, placement.mesh_shape)
+        time = step.on(machine, mesh_shape, updated_bytes=updated, microbatches=count)
+        peak = resting + made + sum_bytes(microbatches, placement.variables, placement.mesh_shape)
         devices = math.prod(mesh_shape.values())
         could = time.seconds * devices * (machine.peak_flops or machine.product_flops)
         return Prediction(
@@ -426,15 +425,13 @@ class Simulator:
         )
 
     def _placement(self, mesh_shape: Mapping[str, int], stage: int) -> ModelPlacement:
-        return ModelPlacement.of(
-            self._specs,
-            mesh_shape=mesh_shape,
-            zero_stage=stage,
+        config = ShardingConfig(
             layout_map=auto_layout.resolve(self._layout_map, self._model, mesh_shape),
-            groups=self._analyzer,
-            slot_dtypes=SlotDtypes.of(None),
-            compression=None,
-        ).check()
+            zero_stage=ZeroStage.from_number(stage),
+            analyzer=self._analyzer,
+            reshard=self._reshard,
+        )
+        return ModelPlacement.of(self._specs, config, mesh_shape=mesh_shape).check()
 
     def _traced(
         self, mesh_shape: Mapping[str, int], stage: int, rows: int, is_part: bool, recompute: str | None
@@ -448,7 +445,6 @@ class Simulator:
             step = TracedStep.of(
                 self._model,
                 placement,
-                gathering=self._gathering,
                 inputs=model_graph.batch_of(self._model, rows * MeshAxes.of(small).data_size, self._length),
                 slots=self._slots,
                 is_part=is_part,

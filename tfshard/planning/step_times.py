@@ -19,8 +19,7 @@ from tfshard.planning.machine import Machine, Work, work_of
 from tfshard.planning.peak import UpdateTiming, slot_bytes_of, trace
 from tfshard.planning.statistics_traffic import Statistics
 from tfshard.planning.training_graph import TrainingGraph
-from tfshard.planning.variable_traffic import WHOLE, Collective, Parts
-from tfshard.storage import turns
+from tfshard.planning.variable_traffic import Collective
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,6 @@ class TracedStep:
         model: keras.Model,
         placement: ModelPlacement,
         *,
-        gathering: turns.Gathering,
         inputs: Any,
         slots: Sequence[SlotSpec],
         timing: UpdateTiming | None = None,
@@ -83,7 +81,6 @@ class TracedStep:
         Args:
             model: A built model.
             placement: Where its variables go.
-            gathering: How the step gathers.
             inputs: What the model is called on, over all devices.
             slots: Those of its optimizer.
             timing: When updates can run; by default when there is their gradient.
@@ -96,7 +93,6 @@ class TracedStep:
         graph = trace(
             model,
             placement,
-            gathering=gathering,
             inputs=inputs,
             slots=slots,
             timing=timing or UpdateTiming(),
@@ -127,7 +123,7 @@ class TracedStep:
         )
 
     def on(
-        self, machine: Machine, mesh_shape: Mapping[str, int], *, updated_bytes: int, parts: Parts = WHOLE
+        self, machine: Machine, mesh_shape: Mapping[str, int], *, updated_bytes: int, microbatches: int = 1
     ) -> StepTime:
         """What it takes on a mesh of a machine's devices.
 
@@ -137,9 +133,9 @@ class TracedStep:
         Args:
             machine: The machine.
             mesh_shape: The mesh.
-            updated_bytes: Of weights and slots that a device writes, after it or after the last of its parts
+            updated_bytes: Of weights and slots that a device writes, after it or after the last microbatch
                 (`updated_bytes_of`).
-            parts: In which parts the step takes its batch; this is one of them.
+            microbatches: Microbatches of a step; this graph is that of one of them.
         """
         mesh_axes, links = MeshAxes.of(mesh_shape), machine.links
 
@@ -154,7 +150,7 @@ class TracedStep:
                 return overlap.sending_seconds(cost, links, mesh_axes) if mesh_axes.data_size > 1 else 0.0
             return machine.seconds(self.work[operation])
 
-        count = parts.count
+        count = microbatches
         waits = (*self.sent, *statistics_traffic.collectives(self.statistics, mesh_shape))
         waited = sum(each.count * sending(each.kind, each.axis, each.bytes) for each in waits)
         updates, synchronizing = Work(updated_bytes=updated_bytes, steps=1), self.synchronizing(mesh_shape)

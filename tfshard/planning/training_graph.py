@@ -176,7 +176,6 @@ def trace(
     model: ModelOrSpecs,
     placement: ModelPlacement,
     *,
-    gathering: turns.Gathering,
     inputs: Any = None,
     slot_bytes: Mapping[str, int] | None = None,
     needs_all_gradients: bool = False,
@@ -188,7 +187,6 @@ def trace(
     Args:
         model: A built model, or specs.
         placement: Where its variables go.
-        gathering: How the step gathers.
         inputs: What the model is called on, over all devices; as for `model_graph.trace`.
         slot_bytes: Bytes of slots that are new while the old ones are there, by unit, on one device.
         needs_all_gradients: Whether no variable can be updated before all gradients are there (`global_clipnorm`).
@@ -202,7 +200,7 @@ def trace(
     """
     if is_part:
         slot_bytes, needs_all_gradients = {}, False
-    traced = _Trace(placement, gathering, slot_bytes or {}, needs_all_gradients, is_part)
+    traced = _Trace(placement, slot_bytes or {}, needs_all_gradients, is_part)
     return traced.run(model, inputs, recompute)
 
 
@@ -211,7 +209,6 @@ class _Trace:
 
     Args:
         placement: Where the variables go.
-        gathering: How the step gathers.
         slot_bytes: Bytes of slots that are new while the old ones are there, by unit, on one device.
         needs_all_gradients: Whether updates wait for all gradients.
         is_part: Whether it is one of several parts of a step.
@@ -220,7 +217,6 @@ class _Trace:
     def __init__(
         self,
         placement: ModelPlacement,
-        gathering: turns.Gathering,
         slot_bytes: Mapping[str, int],
         needs_all_gradients: bool,
         is_part: bool,
@@ -228,7 +224,8 @@ class _Trace:
         self._placement = placement
         self._mesh_shape = placement.mesh_shape
         self._devices = placement.mesh_shape.data_size
-        self._gathering = gathering
+        self._reshard = placement.config.reshard
+        self._zero_stage = placement.config.zero_stage
         self._slot_bytes = slot_bytes
         self._needs_all = needs_all_gradients
         self._is_part = is_part
@@ -292,7 +289,8 @@ class _Trace:
             self._sources[part.ref()] = each.compute
 
     def _is_gathered(self, layout: VariableLayout) -> bool:
-        return self._placement.zero_stage == 3 and self._devices > 1 and variable_traffic.is_gathered(layout, 3)
+        shard_params = self._zero_stage.shard_params and self._devices > 1
+        return shard_params and variable_traffic.is_gathered(layout, self._zero_stage)
 
     def _is_scattered(self, layout: VariableLayout) -> bool:
         """Whether its gradient is reduced by itself, and cut."""
@@ -504,8 +502,9 @@ class _Trace:
     def _gathered_again(self, name: str, updated: tf.Tensor) -> tf.Tensor:
         """What is stored of a unit, if that is whole."""
         first = self._units[name][0]
-        is_sharded = self._placement.zero_stage in (1, 2) and self._devices > 1
-        if not (is_sharded and variable_traffic.is_gathered(first, 1)):
+        zero_stage = self._zero_stage
+        is_sharded = zero_stage.shard_slots and not zero_stage.shard_params and self._devices > 1
+        if not (is_sharded and variable_traffic.is_gathered(first, zero_stage)):
             return updated
         whole = variable_traffic.whole_bytes(first, self._mesh_shape)
         return self._stand_in(updated, Kind.GATHER, whole, sent=whole)
@@ -523,14 +522,14 @@ class _Trace:
                 bytes=variable_traffic.whole_bytes(members[0], self._mesh_shape),
                 itemsize=itemsize(members[0].spec.dtype),
                 is_gathered=self._is_gathered(members[0]),
-                keeps=self._gathering.keeps(each.spec.path for each in members),
+                keeps=self._reshard.keeps(each.spec.path for each in members),
             )
             for name, members in self._units.items()
         }
         reads = [(each, self._stored[name]) for name, each in stored.items()]
         tokens = []
         if gradients or any(each.is_gathered for each in stored.values()):
-            tokens = turns.arrange(again.operations, reads, gradients, self._gathering, token)
+            tokens = turns.arrange(again.operations, reads, gradients, self._reshard, token)
         self._results += [each.updated for each in gradients if each.updated is not None]
         self._results += [*again.tokens, *tokens]
         return self._finished(stored)

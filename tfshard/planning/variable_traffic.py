@@ -12,6 +12,7 @@ from tfshard import _private
 from tfshard.layouts import compressed_form, variable_layout
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.compressed_form import CompressedForm
+from tfshard.layouts.config import Microbatches, ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import VariableSpec
 from tfshard.layouts.variable_layout import Axes, VariableLayout
 
@@ -79,87 +80,80 @@ class Reductions:
         return device_bytes(layout.spec.shape, layout.compute, mesh_shape, sent)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
-    """In which parts, one after the other, a step takes its batch (`ShardedStrategy(microbatches=)`).
+def inputs_of_microbatch(microbatches: Microbatches, inputs: Any, mesh_shape: Mapping[str, int]) -> Any:
+    """Return the shapes and dtypes of one microbatch of `inputs`."""
+    if microbatches.count == 1 or inputs is None:
+        return inputs
+    axes = MeshAxes.of(mesh_shape)
 
-    Attributes:
-        count: How many.
-        reduce_once: Whether gradients are reduced when all have ended, and not those of each.
-    """
+    def of_leaf(leaf: Any) -> Any:
+        if not len(leaf.shape):
+            return leaf
+        rows = leaf.shape[0]
+        devices = axes.data_size if rows % axes.data_size == 0 else 1
+        count = variable_layout.parts_of(rows // devices, microbatches.count)
+        return keras.KerasTensor((rows // count, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
 
-    count: int = 1
-    reduce_once: bool = False
+    return keras.tree.map_structure(of_leaf, inputs)
 
-    def of(self, inputs: Any, mesh_shape: Mapping[str, int]) -> Any:
-        """What a part has of inputs: shapes and dtypes with fewer rows."""
-        if self.count == 1 or inputs is None:
-            return inputs
-        axes = MeshAxes.of(mesh_shape)
 
-        def part(leaf: Any) -> Any:
-            if not len(leaf.shape):
-                return leaf
-            rows = leaf.shape[0]
-            devices = axes.data_size if rows % axes.data_size == 0 else 1
-            count = variable_layout.parts_of(rows // devices, self.count)
-            return keras.KerasTensor((rows // count, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
+def sum_bytes(microbatches: Microbatches, planned: Sequence[VariableLayout], mesh_shape: Mapping[str, int]) -> int:
+    """Return the bytes in which a device adds up the gradients of microbatches."""
+    if microbatches.count == 1:
+        return 0
+    return sum(
+        whole_bytes(each, mesh_shape) if microbatches.reduce_once else gradient_bytes(each, mesh_shape, scattered=True)
+        for each in units(planned)
+        if each.spec.trainable
+    )
 
-        return keras.tree.map_structure(part, inputs)
 
-    def of_gradient(self, each: Collective) -> Collective:
-        """What a step in parts sends where one that takes its batch as one sends this, of a compressed gradient."""
-        if self.count == 1:
-            return each
-        if self.reduce_once:
-            return dataclasses.replace(each, count=1)
-        formula = f"{each.formula}, in each of {self.count} parts"
-        return dataclasses.replace(each, count=each.count * self.count, formula=formula)
+def _compressed_in_microbatches(each: Collective, microbatches: Microbatches) -> Collective:
+    """Return what a step sends of a compressed gradient, from what it sends without microbatches."""
+    if microbatches.count == 1:
+        return each
+    if microbatches.reduce_once:
+        return dataclasses.replace(each, count=1)
+    formula = f"{each.formula}, in each of {microbatches.count} parts"
+    return dataclasses.replace(each, count=each.count * microbatches.count, formula=formula)
 
-    def sum_bytes(self, planned: Sequence[VariableLayout], mesh_shape: Mapping[str, int]) -> int:
-        """Bytes of what a device adds gradients up in."""
-        if self.count == 1:
-            return 0
-        return sum(
-            whole_bytes(each, mesh_shape) if self.reduce_once else gradient_bytes(each, mesh_shape, scattered=True)
-            for each in units(planned)
-            if each.spec.trainable
-        )
 
-    def collectives(
-        self, whole: Sequence[Collective], planned: Sequence[VariableLayout], mesh_shape: Mapping[str, int], stage: int
-    ) -> list[Collective]:
-        """What a step in parts sends of what a step sends that takes its batch as one."""
-        if self.count == 1:
-            return list(whole)
-        axis, found = MeshAxes.of(mesh_shape).data, []
-        for each in whole:
-            again = stage == 3 if each.kind == "all-gather" else not self.reduce_once
-            formula = f"{each.formula}, in each of {self.count} parts" if again else each.formula
-            count = each.count * self.count if again else 1 if each.kind != "all-gather" else each.count
-            found.append(dataclasses.replace(each, count=count, formula=formula))
-        assert axis is not None, "Nothing else is sent over it."
-        if self.reduce_once:
-            formula = f"loss and metrics over {axis}, in each of {self.count} parts"
-            what = "loss and metrics"
-            found.append(
-                Collective(
-                    kind="all-reduce", what=what, axis=axis, count=self.count, bytes=4, formula=formula, merges=True
-                )
+def _in_microbatches(
+    collectives: Sequence[Collective],
+    planned: Sequence[VariableLayout],
+    mesh_shape: Mapping[str, int],
+    config: ShardingConfig,
+) -> list[Collective]:
+    """Return what a step sends, from what it sends without microbatches."""
+    microbatches, zero_stage = config.microbatches, config.zero_stage
+    if microbatches.count == 1:
+        return list(collectives)
+    axis, found = MeshAxes.of(mesh_shape).data, []
+    for each in collectives:
+        again = zero_stage.shard_params if each.kind == "all-gather" else not microbatches.reduce_once
+        formula = f"{each.formula}, in each of {microbatches.count} parts" if again else each.formula
+        count = each.count * microbatches.count if again else 1 if each.kind != "all-gather" else each.count
+        found.append(dataclasses.replace(each, count=count, formula=formula))
+    assert axis is not None, "Nothing else is sent over it."
+    if microbatches.reduce_once:
+        found.append(
+            Collective(
+                kind="all-reduce",
+                what="loss and metrics",
+                axis=axis,
+                count=microbatches.count,
+                bytes=4,
+                formula=f"loss and metrics over {axis}, in each of {microbatches.count} parts",
+                merges=True,
             )
-            return found
-        for layout in units(planned):
-            if layout.flat is not None and layout.spec.trainable and stage > 0:
-                name, formula = f"{unit_name(layout)}, gradients", f"bytes(buffer) over {axis}, when they are added up"
-                bytes_ = whole_bytes(layout, mesh_shape)
-                found.append(
-                    Collective(kind="all-gather", what=name, axis=axis, count=1, bytes=bytes_, formula=formula)
-                )
+        )
         return found
-
-
-# The batch is taken as one.
-WHOLE = Parts()
+    for layout in units(planned):
+        if layout.flat is not None and layout.spec.trainable and zero_stage.shard_slots:
+            name, formula = f"{unit_name(layout)}, gradients", f"bytes(buffer) over {axis}, when they are added up"
+            bytes_ = whole_bytes(layout, mesh_shape)
+            found.append(Collective(kind="all-gather", what=name, axis=axis, count=1, bytes=bytes_, formula=formula))
+    return found
 
 
 # Gradients are reduced in the dtypes of their variables.
@@ -168,13 +162,12 @@ PLAIN = Reductions()
 
 def predict_collectives(
     planned: Sequence[VariableLayout],
+    config: ShardingConfig,
     *,
     mesh_shape: Mapping[str, int],
-    zero_stage: int,
     uses: Mapping[str, int] | None = None,
     gathers: Mapping[str, Gathers] | None = None,
     reductions: Reductions = PLAIN,
-    parts: Parts = WHOLE,
 ) -> tuple[Collective, ...]:
     """What a training step sends over the batch axis.
 
@@ -193,13 +186,12 @@ def predict_collectives(
 
     Args:
         planned: The layout of each variable, groups included.
+        config: The settings.
         mesh_shape: Axis name to size.
-        zero_stage: 0 to 3.
         uses: How often the forward pass uses a variable, by path. By default what a functional model tells of its
             layers.
         gathers: How stage 3 gathers a variable or a group, by its name here (`gather_counts`); by default once.
         reductions: How gradients are reduced (`gradient_dtypes`).
-        parts: In which parts the batch is taken.
     """
     planned = [each for each in planned if each.table is None]  # table_traffic.py
     mesh_axes = MeshAxes.of(mesh_shape)
@@ -210,21 +202,22 @@ def predict_collectives(
     found = functools.partial(Collective, axis=axis)
     stays_alone = reductions.scales_loss and mesh_axes.shards_by_several
     for layout in units(planned):
-        if is_gathered(layout, zero_stage):
+        if is_gathered(layout, config.zero_stage):
             name, itemsize = unit_name(layout), variable_layout.itemsize(layout.spec.dtype)
-            how = (
-                (gathers or {}).get(name, Gathers(itemsize=itemsize)) if zero_stage == 3 else Gathers(itemsize=itemsize)
-            )
+            how = Gathers(itemsize=itemsize)
+            if config.zero_stage.shard_params:
+                how = (gathers or {}).get(name, how)
             what = "buffer" if layout.flat is not None else "variable"
             what += " in the compute dtype" if how.itemsize != itemsize else ""
             when = "before its use" if how.count == 1 else "for each of its turns"
+            when = when if config.zero_stage.shard_params else "after the update"
             collectives.append(
                 found(
                     kind="all-gather",
                     what=name,
                     count=how.count,
                     bytes=whole_bytes(layout, mesh_shape) * how.itemsize // itemsize,
-                    formula=f"bytes({what}) over {axis}, {when if zero_stage == 3 else 'after the update'}",
+                    formula=f"bytes({what}) over {axis}, {when}",
                 )
             )
     merged: dict[str, list[int]] = {"float32": []}
@@ -278,8 +271,8 @@ def predict_collectives(
             )
         )
     return (
-        *parts.collectives(collectives, planned, mesh_shape, zero_stage),
-        *(parts.of_gradient(each) for each in compressed),
+        *_in_microbatches(collectives, planned, mesh_shape, config),
+        *(_compressed_in_microbatches(each, config.microbatches) for each in compressed),
     )
 
 
@@ -365,13 +358,11 @@ def updated_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str,
     return sum(device_bytes(each.storage_shape, each.storage, mesh_shape, each.spec.dtype) for each in updated)
 
 
-def is_gathered(layout: VariableLayout, zero_stage: int) -> bool:
-    """Whether a step gathers it: at stage 3 to read it, at stages 1 and 2 after the update."""
-    return (
-        layout.table is None
-        and layout.splits
-        and (layout.store_sharded if zero_stage == 3 else layout.update_sharded and layout.spec.trainable)
-    )
+def is_gathered(layout: VariableLayout, zero_stage: ZeroStage) -> bool:
+    """Return True if a step gathers a variable: to read its shards, or after it has updated them."""
+    if layout.table is not None or not layout.splits:
+        return False
+    return layout.store_sharded if zero_stage.shard_params else layout.update_sharded and layout.spec.trainable
 
 
 def units(planned: Sequence[VariableLayout]) -> list[VariableLayout]:

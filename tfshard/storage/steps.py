@@ -32,6 +32,7 @@ from tfshard import _private
 from tfshard.devices import host_meshes, merges, transfer
 from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.config import ReshardPolicy
 from tfshard.layouts.variable_layout import Axes
 from tfshard.storage import recomputing, traced_steps, turns, update_order
 from tfshard.storage.writes import Recorded, Writable
@@ -103,11 +104,11 @@ class Step:
     def __init__(
         self,
         graph: tf.Graph | None,
-        gathering: turns.Gathering | None = None,
+        reshard: ReshardPolicy | None = None,
         add_up: AddUp | None = None,
     ):
         self.graph = graph
-        self._gathering = gathering
+        self._reshard = reshard
         # None if DTensor adds up all.
         self.add_up = add_up
         # The UpdateBatch that is open.
@@ -271,7 +272,7 @@ class Step:
             graph: Of the part.
             carried: What the part before has handed on.
         """
-        part = Step(graph, self._gathering, self.add_up)
+        part = Step(graph, self._reshard, self.add_up)
         part.is_part = True
         part._recorded[graph] = {storage: Recorded(base=value, written={}) for storage, value in carried.items()}
         return part
@@ -572,7 +573,7 @@ class Step:
     def _arrange(self, values: dict[Writable, tf.Tensor]) -> list[tf.Tensor]:
         """Lets gathers wait for their turn, and the backward pass for updates."""
         storages = [*values, *(storage for storage, _ in self._stored)]
-        if self.graph is None or self._gathering is None or not storages:
+        if self.graph is None or self._reshard is None or not storages:
             return []
         mesh = storages[0].mesh
         merges.choose(mesh, self.graph)
@@ -585,7 +586,7 @@ class Step:
                 bytes=storage.format.gathered_elements * tensor.dtype.size,
                 itemsize=tensor.dtype.size,
                 is_gathered=storage.format.is_gathered,
-                keeps=self._gathering.keeps(storage.paths),
+                keeps=self._reshard.keeps(storage.paths),
             )
             for storage, tensor in self._stored
         }
@@ -602,7 +603,7 @@ class Step:
         if not gradients and not any(each.is_gathered for each in stored.values()):
             return again.tokens
         reads = [(stored[storage], tensor) for storage, tensor in self._stored]
-        tokens = turns.arrange(again.operations, reads, gradients.values(), self._gathering, read_token)
+        tokens = turns.arrange(again.operations, reads, gradients.values(), self._reshard, read_token)
         values |= {storage: each.updated for (storage, _), each in gradients.items() if each.updated is not None}
         return again.tokens + tokens
 
@@ -753,19 +754,19 @@ def _within(graph: tf.Graph | None) -> contextlib.AbstractContextManager[object]
 
 @contextlib.contextmanager
 def step_scope(
-    gathering: turns.Gathering | None = None, add_up: AddUp | None = None, reads_only: bool = False
+    reshard: ReshardPolicy | None = None, add_up: AddUp | None = None, reads_only: bool = False
 ) -> Iterator[None]:
     """Opens a step: writes are recorded, and carried out when the outermost scope ends.
 
     Args:
-        gathering: How the step gathers what is stored sharded, if it is traced; by default all at its start.
+        reshard: How the step gathers what is stored sharded, if it is traced; by default all at its start.
         add_up: Takes a gradient, as a layer gives it, and its variable.
         reads_only: Whether it only reads variables, around other steps.
     """
     if _state.step is not None:
         yield
         return
-    _state.step = Step(None if _private.is_eager() else tf.compat.v1.get_default_graph(), gathering, add_up)
+    _state.step = Step(None if _private.is_eager() else tf.compat.v1.get_default_graph(), reshard, add_up)
     try:
         yield
         written = _state.step.flush()

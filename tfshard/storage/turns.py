@@ -28,14 +28,13 @@ No number changes: a gather is exact.
 import collections
 import dataclasses
 import itertools
-import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
 from tfshard import _private
 from tfshard.devices import replicas
-from tfshard.errors import StrategyError
+from tfshard.layouts.config import ReshardPolicy
 
 # What a stored value goes through between its gather and its use: made again for each turn.
 ON_THE_WAY = frozenset({
@@ -70,55 +69,6 @@ _FAR_LESS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gathering:
-    """How steps gather what is stored sharded.
-
-    Attributes:
-        reshard_after_forward: Whether what was gathered is freed after its use and gathered again for a later one; or
-            regular expressions, one of which matches the whole path of each variable for which that holds.
-        prefetch: How many turns before its own a gather may start. As many gradients, and one at least, may be whole
-            while the backward pass goes on.
-    """
-
-    reshard_after_forward: bool | tuple[str, ...] = True
-    prefetch: int = 1
-
-    @staticmethod
-    def of(reshard_after_forward: bool | str | Sequence[str], prefetch: int = 1) -> "Gathering":
-        """What a user asked for.
-
-        Raises:
-            StrategyError: It is of another type, or no regular expression; or a number below 0.
-        """
-        if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-            raise StrategyError(f"prefetch must be a number of variables, 0 or more. Received: prefetch={prefetch!r}")
-        if isinstance(reshard_after_forward, bool):
-            return Gathering(reshard_after_forward=reshard_after_forward, prefetch=prefetch)
-        given = reshard_after_forward
-        patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, (list, tuple)) else None
-        try:
-            if patterns is None or not all(isinstance(each, str) and re.compile(each) for each in patterns):
-                raise TypeError
-        except (TypeError, re.error) as error:
-            raise StrategyError(
-                "reshard_after_forward must be True, False, or regular expressions of variables' paths. "
-                f"Received: reshard_after_forward={reshard_after_forward!r}"
-            ) from error
-        return Gathering(reshard_after_forward=patterns, prefetch=prefetch)
-
-    def keeps(self, paths: Iterable[str]) -> bool:
-        """Whether what variables at `paths` share stays gathered until its last use."""
-        if isinstance(self.reshard_after_forward, bool):
-            return not self.reshard_after_forward
-        patterns = self.reshard_after_forward
-        return not all(any(re.fullmatch(pattern, path) for pattern in patterns) for path in paths)
-
-    def kept_bytes(self, stored: Iterable["Stored"]) -> int:
-        """How much a device keeps of what is gathered: as much as the largest takes, which it needs anyhow."""
-        return max((each.bytes for each in stored), default=0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Stored:
     """What is stored as one: a variable or a group.
 
@@ -141,6 +91,11 @@ class Stored:
         if dtype is None:
             return self
         return dataclasses.replace(self, bytes=self.bytes // self.itemsize * dtype.size, itemsize=dtype.size)
+
+
+def kept_bytes_of(stored: Iterable[Stored]) -> int:
+    """Return how many gathered bytes a device keeps: as many as the largest takes, which the device needs anyway."""
+    return max((each.bytes for each in stored), default=0)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -196,7 +151,7 @@ def arrange(
     operations: Sequence[tf.Operation],
     reads: Sequence[tuple[Stored, tf.Tensor]],
     gradients: Iterable[Gradient],
-    gathering: Gathering,
+    reshard: ReshardPolicy,
     token: Callable[[], tf.Tensor],
 ) -> list[tf.Tensor]:
     """Changes the graph of a step that was traced: gathers wait for their turn, and the backward pass for gradients.
@@ -206,7 +161,7 @@ def arrange(
         reads: What the step has read of what is stored. The same may have been read several times.
         gradients: Gradients that are to be gone before the backward pass goes on. What is `updated` of them is changed
             to what has to be stored instead.
-        gathering: How to gather.
+        reshard: When to gather, and when to free.
         token: Reads a variable: a number that nobody needs.
 
     Returns:
@@ -218,15 +173,15 @@ def arrange(
         uses = list(values.uses(operations))
         sent = sent_dtypes(uses)
         stored = {each.key: each.sent_as(sent.get(each.key)) for each, _ in reads}
-        kept_bytes = gathering.kept_bytes(stored.values())
+        kept_bytes = kept_bytes_of(stored.values())
         large = {key for key, each in stored.items() if each.bytes * _FAR_LESS > kept_bytes}
         gradients = list(gradients)
         made = ancestors(each.updated for each in gradients if each.updated is not None)
         updates = made - ancestors(each.tensor for each in gradients)
-        ahead = max(gathering.prefetch - 1, 0)
+        ahead = max(reshard.prefetch - 1, 0)
         gates = _Gates(operations, [each for each in gradients if each.key in large], token, ahead)
         gathered = [[key for key in use.numbers if stored[key].is_gathered] for use in uses]
-        begins = begun([[stored[key] for key in keys] for keys in gathered], kept_bytes, gathering.prefetch)
+        begins = begun([[stored[key] for key in keys] for keys in gathered], kept_bytes, reshard.prefetch)
         turns: dict[Hashable, _Turn] = {}
         ties: list[Slot] = []  # Of the large turns before.
         untied: set[Hashable] = set()  # Large turns that began with what waits for nothing: the shape of a kernel.
@@ -235,7 +190,7 @@ def arrange(
             own = [] if use.tie is None else [use.tie]
             is_update = use.operation in updates  # For which an operation of a turn before may wait.
             for key in beginning:
-                before = own if is_update else [*ties, *own][: max(len(ties) - gathering.prefetch, -1) + 1]
+                before = own if is_update else [*ties, *own][: max(len(ties) - reshard.prefetch, -1) + 1]
                 turns[key] = _Turn(values, key, before[-1] if before else None, sent.get(key))
             if not is_update:
                 untied |= large.intersection(beginning)

@@ -19,10 +19,8 @@ from tfshard.devices import clients, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts import placement
-from tfshard.layouts.compression import Compression
-from tfshard.layouts.embedding_tables import EmbeddingTables
-from tfshard.layouts.layout_map import LayoutMap, VariableSpec
-from tfshard.layouts.slot_dtypes import SlotDtypes
+from tfshard.layouts.config import ShardingConfig
+from tfshard.layouts.layout_map import VariableSpec
 from tfshard.operations import (
     adapters,
     averages,
@@ -37,7 +35,6 @@ from tfshard.operations import (
     unsupported,
     vocabulary,
 )
-from tfshard.planning.analyzer import ParameterAnalyzer
 from tfshard.storage.initial_values import HostValue
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
@@ -52,41 +49,16 @@ class Adopter(Placer):
     """The part of a strategy that brings models to where their placements have them.
 
     Args:
-        sequence_parallel: Whether activations between tensor-parallel blocks are sharded along the sequence.
-        already_sharded: Whether each client feeds its own part of every batch.
-        mesh, layout_map, zero_stage, analyzer: As for `Placer`.
+        mesh: The mesh.
+        config: The settings.
 
     Attributes:
         moves: How often variables went to other storages: functions that were traced before read the old ones.
         given_up: How many models another strategy has taken over: others may have had variables in common with them.
     """
 
-    def __init__(
-        self,
-        mesh: dtensor.Mesh,
-        *,
-        sequence_parallel: bool,
-        already_sharded: bool,
-        layout_map: LayoutMap | None,
-        zero_stage: int,
-        analyzer: ParameterAnalyzer | None,
-        slot_dtypes: SlotDtypes,
-        slots_on_host: bool,
-        compression: Compression,
-        tables: EmbeddingTables | None = None,
-    ):
-        super().__init__(
-            mesh,
-            layout_map=layout_map,
-            zero_stage=zero_stage,
-            analyzer=analyzer,
-            slot_dtypes=slot_dtypes,
-            slots_on_host=slots_on_host,
-            compression=compression,
-            tables=tables,
-        )
-        self.sequence_parallel = sequence_parallel
-        self.already_sharded = already_sharded
+    def __init__(self, mesh: dtensor.Mesh, config: ShardingConfig):
+        super().__init__(mesh, config)
         self.moves = 0
         self.given_up = 0
         # Functions that run a step, by the user's own: forgotten when variables move.
@@ -224,7 +196,7 @@ class Adopter(Placer):
     ) -> ShardedVariable:
         """A variable of an optimizer; as the parameter it belongs to, when it has its shape."""
         owner = None if reference is None else reference.layout
-        layout = placement.slot_layout(spec, owner, mesh_shape=self.mesh_shape, zero_stage=self.zero_stage)
+        layout = placement.slot_layout(spec, owner, self.config, mesh_shape=self.mesh_shape)
         # Of a model that is cut into parts, parameters are on several meshes.
         mesh = self.mesh if reference is None else reference.mesh
         if reference is None or not placement.follows(spec, reference.layout):
@@ -272,7 +244,7 @@ class Adopter(Placer):
         lookups.install(model)
         adapters.install(model)
         blocks.install_remat(model)
-        if self.sequence_parallel:
+        if self.config.sequence_parallel:
             sequence.install(model, self.mesh)
         for layer in _private.flatten_layers(model):
             # Plain models around them: XLA takes no variables that are on several devices.

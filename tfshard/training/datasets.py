@@ -12,6 +12,7 @@ from tfshard import _private
 from tfshard.devices import clients, mesh_tensors, process_lock
 from tfshard.devices.batching import batch_to_mesh, end_of_data
 from tfshard.errors import CheckpointError, StrategyError
+from tfshard.layouts.config import ShardingConfig
 
 
 def _check_in_python() -> None:
@@ -197,8 +198,9 @@ def epochs_of(model: keras.Model) -> object | None:
 
 
 def iterator_savers(strategy: tf.distribute.Strategy | None) -> int:
-    """How many clients save the state of their iterator: each feeds its own part of a batch, or all feed the same."""
-    return clients.here().count if getattr(strategy, "already_sharded", False) else 1
+    """Return how many clients save the state of their iterator: all if each feeds its own rows, otherwise one."""
+    config = getattr(strategy, "config", None)  # Another strategy has none.
+    return clients.here().count if isinstance(config, ShardingConfig) and config.already_sharded else 1
 
 
 def host_iterator(iterator: object) -> tf.data.Iterator:

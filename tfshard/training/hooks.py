@@ -267,7 +267,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         with (
             strategy.scope(),
             _ReplicaContext(strategy),
-            step_scope(strategy.gathering, _adding_up(strategy, exactly=self._run.adds_up_exactly)),
+            step_scope(strategy.config.reshard, _adding_up(strategy, exactly=self._run.adds_up_exactly)),
             rewrites.exchanged(strategy.mesh),
         ):
             yield
@@ -287,7 +287,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
                 args,
                 kwargs or {},
                 count=strategy.microbatches,
-                reduce_once=strategy.reduce_once,
+                reduce_once=strategy.config.microbatches.reduce_once,
                 mesh=strategy.mesh,
             )
             if parts is None:
@@ -349,7 +349,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
     ) -> Any:
         strategy = self._strategy()
         values = value_fn(_ValueContext())
-        return mesh_tensors.wrapped(batching.batch_to_mesh(values, strategy.mesh, strategy.already_sharded))
+        return mesh_tensors.wrapped(batching.batch_to_mesh(values, strategy.mesh, strategy.config.already_sharded))
 
     def _experimental_distribute_dataset(self, dataset: Iterable[Any], options: object) -> Any:
         return self._container_strategy().experimental_distribute_dataset(dataset, options)
@@ -359,10 +359,10 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
     ) -> datasets.ShardedDataset:
         del options
         strategy, context = self._strategy(), tf.distribute.InputContext()
-        if strategy.already_sharded:
+        if strategy.config.already_sharded:
             part = batching.InputShard.of(strategy.mesh)
             context = tf.distribute.InputContext(num_input_pipelines=part.count, input_pipeline_id=part.index)
-        return datasets.ShardedDataset(dataset_fn(context), strategy.mesh, strategy.already_sharded)
+        return datasets.ShardedDataset(dataset_fn(context), strategy.mesh, strategy.config.already_sharded)
 
     # --- what it is
 
@@ -471,7 +471,7 @@ class _ValueContext(tf.distribute.experimental.ValueContext):  # type: ignore[mi
 def _adding_up(strategy: Adopter, *, exactly: bool) -> AddUp | None:
     """How a traced step adds up gradients, if not all as DTensor does."""
     mesh, has_replicas = strategy.mesh, strategy.mesh_shape.replicas > 1
-    compresses = strategy.compression is not None and not exactly
+    compresses = strategy.config.compression is not None and not exactly
     if _private.is_eager() or not (has_replicas or compresses):
         return None
 

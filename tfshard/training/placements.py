@@ -11,14 +11,12 @@ from tfshard import _private
 from tfshard.graph import auto_layout, inventory
 from tfshard.layouts import compressed_form, variable_layout
 from tfshard.layouts.axes import axis_sizes
-from tfshard.layouts.compression import Compression
-from tfshard.layouts.embedding_tables import EmbeddingTables
+from tfshard.layouts.config import GroupPolicy, ShardingConfig
+from tfshard.layouts.groups import may_group
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.slot_dtypes import SlotDtypes
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.planning import linter
-from tfshard.planning.analyzer import ParameterAnalyzer
 from tfshard.storage.variables import ShardedVariable
 
 
@@ -36,7 +34,7 @@ class _Basis:
     specs: list[VariableSpec]
     layers: list[int]
     layout_map: list[tuple[str, object]]
-    groups: ParameterAnalyzer | None
+    groups: GroupPolicy | None
 
 
 class Placer:
@@ -44,55 +42,38 @@ class Placer:
 
     Args:
         mesh: The mesh.
-        layout_map: Which dims of which variables the model axes shard; None: each model has the one found for it.
-        zero_stage: What rests sharded over the batch axis.
-        analyzer: Which small variables share a buffer; None: each is by itself.
-        slot_dtypes: In which dtype the moments of float32 variables rest.
-        slots_on_host: Whether moments that are updated in shards rest on the host of the mesh.
-        compression: What is done with gradients before devices add them up.
-        tables: Which variables are embedding tables.
+        config: The settings.
     """
 
-    def __init__(
-        self,
-        mesh: dtensor.Mesh,
-        *,
-        layout_map: LayoutMap | None,
-        zero_stage: int,
-        analyzer: ParameterAnalyzer | None,
-        slot_dtypes: SlotDtypes,
-        slots_on_host: bool,
-        compression: Compression,
-        tables: EmbeddingTables | None = None,
-    ):
-        self.compression = compression
-        self.tables = tables
-        self.slot_dtypes = slot_dtypes
-        self.slots_on_host = slots_on_host
+    def __init__(self, mesh: dtensor.Mesh, config: ShardingConfig):
+        self.config = config
         self.mesh = mesh
         self.mesh_shape = axis_sizes(mesh)
-        self.auto = layout_map is None
-        self.layout_map = LayoutMap.from_any(None, self.mesh_shape) if layout_map is None else layout_map
-        self.zero_stage = zero_stage
-        self.analyzer = analyzer
         self._checked: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._placements: weakref.WeakKeyDictionary[keras.Model, tuple[_Basis, ModelPlacement]] = (
             weakref.WeakKeyDictionary()
         )
         self._found_maps: weakref.WeakKeyDictionary[keras.Model, LayoutMap] = weakref.WeakKeyDictionary()
 
+    @property
+    def auto(self) -> bool:
+        """True if tfshard finds a layout map for each model."""
+        return self.config.layout_map is None
+
+    @property
+    def layout_map(self) -> LayoutMap:
+        """The layout map that the user gave. It is empty without one, and with `layout_map="auto"`."""
+        return LayoutMap() if self.config.layout_map is None else self.config.layout_map
+
+    @property
+    def zero_stage(self) -> int:
+        """The number of the ZeRO stage."""
+        return self.config.zero_stage.number
+
     def plan_variable(self, spec: VariableSpec) -> VariableLayout:
-        """The layout of a variable by itself under this strategy. Needs no device."""
-        layout = variable_layout.plan_variable(
-            spec,
-            layout_map=self.layout_map,
-            mesh_shape=self.mesh_shape,
-            zero_stage=self.zero_stage,
-            slot_dtypes=self.slot_dtypes,
-            slots_on_host=self.slots_on_host,
-            tables=self.tables,
-        )
-        return compressed_form.chosen(layout, self.compression, self.mesh_shape)
+        """Return the layout of a variable by itself under this strategy. No device is used."""
+        layout = variable_layout.plan_variable(spec, self.config, mesh_shape=self.mesh_shape)
+        return compressed_form.chosen(layout, self.config.compression, self.mesh_shape)
 
     def layout_map_for(self, model: keras.Model) -> LayoutMap:
         """The layout map of a model: with `layout_map="auto"` the one found for it, empty until it is built."""
@@ -100,13 +81,14 @@ class Placer:
             return self.layout_map
         if model not in self._found_maps:
             found = auto_layout.auto_layout_map(model, self.mesh)
-            self._found_maps[model] = found if self.tables is None else self.tables.take_out_of(found)
+            tables = self.config.tables
+            self._found_maps[model] = found if tables is None else tables.take_out_of(found)
         return self._found_maps[model]
 
     def may_move(self, layout: VariableLayout) -> bool:
         """Whether a variable may go elsewhere once its model is known: into a group, or to where `"auto"` has it."""
-        may_group = self.analyzer is not None and self.analyzer.may_group(layout, stage_3=self.zero_stage == 3)
-        return self.auto or may_group
+        policy, shard_params = self.config.analyzer, self.config.zero_stage.shard_params
+        return self.auto or (policy is not None and may_group(policy, layout, shard_params=shard_params))
 
     def placement_of(self, model: keras.Model) -> ModelPlacement:
         """Where the variables of a built model go, groups included.
@@ -137,11 +119,13 @@ class Placer:
             specs=specs,
             layers=[id(layer) for _, layer in owned],
             layout_map=list(layout_map.items()),
-            groups=self.analyzer,
+            groups=self.config.analyzer,
         )
         made = self._placements.get(model)
         if made is not None and made[0] == basis and _still_holds(made[1], resting):
-            return _with_layers(made[1], owned)
+            # The number of microbatches may have changed since.
+            config = dataclasses.replace(self.config, layout_map=layout_map)
+            return _with_layers(dataclasses.replace(made[1], config=config), owned)
         placement = self.place(specs, layout_map, resting)
         # Without the layers: they would keep the model, and with it this entry.
         self._placements[model] = (
@@ -163,18 +147,8 @@ class Placer:
             layout_map: Which of their dims the model axes shard.
             resting: The layouts of those that stay where they are; None for others.
         """
-        return ModelPlacement.of(
-            specs,
-            mesh_shape=self.mesh_shape,
-            zero_stage=self.zero_stage,
-            layout_map=layout_map,
-            groups=self.analyzer,
-            resting=resting,
-            slot_dtypes=self.slot_dtypes,
-            slots_on_host=self.slots_on_host,
-            compression=self.compression,
-            tables=self.tables,
-        )
+        config = dataclasses.replace(self.config, layout_map=layout_map)
+        return ModelPlacement.of(specs, config, mesh_shape=self.mesh_shape, resting=resting)
 
     def check_layouts(self, model: keras.Model) -> None:
         """Looks the layout map over for a built model, once (`tfshard.lint`).
@@ -183,8 +157,8 @@ class Placer:
             LayoutError: It does not fit the model, or leaves a large matrix whole that it does not mention. With
                 `layout_map="auto"`: it found nothing to shard over a model axis.
         """
-        if model.built and self.tables is not None and model not in self._checked:
-            self.tables.check_used([spec.path for spec in self.placement_of(model).specs])
+        if model.built and self.config.tables is not None and model not in self._checked:
+            self.config.tables.check_used([spec.path for spec in self.placement_of(model).specs])
         if model.built and model not in self._checked:
             (linter.check_found if self.auto else linter.check)(model, self.placement_of(model))
             self._checked.add(model)

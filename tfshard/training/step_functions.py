@@ -152,7 +152,7 @@ class StepFunctions:
             may_share: Whether the batch may go through an open function, in which every batch counts once.
         """
         strategy = self._strategy
-        if strategy.already_sharded or self._model.run_eagerly:
+        if strategy.config.already_sharded or self._model.run_eagerly:
             return self._own(batch, counts_once)
         batch = tf.nest.map_structure(batching.on_host, batch)
         self._note_full(batch)
@@ -193,7 +193,7 @@ class StepFunctions:
 
     def _own(self, batch: Any, counts_once: bool) -> Prepared:
         strategy = self._strategy
-        argument = batching.batch_to_mesh(batch, strategy.mesh, strategy.already_sharded)
+        argument = batching.batch_to_mesh(batch, strategy.mesh, strategy.config.already_sharded)
         key = self._own_key(argument, counts_once)
         return Prepared(batch=batch, key=key, argument=argument, is_open=False, counts_once=counts_once)
 
@@ -235,8 +235,8 @@ class StepFunctions:
             or self._in_a_row >= IN_A_ROW
             or clients.here().is_launched
             or strategy.microbatches > 1
-            or strategy.compression is not None
-            or strategy.tables is not None
+            or strategy.config.compression is not None
+            or strategy.config.tables is not None
             or any(axes[axis] > 1 for axis in axes.tensor)
             or not all(_can_be_padded(leaf) for leaf in leaves)
         ):

@@ -27,21 +27,19 @@ from tfshard.devices import (
 from tfshard.devices.mesh import create_mesh, rank_meshes
 from tfshard.errors import MeshError, StrategyError, warn
 from tfshard.graph import auto_layout, model_specs
-from tfshard.layouts import compression as compression_of_gradients
-from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
 from tfshard.layouts.compression import Compression
+from tfshard.layouts.config import Microbatches, Offload, Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap
-from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
+from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats
 from tfshard.operations import blocks as blocks_of_layers
 from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, plan_placement
 from tfshard.planning.links import LinksLike
 from tfshard.planning.sharding_plan import ShardingPlan
-from tfshard.planning.variable_traffic import Parts
-from tfshard.storage import steps, turns
+from tfshard.storage import steps
 from tfshard.training import datasets, failures, readiness
 from tfshard.training.adoption import Adopter, check_not_elsewhere
 from tfshard.training.hooks import ShardedExtended
@@ -143,71 +141,54 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         tables: EmbeddingTables | str | Sequence[str] | None = None,
     ):
         readiness.check_process()
-        settings_of_ranks = {name: value for name, value in locals().items() if name not in ("self", "mesh")}
-        variable_layout.takes_slots_to_host(offload)
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
             raise MeshError(
                 f"mesh must come from tfshard.create_mesh(). Received: mesh={mesh!r} (of type {type(mesh)})"
             )
-        variable_layout.check_stage(zero_stage)
-        if analyzer is not None and not isinstance(analyzer, ParameterAnalyzer):
-            raise StrategyError(
-                "analyzer must be a tfshard.ParameterAnalyzer, or None for no groups. "
-                f"Received: analyzer={analyzer!r} (of type {type(analyzer)})"
-            )
-        if reduce_dtype not in reductions.DTYPES:
-            raise StrategyError(f"reduce_dtype must be one of {reductions.DTYPES}. Received: {reduce_dtype!r}")
-        self.gathering = turns.Gathering.of(reshard_after_forward, prefetch)
-        self.reduce_dtype = reduce_dtype
         mesh = mesh or getattr(layout_map, "mesh", None)
         mesh = mesh or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
-        # Of each place on the pipeline axis; this is that of the last one, where losses and metrics are.
-        self.pipeline_axes = axis_sizes(mesh)
-        *others, mesh = rank_meshes(mesh)
-        self.ranks: tuple[ShardedStrategy, ...] = (
-            *(ShardedStrategy(each, **settings_of_ranks) for each in others),
-            self,
-        )
-        offload = offload if _offloads(offload, mesh, zero_stage) else None
-        compression_of_gradients.check(compression, axis_sizes(mesh))
-        given = None if auto_layout.is_auto(layout_map) else LayoutMap.from_any(layout_map, axis_sizes(mesh))
-        if startup.current() is None:
-            startup.initialize()
-        if given is not None:
-            given.check_axes(axis_sizes(mesh))
-        Adopter.__init__(
-            self,
-            mesh,
-            layout_map=given,
-            zero_stage=zero_stage,
+        # Each place on the pipeline axis has a mesh. Losses and metrics are on the last one.
+        axes = axis_sizes(rank_meshes(mesh)[-1])
+        config = ShardingConfig(
+            layout_map=None if auto_layout.is_auto(layout_map) else LayoutMap.from_any(layout_map, axes),
+            zero_stage=ZeroStage.from_number(zero_stage),
             analyzer=analyzer,
-            slot_dtypes=SlotDtypes.of(slot_dtype),
-            slots_on_host=offload is not None,
-            compression=compression,
+            reshard=ReshardPolicy.from_options(reshard_after_forward, prefetch),
+            precision=Precision.from_options(reduce_dtype, slot_dtype),
+            microbatches=Microbatches(count=microbatches, reduce_once=reduce_once),
+            offload=Offload.from_option(offload),
             sequence_parallel=sequence_parallel,
             already_sharded=already_sharded,
+            compression=compression,
             tables=EmbeddingTables.of(tables),
         )
-        self.microbatches = microbatches
-        self.reduce_once = reduce_once
-        if reduce_once and self.mesh_shape.shards_by_several:
-            raise StrategyError(
-                "reduce_once=True is for meshes of a batch axis only: on others devices hold parts of one gradient. "
-                f"Received: mesh={self.mesh_shape}"
-            )
-        settings = {"zero_stage": zero_stage, "layout_map": auto_layout.AUTO if self.auto else repr(given),
-                    "analyzer": repr(analyzer), "mesh": self.mesh_shape.given, "roles": plain(self.mesh_shape.roles),
-                    "already_sharded": already_sharded, "sequence_parallel": sequence_parallel,
-                    "gathering": repr(self.gathering), "reduce_dtype": reduce_dtype,
-                    "slot_dtypes": repr(self.slot_dtypes), "microbatches": microbatches,
-                    "reduce_once": reduce_once, "offload": offload, "compression": repr(compression),
-                    "tables": repr(self.tables)}  # fmt: skip
-        clients.here().agree("the strategy", settings, error=StrategyError)
+        self._start(mesh, config)
+
+    @classmethod
+    def _of_config(cls, mesh: dtensor.Mesh, config: ShardingConfig) -> "ShardedStrategy":
+        strategy = cls.__new__(cls)
+        strategy._start(mesh, config)
+        return strategy
+
+    def _start(self, mesh: dtensor.Mesh, config: ShardingConfig) -> None:
+        """Check the settings on a mesh, agree on them with the other clients, and start what a step needs."""
+        self.pipeline_axes = axis_sizes(mesh)
+        *others, mesh = rank_meshes(mesh)
+        axes = axis_sizes(mesh)
+        config.check_mesh(axes)
+        if not _offloads(mesh, config):
+            config = dataclasses.replace(config, offload=Offload())
+        self.ranks: tuple[ShardedStrategy, ...] = (*(self._of_config(each, config) for each in others), self)
+        if startup.current() is None:
+            startup.initialize()
+        Adopter.__init__(self, mesh, config)
+        mesh_settings = {"mesh": self.mesh_shape.given, "roles": plain(self.mesh_shape.roles)}
+        clients.here().agree("the strategy", config.described() | mesh_settings, error=StrategyError)
         gathers.choose(mesh)
-        reductions.choose(reduce_dtype)
+        reductions.choose(config.precision.reduce_dtype)
         transfer.meet(mesh)
-        replicas.meet(mesh, exchanges=self.tables is not None)
-        if compression is not None:
+        replicas.meet(mesh, exchanges=config.tables is not None)
+        if config.compression is not None:
             replicas.meet_to_exchange(mesh)
         process_lock.start()
         # Who is told of the steps of a `fit`.
@@ -218,12 +199,14 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
 
     @property
     def microbatches(self) -> int:
-        """In how many parts a training step takes its batch. It can be set at any time, for the steps to come."""
-        return self._microbatches
+        """The microbatches of a training step. You can set the number at any time; later steps use it."""
+        return self.config.microbatches.count
 
     @microbatches.setter
     def microbatches(self, count: int) -> None:
-        self._microbatches = variable_layout.check_microbatches(count)
+        self.config = dataclasses.replace(
+            self.config, microbatches=dataclasses.replace(self.config.microbatches, count=count)
+        )
         self._functions.clear()
 
     def __repr__(self) -> str:
@@ -286,7 +269,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         readiness.make_step_ready(fn, self)
         if _private.is_eager():
             self.adopt_global_seed()
-            args, kwargs = batching.batch_to_mesh((args, kwargs or {}), self.mesh, self.already_sharded)
+            args, kwargs = batching.batch_to_mesh((args, kwargs or {}), self.mesh, self.config.already_sharded)
             with self.operation(fn, "step", (args, kwargs)), failures.translated_errors(f"Step function {fn!r}"):
                 if isinstance(fn, tf.types.experimental.PolymorphicFunction):
                     results = self._inside(fn)(*args, **kwargs)
@@ -334,7 +317,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
     def _choose_switches(self) -> None:
         """Sets the environment switches of this strategy, for what DTensor compiles next."""
         gathers.choose(self.mesh)
-        reductions.choose(self.reduce_dtype)
+        reductions.choose(self.config.precision.reduce_dtype)
 
     def _inside(self, fn: tf.types.experimental.PolymorphicFunction) -> Callable[..., Any]:
         """A tf.function's Python function with the step opened inside of the trace, where its writes are."""
@@ -380,7 +363,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         del options
         dataset = datasets.without_tuning(dataset)
         # The parts of a pipeline take their microbatches each.
-        return datasets.ShardedDataset(dataset, None if len(self.ranks) > 1 else self.mesh, self.already_sharded)
+        return datasets.ShardedDataset(dataset, None if len(self.ranks) > 1 else self.mesh, self.config.already_sharded)
 
     @property
     def input_shard(self) -> batching.InputShard:
@@ -471,18 +454,15 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         if placement.specs != specs or not placement.has_whole_groups():
             # Frozen since it was placed, or in groups with variables of other models: as if it were compiled now.
             placement = self.place(specs, placement.layout_map)
-        parts = Parts(count=self.microbatches, reduce_once=self.reduce_once)
         planned = plan_placement(
             placement,
             model,
             optimizer=optimizer,
             inputs=inputs,
-            gathering=self.gathering,
-            parts=parts,
             links=links,
             compute_seconds=compute_seconds,
         )
-        if not self.sequence_parallel:
+        if not self.config.sequence_parallel:
             return planned
         note = "with sequence_parallel=True an all-reduce of activations is a reduce-scatter and an all-gather"
         return dataclasses.replace(planned, unknown="; ".join(text for text in (planned.unknown, note) if text))
@@ -501,13 +481,13 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         check_consistency(model)
 
 
-def _offloads(offload: str | None, mesh: dtensor.Mesh, zero_stage: int) -> bool:
-    """Whether slots rest on the host mesh of a mesh, decided before any device is touched.
+def _offloads(mesh: dtensor.Mesh, config: ShardingConfig) -> bool:
+    """Return True if slots are stored on the host mesh of a mesh. No device is used.
 
     Raises:
-        StrategyError: They cannot.
+        StrategyError: The slots cannot be stored there.
     """
-    if offload is None:
+    if not config.offload.slots:
         return False
     if host_meshes.of(mesh) is None:
         kind = mesh.device_type().upper()
@@ -519,11 +499,11 @@ def _offloads(offload: str | None, mesh: dtensor.Mesh, zero_stage: int) -> bool:
         warn("offload='slots' does nothing here: on CPU devices, slots rest in the host's memory.")
         return False
     axes = axis_sizes(mesh)
-    if zero_stage == 0 or axes.data_size == 1:
+    if not config.zero_stage.shard_slots or axes.data_size == 1:
         raise StrategyError(
             "offload='slots' takes slots to the host that are sharded over the batch axis: what is whole on each "
             "device cannot go from each to its own host. Use zero_stage=1 or more on a mesh whose batch axis has "
-            f"several devices. Received: zero_stage={zero_stage}, mesh={axes.given}"
+            f"several devices. Received: zero_stage={config.zero_stage.number}, mesh={axes.given}"
         )
     return True
 

@@ -47,7 +47,7 @@ class Comparison:
         if self._differences:
             self._not_compared["the step: devices already hold different values before it"] = None
             return self._result()
-        on_mesh = batching.batch_to_mesh(self._batch, self._mesh, subject.strategy.already_sharded)
+        on_mesh = batching.batch_to_mesh(self._batch, self._mesh, subject.strategy.config.already_sharded)
         self._check_batch(on_mesh)
         self._check_stage()
         try:
@@ -110,13 +110,18 @@ class Comparison:
                 self._add("batch", place, f"{place} is another one on the mesh", worst)
 
     def _check_stage(self) -> None:
-        """Whether what the stage shards rests sharded over the batch axis."""
+        """Check that the batch axis shards what the ZeRO stage says."""
         strategy = self._subject.strategy
+        zero_stage = strategy.config.zero_stage
         for variable in self._trained().values():
-            kinds = [("parameter", variable, 3), *(("slot", slot, 1) for slot in variable.slots.values())]
-            for kind, part, stage in kinds:
+            slots = variable.slots.values()
+            kinds = [
+                ("parameter", variable, zero_stage.shard_params),
+                *(("slot", slot, zero_stage.shard_slots) for slot in slots),
+            ]
+            for kind, part, shards in kinds:
                 axes = axes_of(part.buffer.value())
-                if strategy.zero_stage >= stage and self._can_shard(variable) and strategy.mesh_shape.data not in axes:
+                if shards and self._can_shard(variable) and strategy.mesh_shape.data not in axes:
                     message = (
                         f"{kind} '{part.path}' of '{variable.path}' rests whole on every device of the batch axis, "
                         f"which stage {strategy.zero_stage} shards: its layout is {axes}"
@@ -132,17 +137,17 @@ class Comparison:
 
     def _check_scattered(self, sharded: Observed) -> None:
         """Whether stages 2 and 3 keep a gradient whole on no device."""
-        trained = self._trained()
+        trained, strategy = self._trained(), self._subject.strategy
         for key, axes in sharded.layouts.items():
             variable = trained.get(key.path) if key.kind == "gradient" else None
             if variable is None or variable.layout.sharded is None or variable.layout.flat is not None:
                 continue
             if variable.layout.table is not None:
                 continue  # It has what was looked up only.
-            if self._subject.strategy.zero_stage >= 2 and self._subject.strategy.mesh_shape.data not in axes:
+            if strategy.config.zero_stage.shard_grads and strategy.mesh_shape.data not in axes:
                 message = (
                     f"{key} is whole on every device when the optimizer gets it; stage "
-                    f"{self._subject.strategy.zero_stage} scatters it: its layout is {axes}"
+                    f"{strategy.zero_stage} scatters it: its layout is {axes}"
                 )
                 self._differences.append(Difference(kind="layout", place=key.path, message=message))
 

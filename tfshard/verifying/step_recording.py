@@ -173,7 +173,7 @@ class Recorder:
                     self.values[key] = None
                     continue
                 self._note(key, gradient)
-                tables = self._subject.strategy.tables
+                tables = self._subject.strategy.config.tables
                 is_table = tables is not None and tables.matches_path(path)
                 if self._given is not None and not is_table:  # Whose squares depend on how it is sparse.
                     if isinstance(gradient, tf.IndexedSlices) and not optimizer_kinds.adds_up_rows(optimizer):

@@ -59,10 +59,10 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
             "tfshard.as_distributed(model).compile(optimizer, loss, strategy=...). "
             f"Received: model '{getattr(model, 'name', model)}' under {strategy!r}"
         )
-    if strategy.tables is not None and strategy.tables.sparse == LAZY:
+    if strategy.config.tables is not None and strategy.config.tables.sparse == LAZY:
         raise StrategyError(
             "verify compares with what Keras does on one device, which updates no table lazily. Verify the model with "
-            f"sparse='keras'. Received: tables={strategy.tables}"
+            f"sparse='keras'. Received: tables={strategy.config.tables}"
         )
     if clients.here().is_launched:
         raise StrategyError(

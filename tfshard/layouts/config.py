@@ -1,0 +1,291 @@
+"""ShardingConfig: every setting of a `ShardedStrategy`, in one frozen object.
+
+A setting is written down here once. `ShardedStrategy(...)` and `tfshard.plan(...)` pack their keyword arguments into a
+`ShardingConfig`; all code below them takes the object. To add a setting, add a field and use the field.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tfshard.errors import StrategyError
+from tfshard.layouts import compression as compressions
+from tfshard.layouts.axes import MeshAxes
+from tfshard.layouts.compression import Compression
+from tfshard.layouts.embedding_tables import EmbeddingTables
+from tfshard.layouts.layout_map import LayoutMap
+from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
+
+REDUCE_DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroStage:
+    """What the batch axis shards between steps (Rajbhandari et al. 2020, "ZeRO").
+
+    Code asks for these three facts, never for the number of the stage.
+
+    Attributes:
+        shard_slots: The batch axis shards optimizer slots, and devices update their own shards (from stage 1).
+        shard_grads: Devices hold their own shards of the gradients only (from stage 2).
+        shard_params: The batch axis shards parameters; a step gathers them before use (stage 3).
+
+    Raises:
+        StrategyError: Sharded gradients without sharded slots, or sharded parameters without sharded gradients.
+
+    Example:
+
+    >>> from tfshard.layouts import ZeroStage
+    >>> ZeroStage.from_number(2)
+    ZeroStage(shard_slots=True, shard_grads=True, shard_params=False)
+    """
+
+    shard_slots: bool
+    shard_grads: bool
+    shard_params: bool
+
+    def __post_init__(self) -> None:
+        if (self.shard_grads and not self.shard_slots) or (self.shard_params and not self.shard_grads):
+            raise StrategyError(
+                "Sharded gradients need sharded slots, and sharded parameters need sharded gradients. Use "
+                f"ZeroStage.from_number(0), (1), (2) or (3). Received: {self}"
+            )
+
+    @classmethod
+    def from_number(cls, number: Any) -> "ZeroStage":
+        """Return the stage with a number.
+
+        Raises:
+            StrategyError: `number` is not 0, 1, 2 or 3.
+        """
+        if isinstance(number, bool) or number not in (0, 1, 2, 3):
+            raise StrategyError(
+                "Unknown ZeRO stage. Stages: 0 (nothing sharded over the batch axis), 1 (optimizer slots), "
+                f"2 (and gradients), 3 (and parameters). Received: zero_stage={number!r}"
+            )
+        return cls(shard_slots=number >= 1, shard_grads=number >= 2, shard_params=number >= 3)
+
+    @property
+    def number(self) -> int:
+        """The number of the stage, for messages and tables."""
+        return self.shard_slots + self.shard_grads + self.shard_params
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupPolicy:
+    """Which variables share one buffer, so that a step gathers, reduces and updates them as one tensor.
+
+    Args:
+        group_threshold_bytes: Variables of fewer bytes are grouped. 0: none.
+        max_group_bytes: A group is closed before its buffer, padding included and over all model shards, exceeds it.
+
+    Raises:
+        StrategyError: A size that is not an integer or is negative.
+    """
+
+    group_threshold_bytes: int = 1 << 20
+    max_group_bytes: int = 25 << 20
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            size = getattr(self, field.name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise StrategyError(
+                    f"{field.name} must be a number of bytes: an integer, 0 or larger. Received: {field.name}={size!r}"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReshardPolicy:
+    """When a step gathers sharded parameters, and when it frees them.
+
+    Attributes:
+        reshard_after_forward: True: a step frees a gathered parameter after the forward pass, and gathers it again for
+            the backward pass. Or regular expressions: it does so for variables whose whole path one of them matches.
+        prefetch: How many variables or groups before its use a gather may start. The backward pass lets as many full
+            gradients exist at once, and at least one.
+    """
+
+    reshard_after_forward: bool | tuple[str, ...] = True
+    prefetch: int = 1
+
+    @classmethod
+    def from_options(cls, reshard_after_forward: bool | str | Sequence[str], prefetch: int = 1) -> "ReshardPolicy":
+        """Check and pack what a user gave.
+
+        Raises:
+            StrategyError: A wrong type, an invalid regular expression, or a number below 0.
+        """
+        if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+            raise StrategyError(f"prefetch must be a number of variables, 0 or more. Received: prefetch={prefetch!r}")
+        if isinstance(reshard_after_forward, bool):
+            return cls(reshard_after_forward=reshard_after_forward, prefetch=prefetch)
+        given = reshard_after_forward
+        patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, (list, tuple)) else None
+        try:
+            if patterns is None or not all(isinstance(each, str) and re.compile(each) for each in patterns):
+                raise TypeError
+        except (TypeError, re.error) as error:
+            raise StrategyError(
+                "reshard_after_forward must be True, False, or regular expressions of variables' paths. "
+                f"Received: reshard_after_forward={reshard_after_forward!r}"
+            ) from error
+        return cls(reshard_after_forward=patterns, prefetch=prefetch)
+
+    def keeps(self, paths: Iterable[str]) -> bool:
+        """Return True if a step keeps the variables at `paths`, which share a buffer, gathered until their last use."""
+        if isinstance(self.reshard_after_forward, bool):
+            return not self.reshard_after_forward
+        patterns = self.reshard_after_forward
+        return not all(any(re.fullmatch(pattern, path) for pattern in patterns) for path in paths)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The dtypes of reductions and of stored slots.
+
+    Attributes:
+        reduce_dtype: The dtype in which devices add up bfloat16 gradients.
+        slot_dtypes: The dtype in which each variable's optimizer slots are stored.
+    """
+
+    reduce_dtype: str = "float32"
+    slot_dtypes: SlotDtypes = SlotDtypes()
+
+    @classmethod
+    def from_options(cls, reduce_dtype: str = "float32", slot_dtype: SlotDtype = None) -> "Precision":
+        """Check and pack what a user gave.
+
+        Raises:
+            StrategyError: An unknown dtype, or an invalid regular expression.
+        """
+        if reduce_dtype not in REDUCE_DTYPES:
+            raise StrategyError(f"reduce_dtype must be one of {REDUCE_DTYPES}. Received: {reduce_dtype!r}")
+        return cls(reduce_dtype=reduce_dtype, slot_dtypes=SlotDtypes.of(slot_dtype))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Microbatches:
+    """How a training step divides its batch.
+
+    Attributes:
+        count: Microbatches of a step.
+        reduce_once: True: devices add up the gradients of microbatches locally, in full, and reduce the sums once.
+
+    Raises:
+        StrategyError: `count` is not an integer of 1 or more.
+    """
+
+    count: int = 1
+    reduce_once: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 1:
+            raise StrategyError(
+                f"microbatches must be a number of parts, 1 or more. Received: microbatches={self.count!r}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offload:
+    """What devices store in the memory of their host.
+
+    Attributes:
+        slots: Optimizer slots that the batch axis shards.
+    """
+
+    slots: bool = False
+
+    @classmethod
+    def from_option(cls, offload: str | None) -> "Offload":
+        """Check and pack what a user gave.
+
+        Raises:
+            StrategyError: `offload` is neither None nor `"slots"`.
+        """
+        if offload not in (None, "slots"):
+            raise StrategyError(f"offload must be None or 'slots'. Received: offload={offload!r}")
+        return cls(slots=offload is not None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """Every setting of a strategy except its mesh.
+
+    `tfshard.ShardedStrategy` documents what each setting does.
+
+    Attributes:
+        layout_map: The dims that model axes shard. None: tfshard finds a map for each model (`layout_map="auto"`).
+        zero_stage: What the batch axis shards.
+        analyzer: Which small variables share a buffer; None: no groups.
+        reshard: When a step gathers and frees sharded parameters.
+        precision: The dtypes of reductions and of stored slots.
+        microbatches: How a training step divides its batch.
+        offload: What devices store in the memory of their host.
+        sequence_parallel: The model axis shards activations between tensor-parallel blocks along the sequence.
+        already_sharded: Each client of a launched run feeds its own rows of every batch.
+        compression: How devices encode gradients that they send.
+        tables: The variables that are embedding tables.
+
+    Example:
+
+    >>> from tfshard.layouts import ShardingConfig, ZeroStage
+    >>> ShardingConfig(zero_stage=ZeroStage.from_number(1)).described()["zero_stage"]
+    1
+    """
+
+    layout_map: LayoutMap | None = dataclasses.field(default_factory=LayoutMap)
+    zero_stage: ZeroStage = ZeroStage(shard_slots=True, shard_grads=True, shard_params=True)
+    analyzer: GroupPolicy | None = None
+    reshard: ReshardPolicy = ReshardPolicy()
+    precision: Precision = Precision()
+    microbatches: Microbatches = Microbatches()
+    offload: Offload = Offload()
+    sequence_parallel: bool = False
+    already_sharded: bool = False
+    compression: Compression = None
+    tables: EmbeddingTables | None = None
+
+    def __post_init__(self) -> None:
+        if self.analyzer is not None and not isinstance(self.analyzer, GroupPolicy):
+            raise StrategyError(
+                "analyzer must be a tfshard.ParameterAnalyzer, or None for no groups. "
+                f"Received: analyzer={self.analyzer!r} (of type {type(self.analyzer)})"
+            )
+
+    def check_mesh(self, axes: MeshAxes) -> "ShardingConfig":
+        """Return this config if a mesh with `axes` can carry it out.
+
+        Raises:
+            LayoutError: The layout map names an axis that the mesh does not have.
+            StrategyError: `compression` or `reduce_once` on a mesh with a model axis.
+        """
+        compressions.check(self.compression, axes)
+        if self.layout_map is not None:
+            self.layout_map.check_axes(axes)
+        if self.microbatches.reduce_once and axes.shards_by_several:
+            raise StrategyError(
+                "reduce_once=True is for meshes of a batch axis only: on others devices hold parts of one gradient. "
+                f"Received: mesh={axes}"
+            )
+        return self
+
+    def described(self) -> dict[str, Any]:
+        """Return every setting by name, in values that JSON can hold, to compare clients and to record in files."""
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, ZeroStage):
+                found[field.name] = value.number
+            elif isinstance(value, (ReshardPolicy, Precision, Microbatches, Offload)):
+                found |= {
+                    f"{field.name}.{part.name}": _plain(getattr(value, part.name)) for part in dataclasses.fields(value)
+                }
+            else:
+                found[field.name] = _plain(value)
+        return found
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, str)) or value is None else repr(value)
