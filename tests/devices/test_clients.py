@@ -46,6 +46,7 @@ class Second(clients.Alone):
 
 @pytest.fixture
 def second():
+    tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))  # The devices meet before the process is one of two clients.
     fake = Second()
     with clients.replaced(by=fake):
         yield fake
