@@ -60,6 +60,16 @@ def test_mesh_that_cannot_exist(axes):
         tfshard.create_mesh(**axes)
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [((4,), "batch=4"), ((2, 2), "batch=2, model=2"), (([4, 1],), "batch=4, model=1"), (({"dp": 4},), "dp=4"),
+     (("batch",), "batch=4")],
+)  # fmt: skip
+def test_sizes_of_a_mesh_without_names_are_refused_with_the_call_that_is_meant(given, meant):
+    with pytest.raises(tfshard.errors.MeshError, match=rf"such as create_mesh\({meant}\)\. Received: create_mesh"):
+        tfshard.create_mesh(*given)
+
+
 def test_dim_that_does_not_divide_leaves_the_model_as_it_was():
     model = tfshard.as_distributed(build())
     before = model.get_weights()

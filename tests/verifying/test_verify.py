@@ -498,3 +498,49 @@ def test_an_embedding_that_keras_updates_lookup_by_lookup_is_named():
         named[optimizer] = [each for each in result.not_compared if "sparse gradient" in each]
     assert not named["sgd"]
     assert len(named["adam"]) == 1 and named["adam"][0].startswith("update 'words/embeddings'")
+
+
+def one_batch(*_) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+
+
+WITHOUT_TARGETS = {
+    "an array": (X, r"needs targets. Give \w+ a tuple \(x, y\).*array of shape \(8, 6\), which is taken for x"),
+    "a tuple of one": ((X,), "a tuple of 1"),
+    "y is None": ((X, None), "whose y is None"),
+    "a dict": ({"x": X}, "batch of type dict"),
+    "a dataset": (one_batch(), r"takes one batch.*next\(iter\(dataset\)\).*Dataset"),
+    "an iterator": (iter([(X, Y)]), "takes one batch"),
+}
+
+
+@pytest.mark.parametrize("function", [tfshard.verify, tfshard.profile_step])
+@pytest.mark.parametrize("name", WITHOUT_TARGETS)
+def test_a_batch_without_targets_and_a_dataset_are_refused(name, function):
+    batch, message = WITHOUT_TARGETS[name]
+    model = sequential()
+    model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    with pytest.raises(tfshard.errors.StrategyError, match=message):
+        function(model, batch)
+
+
+class Unsupervised(tfshard.Model):
+    """A loss of its own, which needs no targets."""
+
+    def __init__(self):
+        super().__init__(name="net")
+        self.last = keras.layers.Dense(CLASSES, name="last")
+
+    def call(self, inputs):
+        return self.last(inputs)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(y_pred**2)
+
+
+@pytest.mark.parametrize("loss", ["mse", None])
+def test_a_loss_of_ones_own_is_verified_without_targets(loss):
+    keras.utils.set_random_seed(0)
+    model = Unsupervised()
+    model.compile("sgd", loss, strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    assert tfshard.verify(model, X).ok

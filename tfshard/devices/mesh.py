@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,11 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import clients, messages, startup
 from tfshard.errors import MeshError
-from tfshard.layouts.axes import MeshAxes, axis_sizes, mesh_name, plain, roles_of
+from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, MeshAxes, axis_sizes, mesh_name, plain, roles_of
 
 
 # Any: to mypy, `**sizes` of a caller may hold roles too.
-def create_mesh(*, roles: Any = None, **sizes: int) -> dtensor.Mesh:
+def create_mesh(*unnamed: object, roles: Any = None, **sizes: int) -> dtensor.Mesh:
     """Arranges the devices in a grid with named axes, in the order given.
 
     An axis with the role `"data"` carries data parallelism and the ZeRO stages, one with the role `"tensor"` the
@@ -35,6 +35,7 @@ def create_mesh(*, roles: Any = None, **sizes: int) -> dtensor.Mesh:
     has other layers, on a mesh of all other axes.
 
     Args:
+        *unnamed: None: each size needs the name of its axis.
         roles: Axis name to role, for axes whose role does not follow from their name, such as
             `{"outer": "data", "inner": "tensor"}`.
         **sizes: Size of each axis, a positive integer; one axis may be -1 for "the remaining devices".
@@ -43,9 +44,9 @@ def create_mesh(*, roles: Any = None, **sizes: int) -> dtensor.Mesh:
         A `tf.experimental.dtensor.Mesh`.
 
     Raises:
-        MeshError: No axis, a size that is not a positive integer or -1, more than one -1, or a mesh larger
-            than the devices; an unknown role, one of an axis that is not there, or two axes for data; in a launched
-            run also clients that ask for different meshes.
+        MeshError: No axis, a size without a name, a size that is not a positive integer or -1, more than one -1, or a
+            mesh larger than the devices; an unknown role, one of an axis that is not there, or two axes for data; in a
+            launched run also clients that ask for different meshes.
 
     Example:
 
@@ -60,6 +61,11 @@ def create_mesh(*, roles: Any = None, **sizes: int) -> dtensor.Mesh:
     >>> hybrid.dim_names, hybrid.shape()
     (['batch'], [4])
     """
+    if unnamed:
+        raise MeshError(
+            f"create_mesh takes each size with the name of its axis, such as {_named(unnamed)}. Received: "
+            f"create_mesh({', '.join(map(repr, unnamed))})"
+        )
     if not sizes:
         raise MeshError("A mesh needs at least one axis, such as create_mesh(batch=4). Received: no axes")
     for name, size in sizes.items():
@@ -98,6 +104,18 @@ def create_mesh(*, roles: Any = None, **sizes: int) -> dtensor.Mesh:
         return dtensor.create_mesh(
             list(mesh_axes.items()), mesh_name=mesh_name(mesh_axes), devices=devices, device_type=started.device_type
         )
+
+
+def _named(unnamed: Sequence[object]) -> str:
+    """Return the call of `create_mesh` that sizes without names probably mean."""
+    first = unnamed[0]
+    if len(unnamed) == 1 and isinstance(first, Mapping) and all(str(name).isidentifier() for name in first):
+        return f"create_mesh({', '.join(f'{name}={size!r}' for name, size in first.items())})"
+    values = [*first] if len(unnamed) == 1 and isinstance(first, (list, tuple)) else [*unnamed]
+    if len(values) in (1, 2) and all(isinstance(size, int) for size in values):
+        pairs = zip((BATCH_AXIS, MODEL_AXIS), values, strict=False)
+        return f"create_mesh({', '.join(f'{name}={size}' for name, size in pairs)})"
+    return "create_mesh(batch=4)"
 
 
 def rank_meshes(mesh: dtensor.Mesh) -> tuple[dtensor.Mesh, ...]:

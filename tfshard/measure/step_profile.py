@@ -29,7 +29,7 @@ import tensorflow as tf
 from tfshard import _private, collectives, tables
 from tfshard.devices import allocators, clients, startup, transfer
 from tfshard.errors import PlanMismatchError, StrategyError
-from tfshard.graph import inventory
+from tfshard.graph import batches, inventory
 from tfshard.layouts.axes import MeshAxes, axis_sizes
 from tfshard.measure.peak_memory import PeakMemory, peak_of
 from tfshard.measure.timeline import Timeline, timeline_of
@@ -208,7 +208,8 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
         The `StepProfile`.
 
     Raises:
-        StrategyError: The model is not compiled under a ShardedStrategy, or the batch is a tuple of another length.
+        StrategyError: The model is not compiled under a ShardedStrategy; the batch is a tuple of another length, has no
+            targets for the compiled loss, or is a dataset.
 
     Example: one gather and one reduction for the whole model.
 
@@ -254,6 +255,7 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
 def _step_of(model: keras.Model, batch: Any) -> Callable[[], None]:
     """One step on a batch. `train_on_batch` gives `train_step` three values, `fit` as many as there are."""
     parts = batch if isinstance(batch, tuple) else (batch,)
+    batches.check("profile_step", model, batch, lists_are_inputs=True)
     if not 1 <= len(parts) <= 3:
         raise StrategyError(
             "profile_step takes a batch that is x, (x, y) or (x, y, sample_weight); several inputs are a list or a "

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.devices import batching, clients, process_lock, transfer
 from tfshard.errors import StrategyError
+from tfshard.graph import batches
 from tfshard.layouts.embedding_tables import LAZY
 from tfshard.training import own_steps, readiness
 from tfshard.training.strategy import ShardedStrategy
@@ -39,7 +40,7 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
 
     Raises:
         StrategyError: The model is not compiled with a ShardedStrategy, or it has lazy embedding tables, or this is a
-            client of a launched run.
+            client of a launched run; a batch without targets for the compiled loss, or a dataset.
         UnsupportedOperationError: The step has an operation that DTensor cannot expand.
 
     Example:
@@ -69,6 +70,7 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
             "verify runs in one process. Start one with as many devices as the launched run has together, "
             "tfshard.initialize(num_devices=..., device_type='CPU'): the numbers are the same."
         )
+    batches.check("verify", model, batch)
     if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(batch)):
         batching.batch_to_mesh(batch, strategy.mesh)  # Says what to do.
     host = tf.nest.map_structure(_host_leaf, batch)
