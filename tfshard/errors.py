@@ -90,7 +90,7 @@ class LaunchError(ShardingError):
 
 
 # Packages whose frames lie between a user's line and a warning of tfshard.
-_BETWEEN = ("tfshard", "keras", "keras_hub", "tensorflow", "contextlib", "functools")
+_BETWEEN = ("tfshard", "keras", "keras_hub", "tensorflow", "optree", "contextlib", "functools")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -2,14 +2,13 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 from keras import ops
 
-from tfshard.errors import ShardingError
+from tfshard.errors import ShardingError, warn
 
 
 @keras.saving.register_keras_serializable(package="tfshard")
@@ -127,14 +126,12 @@ class SketchedDense(keras.layers.Layer):  # type: ignore[misc]
         rows = self.num_sketches * self.sketch_size
         if 2 * rows * (features + self.units) > features * self.units:
             best = features * self.units // (2 * (features + self.units))
-            warnings.warn(
+            warn(
                 f"Layer '{self.name}' costs more than a Dense layer: it has 2 * num_sketches * sketch_size * (inputs + "
                 f"units) = {2 * rows * (features + self.units):,} weights, a Dense layer has inputs * units = "
                 f"{features * self.units:,}. num_sketches * sketch_size must be at most {best} for it to save any. "
                 f"Received: num_sketches={self.num_sketches}, sketch_size={self.sketch_size}, units={self.units}, "
-                f"inputs={features}",
-                UserWarning,
-                stacklevel=2,
+                f"inputs={features}"
             )
         kernel = {"regularizer": self.kernel_regularizer, "constraint": self.kernel_constraint}
         for name, shape, options in (

@@ -145,6 +145,29 @@ def test_the_message_names_the_layer_and_the_line():
     assert "Variables are as before the step." in message
 
 
+def mapped(y_true, y_pred):
+    """Makes its operation in a function that optree calls."""
+    return keras.tree.map_structure(lambda x: tf.debugging.check_numerics(x * np.nan, "mapped"), [y_pred])[0]
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "x", "line"),
+    [
+        (embedding, "mse", BAD_IDS, "model.fit(x, Y, batch_size=16, verbose=0)"),
+        (functools.partial(keras.Sequential, [keras.Input((6,)), keras.layers.Dense(2)]), mapped, X, "map_structure"),
+    ],
+    ids=["a layer of Keras", "a function of optree"],
+)
+def test_the_place_that_is_named_is_the_users_line(build, loss, x, line):
+    model = build()
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)
+    tfshard.as_distributed(model).compile("sgd", loss, strategy=strategy)
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        model.fit(x, Y, batch_size=16, verbose=0)
+    [place] = [each for each in str(raised.value).splitlines() if "made at" in each]
+    assert f"made at {__file__}:" in place and line in place, place
+
+
 def test_a_failing_metric_names_the_metric_and_leaves_the_weights():
     model = compiled(checked, 3, metrics=[FiniteTargets()])
     model.train_on_batch(X, Y)

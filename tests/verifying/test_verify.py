@@ -15,7 +15,7 @@ from tfshard.devices import batching, transfer
 from tfshard.operations import draws, rewrites
 from tfshard.storage import gradient as gradients
 from tfshard.storage import group_update, steps
-from tfshard.verifying import subject
+from tfshard.verifying import operation_check, subject
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist")
 BATCH, WIDTH, CLASSES = 8, 6, 3
@@ -502,6 +502,17 @@ def test_an_embedding_that_keras_updates_lookup_by_lookup_is_named():
 
 def one_batch(*_) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+
+
+def test_the_line_of_an_operation_is_the_users_line_not_tfshards():
+    with tf.Graph().as_default():
+        made = len(tf.compat.v1.get_default_graph().get_operations())
+        tfshard.layers.SketchedDense(4, 1)(tf.zeros((2, WIDTH)))  # This one.
+        operations = tf.compat.v1.get_default_graph().get_operations()[made:]
+    assert "MatMul" in {operation.type for operation in operations}, "premise"
+    for operation in operations:
+        line = operation_check.line_of(operation)
+        assert line.startswith("test_verify.py:") and "# This one." in line, line
 
 
 WITHOUT_TARGETS = {

@@ -5,6 +5,7 @@ DTensor's own errors carry the line that started the step only.
 
 import pathlib
 import sys
+import sysconfig
 import threading
 import types
 from typing import Any
@@ -13,9 +14,14 @@ import keras
 import tensorflow as tf
 
 _MOST = 3  # Of one type of operation. The first ones will do.
-_PACKAGES = tuple(str(pathlib.Path(package.__file__).parent) for package in (tf, keras)) + (
-    str(pathlib.Path(__file__).parent),
-)
+# The folder of tfshard.
+PACKAGE = pathlib.Path(__file__).parents[1].as_posix()
+# Packages of which no line is the user's. `optree` calls what `keras.tree.map_structure` is given.
+_PACKAGES = (PACKAGE, *(pathlib.Path(package.__file__).parent.as_posix() for package in (tf, keras)))
+_NAMES = ("keras_hub", "optree", "wrapt")
+_STANDARD_LIBRARY = pathlib.Path(sysconfig.get_path("stdlib")).as_posix()
+# Where Python and notebooks have what was typed.
+_TYPED = ("<stdin>", "<ipython-input", "<python-input")
 _METHODS = ("call", "__call__", "update_state", "result", "get_config", "compute_loss", "apply")
 
 
@@ -74,8 +80,17 @@ def _line(operation: tf.Operation) -> str | None:
 
 
 def user_frame(operation: tf.Operation) -> Any:
-    """The innermost line that made an operation and is neither TensorFlow's nor Keras's nor ours; None for none."""
-    for frame in reversed(list(operation.traceback)):
-        if not frame.filename.startswith(_PACKAGES) and not frame.filename.startswith("<"):
-            return frame
-    return None
+    """Return the innermost frame of the user's code in which an operation was made, or None."""
+    return next((frame for frame in reversed(list(operation.traceback)) if _is_users(frame.filename)), None)
+
+
+def _is_users(filename: str) -> bool:
+    """Whether a file is of none of the packages between a user's line and an operation, nor of Python's library."""
+    if filename.startswith("<"):
+        return filename.startswith(_TYPED)
+    path = pathlib.PurePath(filename).as_posix()
+    _, _, installed = path.rpartition("-packages/")
+    if installed and installed.partition("/")[0] in _NAMES:
+        return False
+    is_standard = not installed and path.startswith(f"{_STANDARD_LIBRARY}/")
+    return not is_standard and not path.startswith(tuple(f"{package}/" for package in _PACKAGES))

@@ -1,6 +1,5 @@
 """What a tf.Variable does besides being read and written, in terms of `value`, `numpy` and `assign`."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -8,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.errors import StrategyError
+from tfshard.errors import StrategyError, warn
 
 
 def _in_place(operator: str, instead: str) -> Callable[[Any, Any], NoReturn]:
@@ -81,7 +80,7 @@ class VariableSurface(tf.Variable, _private.TensorType):  # type: ignore[misc]
             f"(ExportArchive, tf.saved_model.save, TFLiteConverter.from_saved_model). Received: {self!r}"
         )
         if _private.is_called_by("tensorflow.lite"):
-            warnings.warn(message, stacklevel=2)  # The converter swallows the error, and fails with another one.
+            warn(message)  # The converter swallows the error, and fails with another one.
         raise StrategyError(message)
 
     # --- TensorFlow asks for these -----------------------------------------------------------------------

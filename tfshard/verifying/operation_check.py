@@ -10,10 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
+from tfshard.operations.origins import PACKAGE
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)).replace(os.sep, "/")
 # Files that call the code of others.
-_BETWEEN = re.compile(r"/tensorflow/(python|_api|dtensor)/|/(contextlib|functools)\.py$|^<")
+_BETWEEN = re.compile(r"/tensorflow/(python|_api|dtensor)/|/(contextlib|functools)\.py$|/optree/|^<")
 # Beyond this, looking at each operation takes too long.
 MAX_OPERATIONS = 5000
 
@@ -109,9 +109,9 @@ def line_of(operation: tf.Operation) -> str:
     fallback = ""
     for frame in reversed(list(operation.traceback or ())):
         path = frame.filename.replace(os.sep, "/")
-        if path == f"{_PACKAGE}/step_recording.py" and frame.name == "traced":
+        if path == f"{PACKAGE}/verifying/step_recording.py" and frame.name == "traced":
             break
-        if path.startswith(f"{_PACKAGE}/") or _BETWEEN.search(path):
+        if path.startswith(f"{PACKAGE}/") or _BETWEEN.search(path):
             continue
         text = f"{os.path.basename(path)}:{frame.lineno}: {linecache.getline(frame.filename, frame.lineno).strip()}"
         if not re.search(r"/keras(_hub)?/src/", path):
@@ -204,7 +204,7 @@ def _is_ours(operation: tf.Operation) -> bool:
         return True
     paths = [frame.filename.replace(os.sep, "/") for frame in reversed(list(operation.traceback or ()))]
     outside = [path for path in paths if not _BETWEEN.search(path)]
-    return bool(outside) and outside[0].startswith(f"{_PACKAGE}/")
+    return bool(outside) and outside[0].startswith(f"{PACKAGE}/")
 
 
 def _operation(operation: tf.Operation, reason: str, worst: "Worst") -> Operation:
