@@ -77,6 +77,45 @@ def test_a_pattern_of_the_wrong_kind_says_what_it_should_name(add, message):
     assert re.search(message, unmatched.message)
 
 
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (
+            lambda m: m.column("up/kernel"),
+            r"matches the end of variable 'net/up/kernel', .* names a layer. Write layout_map.column\('net/up'\)",
+        ),
+        (
+            lambda m: m.column("up"),
+            r"the end of layer 'net/up', .* Write layout_map.column\('net/up'\), or layout_map.column\('.\*/up'\)",
+        ),
+        (
+            lambda m: m.row("up|down"),
+            r"Write layout_map.row\('net/up'\), or layout_map.row\('.\*/\(\?:up\|down\)'\)",
+        ),
+        (
+            lambda m: m.add("up", ("model",)),
+            r"matches the end of layer 'net/up', .* layout_map\['net/up/kernel'\].*column\('net/up'\)",
+        ),
+        (
+            lambda m: m.add("up/kernel", (None, "model")),
+            r"the end of variable 'net/up/kernel', .* Write layout_map\['net/up/kernel'\] = \(None, 'model'\), or ",
+        ),
+        (lambda m: m.row("net/dwn"), r"no layer .*Layers that come near: \['net/down', 'net/\w+', 'net/\w+'\]"),
+        (lambda m: m.add("net/dwn/kernel", ()), r"no variable.*Variables that come near: \['net/down/kernel', "),
+    ],
+)  # fmt: skip
+def test_a_pattern_without_the_name_of_the_model_says_what_to_write(add, message):
+    model = keras.Sequential(
+        [keras.Input((32,)), keras.layers.Dense(64, name="up"), keras.layers.Dense(32, name="down"),
+         keras.layers.Dense(4, name="head")],
+        name="net",
+    )  # fmt: skip
+    layout_map = tfshard.LayoutMap()
+    add(layout_map)
+    (unmatched,) = [each for each in tfshard.lint(model, MESH, layout_map) if each.kind == "unmatched"]
+    assert re.search(message, unmatched.message), unmatched.message
+
+
 def test_a_model_axis_that_no_rule_names_is_warned_of_at_the_users_line():
     mesh = {"outer": 2, "inner": 2}
     layout_map = tfshard.LayoutMap()

@@ -1,8 +1,9 @@
 """The layout linter: finds rules that are wrong, or that make a step send more than it has to, before it runs."""
 
 import dataclasses
+import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -249,25 +250,65 @@ def _rule_findings(model: keras.Model, placement: ModelPlacement) -> list[Findin
 
 def _unmatched(pattern: str, rule: Rule, specs: tuple[VariableSpec, ...]) -> str:
     """Explain why a pattern matches no variable, and how to write it."""
-    paths = [spec.path for spec in specs]
-    near = f"Paths that come near: {_nearest(pattern, specs)}"
-    variable = next((path for path in paths if re.fullmatch(pattern, path)), None)
-    if rule.kind != "axes" and variable is not None:
-        layer = variable.rpartition("/")[0]
+    is_for_layers = rule.kind != "axes"
+    variables = [spec.path for spec in specs]
+    layers = [*dict.fromkeys(path.rpartition("/")[0] for path in variables)]
+    variable, layer = _meant(pattern, variables), _meant(pattern, layers)
+    if is_for_layers and variable is not None:
+        owner = variable.path.rpartition("/")[0]
         return (
-            f"it matches variable '{variable}', and a {rule.kind} pattern names a layer. Write "
-            f"layout_map.{rule.kind}('{layer}'), which shards the kernel and the bias of layer '{layer}'."
+            f"it {variable.matched} variable '{variable.path}', and a {rule.kind} pattern names a layer. Write "
+            f"layout_map.{rule.kind}('{owner}'), which shards the kernel and the bias of layer '{owner}'."
         )
-    inside = [path for path in paths if re.fullmatch(pattern, path.rpartition("/")[0])]
-    if rule.kind == "axes" and inside:
+    if not is_for_layers and layer is not None:
+        inside = next(path for path in variables if path.rpartition("/")[0] == layer.path)
+        whole = layer.path if layer.is_end else pattern
         return (
-            f"it matches layer '{inside[0].rpartition('/')[0]}', and axes are given for variables. Write "
-            f"layout_map['{inside[0]}'] = {rule.axes}, or layout_map.column('{pattern}') or .row('{pattern}')."
+            f"it {layer.matched} layer '{layer.path}', and axes are given for variables. Write "
+            f"layout_map['{inside}'] = {rule.axes}, or layout_map.column('{whole}') or .row('{whole}')."
+        )
+    found = layer if is_for_layers else variable
+    if found is not None:
+        kind = "layer" if is_for_layers else "variable"
+        call = f"layout_map.{rule.kind}('{{}}')" if is_for_layers else f"layout_map['{{}}'] = {rule.axes}"
+        wider = f".*/(?:{pattern})" if "|" in pattern else f".*/{pattern}"
+        return (
+            f"it {found.matched} {kind} '{found.path}', and a pattern must match the whole path (re.fullmatch). Write "
+            f"{call.format(found.path)}, or {call.format(wider)}."
+        )
+    near = _nearest(pattern, layers if is_for_layers else variables)
+    if is_for_layers:
+        return (
+            f"it matches no layer that has variables. A {rule.kind} pattern must match the whole path of a layer "
+            f"(re.fullmatch). Correct it, or add it with optional=True. Layers that come near: {near}"
         )
     return (
-        "it matches no variable. A pattern must match the whole path (re.fullmatch); column and row patterns match a "
-        f"layer's path. Correct it, or add it with optional=True. {near}"
+        "it matches no variable. A pattern must match the whole path (re.fullmatch). Correct it, or add it with "
+        f"optional=True. Variables that come near: {near}"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Meant:
+    """A path that a pattern probably means: the pattern matches the path, or only its end."""
+
+    path: str
+    is_end: bool
+
+    @property
+    def matched(self) -> str:
+        """The words between "it" and the path."""
+        return "matches the end of" if self.is_end else "matches"
+
+
+def _meant(pattern: str, paths: Sequence[str]) -> _Meant | None:
+    """Return the first path that a pattern matches, or else the first of which it matches the end."""
+    for is_end in (False, True):
+        form = f".*/(?:{pattern})" if is_end else pattern
+        for path in paths:
+            if re.fullmatch(form, path):
+                return _Meant(path, is_end)
+    return None
 
 
 def _spec(specs: tuple[VariableSpec, ...], path: str) -> VariableSpec:
@@ -284,11 +325,14 @@ def _tied(model: keras.Model, pattern: str) -> tuple[str, str] | None:
     return None
 
 
-def _nearest(pattern: str, specs: tuple[VariableSpec, ...]) -> list[str]:
-    """Paths that share most words with a pattern."""
-    words = set(re.findall(r"[A-Za-z]+", pattern))
-    paths = sorted(specs, key=lambda spec: -len(words & set(re.findall(r"[A-Za-z]+", spec.path))))
-    return [spec.path for spec in paths[:3]]
+def _nearest(pattern: str, paths: Sequence[str]) -> list[str]:
+    """Return the paths that share most words with a pattern, and then most letters."""
+
+    def nearness(path: str) -> tuple[int, float]:
+        shared = set(re.findall(r"[A-Za-z]+", pattern)) & set(re.findall(r"[A-Za-z]+", path))
+        return len(shared), difflib.SequenceMatcher(None, pattern, path).ratio()
+
+    return sorted(paths, key=nearness, reverse=True)[:3]
 
 
 def _whole_findings(placement: ModelPlacement) -> list[Finding]:
