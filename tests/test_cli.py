@@ -148,6 +148,55 @@ def test_help_and_version_import_no_tensorflow(arguments, text):
     assert "absl.flags" in as_module.stderr and "tensorflow" not in as_module.stderr
 
 
+REFUSED = {
+    ("plan", "SCRIPT:build", "--mash=batch:4"): "Did you mean: mesh",
+    ("plan", "--mesh=batch:4"): "takes 1 positional arguments",
+    ("plan", "SCRIPT:build", "--mesh=batch=4"): "--mesh must be axes with sizes",
+    ("lint", "SCRIPT:build"): "--mesh must be axes with sizes",
+    ("verify", "SCRIPT:build", "--mesh=batch:0"): "must be a positive integer",
+    ("verify", "SCRIPT:build", "--mesh=batch:4", "--batch=batch"): "Write MODULE:NAME",
+    ("plan", "SCRIPT:build", "--mesh=batch:4", "--zero_stage=4"): "Unknown ZeRO stage",
+    ("plan", "SCRIPT:build", "--mesh=batch:4", "--layout_map=maps.py:MAP"): "no such file. Received: maps.py",
+    ("plan", "SCRIPT:build", "--mesh=batch:4", "--links=nowhere.json"): "--links must be a file that exists",
+    ("plan", "nowhere.py:build", "--mesh=batch:4"): "There is no such file",
+    ("plan", "no_such_module.models:build", "--mesh=batch:4"): "No module named 'no_such_module'",
+    ("advise", "SCRIPT:build", "--devices=4"): "Missing: --memory_per_device, --batch",
+    ("advise", "SCRIPT:build", "--devices=0", "--memory_per_device=1GiB", "--batch=8"): "devices must be at least 1",
+    ("advise", "SCRIPT:build", "--devices=4", "--memory_per_device=1XB", "--batch=8"): "positive number of bytes",
+    ("advise", "SCRIPT:build", "--devices=4", "--memory_per_device=1GiB", "--batch=8", "--machine=b100"): "'a100'",
+    ("simulate", "SCRIPT:build", "--batch=8"): "Missing: --cluster",
+    ("simulate", "SCRIPT:build", "--batch=8", "--cluster=a100", "--devices=8,many"): "--devices must be numbers",
+    ("simulate", "SCRIPT:build", "--batch=8", "--cluster=a100", "--plot=no/folder/a.png"): "in a folder that exists",
+    ("calibrate", "--save=no/folder/machine.yaml"): "in a folder that exists",
+    ("calibrate", "machine.yaml"): "takes 0 positional arguments",
+    ("profile-network", "--sizes=1k"): "--sizes must be numbers",
+    ("launch", "--num_processes=0", "SCRIPT"): "num_processes must be at least 1",
+    ("launch", "--step_timeout=0", "SCRIPT"): "step_timeout must be positive",
+    ("launch", "--num_process=2", "SCRIPT"): "Did you mean: num_processes",
+    ("launch", "nowhere.py"): "There is no such file",
+}
+
+
+def test_a_wrong_command_line_is_refused_without_importing_tensorflow(script):
+    """As the installed script: `import tfshard` looks at the command line, too."""
+    lines = [["bin/tfshard", *(each.replace("SCRIPT", str(script)) for each in line)] for line in REFUSED]
+    program = f"""
+import sys
+lines = {lines!r}
+sys.argv = lines[0]
+from tfshard import command_line
+for sys.argv in lines:
+    try:
+        command_line.main()
+    except SystemExit as exit_:
+        print(exit_.code, "tensorflow" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["2 False"] * len(REFUSED), done.stderr
+    for line, said in zip(REFUSED, done.stderr.splitlines(), strict=True):
+        assert said.startswith("tfshard: error: ") and REFUSED[line] in said, (line, said)
+
+
 def test_advise_recommends_a_mesh_and_a_stage(script):
     done = command("advise", f"{script}:build", "--devices=4", "--memory_per_device=1GiB", "--batch=64")
     assert done.returncode == 0, done.stderr
@@ -170,7 +219,7 @@ def test_pages_that_errors_name_are_printed(capsys):
     ("text", "bytes_"), [("16GiB", 16 << 30), ("80 GB", 80 * 10**9), ("1.5g", 15 * 10**8), ("123", 123), ("4KiB", 4096)]
 )
 def test_sizes_are_written_with_units(text, bytes_):
-    assert cli.parse_bytes("memory_per_device", text) == bytes_
+    assert command_line.memory(text) == bytes_
 
 
 @pytest.mark.parametrize(
@@ -185,7 +234,7 @@ def test_sizes_are_written_with_units(text, bytes_):
         (("advise", "SCRIPT:build"), "Give --devices, --memory_per_device and --batch"),
         (
             ("advise", "SCRIPT:build", "--devices=4", "--batch=8", "--memory_per_device=much"),
-            "--memory_per_device must be bytes, such as 16GiB",
+            "--memory_per_device must be a positive number of bytes, such as '16GiB'",
         ),
         (("launch",), "takes 1 positional arguments ('SCRIPT',)"),
         (("launch", "nowhere.py"), "There is no such file."),

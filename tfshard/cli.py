@@ -10,7 +10,6 @@ import math
 import os
 import pathlib
 import platform
-import re
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -23,7 +22,6 @@ from absl import app, flags
 
 import tfshard
 from tfshard import _private, command_line
-from tfshard.command_line import COMMANDS
 from tfshard.devices import startup
 from tfshard.errors import ShardingError
 from tfshard.graph import auto_layout, model_graph, model_specs
@@ -32,14 +30,14 @@ from tfshard.planning import linter
 
 
 class UsageError(ShardingError):
-    """A command line that cannot be understood."""
+    """An argument that is wrong, which only the user's module or the model shows."""
 
 
 # --- tfshard plan ------------------------------------------------------------------------------------
 
 
 def _plan(values: flags.FlagValues, arguments: list[str]) -> int:
-    mesh = parse_mesh(values.mesh)
+    mesh = command_line.parse_mesh(values.mesh)
     plan = tfshard.plan(
         _built(arguments[0]),
         mesh,
@@ -50,21 +48,6 @@ def _plan(values: flags.FlagValues, arguments: list[str]) -> int:
     )
     print(plan.to_json(indent=2) if values.json else plan.text(detail=values.detail))
     return int(bool(plan.refused))
-
-
-def parse_mesh(text: str | None) -> dict[str, int]:
-    """`"batch:8,model:4"` to axis name and size.
-
-    >>> parse_mesh("batch:8,model:4")
-    {'batch': 8, 'model': 4}
-    """
-    axes: dict[str, int] = {}
-    for part in (text or "").split(","):
-        name, _, size = part.strip().partition(":")
-        if not name or not size.isdecimal() or name in axes:
-            raise UsageError(f"--mesh must be axes with sizes, such as --mesh=batch:8,model:4. Received: mesh={text!r}")
-        axes[name] = int(size)
-    return axes
 
 
 def _built(target: str) -> keras.Model:
@@ -82,9 +65,7 @@ def _load_function(target: str) -> Callable[[], Any]:
 
 def _load(target: str) -> Any:
     """What `MODULE:NAME` names; MODULE is importable, or the path of a .py file."""
-    module_name, colon, name = target.rpartition(":")
-    if not colon or not module_name or not name:
-        raise UsageError(f"Write MODULE:NAME, such as models.py:build or package.models:build. Received: {target}")
+    module_name, name = command_line.check_target(target)
     module = _module(module_name)
     if not hasattr(module, name):
         raise UsageError(f"Module '{module_name}' has no '{name}'. Received: {target}")
@@ -100,8 +81,6 @@ def _module(name: str) -> types.ModuleType:
         except ModuleNotFoundError as e:
             raise UsageError(f"Cannot import '{name}': {e}. Received: {name}") from None
     path = pathlib.Path(name)
-    if not path.is_file():
-        raise UsageError(f"There is no such file. Received: {name}")
     # A name of its own: the file may be called like a library.
     spec = importlib.util.spec_from_file_location(f"_tfshard_cli_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path
@@ -120,30 +99,13 @@ def _layout_map(target: str | None) -> Any:
 
 # --- tfshard advise ----------------------------------------------------------------------------------
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-
-def parse_bytes(name: str, text: str) -> int:
-    """`"16GiB"` to bytes.
-
-    >>> parse_bytes("memory_per_device", "16GiB") == 16 * 2**30, parse_bytes("memory_per_device", "80GB")
-    (True, 80000000000)
-    """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?I?)B?", text.strip().upper())
-    if found is None or found[2] not in _UNITS:
-        raise UsageError(f"--{name} must be bytes, such as 16GiB, 80GB or 17179869184. Received: {name}={text!r}")
-    return int(float(found[1]) * _UNITS[found[2]])
-
 
 def _advise(values: flags.FlagValues, arguments: list[str]) -> int:
-    if values.devices is None or values.memory_per_device is None or values.batch is None:
-        raise UsageError("Give --devices, --memory_per_device and --batch, the samples of a step over all devices.")
-    memory = parse_bytes("memory_per_device", values.memory_per_device)
     model = _built(arguments[0])
     advice = tfshard.advise(
         model,
         values.devices,
-        memory,
+        command_line.memory(values.memory_per_device),
         values.batch,
         optimizer=values.optimizer,
         layout_map=_layout_map(values.layout_map),
@@ -159,7 +121,7 @@ def _advise(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 def _lint(values: flags.FlagValues, arguments: list[str]) -> int:
-    mesh = parse_mesh(values.mesh)
+    mesh = command_line.parse_mesh(values.mesh)
     findings = linter.lint(_built(arguments[0]), mesh, _layout_map(values.layout_map))
     for finding in findings:
         print(finding)
@@ -172,7 +134,7 @@ def _lint(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 def _verify(values: flags.FlagValues, arguments: list[str]) -> int:
-    axes = parse_mesh(values.mesh)
+    axes = command_line.parse_mesh(values.mesh)
     build = _load_function(arguments[0])
     batch = _load_function(values.batch or f"{arguments[0].rpartition(':')[0]}:batch")
     devices = math.prod(axes.values())
@@ -199,8 +161,6 @@ def _verify(values: flags.FlagValues, arguments: list[str]) -> int:
 
 def _launch(values: flags.FlagValues, arguments: list[str]) -> int:
     script, *rest = arguments
-    if not values.module and not os.path.isfile(script):
-        raise UsageError(f"There is no such file. (A module is launched with --module.) Received: {script}")
     found = hosts.find_hosts(values.hosts, values.host_index)
     names = {field.name for field in dataclasses.fields(options.Launch)} & set(values)
     given: dict[str, Any] = {name: values[name].value for name in names - {"hosts", "host_index"}}
@@ -280,7 +240,7 @@ def parity() -> float:
 
 def _profile_network(values: flags.FlagValues, arguments: list[str]) -> int:
     del arguments
-    sizes = _numbers("sizes", values.sizes)
+    sizes = command_line.numbers("sizes", values.sizes)
     started = tfshard.initialize(num_devices=values.num_devices)
     profile = tfshard.profile_network(sizes, values.repeats, values.devices_per_host)
     if started.client_id == 0:
@@ -310,28 +270,20 @@ def _calibrate(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 def _simulate(values: flags.FlagValues, arguments: list[str]) -> int:
-    if values.cluster is None or values.batch is None:
-        raise UsageError("Give --cluster=FILE, which describes the devices, and --batch, the samples of a step.")
     simulation = tfshard.simulate(
         _built(arguments[0]),
         values.cluster,
-        _numbers("devices", values.devices),
+        command_line.numbers("devices", values.devices),
         values.batch,
         length=values.length,
         layout_map=_layout_map(values.layout_map),
-        zero_stages=_numbers("zero_stages", values.zero_stages),
+        zero_stages=command_line.numbers("zero_stages", values.zero_stages),
         optimizer=values.optimizer,
     )
     print(simulation.to_json(indent=2) if values.json else simulation)
     if values.plot:
         simulation.plot(values.plot)
     return int(all(each is None for each in simulation.best.values()))
-
-
-def _numbers(name: str, texts: list[str]) -> list[int]:
-    if not all(text.isdecimal() for text in texts):
-        raise UsageError(f"--{name} must be numbers. Received: {name}={texts}")
-    return [int(text) for text in texts]
 
 
 # --- the command line --------------------------------------------------------------------------------
@@ -356,27 +308,15 @@ def _run(argv: list[str]) -> int:
     if text is not None:
         print(text)
         return 0 if argv and not text.startswith(command_line.NO_PAGE) else 2
-    name, *rest = argv
-    if name not in COMMANDS:
-        raise UsageError(command_line.unknown(name))
-    command = COMMANDS[name]
-    options = command.options()
-    # Flags may also stand behind the positional arguments, unless those are a program with flags of its own.
-    options.set_gnu_getopt(not command.program)
-    _, *arguments = options([name, *rest])
-    if len(arguments) != len(command.arguments) and not (command.program and arguments):
-        raise UsageError(
-            f"'tfshard {name}' takes {len(command.arguments)} positional arguments {command.arguments}. "
-            f"Received: {arguments}"
-        )
-    return _RUN[name](options, arguments)
+    parsed = command_line.parse(argv)
+    return _RUN[parsed.name](parsed.values, parsed.arguments)
 
 
 def _main(argv: list[str]) -> None:
     try:
         code = _run(argv[1:])
-    except (ShardingError, flags.Error) as e:
-        print(f"tfshard: error: {' '.join(str(e).split())}", file=sys.stderr)
+    except (ShardingError, command_line.UsageError, flags.Error) as e:
+        print(command_line.error_line(e), file=sys.stderr)
         code = 2
     sys.exit(code)
 

@@ -1,16 +1,24 @@
-"""Commands, their flags and their help. Imports neither TensorFlow nor Keras, whose import takes seconds."""
+"""Commands, their flags and their help. Imports neither TensorFlow nor Keras, whose import takes seconds.
+
+`parse` also checks all that can be checked without them, so that a wrong command line is refused at once.
+"""
 
 import dataclasses
 import difflib
 import importlib
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from absl import flags
+
+from tfshard import tables
 
 HELP = ("--help", "-h", "-help", "--helpfull", "help")
 
@@ -347,6 +355,190 @@ def answer(arguments: Sequence[str]) -> str | None:
     return command_help(name) if set(HELP) & set(rest) else None
 
 
+class UsageError(ValueError):
+    """A command line that cannot be understood."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parsed:
+    """A command line that was parsed and checked.
+
+    Attributes:
+        name: Of the command.
+        values: Its flags.
+        arguments: Its positional arguments.
+    """
+
+    name: str
+    values: flags.FlagValues
+    arguments: list[str]
+
+
+def parse(arguments: Sequence[str]) -> Parsed:
+    """Parse a command line, and check all that needs neither TensorFlow nor Keras.
+
+    Args:
+        arguments: The command line without the name of the program.
+
+    Raises:
+        UsageError: The command line is wrong. absl raises its own `flags.Error`.
+    """
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise UsageError(unknown(name))
+    command = COMMANDS[name]
+    values = command.options()
+    # Flags may also stand behind the positional arguments, unless those are a program with flags of its own.
+    values.set_gnu_getopt(not command.program)
+    _, *positional = values([name, *rest])
+    if len(positional) != len(command.arguments) and not (command.program and positional):
+        raise UsageError(
+            f"'tfshard {name}' takes {len(command.arguments)} positional arguments {command.arguments}. "
+            f"Received: {positional}"
+        )
+    parsed = Parsed(name=name, values=values, arguments=positional)
+    _check(parsed)
+    return parsed
+
+
+def _check(parsed: Parsed) -> None:
+    """Raise `UsageError` for flags and arguments that are wrong whatever the model."""
+    given: dict[str, Any] = {
+        flag: parsed.values[flag].value for flag in parsed.values if parsed.values[flag].value is not None
+    }
+    for flag, value in given.items():
+        # Of absl's types: text, a whole number, a number, yes or no, a list.
+        if flag in TIMEOUTS and not value > 0:
+            raise UsageError(f"{flag} must be positive. Received: {flag}={value}")
+        if flag in _LEAST and isinstance(value, int) and value < _LEAST[flag]:
+            raise UsageError(f"{flag} must be at least {_LEAST[flag]}. Received: {flag}={value}")
+        if isinstance(value, list) and flag != "hosts":
+            numbers(flag, value)
+    stages = [given.get("zero_stage", 0), *map(int, given.get("zero_stages", ()))]
+    if not set(stages) <= set(range(4)):
+        raise UsageError(f"Unknown ZeRO stage. Stages: 0, 1, 2, 3. Received: zero_stage={max(stages)}")
+    if "mesh" in parsed.values:
+        parse_mesh(given.get("mesh"))
+    _check_needed(parsed.name, given)
+    if "memory_per_device" in given:
+        memory(given["memory_per_device"])
+    _check_files(given)
+    if COMMANDS[parsed.name].arguments == _FUNCTION:
+        check_target(parsed.arguments[0])
+    for flag in ("layout_map", "batch"):
+        if isinstance(given.get(flag), str) and given[flag] and given[flag] != AUTO:
+            check_target(given[flag])
+    if parsed.name == "launch" and not given["module"] and not os.path.isfile(parsed.arguments[0]):
+        raise UsageError(
+            f"There is no such file. (A module is launched with --module.) Received: {parsed.arguments[0]}"
+        )
+
+
+# The least value of flags that are whole numbers.
+_LEAST = dict.fromkeys(
+    ("devices", "batch", "length", "num_devices", "repeats", "devices_per_host", "num_processes",
+     "devices_per_process", "elastic_min"), 1,
+) | dict.fromkeys(("max_restarts", "host_index", "port", "client_port"), 0)  # fmt: skip
+
+_NEEDED = {
+    "advise": (
+        ("devices", "memory_per_device", "batch"),
+        "Give --devices, --memory_per_device and --batch, the samples of a step over all devices.",
+    ),
+    "simulate": (
+        ("cluster", "batch"),
+        "Give --cluster=FILE, which describes the devices, and --batch, the samples of a step.",
+    ),
+}
+
+
+def _check_needed(name: str, given: Mapping[str, object]) -> None:
+    needed, message = _NEEDED.get(name, ((), ""))
+    missing = [flag for flag in needed if flag not in given]
+    if missing:
+        raise UsageError(f"{message} Missing: {', '.join(f'--{flag}' for flag in missing)}")
+
+
+def _check_files(given: Mapping[str, str]) -> None:
+    """Raise `UsageError` for files that cannot be read, or will not be writable once the work is done."""
+    clusters = {path.stem for path in (pathlib.Path(__file__).parent / "planning" / "clusters").iterdir()}
+    for flag in ("links", "machine", "cluster"):
+        names = () if flag == "links" else sorted(clusters)
+        if flag in given and given[flag] not in names and not os.path.isfile(given[flag]):
+            others = f", or one of {names}" if names else ""
+            raise UsageError(f"--{flag} must be a file that exists{others}. Received: {flag}={given[flag]!r}")
+    for flag in ("save", "plot"):
+        if flag in given and not pathlib.Path(given[flag]).absolute().parent.is_dir():
+            raise UsageError(f"--{flag} must be a file in a folder that exists. Received: {flag}={given[flag]!r}")
+    if "plot" in given and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(f"--plot needs matplotlib: pip install matplotlib. Received: plot={given['plot']!r}")
+
+
+def check_target(target: str) -> tuple[str, str]:
+    """Return the module and the name of `MODULE:NAME`; MODULE is importable, or the path of a .py file.
+
+    Raises:
+        UsageError: The target is written otherwise, or its module does not exist.
+    """
+    module, colon, name = target.rpartition(":")
+    if not colon or not module or not name:
+        raise UsageError(f"Write MODULE:NAME, such as models.py:build or package.models:build. Received: {target}")
+    first = module.partition(".")[0]
+    if module.endswith(".py"):
+        if not os.path.isfile(module):
+            raise UsageError(f"There is no such file. Received: {module}")
+    elif first not in (*sys.modules, *sys.builtin_module_names):
+        if importlib.machinery.PathFinder.find_spec(first, [os.getcwd(), *sys.path]) is None:
+            raise UsageError(f"Cannot import '{module}': No module named '{first}'. Received: {target}")
+    return module, name
+
+
+def parse_mesh(text: str | None) -> dict[str, int]:
+    """Return axis name to size of a text such as `"batch:8,model:4"`.
+
+    >>> parse_mesh("batch:8,model:4")
+    {'batch': 8, 'model': 4}
+    """
+    axes: dict[str, int] = {}
+    for part in (text or "").split(","):
+        name, _, size = part.strip().partition(":")
+        if not name or not size.isdecimal() or name in axes:
+            raise UsageError(f"--mesh must be axes with sizes, such as --mesh=batch:8,model:4. Received: mesh={text!r}")
+        if not int(size):
+            raise UsageError(f"The size of mesh axis '{name}' must be a positive integer. Received: mesh={text!r}")
+        axes[name] = int(size)
+    return axes
+
+
+def memory(text: str) -> int:
+    """Return the bytes of `--memory_per_device`."""
+    try:
+        return tables.parse_size("memory_per_device", text)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+
+
+def numbers(name: str, texts: Sequence[str]) -> list[int]:
+    """Return the numbers of a flag that is a list."""
+    if not all(text.isdecimal() for text in texts):
+        raise UsageError(f"--{name} must be numbers. Received: {name}={texts}")
+    return [int(text) for text in texts]
+
+
+def refusal(arguments: Sequence[str]) -> str | None:
+    """Return why a command line is wrong, as far as that is known without TensorFlow; None if it is not."""
+    try:
+        parse(arguments)
+    except (UsageError, flags.Error) as error:
+        return error_line(error)
+    return None
+
+
+def error_line(error: Exception) -> str:
+    """Return what is printed of an error that the user can mend."""
+    return f"tfshard: error: {' '.join(str(error).split())}"
+
+
 def is_answered_alone() -> bool:
     """Return whether this process is `tfshard`, or `python -m tfshard`, and needs no TensorFlow to answer."""
     program, *arguments = sys.argv or [""]
@@ -354,7 +546,7 @@ def is_answered_alone() -> bool:
     is_script = pathlib.Path(program).stem == "tfshard" and pathlib.Path(program).suffix in ("", ".exe")
     if not (is_module or is_script):
         return False
-    return answer(arguments) is not None or arguments[0] not in COMMANDS
+    return answer(arguments) is not None or refusal(arguments) is not None
 
 
 def unknown(name: str) -> str:
@@ -367,8 +559,9 @@ def unknown(name: str) -> str:
 def main() -> None:
     """Run the command line and exit: 0, 1 when a check failed, 2 for a wrong command line."""
     text = answer(sys.argv[1:])
-    if text is None and sys.argv[1] not in COMMANDS:
-        print(f"tfshard: error: {unknown(sys.argv[1])}", file=sys.stderr)
+    refused = refusal(sys.argv[1:]) if text is None else None
+    if refused is not None:
+        print(refused, file=sys.stderr)
         sys.exit(2)
     if text is None:
         importlib.import_module("tfshard.cli").main()

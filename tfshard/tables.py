@@ -40,6 +40,36 @@ def size(bytes_: int) -> str:
     return f"{bytes_ / (1 << 10 * unit):,.{digits}f} {_UNITS[unit]}"
 
 
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGTP]?)(I?)B?")
+
+
+def parse_size(name: str, given: object) -> int:
+    """Return the bytes that a positive integer or a text such as `"16GiB"` stands for.
+
+    Args:
+        name: What the size is called, for the message.
+        given: The size. K, M, G, T and P count in thousands, Ki, Mi, Gi, Ti and Pi in 1024.
+
+    Raises:
+        ValueError: It is neither.
+
+    >>> parse_size("memory", "16GiB") == 16 * 2**30, parse_size("memory", "80GB"), parse_size("memory", 612)
+    (True, 80000000000, 612)
+    """
+    found = _SIZE.fullmatch(given.strip().upper()) if isinstance(given, str) else None
+    bytes_ = 0
+    if found is not None and (found[2] or not found[3]):
+        bytes_ = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGTP".index(found[2] or " "))
+    elif isinstance(given, int) and not isinstance(given, bool):
+        bytes_ = given
+    if bytes_ < 1:
+        raise ValueError(
+            f"{name} must be a positive number of bytes, such as '16GiB', '80GB' or 17179869184. "
+            f"Received: {name}={given!r}"
+        )
+    return bytes_
+
+
 def layout(axes: Sequence[str | None]) -> str:
     """The mesh axis of each dim.
 
