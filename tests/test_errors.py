@@ -122,6 +122,41 @@ def test_unknown_stage(stage):
         strategy(stage=stage)
 
 
+MEASURING = {
+    "report": lambda s, m: s.report(m),
+    "sync_stats": lambda s, m: s.sync_stats(m),
+    "check_consistency": lambda s, m: s.check_consistency(m),
+}
+
+
+@pytest.mark.parametrize("method", MEASURING)
+def test_a_model_of_which_nothing_is_on_the_mesh_is_not_measured(method):
+    chosen, measure = strategy(batch=4), MEASURING[method]
+    with pytest.raises(tfshard.errors.StrategyError, match=r"'late' is not built.*model.build\(input_shape\)"):
+        measure(chosen, keras.Sequential([keras.layers.Dense(4)], name="late"))
+    plain = build()
+    plain.compile("adam", "mse")
+    for model in (build(), plain):
+        with pytest.raises(tfshard.errors.StrategyError, match=rf"strategy\.{method} measures .* 'mlp' is there"):
+            measure(chosen, model)
+
+
+def test_a_report_says_what_is_missing():
+    chosen = strategy(batch=4)
+    with chosen.scope():
+        model = build()
+    report = chosen.report(model)
+    assert report.bytes_per_device("parameter") > 0 == report.bytes_per_device("slot")
+    assert "is not compiled, so there are no optimizer slots yet" in str(report) and report.notes
+    assert "is not compiled" in report.summary()
+    with chosen.scope():
+        model.compile("adam", "mse")
+    assert "The optimizer makes its slots in the first training step" in str(chosen.report(model))
+    model.train_on_batch(np.ones((4, 6)), np.ones((4, 10)))
+    report = chosen.report(model)
+    assert report.notes == () and report.bytes_per_device("slot") > report.bytes_per_device("parameter")
+
+
 def test_model_built_under_another_strategy():
     model = compile_with(None)
     with pytest.raises(tfshard.errors.StrategyError, match="under another strategy"):

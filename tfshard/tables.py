@@ -40,6 +40,27 @@ def size(bytes_: int) -> str:
     return f"{bytes_ / (1 << 10 * unit):,.{digits}f} {_UNITS[unit]}"
 
 
+def short_size(bytes_: int) -> str:
+    """Bytes in three digits and the largest unit of which there is one, for tables with many columns.
+
+    >>> [short_size(bytes_) for bytes_ in (0, 612, 40 << 10, 100 << 20, 3 << 30)]
+    ['0 B', '612 B', '40.0 KiB', '100 MiB', '3.00 GiB']
+    """
+    unit = min(max(bytes_.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    number = bytes_ / (1 << 10 * unit)
+    digits = 0 if unit == 0 or number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:,.{digits}f} {_UNITS[unit]}"
+
+
+def milliseconds(seconds: float) -> str:
+    """A time in milliseconds for a reader; with two digits where it is less than one.
+
+    >>> [milliseconds(seconds) for seconds in (1.2345, 0.0123, 0.00012)]
+    ['1,234.5', '12.3', '0.12']
+    """
+    return f"{1e3 * seconds:,.1f}" if seconds >= 1e-3 else f"{1e3 * seconds:.2g}"
+
+
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGTP]?)(I?)B?")
 
 

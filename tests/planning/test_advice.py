@@ -1,5 +1,7 @@
 """tfshard.advise: the smallest stage and the mesh that fit, with numbers worked out by hand."""
 
+import re
+
 import keras
 import pytest
 
@@ -71,6 +73,37 @@ def test_when_nothing_fits_the_missing_bytes_are_told():
     text = str(advice)
     assert "Nothing fits. batch=4 at stage 3 comes closest" in text
     assert "A layout map over the axis 'model' would allow a model axis" in text
+
+
+@pytest.mark.parametrize("width", [8, 4096])
+def test_each_number_of_bytes_has_its_unit(width):
+    specs = [VariableSpec(path="dense/kernel", shape=(width, width))]
+    advice = tfshard.advise(specs, devices=4, memory_per_device="16GiB", batch=32)
+    lines = str(advice).splitlines()
+    rows = [line for line in lines if re.match(r" ?batch=4 +\d ", line)]
+    assert len(rows) == 4
+    for row in rows:
+        cells = re.findall(r"([\d,.]+) (B|KiB|MiB|GiB)\b", row)
+        assert len(cells) == 7, row  # Without activations.
+        assert all(float(number.replace(",", "")) > 0 or unit == "B" for number, unit in cells), row
+    assert not re.search(r"\d bytes", str(advice))
+
+
+@pytest.mark.parametrize(
+    ("given", "bytes_"), [("16GiB", 16 << 30), ("512 MiB", 512 << 20), ("80GB", 80 * 10**9), (1 << 30, 1 << 30)]
+)
+def test_memory_is_given_as_a_text_or_in_bytes(given, bytes_):
+    specs = [VariableSpec(path="dense/kernel", shape=(8, 8))]
+    advice = tfshard.advise(specs, devices=4, memory_per_device=given, batch=32)
+    assert advice.recommended.memory_per_device == bytes_
+
+
+@pytest.mark.parametrize("given", [0, -1, 16e9, True, None, "much", "1XiB", "0GiB", "GiB", b"1GiB"])
+def test_memory_that_is_no_size_is_refused(given):
+    with pytest.raises(
+        tfshard.errors.StrategyError, match="memory_per_device must be a positive number of bytes, such"
+    ):
+        tfshard.advise([VariableSpec(path="dense/kernel", shape=(8, 8))], 4, given, 32)
 
 
 def test_a_layout_map_allows_a_model_axis():

@@ -130,7 +130,8 @@ def test_gradients_come_in_shards_from_stage_2_on_and_the_report_measures_it(mes
     # Before the step it says that nothing was measured.
     assert before.gradients_reduce_scattered is None and before.gradient_bytes_per_device is None
     assert before.to_dict()["totals"]["gradient"]["bytes_per_device"] is None
-    assert "gradients not measured yet" in str(before) and "gradients not measured yet" not in str(report)
+    assert "none has run yet" in str(before) and "none has run yet" not in str(report)
+    assert ("A step reduce-scatters gradients" in str(report)) == (stage >= 2)
 
 
 @pytest.mark.parametrize("way", ["clipped", "scaled", "accumulated", "eager"])

@@ -55,7 +55,7 @@ def abstract_model(build: Callable[[], keras.Model]) -> keras.Model:
     """
     with _private.abstract_scope(_refuse_value) as given:
         model = build()
-    _check_built(model)
+    check_built(model)
     has_value = {id(variable) for variable in given}
     allocated = [v.path for v in model.variables if id(v) not in has_value and _private.backend_variable(v) is not None]
     if allocated:
@@ -74,7 +74,8 @@ def _refuse_value(path: str, shape: Sequence[int], dtype: object = None) -> NoRe
     )
 
 
-def _check_built(model: object) -> None:
+def check_built(model: object) -> None:
+    """Raise `StrategyError` for what is no model, or one whose variables are not known."""
     if not isinstance(model, keras.Model):
         raise StrategyError(
             f"A plan needs a keras.Model or a list of VariableSpec. Received: {model!r} (of type {type(model)})"
@@ -92,7 +93,7 @@ def specs_of(model_or_specs: ModelOrSpecs) -> tuple[VariableSpec, ...]:
         specs = tuple(model_or_specs)
         if all(isinstance(spec, VariableSpec) for spec in specs):
             return specs
-    _check_built(model_or_specs)
+    check_built(model_or_specs)
     return tuple(
         inventory.variable_spec(variable, layer) for variable, layer in inventory.owned_variables(model_or_specs)
     )

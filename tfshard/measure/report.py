@@ -11,8 +11,8 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private, tables
 from tfshard.devices import transfer
-from tfshard.errors import warn
-from tfshard.graph import inventory
+from tfshard.errors import StrategyError, warn
+from tfshard.graph import inventory, model_specs
 from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.config import ZeroStage
@@ -92,6 +92,7 @@ class Report:
         variables: A `VariableReport` for each variable.
         misplaced: The paths of variables of the model that are not where its placement has them. None, unless something
             is wrong, or a variable has come since the last step.
+        notes: Sentences that say what the numbers do not have, such as the slots of a model that is not compiled.
     """
 
     mesh: dict[str, int]
@@ -100,6 +101,7 @@ class Report:
     gradients_reduce_scattered: bool | None
     variables: tuple[VariableReport, ...]
     misplaced: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def from_model(cls, model: keras.Model, strategy: Strategy, parts: Sequence[keras.Model] | None = None) -> "Report":
@@ -125,17 +127,19 @@ class Report:
             for kept in current.kept.values() if isinstance(current, ShardedVariable) else ():
                 rows.append(dataclasses.replace(_measured(kept, kept.path, "slot", strategy.mesh_shape), bytes_whole=0))
         placed = [layout for part in parts or [model] for layout in strategy.placement_of(part).variables]
+        misplaced = tuple(
+            layout.spec.path
+            for current, layout in zip(owned, placed, strict=True)
+            if not (isinstance(current, ShardedVariable) and current.layout == layout)
+        )
         return cls(
             mesh=strategy.mesh_shape.given,
             world_size=math.prod(strategy.mesh_shape.values()),
             zero_stage=strategy.zero_stage,
             gradients_reduce_scattered=_scattered([row for row in rows if row is not None], strategy.mesh_shape.data),
             variables=tuple(row for row in rows if row is not None),
-            misplaced=tuple(
-                layout.spec.path
-                for current, layout in zip(owned, placed, strict=True)
-                if not (isinstance(current, ShardedVariable) and current.layout == layout)
-            ),
+            misplaced=misplaced,
+            notes=_notes(model, misplaced),
         )
 
     def bytes_per_device(self, kind: str | None = None) -> int:
@@ -207,7 +211,7 @@ class Report:
         Args:
             detail: A row for each variable, slots too. By default those that are alike share one, without slots.
         """
-        return tables.as_text(*self.tables(detail=detail))
+        return tables.as_text(*self.tables(detail=detail), *self._sentences())
 
     def __str__(self) -> str:
         return self.text()
@@ -221,11 +225,11 @@ class Report:
         """
         rows = [tables.Row.of(variable) for variable in self.variables if variable.kind != "slot"]
         blocks = tables.variables("Blocks of the model", tables.blocks(rows), head="block", columns=())
-        return tables.as_text(self._totals_table(), blocks)
+        return tables.as_text(self._totals_table(), blocks, *self._sentences())
 
     def _totals_table(self) -> rich.table.Table:
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
-        title = f"{self.world_size} devices ({axes}), ZeRO stage {self.zero_stage}, gradients {self._reduced_text()}"
+        title = f"{self.world_size} devices ({axes}), ZeRO stage {self.zero_stage}"
         labels = (
             ("parameter", "parameters"),
             ("state", "untrained weights"),
@@ -236,23 +240,69 @@ class Report:
             (label, self.bytes_on_one_device(kind), self.bytes_per_device(kind)) for kind, label in labels
         ]
         gradients = (
-            "gradients, as the optimizer gets them",
+            "gradients until the update",
             self.bytes_on_one_device("parameter"),
             self.gradient_bytes_per_device,
         )
         on_host = [("slots on the host, for each device", 0, self.host_bytes_per_device())]
         return tables.totals(title, [*rows, gradients, *(on_host if self.host_bytes_per_device() else [])])
 
+    def _sentences(self) -> tuple[str, ...]:
+        """Return the sentences below the tables: how a step reduces gradients, and the notes."""
+        return (self._reduced_text(), *self.notes)
+
     def _reduced_text(self) -> str:
-        """Say how a step reduces gradients, for the title."""
+        """Say how a step reduces gradients."""
         if self.gradients_reduce_scattered is None:
-            return "not measured yet"
+            return "Gradients are measured in the first training step: none has run yet."
         if self.gradients_reduce_scattered:
-            return "reduce-scattered"
+            return "A step reduce-scatters gradients: each device holds its shard of a gradient until the update."
         grouped = all(row.group is not None for row in self.variables if row.kind == "parameter")
-        # A group is small: its gradient is reduced whole, and each device updates its shard.
-        shard_grads = ZeroStage.from_number(self.zero_stage).shard_grads
-        return "reduced by groups" if grouped and shard_grads else "all-reduced"
+        if grouped and ZeroStage.from_number(self.zero_stage).shard_grads:
+            return (
+                "All variables are small and share groups: a step all-reduces the gradient of a group, and each device "
+                "updates its shard."
+            )
+        return "A step all-reduces gradients: each device holds full gradients until the update."
+
+
+# How many variables a note names.
+_NAMED = 5
+
+
+def check_is_measurable(model: keras.Model, method: str) -> None:
+    """Raise `StrategyError` for a model of which no variable is on a mesh.
+
+    Args:
+        model: The model.
+        method: The method of the strategy that was called, for the message.
+    """
+    owned = [variable for variable, _ in inventory.owned_variables(model)]
+    if not owned:
+        model_specs.check_built(model)
+    elif not any(isinstance(_private.backend_variable(variable), ShardedVariable) for variable in owned):
+        raise StrategyError(
+            f"strategy.{method} measures variables on the devices, and no variable of model '{model.name}' is there. "
+            "Compile the model with strategy=..., or build it under strategy.scope(). strategy.plan(model, "
+            f"optimizer='adam') says what would be stored. Received: model={model!r}, compiled={model.compiled}"
+        )
+
+
+def _notes(model: keras.Model, misplaced: Sequence[str]) -> tuple[str, ...]:
+    """Say what a report of a model does not have."""
+    if not model.compiled and not inventory.optimizer_variables(model):
+        return (
+            f"Model '{model.name}' is not compiled, so there are no optimizer slots yet. strategy.plan(model, "
+            "optimizer='adam') predicts them.",
+        )
+    notes = []
+    if any(not optimizer.built for optimizer in inventory.optimizers_of(model)):
+        notes.append("The optimizer makes its slots in the first training step. strategy.plan(model) predicts them.")
+    if misplaced:
+        names = ", ".join(f"'{path}'" for path in misplaced[:_NAMED])
+        more = f" and {len(misplaced) - _NAMED} others" if len(misplaced) > _NAMED else ""
+        notes.append(f"Not where the strategy places them, until the next step: {names}{more}.")
+    return tuple(notes)
 
 
 def _is_on(variable: keras.Variable, mesh: dtensor.Mesh) -> bool:

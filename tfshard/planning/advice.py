@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
-import rich.box
-import rich.table
 
 from tfshard import tables
 from tfshard.errors import LayoutError, StrategyError
@@ -110,27 +108,27 @@ class Advice:
     candidates: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        table = rich.table.Table(title="MiB a device at the peak of a step", box=rich.box.SIMPLE_HEAD)
-        table.add_column("mesh", no_wrap=True)
-        for column in ("stage", "stored", "gathered", "gradients", "reduced", "updated", "activations", "peak"):
+        table = tables.plain("What a device holds at the peak of a step")
+        table.add_column("mesh", min_width=len("replica=2 x"))
+        for column in ("stage", "stored", "gathered", "gradients", "reduced", "updated", "acti-\nvations", "peak"):
             table.add_column(column, justify="right", no_wrap=True)
         stepped = any(each.step_seconds is not None for each in self.candidates)
         timed = any(each.collective_seconds is not None for each in self.candidates)
         encoded = any(each.compression is not None for each in self.candidates)
         if timed:
             # With what it encodes: a column more would not be wide enough for the last one.
-            table.add_column("takes, ms" if encoded else "sends, ms", justify="right", no_wrap=True)
+            table.add_column("takes,\nms" if encoded else "sends,\nms", justify="right", no_wrap=True)
         if stepped:
-            table.add_column("step, ms", justify="right", no_wrap=True)
+            table.add_column("step,\nms", justify="right", no_wrap=True)
         table.add_column("", overflow="fold")
         for each in self.candidates:
             parts = (each.stored_bytes, each.gathered_bytes, each.gradient_bytes, each.reduced_bytes)
             numbers = (*parts, each.updated_bytes, each.activation_bytes, each.peak_bytes)
-            cells = [f"{number / (1 << 20):,.1f}" if each.problem is None else "" for number in numbers]
+            cells = [tables.short_size(number) if each.problem is None else "" for number in numbers]
             if timed:
-                cells.append("" if math.isinf(each.seconds) else f"{1e3 * each.seconds:,.1f}")
+                cells.append("" if math.isinf(each.seconds) else tables.milliseconds(each.seconds))
             if stepped:
-                cells.append("" if each.step_seconds is None else f"{1e3 * each.step_seconds:,.1f}")
+                cells.append("" if each.step_seconds is None else tables.milliseconds(each.step_seconds))
             verdict = each.problem or ("fits" if each.fits else "too large")
             verdict += ", with recompute" if each.recompute else ""
             verdict += "" if each.compression is None else f", {each.compression}"
@@ -143,7 +141,7 @@ class Advice:
 def advise(
     model: ModelOrSpecs,
     devices: int,
-    memory_per_device: int,
+    memory_per_device: int | str,
     batch: int,
     *,
     optimizer: OptimizerLike = model_specs.AUTO,
@@ -185,7 +183,7 @@ def advise(
     Args:
         model: A built `keras.Model`, also one from `tfshard.abstract_model`, or a list of `VariableSpec`.
         devices: How many there are; all are used.
-        memory_per_device: Bytes of one device.
+        memory_per_device: Of one device: bytes, or a text such as `"16GiB"` or `"80GB"`.
         batch: Samples of one step over all devices.
         optimizer: An optimizer, its name, or None for no slots. By default the one that the model was compiled with,
             else Adam.
@@ -206,8 +204,8 @@ def advise(
         The `Advice`.
 
     Raises:
-        StrategyError: A number that is not a positive integer, or a model that cannot be planned; a compression without
-            links, or one of which the links do not tell how long it takes.
+        StrategyError: A number that is not a positive integer, or a size that cannot be read; a model that cannot be
+            planned; a compression without links, or one of which the links do not tell how long it takes.
         LayoutError: The layout map names an axis other than `batch` and `model`.
 
     Example:
@@ -219,7 +217,11 @@ def advise(
     >>> advice.recommended.mesh_shape, advice.recommended.zero_stage, advice.recommended.peak_bytes >> 20
     ({'batch': 4}, 3, 35)
     """
-    numbers = {"devices": devices, "memory_per_device": memory_per_device, "batch": batch}
+    try:
+        memory_per_device = tables.parse_size("memory_per_device", memory_per_device)
+    except ValueError as error:
+        raise StrategyError(str(error)) from None
+    numbers = {"devices": devices, "batch": batch}
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise StrategyError(f"{name} must be a positive integer. Received: {name}={number!r}")
@@ -445,12 +447,13 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
     if chosen is not None:
         why = "It is the first that fits"
         if chosen.step_seconds is not None:
-            why = f"Its steps are the quickest of those that fit, {1e3 * chosen.step_seconds:,.1f} ms"
+            why = f"Its steps are the quickest of those that fit, {tables.milliseconds(chosen.step_seconds)} ms"
         elif chosen.collective_seconds is not None:
             why = "It sends fastest of those that fit"
         reasons = [
-            f"Recommended: {_text(chosen)}. {why}: {chosen.peak_bytes:,} bytes at the peak of a "
-            f"step, {chosen.needed_bytes:,} with room to spare, of {chosen.memory_per_device:,} on a device."
+            f"Recommended: {_text(chosen)}. {why}: {tables.size(chosen.peak_bytes)} at the peak of a step, "
+            f"{tables.size(chosen.needed_bytes)} with room to spare, of {tables.size(chosen.memory_per_device)} on a "
+            "device."
         ]
         reasons += _compared(chosen, possible)
         reasons += _judged(chosen, possible)
@@ -460,7 +463,7 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
         )
         reasons += [
             f"{_text(other)} was passed over: "
-            + (other.problem or f"{other.needed_bytes - other.memory_per_device:,} bytes too large.")
+            + (other.problem or f"{tables.size(other.needed_bytes - other.memory_per_device)} too large.")
             for other in candidates[: candidates.index(chosen)]
         ]
     elif possible:
@@ -468,7 +471,7 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
         shortfall = best.needed_bytes - best.memory_per_device
         reasons = [
             f"Nothing fits. {_text(best)} comes closest: it needs "
-            f"{best.needed_bytes:,} bytes a device, {shortfall:,} more than there are."
+            f"{tables.size(best.needed_bytes)} a device, {tables.size(shortfall)} more than there are."
         ]
     else:
         shortfall = None
@@ -496,8 +499,8 @@ def _compared(chosen: Candidate, possible: Sequence[Candidate]) -> list[str]:
     best = min(others, key=lambda each: each.seconds)
     encoding = "" if chosen.compression is None else " and its encoding"
     return [
-        f"Its collectives{encoding} take {1e3 * chosen.seconds:,.1f} ms, one after the other; of the "
-        f"{'flat' if is_hybrid else 'hybrid'} meshes {_text(best)} would take {1e3 * best.seconds:,.1f} ms."
+        f"Its collectives{encoding} take {tables.milliseconds(chosen.seconds)} ms, one after the other; of the "
+        f"{'flat' if is_hybrid else 'hybrid'} meshes {_text(best)} would take {tables.milliseconds(best.seconds)} ms."
     ]
 
 
@@ -529,7 +532,7 @@ def _verdict(each: Candidate, exact: Candidate, chosen: Candidate) -> str:
     if each is chosen:
         return f"{share}: it is recommended."
     if not each.fits:
-        return f"{share}, but it is {each.needed_bytes - each.memory_per_device:,} bytes too large."
+        return f"{share}, but it is {tables.size(each.needed_bytes - each.memory_per_device)} too large."
     if most > _CLEARLY * exact.seconds:
         return f"{share}: leave it out."
     return f"{share}."

@@ -96,7 +96,7 @@ class Simulation:
         table = rich.table.Table(title=f"Quickest steps on {self.machine.name}", box=rich.box.SIMPLE_HEAD)
         for column in ("devices", "mesh", "stage", "parts", "again"):
             table.add_column(column, no_wrap=True)
-        for column in ("step, ms", "samples/s", "MFU", "GiB"):
+        for column in ("step, ms", "samples/s", "MFU", "memory"):
             table.add_column(column, justify="right", no_wrap=True)
         for devices, each in self.best.items():
             if each is None:
@@ -108,13 +108,13 @@ class Simulation:
                 str(each.zero_stage),
                 str(each.microbatches),
                 "yes" if each.recompute else "no",
-                f"{1e3 * each.seconds:,.1f}",
+                tables.milliseconds(each.seconds),
                 f"{each.samples_per_second:,.1f}",
                 "-" if each.utilization is None else f"{each.utilization:.0%}",
-                f"{each.needed_bytes / 2**30:,.1f}",
+                tables.size(each.needed_bytes),
             )
         unknown = sorted({each.unknown for each in self.best.values() if each is not None and each.unknown})
-        legend = "again: blocks are computed again; GiB: what a device should have."
+        legend = "again: blocks are computed again; memory: what a device should have."
         return tables.as_text(table, legend, *(f"Not counted: {each}" for each in unknown))
 
     __repr__ = __str__

@@ -34,7 +34,7 @@ from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.measure.consistency import check_consistency
-from tfshard.measure.report import Report, SyncStats
+from tfshard.measure.report import Report, SyncStats, check_is_measurable
 from tfshard.operations import blocks as blocks_of_layers
 from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, plan_placement
 from tfshard.planning.links import LinksLike
@@ -383,10 +383,12 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         """What each device holds: the totals, and every variable with its layout and bytes.
 
         Raises:
-            StrategyError: The model belongs to another strategy, or is in parts.
+            StrategyError: The model is not built, has no variable on the mesh, belongs to another strategy, or is in
+                parts.
         """
         self._check_not_in_parts(model, "reports")
         check_not_elsewhere(model, self)
+        check_is_measurable(model, "report")
         return Report.from_model(model, self)
 
     @process_lock.locked
@@ -468,7 +470,12 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         return dataclasses.replace(planned, unknown="; ".join(text for text in (planned.unknown, note) if text))
 
     def sync_stats(self, model: keras.Model) -> SyncStats:
-        """How many variables have gradients, of how many bytes, and which are reduced together."""
+        """How many variables have gradients, of how many bytes, and which are reduced together.
+
+        Raises:
+            StrategyError: The model is not built, or has no variable on the mesh.
+        """
+        check_is_measurable(model, "sync_stats")
         return SyncStats.from_model(model)
 
     @process_lock.locked
@@ -477,7 +484,9 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
 
         Raises:
             ConsistencyError: Naming the first variable that differs, and the devices.
+            StrategyError: The model is not built, or has no variable on the mesh.
         """
+        check_is_measurable(model, "check_consistency")
         check_consistency(model)
 
 
