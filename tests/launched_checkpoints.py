@@ -43,6 +43,9 @@ def main(directory: pathlib.Path) -> None:
     manager.checkpoint.restore(manager.latest_checkpoint)
     same.append(all(map(np.array_equal, model.get_weights(), weights)))
     files = sorted(path.name for path in (directory / "tf").iterdir())
+    for _ in range(2):
+        saving = tfshard.CheckpointCallback(directory / "run", every_epochs=1)
+        model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[saving])
     print("FOUND " + json.dumps(["saves", {"same": same, "paths": paths, "files": files}]), flush=True)
 
 

@@ -4,6 +4,7 @@ Each message names the fault, the choices and what was received. They all derive
 `ShardingError`, which is a `ValueError`, so that `except ValueError` keeps working.
 """
 
+import os
 import sys
 import warnings
 
@@ -94,7 +95,12 @@ _BETWEEN = ("tfshard", "keras", "keras_hub", "tensorflow", "optree", "contextlib
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that points to the user's line, outside of tfshard, Keras and TensorFlow."""
+    """Issue a warning that points to the user's line, outside of tfshard, Keras and TensorFlow.
+
+    Of a launched run only client 0 warns: the clients run the same script, so a warning concerns all of them.
+    """
+    if os.environ.get("TFSHARD_CLIENT_ID", "0") != "0":
+        return
     level, frame = 1, sys._getframe(0)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         level, frame = level + 1, frame.f_back  # type: ignore[assignment]

@@ -9,6 +9,8 @@ def test_one_client_writes_checkpoints_and_files_and_all_read_them(tmp_path):
         "--num_processes=2", "--devices_per_process=1", str(launched.HERE / "launched_checkpoints.py"), str(tmp_path)
     )
     assert done.returncode == 0, done.stderr
+    said = (done.stdout + done.stderr).count("Nothing was trained: ")
+    assert said == 1, "only client 0 warns that the second fit had nothing to do"
     clients = [client["saves"] for client in launched.found(done, 2)]
     assert clients[0] == clients[1], "all have the same paths and see the same files"
     assert clients[0]["same"] == [True] * (2 * launched_checkpoints.SAVES + 1)

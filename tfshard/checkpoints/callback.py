@@ -174,8 +174,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         run, self._begun = self._run, None
         _private.set_initial_epoch(self.model, None)
         self.manager.wait()
-        # Once for a launched run: all its clients resume from the same place.
-        if not run.trained and run.resumed is not None and not clients.here().rank:
+        if not run.trained and run.resumed is not None:
             warn(
                 f"Nothing was trained: the last checkpoint in '{self.manager.directory}' is at the end of epoch "
                 f"{run.resumed.position.epoch}. To train more, give fit more epochs; to train anew, give another "
