@@ -16,6 +16,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _ONEDNN = "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"
 _MMAP, _TRIM = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
 _TUNABLES = "GLIBC_TUNABLES"
+# The environment of a process whose kernels, and glibc, return large blocks to the system as soon as they are freed.
+SYSTEM_ALLOCATOR = {_ONEDNN: "1", _MMAP: str(_MAPPED_BYTES), _TRIM: str(_MAPPED_BYTES)}
 # Pages of 2 MiB where Linux offers them: the kernel then maps large blocks with far fewer page faults.
 _HUGE_PAGES = "glibc.malloc.hugetlb"
 
@@ -30,8 +32,7 @@ def environment_of_system_allocator() -> dict[str, str]:
 
     Variables that are set already keep their value.
     """
-    wanted = {_ONEDNN: "1", _MMAP: str(_MAPPED_BYTES), _TRIM: str(_MAPPED_BYTES)}
-    found = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    found = {name: os.environ.get(name, value) for name, value in SYSTEM_ALLOCATOR.items()}
     tunables = os.environ.get(_TUNABLES, "")
     if _HUGE_PAGES not in tunables:
         found[_TUNABLES] = ":".join([*([tunables] if tunables else []), f"{_HUGE_PAGES}=1"])

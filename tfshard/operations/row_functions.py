@@ -16,7 +16,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError
-from tfshard.operations import activations, batch_moments, cross_entropies, rows, vocabulary
+from tfshard.operations import activations, batch_moments, cross_entropies, rows, unsized, vocabulary
 from tfshard.operations.replacing import replaced
 from tfshard.storage import steps
 
@@ -26,12 +26,6 @@ def called_with_rows(mesh: dtensor.Mesh) -> contextlib.AbstractContextManager[No
     what is not a function of rows, but ours as well: batch normalization, activations with their derivative, and cross
     entropy with integer labels."""
     return replaced((module, name, functools.partial(version, mesh)) for module, name, version in _VERSIONS)
-
-
-# Operations that give as many elements as they find.
-_OF_UNKNOWN_SIZE = frozenset(
-    ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "ListDiff", "DynamicPartition")
-)
 
 
 def _map(
@@ -50,11 +44,11 @@ def _map(
 
     def call_by_rows(elems: Any) -> Any:
         result = call(elems)
-        unsized = _private.operation_types(tf.compat.v1.get_default_graph()) & _OF_UNKNOWN_SIZE
-        if unsized:
+        found = _private.operation_types(tf.compat.v1.get_default_graph()) & unsized.AS_MANY_AS_FOUND
+        if found:
             raise UnsupportedOperationError(
                 "What is computed by each device on its own rows cannot have tensors whose size depends on values. "
-                f"Received: a function with {sorted(unsized)[0]}"
+                f"Received: a function with {sorted(found)[0]}"
             )
         return result
 

@@ -42,10 +42,13 @@ def is_known(tensor: tf.Tensor) -> bool:
     return True
 
 
+# Operations that give as many elements as they find.
+AS_MANY_AS_FOUND = frozenset(
+    ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "ListDiff", "DynamicPartition")
+)
 # Operations whose results have a shape that depends on values, also where those of their operands are not known.
-_SIZED_BY_VALUES = frozenset(
-    ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "ListDiff", "DynamicPartition",
-     "DynamicStitch", "ParallelDynamicStitch", "NonMaxSuppressionV3", "NonMaxSuppressionV4", "NonMaxSuppressionV5",
+_SIZED_BY_VALUES = AS_MANY_AS_FOUND | frozenset(
+    ("DynamicStitch", "ParallelDynamicStitch", "NonMaxSuppressionV3", "NonMaxSuppressionV4", "NonMaxSuppressionV5",
      "NonMaxSuppressionV2", "CombinedNonMaxSuppression", "Bincount", "DenseBincount",
      "SegmentSum", "SegmentMean", "SegmentProd", "SegmentMax", "SegmentMin", "TensorListStack", "TensorListConcatV2",
      "ComputeAccidentalHits")

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import runpy
 import statistics
 import subprocess
 import sys
@@ -22,8 +23,10 @@ DEVICE_TYPE = os.environ.get("TFSHARD_DEVICE_TYPE", "CPU").upper()
 GPU_MEBIBYTES = int(os.environ.get("TFSHARD_GPU_MEBIBYTES", "4096"))
 
 
-# For a process whose tensors are in memory that the system gives, and takes back.
-SYSTEM_ALLOCATOR = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
+# The environment of a process that returns freed memory to the system. The file is run by its path: `import tfshard`
+# imports TensorFlow, which reads the environment.
+_ALLOCATORS = pathlib.Path(__file__).parents[2] / "tfshard" / "devices" / "allocators.py"
+SYSTEM_ALLOCATOR: dict[str, str] = runpy.run_path(str(_ALLOCATORS))["SYSTEM_ALLOCATOR"]
 
 
 def run_child(*arguments: str) -> dict:

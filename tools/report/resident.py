@@ -7,13 +7,12 @@ when they are freed; TensorFlow's kernels and PyTorch's take their memory there,
 
 import gc
 import pathlib
+import runpy
 from collections.abc import Callable
 
-ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 18),
-    "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
-}
+# The file is run by its path: peers do without tfshard and TensorFlow.
+_ALLOCATORS = pathlib.Path(__file__).parents[2] / "tfshard" / "devices" / "allocators.py"
+ENVIRONMENT: dict[str, str] = runpy.run_path(str(_ALLOCATORS))["SYSTEM_ALLOCATOR"]
 _KIBIBYTE = 1024
 
 
