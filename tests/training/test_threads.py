@@ -142,3 +142,33 @@ def test_a_concrete_function_with_a_step_waits_for_its_turn():
         assert not found
     thread.join(60)
     assert [float(each) for each in found] == [8]
+
+
+def ends_while_the_lock_is_held(call) -> bool:
+    """Whether a call in another thread ends while this one holds the process's lock."""
+    thread = threading.Thread(target=call, daemon=True)
+    with process_lock.held():
+        thread.start()
+        thread.join(3)
+        ended = not thread.is_alive()
+    thread.join(60)
+    assert not thread.is_alive()
+    return ended
+
+
+def test_a_plain_function_with_the_name_of_a_step_does_not_wait_for_steps():
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    with strategy.scope():
+        counter = tf.Variable(0.0)
+
+    def named_train_step(function):
+        function.__name__ = "train_step"
+        return tf.function(function, autograph=False)
+
+    step = named_train_step(lambda: strategy.run(lambda: counter.assign_add(1.0)))
+    plain = named_train_step(lambda: tf.ones(()) + 1.0)
+    around = tf.function(lambda: step() + 1.0, autograph=False)
+    calls = [each.get_concrete_function() for each in (step, plain, around)]
+    for call in calls:
+        call()
+    assert [ends_while_the_lock_is_held(call) for call in calls] == [False, True, False]

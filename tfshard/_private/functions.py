@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
+from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
 from tensorflow.python.eager.polymorphic_function import polymorphic_function as _polymorphic_function
 from tensorflow.python.eager.polymorphic_function import tracing_compilation as _tracing_compilation
 from tensorflow.python.framework import func_graph as _func_graph
@@ -23,9 +24,16 @@ _known: set[str] = set()
 
 _DTENSOR = "DTensor"
 
-# Names of the graphs of functions in which a step runs.
-_with_steps: set[str] = set()
-_CALLED = re.compile(r"__(?:inference|forward|backward)_(.*)_\d+")
+# The graphs in which a step was traced, and those around them.
+_graphs_with_steps: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
+# The names of the functions that run a step. Each function of the process has a name of its own.
+_functions_with_steps: set[str] = set()
+# The operations that call functions, and their attributes that name them.
+_CALLS = {
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), ("f",)),
+    **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
+    **dict.fromkeys(("While", "StatelessWhile"), ("body",)),
+}
 # The context in which they run.
 _steps_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
@@ -102,17 +110,18 @@ def give_own_names_after(graph: tf.Graph, ended: Callable[[], object]) -> None:
         graph: A graph of the function, or of a function in it.
         ended: As of `give_own_names`.
     """
+    _graphs_with_steps.add(graph)
     while isinstance(graph.outer_graph, _func_graph.FuncGraph):
         graph = graph.outer_graph
-    _with_steps.add(graph.name)
+        _graphs_with_steps.add(graph)
     context = _context.context()
     if "call_function" in vars(context):
         return
+    _note_functions_with_steps()
     call = context.call_function
 
     def call_function(name: bytes, *args: Any, **kwargs: Any) -> Any:
-        called = _CALLED.fullmatch(name.decode())
-        if called is None or called[1] not in _with_steps:
+        if name.decode() not in _functions_with_steps:
             return call(name, *args, **kwargs)
         with _steps_context():
             try:
@@ -121,6 +130,36 @@ def give_own_names_after(graph: tf.Graph, ended: Callable[[], object]) -> None:
                 give_own_names(ended)
 
     context.call_function = call_function
+
+
+def _note_functions_with_steps() -> None:
+    """Note each function that runs a step when the function is made of its graph, from now on."""
+    make = _atomic_function.from_func_graph
+
+    @functools.wraps(make)
+    def make_noted(name: str | bytes, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        function = make(name, graph, *args, **kwargs)
+        if _runs_steps(graph):
+            text = name.decode() if isinstance(name, bytes) else name
+            _functions_with_steps.add(text)
+            weakref.finalize(function, _functions_with_steps.discard, text)
+        return function
+
+    _atomic_function.from_func_graph = make_noted
+
+
+def _runs_steps(graph: Any) -> bool:
+    """Whether a step was traced in a graph, or in one whose gradient the graph is, or in a function that it calls."""
+    if any(each in _graphs_with_steps for each in (graph, *_graphs_captured(graph))):
+        return True
+    calls = ((op, _CALLS[op.type]) for op in graph.get_operations() if op.type in _CALLS)
+    return any(op.get_attr(attribute).name in _functions_with_steps for op, names in calls for attribute in names)
+
+
+def _graphs_captured(graph: Any) -> set[tf.Graph]:
+    """The graphs of which a function takes tensors: a gradient takes those of the forward pass."""
+    found = (getattr(tensor, "graph", None) for tensor in graph.external_captures)
+    return {each for each in found if each is not None}
 
 
 # Operations that keep a generator in their kernel, which would begin anew with the kernel.

@@ -109,6 +109,7 @@ NAMES = (
     *_all("tensorflow", "2.19", {
         "python.eager.context": "Context.add_function_def Context.call_function Context.get_function_def "
         "Context.has_function Context.list_function_names Context.remove_function context",
+        "python.eager.polymorphic_function.atomic_function": "from_func_graph",
         "python.eager.polymorphic_function.polymorphic_function": "Function",
         "python.eager.polymorphic_function.tracing_compilation": "TracingOptions.lock trace_function",
         "python.framework.func_graph": "FuncGraph FuncGraph.outer_graph",
