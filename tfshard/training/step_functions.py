@@ -267,10 +267,13 @@ class StepFunctions:
             return
         self._full_in_a_row = None
         shapes = [tuple(leaf.shape) for leaf in leaves]
+        samples = max((shape[0] for shape in shapes if shape), default=1)
+        divided = -(-samples // axes.data_size) * axes.data_size
         warn(
             f"Model '{self._model.name}' trains on batches that mesh axis '{axes.data}' of {axes.data_size} devices "
             "does not divide, so every device computes each batch in full: the numbers are right, and the step is "
-            f"not shared out. Use a batch_size that {axes.data_size} divides. Received: a batch of shapes {shapes}"
+            f"not shared out. Use a batch_size that {axes.data_size} divides, such as {divided}. "
+            f"Received: a batch of shapes {shapes}"
         )
 
     def _open_step(self, padded: tuple[Any, Any]) -> Any:
