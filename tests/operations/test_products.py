@@ -133,3 +133,69 @@ def test_a_loss_of_samples_with_samples_trains_as_on_one_device(product: str, me
     for name, expected in histories[0].items():
         np.testing.assert_allclose(histories[1][name], expected, rtol=1e-5, err_msg=name)
     assert abs(np.subtract(*histories[0]["loss"])) > 1e-2, "premise: it learns"
+
+
+def distances(x):
+    squares = tf.reduce_sum(x * x, 1)
+    return squares[:, None] - 2 * x @ tf.transpose(x) + squares[None]
+
+
+def each_with_each(x):
+    return tf.reduce_sum(tf.abs(x[:, None] - x[None]), -1)
+
+
+# Of (samples, kernel).
+PRODUCTS = {
+    "m @ m": lambda x, m: x @ (m @ m),
+    "m @ m @ m": lambda x, m: x @ (m @ m @ m),
+    "transposed first": lambda x, m: x @ tf.matmul(m, m, transpose_a=True),
+    "transposed second": lambda x, m: x @ tf.matmul(m, m, transpose_b=True),
+    "orthogonal regularizer": lambda x, m: keras.regularizers.OrthogonalRegularizer(0.1)(m) + x[0, 0],
+    "keras.ops.dot": lambda x, m: x @ keras.ops.dot(m, m),
+    "einsum": lambda x, m: x @ tf.einsum("ij,jk->ik", m, m),
+    "tensordot": lambda x, m: x @ tf.tensordot(m, m, 1),
+    "of a stack": lambda x, m: x @ (tf.stack([m, m]) @ tf.stack([m, m]))[0],
+    "expm": lambda x, m: x @ tf.linalg.expm(m * 0.1),
+    "distances by products": lambda x, m: tf.nn.log_softmax(-distances(x)),
+    "distances by differences": lambda x, m: tf.nn.log_softmax(-each_with_each(x @ m)),
+    "distances beside products": lambda x, m: tf.nn.softmax(-distances(x)) * each_with_each(x) @ (x @ m),
+    "hard negatives": lambda x, m: tf.nn.relu(1 + each_with_each(x @ m) - tf.reduce_min(each_with_each(x), 1)[:, None]),
+}
+SQUARE = (RS.normal(size=(6, 6)) * 0.4).astype("float32")
+POINTS = RS.normal(size=(16, 6)).astype("float32")
+
+
+@table(
+    "products of a tensor with itself", ("name", "axes"),
+    # DTensor refuses the gradient of one, behind a row kernel (docs/limits.md).
+    [
+        case
+        for case in itertools.product(PRODUCTS, [(None, "model"), ("model", None), (None, None)])
+        if case != ("distances by differences", ("model", None))
+    ],
+    always=[("m @ m", ("model", None)), ("distances by products", (None, "model"))], sample=4,
+)  # fmt: skip
+def test_a_product_of_a_kernel_or_samples_with_themselves_matches_one_device(name, axes):
+    @tf.autograph.experimental.do_not_convert
+    def step(x, m, read=lambda m: m):
+        with tf.GradientTape() as tape:
+            tape.watch([x, m])
+            kernel = read(m)
+            result = PRODUCTS[name](tf.tanh(x @ kernel), kernel)
+            loss = tf.reduce_mean(tf.sin(result))
+        return [result, *tape.gradient(loss, [x, m])]
+
+    expected = tf.function(step)(tf.constant(POINTS), tf.constant(SQUARE))
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), zero_stage=0)
+    given = (
+        transfer.host_to_mesh(POINTS, ("batch", None), strategy.mesh),
+        transfer.host_to_mesh(SQUARE, axes, strategy.mesh),
+    )
+    # As a variable is read.
+    found = strategy.run(
+        tf.function(lambda x, m: step(x, m, lambda m: transfer.relayout(m, axes, strategy.mesh)), autograph=False),
+        args=given,
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        far = 1e-5 * max(1.0, float(np.abs(theirs).max()))
+        np.testing.assert_allclose(transfer.to_host(ours), theirs, rtol=1e-4, atol=far)

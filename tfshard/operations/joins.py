@@ -134,10 +134,10 @@ def unstack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
         return found
     if axis_sizes(mesh).data_size == 1 or (tensor.shape.rank or 0) < 2 or not tensor.shape.is_fully_defined():
         return None
-    if axis_sizes(mesh).shards_by_several and not samples.are_in(tensor, 1):
-        return None
-    results = _private.same_operation(call, [dims.whole_rows(tensor, mesh)])
-    return [dims.whole_rows(each, mesh, kept=0) for each in results]
+    layout = samples.layout_with_whole(tensor, 0, mesh)
+    results = _private.same_operation(call, [dtensor.relayout(tensor, layout)])
+    part = dtensor.Layout(layout.sharding_specs[1:], mesh)
+    return [dtensor.relayout(each, part) for each in results]
 
 
 def reshape(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:

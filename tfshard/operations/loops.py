@@ -187,11 +187,16 @@ def _made_in_body(call: _private.Call) -> None:
     """
     assert call.outputs is not None
     operation = call.outputs[0].op
-    if _private.unknown_zero(operation.graph) is None:
+    if not can_make(operation.graph):
         return
     for number, operand in enumerate(operation.inputs):
         if operand.op.type == "Placeholder" or _is_constant(operand):
             _private.update_input(operation, number, made_here(operand))
+
+
+def can_make(graph: tf.Graph) -> bool:
+    """Return whether a graph is the body of a loop or a branch for which `made_here` does something."""
+    return _private.unknown_zero(graph) is not None
 
 
 def made_here(tensor: tf.Tensor) -> tf.Tensor:

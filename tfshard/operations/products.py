@@ -1,10 +1,12 @@
-"""Products that DTensor does not expand: of integers of 8 bits, and of samples with samples."""
+"""Products that DTensor does not expand: of 8-bit integers, of samples with samples, of a tensor with itself."""
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.operations import samples
+from tfshard.devices import transfer
+from tfshard.layouts.axes import axis_sizes
+from tfshard.operations import loops, samples, unsized
 
 
 def of_integers(call: _private.Call) -> tf.Tensor:
@@ -30,13 +32,60 @@ def of_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | Non
     if call.is_eager:
         return None
     kept = _kept_dims(call)
-    if kept is None:
+    if kept is not None and samples.are_in(call.inputs[1], kept[1]) and samples.are_in(call.inputs[0], kept[0]):
+        x, y = call.inputs
+        return _private.same_operation(call, [x, samples.whole(y, kept[1], mesh)])
+    return of_twice_the_same(call, mesh)
+
+
+def of_twice_the_same(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """A product of a tensor with itself, with no model axis over the second operand.
+
+    DTensor gives both operands one layout, and what it has to gather of one of them, it takes for both: it refuses
+    `m @ m`, and gives the gradient of `m @ tf.transpose(m)` other numbers.
+    """
+    sizes = axis_sizes(mesh)
+    if call.is_eager or len(call.inputs) != 2 or all(sizes[axis] == 1 for axis in sizes.tensor):
         return None
     x, y = call.inputs
-    if not samples.are_in(y, kept[1]) or not samples.are_in(x, kept[0]):
+    if x is not y or not y.shape.is_fully_defined():
         return None
-    whole = [dtensor.UNSHARDED if dim == kept[1] else dtensor.MATCH for dim in range(y.shape.rank)]
-    return _private.same_operation(call, [x, dtensor.relayout(y, dtensor.Layout(whole, mesh))])
+    if unsized.is_nested(y.graph):
+        # Nothing is pinned there (unsized.py).
+        return _private.same_operation(call, [x, loops.made_here(y)]) if loops.can_make(y.graph) else None
+    of_samples = next((dim for dim in range(y.shape.rank) if samples.are_in(y, dim)), None)
+    whole = transfer.whole(y, mesh) if of_samples is None else samples.sharded(y, of_samples, mesh)
+    return _private.same_operation(call, [x, whole])
+
+
+# Operations that compare each element with each, by broadcasting.
+COMPARISONS = (
+    "Add", "AddV2", "Equal", "FloorDiv", "FloorMod", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd",
+    "LogicalOr", "Maximum", "Minimum", "Mul", "NotEqual", "RealDiv", "SquaredDifference", "Sub",
+)  # fmt: skip
+
+
+def of_each_with_each(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """What broadcasts samples along samples, as `x[:, None] - x[None]`: each device takes its samples with all."""
+    if call.is_eager or axis_sizes(mesh).data_size == 1 or len(call.inputs) != 2:
+        return None
+    x, y = call.inputs
+    if x.shape == y.shape or not x.shape.is_fully_defined() or not y.shape.is_fully_defined():
+        return None
+    # Counted from behind, as shapes are matched.
+    found = [
+        next((dim - t.shape.rank for dim in range(t.shape.rank) if t.shape[dim] > 1 and samples.are_in(t, dim)), 0)
+        for t in call.inputs
+    ]
+    if 0 in found or found[0] == found[1]:
+        return None
+    number = found.index(max(found))
+    tensor, kept = call.inputs[number], min(found)
+    if -kept <= tensor.shape.rank and tensor.shape[kept] != 1:
+        return None
+    inputs = [x, y]
+    inputs[number] = samples.whole(tensor, found[number] % tensor.shape.rank, mesh)
+    return _private.same_operation(call, inputs)
 
 
 def _kept_dims(call: _private.Call) -> tuple[int, int] | None:

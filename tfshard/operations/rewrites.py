@@ -83,7 +83,9 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
     if not _private.is_eager():
         exchange["BatchMatMulV3"] = products.of_integers
         exchange["MatMul"] = functools.partial(products.of_samples, mesh=mesh)
+        exchange["BatchMatMulV2"] = functools.partial(products.of_twice_the_same, mesh=mesh)
         exchange["Einsum"] = functools.partial(_einsum, mesh=mesh)
+        exchange.update(dict.fromkeys(products.COMPARISONS, functools.partial(products.of_each_with_each, mesh=mesh)))
         exchange.update(dict.fromkeys(ROW_OPERATIONS, functools.partial(row_operations.exchange, mesh=mesh)))
         exchange["Tile"] = functools.partial(dims.tile, mesh=mesh)
         for operation, dims_of in _DIMS.items():

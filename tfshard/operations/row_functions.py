@@ -16,7 +16,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError
-from tfshard.operations import activations, batch_moments, cross_entropies, rows, unsized, vocabulary
+from tfshard.operations import activations, batch_moments, cross_entropies, repeats, rows, unsized, vocabulary
 from tfshard.operations.replacing import replaced
 from tfshard.storage import steps
 
@@ -137,7 +137,8 @@ def _cross_entropy(
 _VERSIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (tf, "map_fn", _map), (tf, "vectorized_map", _map), (tf.nn, "ctc_loss", _ctc), (tf.nn, "convolution", _convolution),
     (tf.nn, "depthwise_conv2d", _convolution), (tf.nn, "separable_conv2d", _convolution),
-    (tf.nn, "moments", batch_moments.moments), (tf.nn, "batch_normalization", batch_moments.normalize),
+    (tf, "repeat", repeats.repeat), (tf.nn, "moments", batch_moments.moments),
+    (tf.nn, "batch_normalization", batch_moments.normalize),
     (tf.nn, "sparse_softmax_cross_entropy_with_logits", _cross_entropy),
     *((tf.nn, name, functools.partial(_activation, version)) for name, version in activations.VERSIONS.items()),
 )  # fmt: skip

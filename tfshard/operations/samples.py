@@ -61,6 +61,38 @@ def by_row(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
         return transfer.by_sample(tensor, mesh)
 
 
+def layout_with_whole(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> dtensor.Layout:
+    """Return a layout for a tensor that no axis shards along a dim.
+
+    One dim stays as it is sharded ("match"; a layout may have one): one that a model axis shards, where samples are
+    known to be in another, which the data axis shards then; else that of the samples, or the first.
+    """
+    sizes, others = axis_sizes(mesh), [each for each in range(tensor.shape.rank) if each != dim]
+    specs = dict.fromkeys(range(tensor.shape.rank), dtensor.UNSHARDED)
+    of_samples = next((each for each in others if are_in(tensor, each)), None)
+    on_model = next((each for each in others if is_on_model_axis(tensor, each, mesh) and each != of_samples), None)
+    if on_model is not None and of_samples is not None:
+        specs[on_model] = dtensor.MATCH
+        if sizes.data_size > 1 and tensor.shape[of_samples] % sizes.data_size == 0:
+            specs[of_samples] = sizes.data
+    else:
+        kept = next((each for each in (of_samples, on_model, *others) if each is not None), None)
+        specs |= {} if kept is None else {kept: dtensor.MATCH}
+    return dtensor.Layout(list(specs.values()), mesh)
+
+
+def whole(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return a tensor with samples in a dim, of which every device has all.
+
+    One other dim stays as it is sharded: one that a model axis shards, as far as that is known, else the first.
+    """
+    others = [each for each in range(tensor.shape.rank) if each != dim and tensor.shape[each] > 1]
+    on_model = [each for each in others if is_on_model_axis(tensor, each, mesh)]
+    kept = next(iter((*on_model, *others)), None)
+    specs = [dtensor.MATCH if each == kept else dtensor.UNSHARDED for each in range(tensor.shape.rank)]
+    return dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
+
+
 def sharded(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return a tensor with samples in a dim, sharded along it over the data axis if the axis divides them."""
     sizes = axis_sizes(mesh)

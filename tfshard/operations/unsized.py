@@ -71,7 +71,7 @@ def depends_on_values(*tensors: tf.Tensor) -> bool:
         if operation.type == "Placeholder":
             # What a loop or a branch takes from outside, or an argument of a function in the step.
             outside = _private.captured(operation.outputs[0])
-            if outside is None and is_open(tensor) and _is_nested(operation.graph):
+            if outside is None and is_open(tensor) and is_nested(operation.graph):
                 return True
             sources = [] if outside is None else [outside]
         elif _sizes_by_values(operation):
@@ -150,7 +150,7 @@ def exchange(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     assert call.outputs is not None
     if not call.outputs or _private.is_stateful(call.outputs[0].op):
         return None
-    if _is_nested(call.outputs[0].graph):
+    if is_nested(call.outputs[0].graph):
         # Nothing is pinned there: DTensor ends the process at a relayout of what its compiler finds to be what a loop
         # was given (EraseCopyToMeshWithinCluster in TensorFlow 2.21's handle_cross_cluster_dependencies.cc).
         written = _FUNCTIONS.get(call.type)
@@ -186,8 +186,8 @@ def _whole(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     return tensor if is_pinned or tensor.op.type == "BroadcastGradientArgs" else transfer.whole(tensor, mesh)
 
 
-def _is_nested(graph: tf.Graph) -> bool:
-    """Whether a graph is that of a loop, a branch or a function in the step."""
+def is_nested(graph: tf.Graph) -> bool:
+    """Return whether a graph is that of a loop, a branch or a function in the step."""
     step = steps.current()
     return step is not None and graph is not step.graph
 
