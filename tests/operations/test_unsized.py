@@ -113,6 +113,24 @@ def test_map_fn_of_ragged_tensors_is_refused(function):
         _in_a_step(function, "batch4")
 
 
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda z, m: tf.cond(tf.reduce_sum(z) > 0, lambda: tf.boolean_mask(z, z[:, 0] > 0), lambda: z[:3]), "branch"),
+        (lambda z, m: tf.while_loop(
+            lambda i, a: i < 2, lambda i, a: (i + 1, tf.tanh(a @ m)), (0, tf.boolean_mask(z, z[:, 0] > 0))
+        )[1], "loop"),
+    ],
+    ids=["branch", "loop"],
+)  # fmt: skip
+def test_a_branch_or_a_loop_with_a_tensor_of_unknown_size_is_refused_before_dtensor_ends_the_process(function, words):
+    matrix = tf.constant(np.eye(4, dtype="float32"))
+    with pytest.raises(tfshard.errors.UnsupportedOperationError, match=rf"several axes cannot have a {words}"):
+        _in_a_step(lambda x: function(tf.tanh(x), matrix), "batch2_model2")
+    for ours, theirs in zip(*_in_a_step(lambda x: function(tf.tanh(x), matrix), "batch4"), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 # --- Stacks of open length --------------------------------------------------------------------------------------
 
 SEQUENCES = np.random.RandomState(0).normal(size=(8, 5, 4)).astype("float32")

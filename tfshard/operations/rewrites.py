@@ -49,6 +49,7 @@ _SLICES: dict[str, Exchange] = {
 }
 # DTensor expands them for sizes that it knows.
 _UNSIZED_GRADIENTS = ("Conv2DBackpropInput", "Conv3DBackpropInputV2")
+_FUNCTIONS = ("If", "StatelessIf", "While", "StatelessWhile")
 _DIMS: dict[str, Callable[..., list[tf.Tensor] | None]] = {
     "Split": dims.split,
     "SplitV": dims.split,
@@ -148,6 +149,7 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         # Of the gradient of a table, also where each device has its own rows.
         table["Square"] = lambda call: embedding_updates.square(call) or otherwise(call)
         table |= loops.EXCHANGES
+        table |= dict.fromkeys(_FUNCTIONS, functools.partial(unsized.refuse_function, mesh=mesh))
 
     def note(operation: tf.Operation) -> None:
         origins.note(operation)

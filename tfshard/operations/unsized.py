@@ -18,6 +18,8 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import transfer
+from tfshard.errors import UnsupportedOperationError
+from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import einsums, rows, selects
 from tfshard.storage import steps
 
@@ -190,6 +192,31 @@ def is_nested(graph: tf.Graph) -> bool:
     """Return whether a graph is that of a loop, a branch or a function in the step."""
     step = steps.current()
     return step is not None and graph is not step.graph
+
+
+# Products of what a loop keeps with weights.
+_PRODUCTS = frozenset(("BatchMatMulV2", "BatchMatMulV3", "Conv2D", "Conv3D", "Einsum", "MatMul"))
+
+
+def refuse_function(call: _private.Call, mesh: dtensor.Mesh) -> None:
+    """Refuse a branch that gives a tensor whose size depends on values, and a loop that multiplies one, on a mesh of
+    several axes. Nothing is pinned in them (`exchange`), so what they give may be sharded by a model axis: DTensor ends
+    the process as it gathers it, since it makes zeros of a size below zero.
+    """
+    if not call.outputs or not axis_sizes(mesh).shards_by_several or "gradient" in call.outputs[0].op.name:
+        return  # The gradient of a branch that gives a number is a branch that gives such a tensor: that works.
+    is_branch = call.type in ("If", "StatelessIf")
+    if not any(is_open(each) and depends_on_values(each) for each in (call.outputs if is_branch else call.inputs)):
+        return
+    body = None if is_branch else _private.function_graph(call.outputs[0].op, "body")
+    if not is_branch and (body is None or not _private.operation_types(body) & _PRODUCTS):
+        return
+    kind = "branch (tf.cond) that gives" if is_branch else "loop (tf.while_loop, LSTM, GRU) that multiplies"
+    raise UnsupportedOperationError(
+        f"A compiled step on a mesh of several axes cannot have a {kind} tensors whose size depends on values, such as "
+        "those of tf.boolean_mask: DTensor ends the process. Keep the rows and multiply them by a mask, or let a "
+        "branch give numbers or tensors of a known size."
+    )
 
 
 def _unpinned(tensor: tf.Tensor) -> tf.Tensor:
