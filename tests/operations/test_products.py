@@ -165,23 +165,15 @@ SQUARE = (RS.normal(size=(6, 6)) * 0.4).astype("float32")
 POINTS = RS.normal(size=(16, 6)).astype("float32")
 
 
-@table(
-    "products of a tensor with itself", ("name", "axes"),
-    # DTensor refuses the gradient of one, behind a row kernel (docs/limits.md).
-    [
-        case
-        for case in itertools.product(PRODUCTS, [(None, "model"), ("model", None), (None, None)])
-        if case != ("distances by differences", ("model", None))
-    ],
-    always=[("m @ m", ("model", None)), ("distances by products", (None, "model"))], sample=4,
-)  # fmt: skip
-def test_a_product_of_a_kernel_or_samples_with_themselves_matches_one_device(name, axes):
+def assert_matches(function, axes):
+    """Compares a function of samples and a kernel, and its gradients, with one device."""
+
     @tf.autograph.experimental.do_not_convert
     def step(x, m, read=lambda m: m):
         with tf.GradientTape() as tape:
             tape.watch([x, m])
             kernel = read(m)
-            result = PRODUCTS[name](tf.tanh(x @ kernel), kernel)
+            result = function(tf.tanh(x @ kernel), kernel)
             loss = tf.reduce_mean(tf.sin(result))
         return [result, *tape.gradient(loss, [x, m])]
 
@@ -199,3 +191,32 @@ def test_a_product_of_a_kernel_or_samples_with_themselves_matches_one_device(nam
     for ours, theirs in zip(found, expected, strict=True):
         far = 1e-5 * max(1.0, float(np.abs(theirs).max()))
         np.testing.assert_allclose(transfer.to_host(ours), theirs, rtol=1e-4, atol=far)
+
+
+@table(
+    "products of a tensor with itself", ("name", "axes"),
+    # DTensor refuses the gradient of one, behind a row kernel (docs/limits.md).
+    [
+        case
+        for case in itertools.product(PRODUCTS, [(None, "model"), ("model", None), (None, None)])
+        if case != ("distances by differences", ("model", None))
+    ],
+    always=[("m @ m", ("model", None)), ("distances by products", (None, "model"))], sample=4,
+)  # fmt: skip
+def test_a_product_of_a_kernel_or_samples_with_themselves_matches_one_device(name, axes):
+    assert_matches(PRODUCTS[name], axes)
+
+
+SEGMENTS = np.array([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 5, 5, 5, 5])
+OF_SEGMENTS = ["segment_max", "segment_min", "segment_prod", "segment_mean", "unsorted_segment_max",
+               "unsorted_segment_min", "unsorted_segment_prod", "unsorted_segment_mean"]  # fmt: skip
+
+
+@table(
+    "segments of samples behind a sharded kernel", ("name", "axes"),
+    itertools.product(OF_SEGMENTS, [(None, "model"), ("model", None)]),
+    always=[("unsorted_segment_max", (None, "model"))], sample=1,
+)  # fmt: skip
+def test_segments_of_samples_behind_a_sharded_kernel_match_one_device(name, axes):
+    count = [6] if name.startswith("unsorted") else []
+    assert_matches(lambda x, m: getattr(tf.math, name)(x, SEGMENTS, *count) @ m, axes)

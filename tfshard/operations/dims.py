@@ -12,6 +12,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
+from tfshard.devices import transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import row_operations, samples
 
@@ -116,6 +117,25 @@ def sum_of_tiles(call: _private.Call) -> tf.Tensor | None:
             tensor = tf.reshape(tensor, [*shape[:dim], times[dim], sizes[dim], *shape[dim + 1 :]])
         tensor = tf.reduce_sum(tensor, dim, keepdims=sizes[dim] == 1)
     return tf.identity(tensor)
+
+
+def of_segments(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """GatherV2 in the gradient of `tf.math.unsorted_segment_max` and its like: of segments that every device has.
+
+    Its result has the layout of what the segments are made of. DTensor cannot shard another dim of it than the rows.
+    """
+    segments, indices, axis = call.inputs
+    is_gradient = call.outputs is not None and "gradient" in call.outputs[0].op.name
+    if not is_gradient or not axis_sizes(mesh).shards_by_several or call.get_attr("batch_dims"):
+        return None
+    if not segments.shape.rank or segments.shape.rank < 2 or not segments.dtype.is_floating:
+        return None
+    if tf.get_static_value(axis) != 0 or not all(each.shape.is_fully_defined() for each in (segments, indices)):
+        return None
+    if not _private.is_called_by("tensorflow.python.ops.math_grad"):
+        return None
+    given = [transfer.whole(segments, mesh), transfer.by_sample(indices, mesh), axis]
+    return [transfer.by_sample(each, mesh) for each in _private.same_operation(call, given)]
 
 
 def whole_rows(tensor: tf.Tensor, mesh: dtensor.Mesh, kept: int = 1) -> tf.Tensor:

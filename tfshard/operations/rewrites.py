@@ -133,8 +133,10 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
                 exchange[operation] = _first_of(functools.partial(joins.rows_by, before, mesh=mesh), before)
             elif operation in ("ConcatV2", "GatherV2"):
                 assert before is not None
-                others: list[Exchange] = [functools.partial(dims.concat, mesh=mesh)] if operation == "ConcatV2" else []
-                exchange[operation] = _first_of(before, by_rows, *others)
+                if operation == "ConcatV2":
+                    exchange[operation] = _first_of(before, by_rows, functools.partial(dims.concat, mesh=mesh))
+                else:
+                    exchange[operation] = _first_of(before, functools.partial(dims.of_segments, mesh=mesh), by_rows)
             else:
                 exchange[operation] = by_rows if before is None else _first_of(by_rows, before)
         exchange |= dict.fromkeys(candidates.SAMPLERS, functools.partial(candidates.drawn, mesh=mesh))
