@@ -133,10 +133,9 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
                 exchange[operation] = _first_of(functools.partial(joins.rows_by, before, mesh=mesh), before)
             elif operation in ("ConcatV2", "GatherV2"):
                 assert before is not None
-                if operation == "ConcatV2":
-                    exchange[operation] = _first_of(before, by_rows, functools.partial(dims.concat, mesh=mesh))
-                else:
-                    exchange[operation] = _first_of(before, functools.partial(dims.of_segments, mesh=mesh), by_rows)
+                others: list[Exchange] = [functools.partial(dims.concat, mesh=mesh)] if operation == "ConcatV2" else []
+                segments: list[Exchange] = [functools.partial(dims.of_segments, mesh=mesh)] if not others else []
+                exchange[operation] = _first_of(before, *segments, by_rows, *others)
             else:
                 exchange[operation] = by_rows if before is None else _first_of(by_rows, before)
         exchange |= dict.fromkeys(candidates.SAMPLERS, functools.partial(candidates.drawn, mesh=mesh))
