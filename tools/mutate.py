@@ -1,7 +1,7 @@
-"""Breaks one line of tfshard at a time, in a copy of the tree, and checks that the test that guards it fails.
+"""Breaks one function of tfshard at a time, in a copy of the tree, and checks that the test that guards it fails.
 
-What is broken, and which test of the ordinary run is to fail, stands in tools/mutations.py. First the tests are run on
-the unbroken copy, where all have to pass. tools/mutate.sh sets the environment up and calls this.
+tools/mutations.py lists the faults and the test that has to fail for each. The tests run on the unbroken copy first,
+where all have to pass. tools/mutate.sh sets up the environment and calls this module.
 """
 
 import os
@@ -18,7 +18,7 @@ from absl import app, flags
 from tools.mutations import DOCS, MARK, MUTATIONS, Mutation, table
 
 _ONLY = flags.DEFINE_string(
-    "only", "", "Only mutations that have this text in their area, their file or what is broken."
+    "only", "", "Only mutations with this text in their area, their function or their wrong behaviour."
 )
 _WRITE = flags.DEFINE_bool(
     "write", False, "Write the table of docs/testing.md, if every mutation was killed; without --only."

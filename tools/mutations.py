@@ -1,27 +1,36 @@
-"""What tools/mutate.sh breaks, a line at a time, and the test of the ordinary run that fails for it."""
+"""Faults that tools/mutate.sh puts into tfshard one at a time, and the test that fails for each.
 
+A mutation names a function and a behaviour. So the function may move within its file, and text elsewhere in the file may
+look the same.
+"""
+
+import ast
+import collections
 import dataclasses
+import functools
 import pathlib
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs" / "testing.md"
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs" / "testing.md"
 MARK = "<!-- The table below is written by tools/mutate.sh --write -->\n"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mutation:
-    """A line that is broken.
+    """A fault in one function.
 
     Attributes:
-        area: What it is about.
-        file: The file, from the root of the repository.
-        old: The text that is replaced; it is in the file once.
-        new: What takes its place.
-        what: What is wrong then.
+        area: The topic.
+        function: Where the fault goes: `"module:function"`, `"module:Class.method"` or `"module:NAME"` for an assignment
+            at module level. For a file that is not Python, the path of the file.
+        old: The text that is replaced. The text occurs once in the function.
+        new: The replacement.
+        what: The wrong behaviour.
         killed_by: The test that fails, as pytest names it.
     """
 
     area: str
-    file: str
+    function: str
     old: str
     new: str
     what: str
@@ -29,27 +38,75 @@ class Mutation:
 
     @property
     def title(self) -> str:
-        return f"{self.area}: {self.what} ({self.file})"
+        return f"{self.area}: {self.what} ({self.function})"
+
+    @property
+    def file(self) -> str:
+        """The path of the file, from the root of the repository."""
+        module, colon, _ = self.function.partition(":")
+        if not colon:
+            return module
+        path = module.replace(".", "/")
+        return f"{path}/__init__.py" if (ROOT / path).is_dir() else f"{path}.py"
 
     def applied(self, text: str) -> str:
-        """The file's text with the broken line."""
-        assert text.count(self.old) == 1, f"'{self.old}' is not once in {self.file}."
-        return text.replace(self.old, self.new)
+        """Returns the file's text with the fault.
+
+        Args:
+            text: The text of the file without the fault.
+        """
+        _, colon, name = self.function.partition(":")
+        spans = _spans(text).get(name, []) if colon else [(0, len(text))]
+        assert spans, f"{self.file} does not define '{name}'."
+        places = [text.index(self.old, *span) for span in spans if self.old in text[slice(*span)]]
+        count = sum(text.count(self.old, *span) for span in spans)
+        assert count == 1, f"'{self.old}' occurs {count} times in {self.function}."
+        return text[: places[0]] + self.new + text[places[0] + len(self.old) :]
+
+
+@functools.lru_cache(maxsize=16)
+def _spans(text: str) -> dict[str, list[tuple[int, int]]]:
+    """Returns the first and the last character of each definition by its qualified name.
+
+    A name with several definitions, such as a property with a setter, has several spans.
+    """
+    lines = [0]
+    for line in text.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+    found = collections.defaultdict(list)
+
+    def visit(node: ast.AST, prefix: str, module_level: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            names, first = [], getattr(child, "lineno", 0)
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names = [child.name]
+                first = min([first, *(decorator.lineno for decorator in child.decorator_list)])
+                visit(child, f"{prefix}{child.name}.", False)
+            else:
+                if module_level and isinstance(child, (ast.Assign, ast.AnnAssign)):
+                    targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+                    names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+                visit(child, prefix, module_level and isinstance(child, (ast.If, ast.Try)))
+            for name in names:
+                found[f"{prefix}{name}"].append((lines[first - 1], lines[child.end_lineno]))
+
+    visit(ast.parse(text), "", True)
+    return found
 
 
 def table(mutations: list[Mutation]) -> str:
-    """The table of docs/testing.md."""
-    lines = ["| Area | File | What is broken | Fails |", "|---|---|---|---|"]
+    """Returns the table of docs/testing.md."""
+    lines = ["| Area | Function | Wrong behaviour | Test that fails |", "|---|---|---|---|"]
     for mutation in mutations:
         test = mutation.killed_by.replace("|", "\\|")
-        lines.append(f"| {mutation.area} | {mutation.file} | {mutation.what} | `{test}` |")
+        lines.append(f"| {mutation.area} | {mutation.function} | {mutation.what} | `{test}` |")
     return "\n".join(lines) + "\n"
 
 
 MUTATIONS = [
     Mutation(
         area="devices",
-        file="tfshard/_private/context.py",
+        function="tfshard._private.context:make_dtensor_synchronous",
         old="is_async=False",
         new="is_async=True",
         what="DTensor runs behind Python, and failures go unnoticed",
@@ -57,7 +114,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        file="tfshard/devices/transfer.py",
+        function="tfshard.devices.transfer:meet",
         old="    if groups:\n",
         new="    if not groups:\n",
         what="devices do not meet before the first step",
@@ -65,7 +122,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        file="tfshard/devices/transfer.py",
+        function="tfshard.devices.transfer:scatter",
         old="        return _copied(tensor, dim, axes, mesh)\n    sizes",
         new="        return tensor\n    sizes",
         what="a shard of a gradient keeps the whole gradient alive",
@@ -73,7 +130,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        file="tfshard/devices/tasks.py",
+        function="tfshard.devices.tasks:order",
         old="return tuple(sorted(range(num_clients), key=str))",
         new="return tuple(range(num_clients))",
         what="eleven clients have the tasks of their numbers, which TensorFlow ranks in another order",
@@ -81,7 +138,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        file="tfshard/devices/transfer.py",
+        function="tfshard.devices.transfer:meet",
         old="                device_order.check(each, axis, mesh)\n",
         new="                pass\n",
         what="a mesh in another order than TensorFlow's is taken",
@@ -89,7 +146,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        file="tfshard/devices/process_lock.py",
+        function="tfshard.devices.process_lock:held",
         old="            with _private.function_locks_released():\n                is_taken = lock.acquire()\n",
         new="            is_taken = lock.acquire()\n",
         what="a trace keeps the lock of its function while it waits for its turn",
@@ -97,7 +154,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="recomputing",
-        file="tfshard/storage/recomputing.py",
+        function="tfshard.storage.recomputing:_Recomputation.__init__",
         old="block.end <= number_of.get(user, -1) < backward",
         new="block.end <= number_of[user] < backward",
         what="what other blocks have added is looked for in the step as it was traced",
@@ -105,7 +162,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        file="tfshard/devices/startup.py",
+        function="tfshard.devices.startup:_keep_order",
         old="tf.config.optimizer.set_experimental_options({_EDGES: False})",
         new="pass",
         what="edges between collectives are taken out of the graph",
@@ -113,7 +170,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="replicas",
-        file="tfshard/devices/replicas.py",
+        function="tfshard.devices.replicas:_common",
         old='        "instance_key": new_instance(),\n        "ordering_token": [],\n        "is_stateless": False,',
         new='        "instance_key": new_instance(),\n        "ordering_token": [],\n        "is_stateless": True,',
         what="collectives among replicas are in no order",
@@ -121,7 +178,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="placement",
-        file="tfshard/layouts/variable_layout.py",
+        function="tfshard.layouts.variable_layout:plan_variable",
         old="store_sharded=shard_slots if slot else shard_params",
         new="store_sharded=shard_params",
         what="slots of other shapes are sharded at stage 3 only",
@@ -129,7 +186,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="placement",
-        file="tfshard/layouts/variable_layout.py",
+        function="tfshard.layouts.variable_layout:plan_variable",
         old="update_sharded=shard_slots",
         new="update_sharded=eligible and zero_stage.shard_grads",
         what="slots are whole at stage 1",
@@ -137,7 +194,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="placement",
-        file="tfshard/layouts/variable_layout.py",
+        function="tfshard.layouts.variable_layout:plan_variable",
         old="reduce_scatter=eligible and zero_stage.shard_grads",
         new="reduce_scatter=shard_params",
         what="gradients are whole at stage 2",
@@ -145,7 +202,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="placement",
-        file="tfshard/layouts/variable_layout.py",
+        function="tfshard.layouts.variable_layout:plan_variable",
         old="reduce_scatter=eligible and zero_stage.shard_grads",
         new="reduce_scatter=shard_slots",
         what="gradients are scattered at stage 1",
@@ -153,7 +210,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="placement",
-        file="tfshard/layouts/variable_layout.py",
+        function="tfshard.layouts.variable_layout:_batch_dim",
         old="    return candidates[0] if candidates else None",
         new="    return None",
         what="variables that could be cut are padded",
@@ -161,7 +218,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="placement",
-        file="tfshard/layouts/groups.py",
+        function="tfshard.layouts.groups:may_group",
         old="0 < bytes_ < policy.group_threshold_bytes",
         new="0 < bytes_",
         what="large variables are grouped",
@@ -169,7 +226,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="placement",
-        file="tfshard/layouts/groups.py",
+        function="tfshard.layouts.groups:group",
         old="store_sharded=layout.store_sharded or not trained,",
         new="store_sharded=layout.store_sharded,",
         what="a group of frozen variables rests whole",
@@ -177,7 +234,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="layouts",
-        file="tfshard/layouts/variable_layout.py",
+        function="tfshard.layouts.variable_layout:FlatMember.after",
         old="elements * itemsize >= ALIGNMENT_BYTES",
         new="elements * itemsize > ALIGNMENT_BYTES",
         what="a member of 64 bytes is not aligned",
@@ -185,7 +242,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="layouts",
-        file="tfshard/layouts/boxes.py",
+        function="tfshard.layouts.boxes:flat_pieces",
         old="first = location[data] % form.rows * form.columns",
         new="first = 0 * form.columns",
         what="every device is said to hold the first row of a flat form",
@@ -193,7 +250,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="planning",
-        file="tfshard/planning/variable_traffic.py",
+        function="tfshard.planning.variable_traffic:device_bytes",
         old="    return elements * variable_layout.itemsize(dtype)",
         new="    return elements * 4",
         what="every dtype is counted as four bytes",
@@ -201,7 +258,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="planning",
-        file="tfshard/planning/local_shares.py",
+        function="tfshard.planning.local_shares:shares_of",
         old="            found[ref] *= mesh_shape[axis]\n",
         new="            pass\n",
         what="the predicted peak counts activations whole that a model axis shards",
@@ -209,7 +266,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="planning",
-        file="tfshard/planning/liveness.py",
+        function="tfshard.planning.liveness:_Run.run",
         old="                if cost is not None and cost.kind is Kind.JOINED:\n",
         new="                if False:\n",
         what="the buffer of joined gradients is planned for the end of the backward pass only",
@@ -217,7 +274,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="planning",
-        file="tfshard/planning/liveness.py",
+        function="tfshard.planning.liveness:_Ready.add",
         old="        self._waiting.extendleft(others)\n",
         new="        self._waiting.extend(others)\n",
         what="the predicted peak takes operations in the order in which they could run, not as an executor's thread",
@@ -225,7 +282,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="planning",
-        file="tfshard/planning/variable_traffic.py",
+        function="tfshard.planning.variable_traffic:predict_collectives",
         old="        if not layout.spec.trainable or _comes_reduced(layout, mesh_axes):\n",
         new="        if not layout.spec.trainable:\n",
         what="a plan reduces gradients of scales and offsets that batch normalization has reduced",
@@ -233,7 +290,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="planning",
-        file="tfshard/planning/variable_traffic.py",
+        function="tfshard.planning.variable_traffic:predict_collectives",
         old="        if together:\n",
         new="        if True:\n",
         what="a plan has a reduction of nothing, where each gradient of a dtype is reduced alone",
@@ -241,7 +298,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="gradients",
-        file="tfshard/storage/gradient.py",
+        function="tfshard.storage.gradient:layout_before",
         old='    if tensor.op.type == "Transpose":\n        order',
         new='    if tensor.op.type == "Nothing":\n        order',
         what="a gradient is transposed before it is scattered",
@@ -250,7 +307,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="steps",
-        file="tfshard/storage/steps.py",
+        function="tfshard.storage.steps:Step.flush",
         old="        values = _small_copies_last(values, read, tokens, known)\n",
         new="",
         what="counters are written although the step fails",
@@ -258,7 +315,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="steps",
-        file="tfshard/storage/steps.py",
+        function="tfshard.storage.steps:Step.both_branches",
         old="        for storage, value in zip(written, values, strict=True):",
         new="        for storage, value in ():",
         what="what a branch writes is lost",
@@ -266,7 +323,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="microbatches",
-        file="tfshard/training/microbatches.py",
+        function="tfshard.training.microbatches:Shares.__call__",
         old="        total = next(self._totals)",
         new="        total = count * reduced.divisor",
         what="a loss of a part is divided by what the part has",
@@ -275,7 +332,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="microbatches",
-        file="tfshard/training/microbatches.py",
+        function="tfshard.training.microbatches:Microbatches._trace.later",
         old="            share = 1.0 if id(optimizer) in scaled else 1 / count",
         new="            share = 1.0",
         what="gradients of parts are added up where their mean is meant",
@@ -283,7 +340,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="microbatches",
-        file="tfshard/training/microbatches.py",
+        function="tfshard.training.microbatches:Microbatches._trace.scale",
         old="            return loss / tf.cast(count, loss.dtype)",
         new="            scaled.clear()\n            return loss",
         what="gradients of float16 overflow in a part where they would not in the batch",
@@ -291,7 +348,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="microbatches",
-        file="tfshard/storage/steps.py",
+        function="tfshard.storage.steps:Step.check_read",
         old="        if id(variable) in self._updated_later:",
         new="        if False:",
         what="a part reads what is updated after the last one",
@@ -299,7 +356,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="loops",
-        file="tfshard/operations/loops.py",
+        function="tfshard.operations.loops:_made_in_body",
         old='        if operand.op.type == "Placeholder" or _is_constant(operand):',
         new='        if operand.op.type == "Placeholder":',
         what="constants that a custom gradient takes are made outside of the branch",
@@ -308,7 +365,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="turns",
-        file="tfshard/storage/turns.py",
+        function="tfshard.storage.turns:_Turn._begin",
         old="        if self._tie is not None:\n            stored, other",
         new="        if False:\n            stored, other",
         what="gathers do not wait for their turn",
@@ -316,7 +373,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="turns",
-        file="tfshard/storage/turns.py",
+        function="tfshard.storage.turns:_Gates.close",
         old="        if len(self._made) <= self._ahead:\n            return\n",
         new="        return\n",
         what="the backward pass does not wait for updates",
@@ -324,7 +381,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="turns",
-        file="tfshard/storage/turns.py",
+        function="tfshard.storage.turns:arrange",
         old="            if own and not untied.isdisjoint(use.numbers):\n",
         new="            if own and not large.isdisjoint(beginning):\n",
         what="turns that begin with the shape of a kernel are no turns to wait for",
@@ -332,7 +389,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="turns",
-        file="tfshard/storage/turns.py",
+        function="tfshard.storage.turns:begun",
         old="                if len(missing) < prefetch:\n                    break\n",
         new="",
         what="a group is gathered again after each kernel that stands alone",
@@ -340,7 +397,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="peaks",
-        file="tfshard/planning/training_graph.py",
+        function="tfshard.planning.training_graph:_Trace._noting.gradient",
         old="                self._joining[name].append(whole)\n                return whole\n",
         new="                return whole\n",
         what="the gradients of a table's uses are added up before they are reduced",
@@ -348,7 +405,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="peaks",
-        file="tfshard/storage/steps.py",
+        function="tfshard.storage.steps:Step.together",
         old="        return made[1:]\n",
         new="        return list(tensors)\n",
         what="a GELU's derivative is made when there is time for it",
@@ -356,7 +413,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="peaks",
-        file="tfshard/planning/liveness.py",
+        function="tfshard.planning.liveness:_Run._join",
         old="        if not self._graph.is_part or (waiting and waiting[0].ref() in self._buffers):",
         new="        if waiting:",
         what="in parts the buffer of joined gradients is there with the loss",
@@ -365,7 +422,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="peaks",
-        file="tfshard/planning/liveness.py",
+        function="tfshard.planning.liveness:is_aligned",
         old="return all(each * given.dtype.size % ALIGNMENT_BYTES == 0 for each in edges)",
         new="return True",
         what="a part of a group is never a copy",
@@ -373,7 +430,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="peaks",
-        file="tfshard/planning/liveness.py",
+        function="tfshard.planning.liveness:_Run._results_of_loop",
         old="made.append(self._allocated(result.bytes, operation.name))",
         new="made.append(self._allocated(0, operation.name))",
         what="what the turns of a loop keep for the backward pass takes no memory",
@@ -381,7 +438,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="peaks",
-        file="tfshard/planning/liveness.py",
+        function="tfshard.planning.liveness:_Run._is_sent",
         old="return operation in self._graph.summed_over_devices if cost is None else cost.is_collective",
         new="return cost is not None and cost.is_collective",
         what="no device waits for the moments of a batch",
@@ -389,7 +446,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="peaks",
-        file="tfshard/planning/peak.py",
+        function="tfshard.planning.peak:replaced_bytes_of",
         old="in_turn = [] if in_branch else [each for each in own if each >= update_order.LEAST_BYTES]",
         new="in_turn = []",
         what="all new slots of an update are there at once, also in order",
@@ -397,7 +454,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="updates",
-        file="tfshard/storage/update_order.py",
+        function="tfshard.storage.update_order:one_after_the_other",
         old="for before, storage in itertools.pairwise(large):",
         new="for before, storage in itertools.pairwise(large[:1]):",
         what="updates do not wait for each other",
@@ -405,7 +462,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="updates",
-        file="tfshard/storage/update_order.py",
+        function="tfshard.storage.update_order:taking_over",
         old="    return [slot for slot in users_of(value) if slot.operation not in way]",
         new="    return []",
         what="an update goes on with a slot's new value while the old one is there",
@@ -413,7 +470,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="updates",
-        file="tfshard/storage/storage.py",
+        function="tfshard.storage.storage:Storage.write_at_rest",
         old="read = tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)",
         new="read = tf.raw_ops.ReadVariableOp(resource=self.buffer.handle, dtype=value.dtype)",
         what="a read behind a write has no operand that comes with what is written",
@@ -421,7 +478,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="updates",
-        file="tfshard/storage/storage.py",
+        function="tfshard.storage.storage:Storage.in_update",
         old="if step is not None and self._is_cut_for_update and step.note_cut(stored):",
         new="if False:",
         what="a device's part of a variable is cut when the step begins",
@@ -429,7 +486,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="turns",
-        file="tfshard/storage/turns.py",
+        function="tfshard.storage.turns:arrange",
         old="        sent = sent_dtypes(uses)\n",
         new="        sent = {}\n",
         what="gathers send float32 under mixed precision",
@@ -437,7 +494,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/training/strategy.py",
+        function="tfshard.training.strategy:ShardedStrategy._run_locked",
         old="        _private.give_own_names_after(tf.compat.v1.get_default_graph(), lambda: clients.here().wait_for_devices())\n",
         new="",
         what="loops of a step in a user's function keep their names until an operation of tfshard ends",
@@ -446,7 +503,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/_private/functions.py",
+        function="tfshard._private.functions:give_own_names",
         old="            _rename_collectives(new[name])\n",
         new="            pass\n",
         what="collectives keep DTensor in their names: a record of each stays behind each step",
@@ -454,7 +511,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/_private/exchange.py",
+        function="tfshard._private.exchange:_install_eager_exchange.exchanging_slow",
         old="if table is None or not _is_compiled_for_values(op_type, inputs):",
         new="if True:",
         what="eager operations are compiled for each value of a small operand",
@@ -462,7 +519,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/training/strategy.py",
+        function="tfshard.training.strategy:ShardedStrategy.operation",
         old="            finally:\n                _private.give_own_names()\n",
         new="            finally:\n                if first:\n                    _private.give_own_names()\n",
         what="loops of a step that is compiled again keep their names",
@@ -471,7 +528,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/cross_entropies.py",
+        function="tfshard.operations.cross_entropies:_Labels.of",
         old="tf.where(is_known, 0, labels)",
         new="0",
         what="a label that is no class is none that a device has",
@@ -480,7 +537,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/cross_entropies.py",
+        function="tfshard.operations.cross_entropies:_Labels.take",
         old="        return tf.reduce_sum(tf.where(self.has, found, tf.zeros_like(found)), -1)\n",
         new="        return tf.reduce_sum(found, -1)\n",
         what="logits of other classes are added to the label's where classes are sharded",
@@ -488,7 +545,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/joins.py",
+        function="tfshard.operations.joins:_rows",
         old="        brought, place = transfer.whole, samples.by_row\n",
         new="        return None\n",
         what="rows of a batch are joined as DTensor joins them",
@@ -496,7 +553,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/dims.py",
+        function="tfshard.operations.dims:of_samples",
         old="        inputs[number] = samples.by_row(inputs[number], mesh)\n",
         new="        pass\n",
         what="a replicated batch is convolved by all devices",
@@ -504,7 +561,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/dims.py",
+        function="tfshard.operations.dims:_with_whole_dims",
         old="    elif any(samples.is_on_model_axis(call.inputs[number], dim, mesh) for dim in dims):\n",
         new="    elif False:\n",
         what="a dim in the middle that a model axis shards is padded as DTensor pads it",
@@ -512,7 +569,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/rewrites.py",
+        function="tfshard.operations.rewrites:exchanged",
         old='                others: list[Exchange] = [functools.partial(dims.concat, mesh=mesh)] if operation == "ConcatV2" else []\n',
         new="                others = []\n",
         what="features are joined as DTensor joins them in front of a row kernel",
@@ -520,7 +577,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/convolution.py",
+        function="tfshard.operations.convolution:convolve.apply",
         old="        padded = _pad(inputs, before, after, pins[0])\n",
         new="        padded = _pad(inputs, before, after, _as_it_is)\n",
         what="the layout of images that are padded for a sharded kernel is left to DTensor",
@@ -528,7 +585,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="training",
-        file="tfshard/_private/models.py",
+        function="tfshard._private.models:compiled_metrics",
         old="    return [*metrics, *(m for m in listed_metrics(model) if all(m is not known for known in metrics))]\n",
         new="    return metrics\n",
         what="a metric that only a model's property lists stays on the host",
@@ -536,7 +593,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/candidates.py",
+        function="tfshard.operations.candidates:drawn",
         old="    if not any(seeds.values()):\n",
         new="    if any(seeds.values()):\n",
         what="the kernels of candidate samplers choose their own seeds",
@@ -544,7 +601,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/rewrites.py",
+        function="tfshard.operations.rewrites:exchanged",
         old='exchange["MatMul"] = functools.partial(products.of_samples, mesh=mesh)',
         new="pass",
         what="DTensor by itself multiplies samples with samples",
@@ -553,7 +610,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/slices.py",
+        function="tfshard.operations.slices:_Place.take",
         old="            first += tf.range(self.size, dtype=first.dtype)\n",
         new="            first += tf.zeros([self.size], first.dtype)\n",
         what="a range that begins at a tensor has its first element only",
@@ -561,7 +618,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/unsized.py",
+        function="tfshard.operations.unsized:exchange",
         old="    inputs = tuple(each if is_known(each) else _whole(each, mesh) for each in call.inputs)\n",
         new="    inputs = call.inputs\n",
         what="what is computed with a tensor of unknown size is not whole before",
@@ -570,7 +627,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/storage/gradient.py",
+        function="tfshard.storage.gradient:both_ways.gradient",
         old="            upstream = tf.raw_ops.EnsureShape(input=upstream, shape=value.shape)\n",
         new="            pass\n",
         what="a gradient of a tensor of unknown size has no known shape",
@@ -580,7 +637,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/loops.py",
+        function="tfshard.operations.loops:stack",
         old="    count = None if call.outputs[0].shape.rank is None else _length(call.inputs[0])\n",
         new="    count = None\n",
         what="the stack of a list has no known length",
@@ -588,7 +645,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/graph/auto_layout.py",
+        function="tfshard.graph.auto_layout:choose",
         old="        if isinstance(spec.layer, keras.layers.Embedding) and is_large(spec, total):\n",
         new="        if is_large(spec, total):\n",
         what="what only a loss reads is sharded over the model axis",
@@ -596,7 +653,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="adapters",
-        file="tfshard/operations/rewrites.py",
+        function="tfshard.operations.rewrites:exchanged",
         old='exchange["BatchMatMulV3"] = products.of_integers',
         new="pass",
         what="products of integers are whole on every device",
@@ -605,7 +662,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="adapters",
-        file="tfshard/storage/formats.py",
+        function="tfshard.storage.formats:StorageFormat.of",
         old="        elif layout.flat.word > 1:\n",
         new="        elif False:\n",
         what="integers of 8 bits are gathered as int32",
@@ -614,7 +671,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="adapters",
-        file="tfshard/storage/turns.py",
+        function="tfshard.storage.turns:arrange",
         old="        _leave_out(operations, values)\n",
         new="",
         what="custom gradients take what they do not give",
@@ -623,7 +680,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="adapters",
-        file="tfshard/training/adoption.py",
+        function="tfshard.training.adoption:Adopter._install",
         old="        adapters.install(model)\n",
         new="",
         what="the gradient of a whole kernel is reduced for that of its adapter",
@@ -632,7 +689,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="adapters",
-        file="tfshard/graph/adapters.py",
+        function="tfshard.graph.adapters:_bare",
         old='"lora_enabled": False, "bias": None',
         new='"lora_enabled": False',
         what="a bias is added twice where there is an adapter",
@@ -640,7 +697,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="host slots",
-        file="tfshard/storage/storage.py",
+        function="tfshard.storage.storage:Storage._stored",
         old="            if step is not None and tied:\n",
         new="            if False:\n",
         what="slots come from the host when the step begins",
@@ -648,7 +705,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="host slots",
-        file="tfshard/layouts/variable_layout.py",
+        function="tfshard.layouts.variable_layout:VariableLayout.slot",
         old="            on_host=self.slots_on_host and is_moment",
         new="            on_host=False and is_moment",
         what="slots stay on the devices",
@@ -656,7 +713,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="placement",
-        file="tfshard/training/adoption.py",
+        function="tfshard.training.adoption:take_over",
         old="    placed = strategy._placed(model, anew=True)",
         new="    placed = strategy._placed(model)",
         what="a model that is taken over stays in the groups of the strategy before",
@@ -664,7 +721,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="placement",
-        file="tfshard/training/adoption.py",
+        function="tfshard.training.adoption:_give_up",
         old="    layer_patch.undo(model, layer_patch.OF_MESHES)",
         new="    layer_patch.undo(model, ())",
         what="layers of a model that is taken over compute on the mesh before",
@@ -672,7 +729,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="recomputing",
-        file="tfshard/storage/recomputing.py",
+        function="tfshard.storage.recomputing:_Recomputation.carry_out",
         old="        made = dict(zip(incoming, tied[2:], strict=True))\n",
         new="        made = {}\n",
         what="what is computed again is merged with what was computed first",
@@ -680,7 +737,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="recomputing",
-        file="tfshard/storage/recomputing.py",
+        function="tfshard.storage.recomputing:_Recomputation._keep_apart",
         old="        other, *apart = tf.raw_ops.IdentityN(input=[read, *[tensor] * len(users)])\n",
         new="        other, *apart = read, *[tensor] * len(users)\n",
         what="the forward pass is fused where it was not",
@@ -688,7 +745,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="recomputing",
-        file="tfshard/storage/recomputing.py",
+        function="tfshard.storage.recomputing:_Recomputation._is_activation",
         old="        return tensor.op not in self._known and not self._is_stored(tensor)\n",
         new="        return tensor.op not in self._known\n",
         what="what was gathered by a collective of ours is tied to what is made of the batch",
@@ -696,7 +753,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="recomputing",
-        file="tfshard/storage/recomputing.py",
+        function="tfshard.storage.recomputing:_Recomputation.__init__",
         old="            if any(block.end <= number_of.get(user, -1) < backward for user in output.consumers())\n",
         new="            if any(number_of.get(user, -1) >= block.end and 'tape/' not in user.name for user in output.consumers())\n",
         what="what gradients of a model's own take is not made again",
@@ -704,7 +761,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="placement",
-        file="tfshard/layouts/variable_layout.py",
+        function="tfshard.layouts.variable_layout:VariableLayout.slot",
         old="            stored_dtype=self.slot_dtype if narrow else None,\n",
         new="            stored_dtype=self.slot_dtype,\n",
         what="sums of gradients rest in bfloat16",
@@ -712,7 +769,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="slot dtypes",
-        file="tfshard/storage/eight_bits.py",
+        function="tfshard.storage.eight_bits:encode",
         old="    code = tf.where(tf.equal(values, 0),",
         new="    code = tf.where(tf.equal(values, 0) | (magnitude < 1e-7),",
         what="second moments that are small next to others become zero",
@@ -720,7 +777,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="slot dtypes",
-        file="tfshard/storage/storage.py",
+        function="tfshard.storage.storage:Storage.in_update",
         old="            return self.format.in_update(self._recorded_buffer(recorded))\n",
         new="            return self.format.for_update(self.format.at_rest(self._recorded_buffer(recorded)))\n",
         what="an update goes on with what it has rounded",
@@ -728,7 +785,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="slot dtypes",
-        file="tfshard/storage/formats.py",
+        function="tfshard.storage.formats:_to_rows",
         old="        value = pin(tf.transpose(value, rows.to_front), rows.moved_axes)\n    return pin",
         new="        value = pin(tf.reshape(value, rows.moved_shape), rows.moved_axes)\n    return pin",
         what="rows of shards are cut without their axes in front",
@@ -736,7 +793,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="planning",
-        file="tfshard/planning/variable_traffic.py",
+        function="tfshard.planning.variable_traffic:Reductions.dtype_of",
         old="        return self.dtypes.get(spec.path, spec.dtype)\n",
         new="        return spec.dtype\n",
         what="gradients are planned in the dtypes of their variables under mixed precision",
@@ -744,7 +801,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="birth",
-        file="tfshard/storage/initial_values.py",
+        function="tfshard.storage.initial_values:InitialValue.of",
         old="        if type(initializer) not in _OF_KERAS:\n",
         new="        if True:\n",
         what="all values of a model wait on the host for its layouts",
@@ -752,7 +809,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="birth",
-        file="tfshard/training/adoption.py",
+        function="tfshard.training.adoption:Adopter.place_waiting",
         old="                reshard.settle(self._placed(model), self.mesh, waiting=True)\n",
         new="",
         what="a file of weights waits on the host for the end of the scope",
@@ -760,7 +817,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="birth",
-        file="tfshard/storage/storage.py",
+        function="tfshard.storage.storage:Storage.fill",
         old="            _empty(handle, self.buffer.dtype, self.buffer.shape.rank)\n            with",
         new="            with",
         what="a piece is there besides the one that it replaces",
@@ -768,7 +825,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="birth",
-        file="tfshard/training/models.py",
+        function="tfshard.training.models:_on_mesh.run_all.run",
         old="                    places.note(model, strategy)\n",
         new="                    pass\n",
         what="what a function's first call made is not known to it when it moves",
@@ -776,7 +833,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="birth",
-        file="tfshard/training/models.py",
+        function="tfshard.training.models:Distributed._maybe_symbolic_build",
         old="        if own_steps.has_own_steps(self):\n            self._note_batch",
         new="        if False:\n            self._note_batch",
         what="a model with steps of its own is built from what the dataset gives",
@@ -784,7 +841,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="birth",
-        file="tfshard/training/adoption.py",
+        function="tfshard.training.adoption:Adopter.adopt_born",
         old="and not self._is_in_functions(model)",
         new="",
         what="a model that a loop's first step built is moved when another is born",
@@ -793,7 +850,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="steps",
-        file="tfshard/storage/steps.py",
+        function="tfshard.storage.steps:Step.write_postponed",
         old="            assert recorded is not None\n            storage.write(recorded)\n        self._postponed",
         new="            assert recorded is not None\n        self._postponed",
         what="what an update writes to a group in a function is lost",
@@ -801,7 +858,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="variables",
-        file="tfshard/storage/storage.py",
+        function="tfshard.storage.storage:Storage.update_value",
         old="        return self.in_update(self.recorded())\n",
         new="        return self.in_update(None)\n",
         what="an update reads a slot as it was before the step",
@@ -809,7 +866,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="variables",
-        file="tfshard/storage/variables.py",
+        function="tfshard.storage.variables:ShardedVariable._is_updated_as_buffer",
         old="state.packed in (self.storage, self.storage.root)",
         new="self.storage.root is state.packed",
         what="a slot that stands alone in a flat form is updated in its own shape",
@@ -817,7 +874,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="updates",
-        file="tfshard/storage/group_update.py",
+        function="tfshard.storage.group_update:_masked",
         old="tf.where(storage.format.mask(members), after, base)",
         new="after",
         what="a partial update writes the whole group",
@@ -825,7 +882,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="updates",
-        file="tfshard/storage/optimizer_kinds.py",
+        function="tfshard.storage.optimizer_kinds:_ELEMENTWISE",
         old="    keras.optimizers.Ftrl,\n",
         new="    keras.optimizers.Ftrl,\n    keras.optimizers.Lamb,\n",
         what="Lamb takes its norms over a whole group",
@@ -833,7 +890,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="updates",
-        file="tfshard/training/hooks.py",
+        function="tfshard.training.hooks:ShardedExtended.update",
         old="        with update_scope(after=after):",
         new="        with contextlib.nullcontext():",
         what="variables that stand alone are updated whole",
@@ -841,7 +898,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="data",
-        file="tfshard/devices/batching.py",
+        function="tfshard.devices.batching:_own_part_to_mesh",
         old="tf.constant(parts[place - min(places)])",
         new="tf.constant(parts[0])",
         what="each device gets the first rows of its client",
@@ -849,7 +906,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="data",
-        file="tfshard/checkpoints/callback.py",
+        function="tfshard.checkpoints.callback:_Run.go_to",
         old="None if position.fresh else host",
         new="None",
         what="a resumed run begins its data anew",
@@ -857,7 +914,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/draws.py",
+        function="tfshard.operations.draws:_Draw._by_rows",
         old="            counter = _later(self.counter, here(counts))\n",
         new="            counter = self.counter\n",
         what="every device draws the rows of the first",
@@ -865,7 +922,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/draws.py",
+        function="tfshard.operations.draws:_Draw._by_rows",
         old="tf.slice(drawn, here(more), tf.constant([count], tf.int64))",
         new="tf.slice(drawn, [0], [count])",
         what="a device whose rows begin between two counts draws others",
@@ -873,7 +930,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="microbatches",
-        file="tfshard/training/microbatches.py",
+        function="tfshard.training.microbatches:Microbatches._loop.body",
         old="loops.made_here(first if _is_seed(storage) else value)",
         new="loops.made_here(value)",
         what="microbatches draw from other seeds than the whole batch",
@@ -881,7 +938,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        file="tfshard/pipelining/part_functions.py",
+        function="tfshard.pipelining.part_functions:PartFunctions._keep_seeds",
         old="variable.assign(first + (new - first) * tf.cast(is_last, new.dtype))",
         new="variable.assign(new)",
         what="microbatches of a pipeline draw from other seeds than the whole batch",
@@ -889,7 +946,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/slices.py",
+        function="tfshard.operations.slices:_one_gradient",
         old="    upstream = _reversed(upstream, backwards)\n",
         new="",
         what="the gradient of a reversed slice is not reversed",
@@ -897,7 +954,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/vocabulary.py",
+        function="tfshard.operations.vocabulary:_places",
         old="(numbers < labels)",
         new="(numbers > labels)",
         what="of equal scores the last one is the prediction",
@@ -905,7 +962,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/rows.py",
+        function="tfshard.operations.rows:shared",
         old="    return _with_gradient(lambda tensor, mesh: tf.identity(tensor), total, tensor, mesh)",
         new="    return _with_gradient(lambda tensor, mesh: tf.identity(tensor), shared, tensor, mesh)",
         what="the gradient of what all rows use is that of one device's rows",
@@ -913,7 +970,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/batch_moments.py",
+        function="tfshard.operations.batch_moments:moments.apply",
         old="+ (means - mean) ** 2, 0",
         new=", 0",
         what="a batch has the spread of one device's rows",
@@ -921,7 +978,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/_private/graphs.py",
+        function="tfshard._private.graphs:known_branches.chosen",
         old="true_fn() if value else false_fn()",
         new="false_fn() if value else true_fn()",
         what="a branch that is known is the other one",
@@ -929,7 +986,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/selects.py",
+        function="tfshard.operations.selects:one_hot",
         old="    return tf.where(tf.equal(tf.expand_dims(indices, axis), classes), on_value, off_value)",
         new="    return tf.where(tf.expand_dims(indices, axis) >= classes, on_value, off_value)",
         what="a token goes to all experts before its own",
@@ -937,7 +994,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="measuring",
-        file="tfshard/measure/consistency.py",
+        function="tfshard.measure.consistency:_check_consistency",
         old="if piece.numpy().tobytes() != expected[1]:",
         new="if piece.numpy().nbytes != len(expected[1]):",
         what="copies that differ are taken for equal",
@@ -945,7 +1002,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="measuring",
-        file="tfshard/training/hooks.py",
+        function="tfshard.training.hooks:ShardedExtended.update",
         old="            var.note_gradient(args[0])\n",
         new="            pass\n",
         what="the report does not see gradients",
@@ -953,7 +1010,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="saving",
-        file="tfshard/checkpoints/writer.py",
+        function="tfshard.checkpoints.writer:Writing._commit",
         old="        os.rename(self.temporary, self.final)\n        files.sync(self.root)\n",
         new="        os.rename(self.temporary, self.final)\n",
         what="the name of a commit is not synced",
@@ -961,7 +1018,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="saving",
-        file="tfshard/checkpoints/writer.py",
+        function="tfshard.checkpoints.writer:Writing._commit",
         old="            files.sync(path)\n            digest = None",
         new="            digest = None",
         what="data are not synced before the commit",
@@ -969,7 +1026,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="saving",
-        file="tfshard/checkpoints/writer.py",
+        function="tfshard.checkpoints.writer:Writing.run",
         old="        self._commit(snapshot, stored)\n        self._prune()",
         new="        self._prune()\n        self._commit(snapshot, stored)",
         what="older steps are deleted before the commit",
@@ -977,7 +1034,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="saving",
-        file="tfshard/checkpoints/files.py",
+        function="tfshard.checkpoints.files:remove",
         old="    os.rename(path, doomed)\n    shutil.rmtree(doomed)",
         new="    shutil.rmtree(path)",
         what="a step is deleted under its own name",
@@ -985,7 +1042,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="saving",
-        file="tfshard/checkpoints/writer.py",
+        function="tfshard.checkpoints.writer:Writing._prune",
         old="kept = {self.step, *(",
         new="kept = {*(",
         what="a save deletes what it wrote",
@@ -993,7 +1050,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="restoring",
-        file="tfshard/checkpoints/reader.py",
+        function="tfshard.checkpoints.reader:Checkpoint._piece_problem",
         old="return None if checksums.of_array(array) == piece.checksum else",
         new="return None if array is not None else",
         what="pieces are not compared with their checksums",
@@ -1001,7 +1058,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="data",
-        file="tfshard/training/models.py",
+        function="tfshard.training.models:Distributed._maybe_symbolic_build",
         old="        if _is_known(spec):",
         new="        if False:",
         what="a batch is drawn to build the model, and shuffles go on from there",
@@ -1009,7 +1066,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="data",
-        file="tfshard/devices/batching.py",
+        function="tfshard.devices.batching:to_mesh",
         old="    clients.here().note_value(tensor, host)\n",
         new="",
         what="other batches on other clients are not noticed",
@@ -1017,7 +1074,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="watchdog",
-        file="tfshard/launch/watchdog.py",
+        function="tfshard.launch.watchdog:Watchdog.begin",
         old="elif digest != other_digest:",
         new="elif False:",
         what="clients that train on other batches go on",
@@ -1025,7 +1082,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="watchdog",
-        file="tfshard/launch/leader.py",
+        function="tfshard.launch.leader:Leader._tick",
         old="if self._clock.now - host.heard > HOST_SECONDS:",
         new="if False:",
         what="a host that is silent is waited for",
@@ -1033,7 +1090,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="watchdog",
-        file="tfshard/launch/follower.py",
+        function="tfshard.launch.follower:Follower.run",
         old="if self._clock.now - heard > HOST_SECONDS:",
         new="if False:",
         what="the host that leads is waited for when it is silent",
@@ -1041,7 +1098,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="watchdog",
-        file="tfshard/launch/processes.py",
+        function="tfshard.launch.processes:_become",
         old="prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)",
         new="prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)",
         what="clients outlive their launcher",
@@ -1049,7 +1106,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="watchdog",
-        file="tfshard/launch/leader.py",
+        function="tfshard.launch.leader:Leader._may_restart",
         old="self._places = left",
         new="pass",
         what="a client that does not come back is waited for",
@@ -1057,7 +1114,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        file="tfshard/operations/draws.py",
+        function="tfshard.operations.draws:_seed_of",
         old="_private.global_seed_generator(create=True).next()",
         new="tf.zeros(2, tf.int32)",
         what="tf.random's generators draw the same numbers in each step",
@@ -1065,7 +1122,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="replicas",
-        file="tfshard/devices/replicas.py",
+        function="tfshard.devices.replicas:leave_shard",
         old='numbers = np.tile(np.arange(own.shape[dim], dtype="int32"), axis_sizes(mesh)[axis])',
         new='numbers = np.zeros(own.shape[dim] * axis_sizes(mesh)[axis], "int32")',
         what="of a sum over replicas a device takes one column of its shard only",
@@ -1073,7 +1130,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="replicas",
-        file="tfshard/devices/replicas.py",
+        function="tfshard.devices.replicas:all_reduce",
         old="_all_reduced(line, sizes.replicas, _keys_between_replicas(mesh), mesh)",
         new="_all_reduced(line, sizes.shards, _keys_of_replicas(mesh), mesh)",
         what="gradients are not added up between replicas",
@@ -1081,7 +1138,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="replicas",
-        file="tfshard/devices/replicas.py",
+        function="tfshard.devices.replicas:_keys_of_replicas",
         old="lambda index: index // sizes.shards, sizes.replicas",
         new="lambda index: index % sizes.shards, sizes.replicas",
         what="what is stored is gathered between replicas, not in each",
@@ -1089,7 +1146,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="turns",
-        file="tfshard/storage/turns.py",
+        function="tfshard.storage.turns:_Turn.of",
         old="self._sent is not None and self._is_narrowed_by(operation)",
         new='self._sent is not None and operation.type == "Cast"',
         what="a weight that is cast back is taken for one that was sent",
@@ -1097,7 +1154,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="links",
-        file="tfshard/planning/links.py",
+        function="tfshard.planning.links:Links.seconds",
         old="link.seconds(sent * (self.devices_per_host // together), count)",
         new="link.seconds(sent, count)",
         what="each device of a host has a link of its own to other hosts",
@@ -1105,7 +1162,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="links",
-        file="tfshard/planning/overlap.py",
+        function="tfshard.planning.overlap:run_on_paper",
         old="running[0] is not None and running[1] is not None",
         new="running[0] is not None or running[1] is not None",
         what="all that is sent is planned to be hidden",
@@ -1113,7 +1170,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="measuring",
-        file="tfshard/measure/timeline.py",
+        function="tfshard.measure.timeline:Timeline.hidden",
         old="_length(_common(each.communicating, each.computing))",
         new="_length(each.computing)",
         what="computing while nothing is sent hides collectives",
@@ -1121,7 +1178,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="turns",
-        file="tfshard/storage/turns.py",
+        function="tfshard.storage.turns:_Gates.close",
         old="        while len(self._made) > self._ahead + 1:",
         new="        while len(self._made) > 1:",
         what="the backward pass does not go on while one more gradient is reduced",
@@ -1129,7 +1186,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="turns",
-        file="tfshard/storage/turns.py",
+        function="tfshard.storage.turns:arrange",
         old="                gates.give_way(use.operation, tensor, gradient)\n",
         new="                pass\n",
         what="the gradient of a large table is whole while the table is",
@@ -1137,7 +1194,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="meshes",
-        file="tfshard/training/strategy.py",
+        function="tfshard.training.strategy:ShardedStrategy.operation",
         old="            _private.default_mesh(self.mesh),\n",
         new="",
         what="a loop that begins with constants is on the first mesh of the process",
@@ -1145,7 +1202,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        file="tfshard/devices/replicas.py",
+        function="tfshard.devices.replicas:gathered",
         old="if not (is_gather and sizes.shards_by_several and tensor.dtype in _DTYPES):",
         new="if True:",
         what="on meshes of several axes variables are gathered by reductions again",
@@ -1153,7 +1210,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        file="tfshard/devices/replicas.py",
+        function="tfshard.devices.replicas:gather",
         old="rows = tf.transpose(rows, [first.index(each) for each in range(len(shard))])",
         new="rows = tf.reshape(rows, [rows.shape[first.index(number)] for number in range(len(shard))])",
         what="what is sharded in a later dim keeps its order of the gather",
@@ -1161,7 +1218,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        file="tfshard/devices/replicas.py",
+        function="tfshard.devices.replicas:gather",
         old="        rows = transfer.relayout(rows, (None,) * len(shard), mesh)\n    return leave_shard",
         new="    return leave_shard",
         what="what was gathered has the layout of what uses it",
@@ -1169,7 +1226,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="collectives",
-        file="tfshard/collectives.py",
+        function="tfshard.collectives:gather_packed",
         old="with gathers.one_axis_at_once():",
         new="if True:",
         what="clients gather by reductions, four times the bytes",
@@ -1177,7 +1234,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="channel",
-        file="tfshard/devices/channel.py",
+        function="tfshard.devices.channel:_code",
         old='struct.pack(">Q", number) + text',
         new='struct.pack(">Q", 0) + text',
         what="a message is not bound to its place in the conversation",
@@ -1185,7 +1242,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="telemetry",
-        file="tfshard/callbacks/telemetry.py",
+        function="tfshard.callbacks.telemetry:_Run.watched",
         old="is_timed = not step.compiles and trace is None",
         new="is_timed = trace is None",
         what="steps that compile are among the times",
@@ -1193,7 +1250,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="telemetry",
-        file="tfshard/callbacks/telemetry.py",
+        function="tfshard.callbacks.telemetry:_Run._trace",
         old="        if self._wait > 0:\n",
         new="        if self._wait > 1:\n",
         what="one step more than is due is profiled",
@@ -1201,7 +1258,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="telemetry",
-        file="tfshard/callbacks/telemetry.py",
+        function="tfshard.callbacks.telemetry:Telemetry.on_test_begin",
         old="    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:\n        if self._run is not None:",
         new="    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:\n        if self._run is None:",
         what="validation is among what is counted",
@@ -1209,7 +1266,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="telemetry",
-        file="tfshard/callbacks/sinks.py",
+        function="tfshard.callbacks.sinks:CsvFile.write",
         old='open("a", newline="")',
         new='open("w", newline="")',
         what="a run that is started again overwrites its file",
@@ -1217,7 +1274,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="telemetry",
-        file="tfshard/training/watching.py",
+        function="tfshard.training.watching:Watched.by",
         old="        finally:\n            self._here.watchers = before",
         new="        finally:\n            pass",
         what="a callback watches steps after its fit",
@@ -1225,7 +1282,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="telemetry",
-        file="tfshard/measure/step_profile.py",
+        function="tfshard.measure.step_profile:collective_wall_seconds",
         old="max(0.0, span.end - max(span.begin, end))",
         new="max(0.0, span.end - span.begin)",
         what="collectives that overlap count twice",
@@ -1233,7 +1290,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="telemetry",
-        file="tfshard/measure/step_profile.py",
+        function="tfshard.measure.step_profile:traced",
         old="if clients.here().rank != 0:",
         new="if False:",
         what="every client of a launched run starts TensorFlow's profiler",
@@ -1241,7 +1298,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="telemetry",
-        file="tfshard/planning/step_flops.py",
+        function="tfshard.planning.step_flops:_OF",
         old="_of_convolution(1, 2)",
         new="_of_convolution(1, -1)",
         what="the gradient of a convolution is counted by its own output",
@@ -1249,7 +1306,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        file="tfshard/operations/compression.py",
+        function="tfshard.operations.compression:_Reduction._encoded",
         old="unsent - self._joined(self._decode(encoded))",
         new="0.0 * unsent",
         what="what a device has not sent is lost",
@@ -1257,7 +1314,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        file="tfshard/operations/compression.py",
+        function="tfshard.operations.compression:_Reduction._encoded",
         old="self._keep(SUM_ERROR, unsent - self._decode(encoded))",
         new="self._keep(SUM_ERROR, 0.0 * unsent)",
         what="what is lost of a sum is lost for good",
@@ -1265,7 +1322,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        file="tfshard/operations/compression.py",
+        function="tfshard.operations.compression:_Reduction._keep",
         old="tf.math.is_finite(error), error, tf.zeros_like(error)",
         new="tf.math.is_finite(error), error, error",
         what="a gradient that is not a number is kept for ever",
@@ -1273,7 +1330,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        file="tfshard/operations/compression.py",
+        function="tfshard.operations.compression:_Reduction._iterated",
         old="keepdims=True), right, before)",
         new="keepdims=True), before, before)",
         what="PowerSGD begins each step with the same factor",
@@ -1281,7 +1338,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        file="tfshard/operations/gradient_codes.py",
+        function="tfshard.operations.gradient_codes:encode",
         old="codes = tf.round(",
         new="codes = tf.floor(",
         what="codes are rounded down",
@@ -1289,7 +1346,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        file="tfshard/layouts/compressed_form.py",
+        function="tfshard.layouts.compressed_form:total_error",
         old="    if SUM_ERROR in errors:\n",
         new="    if SUM_ERROR in ():\n",
         what="on other devices what sums have lost is left out",
@@ -1297,7 +1354,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        file="tfshard/storage/formats.py",
+        function="tfshard.storage.formats:Whole",
         old="    direct = True\n    packed = False\n    is_repeated = False\n",
         new="    direct = True\n    packed = False\n    is_repeated = True\n",
         what="a checkpoint has the errors of one replica",
@@ -1305,7 +1362,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        file="tfshard/layouts/compressed_form.py",
+        function="tfshard.layouts.compressed_form:CompressedForm.sends",
         old="        if self.dim is None:\n            found.append(",
         new="        if self.dim is not None:\n            found.append(",
         what="the gather of a compressed sum is not planned",
@@ -1313,7 +1370,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        file="tfshard/training/hooks.py",
+        function="tfshard.training.hooks:_adding_up",
         old="not (has_replicas or compresses)",
         new="not has_replicas",
         what="gradients are compressed over replicas only",
@@ -1321,7 +1378,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        file="tfshard/checkpoints/unsent.py",
+        function="tfshard.checkpoints.unsent:restore",
         old='{name: f"{owner}/{name}" for name in stored.pop(owner, ())}',
         new='{name: f"{owner}/{name}" for name in stored.pop(owner, ()) if False}',
         what="a run that goes on has lost what devices had not sent",
@@ -1329,7 +1386,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        file="tfshard/planning/advice.py",
+        function="tfshard.planning.advice:_CLEARLY",
         old="_CLEARLY, _HIDDEN = 0.9, 0.5",
         new="_CLEARLY, _HIDDEN = 0.9, 0.0",
         what="a compression is proposed of which computing hides the gain",
@@ -1337,7 +1394,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        file="tfshard/planning/compression_gain.py",
+        function="tfshard.planning.compression_gain:encoded_bytes",
         old="4 * elements * count // sends",
         new="4 * elements * count",
         what="encoding counts for each collective of a gradient",
@@ -1345,7 +1402,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="embedding tables",
-        file="tfshard/devices/exchanges.py",
+        function="tfshard.devices.exchanges:Lists.to",
         old="tf.cast(sizes < longest, tf.int32)",
         new="tf.cast(sizes < longest - 1, tf.int32)",
         what="lists that devices send each other have no room for their last item",
@@ -1353,7 +1410,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="embedding tables",
-        file="tfshard/operations/embedding_updates.py",
+        function="tfshard.operations.embedding_updates:update",
         old="squares = not is_lazy and optimizer_kinds.squares(optimizer)",
         new="squares = False",
         what="a row that was looked up twice has the square of its summed gradient",
@@ -1361,7 +1418,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="embedding tables",
-        file="tfshard/operations/embedding_lookups.py",
+        function="tfshard.operations.embedding_lookups:joined",
         old="if axis != 0 or not is_gradient or",
         new="if axis != 1 or not is_gradient or",
         what="gradients of several lookups of a table are not put together device by device",
@@ -1369,7 +1426,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        file="tfshard/devices/mesh.py",
+        function="tfshard.devices.mesh:rank_meshes",
         old="        _private.give_own_device(each)\n",
         new="        del each\n",
         what="ranks of a pipeline wait for each other's functions",
@@ -1377,7 +1434,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        file="tfshard/devices/messages.py",
+        function="tfshard.devices.messages:received",
         old="return tensor if sent == dtype else tf.bitcast(tensor, dtype)",
         new="return tensor if sent == dtype else tf.cast(tensor, dtype)",
         what="what another client sends has other bits",
@@ -1385,7 +1442,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        file="tfshard/pipelining/pipeline.py",
+        function="tfshard.pipelining.pipeline:_Step.update",
         old="                self._on(rank.rank, rank.take_over, here)\n",
         new="                del here\n",
         what="what several ranks have keeps its old values on one",
@@ -1393,7 +1450,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        file="tfshard/pipelining/ranks.py",
+        function="tfshard.pipelining.ranks:bring_up_to_date",
         old="if rank.known.get(id(variable)) != times:",
         new="if False:",
         what="a learning rate that was set reaches one rank",
@@ -1401,7 +1458,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        file="tfshard/pipelining/part_functions.py",
+        function="tfshard.pipelining.part_functions:RankFunctions._square",
         old="        squares += [-_square(each) for each in self._gradients_of_mirrors(sums) if each is not None]\n",
         new="",
         what="a gradient that is sent to another rank counts twice in the norm of all",
@@ -1409,7 +1466,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        file="tfshard/pipelining/part_functions.py",
+        function="tfshard.pipelining.part_functions:PartFunctions._backward",
         old="before = list(zip(self._written, states, strict=True))",
         new="before: list[Any] = []",
         what="a part that is computed again draws another mask",
@@ -1417,7 +1474,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        file="tfshard/pipelining/part_functions.py",
+        function="tfshard.pipelining.part_functions:PartFunctions._loss_and_backward",
         old="scaled = self._model.optimizer.scale_loss(loss) / tf.cast(self._count, loss.dtype)",
         new="scaled = self._model.optimizer.scale_loss(loss)",
         what="gradients of microbatches are added up, and not averaged",
@@ -1425,7 +1482,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        file="tfshard/pipelining/schedules.py",
+        function="tfshard.pipelining.schedules:_one_forward_one_backward",
         old="    ahead = min(ahead, total)",
         new="    ahead = total",
         what="1f1b does all forward passes first",
@@ -1433,7 +1490,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        file="tfshard/devices/instances.py",
+        function="tfshard.devices.instances:count_alike",
         old="    if own < largest:\n",
         new="    if own > largest:\n",
         what="clients go on with other numbers for collectives",
@@ -1441,7 +1498,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="clusters on paper",
-        file="tfshard/planning/step_times.py",
+        function="tfshard.planning.step_times:TracedStep.on",
         old="        sent = count * (one.collective_seconds + waited)",
         new="        sent = count * one.collective_seconds",
         what="what is sent over a model axis takes no time",
@@ -1449,7 +1506,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="clusters on paper",
-        file="tfshard/planning/machine.py",
+        function="tfshard.planning.machine:_of_one",
         old="        all_turns = {name: times * getattr(own, name) for name in KINDS_OF_WORK}",
         new="        all_turns = {name: getattr(own, name) for name in KINDS_OF_WORK}",
         what="a loop counts as one of its turns",
@@ -1457,7 +1514,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="clusters on paper",
-        file="tfshard/planning/machine.py",
+        function="tfshard.planning.machine:Machine.in_turns",
         old="        turns, share = devices / min(devices, self.cores), devices / self.cores",
         new="        turns, share = 1, 1",
         what="devices that share cores compute at once",
@@ -1465,7 +1522,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="clusters on paper",
-        file="tfshard/planning/links.py",
+        function="tfshard.planning.links:Link.seconds",
         old="        return self.latency + self.hop * max(0, members - 2) + sent / self.bandwidth",
         new="        return self.latency + sent / self.bandwidth",
         what="a ring of many takes as long as one of two",
@@ -1473,7 +1530,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="clusters on paper",
-        file="tfshard/planning/simulation.py",
+        function="tfshard.planning.simulation:Simulator._prediction",
         old="        peak = resting + made + sum_bytes(microbatches, placement.variables, placement.mesh_shape)",
         new="        peak = made + sum_bytes(microbatches, placement.variables, placement.mesh_shape)",
         what="what rests takes no memory",
@@ -1481,7 +1538,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="documents",
-        file="mkdocs.yml",
+        function="mkdocs.yml",
         old="    anchors: warn",
         new="    anchors: info",
         what="a link to a heading that there is not is no error",
@@ -1489,7 +1546,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="documents",
-        file="docs/reference.md",
+        function="docs/reference.md",
         old="::: tfshard.advise\n",
         new="",
         what="a public name is not in the reference",
@@ -1497,7 +1554,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="documents",
-        file="docs/custom_loops.md",
+        function="docs/custom_loops.md",
         old="    return strategy.run(step, args=(batch,))",
         new="    return strategy.run(step, batch)",
         what="a block of a page fails",
@@ -1505,7 +1562,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="documents",
-        file="docs/testing.md",
+        function="docs/testing.md",
         old="sudo tools/hosts.sh --num_hosts=4",
         new="sudo tools/hosts.sh --hosts=4",
         what="a command has a flag that its program does not take",
@@ -1513,7 +1570,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="documents",
-        file="tfshard/devices/mesh.py",
+        function="tfshard.devices.mesh:create_mesh",
         old="Make the mesh smaller, or call",
         new="Call",
         what="an error says something else than its page",
@@ -1521,7 +1578,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="GPUs",
-        file="tfshard/operations/loops.py",
+        function="tfshard.operations.loops:_inner_loop.inner_loop.loop",
         old="            with without_cudnn():",
         new="            with contextlib.nullcontext():",
         what="a recurrent layer has cuDNN do its loop",
@@ -1529,7 +1586,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="GPUs",
-        file="tfshard/storage/formats.py",
+        function="tfshard.storage.formats:_Cast.decode",
         old="        return _cast(stored, self._own)",
         new="        return stored",
         what="what rests as int64 is read as that",
@@ -1537,7 +1594,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="eager code",
-        file="tfshard/storage/outside.py",
+        function="tfshard.storage.outside:watched",
         old="    _private.record_outside_access(variable)\n",
         new="",
         what="gradient tapes do not see what is read outside of steps",
@@ -1546,7 +1603,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="eager code",
-        file="tfshard/devices/mesh_tensors.py",
+        function="tfshard.devices.mesh_tensors:MeshTensorSpec.to_tensors",
         old="value = value.on_mesh if is_step else value.on_host",
         new="value = value.on_mesh",
         what="every function gets a batch from the mesh",
@@ -1554,7 +1611,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="eager code",
-        file="tfshard/training/output_losses.py",
+        function="tfshard.training.output_losses:_counted.update_state",
         old="            sample_weight = sample_weight / _counting.rows",
         new="            pass",
         what="losses of several outputs weigh a remainder by its rows",
@@ -1563,7 +1620,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="planning",
-        file="tfshard/training/placements.py",
+        function="tfshard.training.placements:Placer.place",
         old="layout_map=layout_map)\n        return ModelPlacement",
         new="layout_map=layout_map, offload=type(self.config.offload)())\n        return ModelPlacement",
         what="slots on the host are planned on the devices",
@@ -1571,7 +1628,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="GPUs",
-        file="tfshard/training/adoption.py",
+        function="tfshard.training.adoption:Adopter._install",
         old="            layer.supports_jit = False",
         new="            layer.supports_jit = True",
         what="Keras has XLA compile plain models around sharded layers",
@@ -1579,7 +1636,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="GPUs",
-        file="tfshard/devices/startup.py",
+        function="tfshard.devices.startup:_switches_of",
         old="any(_parts(gpu) > 1 for gpu in gpus)",
         new="not gpus",
         what="NCCL is told to start with parts of a GPU",
@@ -1587,7 +1644,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="New shapes",
-        file="tfshard/training/step_functions.py",
+        function="tfshard.training.step_functions:StepFunctions._open_step",
         old="        leaves = [_cut(leaf, kept) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]",
         new="        leaves = [_cut(leaf, ()) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]",
         what="a model sees the padding of a batch",
@@ -1595,7 +1652,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="New shapes",
-        file="tfshard/training/step_functions.py",
+        function="tfshard.training.step_functions:StepFunctions._first_run",
         old="            if len(self.functions) > MOST:",
         new="            if False:",
         what="a model keeps a function for every shape",
@@ -1603,7 +1660,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="New shapes",
-        file="tfshard/_private/functions.py",
+        function="tfshard._private.functions:keep_gradients_with_graphs",
         old="        if graphs:\n            _kept_with_graphs.add(name)",
         new="        if False:\n            _kept_with_graphs.add(name)",
         what="TensorFlow's registry of gradients keeps the graphs of dropped functions",
