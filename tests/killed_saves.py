@@ -1,7 +1,7 @@
 """Saves that are killed: what is saved and must be found again; and, run as a program, kills by SIGKILL.
 
-    python tests/killed_saves.py DIRECTORY SAMPLE SEED
-    tfshard launch --num_processes=2 --max_restarts=1000 tests/killed_saves.py DIRECTORY SAMPLE SEED
+    python tests/killed_saves.py DIRECTORY SAMPLE
+    tfshard launch --num_processes=2 --max_restarts=1000 tests/killed_saves.py DIRECTORY SAMPLE
 
 Its first start makes what each case begins with, and lists the points where a save can be killed (tests/disk.py). Each
 start looks at what the one before left: the last committed checkpoint loads with its values, and the next save commits.
@@ -193,7 +193,7 @@ class Start:
         if self.here.rank == 0:
             plan = sweeps.taken(f"kills of {self.here.count}", found, sample=self.sample)
             (self.directory / "plan.json").write_text(json.dumps(plan))
-            print(f"PLAN {len(plan)} of {len(found)}, TFSHARD_SAMPLE_SEED={sweeps.SEED}", flush=True)
+            print(f"PLAN {len(plan)} of {len(found)}", flush=True)
         self.here.barrier("a plan")
 
     def _copy(self, name: str) -> None:
@@ -217,8 +217,6 @@ class Start:
 
 def main() -> None:
     directory, sample = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-    # A launcher gives its clients another one in their environment.
-    sweeps.SEED = sys.argv[3]
     if "TFSHARD_RESTART" in os.environ:
         Start(directory, sample, int(os.environ["TFSHARD_RESTART"])).run()
         return

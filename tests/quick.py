@@ -6,7 +6,7 @@ named or with all of them.
 
 QUICK = {
     # _private
-    "test_portions.py": None,
+    "test_sweeps.py": None,
     "test_versions.py": None,
     "test_design.py": None,
     # layouts

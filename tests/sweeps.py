@@ -1,52 +1,48 @@
-"""Which cases of a long table a run takes.
+"""Which tests and which cases an ordinary run takes. Every ordinary run takes the same; TFSHARD_SWEEP=1 takes all.
 
-All of them with `TFSHARD_SWEEP=1`. Else those that are always taken, and a sample that is another one each day of
-work: its seed is the date of the last commit, so that a commit is tested alike wherever it is. It is printed at the
-end of a run, and can be given as `TFSHARD_SAMPLE_SEED`.
+- `table(name, arguments, cases, always=, sample=)` makes a parametrized test from a long table. An ordinary run takes
+  the cases in `always` and `sample` others.
+- `@pytest.mark.sweep(n)` limits an ordinary run to `n` cases of a parametrized test.
+- `@pytest.mark.slow` leaves a test out of the ordinary run.
+
+The other cases are taken at even distances. A test that runs for `-m quick` always runs, and so does each case that
+tools/mutations.py names, unless the test is slow. Marks do not apply where tests are named (`-k`, `file::test`).
 """
 
-import datetime
+import collections
 import os
-import pathlib
-import random
-import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeVar
 
 import pytest
 
 SWEEP = os.environ.get("TFSHARD_SWEEP") == "1"
 
+# The files that take longest. They begin first when two processes share a run (tools/test.sh).
+LONGEST: list[str] = []
 
-def _date() -> str:
-    """Of the last commit; today's where there is none, as in an unpacked archive."""
-    command = ["git", "log", "-1", "--format=%as"]
-    try:
-        told = subprocess.run(command, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return datetime.date.today().isoformat()
-    return told.stdout.strip()
+Case = TypeVar("Case")
 
 
-# In the environment, so that the processes of a run take the same.
-SEED = os.environ.setdefault("TFSHARD_SAMPLE_SEED", _date())
+def spread(cases: Sequence[Case], count: int) -> list[Case]:
+    """Returns `count` of the cases, at even distances."""
+    count = min(count, len(cases))
+    return [cases[(2 * i + 1) * len(cases) // (2 * count)] for i in range(count)]
 
-sweep = pytest.mark.skipif(not SWEEP, reason="a longer check: set TFSHARD_SWEEP=1")
 
-
-def taken(name: str, cases: Iterable, *, always: Iterable = (), sample: int = 0) -> list:
-    """The cases of table `name` that this run takes, in their order: `always`, and `sample` others."""
+def taken(name: str, cases: Iterable[Case], *, always: Iterable[Case] = (), sample: int = 0) -> list[Case]:
+    """Returns the cases of table `name` that this run takes, in their order: `always`, and `sample` others."""
     cases, always = list(cases), list(always)
     unknown = [case for case in always if case not in cases]
     assert not unknown, f"{unknown} are not in the table {name}."
     if SWEEP:
         return cases
-    others = [case for case in cases if case not in always]
-    drawn = random.Random(f"{SEED} {name}").sample(others, min(sample, len(others)))
-    return [case for case in cases if case in always or case in drawn]
+    others = spread([case for case in cases if case not in always], sample)
+    return [case for case in cases if case in always or case in others]
 
 
 def each_value(*arguments: Iterable) -> list[tuple]:
-    """As few cells of the product of arguments as have each value of each."""
+    """Returns as few cells of the product of arguments as contain each value of each argument."""
     values = [list(argument) for argument in arguments]
     return [tuple(each[i % len(each)] for each in values) for i in range(max(map(len, values)))]
 
@@ -54,11 +50,33 @@ def each_value(*arguments: Iterable) -> list[tuple]:
 def table(
     name: str, arguments: str | tuple[str, ...], cases: Iterable, *, always: Iterable = (), sample: int = 0
 ) -> Callable:
-    """Like `pytest.mark.parametrize`, with the cases that this run takes; the run prints how many that are of all."""
-    cases = list(cases)
+    """Returns `pytest.mark.parametrize` with the cases that this run takes."""
+    return pytest.mark.parametrize(arguments, taken(name, cases, always=always, sample=sample))
 
-    def decorate(test):
-        test = pytest.mark.parametrize(arguments, taken(name, cases, always=always, sample=sample))(test)
-        return pytest.mark.table(name, len(cases))(test)
 
-    return decorate
+def left_out(items: Iterable[pytest.Item], named: Collection[str]) -> set[str]:
+    """Returns the names of the cases that an ordinary run does not take.
+
+    Args:
+        items: All cases.
+        named: Names of cases that run unless their test is slow.
+    """
+    by_test = collections.defaultdict(list)
+    for item in items:
+        by_test[item.nodeid.partition("[")[0]].append(item)
+    out: set[str] = set()
+    for cases in by_test.values():
+        quick = [case for case in cases if case.get_closest_marker("quick")]
+        chosen, mark = [*quick], cases[0].get_closest_marker("sweep")
+        if not cases[0].get_closest_marker("slow"):
+            chosen += [case for case in cases if case.nodeid in named and case not in quick]
+            count = mark.args[0] if mark else len(cases)
+            chosen += spread([case for case in cases if case not in chosen], max(count - len(chosen), 0))
+        out |= {case.nodeid for case in cases if case not in chosen}
+    return out
+
+
+def place(item: pytest.Item) -> int:
+    """Returns the place of a test's file in the order of a run. Tests of one file keep their order."""
+    file = item.nodeid.partition("::")[0].removeprefix("tests/")
+    return LONGEST.index(file) if file in LONGEST else len(LONGEST)

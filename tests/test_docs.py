@@ -294,7 +294,7 @@ def test_a_picture_of_measurements_has_their_numbers():
     assert (DOCS / "step.svg").read_text() == pictures.step_flow(), "likewise"
 
 
-@sweeps.sweep
+@pytest.mark.slow
 def test_pictures_are_as_they_are_drawn():
     assert {name: (DOCS / name).read_text() == text for name, text in pictures.pictures().items()} == {
         "stages_rest.svg": True,
@@ -342,7 +342,7 @@ def test_links_of_the_front_pages_are_not_broken(site):
     assert broken == []
 
 
-@sweeps.sweep
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_runs(path, tmp_path, monkeypatch, plain_keras):
     """Its cells of code, one after the other in one process."""

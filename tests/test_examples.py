@@ -24,6 +24,7 @@ RUNS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_example_runs_and_reports(name):
     script, *flags = RUNS[name]

@@ -90,6 +90,7 @@ def test_readmes_first_example_runs_from_the_wheel(python, environment, tmp_path
     assert "4 devices (batch=4), ZeRO stage 3" in out
 
 
+@pytest.mark.slow
 def test_doctor_runs_from_the_wheel(python, environment, tmp_path):
     # What the entry point calls.
     out = run(python, "-c", "import sys; from tfshard.cli import main; sys.exit(main())", "doctor", cwd=tmp_path,

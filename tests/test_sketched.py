@@ -187,6 +187,7 @@ def test_column_shards_what_has_the_output_dim_and_row_what_has_the_input_dim():
     }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("mesh", [{"model": 4}, {"batch": 2, "model": 2}], ids=["model", "batch x model"])
 def test_adam_and_predict_match_one_device(mesh, stage):

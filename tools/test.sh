@@ -16,6 +16,6 @@ fi
 ruff check .
 ruff format --check .
 mypy
-# Two processes of four logical devices each; what the tests of a file share is made in one of them. The file that takes
-# longest goes first (tests/portions.py).
+# Two processes of four logical devices each. One process runs all tests of a file, which share fixtures. The longest
+# files go first (tests/conftest.py).
 pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"

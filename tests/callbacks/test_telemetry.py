@@ -48,6 +48,7 @@ def ticking(monkeypatch):
     monkeypatch.setattr(telemetry.time, "perf_counter", lambda: float(next(clock)))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_fit_has_the_same_bits_with_it(microbatches):
     measured, alone = compiled(sharded(microbatches=microbatches)), compiled(sharded(microbatches=microbatches))
@@ -272,6 +273,7 @@ def test_a_clock_without_steps_knows_nothing():
     assert (times.steps, times.timed_steps, times.seconds) == (0, 0, 0.0) and np.isnan(times.percentiles).all()
 
 
+@pytest.mark.slow
 def test_clients_tell_the_same_of_the_whole_run_and_one_writes(tmp_path):
     done = launched.launch(
         "--num_processes=2", "--devices_per_process=2", str(launched.HERE / "launched_telemetry.py"), str(tmp_path)

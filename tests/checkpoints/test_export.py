@@ -38,6 +38,7 @@ def assert_same_weights(ours: keras.Model, theirs: keras.Model) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_plain_keras_loads_an_export_and_import_gives_it_back_on_another_mesh(extension, model, tmp_path):
     assert any("batch" in v.value.layout.storage for v in model.trainable_variables)
@@ -64,6 +65,7 @@ def test_plain_keras_loads_an_export_and_import_gives_it_back_on_another_mesh(ex
     assert_same_weights(other, model)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_memory_is_bounded_by_the_largest_variable(extension, tmp_path):
     keras.backend.clear_session()

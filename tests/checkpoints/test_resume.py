@@ -45,6 +45,7 @@ def whole(tmp_path_factory):
     return run
 
 
+@pytest.mark.sweep(1)
 @sweeps.table(
     "runs interrupted after a checkpoint", ("kind", "at"), [(kind, at) for kind in KINDS for at in KINDS[kind]],
     # At 4 the first epoch's data were read to their end, ahead of training.
@@ -152,6 +153,7 @@ def test_another_dataset_is_refused_before_a_variable_changes(tmp_path):
     assert_unchanged(model, expected)
 
 
+@pytest.mark.slow
 def test_a_loop_of_your_own_resumes_where_its_iterator_was(tmp_path, monkeypatch):
     def begin():
         model = compiled()

@@ -194,6 +194,7 @@ def compiled(case: Case) -> keras.Model:
     return model
 
 
+@pytest.mark.sweep(1)
 @sweeps.table("collectives in an order", "name", CASES, always=["model", "hybrid, int8"], sample=1)
 def test_collectives_of_a_step_are_in_an_order(name, monkeypatch):
     if CASES[name].bodies:

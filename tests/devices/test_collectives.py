@@ -22,12 +22,14 @@ def launch(num_processes: int, *command: str) -> subprocess.CompletedProcess:
     return subprocess.run(line, capture_output=True, text=True, timeout=240, env=environment)
 
 
+@pytest.mark.slow
 def test_collectives_between_clients():
     done = launch(2, "--devices_per_process=1", str(HERE / "launched_collectives.py"))
     assert done.returncode == 0, done.stderr
     assert "[client 0] all collectives agree" in done.stdout and "[client 1] all collectives agree" in done.stdout
 
 
+@pytest.mark.slow
 def test_profile_network_prints_a_table_and_draws_a_plot(tmp_path):
     plot = tmp_path / "network.png"
     done = launch(

@@ -39,6 +39,7 @@ def test_what_two_axes_shard_is_whole_after_one_gather(shape):
             np.testing.assert_array_equal(piece, value, err_msg=str(axes))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int32"])
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 2)], ids=str)
 def test_the_data_axis_is_gathered_by_one_collective_beside_model_axes(shape, dtype):

@@ -19,12 +19,14 @@ def test_too_late_is_a_clear_error():
     assert "InitializationError: TensorFlow has already fixed its devices (1 logical CPU)" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.on_cpu("processes that choose them by themselves")
 def test_the_first_mesh_starts_as_many_devices_as_it_needs():
     done = run("import tfshard; print(tfshard.create_mesh(batch=3).shape(), tfshard.initialize())")
     assert "[3] Runtime(device_type='CPU', num_devices=3)" in done.stdout, done.stderr
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("chosen", [True, False])
 def test_dtensor_logs_no_line_for_each_function_unless_the_user_wants_the_log(chosen):
     code = (
@@ -43,6 +45,7 @@ def test_a_forbidden_switch_is_refused():
     assert "DTENSOR_ENABLE_MULTI_DEVICE_EXPANSION must not be set" in done.stderr
 
 
+@pytest.mark.slow
 def test_dtensor_that_ran_operations_before_is_refused_because_its_failures_would_not_be_seen():
     code = (
         "import tensorflow as tf, tfshard; from tensorflow.experimental import dtensor\n"
@@ -59,6 +62,7 @@ def test_dtensor_that_ran_operations_before_is_refused_because_its_failures_woul
     assert "Runtime(device_type='CPU', num_devices=2)" in done.stdout, done.stderr
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("before", "environment", "threads"),
     [
@@ -93,6 +97,7 @@ startup._validate_num_devices(5, "GPU")
 """
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("parts", "devices", "nccl"), [("None", 1, 1), ("[tf.config.LogicalDeviceConfiguration(9)] * 4", 4, 0)],
     ids=["whole", "parts"],

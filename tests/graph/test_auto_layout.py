@@ -68,6 +68,7 @@ def test_blocks_written_by_hand_are_recognised_by_what_they_compute(kind):
     assert {p: rule for p, rule in found.items() if rule in ("column", "row")} == EXPECTED[kind]
 
 
+@pytest.mark.sweep(1)
 @table(
     "blocks written by hand", ("kind", "mesh"), itertools.product(EXPECTED, MESHES), always=each_value(EXPECTED, MESHES)
 )
@@ -283,6 +284,7 @@ def batch_of(family: str) -> tuple:
     return inputs, tokens
 
 
+@pytest.mark.sweep(1)
 @table(
     "activations by trace", ("family", "mesh", "stage"),
     [("gpt2", "model4", 0), ("gpt2", "batch2_model2", 3), ("llama", "model4", 3), ("bart", "model4", 0)],

@@ -114,6 +114,7 @@ def rules(family: str) -> dict[str, str | tuple]:
     return {pattern: rule.axes if rule.kind == "axes" else rule.kind for pattern, rule in found.items()}
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_and_feed_forward_blocks_are_sharded(family):
     kinds = list(rules(family).values())
@@ -142,6 +143,7 @@ def train(family: str, strategy: tfshard.ShardedStrategy | None) -> parity.Run:
     )  # fmt: skip
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
 @table(
     "automatic layouts of more families", ("family", "mesh"), itertools.product(FAMILIES, MESHES), sample=3,

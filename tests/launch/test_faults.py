@@ -38,9 +38,9 @@ def test_every_fault_that_needs_no_tensorflow_ends_everything_in_time_and_is_nam
     names = [name for name, fault in FAULTS.items() if fault.bare]
     assert len(names) >= 28
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        runs = {name: pool.submit(faults.run_fault, name, 2, seed=f"{sweeps.SEED} {name}", bare=True) for name in names}
+        runs = {name: pool.submit(faults.run_fault, name, 2, seed=name, bare=True) for name in names}
     wrong = {name: str(error) for name, run in runs.items() if (error := run.exception()) is not None}
-    assert not wrong, "\n\n".join(f"{name} (TFSHARD_SAMPLE_SEED={sweeps.SEED}): {text}" for name, text in wrong.items())
+    assert not wrong, "\n\n".join(f"{name}: {text}" for name, text in wrong.items())
 
 
 def test_a_port_that_no_process_has_and_that_is_held_is_told_from_one_that_another_has():
@@ -58,7 +58,7 @@ def test_a_port_that_no_process_has_and_that_is_held_is_told_from_one_that_anoth
 
 @sweeps.table("faults while TensorFlow computes", "name", FAULTS, sample=1)
 def test_a_fault_ends_everything_in_time_and_is_named(name):
-    faults.run_fault(name, 2, seed=f"{sweeps.SEED} {name}")
+    faults.run_fault(name, 2, seed=name)
 
 
 def test_a_run_is_restarted_and_a_client_that_does_not_come_back_is_left_out():
@@ -81,6 +81,7 @@ def test_a_run_is_restarted_and_a_client_that_does_not_come_back_is_left_out():
     ]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("restarts", "elastic"), [(0, 1), (3, 2)])
 def test_a_run_ends_with_the_code_of_the_failure_that_it_cannot_go_on_from(restarts, elastic):
     """Without a restart left; with fewer clients left than asked for."""
@@ -133,6 +134,7 @@ def test_the_launcher_of_another_host_ends_its_clients_when_the_first_one_is_sil
     assert "The launcher of host 1 (127.0.0.2), with clients (1,), closed its connection." in run.said
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("system", ["SLURM", "Kubernetes"])
 def test_launchers_find_each_other_by_the_variables_of_a_cluster(system):
     """Two addresses of this machine are the two hosts."""
@@ -211,6 +213,7 @@ def assert_goes_on(flag: str, clients: int, directory: pathlib.Path) -> None:
     assert tfshard.CheckpointManager(directory).latest_step() == 8
 
 
+@pytest.mark.slow
 @sweeps.table(
     "restarts of hybrid runs", ("replicas", "clients"), [("2,2", 2), ("2,1", 2), ("2,1", 1), ("1,2", 2)], sample=1
 )
@@ -218,6 +221,7 @@ def test_a_hybrid_run_that_was_killed_goes_on_on_such_a_mesh_and_on_a_flat_one(r
     assert_goes_on(f"--replicas={replicas}", clients, tmp_path)
 
 
+@pytest.mark.slow
 @sweeps.table(
     "restarts of pipelines",
     ("ranks", "clients"),
@@ -228,6 +232,7 @@ def test_a_pipeline_that_was_killed_goes_on_as_one_and_on_a_flat_mesh(ranks, cli
     assert_goes_on(f"--pipeline={ranks}", clients, tmp_path)
 
 
+@pytest.mark.slow
 @sweeps.table("restarts of compressed runs", "replicas", ["1,1,1", "2,2,1"], sample=1)
 def test_a_compressed_run_that_was_killed_goes_on_with_the_same_bits_and_without_compression(
     replicas, tmp_path, monkeypatch

@@ -55,6 +55,7 @@ def found(run) -> list[dict]:
     return [{name: client[name] for name in launched_hosts.WAYS} for client in clients]
 
 
+@pytest.mark.slow
 def test_hosts_train_to_the_numbers_of_one_device(found):
     expected = launched_hosts.plain()
     assert expected[0] - expected[-1] > 100 * TOLERANCE * expected[0]
@@ -88,6 +89,7 @@ def test_what_all_interfaces_sent_and_received_is_printed(run, found):
         assert abs(number - other) < 0.01 * number
 
 
+@pytest.mark.slow
 def test_links_are_told_apart_and_replicas_are_proposed_for_them(machine, tmp_path):
     file = tmp_path / "links.json"
     done = launched.run(
@@ -162,6 +164,7 @@ def pulled(*program, after: str) -> watched.Run:
     return run
 
 
+@pytest.mark.slow
 @sweeps.table("cables", "feature", CABLES, sample=1)
 def test_a_run_whose_cable_is_pulled_ends_with_the_cause_and_goes_on_on_a_flat_mesh(machine, feature, tmp_path):
     """Its host that is left goes on from the last checkpoint, with exact sums and the losses of one device."""
@@ -186,6 +189,7 @@ def test_a_run_whose_cable_is_pulled_ends_with_the_cause_and_goes_on_on_a_flat_m
         np.testing.assert_allclose(float(loss), expected[step - 1], rtol=tolerance, err_msg=f"step {step}")
 
 
+@pytest.mark.slow
 def test_a_run_with_a_table_whose_cable_is_pulled_goes_on_with_the_devices_of_a_host(machine, tmp_path):
     program = [str(launched.HERE / "launched_tables.py"), str(tmp_path), "slow"]
     pulled(*program, "4", after="CLIENT step 3 ")

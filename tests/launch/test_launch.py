@@ -7,7 +7,6 @@ import pytest
 
 import launched
 import tfshard
-from sweeps import sweep
 from tfshard.devices import startup
 from tfshard.launch import agreements, hosts
 from tfshard.launch.options import Launch
@@ -19,7 +18,7 @@ LM = [
 FIGURES = r"(?:loss|bits/byte|bits per byte:) +(\d+\.\d+)"
 
 
-@sweep
+@pytest.mark.slow
 @pytest.mark.parametrize(("clients", "mesh"), [(2, "model:2,batch:2"), (2, "batch:4"), (4, "model:2,batch:2")])
 def test_the_language_model_example_trains_launched_as_alone(clients, mesh):
     example = str(launched.ROOT / "examples" / "train_lm.py")

@@ -85,6 +85,7 @@ def assert_plain(run: Launched, num_clients: int, name: str, axis: str | None) -
             np.testing.assert_allclose(ours[place], number, rtol=TOLERANCE, atol=TOLERANCE, err_msg=f"{name}{place}")
 
 
+@pytest.mark.sweep(1)
 @sweeps.table("launched meshes", "mesh", MESHES, **MESH_CASES)
 def test_clients_train_to_the_numbers_of_one_device(two, mesh):
     axes, stage = MESHES[mesh]
@@ -128,6 +129,7 @@ def test_files_that_clients_wrote_together_are_read_by_one_process(two):
         assert launched_fit.values(model) == client["checkpoint"]
 
 
+@pytest.mark.slow
 def test_four_clients_exchange_over_both_axes_of_a_mesh(tmp_path):
     """Each has one device: what a model axis and a batch axis shard, no client has whole."""
     mesh = "model across clients, stage 2"

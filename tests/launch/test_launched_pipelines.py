@@ -78,6 +78,7 @@ def assert_goes_to_other_meshes(directory: pathlib.Path, name: str) -> None:
         np.testing.assert_allclose(mine.numpy(), expected.numpy(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.sweep(1)
 @sweeps.table("meshes of launched pipelines", "name", MESHES, sample=2)
 def test_a_pipeline_over_two_clients_has_the_numbers_of_one_device(name, two):
     clients, directory = two
@@ -124,6 +125,7 @@ def test_a_model_on_a_mesh_of_all_clients_trains_behind_pipelines(two):
         np.testing.assert_allclose(client["flat"], expected, rtol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_places_of_several_clients_each(tmp_path):
     """Four clients of one device: two have one place on the pipeline axis, and two the other."""
     clients = launch(tmp_path, 4, ["a client each"])

@@ -1,9 +1,12 @@
 """Steps of launched runs are profiled, and no client dies of it (launched_profiles.py)."""
 
+import pytest
+
 import launched
 from launched_profiles import LAYERS, PROFILES
 
 
+@pytest.mark.slow
 def test_clients_that_profile_many_steps_live_and_have_the_profile_of_client_0():
     done = launched.launch("--num_processes=2", "--devices_per_process=2", str(launched.HERE / "launched_profiles.py"))
     assert done.returncode == 0, done.stderr

@@ -3,12 +3,14 @@
 import re
 
 import numpy as np
+import pytest
 
 import launched
 import launched_tables
 import tfshard
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_a_table_goes_on_and_its_checkpoints_need_no_table(tmp_path):
     done = launched.launch(
         "--num_processes=2", "--devices_per_process=2", "--max_restarts=1",

@@ -71,12 +71,13 @@ def assert_right(clients: list[dict], directory: pathlib.Path, names: list[str])
         )
 
 
+@pytest.mark.slow
 def test_eleven_clients_have_the_numbers_of_one_device(tmp_path):
     names = sweeps.taken("ways of eleven clients", WAYS[11], always=["flat", "model"])
     assert_right(launch(tmp_path, 11, names), tmp_path, names)
 
 
-@sweeps.sweep
+@pytest.mark.slow
 @pytest.mark.parametrize("num_clients", [12, 16])
 def test_more_clients_have_the_numbers_of_one_device(num_clients, tmp_path):
     names = list(WAYS[num_clients])

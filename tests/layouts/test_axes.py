@@ -177,6 +177,7 @@ def renamed(axes: tuple) -> tuple:
 OPTIONS = {"layout map": {}, "sequence": {"sequence_parallel": True}, "auto": {"layout_map": "auto"}}
 
 
+@pytest.mark.sweep(1)
 @table(
     "axes of other names", ("stage", "option"),
     [(0, "layout map"), (3, "layout map"), (3, "sequence"), (3, "auto")],
@@ -254,6 +255,7 @@ def test_a_keras_layout_map_is_taken_on_a_mesh_whose_data_axis_has_another_name(
     assert chosen.layout_map["table/embeddings"].axes == ("inner", "outer")
 
 
+@pytest.mark.slow
 def test_clients_agree_on_roles_and_train_on_axes_of_other_names():
     root = pathlib.Path(__file__).parents[2]
     done = subprocess.run(

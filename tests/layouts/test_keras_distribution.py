@@ -72,6 +72,7 @@ def own_map(family: str, shape=(2, 2), names=("batch", "model")) -> keras.distri
 # --- Accepted as they are ------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @table(
     "layout maps of backbones", ("family", "stage"),
     itertools.product(FAMILIES, (0, 3)),

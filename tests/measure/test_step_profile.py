@@ -64,6 +64,7 @@ def compiled(base, parts, **strategy):
     return model
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("form", BATCHES)
 def test_a_train_step_of_ones_own_is_given_what_fit_gives_it(form):
     parts, batch = BATCHES[form]

@@ -55,6 +55,7 @@ def profile(request):
     return tfshard.profile_step(model, (x, x))
 
 
+@pytest.mark.sweep(1)
 def test_each_device_has_its_operations_and_all_collectives(profile):
     devices = profile.timeline.devices
     assert len(devices) == 4

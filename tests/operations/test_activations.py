@@ -27,6 +27,7 @@ def step(activation, order):
     return parity.derivatives_of(ACTIVATIONS[activation], order)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("order", [0, 1, 2, 3])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_derivatives_of_any_order_are_those_of_one_device(activation, order):
@@ -55,6 +56,7 @@ def blocks(activation):
     return keras.Model(inputs, x), RS.normal(size=(32, 256, 64)).astype("float32")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("mesh", [{"batch": 4}, {"replica": 2, "batch": 2}], ids=["batch4", "replicas"])
 @pytest.mark.parametrize("stage", [0, 3])
@@ -77,6 +79,7 @@ def small():
     return keras.Model(inputs, keras.layers.Dense(4)(x))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "options",
     [

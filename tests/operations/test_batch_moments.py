@@ -66,6 +66,7 @@ def both(name, **options):
     return [transfer.to_host(each) for each in found], step(name, **options)(tf.constant(x)), x
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("of", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("name", CASES)
 def test_normalization_and_its_gradients_are_those_of_one_device(name, of):

@@ -51,6 +51,7 @@ def results(step, mesh: str) -> list[list[tf.Tensor]]:
         return [strategy.run(step, args=tuple(arguments)) for _ in range(2)]
 
 
+@pytest.mark.sweep(1)
 @table(
     "candidate samplers", ("loss", "sampler", "mesh"),
     [(loss, sampler, mesh) for loss in LOSSES for sampler in SAMPLERS for mesh in MESHES],
@@ -66,6 +67,7 @@ def test_losses_over_drawn_classes_match_one_device(loss: str, sampler: str, mes
             np.testing.assert_allclose(transfer.to_host(mine), other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("seed", [None, 1])
 def test_all_devices_draw_the_same_classes(seed: int | None, monkeypatch):
     if seed is None:

@@ -78,6 +78,7 @@ def step(function, t):
 MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}}
 
 
+@pytest.mark.sweep(4)
 @table(
     "loops and branches", ("mesh", "name"), itertools.product(MESHES, CASES), sample=4,
     always=[("batch4", name) for name in CASES],
@@ -94,6 +95,7 @@ def test_results_and_gradients_are_those_of_one_device(mesh, name):
         np.testing.assert_allclose(transfer.to_host(ours), theirs, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["while_loop", "scan", "cond"])
 def test_steps_that_are_alike_are_compiled_one_after_the_other_and_run_again(name):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
@@ -175,6 +177,7 @@ def language_model() -> keras.Model:
     return keras.Model(tokens, keras.layers.Dense(11)(x))
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_of_unknown_length_fits_evaluates_and_predicts_as_on_one_device():
     rs = np.random.RandomState(0)
     tokens, short = rs.randint(0, 11, (20, 7)), rs.randint(0, 11, (6, 4))
@@ -217,6 +220,7 @@ def most_compiled(since: set[str]) -> int:
     return max(collections.Counter(name.partition("__func_")[0] for name in made if "__func_" in name).values())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_loops_of_steps_that_dtensor_compiles_again_train_as_on_one_device(steps_per_execution: int):
     rs = np.random.RandomState(0)
@@ -235,6 +239,7 @@ def test_loops_of_steps_that_dtensor_compiles_again_train_as_on_one_device(steps
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("inside", [False, True], ids=["run", "run in a function"])
 def test_loops_of_a_custom_step_that_dtensor_compiles_again_train_as_on_one_device(inside: bool):
     rs = np.random.RandomState(0)

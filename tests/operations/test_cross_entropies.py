@@ -60,6 +60,7 @@ def loss(**options):
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("timesteps", [None, 3])
 @pytest.mark.parametrize("rows", [8, 6, 7])
 @pytest.mark.parametrize(("options", "axis"), LAYOUTS)
@@ -72,6 +73,7 @@ def test_models_train_as_on_one_device(options, axis, rows, timesteps, made):
     parity.assert_same(ours, reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("given", ["weights", "ignored", "probabilities", "int8 labels", "a column of labels"])
 @pytest.mark.parametrize(("options", "axis"), [LAYOUTS[0], LAYOUTS[3]])
 def test_options_of_the_loss_are_those_of_one_device(options, axis, given, made):
@@ -108,6 +110,7 @@ def step(order, labels):
     return parity.derivatives_of(value, order)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_derivatives_are_those_of_one_device(order, dtype, made):
@@ -125,6 +128,7 @@ def test_derivatives_are_those_of_one_device(order, dtype, made):
     assert np.abs(ours[0]).max() > 1e3, "premise: a label far below the largest logit"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("label", [-1, CLASSES])
 @pytest.mark.parametrize(("options", "axis"), [LAYOUTS[0], LAYOUTS[3], LAYOUTS[4]])
 def test_a_label_that_is_no_class_fails_the_step(options, axis, label, made):
@@ -158,6 +162,7 @@ def test_what_is_small_or_of_another_dtype_is_left_to_tensorflow(made, monkeypat
     assert made.called
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("options", "most"), [({"mesh": {"batch": 4}}, 1.01), ({"mesh": {"model": 4}, "layout_map": BY_CLASS}, 0.6)]
 )

@@ -131,6 +131,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("mesh", "rows"), WAYS)
 def test_each_generator_draws_what_one_device_draws(mesh: str, rows: int):
     strategy = strategy_of(mesh)
@@ -156,6 +157,7 @@ def test_an_eager_step_draws_what_one_device_draws(mesh: str):
         np.testing.assert_allclose(transfer.to_host(found[name]), expected, rtol=rtol, atol=rtol, err_msg=name)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mesh", ["batch", "replicas"])
 def test_each_device_draws_its_rows_only(mesh: str):
     strategy = strategy_of(mesh)
@@ -183,6 +185,7 @@ def on_one_device_graph(name: str) -> list[tf.Tensor]:
 # --- Which dim is the batch's ----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("shape", "dim"),
     [
@@ -263,6 +266,7 @@ def outputs_of(layer: keras.Layer, x: np.ndarray, strategy: tfshard.ShardedStrat
     return [transfer.to_host(call(placed(x, strategy))) for _ in range(2)]
 
 
+@pytest.mark.sweep(2)
 @sweeps.table("layers that draw", ("name", "mesh"), LAYERED, always=[("RandomFlip", "batch")], sample=2)
 def test_a_layer_draws_what_it_draws_on_one_device(name: str, mesh: str):
     x, make = LAYERS[name]
@@ -352,6 +356,7 @@ def trained(way: str | None, rows: int, dtype: str) -> parity.Run:
         keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.sweep(1)
 @sweeps.table("training with dropout", "way", TRAINED, always=["microbatches", "sequence parallel"], sample=1)
 def test_a_model_with_dropout_trains_as_on_one_device(way: str):
     rows = 6 if way == "whole batch" else SAMPLES
@@ -415,6 +420,7 @@ def noisy() -> keras.Model:
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mesh", [{"pipeline": 2, "batch": 2}, {"pipeline": 2}], ids=str)
 def test_a_pipeline_draws_what_one_device_draws(mesh: dict[str, int]):
     x = np.random.RandomState(4).normal(size=(24, 8)).astype("float32")

@@ -143,6 +143,7 @@ def assert_matches(function, batch: np.ndarray, others: list[np.ndarray], mesh: 
     return found
 
 
+@pytest.mark.sweep(3)
 @table(
     "joined rows", ("join", "after", "mesh"),
     # DTensor refuses one (docs/limits.md).
@@ -171,6 +172,7 @@ def test_rows_repeated_by_values_match_one_device(mesh: str):
     assert_matches(function, X, [MATRIX], mesh)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("join", ["concat of two", "first half", "backwards", "gather by values", "stack of views"])
 def test_what_follows_joined_rows_is_shared_out(join: str):
     found = assert_matches(lambda x, matrix: tf.nn.relu(JOINS[join](x) @ matrix), X, [MATRIX], "batch4")
@@ -205,6 +207,7 @@ NETWORKS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(1)
 @table("networks of joined rows", "name", NETWORKS, always=["BatchNormalization"], sample=1)
 def test_training_on_two_views_matches_one_device(name: str):
     runs = []
@@ -273,6 +276,7 @@ CONVOLUTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(1)
 @table(
     "convolutions of whole batches", ("convolution", "whole", "mesh"), itertools.product(CONVOLUTIONS, WHOLE, MESHES),
     always=[("2D", "flipped", "batch4"), ("3D", "gathered", "batch4"), ("separable", "as they are", "batch2_model2")],

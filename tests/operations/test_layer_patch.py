@@ -100,6 +100,7 @@ def metric_by_function() -> keras.Metric:
     return keras.metrics.MeanMetricWrapper(keras.metrics.sparse_categorical_accuracy, name="by_function")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("how", ["clone", "pickle", "deepcopy", "file"])
 def test_copies_have_no_patches(how, tmp_path):
     model = compiled(metrics=["accuracy", metric_by_function()], sequence_parallel=True)

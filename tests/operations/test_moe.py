@@ -23,6 +23,7 @@ TOKENS = np.random.RandomState(0).randint(1, 20, (2, 4, 6))
 BATCHES = [({"token_ids": ids, "padding_mask": np.ones_like(ids)}, np.roll(ids, -1, axis=1)) for ids in TOKENS]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("family", BACKBONES)
 def test_a_mixture_of_experts_trains_with_the_numbers_of_one_device(family: str):
     def build() -> keras.Model:

@@ -112,6 +112,7 @@ IN_BATCH = [("matmul", {"batch": 4}), ("einsum", {"batch": 4}), ("views", {"batc
             ("matmul", {"batch": 2, "model": 2}), ("matmul", {"replica": 2, "batch": 2})]  # fmt: skip
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("product", "mesh"), IN_BATCH)
 def test_a_loss_of_samples_with_samples_trains_as_on_one_device(product: str, mesh: dict[str, int]):
     histories = []

@@ -57,6 +57,7 @@ def value(shape: tuple = SHAPE, seed: int = 0) -> np.ndarray:
     return np.random.RandomState(seed).normal(size=shape).astype("float32")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", SLICES)
 def test_a_slice_and_its_gradient_are_those_of_one_device(name: str):
     function, chosen = SLICES[name], strategy()
@@ -105,6 +106,7 @@ CROPS = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", [*RANGES, *CROPS])
 def test_a_range_at_or_next_to_an_index_that_is_a_tensor_is_that_of_one_device(name):
     function, chosen = (RANGES | CROPS)[name], strategy()

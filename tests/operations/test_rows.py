@@ -132,6 +132,7 @@ def on_mesh(value: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.host_to_mesh(value, ("batch",) + (None,) * (value.ndim - 1), mesh)
 
 
+@pytest.mark.sweep(9)
 @table(
     "operations of rows", ("mesh", "name"), itertools.product(MESHES, CASES), sample=10,
     always=[("batch4", name) for name in CASES],
@@ -265,6 +266,7 @@ def reference(name: str) -> parity.Run:
     )
 
 
+@pytest.mark.sweep(1)
 @table(
     "layers of rows", ("mesh", "name"), itertools.product(MESHES, LAYERS), sample=2,
     always=[("batch4", name) for name in LAYERS],

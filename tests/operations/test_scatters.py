@@ -74,6 +74,7 @@ def result_and_gradients(function):
     return step
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_scatter_or_gather_and_its_gradients_are_those_of_one_device(name: str):
     function, shape, indices, update_shape = CASES[name]

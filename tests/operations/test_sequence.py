@@ -18,6 +18,7 @@ def strategy(mesh: str, stage: int, layout_map="auto") -> tfshard.ShardedStrateg
     )
 
 
+@pytest.mark.sweep(1)
 @table(
     "sequence parallel families", ("family", "mesh", "stage"),
     [(family, mesh, 3 if "batch" in mesh else 0) for family in ("gpt2", "bert", "llama") for mesh in MESHES],

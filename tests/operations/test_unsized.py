@@ -17,6 +17,7 @@ from unsized_shapes import CONSUMERS, LAYERS, LOSSES, MESHES, PRODUCERS, differe
 ops = keras.ops
 
 
+@pytest.mark.sweep(1)
 @table(
     "uses of tensors whose size depends on values", ("mesh", "producer", "group"),
     itertools.product(MESHES, PRODUCERS, CONSUMERS), sample=1,
@@ -42,6 +43,7 @@ def test_layers_of_a_tensor_of_unknown_size_train_as_on_one_device(mesh, produce
     assert not differences(trained(producer, layers, mesh), trained(producer, layers, None))
 
 
+@pytest.mark.sweep(1)
 @table(
     "losses of tensors whose size depends on values", ("mesh", "producer", "layer", "loss"),
     [
@@ -83,6 +85,7 @@ def _in_a_step(function, mesh):
     return [transfer.to_host(each) for each in found], tf.function(step)(tf.constant(SEQUENCES[:, 0]))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_map_fn_of_a_function_with_tensors_of_unknown_size_matches_one_device(mesh):
     found, expected = _in_a_step(
@@ -239,6 +242,7 @@ def _stacked(stack, x, kernel):
     return numbers, [tape.gradient(number, (x, kernel)) for number in numbers]
 
 
+@pytest.mark.sweep(1)
 @table(
     "stacks of open length", ("mesh", "name"),
     # DTensor refuses the second (docs/limits.md).
@@ -292,6 +296,7 @@ def test_the_stack_of_a_list_of_known_length_is_shared_out():
     assert dtensor.fetch_layout(result).num_shards(0) == 4
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("count", [0, 3, 8])
 def test_a_slice_that_ends_at_a_tensor_matches_one_device(count):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
@@ -333,6 +338,7 @@ MAPS = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", MAPS)
 def test_a_layer_that_gives_each_row_a_new_axis_trains_as_on_one_device(name):
     """DTensor ended the process: each device maps its local rows."""

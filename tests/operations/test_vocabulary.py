@@ -56,6 +56,7 @@ CASES = {
 }
 
 
+@pytest.mark.sweep(1)
 @table("losses of vocabularies", ("case", "mesh"), itertools.product(CASES, MESHES), always=each_value(CASES, MESHES))
 def test_losses_match_one_device(case, mesh):
     build, loss, labels = CASES[case]
@@ -74,6 +75,7 @@ def dense_metrics() -> list:
     return ["accuracy", keras.metrics.TopKCategoricalAccuracy(k=20, name="top20")]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", ["sparse", "one-hot"])
 def test_metrics_match_one_device_and_gather_nothing(kind, mesh):

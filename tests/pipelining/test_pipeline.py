@@ -170,6 +170,7 @@ def strategy_of(case):
     return tfshard.ShardedStrategy(mesh, zero_stage=case.get("zero_stage", 3), **case.get("strategy", {}))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_numbers_are_those_of_one_device(name):
     case = CASES[name]
@@ -255,6 +256,7 @@ def plain_losses():
     return fit(model, epochs=4)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("before", "after"), [(TWO, {"batch": 4}), (TWO, {"pipeline": 4}), ({"batch": 4}, TWO), (TWO, TWO)], ids=str
 )
@@ -267,6 +269,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(before, after, plain_losses, tmp_p
     np.testing.assert_allclose(fit(other, epochs=2), plain_losses[2:], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed(plain_losses, tmp_path):
     fit(compiled(TWO), epochs=2, callbacks=[tfshard.CheckpointCallback(tmp_path, every_steps=1)])
     resumed = fit(compiled(TWO), epochs=4, callbacks=[tfshard.CheckpointCallback(tmp_path, every_steps=1)])
@@ -283,6 +286,7 @@ def test_a_saved_model_loads_in_plain_keras(tmp_path):
     assert int(loaded.optimizer.iterations.numpy()) == 2
 
 
+@pytest.mark.slow
 def test_a_clone_is_cut_and_compiled_as_it_was(plain_losses):
     model = compiled(TWO)
     clone = keras.models.clone_model(model)
@@ -300,6 +304,7 @@ def test_a_learning_rate_that_a_callback_sets_reaches_all_ranks():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_table_that_is_set_is_set_on_all_ranks():
     case = CASES["a table that is the last matrix"]
     model = run(case, strategy_of(case))["model"]
@@ -364,6 +369,7 @@ def with_a_step_of_its_own():
     return OwnStep([keras.Input((8,)), layers.Dense(4), layers.Dense(3)])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("make", "says"),
     [

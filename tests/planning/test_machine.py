@@ -157,6 +157,7 @@ def test_exponentials_and_depthwise_convolutions_are_work_of_their_own():
     assert machine(**slow).seconds(depthwise) == machine().seconds(depthwise)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("layer", [keras.layers.BatchNormalization, keras.layers.LayerNormalization])
 def test_a_layer_executes_as_many_operations_as_predicted(layer):
     """Counted in traces of steps of two and of six layers; TensorFlow takes a few away, and adds reductions."""

@@ -87,6 +87,7 @@ def measured(model, batch):
     return max(profile.variable_bytes.values()) + profile.peak.device_added, profile
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -126,6 +127,7 @@ def test_gradients_that_nothing_waits_for_are_made_last():
     assert predicted[1] == pytest.approx(found[1], rel=0.2)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gathers_of_recomputed_blocks_are_counted(recompute):
     strategy, model, x = trained(blocks, recompute=recompute)

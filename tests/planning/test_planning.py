@@ -171,6 +171,7 @@ print(plan.bytes_on_one_device("parameter"), len(plan.groups), int(peak.split()[
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not pathlib.Path("/proc/self/status").exists(), reason="Resident memory is read from Linux's /proc."
 )
@@ -440,6 +441,7 @@ def planned_strategy(mesh, stage):
     return tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=stage)
 
 
+@pytest.mark.sweep(1)
 @table(
     "collectives that were planned", ("mesh", "stage"),
     itertools.product(PLANNED, (0, 1, 2, 3)),
@@ -475,6 +477,7 @@ def test_a_model_with_large_recurrent_kernels_is_planned():
     assert plan.peak.peak_bytes > plan.bytes_per_device() + 4 * 256 * 4 * 256
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", (0, 2, 3))
 def test_a_step_sends_of_recurrent_kernels_what_is_planned(stage):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=stage, analyzer=None)
@@ -503,6 +506,7 @@ def normalized(**options):
     return keras.Model(inputs, keras.layers.GlobalAveragePooling2D()(y + z))
 
 
+@pytest.mark.sweep(1)
 @table(
     "batch statistics that were planned", ("mesh", "stage", "options"),
     itertools.product(["batch4", "replica2_batch2"], (0, 2, 3), ["", "scale", "trainable"]),
@@ -550,6 +554,7 @@ def test_batch_statistics_are_planned_in_the_dtype_in_which_they_are_taken(polic
 ADDED_BYTES = {"mixed_bfloat16": 4, "mixed_float16": 2}
 
 
+@pytest.mark.sweep(1)
 @table(
     "reductions that were planned", ("policy", "mesh", "stage"),
     itertools.product(ADDED_BYTES, PLANNED, (0, 1, 2, 3)),
@@ -627,6 +632,7 @@ def test_profile_step_wants_a_model_under_a_strategy():
         tfshard.profile_step(wide(), np.ones((8, 160)))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_of_a_gpt2_with_tied_embeddings_sends_what_was_planned(stage):
     # Query, key and value kernels stand alone: EinsumDense reshapes their gradients after the reduction.

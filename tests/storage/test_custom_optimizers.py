@@ -217,6 +217,7 @@ def fit_gan(gan: GAN, epochs: int, directory=None, *, done: int = 0) -> list[tup
     return losses
 
 
+@pytest.mark.slow
 def test_a_gan_with_two_optimizers_resumes_and_has_the_numbers_of_one_device(tmp_path):
     expected = fit_gan(make_gan(None), 3)
     gan = make_gan(strategy())

@@ -16,6 +16,7 @@ def in_bfloat16(layout, mesh):
     return WholeInBfloat16(layout, mesh) if layout.flat is None else FlatInBfloat16(layout, layout.flat, mesh)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("options", "found"),
     [({"zero_stage": 1}, {FlatInBfloat16}), ({"zero_stage": 3, "analyzer": None}, {WholeInBfloat16, FlatInBfloat16})],
@@ -60,6 +61,7 @@ class Counting(keras.layers.Layer):
         return x + 0.01 * keras.ops.cast(self.seen, "float32") / keras.ops.cast(self.rows, "float32")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("options", [{"zero_stage": 1}, {}, {"analyzer": None}], ids=["stage1", "group", "alone"])
 def test_integers_that_devices_have_no_variables_of_rest_in_longer_ones(options, monkeypatch, tmp_path):
     monkeypatch.setattr(formats, "_has_int32", lambda mesh: False)

@@ -84,6 +84,7 @@ WHOLE = {"batch4": {"cut": (16, 18), "odd": (18, 5)}, "batch2_model2": {"cut": (
 CUT = {"batch4": {"cut": (4, 18), "odd": (18, 5)}, "batch2_model2": {"cut": (8, 9), "odd": (9, 5)}}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_come_in_shards_from_stage_2_on_and_the_report_measures_it(mesh, stage):
@@ -134,6 +135,7 @@ def test_gradients_come_in_shards_from_stage_2_on_and_the_report_measures_it(mes
     assert ("A step reduce-scatters gradients" in str(report)) == (stage >= 2)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", ["clipped", "scaled", "accumulated", "eager"])
 def test_the_report_follows_a_gradient_to_where_it_is_used(way):
     adam = {
@@ -202,6 +204,7 @@ LIVE = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.on_cpu("the trace of their allocator")
 @pytest.mark.parametrize("mesh", LIVE)
 def test_devices_hold_shards_of_gradients_from_stage_2_on(mesh):
@@ -236,6 +239,7 @@ def accumulated_on_one_device(steps: int) -> parity.Run:
     return parity.train(build, BATCHES, optimizer=accumulating, loss="mse", steps=steps)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("mesh", "stage"), [("batch4", 2), ("batch2_model2", 3)])
 def test_accumulated_gradients_are_sharded_and_match_one_device(mesh, stage):
     # Also of a kernel that is padded: its accumulated gradient rests in a form of its own.
@@ -315,6 +319,7 @@ BY_ROWS[".*embeddings"] = ("model", None)
 BY_ROWS.whole(".*", optional=True)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("default:Optimizer .* updates embedding:UserWarning")
 @pytest.mark.parametrize(
     ("name", "optimizer", "options", "warns"),

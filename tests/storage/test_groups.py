@@ -44,6 +44,7 @@ def check(build=build, optimizer=adam, stage=3, **kwargs) -> parity.Run:
     return run
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_group_is_one_buffer_and_its_slots_are_one_each(stage):
     run = check(stage=stage)
@@ -330,6 +331,7 @@ def test_check_consistency_names_the_variable_that_differs():
         chosen.check_consistency(model)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_deep_model_sends_one_gather_and_one_reduction(stage):
     def deep():

@@ -66,6 +66,7 @@ CASES = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", CASES)
 def test_slots_on_the_host_train_as_on_one_device(name):
     optimizer, options = CASES[name]
@@ -126,6 +127,7 @@ def is_on_host(operation):
     return HOST[0].encode() in operation.get_attr("layout")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("options", [{"analyzer": None}, {"microbatches": 2, "analyzer": None}], ids=str)
 def test_a_slot_comes_once_and_not_before_the_gradient(options):
     before = set(traced_steps.traced)

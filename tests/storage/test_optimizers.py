@@ -153,6 +153,7 @@ def moved(name: str) -> dict[str, float]:
     return {path: np.abs(value - initial()[path]).max() for path, value in reference(name).weights.items()}
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_variable_moves_by_a_hundred_times_the_tolerance(name):
     assert len(moved(name)) == 5
@@ -185,6 +186,7 @@ def check_placement(model: keras.Model, name: str, mesh: str, stage: int, groupi
     assert bool(in_groups) == bool(groups and slots)
 
 
+@pytest.mark.sweep(1)
 @sweeps.table("optimizers", ("name", "mesh", "stage", "grouping"), CASES, always=CHOSEN, sample=2)
 def test_training_matches_one_device(name, mesh, stage, grouping):
     assert len(tf.config.list_logical_devices("CPU")) >= 4

@@ -89,6 +89,7 @@ def plain() -> tuple[list, list]:
     return used(compiled(None))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cut_and_wrapped_models_predict_with_the_values_of_that_moment(kind):
     """Three times, training in between, with functions that were traced at first."""
@@ -129,6 +130,7 @@ def plain_around_one() -> tuple:
     return around_one(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "kind"), [("as_distributed", "grouped"), ("scope", "model axis")])
 def test_a_model_around_a_distributed_one_trains_under_the_same_strategy(way, kind):
     chosen = strategy(kind)

@@ -214,6 +214,7 @@ def flat(found) -> list:
     return [None if leaf is None else np.array(tf.convert_to_tensor(leaf)) for leaf in tf.nest.flatten(found)]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [*(("images", mesh) for mesh in MESHES), ("words", "alone"), ("words", "model axis"), ("adapted", "grouped"),

@@ -118,6 +118,7 @@ def recomputing_with(strategy):
     return strategy
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
@@ -138,6 +139,7 @@ def test_losses_keep_their_bits(name, mesh, stage):
         assert {float(value) for path, value in weights.items() if path.endswith("calls")} == {3.0}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mode", ["full", "activations", "larger_than", "list_of_layers"])
 def test_layers_made_under_a_remat_scope_are_blocks(mode):
     """Keras's own fails on TensorFlow: its custom gradient takes no keyword arguments in a graph."""
@@ -161,6 +163,7 @@ def test_a_remat_scope_and_one_device_are_the_same():
     assert layer_patch.REMAT in {patch.change for patch in layer_patch.patches_of(model)}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("activation", "kept", "keep_products", "saved"),
     [("gelu", 1.9, False, 0.7), ("mish", 3, True, 0.3), ("silu", 1.9, False, 0.7)],

@@ -77,6 +77,7 @@ ALWAYS = [
 ]
 
 
+@pytest.mark.sweep(1)
 @table("slots in few bits", ("slot_dtype", "name", "grouping", "stage"), CASES, always=ALWAYS, sample=2)
 def test_training_stays_near_float32(slot_dtype, name, grouping, stage):
     expected = in_float32(name, grouping, stage)
@@ -93,6 +94,7 @@ def test_training_stays_near_float32(slot_dtype, name, grouping, stage):
     assert plan.bytes_per_device("slot") == pytest.approx(report.bytes_per_device("slot"), abs=64)
 
 
+@pytest.mark.slow
 def test_an_eager_step_is_a_traced_one():
     losses = {eager: train("int8", OPTIMIZERS["adam"], eager=eager, steps=4)[2] for eager in (True, False)}
     np.testing.assert_allclose(losses[True], losses[False], rtol=1e-5)
@@ -129,6 +131,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("mesh", SHARDED)
 def test_blocks_are_of_what_a_device_holds(mesh, stage):
@@ -224,6 +227,7 @@ def test_gradients_of_all_sizes_never_divide_by_a_second_moment_of_zero():
 # --- bytes, checkpoints, what is refused --------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("grouping", ANALYZERS)
 @pytest.mark.parametrize(("slot_dtype", "share"), [("bfloat16", 1 / 2), ("int8", 260 / 1024)])
 def test_slots_take_fewer_bytes(slot_dtype, share, grouping):
@@ -240,6 +244,7 @@ def test_slots_take_fewer_bytes(slot_dtype, share, grouping):
         assert {storage.buffer.dtype for storage in groups} == {tf.uint8, tf.float32}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("grouping", ANALYZERS)
 @pytest.mark.parametrize("slot_dtype", STORED)
 def test_slots_survive_a_checkpoint(slot_dtype, grouping, tmp_path):
@@ -254,6 +259,7 @@ def test_slots_survive_a_checkpoint(slot_dtype, grouping, tmp_path):
     assert [float(model.train_on_batch(X, Y)) for _ in range(2)] == after
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("source", "target"),
     [

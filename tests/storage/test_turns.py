@@ -236,6 +236,7 @@ def test_an_update_that_reads_whole_weights_waits_for_no_turn_that_waits_for_it(
     np.testing.assert_allclose(trained.losses, reference.losses, rtol=1e-5)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_are_the_same_bits_with_and_without_gathering_again_and_those_of_one_device(name):
     reference = run(name)
@@ -286,6 +287,7 @@ def test_kernels_of_convolutions_wait_for_their_turn_in_the_backward_pass():
     assert peak.stored_bytes >= 3 * 8 * kernel // 4, "premise"
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("patterns", "again"),
     [(".*", 2), (["sequential.*/layer_[12]/kernel"], 1), ([], 0), (["none"], 0), (True, 2), (False, 0)],
@@ -338,6 +340,7 @@ def test_wrong_prefetch_is_refused(wrong):
 # --- Bytes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mesh", [{"batch": 4}, {"batch": 2, "model": 2}], ids=str)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_gathers_send_the_compute_dtype(policy, mesh):
@@ -386,6 +389,7 @@ class CastBack(keras.layers.Dense):
         return tf.cast(tf.matmul(tf.cast(inputs, "float32"), tf.cast(self.kernel, "float32")), self.compute_dtype)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_what_is_cast_back_is_sent_in_the_compute_dtype(policy):
     """As plain Keras on one device."""

@@ -51,6 +51,7 @@ def profile(stage):
     return min(each.device_added for each in peaks) / (4 * model.count_params())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.on_cpu("the trace of their allocator")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_step_holds_gradients_and_what_they_were_joined_in(stage):
@@ -76,6 +77,7 @@ def written(stage, mesh=None):
     return seen
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_uses_a_new_slot_takes_it_from_the_slot(stage):
     slots = [each for each in written(stage) if each[-1]]
@@ -90,6 +92,7 @@ def test_what_uses_a_new_slot_takes_it_from_the_slot(stage):
         assert _depends(value, made)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("devices", [1, 4])
 def test_updates_of_gradients_that_come_at_once_are_one_after_the_other(devices):
     kernels = [made for storage, made, users in written(0, {"batch": devices}) if not users and made.shape.rank == 2]
@@ -98,6 +101,7 @@ def test_updates_of_gradients_that_come_at_once_are_one_after_the_other(devices)
         assert _depends(later, earlier) == (devices > 1)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("stage", "cut"), [(0, False), (1, True), (2, True), (3, False)])
 def test_a_part_of_a_variable_is_cut_when_there_is_its_gradient(stage, cut):
     """At stage 3 parts rest, at stage 0 there are none."""
@@ -120,6 +124,7 @@ def _depends(tensor, on):
     return on.op in turns.ancestors([tensor])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("threshold", [32 * MEBI, 1 << 16])
 def test_training_is_that_of_one_device(stage, threshold):

@@ -92,6 +92,7 @@ def assert_same(run: parity.Run, reference: parity.Run) -> None:
         np.testing.assert_allclose(ours, weight, rtol=0, atol=0 if exact else 5e-5, err_msg=path)
 
 
+@pytest.mark.sweep(1)
 @table(
     "LoRA", ("way", "mesh", "stage"), itertools.product(WAYS, MESHES, (0, 1, 2, 3)), sample=1,
     always=[("LoRA", "batch", 3), ("LoRA", "batch x model", 3), ("LoRA", "model", 0), ("LoRA, then int8", "batch", 3),
@@ -106,6 +107,7 @@ def test_adapters_train_to_the_numbers_of_one_device(way, mesh, stage):
     assert_same(run, one_device(way))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["batch", "batch x model"])
 def test_an_eager_step_reads_integers_that_rest_as_words(mesh):
     run = train(functools.partial(network, "LoRA, then int8"), strategy(mesh), eager=True)
@@ -114,6 +116,7 @@ def test_an_eager_step_reads_integers_that_rest_as_words(mesh):
     assert_same(run, one_device("LoRA, then int8"))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("way", ["LoRA", "LoRA, then int8"])
 def test_what_is_frozen_has_no_gradient_and_no_slot(way):
     chosen = strategy("batch")
@@ -158,6 +161,7 @@ def test_integers_are_gathered_in_a_quarter_of_the_bytes_and_no_kernel_is_reduce
     assert sent["LoRA, then int8"] == {1 << 20}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["batch x model", "model"])
 def test_a_checkpoint_of_integers_is_restored_on_another_mesh_and_trained_on(target, tmp_path):
     way = "LoRA, then int8"
@@ -177,6 +181,7 @@ def test_a_checkpoint_of_integers_is_restored_on_another_mesh_and_trained_on(tar
     np.testing.assert_allclose([float(other.train_on_batch(TOKENS, LABELS)) for _ in range(2)], losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["LoRA", "LoRA, then int8", "int4, then LoRA"])
 @pytest.mark.parametrize("mesh", ["batch", "batch x model"])
 def test_plain_keras_loads_the_merged_model_with_the_predictions_of_one_device(way, mesh, tmp_path):
@@ -210,6 +215,7 @@ BACKBONES = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("family", "mesh", "mode"),
     [("gpt2", "batch", "int8"), ("gpt2", "model", None), ("gemma", "batch x model", "int8"), ("gemma", "batch", None)],
@@ -230,6 +236,7 @@ def test_a_backbone_with_adapters_trains_to_the_numbers_of_one_device(family, me
     assert_same(run, reference)
 
 
+@pytest.mark.slow
 def test_blocks_of_adapted_layers_are_recomputed():
     way, runs = "LoRA, then int8", {}
     for recomputed in (False, True):

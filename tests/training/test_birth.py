@@ -82,6 +82,7 @@ def watched():
         yield found
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BUILDERS)
@@ -133,6 +134,7 @@ def test_a_preset_is_born_sharded(tmp_path):
     assert any("model" in v.value.layout.storage for v in model.trainable_variables)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_saved_model_is_born_sharded_with_its_slots(way, tmp_path):
     plain = mlp()

@@ -42,6 +42,7 @@ class OwnCompile(Plain):
         super().compile(optimizer=keras.optimizers.Adam(1e-2) if optimizer == "auto" else optimizer, **kwargs)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("make", [sequential, functional, Plain, OwnCompile])
 def test_a_model_that_was_only_compiled_trains_as_on_one_device(make):
     losses, found = {}, {}
@@ -115,6 +116,7 @@ class Derived(GanCompile):
     """Inherits it."""
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("cls", [GanCompile, Derived])
 def test_a_compile_that_knows_no_strategy_takes_one(cls):
     x, y = np.random.RandomState(0).randn(16, 4).astype("float32"), np.ones((16, 3), "float32")

@@ -203,6 +203,7 @@ def assert_same_codes(weights, expected):
     np.testing.assert_allclose(ours, theirs, atol=0.01)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("mesh", "stage", "compression"), CASES, ids=title)
 def test_a_step_adds_up_what_the_reference_does(mesh, stage, compression):
     trained = run(mesh, stage, compression)
@@ -250,6 +251,7 @@ SETTINGS = {
 BY_RANK = ("microbatches", "reduce_once", "one group of replicas")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("name", "compression"),
     [*((name, "int8") for name in SETTINGS), *((name, LOW_RANK) for name in BY_RANK)],
@@ -266,6 +268,7 @@ def test_a_model_trains_nearly_as_on_one_device_with(name, compression):
     assert any(np.abs(error).max() > 0 for (_, name), error in kept(trained.model).items() if "error" in name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [FLAT, HYBRID], ids=title)
 @pytest.mark.parametrize("compression", ["bfloat16", "int8", LOW_RANK], ids=title)
 def test_variables_that_are_used_twice_and_kernels_of_three_dims_are_compressed(mesh, compression):
@@ -276,6 +279,7 @@ def test_variables_that_are_used_twice_and_kernels_of_three_dims_are_compressed(
     assert len({number for number, _ in kept(trained.model)}) == (4 if compression == LOW_RANK else 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_mixed_precision_and_recomputed_blocks_are_compressed(policy):
     def run_in(policy, compression):
@@ -312,6 +316,7 @@ def test_eager_steps_add_up_exactly():
     assert all(not error.any() for error in kept(trained.model).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "stage"), [(FLAT, 3), (FLAT, 1), (HYBRID, 3)], ids=title)
 def test_verify_compares_exact_sums(mesh, stage):
     trained = run(mesh, stage, compression="int8", steps=2)
@@ -335,6 +340,7 @@ def large_model(strategy):
     return model
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("mesh", "stage", "compression"),
     [
@@ -372,6 +378,7 @@ def test_a_step_sends_and_devices_hold_what_is_planned(mesh, stage, compression,
     assert max(profile.variable_bytes.values()) == report.bytes_per_device()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce_once", [False, True])
 def test_microbatches_send_what_is_planned(reduce_once):
     model = run(FLAT, 0, "int8", steps=1, microbatches=2, reduce_once=reduce_once).model
@@ -412,6 +419,7 @@ def totals(model, mesh, compression):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "stage", "compression"), [(FLAT, 3, "int8"), (HYBRID, 0, LOW_RANK)], ids=title)
 def test_a_restored_run_goes_on_with_the_same_bits(tmp_path, mesh, stage, compression):
     manager, model = saved(tmp_path, mesh, stage, compression)
@@ -424,6 +432,7 @@ def test_a_restored_run_goes_on_with_the_same_bits(tmp_path, mesh, stage, compre
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("mesh", "stage", "compression"),
     [(FLAT, 0, "int8"), ({"batch": 2}, 3, "int8"), (HYBRID, 3, LOW_RANK)],

@@ -77,6 +77,7 @@ def plain(kind: str) -> list[float]:
     return losses(kind, sharded=False)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", DATA)
 def test_fit_sees_the_batches_of_plain_keras(kind):
     np.testing.assert_allclose(losses(kind, sharded=True), plain(kind), rtol=TOLERANCE)

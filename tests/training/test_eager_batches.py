@@ -97,6 +97,7 @@ def assert_same(found, expected, name=""):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_batch_is_used_in_eager_code_like_a_tensor(rows):
     chosen, size = strategy(), ROWS[rows]
@@ -195,6 +196,7 @@ def trained(chosen: tfshard.ShardedStrategy | None, signature: bool = False) -> 
     return [*results, *net.get_weights()]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("signature", [False, True])
 def test_a_loop_for_mirrored_strategy_trains_with_only_the_strategy_changed(signature):
     assert_same(trained(strategy(), signature), trained(None, signature))

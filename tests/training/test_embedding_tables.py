@@ -91,6 +91,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_table_has_the_numbers_of_plain_keras_on_one_device(name):
     theirs = trained(model, OPTIMIZERS[name])
@@ -113,6 +114,7 @@ def test_squares_are_those_of_each_place_in_which_a_row_was_looked_up(monkeypatc
         assert_same(summed, theirs, atol=1e-3)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_table_is_sharded_at_every_stage(stage):
     theirs = trained(model, OPTIMIZERS["Adam"])
@@ -121,6 +123,7 @@ def test_a_table_is_sharded_at_every_stage(stage):
     assert_same(ours, theirs)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("layout_map", ["auto", "by hand"])
 @pytest.mark.parametrize("mesh", [{"batch": 2, "model": 2}, {"batch": 1, "model": 4}], ids=str)
 def test_a_table_on_a_mesh_with_a_model_axis(mesh, layout_map):
@@ -165,6 +168,7 @@ def several_lookups(dtype="int64"):
     return keras.Model(inputs, keras.layers.Dense(1)(x))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("sparse", ["keras", "lazy"])
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_several_lookups_of_one_table_in_a_step(dtype, sparse):
@@ -177,6 +181,7 @@ def test_several_lookups_of_one_table_in_a_step(dtype, sparse):
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_two_tables_and_one_that_is_frozen():
     def build():
         inputs = keras.Input((3,), dtype="int32")
@@ -240,6 +245,7 @@ def test_lazy_adam_is_that_of_a_reference():
         np.testing.assert_allclose(mine.numpy(), reference, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["momentum", "Adam", "RMSprop", "Adagrad"])
 def test_a_lazy_update_changes_rows_that_were_looked_up_and_no_bit_of_others(name):
     made, _ = trained(model, OPTIMIZERS[name], strategy(sparse="lazy"))
@@ -254,6 +260,7 @@ def test_a_lazy_update_changes_rows_that_were_looked_up_and_no_bit_of_others(nam
         assert changed.tolist() == [0, 8, 9]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["SGD", "Adagrad"])
 def test_kerass_meaning_touches_no_more_where_one_device_does_not(name):
     made, _ = trained(model, OPTIMIZERS[name], strategy())
@@ -265,6 +272,7 @@ def test_kerass_meaning_touches_no_more_where_one_device_does_not(name):
         assert np.flatnonzero((each.numpy() != old).any(axis=1)).tolist() == [0, 8, 9]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("name", "sparse"), [("SGD", "keras"), ("Adagrad", "keras"), ("Adam", "lazy")])
 def test_a_step_allocates_nothing_that_grows_with_the_table(name, sparse):
     """On CPU the trace tells of what is larger than 256 KiB."""
@@ -297,6 +305,7 @@ def looking_up(rows, width):
 BATCH = 1024
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("name", "sparse"), [("SGD", "keras"), ("Adagrad", "keras"), ("Adam", "lazy")])
 def test_a_step_sends_at_most_a_hundredth_of_a_dense_gradient(name, sparse):
     """The trace tells of what is larger than 256 KiB, so rows are wide here; how many there are does not matter."""
@@ -412,6 +421,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("direction", ["to", "from"])
 def test_checkpoints_go_to_other_meshes_and_to_strategies_without_tables(name, direction, tmp_path):

@@ -97,6 +97,7 @@ CALLS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("kind", "stage"), [("check_numerics", 0), ("id", 3)])
 def test_a_failing_kernel_raises_what_plain_keras_raises_and_training_goes_on(kind: str, stage: int):
     build, good, bad, words = MODELS[kind]

@@ -100,6 +100,7 @@ CASES = list(itertools.product(("llama", "gemma", "gpt2"), MESHES))
 ALWAYS = [("llama", "batch x model"), ("llama", "batch"), ("gpt2", "model"), ("gemma", "model")]
 
 
+@pytest.mark.sweep(1)
 @sweeps.table("generation", ("family", "mesh"), CASES, always=ALWAYS, sample=1)
 def test_greedy_tokens_are_those_of_one_device(family: str, mesh: str):
     build = {"llama": llama, "gemma": gemma, "gpt2": gpt2}[family]
@@ -124,6 +125,7 @@ SAMPLERS = {
 }
 
 
+@pytest.mark.sweep(1)
 @sweeps.table("samplers", "name", SAMPLERS, always=["top p"], sample=1)
 def test_a_seeded_sampler_draws_the_tokens_of_one_device(name: str):
     sampler = SAMPLERS[name]

@@ -98,6 +98,7 @@ def kept_by_a_device(model):
     return max(held.values())
 
 
+@pytest.mark.sweep(1)
 @sweeps.table(
     "hybrid sharding",
     ("name", "stage", "grouped"),
@@ -130,6 +131,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_so_it_does_with(name):
     optimizer, options = SETTINGS[name]
@@ -164,6 +166,7 @@ def test_weights_are_read_and_written_as_those_of_one_device():
     model.distribute_strategy.check_consistency(model)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_sends_what_is_planned_and_gathers_in_replicas_only(stage):
     strategy = tfshard.ShardedStrategy(
@@ -265,6 +268,7 @@ print(json.dumps(by_replicas))
 """
 
 
+@pytest.mark.slow
 def test_three_axes_train_as_one_device_and_add_up_kernels_by_replicas():
     """On eight devices, in a process of its own. Kernels that the model axis shards, of Dense and EinsumDense."""
     here = pathlib.Path(__file__).parents[1]

@@ -86,6 +86,7 @@ CASES = [("tfshard", "called"), ("as_distributed", "called"), ("scope", "called"
          ("as_distributed", "added"), ("tfshard", "lora"), ("scope", "predicted")]  # fmt: skip
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("way", "late"), CASES)
 def test_a_model_that_is_built_after_compile_is_sharded_and_trains_like_one_device(way: str, late: str):
     chosen = strategy()
@@ -109,6 +110,7 @@ def test_layers_that_are_built_late_keep_the_layout_map():
     assert model.layers[1].kernel.value.layout.compute == ("model", None)
 
 
+@pytest.mark.slow
 def test_a_layer_that_got_lora_after_training_trains_on_after_compile():
     chosen = strategy()
     reference, model = build("tfshard", None), build("tfshard", chosen)
@@ -166,6 +168,7 @@ def test_a_variable_that_is_not_on_the_mesh_is_an_error_that_names_it():
         model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_an_optimizer_is_built_outside_of_the_scope_once_its_model_is_compiled(stage: int):
     def trained(chosen):
@@ -184,6 +187,7 @@ def test_an_optimizer_is_built_outside_of_the_scope_once_its_model_is_compiled(s
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("way", ["run a function", "run in a function", "run eagerly"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_optimizer_of_a_custom_loop_is_on_the_mesh_or_an_error_names_it(inside: bool, way: str):

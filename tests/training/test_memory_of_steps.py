@@ -14,7 +14,6 @@ from tensorflow.python.eager import context
 import collective_records
 import launched
 import parity
-import sweeps
 import tfshard
 
 # Each way in which a step runs takes some seconds: an ordinary run takes those with something of their own.
@@ -52,7 +51,7 @@ def test_no_record_of_a_collective_is_kept_for_a_step():
     assert_no_records(ALONE)
 
 
-@sweeps.sweep
+@pytest.mark.slow
 def test_no_record_of_a_collective_is_kept_however_a_step_runs():
     assert_no_records(SWEPT)
 
@@ -89,6 +88,7 @@ EAGER = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", EAGER)
 def test_eager_steps_compile_nothing_more(name: str):
     build, optimizer, stage = EAGER[name]

@@ -26,6 +26,7 @@ IGNORED = ("ignore:.*:tfshard.errors.LayoutWarning", "ignore:You are passing wei
 TAKEN = sweeps.taken("metrics", ALL, always=ORDINARY, sample=3)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings(*IGNORED)
 @sweeps.table(
     "kinds of metrics", ("kind", "mesh"), itertools.product(KINDS, MESHES),
@@ -37,6 +38,7 @@ def test_metrics_of_fit_and_evaluate_are_those_of_plain_keras(kind: str, mesh: s
     assert metric_outcomes(kind, names, mesh) == dict.fromkeys(names, "right")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(*IGNORED)
 @pytest.mark.parametrize("mesh", ["batch2_model2", "model4"])
 def test_metrics_that_leave_classes_sharded_keep_masks(mesh: str):

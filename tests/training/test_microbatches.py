@@ -189,6 +189,7 @@ def run(case, chosen=None):
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", CASES)
 def test_parts_have_the_numbers_of_the_whole_batch_on_one_device(name, monkeypatch):
     case, counts = CASES[name], []
@@ -271,6 +272,7 @@ def test_fit_has_the_metrics_of_the_whole_batch_and_each_part_draws_its_own_mask
     assert history["accuracy"][0] * 16 == pytest.approx(round(history["accuracy"][0] * 16)), "16 samples were counted"
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_is_done_in_parts_where_it_trains():
     def build(scope):
         keras.utils.set_random_seed(0)
@@ -303,6 +305,7 @@ def test_a_loop_of_ones_own_is_done_in_parts_where_it_trains():
     assert float(chosen.run(evaluate, (X,))) == pytest.approx(float(plain_evaluate(X)), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_last_batch_of_several_steps_in_one_execution_may_be_smaller():
     losses = {}
     for way in ("sharded", "plain"):
@@ -317,6 +320,7 @@ def test_the_last_batch_of_several_steps_in_one_execution_may_be_smaller():
     np.testing.assert_allclose(losses["sharded"], losses["plain"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_number_of_parts_can_be_changed_between_steps():
     chosen = strategy(count=1)
     model = tfshard.as_distributed(mlp())
@@ -328,6 +332,7 @@ def test_the_number_of_parts_can_be_changed_between_steps():
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_part_holds_the_activations_of_a_part():
     x = RS.normal(size=(4096, 64)).astype("float32")
     added = {}
@@ -410,6 +415,7 @@ def test_other_numbers_of_parts_are_refused(count):
 # --- What is planned -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "x", "options"),
     [
@@ -464,6 +470,7 @@ ONCE = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ONCE)
 def test_gradients_that_are_reduced_once_are_those_of_the_whole_batch(name):
     case = ONCE[name]
@@ -484,6 +491,7 @@ def test_gradients_are_reduced_once():
     assert reduced[False] == 4 * reduced[True]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("once", [False, True])
 def test_a_model_that_trains_in_parts_predicts_and_evaluates_whole_batches(once):
     def results(chosen):

@@ -48,6 +48,7 @@ def test_the_cells_that_are_always_taken_cover_what_they_say():
 
 
 # T5's attention layers pass no mask on and say so, on one device as well.
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("ignore:.*does not support masking:UserWarning")
 @table("models", ("name", "mesh", "stage"), CASES, always=always(), sample=1)
 def test_model_matches_one_device(name, mesh, stage):
@@ -81,6 +82,7 @@ def assert_sharded(run: parity.Run, name: str, axes: dict[str, int], stage: int)
         assert sharded >= 0.9 * sum(np.prod(v.shape) for v in slots) if stage else not sharded
 
 
+@pytest.mark.slow
 def test_kerashub_task_with_its_own_compile():
     """KerasHub's `compile` chooses optimizer, loss and metrics: the same as on one device."""
 

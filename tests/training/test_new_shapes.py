@@ -253,6 +253,7 @@ def zero_stage_3() -> tfshard.ShardedStrategy:
     return tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)
 
 
+@pytest.mark.sweep(1)
 @sweeps.table("new shapes", "case", CASES, always=["dense", "batch normalization", "steps of its own"], sample=1)
 def test_batches_of_many_shapes_train_test_and_predict_as_on_one_device(case):
     strategy = zero_stage_3()
@@ -264,12 +265,13 @@ def test_batches_of_many_shapes_train_test_and_predict_as_on_one_device(case):
         assert functions.compiled <= step_functions.FIRST + 2, kind
 
 
-@sweeps.sweep
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["dense", "mean over the batch", "contrastive loss", "sample weights"])
 def test_batches_of_1_to_40_samples_train_test_and_predict_as_on_one_device(case):
     compare_shapes(case, [(size, 0) for size in range(1, 41)], zero_stage_3())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -393,6 +395,7 @@ def test_a_second_sweep_over_sizes_and_lengths_compiles_nothing_and_takes_no_mem
     assert resident() - held < 60, "MiB"
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("batch_size", "warns"), [(6, True), (8, False)])
 def test_batches_that_the_batch_axis_does_not_divide_are_warned_of_once(monkeypatch, batch_size, warns):
     monkeypatch.setattr(step_functions, "CHEAP", 0)

@@ -82,6 +82,7 @@ def numbers(name: str, strategy: tfshard.ShardedStrategy | None, option: str | N
 CASES = [*((name, None, 1) for name in RUNS), *(("remainder", option, 1) for option in OPTIONS), ("remainder", None, 2)]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("name", "option", "microbatches"), CASES)
 def test_losses_of_several_outputs_are_counted_as_on_one_device(name, option, microbatches):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), microbatches=microbatches)

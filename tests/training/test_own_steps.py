@@ -230,6 +230,7 @@ def test_attribute_optimizers_leave_out_those_of_compiled_parts_but_not_shared_o
     assert inventory.attribute_optimizers(model)["shared"] is model.teacher.optimizer
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("cls", [GlobalMetric, LateMetrics, ByLayers], ids=lambda cls: cls.__name__)
 def test_metrics_and_optimizers_that_the_model_does_not_have_as_attributes_come_to_the_mesh(cls, mesh):
@@ -244,6 +245,7 @@ def test_metrics_and_optimizers_that_the_model_does_not_have_as_attributes_come_
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("cls", MODELS, ids=lambda cls: cls.__name__)
 def test_a_model_that_its_step_builds_trains_as_on_one_device(cls, mesh):
@@ -288,6 +290,7 @@ def test_a_step_is_traced_once_for_what_it_makes_and_once_to_run():
     assert len(traced) == 2
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("data", ["arrays", "tf.data", "generator", "one by one"])
 def test_batches_of_every_kind_build_a_model(data):
     def trained(mesh):
@@ -399,6 +402,7 @@ def test_a_built_model_is_predicted_with_before_and_after_training():
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("traced", [True, False], ids=["tf.function", "run"])
 def test_a_loop_whose_first_step_builds_its_model_goes_on_when_others_are_born(traced):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))

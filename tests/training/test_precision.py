@@ -167,6 +167,7 @@ ALWAYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep(1)
 @sweeps.table("mixed precision", ("policy", "stage", "grouped", "mesh"), CASES, always=ALWAYS, sample=1)
 def test_mixed_precision_trains_as_on_one_device(policy: str, stage: int, grouped: bool, mesh: str):
     """With a loss scale, one step in between overflows in one device's rows."""
@@ -184,6 +185,7 @@ def test_mixed_precision_trains_as_on_one_device(policy: str, stage: int, groupe
     assert counters(steps[-1])["iteration"] == 6
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("stage", "grouped", "mesh"), [(3, False, "batch4"), (2, True, "batch2_model2")])
 def test_one_element_that_is_not_finite_on_one_device_skips_the_step_on_all(stage: int, grouped: bool, mesh: str):
     model, steps = trained("mixed_float16", INPUTS["poison"], strategy_of(mesh, stage, grouped), first=Poisoned)

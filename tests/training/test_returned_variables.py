@@ -141,6 +141,7 @@ def assert_same(ours, theirs) -> None:
             np.testing.assert_allclose(our, their, rtol=1e-5, atol=1e-6, err_msg=f"{number} {path}")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -158,6 +159,7 @@ def test_steps_of_a_model_return_the_variables_that_they_wrote(kind, options):
     assert_same(ours, plain(**{name: value for name, value in options.items() if name != "run_eagerly"}))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", ["stage 3", "stage 0, alone"])
 def test_a_step_in_microbatches_returns_variables_after_the_update(kind):
     ours = told(built(strategy(kind, microbatches=2), only_after_the_update=True))
@@ -331,6 +333,7 @@ def plain_loop(make) -> list:
     return of_loop(make, None)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("make", AROUND, ids=lambda make: make.__name__)
 def test_functions_around_a_step_see_what_it_wrote(make):
     kinds = list(KINDS)
@@ -369,6 +372,7 @@ def read_behind_a_branch_behind_a_step(loop):
     return train
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "make",
     [

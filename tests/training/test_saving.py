@@ -34,6 +34,7 @@ def test_keras_file_and_weights_go_both_ways(tmp_path):
     assert_same_history(fits[2], fits[1])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", ["sequential", "functional, tensor-parallel", "subclassed"])
 def test_an_export_serves_what_predict_gives(kind, tmp_path):
     class Custom(keras.Model):
@@ -62,6 +63,7 @@ def test_an_export_serves_what_predict_gives(kind, tmp_path):
     np.testing.assert_array_equal(model.predict(X, verbose=0), expected)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", ["Sequential", "functional"])
 def test_a_clone_is_sharded_under_the_strategy_and_trains_as_one_of_a_plain_model(kind):
     def clone(chosen):
@@ -136,6 +138,7 @@ def test_what_is_pickled_and_saved_for_serving_is_a_plain_model(tmp_path):
         tf.lite.TFLiteConverter.from_keras_model(model).convert()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("by", ["save", "write", "manager"])
 def test_an_asynchronous_checkpoint_has_the_values_of_its_step(by, tmp_path):
     model = compiled(True)

@@ -78,6 +78,7 @@ def test_each_setting_of_a_strategy_is_in_the_table():
     assert not [name for name, (value, _) in SETTINGS.items() if value == defaults[name].default], "premise"
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.on_cpu("logical devices")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_strategy_stores_what_it_planned(setting):

@@ -37,6 +37,7 @@ def test_remainder_batch_costs_at_most_one_more_trace():
     assert len(traces) <= 2, traces
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("size", [1, 7])
 def test_any_batch_size_matches_one_device(size):
     # SGD: the bias before a batch normalization has a gradient of rounding errors only, which Adam would blow up.
@@ -253,6 +254,7 @@ def plain() -> dict:
     return {"initial": model.get_weights(), **used(model)}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("way", ["as_distributed", "Sequential", "Model", "subclass", "scope"])
 def test_three_ways_in_give_one_behaviour(way):
     class Sub(tfshard.Model):
@@ -339,6 +341,7 @@ def plain_with_ema(optimizer: str) -> tuple:
 GROUPED = tfshard.ParameterAnalyzer()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("stage", "optimizer", "analyzer"), [
     (0, "one", GROUPED), (1, "several", None), (2, "one", GROUPED), (3, "one", None), (3, "several", GROUPED),
 ])  # fmt: skip

@@ -75,6 +75,7 @@ def reference(again: bool) -> list:
     return run(None, None, again=again)[1]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("again", [True, False], ids=["same optimizer", "new optimizer"])
 @pytest.mark.parametrize(("before", "after"), ROUNDS, ids=[f"{a} to {b}" for a, b in ROUNDS])
 def test_a_model_trains_on_under_another_strategy(before, after, again):

@@ -100,6 +100,7 @@ TRACED_BY = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("traced_by", TRACED_BY)
 def test_threads_that_trace_one_function_do_not_wait_for_each_other(traced_by, monkeypatch):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))

@@ -110,6 +110,7 @@ def check_healthy(model: keras.Model, batch: tuple) -> tfshard.verifying.Verific
 
 
 # Other models are verified at stages 1 and 2 too.
+@pytest.mark.sweep(1)
 @sweeps.table("verified stages", "stage", [0, 1, 2, 3], always=[0, 3])
 def test_a_model_with_random_layers_state_and_sample_weights_is_right_at_each_stage(stage: int):
     model = compiled(convolutional(), stage=stage, metrics=["mae"])
@@ -178,6 +179,7 @@ def test_layers_of_one_name():
     assert model.one.kernel.path == model.other.kernel.path
 
 
+@pytest.mark.slow
 def test_keras_hub_gpt2_with_automatic_layouts_in_bfloat16():
     keras_hub = pytest.importorskip("keras_hub")
     keras.utils.set_random_seed(0)
