@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import pathlib
+import re
 import sys
 
 import keras
@@ -32,7 +33,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.quick)
         if common.DEVICE_TYPE != "CPU" and (on_cpu := item.get_closest_marker("on_cpu")):
             item.add_marker(pytest.mark.skip(reason=f"on CPU devices: {on_cpu.args[0]}"))
-    if not (sweeps.SWEEP or config.option.keyword or any("::" in each for each in config.args)):
+    is_named = config.option.keyword or any("::" in each for each in config.args)
+    if not (sweeps.SWEEP or is_named or {"slow", "sweep"} & set(re.findall(r"\w+", config.option.markexpr))):
         out = sweeps.left_out(items, named={mutation.killed_by for mutation in MUTATIONS})
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
         items[:] = [item for item in items if item.nodeid not in out]

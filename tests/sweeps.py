@@ -6,7 +6,8 @@
 - `@pytest.mark.slow` leaves a test out of the ordinary run.
 
 The other cases are taken at even distances. A test that runs for `-m quick` always runs, and so does each case that
-tools/mutations.py names, unless the test is slow. Marks do not apply where tests are named (`-k`, `file::test`).
+tools/mutations.py names, unless the test is slow. Marks do not apply where tests are named (`-k`, `-m slow`,
+`file::test`).
 """
 
 import collections
