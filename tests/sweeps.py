@@ -20,7 +20,20 @@ import pytest
 SWEEP = os.environ.get("TFSHARD_SWEEP") == "1"
 
 # The files that take longest. They begin first when two processes share a run (tools/test.sh).
-LONGEST: list[str] = []
+LONGEST = [
+    "test_docs.py",
+    "launch/test_faults.py",
+    "training/test_compression.py",
+    "pipelining/test_pipeline.py",
+    "storage/test_recomputing.py",
+    "launch/test_launched_failures.py",
+    "training/test_embedding_tables.py",
+    "verifying/test_verify.py",
+    "storage/test_groups.py",
+    "training/test_surface.py",
+    "training/test_taking_over.py",
+    "training/test_microbatches.py",
+]
 
 Case = TypeVar("Case")
 

@@ -54,6 +54,7 @@ def test_plan_prints_json_for_a_mesh_larger_than_the_machine(script):
     assert len(plan["slots"]) == 2 + 2 * 4
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_is_planned_and_simulated_with_its_optimizer(tmp_path):
     """As `tfshard verify` takes it."""
     script = tmp_path / "compiled.py"
@@ -115,7 +116,6 @@ def test_help_has_a_line_for_each_command(capsys):
     assert "--mesh" not in text
 
 
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", command_line.COMMANDS)
 @pytest.mark.parametrize("arguments", [("{}", "--help"), ("help", "{}"), ("{}", "--mesh=batch:4", "-h")])
 def test_help_of_a_command_names_its_flags_and_no_others(capsys, name, arguments):
@@ -134,7 +134,6 @@ def test_help_behind_a_launched_program_belongs_to_the_program():
     assert command_line.answer(["launch", "--num_processes=2", "--help"]) == command_line.command_help("launch")
 
 
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [(("--version",), f"tfshard {tfshard.__version__}"), (("plan", "--help"), "Usage: tfshard plan MODULE:FUNCTION")],
@@ -218,7 +217,6 @@ def test_pages_that_errors_name_are_printed(capsys):
     assert len(named) >= 3 and named <= set(command_line.pages())
 
 
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("text", "bytes_"), [("16GiB", 16 << 30), ("80 GB", 80 * 10**9), ("1.5g", 15 * 10**8), ("123", 123), ("4KiB", 4096)]
 )

@@ -81,6 +81,7 @@ def test_blocks_tables_and_lists_are_rendered(site):
     assert {name: lines for name, lines in raw.items() if lines} == {}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "link, complaint",
     [("[a](nowhere.md)", "nowhere.md"), ("[a](other.md#no-such-place)", "no-such-place")],

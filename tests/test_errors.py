@@ -52,6 +52,7 @@ def test_mesh_larger_than_the_devices():
         tfshard.create_mesh(batch=64)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "axes", [{}, {"batch": 0}, {"batch": -1, "model": -1}, {"batch": 2.0}, {"batch": -1, "model": 3}]
 )
@@ -116,6 +117,7 @@ def test_an_axis_twice_in_one_layout():
         compile_with({".*up/kernel": ("model", "model")})
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("stage", [4, -1, "3", True, None])
 def test_unknown_stage(stage):
     with pytest.raises(tfshard.errors.StrategyError, match="Unknown ZeRO stage. Stages: 0"):

@@ -25,7 +25,6 @@ def size():
 """
 
 
-@pytest.mark.sweep(66)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
 def test_mutation_changes_its_function_and_names_an_existing_test(mutation):
     text = (ROOT / mutation.file).read_text()

@@ -92,7 +92,7 @@ def test_epochs_of_two_processes_are_compared_in_turn():
     assert found == {"first": 0.5, "step": 2.0, "steps": [1.0, 2.0, 3.0], "ratios": [1 / 2, 2 / 3, 3 / 4]}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["gpt", "bert", "lstm", "moe", "resnet", "efficientnet"])
 def test_a_model_of_the_report_takes_its_batches(kind):
     model = models.tiny(next(each for each in models.MODELS.values() if each.kind == kind))

@@ -77,6 +77,7 @@ def gpt2() -> keras.Model:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_gpt2_is_short_and_narrow_and_whole_with_detail():
     plan = tfshard.plan(tfshard.abstract_model(gpt2), {"batch": 4, "model": 4}, "auto", optimizer="adam")
     text, detail = str(plan), plan.text(detail=True)

@@ -48,7 +48,7 @@ def ticking(monkeypatch):
     monkeypatch.setattr(telemetry.time, "perf_counter", lambda: float(next(clock)))
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_fit_has_the_same_bits_with_it(microbatches):
     measured, alone = compiled(sharded(microbatches=microbatches)), compiled(sharded(microbatches=microbatches))

@@ -108,6 +108,7 @@ def test_state_of_every_kind_comes_back(tmp_path):
     assert_same_bits(without_metrics(values(other)), without_metrics(expected))
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_and_the_global_seed_come_back(tmp_path):
     class Noisy(keras.layers.Layer):
         def call(self, x):

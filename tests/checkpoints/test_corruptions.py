@@ -184,7 +184,7 @@ def test_links_are_not_followed(what, tmp_path):
         manager.restore(model)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "content",
     [b"", b"{}", b"[" * 100_000, b'{"content":' + b"9" * 100_000 + b"}", b"\xff\xfe", b'"' + b"a" * (1 << 26) + b'"'],

@@ -244,6 +244,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("attack", HOSTILE)
 def test_a_hostile_archive_is_refused_before_a_variable_changes(attack, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

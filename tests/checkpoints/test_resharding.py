@@ -80,7 +80,7 @@ def saved(tmp_path_factory):
     return save
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @sweeps.table(
     "checkpoints from layout to layout", ("source", "target"), PAIRS,
     always=[*cycle(LAYOUTS, 1), *cycle(EVEN_LAYOUTS, 7)], sample=6,

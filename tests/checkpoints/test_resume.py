@@ -68,6 +68,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_interrupted(kind, at, 
         assert logged == run.history[name][-len(logged) :], name
 
 
+@pytest.mark.slow
 def test_the_callback_changes_nothing_and_saves_the_end(tmp_path):
     whole = script("tf.data", epochs=3)
     saved = script("tf.data", tmp_path, every_steps=5)

@@ -26,7 +26,7 @@ def test_the_first_mesh_starts_as_many_devices_as_it_needs():
     assert "[3] Runtime(device_type='CPU', num_devices=3)" in done.stdout, done.stderr
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [True, False])
 def test_dtensor_logs_no_line_for_each_function_unless_the_user_wants_the_log(chosen):
     code = (
@@ -39,6 +39,7 @@ def test_dtensor_logs_no_line_for_each_function_unless_the_user_wants_the_log(ch
     assert ("DTensor cache key lookup missed" in done.stderr) == chosen
 
 
+@pytest.mark.slow
 def test_a_forbidden_switch_is_refused():
     code = "import os; os.environ['DTENSOR_ENABLE_MULTI_DEVICE_EXPANSION'] = '1'; import tfshard; tfshard.initialize(2)"
     done = run(code)
@@ -62,7 +63,7 @@ def test_dtensor_that_ran_operations_before_is_refused_because_its_failures_woul
     assert "Runtime(device_type='CPU', num_devices=2)" in done.stdout, done.stderr
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "environment", "threads"),
     [

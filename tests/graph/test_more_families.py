@@ -114,7 +114,7 @@ def rules(family: str) -> dict[str, str | tuple]:
     return {pattern: rule.axes if rule.kind == "axes" else rule.kind for pattern, rule in found.items()}
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_and_feed_forward_blocks_are_sharded(family):
     kinds = list(rules(family).values())

@@ -155,6 +155,7 @@ def test_launchers_find_each_other_by_the_variables_of_a_cluster(system):
         assert [(step, clients) for step, _, clients in run.steps(client)] == [(1, 2), (2, 2), (3, 2)]
 
 
+@pytest.mark.slow
 @sweeps.table("restarts from a checkpoint", "how", ["no", ""], always=["no"])
 def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_commit_with_the_numbers_of_one_device(how, tmp_path):
     """Client 1 is killed when it has written its pieces, and does not come back."""

@@ -64,6 +64,7 @@ def test_hosts_train_to_the_numbers_of_one_device(found):
             np.testing.assert_allclose(way["losses"], expected, rtol=TOLERANCE, err_msg=name)
 
 
+@pytest.mark.slow
 def test_hosts_send_what_is_planned(found):
     assert found[0]["stage 0"]["kinds"] == ["all-reduce"]
     assert found[0]["stage 3, alone"]["kinds"] == ["all-gather", "all-reduce", "reduce-scatter"]
@@ -72,6 +73,7 @@ def test_hosts_send_what_is_planned(found):
             assert 1 <= way["sent"] / way["planned"] < 1.1, (name, way)
 
 
+@pytest.mark.slow
 def test_values_are_sent_once(run):
     """As collectives, and to the host from a mesh of two axes, of which one is within a client."""
     for client in launched.found(run, 2):
@@ -80,6 +82,7 @@ def test_values_are_sent_once(run):
             assert 1 <= ratio < 1.1, (name, ratio)
 
 
+@pytest.mark.slow
 def test_what_all_interfaces_sent_and_received_is_printed(run, found):
     line = r"hosts: host \d \(10\.77\.0\.\d\) sent (\S+) bytes in \S+ packets, and received (\S+) bytes"
     counted = [[int(text.replace(",", "")) for text in pair] for pair in re.findall(line, run.stdout)]
@@ -109,6 +112,7 @@ def test_links_are_told_apart_and_replicas_are_proposed_for_them(machine, tmp_pa
     assert advice.recommended.mesh_shape == {"replica": 2, "batch": 2}, str(advice)
 
 
+@pytest.mark.slow
 def test_a_cable_that_is_pulled_ends_all_launchers_with_the_cause_and_one_that_is_loose_does_not(machine):
     with network.connected(2, "1gbit") as hosts:
         flags = [f"--hosts={','.join(hosts.addresses)}", "--num_processes=1"]

@@ -63,7 +63,6 @@ def parts(tmp_path_factory):
     return launch("parts", tmp_path_factory.mktemp("parts"), "--module")
 
 
-@pytest.mark.slow
 def test_clients_that_share_a_part_and_feed_different_rows_get_an_error(parts):
     differed = said(parts, "DIFFERED")
     assert len(differed) == 2, parts.stderr
@@ -83,7 +82,7 @@ def test_the_client_whose_step_fails_is_named_with_its_error(parts):
     assert re.search(r"/check\w*/CheckNumerics", cause), cause
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_launched", [False, True])
 def test_a_last_save_that_fails_is_told_with_an_exit_code(is_launched, tmp_path):
     done = launch("last_save", tmp_path) if is_launched else launched.run(SCRIPT, "last_save", str(tmp_path))
@@ -95,6 +94,7 @@ def test_a_last_save_that_fails_is_told_with_an_exit_code(is_launched, tmp_path)
     assert tfshard.CheckpointManager(tmp_path).steps() == [1]
 
 
+@pytest.mark.slow
 def test_a_script_that_makes_tensors_and_no_strategy_is_an_error(tmp_path):
     done = launch("alone", tmp_path, num_processes=1)
     assert done.returncode == 1

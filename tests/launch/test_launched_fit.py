@@ -93,6 +93,7 @@ def test_clients_train_to_the_numbers_of_one_device(two, mesh):
     assert ("model" in axes) == ("model" in two.clients[0][mesh]["kernels"][0])
 
 
+@pytest.mark.sweep(1)
 @sweeps.table("launched ways", "way", WAYS, **WAY_CASES)
 def test_every_way_to_train_has_the_numbers_of_one_device(two, way):
     assert_plain(two, 2, way, "batch")

@@ -26,6 +26,7 @@ def found():
     return {allocator: client(allocator) for allocator in ("system", "tensorflow")}
 
 
+@pytest.mark.slow
 def test_a_client_returns_the_memory_that_a_step_has_freed(found):
     system, tensorflow = found["system"], found["tensorflow"]
     assert system["environment"]["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] == "1"
@@ -34,6 +35,7 @@ def test_a_client_returns_the_memory_that_a_step_has_freed(found):
     assert tensorflow["environment"]["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] is None
 
 
+@pytest.mark.slow
 def test_the_plan_predicts_what_a_client_holds():
     script = str(launched.HERE / "launched_memory.py")
     done = launched.launch("--num_processes=2", "--devices_per_process=1", script, "train")
@@ -44,6 +46,7 @@ def test_the_plan_predicts_what_a_client_holds():
         assert 0.85 < held / planned < 1.15
 
 
+@pytest.mark.slow
 def test_a_profile_without_bytes_names_the_allocator_that_tells_them(found):
     assert found["system"]["peak"] is None
     assert "--allocator=tensorflow" in found["system"]["matches"]

@@ -78,7 +78,7 @@ def assert_goes_to_other_meshes(directory: pathlib.Path, name: str) -> None:
         np.testing.assert_allclose(mine.numpy(), expected.numpy(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @sweeps.table("meshes of launched pipelines", "name", MESHES, sample=2)
 def test_a_pipeline_over_two_clients_has_the_numbers_of_one_device(name, two):
     clients, directory = two
@@ -95,6 +95,7 @@ def test_a_pipeline_over_two_clients_has_the_numbers_of_one_device(name, two):
     assert_goes_to_other_meshes(directory, name)
 
 
+@pytest.mark.slow
 def test_what_clients_send_each_other_has_the_same_bytes(two):
     clients, _ = two
     for client in clients:
@@ -102,6 +103,7 @@ def test_what_clients_send_each_other_has_the_same_bytes(two):
         assert {name for name, same in client["messages"].items() if not same} == set()
 
 
+@pytest.mark.slow
 def test_telemetry_is_told_by_every_client(two):
     clients, _ = two
     told = clients[0]["telemetry"]
@@ -109,6 +111,7 @@ def test_telemetry_is_told_by_every_client(two):
     assert clients[0]["telemetry"] == clients[1]["telemetry"]
 
 
+@pytest.mark.slow
 def test_clients_number_collectives_alike(two):
     clients, _ = two
     before, behind = clients[0]["numbers"]
@@ -116,6 +119,7 @@ def test_clients_number_collectives_alike(two):
     assert behind[0] == behind[1]
 
 
+@pytest.mark.slow
 def test_a_model_on_a_mesh_of_all_clients_trains_behind_pipelines(two):
     """They have compiled other functions by then."""
     clients, _ = two

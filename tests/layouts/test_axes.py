@@ -177,7 +177,7 @@ def renamed(axes: tuple) -> tuple:
 OPTIONS = {"layout map": {}, "sequence": {"sequence_parallel": True}, "auto": {"layout_map": "auto"}}
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @table(
     "axes of other names", ("stage", "option"),
     [(0, "layout map"), (3, "layout map"), (3, "sequence"), (3, "auto")],

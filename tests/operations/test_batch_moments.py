@@ -66,7 +66,7 @@ def both(name, **options):
     return [transfer.to_host(each) for each in found], step(name, **options)(tf.constant(x)), x
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("of", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("name", CASES)
 def test_normalization_and_its_gradients_are_those_of_one_device(name, of):
@@ -79,6 +79,7 @@ def test_normalization_and_its_gradients_are_those_of_one_device(name, of):
     np.testing.assert_allclose(ours[1], x.astype("float64").var(dims), rtol=3e-5)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["images", "channels first"])
 def test_second_derivatives_are_those_of_one_device(name):
     ours, plain, _ = both(name, second_order=True)

@@ -78,7 +78,7 @@ def step(function, t):
 MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @table(
     "loops and branches", ("mesh", "name"), itertools.product(MESHES, CASES), sample=4,
     always=[("batch4", name) for name in CASES],
@@ -145,6 +145,7 @@ def test_a_map_that_writes_to_a_variable_is_refused():
         strategy.run(tf.function(lambda t: tf.map_fn(counted, t)), args=(sharded,))
 
 
+@pytest.mark.slow
 def test_a_layer_that_keeps_its_state_goes_on_from_it_as_on_one_device():
     rs = np.random.RandomState(0)
     x, y = rs.normal(size=(16, 6, 5)).astype("float32"), rs.normal(size=(16, 3)).astype("float32")
@@ -220,7 +221,7 @@ def most_compiled(since: set[str]) -> int:
     return max(collections.Counter(name.partition("__func_")[0] for name in made if "__func_" in name).values())
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_loops_of_steps_that_dtensor_compiles_again_train_as_on_one_device(steps_per_execution: int):
     rs = np.random.RandomState(0)

@@ -13,7 +13,7 @@ MESHES = {"model4": {"model": 4}, "batch2_model2": {"batch": 2, "model": 2}}
 RS = np.random.RandomState(0)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("padding", ["same", "valid"])
 @pytest.mark.parametrize(
     ("size", "kernel", "strides", "dilation"),
@@ -65,7 +65,7 @@ def test_pairs_of_convolutions_are_recognised():
     assert found["norm/gamma"].axes == found["norm/moving_mean"].axes == ("model",)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_residual_network_matches_one_device(mesh, stage):

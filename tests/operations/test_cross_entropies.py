@@ -73,7 +73,7 @@ def test_models_train_as_on_one_device(options, axis, rows, timesteps, made):
     parity.assert_same(ours, reference, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["weights", "ignored", "probabilities", "int8 labels", "a column of labels"])
 @pytest.mark.parametrize(("options", "axis"), [LAYOUTS[0], LAYOUTS[3]])
 def test_options_of_the_loss_are_those_of_one_device(options, axis, given, made):
@@ -110,7 +110,6 @@ def step(order, labels):
     return parity.derivatives_of(value, order)
 
 
-@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_derivatives_are_those_of_one_device(order, dtype, made):
@@ -128,7 +127,7 @@ def test_derivatives_are_those_of_one_device(order, dtype, made):
     assert np.abs(ours[0]).max() > 1e3, "premise: a label far below the largest logit"
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("label", [-1, CLASSES])
 @pytest.mark.parametrize(("options", "axis"), [LAYOUTS[0], LAYOUTS[3], LAYOUTS[4]])
 def test_a_label_that_is_no_class_fails_the_step(options, axis, label, made):

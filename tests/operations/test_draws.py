@@ -147,6 +147,7 @@ def test_each_generator_draws_what_one_device_draws(mesh: str, rows: int):
             assert axes[0] == strategy.mesh_shape.data, (name, axes)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mesh", ["batch", "batch x model"])
 def test_an_eager_step_draws_what_one_device_draws(mesh: str):
     strategy = strategy_of(mesh)
@@ -185,7 +186,7 @@ def on_one_device_graph(name: str) -> list[tf.Tensor]:
 # --- Which dim is the batch's ----------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("shape", "dim"),
     [
@@ -266,7 +267,7 @@ def outputs_of(layer: keras.Layer, x: np.ndarray, strategy: tfshard.ShardedStrat
     return [transfer.to_host(call(placed(x, strategy))) for _ in range(2)]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @sweeps.table("layers that draw", ("name", "mesh"), LAYERED, always=[("RandomFlip", "batch")], sample=2)
 def test_a_layer_draws_what_it_draws_on_one_device(name: str, mesh: str):
     x, make = LAYERS[name]

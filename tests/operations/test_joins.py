@@ -172,7 +172,6 @@ def test_rows_repeated_by_values_match_one_device(mesh: str):
     assert_matches(function, X, [MATRIX], mesh)
 
 
-@pytest.mark.sweep(4)
 @pytest.mark.parametrize("join", ["concat of two", "first half", "backwards", "gather by values", "stack of views"])
 def test_what_follows_joined_rows_is_shared_out(join: str):
     found = assert_matches(lambda x, matrix: tf.nn.relu(JOINS[join](x) @ matrix), X, [MATRIX], "batch4")

@@ -109,7 +109,7 @@ def test_layers_match_one_device(kind):
 WITH_STEM = [kind for kind in SAME if KINDS[kind].stem]
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:tfshard.errors.LayoutWarning")
 @table("layers that get sharded features", "kind", WITH_STEM, always=["features"], sample=1)
 def test_layers_that_get_sharded_features_match_one_device(kind):
@@ -117,7 +117,7 @@ def test_layers_that_get_sharded_features_match_one_device(kind):
     parity.assert_same(run, reference(kind, *SAME[kind]), rtol=TOLERANCE, atol=TOLERANCE, slots=False)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @table("random layers that match one device", "kind", RANDOM, always=["features"], sample=1)
 def test_random_layers_draw_what_they_draw_on_one_device(kind):
     check(kind, RANDOM[kind])
@@ -180,7 +180,7 @@ def test_refusal_names_every_layer_and_its_remedy():
 # --- each layer alone, as docs/layers.md says ---------------------------------------------------------
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @table("layers that match one device, alone", ("kind", "call"), pairs(SAME), sample=4)
 def test_layer_alone_matches_one_device(kind, call):
     check(kind, [call])

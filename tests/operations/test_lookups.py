@@ -20,6 +20,7 @@ VOCABULARIES = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_a_step_looks_up_what_the_table_has(name):
     options = VOCABULARIES[name]

@@ -41,7 +41,7 @@ def test_at_least_95_percent_of_the_functions_are_right(mesh):
     assert len(refused) <= 0.05 * len({name_of(call) for call in documented()}), refused
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("mesh", MESHES)
 @table("functions of keras.ops", "call", calls(), sample=25)
 def test_a_function_does_what_the_docs_say(mesh, call):

@@ -33,7 +33,7 @@ def drawn(draw, sizes, steps=2):
     return [transfer.to_host(each) for each in found]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("sizes", [{"batch": 4}, {"batch": 2, "model": 2}], ids=str)
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_step_draws_numbers_of_the_distribution_others_each_time_and_the_same_by_seed(name, sizes):

@@ -23,7 +23,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("sizes", [{"batch": 4}, {"batch": 2, "model": 2}], ids=["batch4", "batch2_model2"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_ctc_and_its_gradient_are_those_of_one_device(name, sizes):
@@ -62,7 +62,7 @@ CONVOLUTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("sizes", [{"batch": 4}, {"batch": 2, "model": 2}], ids=["batch4", "batch2_model2"])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_dilated_convolution_is_that_of_one_device(name, sizes):

@@ -132,7 +132,7 @@ def on_mesh(value: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.host_to_mesh(value, ("batch",) + (None,) * (value.ndim - 1), mesh)
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(4)
 @table(
     "operations of rows", ("mesh", "name"), itertools.product(MESHES, CASES), sample=10,
     always=[("batch4", name) for name in CASES],
@@ -282,6 +282,7 @@ def test_a_layer_trains_to_the_numbers_of_one_device(name: str, mesh: str):
     parity.assert_same(run, reference(name), rtol=0.0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loop_that_cudnn_would_do_is_done_by_tensorflow(monkeypatch):
     expected = {name: reference(name) for name in ("LSTM", "GRU", "Bidirectional")}
     monkeypatch.setattr(importlib.import_module("keras.src.backend.tensorflow.rnn"), "_is_gpu_available", lambda: True)

@@ -113,7 +113,7 @@ MESHES = {"model": {"model": 4}, "batch x model": {"batch": 2, "model": 2}}
 INITIAL = list(itertools.product((under_scope, compiled_after_build, built_by_the_first_step), MESHES))
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(2)
 @sweeps.table("initial values", ("make", "axes"), INITIAL, always=[INITIAL[1], INITIAL[2], INITIAL[5]], sample=1)
 def test_initial_values_are_those_of_the_unsharded_model(make: Callable, axes: str):
     mesh, expected = MESHES[axes], unsharded(seed=7)
@@ -213,6 +213,7 @@ def test_dropout_on_a_model_axis_is_independent_on_shards_and_equal_on_replicas(
     assert_independent(masks["residual_attention"][1][0], masks["residual_down"][1][0])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "mesh", [{"batch": 2, "model": 2}, {"model": 2, "batch": 2}], ids=["batch, model", "model, batch"]
 )
@@ -233,7 +234,7 @@ def test_dropout_on_a_mesh_of_two_axes_is_independent_on_shards_and_equal_on_rep
                 assert_independent(one, other)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.on_cpu("equal bits: GPUs add in any order")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_devices_agree_after_training_with_dropout_on_a_mesh_of_two_axes(stage: int):
@@ -272,6 +273,7 @@ def test_dtensor_by_itself_gives_replicas_different_masks():
     assert not np.array_equal(pieces[0], pieces[1])
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_masks_and_the_next_step_others():
     def run(seed: int) -> list[list[float]]:
         keras.backend.clear_session()

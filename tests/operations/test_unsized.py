@@ -296,7 +296,6 @@ def test_the_stack_of_a_list_of_known_length_is_shared_out():
     assert dtensor.fetch_layout(result).num_shards(0) == 4
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("count", [0, 3, 8])
 def test_a_slice_that_ends_at_a_tensor_matches_one_device(count):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)

@@ -144,6 +144,7 @@ def test_a_lookup_sends_its_result_and_not_the_table():
     assert profile.count("all-gather") == 0
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_mixed_precision_keeps_the_table_sharded(mesh):
     keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
@@ -168,6 +169,7 @@ def test_ids_beyond_the_table_and_negative_ones_are_as_on_one_device():
     np.testing.assert_allclose(model.predict(tokens, verbose=0), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_remainder_batch_is_looked_up_whole():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     keras.utils.set_random_seed(0)

@@ -189,6 +189,7 @@ def test_the_numbers_are_those_of_one_device(name):
 # --- State and random numbers
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_those_of_the_microbatches_one_after_the_other():
     def build():
         keras.utils.set_random_seed(0)
@@ -256,7 +257,7 @@ def plain_losses():
     return fit(model, epochs=4)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [(TWO, {"batch": 4}), (TWO, {"pipeline": 4}), ({"batch": 4}, TWO), (TWO, TWO)], ids=str
 )
@@ -276,6 +277,7 @@ def test_a_run_is_resumed(plain_losses, tmp_path):
     np.testing.assert_allclose(resumed, plain_losses[2:], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_saved_model_loads_in_plain_keras(tmp_path):
     model = compiled(TWO)
     fit(model)
@@ -369,7 +371,7 @@ def with_a_step_of_its_own():
     return OwnStep([keras.Input((8,)), layers.Dense(4), layers.Dense(3)])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -413,6 +415,7 @@ def test_each_place_on_the_axis_has_a_device_of_dtensors_which_does_one_function
         np.testing.assert_array_equal(transfer.to_host(tensor + 1), np.full((2, 2), 2.0))
 
 
+@pytest.mark.slow
 def test_a_failing_task_ends_the_step_and_the_process_goes_on(monkeypatch):
     model = compiled(TWO)
     fit(model)

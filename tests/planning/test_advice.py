@@ -25,7 +25,7 @@ def advise(memory: int, **kwargs) -> tfshard.planning.Advice:
 SMALL_BYTES = 64 << 10
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("memory", "stage", "peak"), [(169, 0, 160), (167, 1, 59), (61, 3, 35)])
 def test_the_smallest_stage_that_fits_is_recommended(memory, stage, peak):
     advice = advise(memory)

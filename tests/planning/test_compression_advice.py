@@ -101,6 +101,7 @@ def test_what_pays_by_a_little_or_is_hidden_for_its_half_is_left_out():
     assert "It pays" in reason and "if half of the former was hidden behind computing: leave it out." in reason
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("how", ["bfloat16", "int8", tfshard.PowerSGD(rank=4)], ids=str)
 @pytest.mark.parametrize("uses", [1, 2])
 def test_the_time_is_that_of_the_bytes(how, uses):

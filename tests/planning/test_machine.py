@@ -321,6 +321,7 @@ def test_of_two_measurements_of_a_link_the_quicker_is_taken():
     assert calibration._quicker(one, other).inside == {"all-gather": quick, "all-reduce": quick, "all-to-all": slow}
 
 
+@pytest.mark.slow
 def test_calibration_measures_this_machine(monkeypatch):
     from tfshard import calibration
 

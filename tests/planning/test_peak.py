@@ -114,6 +114,7 @@ def test_the_predicted_peak_is_the_measured_one(make, options):
     assert (predicted.activation_bytes > 4 * MEBI) == (make is not products), "premise"
 
 
+@pytest.mark.slow
 def test_gradients_that_nothing_waits_for_are_made_last():
     """TensorFlow's executor goes on with the last operation that another makes ready, and comes back to the others when
     it waits: with all weights in one group never, so that what the gradients are made of is kept to the end."""
@@ -127,7 +128,7 @@ def test_gradients_that_nothing_waits_for_are_made_last():
     assert predicted[1] == pytest.approx(found[1], rel=0.2)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gathers_of_recomputed_blocks_are_counted(recompute):
     strategy, model, x = trained(blocks, recompute=recompute)
@@ -196,6 +197,7 @@ def convolved():
         yield keras.layers.ReLU()
 
 
+@pytest.mark.slow
 def test_gradients_are_freed_as_they_are_joined():
     """At stage 0 those of convolutions: each is written to the buffer when it is made, since devices wait for each
     other in batch normalization."""

@@ -606,6 +606,7 @@ def test_gradients_of_layers_that_compute_in_float32_are_reduced_in_it(mixed):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_as_planned_is_an_error_with_both_sides():
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
     model = tfshard.as_distributed(wide())

@@ -69,6 +69,7 @@ def test_what_does_not_fit_is_taken_in_parts_or_on_more_devices():
         nothing.plot("curve.svg")
 
 
+@pytest.mark.slow
 def test_more_devices_are_quicker_until_what_they_send_is_more():
     link = {"latency": 1e-5, "bandwidth": 2e11, "hop": 1e-6}
     found = simulate(devices=(8, 64, 512, 4096), batch=4096 * 8, machine={"between": link}).best

@@ -133,6 +133,7 @@ def test_an_optimizer_that_only_one_side_has_is_named_and_nothing_is_restored(ru
         manager.save(loop.model, 5, optimizers="adam")
 
 
+@pytest.mark.slow
 def test_two_optimizers_of_one_name_need_names(tmp_path):
     loop = Loop(strategy())
     first, second = loop.optimizer, None
@@ -150,6 +151,7 @@ def test_two_optimizers_of_one_name_need_names(tmp_path):
     assert int(manager.open().read("optimizers/second/iteration")) == 2
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_compile_replaced_is_not_in_the_checkpoint(tmp_path):
     model = tfshard.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
     used = [keras.optimizers.Adam(), keras.optimizers.SGD(momentum=0.9)]

@@ -84,7 +84,7 @@ WHOLE = {"batch4": {"cut": (16, 18), "odd": (18, 5)}, "batch2_model2": {"cut": (
 CUT = {"batch4": {"cut": (4, 18), "odd": (18, 5)}, "batch2_model2": {"cut": (8, 9), "odd": (9, 5)}}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_come_in_shards_from_stage_2_on_and_the_report_measures_it(mesh, stage):
@@ -135,7 +135,7 @@ def test_gradients_come_in_shards_from_stage_2_on_and_the_report_measures_it(mes
     assert ("A step reduce-scatters gradients" in str(report)) == (stage >= 2)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("way", ["clipped", "scaled", "accumulated", "eager"])
 def test_the_report_follows_a_gradient_to_where_it_is_used(way):
     adam = {

@@ -84,6 +84,7 @@ class TwoRates(keras.optimizers.SGD):
         super().update_step(gradient, variable, 10 * learning_rate if "bias" in variable.name else learning_rate)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_subclass_may_treat_members_differently(momentum):
     check(optimizer=lambda: TwoRates(1e-2, momentum=momentum))
@@ -368,6 +369,7 @@ def test_a_batch_axis_of_one_device_groups_as_well():
     parity.assert_same(run, parity.train(build, BATCHES, optimizer=adam, loss="mse"), rtol=0, atol=2e-5)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("options", [{}, {"analyzer": None}], ids=["grouped", "alone"])
 def test_gradients_are_of_what_was_read_also_after_another_optimizer_wrote(options):
     def train(chosen):
@@ -392,6 +394,7 @@ def test_gradients_are_of_what_was_read_also_after_another_optimizer_wrote(optio
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_an_update_function_may_be_given_keyword_arguments():
     chosen = strategy()
     with chosen.scope():

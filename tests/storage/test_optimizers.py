@@ -153,7 +153,7 @@ def moved(name: str) -> dict[str, float]:
     return {path: np.abs(value - initial()[path]).max() for path, value in reference(name).weights.items()}
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_variable_moves_by_a_hundred_times_the_tolerance(name):
     assert len(moved(name)) == 5
@@ -200,6 +200,7 @@ def test_training_matches_one_device(name, mesh, stage, grouping):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=SLOT_TOLERANCE * np.abs(theirs).max(), err_msg="slots")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_variables_that_stand_alone_are_updated_in_pieces(stage):
     """One gather for each variable, before its use or after its update, and none for its slots."""

@@ -227,7 +227,7 @@ def test_gradients_of_all_sizes_never_divide_by_a_second_moment_of_zero():
 # --- bytes, checkpoints, what is refused --------------------------------------------------------------
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("grouping", ANALYZERS)
 @pytest.mark.parametrize(("slot_dtype", "share"), [("bfloat16", 1 / 2), ("int8", 260 / 1024)])
 def test_slots_take_fewer_bytes(slot_dtype, share, grouping):
@@ -259,7 +259,7 @@ def test_slots_survive_a_checkpoint(slot_dtype, grouping, tmp_path):
     assert [float(model.train_on_batch(X, Y)) for _ in range(2)] == after
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"),
     [

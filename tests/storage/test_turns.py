@@ -230,13 +230,14 @@ def run(name, *, mesh=None, stage=3, optimizer=lambda: keras.optimizers.Adam(1e-
     return parity.train(build, batches, optimizer=optimizer, loss=loss, strategy=strategy, steps=steps)
 
 
+@pytest.mark.slow
 def test_an_update_that_reads_whole_weights_waits_for_no_turn_that_waits_for_it():
     muon = {"optimizer": lambda: keras.optimizers.Muon(1e-2), "steps": 2}
     trained, reference = run("mlp", mesh={"batch": 4}, analyzer=None, **muon), run("mlp", **muon)
     np.testing.assert_allclose(trained.losses, reference.losses, rtol=1e-5)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_are_the_same_bits_with_and_without_gathering_again_and_those_of_one_device(name):
     reference = run(name)
@@ -287,7 +288,7 @@ def test_kernels_of_convolutions_wait_for_their_turn_in_the_backward_pass():
     assert peak.stored_bytes >= 3 * 8 * kernel // 4, "premise"
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("patterns", "again"),
     [(".*", 2), (["sequential.*/layer_[12]/kernel"], 1), ([], 0), (["none"], 0), (True, 2), (False, 0)],

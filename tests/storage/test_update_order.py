@@ -92,7 +92,6 @@ def test_what_uses_a_new_slot_takes_it_from_the_slot(stage):
         assert _depends(value, made)
 
 
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize("devices", [1, 4])
 def test_updates_of_gradients_that_come_at_once_are_one_after_the_other(devices):
     kernels = [made for storage, made, users in written(0, {"batch": devices}) if not users and made.shape.rank == 2]

@@ -215,7 +215,7 @@ BACKBONES = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mesh", "mode"),
     [("gpt2", "batch", "int8"), ("gpt2", "model", None), ("gemma", "batch x model", "int8"), ("gemma", "batch", None)],

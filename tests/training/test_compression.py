@@ -450,6 +450,7 @@ def test_on_other_devices_what_was_not_sent_is_shared_out(tmp_path, saved_as, me
     assert np.isfinite(again.train_on_batch(X, CLASSES))
 
 
+@pytest.mark.slow
 def test_a_run_without_compression_leaves_it_out_and_says_so(tmp_path):
     manager, model = saved(tmp_path)
     with pytest.warns(UserWarning, match="with compressed gradients.*of 4 variables, such as '.*kernel', is left out"):
@@ -458,6 +459,7 @@ def test_a_run_without_compression_leaves_it_out_and_says_so(tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_saved_without_begins_with_zeros(tmp_path):
     manager, _ = saved(tmp_path, compression=None)
     with warnings.catch_warnings():

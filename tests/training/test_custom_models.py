@@ -133,7 +133,7 @@ def fit(model: keras.Model) -> dict:
 
 
 # Each way with one of them, and one of them twice.
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "ways"), [(vae, ("scope", "Model")), (gan, ("as_distributed", "scope"))])
 def test_a_model_of_models_trains_as_on_one_device_through_all_ways(build, ways):
     options = {vae: vae_options, gan: gan_options}[build]

@@ -104,6 +104,7 @@ def test_a_table_has_the_numbers_of_plain_keras_on_one_device(name):
     assert_same(ours, theirs, atol=2e-5 if name == "RMSprop" else 2e-6)
 
 
+@pytest.mark.slow
 def test_squares_are_those_of_each_place_in_which_a_row_was_looked_up(monkeypatch):
     """Keras's meaning of a sparse gradient; premise: added up before they are squared, the numbers would be others."""
     theirs = trained(model, OPTIMIZERS["Adagrad"])
@@ -123,7 +124,7 @@ def test_a_table_is_sharded_at_every_stage(stage):
     assert_same(ours, theirs)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout_map", ["auto", "by hand"])
 @pytest.mark.parametrize("mesh", [{"batch": 2, "model": 2}, {"batch": 1, "model": 4}], ids=str)
 def test_a_table_on_a_mesh_with_a_model_axis(mesh, layout_map):
@@ -245,7 +246,7 @@ def test_lazy_adam_is_that_of_a_reference():
         np.testing.assert_allclose(mine.numpy(), reference, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["momentum", "Adam", "RMSprop", "Adagrad"])
 def test_a_lazy_update_changes_rows_that_were_looked_up_and_no_bit_of_others(name):
     made, _ = trained(model, OPTIMIZERS[name], strategy(sparse="lazy"))
@@ -386,6 +387,7 @@ def test_capacities_grow_by_an_eighth_and_end_with_all():
 # --- The model besides -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_evaluate_predict_and_a_file_that_plain_keras_loads(tmp_path):
     theirs = trained(model, OPTIMIZERS["Adam"])[0]
     ours = trained(model, OPTIMIZERS["Adam"], strategy())[0]
@@ -399,6 +401,7 @@ def test_evaluate_predict_and_a_file_that_plain_keras_loads(tmp_path):
         np.testing.assert_array_equal(mine.numpy(), other.numpy())
 
 
+@pytest.mark.slow
 def test_a_model_that_is_born_in_a_scope():
     keras.utils.set_random_seed(0)
     with strategy().scope():
@@ -634,6 +637,7 @@ class Block(keras.layers.Layer):
         return self.dense(self.table(ids))
 
 
+@pytest.mark.slow
 def test_a_block_with_a_lookup_is_computed_again_without_it():
     def build():
         inputs = keras.Input((3,), dtype="int32")

@@ -206,6 +206,7 @@ def test_variables_that_a_failed_step_may_have_written_are_named():
     strategy.check_consistency(model)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("inside", [False, True], ids=["run", "tf.function around run"])
 def test_a_failing_custom_step_raises_at_that_step(inside: bool):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))

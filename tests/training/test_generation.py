@@ -210,6 +210,7 @@ def test_encoder_decoder_models_are_refused():
         model.generate(inputs, stop_token_ids=None)
 
 
+@pytest.mark.slow
 def test_tfshard_works_without_keras_hub():
     program = (
         "import sys; sys.modules['keras_hub'] = None; import keras, tfshard; tfshard.initialize(1, 'CPU');"

@@ -97,6 +97,7 @@ def test_a_model_that_is_built_after_compile_is_sharded_and_trains_like_one_devi
     assert report.bytes_per_device("slot") > 0
 
 
+@pytest.mark.slow
 def test_layers_that_are_built_late_keep_the_layout_map():
     layout_map = tfshard.LayoutMap()
     layout_map.column(".*up")
@@ -122,6 +123,7 @@ def test_a_layer_that_got_lora_after_training_trains_on_after_compile():
     assert_trains_like(model, trained(reference))
 
 
+@pytest.mark.slow
 def test_a_model_around_one_that_was_traced_leaves_its_variables_where_the_trace_finds_them():
     chosen = strategy()
     keras.utils.set_random_seed(0)
@@ -187,7 +189,7 @@ def test_an_optimizer_is_built_outside_of_the_scope_once_its_model_is_compiled(s
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("way", ["run a function", "run in a function", "run eagerly"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_optimizer_of_a_custom_loop_is_on_the_mesh_or_an_error_names_it(inside: bool, way: str):

@@ -22,7 +22,7 @@ def test_no_loss_and_no_metric_is_wrong():
     assert not {name: outcomes for name, outcomes in documented().items() if "wrong" in " ".join(outcomes)}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("ignore:.*:tfshard.errors.LayoutWarning")
 @table(
     "losses", ("name", "mesh"), itertools.product(LOSSES, MESHES), sample=3,

@@ -47,6 +47,7 @@ def paths() -> dict[str, str]:
     return {"PYTHONPATH": f"{launched.ROOT}{os.pathsep}{launched.HERE}"}
 
 
+@pytest.mark.slow
 def test_no_record_of_a_collective_is_kept_for_a_step():
     assert_no_records(ALONE)
 

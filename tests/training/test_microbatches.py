@@ -254,6 +254,7 @@ def test_batch_statistics_are_those_of_each_part_in_turn():
         np.testing.assert_allclose(value, reference.weights[path], atol=1e-5, err_msg=path)
 
 
+@pytest.mark.slow
 def test_fit_has_the_metrics_of_the_whole_batch_and_each_part_draws_its_own_mask():
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(WIDTH), keras.layers.Dropout(0.5, seed=1, name="dropout"), keras.layers.Dense(4)]
@@ -378,6 +379,7 @@ def own_loop(function):
     return chosen.run(tf.function(lambda *args: function(model, update, *args)), (X,))
 
 
+@pytest.mark.slow
 def test_what_is_not_a_mean_is_not_returned():
     with pytest.raises(tfshard.errors.StrategyError, match=r"scalars that are means.*shape=\(8,\)"):
         own_loop(lambda model, update, x: (update(x), tf.reduce_sum(x, 1)))
@@ -470,7 +472,7 @@ ONCE = {
 }
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONCE)
 def test_gradients_that_are_reduced_once_are_those_of_the_whole_batch(name):
     case = ONCE[name]

@@ -271,7 +271,7 @@ def test_batches_of_1_to_40_samples_train_test_and_predict_as_on_one_device(case
     compare_shapes(case, [(size, 0) for size in range(1, 41)], zero_stage_3())
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -307,6 +307,7 @@ def test_dropout_of_a_shape_that_is_not_among_the_first_draws_the_masks_of_one_d
     assert functions_of(models[0]).takes_open
 
 
+@pytest.mark.slow
 def test_fit_evaluate_and_predict_of_batches_of_many_shapes_match_one_device():
     random = np.random.default_rng(0)
     batches = [CASES["convolved lengths"][2](random, size, 3 + size % 4) for size in (8, 4, 5, 8, 6, 7, 1, 9, 12, 3)]
@@ -374,6 +375,7 @@ def test_a_shape_that_comes_many_times_in_a_row_gets_a_function_of_its_own(monke
     assert trained_on([4, 6, 10, 7, 8, 8, 8, 8]).compiled == step_functions.FIRST + 2
 
 
+@pytest.mark.slow
 def test_a_second_sweep_over_sizes_and_lengths_compiles_nothing_and_takes_no_memory():
     model = compiled("masked lengths", zero_stage_3())
     random = np.random.default_rng(0)
@@ -395,7 +397,6 @@ def test_a_second_sweep_over_sizes_and_lengths_compiles_nothing_and_takes_no_mem
     assert resident() - held < 60, "MiB"
 
 
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("batch_size", "warns"), [(6, True), (8, False)])
 def test_batches_that_the_batch_axis_does_not_divide_are_warned_of_once(monkeypatch, batch_size, warns):
     monkeypatch.setattr(step_functions, "CHEAP", 0)

@@ -50,6 +50,7 @@ def test_the_layers_themselves_are_as_they_were():
     np.testing.assert_array_equal(layer.generator.state.numpy(), before)
 
 
+@pytest.mark.slow
 def test_fit_resumes_with_the_same_augmented_batches(tmp_path):
     launched_failures.check_augmented_resume(tmp_path)
 

@@ -65,7 +65,7 @@ def test_a_quantized_model_trains_to_the_numbers_of_one_device(way, stage):
         np.testing.assert_allclose(found[2][path], weight, rtol=0, atol=2e-5, err_msg=path)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_quantized_model_is_exported_with_its_values(way, tmp_path):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)

@@ -89,6 +89,7 @@ def test_a_clone_is_sharded_under_the_strategy_and_trains_as_one_of_a_plain_mode
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_clone_in_another_scope_is_sharded_under_that_strategy_and_both_train_on():
     def both(chosen, other):
         keras.utils.set_random_seed(0)
@@ -111,6 +112,7 @@ def test_a_clone_in_another_scope_is_sharded_under_that_strategy_and_both_train_
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_what_is_pickled_and_saved_for_serving_is_a_plain_model(tmp_path):
     model = compiled(True)
     model.fit(X, Y, batch_size=8, verbose=0)

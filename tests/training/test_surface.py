@@ -381,6 +381,7 @@ def test_no_data_is_what_it_is_in_keras():
     model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.slow
 def test_batches_of_many_sizes_go_through_reshapes_and_slices_as_on_one_device():
     """Keras traces a step with a batch size that is not known once it has seen two."""
 

@@ -13,6 +13,7 @@ import threaded
 from tfshard.devices import clients, process_lock
 
 
+@pytest.mark.slow
 def test_threads_have_the_numbers_of_one_device_and_end():
     done = launched.run(str(launched.HERE / "threaded.py"), timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -100,7 +101,6 @@ TRACED_BY = {
 }
 
 
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize("traced_by", TRACED_BY)
 def test_threads_that_trace_one_function_do_not_wait_for_each_other(traced_by, monkeypatch):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))

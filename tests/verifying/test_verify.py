@@ -137,6 +137,7 @@ def test_the_model_is_as_before_to_the_bit_and_trains_on():
     assert list(bits(trained).values()) == list(bits(untouched).values()) != list(before.values())
 
 
+@pytest.mark.slow
 def test_embeddings_and_attention_of_a_subclassed_model_under_tensor_parallelism():
     keras.utils.set_random_seed(0)
     layout_map = tfshard.LayoutMap()
