@@ -19,6 +19,10 @@ from tools.bench import common  # noqa: E402
 from tools.mutations import MUTATIONS  # noqa: E402
 
 
+def pytest_report_header():
+    return None if sweeps.SWEEP else "tests: ordinary run; TFSHARD_SWEEP=1 takes every case (docs/testing.md)"
+
+
 def pytest_ignore_collect(collection_path, config):
     """With `-m quick`, files without a quick test are not imported, nor those that need KerasHub where it is not."""
     if config.option.markexpr != "quick" or not collection_path.name.startswith("test_"):
@@ -76,8 +80,3 @@ def heap(request):
     keras.backend.clear_session()
     gc.collect()
     gc.freeze()
-
-
-def pytest_terminal_summary(terminalreporter):
-    if not sweeps.SWEEP and terminalreporter.stats.get("deselected"):
-        terminalreporter.write_line("Cases that an ordinary run leaves out: TFSHARD_SWEEP=1. See docs/testing.md.")
