@@ -199,6 +199,7 @@ for sys.argv in lines:
         assert said.startswith("tfshard: error: ") and REFUSED[line] in said, (line, said)
 
 
+@pytest.mark.slow
 def test_advise_recommends_a_mesh_and_a_stage(script):
     done = command("advise", f"{script}:build", "--devices=4", "--memory_per_device=1GiB", "--batch=64")
     assert done.returncode == 0, done.stderr
