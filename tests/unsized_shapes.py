@@ -229,7 +229,6 @@ LAYERS: dict[str, dict[str, tuple[Callable[[], keras.Layer], Callable[[tf.Tensor
     "convolutions": {
         "Conv1D": (lambda: keras.layers.Conv1D(2, 3), _matrix(lambda z: z[..., None])),
         "Conv1D over rows": (lambda: keras.layers.Conv1D(2, 3, padding="same"), _matrix(lambda z: z[None])),
-        "Conv2D": (lambda: keras.layers.Conv2D(2, 2), _matrix(lambda z: tf.reshape(z, (-1, 2, 2, 1)))),
         "MaxPooling1D": (lambda: keras.layers.MaxPooling1D(2), _matrix(lambda z: z[..., None])),
         "AveragePooling1D": (lambda: keras.layers.AveragePooling1D(2), _matrix(lambda z: z[..., None])),
         "GlobalAveragePooling1D": (keras.layers.GlobalAveragePooling1D, _matrix(lambda z: z[None])),

@@ -62,7 +62,8 @@ def concat(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
         return None
     others = [dim for dim in dims if dim not in (axis, of_samples)]
     on_model = [dim for dim in others if any(samples.is_on_model_axis(part, dim, mesh) for part in parts)]
-    kept = next(iter((*on_model, *others)), None)
+    # A gradient often cannot be followed back. Heads, if the tensor has them, are next to the dim that is joined.
+    kept = next(iter((*on_model, *reversed(others))), None)
     specs = [dtensor.MATCH if dim == kept else dtensor.UNSHARDED for dim in dims]
     if of_samples is not None:
         count = parts[0].shape[of_samples]

@@ -134,6 +134,9 @@ class ShardedVariable(VariableSurface):
 
     @property
     def shape(self) -> tf.TensorShape:
+        # TensorFlow asks it for `tf.ones_like(variable)`; an update that works on the buffer reads the buffer.
+        if self.storage.format.packed and self._is_updated_as_buffer():
+            return tf.TensorShape(self.storage.update_value().shape)
         return tf.TensorShape(self.layout.spec.shape)
 
     def get_shape(self) -> tf.TensorShape:
@@ -229,7 +232,8 @@ class ShardedVariable(VariableSurface):
                 return outside.watched(self, outside.read(self))
             with steps.step_scope(reads_only=True):
                 return transfer.whole(self.value(), self.mesh)
-        if (step := steps.current()) is not None:
+        step = steps.current()  # Not by `:=`, which AutoGraph warns about.
+        if step is not None:
             step.check_read(self)
         if self.storage.waits and _private.in_symbolic_scope():
             # Keras learns shapes there; it is never run.
