@@ -37,6 +37,7 @@ if not command_line.is_answered_alone():
     from tfshard.graph import abstract_model, auto_layout_map
     from tfshard.layouts import EmbeddingTables, LayoutMap, PowerSGD
     from tfshard.measure import profile_network, profile_step
+    from tfshard.operations.local_map import local_map, psum
     from tfshard.pipelining import pipeline
     from tfshard.planning import ParameterAnalyzer, advise, lint, plan, simulate
     from tfshard.training import Model, Sequential, ShardedStrategy, as_distributed, random_map
@@ -73,6 +74,7 @@ __all__ = [
     "initialize",
     "layers",
     "lint",
+    "local_map",
     "measure",
     "pipeline",
     "pipelining",
@@ -81,6 +83,7 @@ __all__ = [
     "presets",
     "profile_network",
     "profile_step",
+    "psum",
     "random_map",
     "simulate",
     "verify",

@@ -1,0 +1,198 @@
+"""Functions of local shards with communication of their own match plain Keras on one device."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import parity
+import tfshard
+
+RS = np.random.RandomState(0)
+MESHES = {
+    "batch4": {"batch": 4},
+    "batch2_model2": {"batch": 2, "model": 2},
+    "replica2_batch2": {"replica": 2, "batch": 2},
+    "dp2_tp2": {"dp": 2, "tp": 2},
+}
+
+
+def axes_of(mesh: str) -> tuple[str, str | None]:
+    """The data axis and the model axis of a mesh."""
+    names = MESHES[mesh]
+    return ("dp" if "dp" in names else "batch"), next((name for name in ("model", "tp") if name in names), None)
+
+
+def normalized(data: str, model: str | None, seen: list):
+    """A product whose inner dim the model axis shards, divided by its norm over the whole batch."""
+
+    def of_shards(x, w, b):
+        seen.append((x.shape.as_list(), w.shape.as_list()))
+        y = tf.matmul(x, w)
+        y = tf.tanh((y if model is None else tfshard.psum(y, model)) + b)
+        total = tfshard.psum(tf.reduce_sum(y * y), data)
+        return y / tf.sqrt(total), total
+
+    return tfshard.local_map(of_shards, [(data, model), (model,), ()], [(data,), ()])
+
+
+def derivatives(function):
+    """A step that returns results, and derivatives of the first and the second order by all arguments."""
+
+    def step(*arguments):
+        with tf.GradientTape() as outer:
+            outer.watch(arguments)
+            with tf.GradientTape() as tape:
+                tape.watch(arguments)
+                y, total = function(*arguments)
+                loss = tf.reduce_sum(tf.sin(y) * tf.range(6, dtype=tf.float32)) + 0.1 * total
+            first = tape.gradient(loss, arguments)
+            squares = tf.add_n([tf.reduce_sum(each**2) for each in first])
+        return [y, total, loss, *first, *outer.gradient(squares, arguments)]
+
+    return step
+
+
+@pytest.mark.parametrize("rows", [8, 6, 7])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_results_and_two_orders_of_derivatives_match_one_device(mesh, rows):
+    data, model = axes_of(mesh)
+    arguments = [tf.constant(RS.normal(size=shape).astype("float32")) for shape in ((rows, 8), (8, 6), (6,))]
+    expected = derivatives(normalized(data, model, []))(*arguments)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]))
+    seen: list = []
+    found = strategy.run(tf.function(derivatives(normalized(data, model, seen))), args=tuple(arguments))
+    devices = strategy.mesh_shape.data_size
+    local = [rows // devices if rows % devices == 0 else rows, 8 if model is None else 4]
+    assert [local, [local[1], 6]] == [list(each) for each in seen[0]], "premise: the function gets local shards"
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6 * max(1.0, np.max(np.abs(theirs))))
+
+
+class OwnDense(keras.layers.Layer):
+    """A row-parallel Dense layer of the user's own, whose output is normalized over the batch."""
+
+    def __init__(self, units: int, axes: tuple[str, str | None], **options):
+        super().__init__(**options)
+        self.units, self.axes = units, axes
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], self.units), name="kernel")
+
+    def call(self, x):
+        data, model = self.axes
+
+        def of_shards(x, kernel):
+            y = tf.matmul(x, kernel)
+            y = y if model is None else tfshard.psum(y, model)
+            return y / (1.0 + tf.sqrt(tfshard.psum(tf.reduce_sum(y * y), data)))
+
+        return tfshard.local_map(of_shards, [(data, model), (model, None)], [(data, None)])(x, self.kernel)
+
+
+@pytest.mark.parametrize(("mesh", "stage"), [("batch4", 3), ("batch2_model2", 1), ("replica2_batch2", 2)])
+def test_a_layer_with_local_map_trains_as_on_one_device(mesh, stage):
+    def build():
+        layers = [keras.layers.Dense(8, "gelu"), OwnDense(6, axes_of(mesh), name="own"), keras.layers.Dense(2)]
+        return keras.Sequential([keras.Input((5,)), *layers])
+
+    batches = [
+        (RS.normal(size=(rows, 5)).astype("float32"), RS.normal(size=(rows, 2)).astype("float32"))
+        for rows in (16, 16, 6)
+    ]
+    # Adam would hide a gradient of another scale.
+    how = {"optimizer": lambda: keras.optimizers.SGD(0.1), "loss": "mse", "steps": 6}
+    reference = parity.train(build, batches, **how)
+    layout_map = tfshard.LayoutMap()
+    if "model" in mesh:
+        layout_map.whole(".*")
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), layout_map, zero_stage=stage)
+    trained = parity.train(build, batches, strategy=strategy, **how)
+    parity.assert_same(trained, reference, rtol=2e-5, atol=2e-6)
+
+
+def test_a_model_with_local_map_may_be_built_under_the_scope():
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    x = RS.normal(size=(8, 5)).astype("float32")
+    with strategy.scope():
+        inputs = keras.Input((5,))
+        model = keras.Model(inputs, OwnDense(6, ("batch", None))(inputs))
+    kernel = model.layers[-1].kernel.numpy()
+    expected = x @ kernel / (1.0 + np.sqrt(np.sum((x @ kernel) ** 2)))
+    np.testing.assert_allclose(model.predict(x, verbose=0, batch_size=8), expected, rtol=2e-5, atol=2e-6)
+
+
+def test_microbatches_take_local_map_too():
+    def build():
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(8), Squared(), keras.layers.Dense(2)])
+
+    batches = [(RS.normal(size=(16, 5)).astype("float32"), RS.normal(size=(16, 2)).astype("float32"))]
+    how = {"optimizer": lambda: keras.optimizers.SGD(0.1), "loss": "mse", "steps": 3}
+    reference = parity.train(build, batches, **how)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), microbatches=2)
+    parity.assert_same(parity.train(build, batches, strategy=strategy, **how), reference, rtol=2e-5, atol=2e-6)
+
+
+class Squared(keras.layers.Layer):
+    """By rows alone, so that microbatches change nothing."""
+
+    def call(self, x):
+        return tfshard.local_map(lambda x: x * x, [("batch",)], [("batch",)])(x)
+
+
+def test_integers_and_structures_go_through():
+    def of_shards(ids, x):
+        return [ids + 1, tfshard.psum({"rows": tf.reduce_sum(ids), "sum": tf.reduce_sum(x)}, "batch")["rows"]]
+
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    mapped = tfshard.local_map(of_shards, [("batch",), ("batch",)], [("batch",), ()])
+    ids, total = strategy.run(tf.function(mapped), args=(tf.range(8), tf.ones((8, 2))))
+    np.testing.assert_array_equal(ids, np.arange(8) + 1)
+    assert int(total) == 28
+
+
+def test_without_a_strategy_the_function_gets_full_tensors():
+    mapped = tfshard.local_map(lambda x: x / tfshard.psum(tf.reduce_sum(x), "batch"), [("batch",)], [("batch",)])
+    np.testing.assert_allclose(mapped(tf.constant([1.0, 3.0])), [0.25, 0.75])
+
+
+OUTSIDE = tf.constant([1.0])
+
+
+def drawing(x):
+    return x + tf.random.stateless_uniform(x.shape, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("function", "layouts", "error", "message"),
+    [
+        (lambda x: x, ([("rows",)], [()]), "LayoutError", "names axis 'rows', which the mesh does not have"),
+        (lambda x: x, ([("batch", None, None)], [()]), "LayoutError", "more entries than the tensor has dims"),
+        (lambda x: x, ([("batch", "batch")], [()]), "LayoutError", "shard one dim of a tensor only"),
+        (lambda x: x, (["batch"], [()]), "LayoutError", "is a tuple with a mesh axis or None"),
+        (lambda x: x, ([("batch",), ()], [()]), "LayoutError", "needs one argument for each entry of in_layouts, 2"),
+        (lambda x: (x, x), ([("batch",)], [("batch",)]), "LayoutError", "returned 2 tensors for 1 entries"),
+        (lambda x: tfshard.psum(x, "model"), ([("batch",)], [()]), "LayoutError", "psum over axis 'model'"),
+        (lambda x: x + OUTSIDE, ([("batch",)], [("batch",)]), "UnsupportedOperationError", "from outside"),
+        (drawing, ([("batch",)], [("batch",)]), "UnsupportedOperationError", "draws random numbers"),
+    ],
+    ids=[
+        "axis", "long", "twice", "text", "arguments", "results", "psum", "outside", "random",
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(function, layouts, error, message):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    with pytest.raises(getattr(tfshard.errors, error), match=message):
+        strategy.run(tf.function(lambda x: tfshard.local_map(function, *layouts)(x)), args=(tf.ones((8, 2)),))
+
+
+def test_an_eager_step_is_told_to_compile():
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    mapped = tfshard.local_map(lambda x: x, [("batch",)], [("batch",)])
+    with pytest.raises(tfshard.errors.UnsupportedOperationError, match="runs in compiled steps"):
+        strategy.run(mapped, args=(tf.ones(8),))
+
+
+def test_psum_outside_of_local_map_is_an_error():
+    with pytest.raises(tfshard.errors.LayoutError, match=r"inside a function of tfshard.local_map"):
+        tfshard.psum(tf.ones(2), "batch")

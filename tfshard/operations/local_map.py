@@ -1,0 +1,335 @@
+"""local_map: run a function on each device's local shards. psum: add up what the devices have.
+
+PyTorch calls it `local_map` (torch.distributed.tensor.experimental), JAX `shard_map`.
+
+DTensor does not expand an operation whose operand is in a "parted" layout: each device computes with its own shard
+(SkipExpansionForPartedLayout in TensorFlow 2.21's dtensor/mlir/spmd_expander.cc). `_to_local` slices a parted tensor in
+the global shape down to the local shape, and declares the result replicated, so DTensor leaves what follows as it is.
+`_from_local` goes back: it gathers by indices that are themselves sharded, in the local shape.
+
+Gradients follow JAX's rule for `shard_map`. The gradient of an output is divided by the number of devices that hold the
+same part of the output; the gradient of an input is added up over the devices that hold the same part of the input; the
+gradient of `psum` is `psum`.
+"""
+
+import contextlib
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.devices import transfer
+from tfshard.errors import LayoutError, UnsupportedOperationError
+from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.variable_layout import Axes
+from tfshard.operations import rows
+
+Layouts: TypeAlias = Sequence[Sequence[str | None] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Map:
+    """One call of `local_map` that is being traced.
+
+    Attributes:
+        mesh: The mesh; None on one device.
+        axes: The axes of the mesh that the call's layouts name.
+        sizes: The size of each. An axis has size 1 here if it does not divide a dim that it should shard.
+    """
+
+    mesh: dtensor.Mesh | None
+    axes: tuple[str, ...]
+    sizes: dict[str, int]
+
+    def copies(self, layout: Axes) -> int:
+        """How many devices hold the same part of a tensor in `layout`."""
+        return math.prod(size for axis, size in self.sizes.items() if axis not in layout)
+
+
+_state = threading.local()
+
+
+@contextlib.contextmanager
+def _tracing(call: _Map) -> Iterator[None]:
+    outer = getattr(_state, "call", None)
+    _state.call = call
+    try:
+        yield
+    finally:
+        _state.call = outer
+
+
+def local_map(
+    fn: Callable[..., Any], in_layouts: Layouts, out_layouts: Layouts, mesh: dtensor.Mesh | None = None
+) -> Callable[..., Any]:
+    """Wrap a function so that each device runs it on its local shards.
+
+    Use it for an operation that DTensor cannot expand, or for communication of your own. Inside `fn`, tensors have
+    their local shapes, and no tensor moves between devices except by `tfshard.psum`. Call the result in a compiled
+    step (a layer, a loss, a `strategy.run`). Where no ShardedStrategy is active and `mesh` is None, the result calls `fn` on the full
+    tensors, so a model gives the same numbers on one device.
+
+    If an axis does not divide the dim that it should shard, as with the last batch of an epoch, every device computes
+    with the full dim, and `psum` over that axis returns its argument.
+
+    Args:
+        fn: Takes one tensor for each entry of `in_layouts`, and returns one tensor, or a list or tuple with one for
+            each entry of `out_layouts`. It may not use tensors or variables from outside, draw random numbers, or
+            write to a variable: pass values as arguments.
+        in_layouts: For each argument, the mesh axis that shards each dim, or None for a dim that is not sharded.
+            Missing entries at the end are None; `()` or None is a replicated tensor.
+        out_layouts: The same for each result. `fn` must return equal values on all devices along axes that a result's
+            layout does not name.
+        mesh: The mesh. By default that of the strategy in whose scope the call is.
+
+    Returns:
+        A function of global tensors that returns global tensors. You can differentiate it to any order.
+
+    Raises:
+        LayoutError: An axis that the mesh does not have, a layout longer than the tensor's rank, or a layout that names
+            an axis twice; a wrong number of arguments or results.
+        UnsupportedOperationError: `fn` uses a tensor from outside or draws random numbers; an eager step calls it.
+
+    Example: a normalization by the norm of the whole batch.
+
+    >>> import tensorflow as tf, tfshard
+    >>> def normalize(x, scale):
+    ...     total = tfshard.psum(tf.reduce_sum(x * x), "batch")
+    ...     return x * scale / tf.sqrt(total)
+    >>> normalize = tfshard.local_map(normalize, in_layouts=[("batch", None), ()], out_layouts=[("batch", None)])
+    >>> normalize(tf.constant([[3.0], [4.0]]), tf.constant(10.0)).numpy().tolist()
+    [[6.0], [8.0]]
+    """
+    ins = [_checked(layout) for layout in in_layouts]
+    outs = [_checked(layout) for layout in out_layouts]
+
+    def mapped(*arguments: Any) -> Any:
+        if len(arguments) != len(ins):
+            raise LayoutError(
+                f"local_map needs one argument for each entry of in_layouts, {len(ins)}. Received: {len(arguments)}"
+            )
+        tensors = [tf.convert_to_tensor(each) for each in arguments]
+        on = _mesh_of_scope() if mesh is None else mesh
+        given = [
+            _padded(layout, tensor.shape, "argument", n)
+            for n, (layout, tensor) in enumerate(zip(ins, tensors, strict=True))
+        ]
+        if on is None:
+            with _tracing(_Map(None, tuple(_named([*ins, *outs])), {})):
+                return fn(*tensors)
+        call = _call(on, given, outs, tensors)
+        if tf.executing_eagerly():
+            raise UnsupportedOperationError(
+                "local_map runs in compiled steps: DTensor has no local shards in eager code. Compile the model "
+                "without run_eagerly=True, or give strategy.run a tf.function."
+            )
+        return _run(fn, call, given, outs, tensors)
+
+    return mapped
+
+
+def psum(value: Any, axis: str) -> Any:
+    """Add up a local tensor over the devices along a mesh axis. Call it inside a function of `tfshard.local_map`.
+
+    Args:
+        value: A tensor of a floating or integer dtype, or a structure of them, in local shapes.
+        axis: An axis that the layouts of the `local_map` name.
+
+    Returns:
+        The sum, of the same shape and dtype, on each of these devices.
+
+    Raises:
+        LayoutError: The call is not inside `local_map`, or no layout of it names `axis`.
+    """
+    call: _Map | None = getattr(_state, "call", None)
+    if call is None:
+        raise LayoutError("psum adds up local tensors: call it inside a function of tfshard.local_map.")
+    if axis not in call.axes:
+        raise LayoutError(
+            f"psum over axis {axis!r}, which no layout of this local_map names. Axes that they name: {call.axes}. "
+            f"Received: axis={axis!r}"
+        )
+    on = call.mesh
+    if on is None or call.sizes[axis] == 1:
+        return value
+    return tf.nest.map_structure(lambda each: _psum(tf.convert_to_tensor(each), (axis,), on), value)
+
+
+# --- checks ------------------------------------------------------------------------------------------
+
+
+def _checked(layout: Sequence[str | None] | None) -> Axes:
+    if isinstance(layout, str) or not (layout is None or isinstance(layout, (list, tuple))):
+        raise LayoutError(
+            "A layout of local_map is a tuple with a mesh axis or None for each dim, such as ('batch', None). "
+            f"Received: {layout!r}"
+        )
+    axes = tuple(layout or ())
+    named = [axis for axis in axes if axis is not None]
+    if len(named) != len(set(named)):
+        raise LayoutError(f"An axis can shard one dim of a tensor only. Received: {axes}")
+    return axes
+
+
+def _padded(layout: Axes, shape: tf.TensorShape, what: str, number: int) -> Axes:
+    if shape.rank is None or len(layout) > shape.rank:
+        raise LayoutError(
+            f"The layout of {what} {number} of local_map has more entries than the tensor has dims. "
+            f"Received: layout={layout}, shape={shape}"
+        )
+    return (*layout, *(None,) * (shape.rank - len(layout)))
+
+
+def _named(layouts: Sequence[Axes]) -> list[str]:
+    return list(dict.fromkeys(axis for layout in layouts for axis in layout if axis is not None))
+
+
+def _call(mesh: dtensor.Mesh, ins: Sequence[Axes], outs: Sequence[Axes], tensors: Sequence[tf.Tensor]) -> _Map:
+    known, named = axis_sizes(mesh), _named([*ins, *outs])
+    for axis in named:
+        if axis not in known:
+            raise LayoutError(
+                f"A layout of local_map names axis {axis!r}, which the mesh does not have. Mesh axes: {tuple(known)}. "
+                f"Received: in_layouts={list(ins)}, out_layouts={list(outs)}"
+            )
+    sizes = {axis: known[axis] for axis in named}
+    for layout, tensor in zip(ins, tensors, strict=True):
+        for sharding, size in zip(layout, tensor.shape, strict=True):
+            if sharding is not None and (size is None or size % known[sharding]):
+                sizes[sharding] = 1
+    return _Map(mesh, tuple(named), sizes)
+
+
+def _mesh_of_scope() -> dtensor.Mesh | None:
+    return getattr(tf.distribute.get_strategy(), "mesh", None)
+
+
+# --- running -----------------------------------------------------------------------------------------
+
+
+def _run(
+    fn: Callable[..., Any], call: _Map, ins: Sequence[Axes], outs: Sequence[Axes], tensors: Sequence[tf.Tensor]
+) -> Any:
+    assert call.mesh is not None
+    mesh = call.mesh
+    used = [tuple(None if axis is None or call.sizes[axis] == 1 else axis for axis in layout) for layout in ins]
+    specs = [
+        tf.TensorSpec(
+            [size if axis is None else size // call.sizes[axis] for size, axis in zip(t.shape, layout, strict=True)],
+            t.dtype,
+        )
+        for t, layout in zip(tensors, used, strict=True)
+    ]
+
+    def local(*arguments: tf.Tensor) -> Any:
+        with _tracing(call):
+            return fn(*arguments)
+
+    local.__name__ = transfer.LOCAL
+    traced = tf.function(local, autograph=False).get_concrete_function(*specs)
+    _check_function(traced)
+    results = tf.nest.flatten(traced.structured_outputs)
+    if len(results) != len(outs):
+        raise LayoutError(
+            f"The function of local_map returned {len(results)} tensors for {len(outs)} entries of out_layouts."
+        )
+    leaving = []
+    for number, (layout, result) in enumerate(zip(outs, results, strict=True)):
+        axes = _padded(layout, result.shape, "result", number)
+        leaving.append(tuple(None if axis is None or call.sizes[axis] == 1 else axis for axis in axes))
+    with rows.inside():
+        entered = [_enter(each, layout, call, mesh) for each, layout in zip(tensors, used, strict=True)]
+        made = tf.nest.flatten(traced(*entered))
+        left = [_leave(each, layout, call, mesh) for each, layout in zip(made, leaving, strict=True)]
+    return tf.nest.pack_sequence_as(traced.structured_outputs, left)
+
+
+def _check_function(traced: Any) -> None:
+    if traced.captured_inputs:
+        names = sorted({getattr(each, "name", "?") for each in traced.captured_inputs})
+        raise UnsupportedOperationError(
+            "The function of local_map uses a tensor or variable from outside. Inside, tensors have local shapes: pass "
+            f"the value as an argument, with its layout. Received: a function that captures {names[:3]}"
+        )
+    types = _private.operation_types(traced.graph)
+    random = sorted(types & _private.ALL_RANDOM_OPS)
+    if random:
+        raise UnsupportedOperationError(
+            "The function of local_map draws random numbers: all devices would draw the same. Draw before, and pass "
+            f"the numbers as an argument. Received: a function with {random[0]}"
+        )
+
+
+def _enter(tensor: tf.Tensor, axes: Axes, call: _Map, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return the local shard. Its gradient is added up over the devices that hold the same shard."""
+
+    def enter(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        over = tuple(axis for axis, size in call.sizes.items() if size > 1 and axis not in axes)
+        return _to_local(tensor, axes, mesh), lambda upstream: _leave(
+            _psum(upstream, over, mesh) if over else upstream, axes, call, mesh
+        )
+
+    return tf.custom_gradient(enter)(tensor) if _is_differentiable(tensor) else _to_local(tensor, axes, mesh)
+
+
+def _leave(tensor: tf.Tensor, axes: Axes, call: _Map, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return the global tensor. Its gradient is divided by the number of devices that hold the same shard."""
+    copies = call.copies(axes)
+
+    def leave(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            own = _enter(upstream, axes, call, mesh)
+            return own / tf.cast(copies, own.dtype) if copies > 1 else own
+
+        return _from_local(tensor, axes, mesh), gradient
+
+    return tf.custom_gradient(leave)(tensor) if _is_differentiable(tensor) else _from_local(tensor, axes, mesh)
+
+
+def _psum(tensor: tf.Tensor, axes: tuple[str, ...], mesh: dtensor.Mesh) -> tf.Tensor:
+    def total(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        summed = tensor
+        with rows.inside():
+            for axis in axes:
+                stacked = _from_local(tf.expand_dims(summed, 0), (axis,) + (None,) * tensor.shape.rank, mesh)
+                summed = transfer.relayout(tf.reduce_sum(stacked, 0), (None,) * tensor.shape.rank, mesh)
+        return summed, lambda upstream: _psum(upstream, axes, mesh)
+
+    return tf.custom_gradient(total)(tensor) if _is_differentiable(tensor) else total(tensor)[0]
+
+
+def _is_differentiable(tensor: tf.Tensor) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def _to_local(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    if not any(axes):
+        return transfer.whole(tensor, mesh)
+    sizes = axis_sizes(mesh)
+    with rows.inside():
+        parted = dtensor.relayout(transfer.relayout(tensor, axes, mesh), transfer.layout(axes, mesh).to_parted())
+        own = parted[
+            tuple(slice(n if axis is None else n // sizes[axis]) for n, axis in zip(tensor.shape, axes, strict=True))
+        ]
+    return transfer.relayout(own, (None,) * tensor.shape.rank, mesh)
+
+
+def _from_local(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    sizes = axis_sizes(mesh)
+    with rows.inside():
+        made = transfer.relayout(tensor, (None,) * tensor.shape.rank, mesh)
+        for dim, axis in enumerate(axes):
+            if axis is None:
+                continue
+            indices = tf.constant(np.tile(np.arange(tensor.shape[dim], dtype="int32"), sizes[axis]))
+            local = dtensor.relayout(
+                transfer.relayout(indices, (axis,), mesh), transfer.layout((axis,), mesh).to_parted()
+            )
+            made = tf.gather(made, local, axis=dim)
+    return transfer.relayout(made, axes, mesh)
