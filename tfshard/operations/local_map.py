@@ -1,13 +1,13 @@
 """local_map: run a function on each device's local shards. psum: add up what the devices have.
 
-PyTorch calls it `local_map` (torch.distributed.tensor.experimental), JAX `shard_map`.
+PyTorch calls it `local_map` (torch.distributed.tensor.experimental), JAX "shard_map".
 
 DTensor does not expand an operation whose operand is in a "parted" layout: each device computes with its own shard
 (SkipExpansionForPartedLayout in TensorFlow 2.21's dtensor/mlir/spmd_expander.cc). `_to_local` slices a parted tensor in
 the global shape down to the local shape, and declares the result replicated, so DTensor leaves what follows as it is.
 `_from_local` goes back: it gathers by indices that are themselves sharded, in the local shape.
 
-Gradients follow JAX's rule for `shard_map`. The gradient of an output is divided by the number of devices that hold the
+Gradients follow the rule of JAX's "shard_map". The gradient of an output is divided by the number of devices that hold the
 same part of the output; the gradient of an input is added up over the devices that hold the same part of the input; the
 gradient of `psum` is `psum`.
 """
@@ -72,8 +72,8 @@ def local_map(
 
     Use it for an operation that DTensor cannot expand, or for communication of your own. Inside `fn`, tensors have
     their local shapes, and no tensor moves between devices except by `tfshard.psum`. Call the result in a compiled
-    step (a layer, a loss, a `strategy.run`). Where no ShardedStrategy is active and `mesh` is None, the result calls `fn` on the full
-    tensors, so a model gives the same numbers on one device.
+    step: in a layer, a loss, or a `strategy.run`. Where no ShardedStrategy is active and `mesh` is None, the result
+    calls `fn` on the full tensors, so a model gives the same numbers on one device.
 
     If an axis does not divide the dim that it should shard, as with the last batch of an epoch, every device computes
     with the full dim, and `psum` over that axis returns its argument.
