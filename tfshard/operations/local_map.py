@@ -7,9 +7,9 @@ DTensor does not expand an operation whose operand is in a "parted" layout: each
 the global shape down to the local shape, and declares the result replicated, so DTensor leaves what follows as it is.
 `_from_local` goes back: it gathers by indices that are themselves sharded, in the local shape.
 
-Gradients follow the rule of JAX's "shard_map". The gradient of an output is divided by the number of devices that hold the
-same part of the output; the gradient of an input is added up over the devices that hold the same part of the input; the
-gradient of `psum` is `psum`.
+Gradients follow the rule of JAX's "shard_map". The gradient of an output is divided by the number of devices that hold
+the same part of the output. The gradient of an input is added up over the devices that hold the same part of the input.
+The gradient of `psum` is `psum`.
 """
 
 import contextlib
