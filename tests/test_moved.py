@@ -17,7 +17,7 @@ def test_what_import_tfshard_shows():
         CheckpointManager CheckpointCallback export import_weights plan lint verify advise auto_layout_map
         abstract_model profile_step profile_network random_map ShardingError
         errors layers callbacks collectives presets planning measure pipeline pipelining PowerSGD EmbeddingTables
-        simulate calibrate
+        simulate calibrate local_map psum
     """
     assert sorted(tfshard.__all__) == sorted(expected.split())
     for name in tfshard.__all__:
