@@ -39,17 +39,20 @@ class _Map:
 
     Attributes:
         mesh: The mesh; None on one device.
-        axes: The axes of the mesh that the call's layouts name.
-        sizes: The size of each. An axis has size 1 here if it does not divide a dim that it should shard.
+        sizes: The size of each axis that the layouts name. It is 1 on one device, and if the axis does not divide a dim
+            that it should shard.
     """
 
     mesh: dtensor.Mesh | None
-    axes: tuple[str, ...]
     sizes: dict[str, int]
 
     def copies(self, layout: Axes) -> int:
         """How many devices hold the same part of a tensor in `layout`."""
         return math.prod(size for axis, size in self.sizes.items() if axis not in layout)
+
+    def sharded(self, layout: Axes) -> Axes:
+        """Return the layout without the axes that have size 1 here."""
+        return tuple(None if axis is None or self.sizes[axis] == 1 else axis for axis in layout)
 
 
 _state = threading.local()
@@ -121,7 +124,7 @@ def local_map(
             for n, (layout, tensor) in enumerate(zip(ins, tensors, strict=True))
         ]
         if on is None:
-            with _tracing(_Map(None, tuple(_named([*ins, *outs])), {})):
+            with _tracing(_Map(None, dict.fromkeys(_named([*ins, *outs]), 1))):
                 return fn(*tensors)
         call = _call(on, given, outs, tensors)
         if tf.executing_eagerly():
@@ -150,10 +153,10 @@ def psum(value: Any, axis: str) -> Any:
     call: _Map | None = getattr(_state, "call", None)
     if call is None:
         raise LayoutError("psum adds up local tensors: call it inside a function of tfshard.local_map.")
-    if axis not in call.axes:
+    if axis not in call.sizes:
         raise LayoutError(
-            f"psum over axis {axis!r}, which no layout of this local_map names. Axes that they name: {call.axes}. "
-            f"Received: axis={axis!r}"
+            f"psum over axis {axis!r}, which no layout of this local_map names. Axes that they name: "
+            f"{tuple(call.sizes)}. Received: axis={axis!r}"
         )
     on = call.mesh
     if on is None or call.sizes[axis] == 1:
@@ -203,7 +206,7 @@ def _call(mesh: dtensor.Mesh, ins: Sequence[Axes], outs: Sequence[Axes], tensors
         for sharding, size in zip(layout, tensor.shape, strict=True):
             if sharding is not None and (size is None or size % known[sharding]):
                 sizes[sharding] = 1
-    return _Map(mesh, tuple(named), sizes)
+    return _Map(mesh, sizes)
 
 
 def _mesh_of_scope() -> dtensor.Mesh | None:
@@ -218,7 +221,7 @@ def _run(
 ) -> Any:
     assert call.mesh is not None
     mesh = call.mesh
-    used = [tuple(None if axis is None or call.sizes[axis] == 1 else axis for axis in layout) for layout in ins]
+    used = [call.sharded(layout) for layout in ins]
     specs = [
         tf.TensorSpec(
             [size if axis is None else size // call.sizes[axis] for size, axis in zip(t.shape, layout, strict=True)],
@@ -239,10 +242,10 @@ def _run(
         raise LayoutError(
             f"The function of local_map returned {len(results)} tensors for {len(outs)} entries of out_layouts."
         )
-    leaving = []
-    for number, (layout, result) in enumerate(zip(outs, results, strict=True)):
-        axes = _padded(layout, result.shape, "result", number)
-        leaving.append(tuple(None if axis is None or call.sizes[axis] == 1 else axis for axis in axes))
+    leaving = [
+        call.sharded(_padded(layout, result.shape, "result", number))
+        for number, (layout, result) in enumerate(zip(outs, results, strict=True))
+    ]
     with rows.inside():
         entered = [_enter(each, layout, call, mesh) for each, layout in zip(tensors, used, strict=True)]
         made = tf.nest.flatten(traced(*entered))
@@ -268,56 +271,46 @@ def _check_function(traced: Any) -> None:
 
 def _enter(tensor: tf.Tensor, axes: Axes, call: _Map, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return the local shard. Its gradient is added up over the devices that hold the same shard."""
-
-    def enter(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        over = tuple(axis for axis, size in call.sizes.items() if size > 1 and axis not in axes)
-        return _to_local(tensor, axes, mesh), lambda upstream: _leave(
-            _psum(upstream, over, mesh) if over else upstream, axes, call, mesh
-        )
-
-    return tf.custom_gradient(enter)(tensor) if _is_differentiable(tensor) else _to_local(tensor, axes, mesh)
+    over = tuple(axis for axis, size in call.sizes.items() if size > 1 and axis not in axes)
+    return rows.with_gradient(
+        lambda tensor, mesh: _to_local(tensor, axes, mesh),
+        lambda upstream, mesh: _leave(_psum(upstream, over, mesh), axes, call, mesh),
+        tensor,
+        mesh,
+    )
 
 
 def _leave(tensor: tf.Tensor, axes: Axes, call: _Map, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return the global tensor. Its gradient is divided by the number of devices that hold the same shard."""
     copies = call.copies(axes)
 
-    def leave(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            own = _enter(upstream, axes, call, mesh)
-            return own / tf.cast(copies, own.dtype) if copies > 1 else own
+    def gradient(upstream: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+        local = _enter(upstream, axes, call, mesh)
+        return local / tf.cast(copies, local.dtype) if copies > 1 else local
 
-        return _from_local(tensor, axes, mesh), gradient
-
-    return tf.custom_gradient(leave)(tensor) if _is_differentiable(tensor) else _from_local(tensor, axes, mesh)
+    return rows.with_gradient(lambda tensor, mesh: _from_local(tensor, axes, mesh), gradient, tensor, mesh)
 
 
 def _psum(tensor: tf.Tensor, axes: tuple[str, ...], mesh: dtensor.Mesh) -> tf.Tensor:
-    def total(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        summed = tensor
+    if not axes:
+        return tensor
+
+    def total(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+        replicated = (None,) * tensor.shape.rank
         with rows.inside():
             for axis in axes:
-                stacked = _from_local(tf.expand_dims(summed, 0), (axis,) + (None,) * tensor.shape.rank, mesh)
-                summed = transfer.relayout(tf.reduce_sum(stacked, 0), (None,) * tensor.shape.rank, mesh)
-        return summed, lambda upstream: _psum(upstream, axes, mesh)
+                stacked = _from_local(tf.expand_dims(tensor, 0), (axis, *replicated), mesh)
+                tensor = transfer.relayout(tf.reduce_sum(stacked, 0), replicated, mesh)
+        return tensor
 
-    return tf.custom_gradient(total)(tensor) if _is_differentiable(tensor) else total(tensor)[0]
-
-
-def _is_differentiable(tensor: tf.Tensor) -> bool:
-    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+    return rows.with_gradient(total, lambda upstream, mesh: _psum(upstream, axes, mesh), tensor, mesh)
 
 
 def _to_local(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     if not any(axes):
         return transfer.whole(tensor, mesh)
-    sizes = axis_sizes(mesh)
     with rows.inside():
-        parted = dtensor.relayout(transfer.relayout(tensor, axes, mesh), transfer.layout(axes, mesh).to_parted())
-        own = parted[
-            tuple(slice(n if axis is None else n // sizes[axis]) for n, axis in zip(tensor.shape, axes, strict=True))
-        ]
-    return transfer.relayout(own, (None,) * tensor.shape.rank, mesh)
+        return rows.local_shard(transfer.relayout(tensor, axes, mesh), axes, mesh)
 
 
 def _from_local(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:

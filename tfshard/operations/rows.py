@@ -78,12 +78,12 @@ def inside() -> contextlib.AbstractContextManager[Any]:
 
 def enter(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Of a tensor `(B, ...)`, the `(B / devices, ...)` that a device has. The batch axis divides B."""
-    return _with_gradient(_enter, leave, tensor, mesh)
+    return with_gradient(_enter, leave, tensor, mesh)
 
 
 def leave(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Of what each device has, `(b, ...)`, the tensor `(b * devices, ...)` that the batch axis shards."""
-    return _with_gradient(_leave, enter, tensor, mesh)
+    return with_gradient(_leave, enter, tensor, mesh)
 
 
 def enter_shard(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -99,29 +99,36 @@ def enter_shard(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
         tensor = transfer.by_sample(tensor, mesh)
     sizes = axis_sizes(mesh)
     axes = (sizes.data, *axes[1:])
-    own = dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
-    # Of what a device has these are all, so that nothing is copied: what a product takes waits for the backward pass.
-    shards = (sizes.data_size, *(1 if axis is None else sizes[axis] for axis in axes[1:]))
-    own = own[tuple(slice(None if n == 1 else size // n) for size, n in zip(tensor.shape, shards, strict=True))]
-    return transfer.relayout(own, (None,) * own.shape.rank, mesh)
+    return local_shard(tensor, axes, mesh)
+
+
+def local_shard(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return the local shard of a tensor in layout `axes`, in the local shape. You cannot differentiate it."""
+    sizes = axis_sizes(mesh)
+    local = dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
+    # The slice covers all that a device has, so nothing is copied: what a product takes waits for the backward pass.
+    shards = [1 if axis is None else sizes[axis] for axis in axes]
+    local = local[tuple(slice(None if n == 1 else size // n) for size, n in zip(tensor.shape, shards, strict=True))]
+    return transfer.relayout(local, (None,) * local.shape.rank, mesh)
 
 
 def shared(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """A tensor that is the same for all rows; its gradient is the sum of those that the devices have."""
-    return _with_gradient(lambda tensor, mesh: tf.identity(tensor), total, tensor, mesh)
+    return with_gradient(lambda tensor, mesh: tf.identity(tensor), total, tensor, mesh)
 
 
 def total(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """The sum of the tensors that the devices have, the same on all of them."""
-    return _with_gradient(_total, shared, tensor, mesh)
+    return with_gradient(_total, shared, tensor, mesh)
 
 
-def _with_gradient(
+def with_gradient(
     forward: Callable[[tf.Tensor, dtensor.Mesh], tf.Tensor],
     backward: Callable[[tf.Tensor, dtensor.Mesh], tf.Tensor],
     tensor: tf.Tensor,
     mesh: dtensor.Mesh,
 ) -> tf.Tensor:
+    """Return `forward(tensor, mesh)`, whose gradient is `backward(upstream, mesh)`."""
     if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
         return forward(tensor, mesh)
 

@@ -135,9 +135,7 @@ class ShardedVariable(VariableSurface):
     @property
     def shape(self) -> tf.TensorShape:
         # TensorFlow asks it for `tf.ones_like(variable)`; an update that works on the buffer reads the buffer.
-        if self.storage.format.packed and self._is_updated_as_buffer():
-            return tf.TensorShape(self.storage.update_value().shape)
-        return tf.TensorShape(self.layout.spec.shape)
+        return tf.TensorShape(self.layout.update_shape if self._is_updated_as_buffer() else self.layout.spec.shape)
 
     def get_shape(self) -> tf.TensorShape:
         return self.shape
