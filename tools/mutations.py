@@ -963,8 +963,8 @@ MUTATIONS = [
     Mutation(
         area="operations",
         function="tfshard.operations.rows:shared",
-        old="    return _with_gradient(lambda tensor, mesh: tf.identity(tensor), total, tensor, mesh)",
-        new="    return _with_gradient(lambda tensor, mesh: tf.identity(tensor), shared, tensor, mesh)",
+        old="    return with_gradient(lambda tensor, mesh: tf.identity(tensor), total, tensor, mesh)",
+        new="    return with_gradient(lambda tensor, mesh: tf.identity(tensor), shared, tensor, mesh)",
         what="the gradient of what all rows use is that of one device's rows",
         killed_by="tests/operations/test_control_flow.py::test_results_and_gradients_are_those_of_one_device[batch4-map_fn of all rows]",
     ),
