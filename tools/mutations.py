@@ -680,7 +680,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="adapters",
-        function="tfshard.training.adoption:Adopter._install",
+        function="tfshard.training.attached_model:AttachedModel._patch_layers",
         old="        adapters.install(model)\n",
         new="",
         what="the gradient of a whole kernel is reduced for that of its adapter",
@@ -713,15 +713,15 @@ MUTATIONS = [
     ),
     Mutation(
         area="placement",
-        function="tfshard.training.adoption:take_over",
-        old="    placed = strategy._placed(model, anew=True)",
-        new="    placed = strategy._placed(model)",
+        function="tfshard.training.attached_model:AttachedModel.move_from_other",
+        old="placed = self._layouts(ignore_stored=True)",
+        new="placed = self._layouts()",
         what="a model that is taken over stays in the groups of the strategy before",
         killed_by="tests/training/test_taking_over.py::test_a_model_trains_on_under_another_strategy[two devices to stage 3-new optimizer]",
     ),
     Mutation(
         area="placement",
-        function="tfshard.training.adoption:_give_up",
+        function="tfshard.training.attached_model:AttachedModel.detach",
         old="    layer_patch.undo(model, layer_patch.OF_MESHES)",
         new="    layer_patch.undo(model, ())",
         what="layers of a model that is taken over compute on the mesh before",
@@ -809,8 +809,8 @@ MUTATIONS = [
     ),
     Mutation(
         area="birth",
-        function="tfshard.training.adoption:Adopter.place_waiting",
-        old="                reshard.settle(self._placed(model), self.mesh, waiting=True)\n",
+        function="tfshard.training.births:move_waiting",
+        old="            attached(model, strategy).move_waiting()\n",
         new="",
         what="a file of weights waits on the host for the end of the scope",
         killed_by="tests/training/test_birth.py::test_a_file_of_weights_goes_to_the_devices_one_variable_after_the_other[mlp-auto]",
@@ -841,8 +841,8 @@ MUTATIONS = [
     ),
     Mutation(
         area="birth",
-        function="tfshard.training.adoption:Adopter.adopt_born",
-        old="and not self._is_in_functions(model)",
+        function="tfshard.training.births:attach_born",
+        old="and not _is_in_functions(model, strategy)",
         new="",
         what="a model that a loop's first step built is moved when another is born",
         killed_by="tests/training/test_own_steps.py"
@@ -1620,7 +1620,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="planning",
-        function="tfshard.training.placements:Placer.place",
+        function="tfshard.training.strategy_base:StrategyBase.place",
         old="layout_map=layout_map)\n        return ModelPlacement",
         new="layout_map=layout_map, offload=type(self.config.offload)())\n        return ModelPlacement",
         what="slots on the host are planned on the devices",
@@ -1628,7 +1628,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="GPUs",
-        function="tfshard.training.adoption:Adopter._install",
+        function="tfshard.training.attached_model:AttachedModel._patch_layers",
         old="            layer.supports_jit = False",
         new="            layer.supports_jit = True",
         what="Keras has XLA compile plain models around sharded layers",

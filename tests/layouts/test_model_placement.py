@@ -14,6 +14,7 @@ from tfshard.layouts.config import ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.storage.variables import ShardedVariable
+from tfshard.training.attached_model import attached
 
 RS = np.random.RandomState(0)
 X, Y = RS.normal(size=(8, 16)).astype("float32"), RS.normal(size=(8, 3)).astype("float32")
@@ -109,7 +110,7 @@ def test_a_report_names_a_variable_that_is_elsewhere():
     current = model.get_layer("last").bias.value
     current.move(chosen.plan_variable(current.layout.spec))
     assert chosen.report(model).misplaced == ("last/bias",)
-    chosen.group_variables(model)
+    attached(model, chosen).group_variables()
     assert chosen.report(model).misplaced == ()
 
 

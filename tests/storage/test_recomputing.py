@@ -10,6 +10,7 @@ import parity
 import tfshard
 from tfshard.operations import layer_patch
 from tfshard.storage import recomputing
+from tfshard.training import attached_model
 
 RS = np.random.RandomState(0)
 WIDTH = 16
@@ -106,16 +107,18 @@ def run(name, mesh, stage, *, recompute=None, scope=None):
     return losses, weights, sum(again)
 
 
-def recomputing_with(strategy):
-    """A strategy that computes the blocks of each model again."""
-    original = strategy.adopt_model
+@contextlib.contextmanager
+def blocks_recomputed():
+    """While this is open, each model that is attached to a strategy recomputes its blocks."""
+    original = attached_model.AttachedModel.attach
 
-    def adopted(model):
-        original(model)
-        strategy.recompute(model)
+    def attach(self):
+        original(self)
+        self.strategy.recompute(self.model)
 
-    strategy.adopt_model = adopted
-    return strategy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attached_model.AttachedModel, "attach", attach)
+        yield
 
 
 @pytest.mark.sweep(1)
@@ -240,10 +243,10 @@ def test_what_is_known_when_a_step_is_traced_stays_known():
     batches = [(X[:8], Y[:8]), (X[8:], Y[8:])]
     reference = parity.train(build, batches, optimizer=lambda: keras.optimizers.Adam(1e-2), loss="mse", steps=4)
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
-    found = parity.train(
-        build, batches, optimizer=lambda: keras.optimizers.Adam(1e-2), loss="mse",
-        strategy=recomputing_with(strategy), steps=4,
-    )  # fmt: skip
+    with blocks_recomputed():
+        found = parity.train(
+            build, batches, optimizer=lambda: keras.optimizers.Adam(1e-2), loss="mse", strategy=strategy, steps=4
+        )
     assert layer_patch.BLOCK in {patch.change for patch in layer_patch.patches_of(found.model)}, "premise"
     parity.assert_same(found, reference, rtol=1e-5, atol=1e-5, slots=False)
 
@@ -327,9 +330,10 @@ def test_a_tensor_of_a_block_that_others_use_stays():
 
     batches = [(X[:8], Y[:8]), (X[8:], Y[8:])]
     reference = parity.train(build, batches, optimizer=lambda: keras.optimizers.Adam(1e-2), loss="mse", steps=4)
-    strategy = recomputing_with(tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
-    found = parity.train(
-        build, batches, optimizer=lambda: keras.optimizers.Adam(1e-2), loss="mse", strategy=strategy, steps=4
-    )
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    with blocks_recomputed():
+        found = parity.train(
+            build, batches, optimizer=lambda: keras.optimizers.Adam(1e-2), loss="mse", strategy=strategy, steps=4
+        )
     assert layer_patch.BLOCK in {patch.change for patch in layer_patch.patches_of(found.model)}, "premise"
     parity.assert_same(found, reference, rtol=1e-5, atol=1e-5, slots=False)

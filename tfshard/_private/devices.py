@@ -18,6 +18,8 @@ from tensorflow.dtensor.python import api as _dtensor_api
 from tensorflow.dtensor.python import dtensor_device as _dtensor_device
 from tensorflow.experimental import dtensor
 
+from tfshard._private import patches
+
 
 def give_own_device(mesh: dtensor.Mesh) -> None:
     """Functions on this mesh run while others run on other meshes. Before the first tensor is there."""
@@ -45,7 +47,7 @@ def set_device_in(context: Callable[[], contextlib.AbstractContextManager[None]]
         return entered
 
     for name in ("_experimental_default_mesh", "_default_layout"):
-        setattr(cls, name, in_context(getattr(cls, name)))
+        patches.replace(cls, name, in_context(getattr(cls, name)), "one thread at a time sets DTensor's default mesh")
     pack = cls.pack
 
     @functools.wraps(pack)
@@ -53,7 +55,7 @@ def set_device_in(context: Callable[[], contextlib.AbstractContextManager[None]]
         with context():
             return pack(*args, **kwargs)
 
-    cls.pack = pack_in_context
+    patches.replace(cls, "pack", pack_in_context, "one thread at a time uses DTensor's device")
     tensor = next(each for each in tf.__internal__.EagerTensor.__mro__ if "_numpy" in vars(each))
     numpy = tensor._numpy
 
@@ -65,7 +67,7 @@ def set_device_in(context: Callable[[], contextlib.AbstractContextManager[None]]
         with context():
             return numpy(self)
 
-    tensor._numpy = numpy_in_context
+    patches.replace(tensor, "_numpy", numpy_in_context, "one thread at a time reads a tensor of a mesh")
 
 
 class _Devices:

@@ -20,6 +20,8 @@ from tensorflow.python.framework import function as _function
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.ops import ctc_ops as _ctc_ops
 
+from tfshard._private import patches
+
 _known: set[str] = set()
 
 _DTENSOR = "DTensor"
@@ -129,7 +131,8 @@ def give_own_names_after(graph: tf.Graph, ended: Callable[[], object]) -> None:
             finally:
                 give_own_names(ended)
 
-    context.call_function = call_function
+    reason = "a function that runs a step holds the process's lock and waits for its devices"
+    patches.replace(context, "call_function", call_function, reason)
 
 
 def _note_functions_with_steps() -> None:
@@ -145,7 +148,8 @@ def _note_functions_with_steps() -> None:
             weakref.finalize(function, _functions_with_steps.discard, text)
         return function
 
-    _atomic_function.from_func_graph = make_noted
+    reason = "records which functions run a step"
+    patches.replace(_atomic_function, "from_func_graph", make_noted, reason)
 
 
 def _runs_steps(graph: Any) -> bool:
@@ -289,7 +293,7 @@ def around_function_calls(context: Callable[[Any, Any], contextlib.AbstractConte
         with context(self, (args, kwds)):
             return call(self, *args, **kwds)
 
-    cls.__call__ = call_in_context
+    patches.replace(cls, "__call__", call_in_context, "one thread at a time calls a function that runs a step")
 
 
 class _Tracing(threading.local):
@@ -324,7 +328,8 @@ def note_function_locks() -> None:
         finally:
             _tracing.locks.pop()
 
-    _tracing_compilation.trace_function = trace_noted
+    reason = "records which functions a thread is tracing, so that a step can release their locks"
+    patches.replace(_tracing_compilation, "trace_function", trace_noted, reason)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from tensorflow.python.ops import handle_data_util as _handle_data_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 from tensorflow.python.ops import while_v2 as _while_v2
 
+from tfshard._private import patches
 from tfshard._private.threads import in_this_thread
 
 # What attributes begin with in which TensorFlow keeps what it tracks of an object (`AutoTrackable`).
@@ -413,7 +414,9 @@ def run_when_used(names: Iterable[str]) -> None:
 
     Else it would run them in the order in which they were added to the graph, also against that of their operands.
     """
-    _auto_control_deps.ASYNC_STATEFUL_OPS |= frozenset(names)
+    reason = "collectives run where their results are used"
+    found = _auto_control_deps.ASYNC_STATEFUL_OPS | frozenset(names)
+    patches.replace(_auto_control_deps, "ASYNC_STATEFUL_OPS", found, reason)
 
 
 def run_bodies_apart() -> None:
@@ -428,7 +431,8 @@ def run_bodies_apart() -> None:
         if lower_using_switch_merge is not None:
             _lower(operation, lower_using_switch_merge)
 
-    _control_flow_util_v2.maybe_set_lowering_attr = set_if_told
+    reason = "loops and branches wait for the operations before them"
+    patches.replace(_control_flow_util_v2, "maybe_set_lowering_attr", set_if_told, reason)
 
 
 _lower = _control_flow_util_v2.maybe_set_lowering_attr

@@ -1,10 +1,13 @@
 """Keras models, their layers and their metrics: parts, names, strategies and step functions."""
 
 import contextlib
+import functools
 import gc
 import math
 import sys
+import threading
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, BinaryIO
 
@@ -18,12 +21,14 @@ from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
 from keras.src.saving import object_registration as _object_registration
 from keras.src.utils import naming as _naming
 
+from tfshard._private import patches
+
 
 def add_to_compile(make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
     """Puts what `make` makes of it in the place of every Keras model's own `compile`. A class is compared with the one
     that has it (`Trainer.compile`) where a saved model is compiled, so it is replaced there."""
     (trainer,) = (cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
-    trainer.compile = make(trainer.compile)
+    patches.replace(trainer, "compile", make(trainer.compile), "takes strategy=")
 
 
 def add_to_own_compiles(make: Callable[[type], None]) -> None:
@@ -49,7 +54,8 @@ def add_to_own_compiles(make: Callable[[type], None]) -> None:
         if "compile" in vars(cls):
             make(cls)
 
-    keras.Model.__init_subclass__ = classmethod(init_subclass)
+    reason = "lets a compile that a class defines take strategy="
+    patches.replace(keras.Model, "__init_subclass__", classmethod(init_subclass), reason)
 
 
 def set_distribute_strategy(
@@ -233,25 +239,54 @@ def register_same_name(cls: type, original: type) -> None:
         _object_registration.GLOBAL_CUSTOM_NAMES[cls] = registered
 
 
-def traced_models() -> list[keras.Model]:
-    """The Keras models that have made a step function (`Trainer.train_function` and its like)."""
-    names = ("train_function", "test_function", "predict_function")
-    models = [found for found in gc.get_objects() if issubclass(type(found), keras.Model)]
-    return [model for model in models if any(getattr(model, name, None) is not None for name in names)]
+_recorded_models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+_recording = threading.Lock()
 
 
-def live_models(strategy: tf.distribute.Strategy) -> list[keras.Model]:
-    """The Keras models that were built under `strategy`.
+def record_models() -> None:
+    """Record every Keras model from now on, weakly, when its constructor stores the strategy (`Trainer.__init__`).
 
-    Keras tells a strategy nothing of its models, so they are found among the objects that refer to it.
+    Keras tells a strategy nothing about its models. Models that exist already are found among all objects, once.
     """
-    found = []
-    for referrer in gc.get_referrers(strategy):
-        if isinstance(referrer, keras.Model):
-            found.append(referrer)
-        elif isinstance(referrer, dict) and referrer.get("_distribute_strategy") is strategy:
-            found += [owner for owner in gc.get_referrers(referrer) if isinstance(owner, keras.Model)]
-    return found
+    trainer = next(cls for cls in keras.Model.__mro__ if "__init__" in vars(cls) and "fit" in vars(cls))
+    init = trainer.__init__
+
+    @functools.wraps(init)
+    def recorded_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _record(self)
+
+    patches.replace(trainer, "__init__", recorded_init, "records each model, to find the models of a strategy")
+    for found in gc.get_referrers(*_subclasses(keras.Model)):
+        if issubclass(type(found), keras.Model):
+            _record(found)
+
+
+def _record(model: Any) -> None:
+    if issubclass(type(model), keras.Model):
+        with _recording:
+            _recorded_models.add(model)
+
+
+def _subclasses(cls: type) -> list[type]:
+    below: list[type] = cls.__subclasses__()
+    return [cls, *(found for each in below for found in _subclasses(each))]
+
+
+def _models() -> list[keras.Model]:
+    with _recording:
+        return list(_recorded_models)
+
+
+def traced_models() -> list[keras.Model]:
+    """Return the Keras models that have made a step function (`Trainer.train_function` and its like)."""
+    names = ("train_function", "test_function", "predict_function")
+    return [model for model in _models() if any(getattr(model, name, None) is not None for name in names)]
+
+
+def models_under(strategy: tf.distribute.Strategy) -> list[keras.Model]:
+    """Return the Keras models that were built or compiled under `strategy` (`_distribute_strategy`)."""
+    return [model for model in _models() if getattr(model, "_distribute_strategy", None) is strategy]
 
 
 def lookup_table(layer: keras.layers.IntegerLookup) -> tuple[np.ndarray, np.ndarray, int]:

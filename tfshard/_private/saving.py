@@ -13,6 +13,8 @@ from keras.src.saving import saving_lib as _saving_lib
 from tensorflow.python.checkpoint import checkpoint as _checkpoint
 from tensorflow.python.checkpoint import checkpoint_management as _checkpoint_management
 
+from tfshard._private import patches
+
 Context: TypeAlias = contextlib.AbstractContextManager[Any]
 
 
@@ -68,7 +70,7 @@ def write_checkpoints_in(
         (_checkpoint_management, "_delete_file_if_exists", write_here),
     )
     for owner, name, version in changed:
-        _replace(owner, name, version)
+        _replace(owner, name, version, "one client of a launched run writes, and the others wait for the file")
 
 
 def write_models_in(file: Callable[[keras.Model, str], Context]) -> None:
@@ -79,15 +81,16 @@ def write_models_in(file: Callable[[keras.Model, str], Context]) -> None:
         with file(model, filepath) as place:
             return original(model, place, *args, **kwargs)
 
-    _replace(_saving_lib, "save_model", save)
-    _replace(_legacy_h5_format, "save_model_to_hdf5", save)
+    reason = "one client of a launched run writes a model"
+    _replace(_saving_lib, "save_model", save, reason)
+    _replace(_legacy_h5_format, "save_model_to_hdf5", save, reason)
 
 
-def _replace(owner: Any, name: str, version: Callable[..., Any]) -> None:
+def _replace(owner: Any, name: str, version: Callable[..., Any], reason: str) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return version(original, *args, **kwargs)
 
-    setattr(owner, name, replaced)
+    patches.replace(owner, name, replaced, reason)

@@ -14,6 +14,7 @@ from tfshard import _private
 from tfshard.errors import CheckpointError
 from tfshard.graph import inventory, model_specs
 from tfshard.storage.variables import ShardedVariable
+from tfshard.training.attached_variables import attach_optimizer
 from tfshard.training.strategy import ShardedStrategy
 
 GLOBAL_SEED = "seed/global"
@@ -300,7 +301,7 @@ def build_optimizers(model: keras.Model, named: Iterable[NamedOptimizer]) -> Non
         if each.optimizer.built or each.variables is None:
             continue
         if isinstance(strategy, ShardedStrategy):
-            strategy.adopt_optimizer(each.optimizer)  # It may have been made outside of the scope.
+            attach_optimizer(each.optimizer, strategy)  # It may have been made outside of the scope.
         with strategy.scope() if strategy is not None else contextlib.nullcontext():
             each.optimizer.build(list(each.variables))
 

@@ -20,6 +20,7 @@ from tfshard.pipelining import schedules
 from tfshard.pipelining.cut import CutModel, cut
 from tfshard.pipelining.pipeline import Pipeline
 from tfshard.training import failures
+from tfshard.training.attached_variables import attach_global_seed, attach_variables
 from tfshard.training.models import Distributed, as_distributed
 from tfshard.training.strategy import ShardedStrategy
 
@@ -57,7 +58,7 @@ class _Pipelined(Distributed):
         if known is None:
             _pipelines[self] = Pipeline(self, how.made, strategy, how.schedule, how.microbatches)
         pipeline = _pipelines[self]
-        strategy.in_parts.add(self)
+        strategy.pipelined_models.add(self)
         pipeline.place()
         _private.set_distribute_strategy(self, strategy)
         with strategy.scope():
@@ -83,14 +84,14 @@ class _Pipelined(Distributed):
         """The pipeline, with whatever the model got since the last step on the mesh of a rank."""
         pipeline = _pipelines[self]
         strategy = pipeline.strategy
-        strategy.adopt_global_seed()
+        attach_global_seed(strategy)
         seen = _private.structure(self)
         if _structures.get(self) != seen:
             pipeline.place()
             pipeline.forget()
         pipeline.place_optimizer()
         for metric in _private.compiled_metrics(self):
-            strategy.adopt(metric.variables)
+            attach_variables(metric.variables, strategy)
         _structures[self] = _private.structure(self)
         return pipeline
 

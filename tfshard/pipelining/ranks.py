@@ -20,6 +20,8 @@ from tfshard.pipelining.cut import CutModel, Part
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.training import reshard
+from tfshard.training.attached_model import attached
+from tfshard.training.attached_variables import attach_variables, create_slot
 from tfshard.training.microbatches import sharded_of
 from tfshard.training.strategy import ShardedStrategy
 
@@ -86,9 +88,9 @@ def place(ranks: list[Rank]) -> None:
         for variable, _ in inventory.owned_variables(part.model):
             if home.setdefault(id(variable), at) != at and id(variable) not in rank.mirrors:
                 rank.mirrors[id(variable)] = variable, _copy(variable)
-        rank.strategy.own_parts.add(part.model)
+        rank.strategy.stage_models.add(part.model)
         with rank.seen():
-            rank.strategy.adopt_model(part.model)
+            attached(part.model, rank.strategy).attach()
 
 
 def _copy(variable: keras.Variable) -> tf.Variable:
@@ -121,9 +123,9 @@ def place_optimizer(ranks: list[Rank], optimizer: keras.optimizers.Optimizer) ->
                 continue
             spec, options = inventory.variable_spec(variable, None), reshard.options_of(current)
             strategy = by_mesh[reference.mesh.to_string()].strategy
-            slot = strategy.create_slot(transfer.to_host(current), spec, reference, part, **options)
+            slot = create_slot(transfer.to_host(current), spec, reference, part, strategy, **options)
             _private.set_backend_variable(variable, slot)
-    ranks[-1].strategy.adopt(shared)
+    attach_variables(shared, ranks[-1].strategy)
     for rank in ranks[:-1]:
         for variable in shared:
             if id(variable) not in rank.shared:

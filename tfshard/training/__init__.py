@@ -3,13 +3,16 @@
 Read `models` first, where `compile(strategy=...)` is, then `strategy`.
 
     models        `as_distributed`, `Model`, `Sequential`
-    strategy      `ShardedStrategy`, a Placer and an Adopter: what a step runs, and what is known of a model
-    hooks         what tf.distribute and Keras call on a strategy
-    step_functions  what Keras calls for a step, by the shapes of batches
-    microbatches  a training step that takes its batch in parts
-    readiness     a model checked before a step, and made ready for it
-    adoption      `Adopter`: models, with their optimizers and metrics, brought to the mesh
-    placements    `Placer`: where the variables of a model go
+    mesh_step     `MeshStep`: the step functions that Keras calls
+    strategy      `ShardedStrategy`: what a user calls
+    strategy_base `StrategyBase`: the settings of a strategy on a mesh, and its models
+    attached_model  `AttachedModel`: a model whose variables a strategy shards
+    attached_variables  variables of optimizers and metrics
+    births        models that are built under `strategy.scope()`
+    hooks         the methods that tf.distribute and Keras call on a strategy
+    step_functions  the step functions of a model, by the shapes of batches
+    microbatches  a training step that takes its batch in microbatches
+    readiness     checks on the process and on the arguments of a step
     reshard       variables brought to their places, and moved
     watching      callbacks that are told what each step is run on
     output_losses how much a batch counts in the metrics of several outputs' losses

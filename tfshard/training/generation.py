@@ -23,7 +23,7 @@ from tfshard.graph import inventory
 from tfshard.layouts.layout_map import layer_dim
 from tfshard.layouts.variable_layout import Axes
 from tfshard.storage.variables import ShardedVariable
-from tfshard.training import readiness
+from tfshard.training import attached_model
 from tfshard.training.strategy import ShardedStrategy
 
 
@@ -56,7 +56,7 @@ class _Generates(_KerasModel):  # type: ignore[misc]  # KerasHub has no types.
 
         def generate(inputs: Any, stop_token_ids: Any = None) -> Any:
             _check_can_generate(self)
-            readiness.make_ready(self, strategy)
+            attached_model.attached(self, strategy).refresh()
             before, _active.generating = _active.generating, self
             try:
                 # What is not a forward pass is arithmetic on the host, also on a machine with accelerators.

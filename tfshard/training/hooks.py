@@ -20,8 +20,9 @@ from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.initial_values import HostValue, InitialValue
 from tfshard.storage.steps import AddUp, UpdatedWith, current, is_outside, step_scope, update_scope
 from tfshard.storage.variables import ShardedVariable
-from tfshard.training import datasets, microbatches, readiness
-from tfshard.training.adoption import Adopter
+from tfshard.training import births, datasets, microbatches, readiness
+from tfshard.training.attached_variables import create_slot
+from tfshard.training.strategy_base import StrategyBase
 
 
 class _ReplicaContext(tf.distribute.ReplicaContext):  # type: ignore[misc]  # TensorFlow has no types.
@@ -61,9 +62,9 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         super().__init__(strategy)
         self._run = _Run()
 
-    def _strategy(self) -> Adopter:
+    def _strategy(self) -> StrategyBase:
         """The strategy, as far as its hooks know it."""
-        strategy: Adopter = self._container_strategy()
+        strategy: StrategyBase = self._container_strategy()
         return strategy
 
     @contextlib.contextmanager
@@ -124,7 +125,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         if optimizer is not None:
             reference = colocate_with if isinstance(colocate_with, ShardedVariable) else None
             inventory.note_optimizer(callers)
-            return strategy.create_slot(host, spec, reference, optimizer, name=name, options=options)
+            return create_slot(host, spec, reference, optimizer, strategy, name=name, options=options)
         layout = strategy.plan_variable(spec)
         # A large one goes to its place now. A small one waits for its group: until the scope ends, or it is used.
         waits = strategy.may_move(layout)
@@ -132,9 +133,9 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             host = np.array(host)  # It is a view.
         born = ShardedVariable(
             host, layout=layout, mesh=strategy.mesh, trainable=spec.trainable, name=name, options=options,
-            waits=strategy.place_waiting if waits else None,
+            waits=functools.partial(births.move_waiting, strategy=strategy) if waits else None,
         )  # fmt: skip
-        strategy.note_birth(born, in_step=is_traced)
+        births.note_birth(born, strategy, in_step=is_traced)
         if owner is not None:
             assignments.install(owner, born)
         return born
@@ -468,7 +469,7 @@ class _ValueContext(tf.distribute.experimental.ValueContext):  # type: ignore[mi
         super().__init__(replica_id_in_sync_group=0, num_replicas_in_sync=1)
 
 
-def _adding_up(strategy: Adopter, *, exactly: bool) -> AddUp | None:
+def _adding_up(strategy: StrategyBase, *, exactly: bool) -> AddUp | None:
     """How a traced step adds up gradients, if not all as DTensor does."""
     mesh, has_replicas = strategy.mesh, strategy.mesh_shape.replicas > 1
     compresses = strategy.config.compression is not None and not exactly

@@ -3,10 +3,8 @@
 import contextlib
 import functools
 import inspect
-import itertools
 import os
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,22 +12,22 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.devices import clients, process_lock, transfer
+from tfshard.devices import clients, process_lock
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.operations import unsupported
 from tfshard.training import (
-    adoption,
+    attached_model,
+    births,
     datasets,
-    failures,
     generation,
-    output_losses,
     own_steps,
     readiness,
     watching,
     written_once,
 )
-from tfshard.training.step_functions import Prepared, StepFunction, StepFunctions
+from tfshard.training.mesh_step import MeshStep
+from tfshard.training.step_functions import StepFunction
 from tfshard.training.strategy import ShardedStrategy
 
 # So that mypy takes the `super()` of a mixin for the Keras model that comes after it.
@@ -276,88 +274,23 @@ def _on_mesh(
     model: keras.Model,
     function: StepFunction,
     kind: str,
-    again: Callable[[], StepFunction],
+    make_again: Callable[[], StepFunction],
     *,
     to_host: bool = False,
 ) -> StepFunction:
-    """A Keras step function that puts its batches on the mesh and, for predictions, brings results back.
+    """Return the `MeshStep` of a Keras step function, or the function itself if it is a `MeshStep` already.
 
     Args:
         model: The model.
-        function: What Keras made.
-        kind: What it does, for messages.
-        again: Makes the same once more, for batches of another shape: Keras's functions make sizes that differ unknown
-            ones (reduce_retracing).
-        to_host: Whether the results are per-sample values that go to the host.
+        function: The step function that Keras made.
+        kind: As for `MeshStep`.
+        make_again: As for `MeshStep`.
+        to_host: As for `MeshStep`.
     """
     strategy = _private.distribute_strategy(model)
-    if not isinstance(strategy, ShardedStrategy) or function in _on_mesh_functions:
+    if not isinstance(strategy, ShardedStrategy) or isinstance(function, MeshStep):
         return function
-
-    places = readiness.Places()
-    functions = StepFunctions(
-        model, strategy, kind=kind, function=function, again=again, step=f"{_NAMES[kind]}_step"
-    )  # fmt: skip
-    known_sizes = output_losses.KnownSizes()
-
-    def prepare(batch: Any, size: int | None) -> Prepared:
-        counts = not to_host and not model.run_eagerly and output_losses.install(model)
-        is_once = counts and not known_sizes.is_known(size)
-        return functions.prepare(batch, counts_once=is_once, may_share=is_once or not counts)
-
-    @functools.wraps(function)
-    def on_mesh(batches: Iterable[Any]) -> Any:
-        # One execution's worth: Keras hands over the epoch's iterator and leaves the rest for later executions. Not
-        # under the lock: whoever makes the batches may need it.
-        taken = list(itertools.islice(batches, model.steps_per_execution))
-        if not taken:
-            raise StopIteration
-        with process_lock.held():
-            return run_all(batches, taken)
-
-    def run_all(source: Iterable[Any], taken: list[Any]) -> Any:
-        readiness.make_ready(model, strategy)
-        if places.changed(model, strategy):
-            return _made_anew(model, kind)(iter(taken))
-        prepared = [prepare(batch, output_losses.size_of(source, batch)) for batch in taken]
-        operation = functools.partial(
-            strategy.operation,
-            on_mesh,
-            kind,
-            [each.batch if each.is_open else each.argument for each in prepared],
-        )
-
-        def run() -> list[Any]:
-            known, results = functions.compiled, []
-            try:
-                # One by one: the last of an execution may have fewer rows.
-                for each in prepared:
-                    results.append(functions.run(each))
-                return results
-            finally:
-                if functions.compiled > known:  # Also of a step that failed: what it made may move before the next.
-                    places.note(model, strategy)
-
-        if not to_host:
-            with operation(), failures.translated_errors(f"A step of model '{model.name}'"):
-                # On the host, while this thread holds the lock: Keras reads them later, also in a thread of its own.
-                return transfer.map_tensors(transfer.eager_on_host, run()[-1])
-        # Each device keeps its samples: the pieces meet on the host, not on every device.
-        with strategy.extended.results_stay_sharded(), failures.translated_errors(f"predict of model '{model.name}'"):
-            with operation():
-                outputs = run()
-        return tf.nest.map_structure(_joined, *outputs)
-
-    _on_mesh_functions.add(on_mesh)
-    return on_mesh
-
-
-def _joined(*parts: Any) -> Any:
-    """What steps have returned, one behind the other on the host."""
-    if not tf.is_tensor(parts[0]):
-        return parts[-1]
-    on_host = [transfer.to_host(part) for part in parts]
-    return tf.constant(on_host[0] if len(on_host) == 1 else np.concatenate(on_host))
+    return MeshStep(model, strategy, function=function, kind=kind, make_again=make_again, to_host=to_host)
 
 
 def _predict_function(model: Distributed) -> StepFunction:
@@ -368,20 +301,6 @@ def _predict_function(model: Distributed) -> StepFunction:
         function: StepFunction = model.predict_function
     finally:
         model.predict_function = mine
-    return function
-
-
-# What `_on_mesh` has made. Keras gives a model's function back when it is not to be made anew.
-_on_mesh_functions: weakref.WeakSet[StepFunction] = weakref.WeakSet()
-
-
-_NAMES = {"training step": "train", "evaluation step": "test", "prediction step": "predict"}
-
-
-def _made_anew(model: keras.Model, kind: str) -> StepFunction:
-    """The function of a kind, to be traced again."""
-    getattr(model, f"make_{_NAMES[kind]}_function")(force=True)
-    function: StepFunction = getattr(model, f"{_NAMES[kind]}_function")
     return function
 
 
@@ -429,7 +348,7 @@ def as_distributed(model: keras.Model) -> keras.Model:
     return model
 
 
-adoption.model_adopters.append(as_distributed)
+births.model_preparers.append(as_distributed)
 
 
 @process_lock.locked
@@ -442,16 +361,17 @@ def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[[], Non
     readiness.check_process()
     if jit_compile is True:
         unsupported.raise_jit_compile(model)
-    adoption.take_over(model, strategy)
-    strategy.distribute(model)
+    attached = attached_model.attached(model, strategy)
+    attached.move_from_other()
+    attached.reshard_layers()
     _private.set_distribute_strategy(model, strategy)
     with strategy.scope():
         compile_()
     if model.jit_compile:
         unsupported.raise_jit_compile(model)
     inventory.note_compiled(model.optimizer)
-    readiness.forget_ready(model)
-    strategy.adopt_model(model)
+    attached.compiled_again()
+    attached.attach()
     written_once.start()
 
 
@@ -470,6 +390,7 @@ def _with_strategy(own: Callable[..., None]) -> Callable[..., None]:
     return compile_
 
 
+_private.record_models()
 _private.add_to_compile(_with_strategy)
 
 

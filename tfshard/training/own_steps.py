@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfshard import _private
 from tfshard.graph import inventory
-from tfshard.training import failures, readiness
+from tfshard.training import attached_model, failures
 from tfshard.training.strategy import ShardedStrategy
 
 # Of each model: what a batch of its data looks like.
@@ -80,4 +80,4 @@ def build(model: keras.Model, strategy: ShardedStrategy, step: str) -> None:
         )
         getattr(model, step)(data)
     traced[step] = _private.structure(model)
-    readiness.make_ready(model, strategy)
+    attached_model.attached(model, strategy).refresh()

@@ -1,62 +1,13 @@
-"""Checks on a model before a step, and what makes it ready for one."""
+"""Checks on the process and on what a step is given."""
 
 import math
-import weakref
 from collections.abc import Callable
 
-import keras
 import tensorflow as tf
 
 from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.errors import StrategyError, UnsupportedOperationError
-from tfshard.graph.inventory import note_compiled, optimizer_variables, own_optimizers, owned_variables
-from tfshard.operations.unsupported import check_layers, raise_jit_compile
-from tfshard.storage.storage import Storage
-from tfshard.training.adoption import Adopter
-
-
-def make_step_ready(fn: Callable[..., object], strategy: Adopter) -> None:
-    """Makes the Keras model ready of which the strategy runs a step function, if it is one's."""
-    model = getattr(fn, "__self__", None)
-    if isinstance(model, keras.Model):
-        make_ready(model, strategy)
-
-
-_ready: weakref.WeakKeyDictionary[keras.Model, tuple[object, ...]] = weakref.WeakKeyDictionary()
-
-
-def check_model(model: keras.Model, strategy: Adopter) -> None:
-    """Raises unless the model can run under the strategy: layers, optimizer, layout map, no XLA compilation."""
-    if model.compiled and model.jit_compile:
-        raise_jit_compile(model)
-    check_layers(model)
-    strategy.check_layouts(model)
-
-
-def make_ready(model: keras.Model, strategy: Adopter) -> None:
-    """Checks a model before a step, and brings to the mesh what it has got since it was compiled: variables of layers
-    that were built or added, an optimizer's, a metric's. Does nothing where nothing has changed.
-
-    Raises:
-        StrategyError, LayoutError, UnsupportedLayerError: As `check_model`.
-    """
-    if _private.is_eager():
-        strategy.adopt_global_seed()
-    owned = [*own_optimizers(model), *_private.listed_metrics(model)]
-    seen = (weakref.ref(strategy), strategy.given_up, *_private.structure(model), *map(id, owned))
-    if _ready.get(model) == seen:
-        return
-    note_compiled(getattr(model, "optimizer", None))
-    check_model(model, strategy)
-    if _private.is_eager():
-        strategy.adopt_model(model)
-        _ready[model] = seen
-
-
-def forget_ready(model: keras.Model) -> None:
-    """The model was compiled anew: `make_ready` looks at it again."""
-    _ready.pop(model, None)
 
 
 def check_process() -> None:
@@ -69,29 +20,6 @@ def check_process() -> None:
             "tf.debugging.check_numerics(tensor, message) into a layer's call or a train_step, or train a few steps on "
             "one device. Received: check_numerics enabled"
         )
-
-
-class Places:
-    """Where the variables of a model were when a function was traced that reads them."""
-
-    def __init__(self) -> None:
-        self._moves = -1
-        self._storages: dict[int, Storage | None] = {}
-
-    def changed(self, model: keras.Model, strategy: Adopter) -> bool:
-        """Whether any variable has moved since `note`, or since this was asked, as when another model was compiled."""
-        if strategy.moves == self._moves:
-            return False
-        before = self._storages
-        self.note(model, strategy)
-        return any(self._storages.get(key, storage) is not storage for key, storage in before.items())
-
-    def note(self, model: keras.Model, strategy: Adopter) -> None:
-        """A function was traced, which may have made variables."""
-        self._moves = strategy.moves
-        variables = [variable for variable, _ in owned_variables(model)] + optimizer_variables(model)
-        # With the storages themselves, so that their ids stay their own.
-        self._storages = {id(v): getattr(_private.backend_variable(v), "storage", None) for v in variables}
 
 
 def check_traced_arguments(fn: Callable[..., object]) -> None:

@@ -32,6 +32,7 @@ from tfshard.layouts.compression import Compression
 from tfshard.layouts.config import Microbatches, Offload, Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap
+from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats, check_is_measurable
@@ -40,13 +41,14 @@ from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, plan_placement
 from tfshard.planning.links import LinksLike
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage import steps
-from tfshard.training import datasets, failures, readiness
-from tfshard.training.adoption import Adopter, check_not_elsewhere
+from tfshard.training import attached_model, births, datasets, failures, readiness
+from tfshard.training.attached_variables import attach_global_seed
 from tfshard.training.hooks import ShardedExtended
+from tfshard.training.strategy_base import StrategyBase
 from tfshard.training.watching import Watched
 
 
-class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  # TensorFlow has no types.
+class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[misc]  # TensorFlow has no types.
     """Stores every variable sharded, computes as if there were one device.
 
     Args:
@@ -181,7 +183,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         self.ranks: tuple[ShardedStrategy, ...] = (*(self._of_config(each, config) for each in others), self)
         if startup.current() is None:
             startup.initialize()
-        Adopter.__init__(self, mesh, config)
+        StrategyBase.__init__(self, mesh, config)
         mesh_settings = {"mesh": self.mesh_shape.given, "roles": plain(self.mesh_shape.roles)}
         clients.here().agree("the strategy", config.described() | mesh_settings, error=StrategyError)
         gathers.choose(mesh)
@@ -207,7 +209,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         self.config = dataclasses.replace(
             self.config, microbatches=dataclasses.replace(self.config.microbatches, count=count)
         )
-        self._functions.clear()
+        self.functions.clear()
 
     def __repr__(self) -> str:
         layout_map = repr(auto_layout.AUTO) if self.auto else self.layout_map
@@ -217,10 +219,14 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         """The context in which variables are born sharded and Keras models belong to this strategy."""
         return _Scope(super().scope(), self)
 
-    def check_takes(self, model: keras.Model) -> None:
-        if self.pipeline_axes.pipeline is None or model in self.own_parts:
+    def placement_of(self, model: keras.Model) -> ModelPlacement:
+        """Return the layouts of the variables of a built model, groups included. Nothing is changed."""
+        return attached_model.attached(model, self).placement()
+
+    def check_accepts(self, model: keras.Model) -> None:
+        if self.pipeline_axes.pipeline is None or model in self.stage_models:
             return
-        if model in self.in_parts:
+        if model in self.pipelined_models:
             raise StrategyError(
                 f"Model '{model.name}' is computed in parts by a pipeline: fit, evaluate, predict, their *_on_batch, "
                 "checkpoints, files, plan and report take it. For others, build it on a mesh without a pipeline axis."
@@ -266,9 +272,9 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
             return self._run_locked(fn, args, kwargs)
 
     def _run_locked(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-        readiness.make_step_ready(fn, self)
+        attached_model.refresh_model_of(fn, self)
         if _private.is_eager():
-            self.adopt_global_seed()
+            attach_global_seed(self)
             args, kwargs = batching.batch_to_mesh((args, kwargs or {}), self.mesh, self.config.already_sharded)
             with self.operation(fn, "step", (args, kwargs)), failures.translated_errors(f"Step function {fn!r}"):
                 if isinstance(fn, tf.types.experimental.PolymorphicFunction):
@@ -321,14 +327,14 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
 
     def _inside(self, fn: tf.types.experimental.PolymorphicFunction) -> Callable[..., Any]:
         """A tf.function's Python function with the step opened inside of the trace, where its writes are."""
-        if fn not in self._functions:
+        if fn not in self.functions:
 
             def step(*args: Any, **kwargs: Any) -> Any:
                 with self.scope():
                     return self.extended.call_for_each_replica(fn.python_function, args=args, kwargs=kwargs)
 
-            self._functions[fn] = tf.function(step, jit_compile=False)
-        return self._functions[fn]
+            self.functions[fn] = tf.function(step, jit_compile=False)
+        return self.functions[fn]
 
     def reduce(self, reduce_op: str | tf.distribute.ReduceOp, value: Any, axis: int | None) -> Any:
         """Reduces a value that `run` returned. It is whole already: with `axis=None` it comes back as it is.
@@ -373,7 +379,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
     # --- models ---------------------------------------------------------------------------------------
 
     def _check_not_in_parts(self, model: keras.Model, instead: str) -> None:
-        if model in self.in_parts:
+        if model in self.pipelined_models:
             raise StrategyError(
                 f"Model '{model.name}' is on several meshes, by parts: use tfshard.pipelining.{instead}(model)."
             )
@@ -387,7 +393,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
                 parts.
         """
         self._check_not_in_parts(model, "reports")
-        check_not_elsewhere(model, self)
+        attached_model.check_not_elsewhere(model, self)
         check_is_measurable(model, "report")
         return Report.from_model(model, self)
 
@@ -427,7 +433,7 @@ class ShardedStrategy(Adopter, tf.distribute.Strategy):  # type: ignore[misc]  #
         ['block0', 'block1', 'block2']
         """
         found = blocks_of_layers.install(model, blocks, keep_products)
-        self._functions.clear()
+        self.functions.clear()
         model.train_function = None
         return found
 
@@ -537,4 +543,4 @@ class _Scope:
         self._scope.__exit__(exception_type, exception_value, traceback)
         if exception_type is None:
             with process_lock.held():
-                self._strategy.adopt_born()
+                births.attach_born(self._strategy)

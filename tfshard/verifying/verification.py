@@ -11,7 +11,7 @@ from tfshard.devices import batching, clients, process_lock, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import batches
 from tfshard.layouts.embedding_tables import LAZY
-from tfshard.training import own_steps, readiness
+from tfshard.training import attached_model, own_steps
 from tfshard.training.strategy import ShardedStrategy
 from tfshard.verifying.comparison import Comparison
 from tfshard.verifying.subject import Subject
@@ -77,7 +77,7 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
     _private.symbolic_build(model, host)
     if own_steps.has_own_steps(model):
         own_steps.build(model, strategy, "train_step")
-    readiness.make_ready(model, strategy)
+    attached_model.attached(model, strategy).refresh()
     subject = Subject(model, strategy)
     subject.remember()
     # What layers return is noted of the whole batch.

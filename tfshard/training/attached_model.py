@@ -1,0 +1,459 @@
+"""AttachedModel: a Keras model whose variables a strategy shards."""
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.devices import clients
+from tfshard.errors import StrategyError
+from tfshard.graph import auto_layout, inventory
+from tfshard.layouts.config import GroupPolicy
+from tfshard.layouts.layout_map import LayoutMap, VariableSpec
+from tfshard.layouts.placement import ModelPlacement
+from tfshard.layouts.variable_layout import VariableLayout
+from tfshard.operations import (
+    adapters,
+    blocks,
+    convolution,
+    embedding_lookups,
+    embedding_updates,
+    layer_patch,
+    lookups,
+    loops,
+    sequence,
+    unsupported,
+    vocabulary,
+)
+from tfshard.planning import linter
+from tfshard.storage.storage import Storage
+from tfshard.storage.variables import ShardedVariable
+from tfshard.training import kept_errors, reshard
+from tfshard.training.attached_variables import attach_global_seed, attach_optimizer, attach_variables
+from tfshard.training.strategy_base import StrategyBase
+
+# The storage of each variable of a model and its optimizers, by the id of the variable.
+Storages = dict[int, Storage | None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Basis:
+    """The inputs of a placement. A placement is made again when one of them changes.
+
+    Attributes:
+        specs: The variables, without their layers.
+        layers: The ids of the layers of the variables.
+        layout_map: The entries of the model's layout map.
+        groups: The policy for groups.
+    """
+
+    specs: list[VariableSpec]
+    layers: list[int]
+    layout_map: list[tuple[str, object]]
+    groups: GroupPolicy | None
+
+
+class AttachedModel:
+    """A Keras model and the strategy that shards its variables.
+
+    `attach` reshards the model, its optimizers and its metrics. `refresh` does so before a step, for all that the model
+    got since. `move_from` takes the model from another strategy, which then calls `detach`.
+
+    Args:
+        model: The model. It is held weakly.
+        strategy: The strategy, which holds this object.
+    """
+
+    def __init__(self, model: keras.Model, strategy: StrategyBase):
+        self._model = weakref.ref(model)
+        self._strategy = weakref.ref(strategy)
+        # Without the layers: they would keep the model alive, and the model this object.
+        self._placed: tuple[_Basis, ModelPlacement] | None = None
+        self._found_map: LayoutMap | None = None
+        self._layouts_are_checked = False
+        # The structure of the model when `refresh` last ran.
+        self._refreshed: tuple[object, ...] | None = None
+
+    @property
+    def model(self) -> keras.Model:
+        """The model."""
+        model = self._model()
+        assert model is not None, "Whoever asks has the model."
+        return model
+
+    @property
+    def strategy(self) -> StrategyBase:
+        """The strategy."""
+        strategy = self._strategy()
+        assert strategy is not None, "The strategy holds this object."
+        return strategy
+
+    # --- layouts
+
+    def layout_map(self) -> LayoutMap:
+        """Return the layout map of the model. With `layout_map="auto"` it is empty until the model is built."""
+        strategy = self.strategy
+        if not strategy.auto or not self.model.built:
+            return strategy.layout_map
+        if self._found_map is None:
+            found = auto_layout.auto_layout_map(self.model, strategy.mesh)
+            tables = strategy.config.tables
+            self._found_map = found if tables is None else tables.take_out_of(found)
+        return self._found_map
+
+    def placement(self, *, ignore_stored: bool = False) -> ModelPlacement:
+        """Return the layouts of the variables of a built model, groups included.
+
+        The placement is kept until the model's variables, its layout map or the policy for groups change.
+
+        Args:
+            ignore_stored: True to place also variables that are stored on a mesh already.
+        """
+        owned = inventory.owned_variables(self.model)
+        specs, stored = [], []
+        for variable, layer in owned:
+            current = _private.backend_variable(variable)
+            spec, layout = inventory.variable_spec(variable, layer), None
+            if isinstance(current, ShardedVariable) and not ignore_stored:
+                # The first step of a model creates variables outside of the model's name scopes, and a frozen variable
+                # does not move.
+                layout = current.layout
+                spec = dataclasses.replace(layout.spec, path=variable.path, layer=layer)
+            specs.append(spec)
+            stored.append(layout)
+        layout_map = self.layout_map()
+        basis = _Basis(
+            specs=[dataclasses.replace(spec, layer=None) for spec in specs],
+            layers=[id(layer) for _, layer in owned],
+            layout_map=list(layout_map.items()),
+            groups=self.strategy.config.analyzer,
+        )
+        if self._placed is not None and self._placed[0] == basis and _still_holds(self._placed[1], stored):
+            # The number of microbatches may have changed since.
+            config = dataclasses.replace(self.strategy.config, layout_map=layout_map)
+            return _with_layers(dataclasses.replace(self._placed[1], config=config), owned)
+        placement = self.strategy.place(specs, layout_map, stored)
+        self._placed = basis, _with_layers(placement, [(variable, None) for variable, _ in owned])
+        return placement
+
+    def check_layouts(self) -> None:
+        """Check the layout map of a built model, once (`tfshard.lint`).
+
+        Raises:
+            LayoutError: The layout map does not fit the model, or names no rule for a large matrix that stays
+                replicated. With `layout_map="auto"`: no layout was found that shards over a model axis.
+        """
+        if not self.model.built or self._layouts_are_checked:
+            return
+        strategy = self.strategy
+        if strategy.config.tables is not None:
+            strategy.config.tables.check_used([spec.path for spec in self.placement().specs])
+        (linter.check_found if strategy.auto else linter.check)(self.model, self.placement())
+        self._layouts_are_checked = True
+
+    def _layouts(self, *, ignore_stored: bool = False) -> list[reshard.Placed]:
+        """Return the variables of the model that have values, with their layouts.
+
+        Raises:
+            LayoutError: The layout map does not fit.
+        """
+        placed = self.placement(ignore_stored=ignore_stored)
+        placed.check_faults()
+        owned = [variable for variable, _ in inventory.owned_variables(self.model)]
+        return [
+            (variable, layout)
+            for variable, layout in zip(owned, placed.variables, strict=True)
+            if _private.backend_variable(variable) is not None
+        ]
+
+    # --- attach, refresh, move, detach
+
+    def reshard_layers(self) -> None:
+        """Reshard the variables of the layers of a built model in place. They keep their values.
+
+        Raises:
+            StrategyError: The model was built under another strategy.
+            LayoutError: The layout map does not fit; the model is unchanged.
+            UnsupportedLayerError: The model has a layer that DTensor cannot expand.
+        """
+        self.strategy.check_accepts(self.model)
+        check_not_elsewhere(self.model, self.strategy)
+        unsupported.check_layers(self.model)
+        self.check_layouts()
+        if reshard.to_mesh(self._layouts(), self.strategy.mesh):
+            _forget_functions(self.model)
+
+    def attach(self) -> None:
+        """Put everything that a step of the model uses on the mesh, in its layout: variables, optimizers, metrics.
+
+        Does nothing for values that are stored in their layouts already.
+
+        Raises:
+            StrategyError, LayoutError, UnsupportedLayerError: As `reshard_layers`.
+        """
+        model, strategy = self.model, self.strategy
+        self.reshard_layers()
+        attach_variables(loops.states(model), strategy)
+        for optimizer in inventory.own_optimizers(model):
+            embedding_updates.check(optimizer, [variable for variable, _ in inventory.owned_variables(model)])
+            attach_optimizer(optimizer, strategy)
+        for metric in _private.compiled_metrics(model):
+            attach_variables(metric.variables, strategy)
+        if inventory.has_no_call(model) and model.layers and all(layer.built for layer in model.layers):
+            model.built = True  # Keras builds a model by calling it.
+        if model.built:
+            self.group_variables()
+
+    def refresh(self) -> None:
+        """Check the model before a step, and attach what it got since: variables, optimizers, metrics.
+
+        Does nothing if the model has not changed.
+
+        Raises:
+            StrategyError, LayoutError, UnsupportedLayerError: As `check`.
+        """
+        model = self.model
+        if _private.is_eager():
+            attach_global_seed(self.strategy)
+        owned = [*inventory.own_optimizers(model), *_private.listed_metrics(model)]
+        seen = (self.strategy.detached, *_private.structure(model), *map(id, owned))
+        if self._refreshed == seen:
+            return
+        inventory.note_compiled(getattr(model, "optimizer", None))
+        self.check()
+        if _private.is_eager():
+            self.attach()
+            self._refreshed = seen
+
+    def check(self) -> None:
+        """Raise an error unless the model can run under the strategy.
+
+        Raises:
+            UnsupportedLayerError: A layer cannot run, or the model is compiled with `jit_compile=True`.
+            StrategyError, LayoutError: As `check_layouts`.
+        """
+        if self.model.compiled and self.model.jit_compile:
+            unsupported.raise_jit_compile(self.model)
+        unsupported.check_layers(self.model)
+        self.check_layouts()
+
+    def compiled_again(self) -> None:
+        """Have the next `refresh` look at the model again."""
+        self._refreshed = None
+
+    def move_from_other(self) -> None:
+        """Reshard a model of another strategy. It belongs to this strategy then. Does nothing for other models.
+
+        Layers that the model shares with other models of the other strategy move, too. Those models cannot be trained
+        before they are compiled with this strategy.
+
+        Raises:
+            StrategyError, LayoutError, UnsupportedLayerError: As `reshard_layers`. The model keeps its strategy.
+        """
+        model, strategy = self.model, self.strategy
+        other: Any = _private.distribute_strategy(model)
+        if not isinstance(other, StrategyBase) or other is strategy:
+            return
+        if model in other.pipelined_models or model in other.stage_models:
+            return  # `reshard_layers` raises the error.
+        strategy.check_accepts(model)
+        unsupported.check_layers(model)
+        placed = self._layouts(ignore_stored=True)
+        self.check_layouts()
+        before = [_private.backend_variable(variable) for variable, _ in placed]
+        reshard.to_mesh(placed, strategy.mesh, anew=True)
+        for each in (model, *_private.flatten_layers(model)):
+            if isinstance(each, keras.Model) and _private.distribute_strategy(each) is other:
+                _private.set_distribute_strategy(each, strategy)
+        attached(model, other).detach(before)
+
+    def detach(self, before: Sequence[tf.Variable]) -> None:
+        """Release a model that moved to another strategy.
+
+        Args:
+            before: The variables that the model had under this strategy.
+        """
+        model, strategy = self.model, self.strategy
+        strategy.detached += 1
+        layer_patch.undo(model, layer_patch.OF_MESHES)
+        now = {id(_private.backend_variable(variable)) for variable, _ in inventory.owned_variables(model)}
+        left = [each for each in before if isinstance(each, ShardedVariable) and id(each) not in now]
+        for each in left:
+            del each.storage.members[each.member]
+        self._leave({each.storage for each in left})
+
+    def move_waiting(self) -> None:
+        """Move variables that wait on the host to their layouts, where they go on waiting for their values."""
+        reshard.settle(self._layouts(), self.strategy.mesh, waiting=True)
+
+    def group_variables(self) -> None:
+        """Move the variables of a built model, and their slots, to the layouts of the placement, groups included.
+
+        With `layout_map="auto"`, this moves also variables that were created before the map was known. A variable in a
+        group of another model that shares it stays there, so that functions which read it stay valid.
+        """
+        # Before the first collective: clients with other variables would hang in it.
+        self._agree_on_values()
+        self._leave(reshard.settle(self._layouts(), self.strategy.mesh))
+        kept_errors.make(self.model, self.strategy.mesh)
+        self._patch_layers()
+
+    def _patch_layers(self) -> None:
+        """Patch layers and metrics that read sharded variables. Call this when the variables are in their layouts."""
+        model, mesh = self.model, self.strategy.mesh
+        variables = [variable for variable, _ in inventory.owned_variables(model)]
+        embedding_lookups.install(variables)
+        vocabulary.install(model, variables, mesh)
+        convolution.install(model, mesh)
+        loops.install(model, mesh)
+        lookups.install(model)
+        adapters.install(model)
+        blocks.install_remat(model)
+        if self.strategy.config.sequence_parallel:
+            sequence.install(model, mesh)
+        for layer in _private.flatten_layers(model):
+            # For plain models around these layers: XLA takes no variables that are on several devices.
+            layer.supports_jit = False
+
+    def _leave(self, left: set[Storage]) -> None:
+        """Invalidate storages that variables have left, and the functions that read them."""
+        if not left:
+            return
+        self.strategy.moves += 1
+        self.strategy.functions.clear()
+        _forget_functions(self.model)
+        for each in left:
+            if not each.members:
+                each.spoil()
+
+    def _agree_on_values(self) -> None:
+        """Check that all clients of a launched run created the same variables with the same initial values."""
+        model = self.model
+        values: dict[str, object] = {}
+        for variable in [v for v, _ in inventory.owned_variables(model)] + inventory.optimizer_variables(model):
+            current = _private.backend_variable(variable)
+            if not isinstance(current, ShardedVariable):
+                continue
+            found = current.storage.pop_checksum(current.member)
+            if found is not None:
+                spec = current.layout.spec
+                values[f"variable {len(values)}"] = [spec.path, list(spec.shape), spec.dtype, found]
+        if values:
+            clients.here().agree(
+                f"the initial values of model '{model.name}'",
+                {"number of variables": len(values), **values},
+                error=StrategyError,
+                hint="Build the same model on all clients, after keras.utils.set_random_seed with the same number.",
+            )
+
+    # --- traced functions
+
+    def storages(self) -> Storages:
+        """Return the storage of each variable of the model and of its optimizers.
+
+        The storages are returned themselves, so that their ids are not used again.
+        """
+        model = self.model
+        variables = [variable for variable, _ in inventory.owned_variables(model)]
+        variables += inventory.optimizer_variables(model)
+        return {id(v): getattr(_private.backend_variable(v), "storage", None) for v in variables}
+
+
+class TracedStorages:
+    """The storages that a traced function of a model reads.
+
+    Args:
+        attached: The model.
+    """
+
+    def __init__(self, attached: AttachedModel):
+        self._attached = attached
+        self._moves = -1
+        self._storages: Storages = {}
+
+    def have_changed(self) -> bool:
+        """Return True if a variable moved since the last call of this method or of `note`."""
+        if self._attached.strategy.moves == self._moves:
+            return False
+        before = self._storages
+        self.note()
+        return any(self._storages.get(key, storage) is not storage for key, storage in before.items())
+
+    def note(self) -> None:
+        """Record the storages. Call this after a trace, which may create variables."""
+        self._moves = self._attached.strategy.moves
+        self._storages = self._attached.storages()
+
+
+def attached(model: keras.Model, strategy: StrategyBase) -> AttachedModel:
+    """Return the `AttachedModel` of a model and a strategy. The first call creates it; no variable is changed."""
+    found: AttachedModel | None = strategy.attached.get(model)
+    if found is None:
+        found = strategy.attached[model] = AttachedModel(model, strategy)
+    return found
+
+
+def refresh_model_of(function: object, strategy: StrategyBase) -> None:
+    """Refresh the Keras model that a step function is a method of, if the function is a method of a model."""
+    model = getattr(function, "__self__", None)
+    if isinstance(model, keras.Model):
+        attached(model, strategy).refresh()
+
+
+def check_not_elsewhere(model: keras.Model, strategy: StrategyBase) -> None:
+    """Raise `StrategyError` if the model belongs to another strategy."""
+    other = _private.distribute_strategy(model)
+    if other is not None and not isinstance(other, StrategyBase):
+        raise StrategyError(
+            f"Model '{model.name}' was built under another strategy, {type(other).__name__}, which holds its "
+            "variables. Build the model outside of that strategy's scope, or under this strategy's scope(), and bring "
+            f"the weights along: new_model.set_weights(model.get_weights()). Received: strategy={strategy!r}"
+        )
+    if other is not None and other is not strategy:
+        raise StrategyError(
+            f"Model '{model.name}' was built or compiled under another strategy. Compile it with this one: "
+            "model.compile(..., strategy=strategy) takes it over from another ShardedStrategy. "
+            f"Its strategy: {other!r}. Received: strategy={strategy!r}"
+        )
+    for variable, _ in inventory.owned_variables(model):
+        current = _private.backend_variable(variable)
+        if isinstance(current, ShardedVariable) and current.mesh != strategy.mesh:
+            raise StrategyError(
+                f"Variable '{variable.path}' of model '{model.name}' lives on another mesh, of another model that has "
+                "it, too. Compile that one with this strategy, or build a new model. "
+                f"Its mesh: {current.mesh}. Received: strategy={strategy!r}"
+            )
+
+
+def outermost_first(models: Iterable[keras.Model]) -> list[keras.Model]:
+    """Sort models so that each comes before the models that it contains."""
+    return sorted(models, key=lambda model: -len(_private.flatten_layers(model)))
+
+
+def _forget_functions(model: keras.Model) -> None:
+    """Drop the traced functions of other models that share layers with a model whose variables moved."""
+    shared = {id(layer) for layer in _private.flatten_layers(model)}
+    for other in _private.traced_models():
+        if other is not model and any(id(layer) in shared for layer in _private.flatten_layers(other)):
+            other.train_function = other.test_function = other.predict_function = None
+
+
+def _still_holds(placement: ModelPlacement, stored: Sequence[VariableLayout | None]) -> bool:
+    """Return True if the variables that are stored in groups are in the groups of the placement."""
+    pairs = zip(placement.variables, stored, strict=True)
+    return all(each is None or not each.grouped or each == layout for layout, each in pairs)
+
+
+def _with_layers(
+    placement: ModelPlacement, owned: Sequence[tuple[keras.Variable, keras.Layer | None]]
+) -> ModelPlacement:
+    """Return a placement whose specs have the layers of the variables."""
+    variables = tuple(
+        dataclasses.replace(layout, spec=dataclasses.replace(layout.spec, layer=layer))
+        for layout, (_, layer) in zip(placement.variables, owned, strict=True)
+    )
+    return dataclasses.replace(placement, variables=variables)
