@@ -29,7 +29,7 @@ from tfshard import command_line
 # `tfshard COMMAND --help` and `tfshard --version` answer without TensorFlow, whose import takes seconds.
 if not command_line.is_answered_alone():
     # _private first: it checks the versions of TensorFlow and Keras.
-    from tfshard import _moved, _private, callbacks, collectives, errors, layers, measure, pipelining, planning, presets
+    from tfshard import _private, callbacks, collectives, errors, layers, measure, pipelining, planning, presets
     from tfshard.calibration import calibrate
     from tfshard.checkpoints import CheckpointCallback, CheckpointManager, export, import_weights
     from tfshard.devices import create_mesh, initialize
@@ -43,11 +43,7 @@ if not command_line.is_answered_alone():
     from tfshard.training import Model, Sequential, ShardedStrategy, as_distributed, random_map
     from tfshard.verifying import verify
 
-    # Old names, for one version.
-    __getattr__ = _moved.attribute
-    _moved.install()
-
-    del _moved, _private
+    del _private
 
 __all__ = [
     "CheckpointCallback",

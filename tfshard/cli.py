@@ -194,6 +194,9 @@ def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
     for name, value in startup.switches(started.device_type).items():
         print(f"switch       {name}={value}")
     difference = parity()
+    # After a training: some are made by the first mesh, or the first step.
+    for patch in _private.patches.made():
+        print(f"patch        {patch.target}: {patch.reason}")
     same = difference <= PARITY_TOLERANCE
     on = f"on {started.num_devices} devices"
     print(f"parity       {'ok' if same else 'FAILED'}: weights {on} differ from one device by at most {difference:.1e}")

@@ -825,9 +825,9 @@ MUTATIONS = [
     ),
     Mutation(
         area="birth",
-        function="tfshard.training.models:_on_mesh.run_all.run",
-        old="                    places.note(model, strategy)\n",
-        new="                    pass\n",
+        function="tfshard.training.mesh_step:MeshStep._run_each",
+        old="                self._traced.note()\n",
+        new="                pass\n",
         what="what a function's first call made is not known to it when it moves",
         killed_by="tests/training/test_own_steps.py::test_a_built_model_is_predicted_with_before_and_after_training",
     ),

@@ -47,3 +47,96 @@ def replace(owner: Any, name: str, value: Any, reason: str) -> None:
 def made() -> list[Patch]:
     """Return the replacements in this process, in the order in which they were made."""
     return list(_made.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """A place where tfshard searches the interpreter's objects, its call stack, or Keras's name scopes.
+
+    Attributes:
+        function: The module and the function.
+        uses: The function that searches.
+        reason: Why Keras and TensorFlow offer nothing else.
+    """
+
+    function: str
+    uses: str
+    reason: str
+
+
+_FRAMES, _SCOPES = "sys._getframe", "_private.scope_callers"
+
+# All of them; tests/test_patches.py compares the list with the sources.
+SEARCHES = (
+    Search(function="tfshard.errors:warn", uses=_FRAMES, reason="a warning names the line of the user's program"),
+    Search(
+        function="tfshard.operations.origins:_owner",
+        uses=_FRAMES,
+        reason="an error names the layer, metric or loss whose method is running; Keras has no stack of them",
+    ),
+    Search(
+        function="tfshard._private.models:record_models",
+        uses="gc.get_referrers",
+        reason="models may exist when tfshard is imported; nothing lists them. Once, at import",
+    ),
+    Search(
+        function="tfshard._private.models:clone_being_made",
+        uses=_FRAMES,
+        reason="`clone_model` asks a model for its compile config, and does not pass the clone",
+    ),
+    Search(
+        function="tfshard._private.graphs:resource_name",
+        uses="gc.get_objects",
+        reason="an error names the variable of a handle; a handle does not know its variable",
+    ),
+    Search(
+        function="tfshard._private.graphs:traced_arguments",
+        uses=_FRAMES,
+        reason="a tf.function traces without the values of its arguments, and a batch off the mesh is an error",
+    ),
+    Search(
+        function="tfshard._private.graphs:is_called_by",
+        uses=_FRAMES,
+        reason="TensorFlow's gradients and tf.lite call the same operations as a user's program",
+    ),
+    Search(
+        function="tfshard.graph.inventory:loop_optimizers",
+        uses="gc.collect",
+        reason="an optimizer that a loop dropped is in a reference cycle, and is alive until it is collected",
+    ),
+    Search(
+        function="tfshard.training.step_functions:StepFunctions._first_run",
+        uses="gc.collect",
+        reason="a graph is a reference cycle: TensorFlow keeps its compiled functions until it is collected",
+    ),
+    Search(
+        function="tfshard.training.hooks:ShardedExtended._create_sharded",
+        uses=_SCOPES,
+        reason="Keras creates a slot without naming its optimizer, and a weight without naming its layer",
+    ),
+    Search(
+        function="tfshard.training.hooks:ShardedExtended.update",
+        uses=_SCOPES,
+        reason="`StrategyExtended.update` is given a function and a variable, and no optimizer",
+    ),
+    Search(
+        function="tfshard.storage.outside:_is_updated",
+        uses=_SCOPES,
+        reason="an assignment does not say that an optimizer makes it",
+    ),
+    Search(
+        function="tfshard.storage.variables:ShardedVariable._set",
+        uses=_SCOPES,
+        reason="a value that is set while a layer is being built is an initial value",
+    ),
+    Search(
+        function="tfshard.operations.draws:_shapes_of_layers",
+        uses=_SCOPES,
+        reason="a random operation does not say which layer draws",
+    ),
+    Search(
+        function="tfshard.verifying.step_recording:Recorder._random",
+        uses=_SCOPES,
+        reason="an operation does not say which layer it belongs to",
+    ),
+)

@@ -61,7 +61,7 @@ class AttachedModel:
     """A Keras model and the strategy that shards its variables.
 
     `attach` reshards the model, its optimizers and its metrics. `refresh` does so before a step, for all that the model
-    got since. `move_from` takes the model from another strategy, which then calls `detach`.
+    got since. `move_from_other` takes the model from another strategy, which then calls `detach`.
 
     Args:
         model: The model. It is held weakly.
