@@ -212,7 +212,7 @@ def _each(operation: tf.Operation, number: int, dim: int, devices: int) -> Outco
 
 
 def _nothing(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
-    """End the way of the dim: shapes and the like do not depend on values."""
+    """Return a flow without outputs: shapes and the like do not depend on the shards."""
     return Flow(outputs=())
 
 

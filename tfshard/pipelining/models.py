@@ -227,10 +227,10 @@ def pipeline(
             name or path of the first layer of the next stage. The number of stages must be the size of the pipeline
             axis, or, with `"interleaved"`, a multiple of it.
         microbatches: The number of microbatches of a step; more if this number does not divide the batch.
-        schedule: `"gpipe"` (Huang et al. 2019): all forward passes, then all backward passes; a stage keeps its inputs
-            of all microbatches. `"1f1b"` (Narayanan et al. 2019, PipeDream with flushes): forward and backward
-            alternate; stage `n` of `p` keeps its inputs of at most `p - n` microbatches. `"interleaved"` (Narayanan et
-            al. 2021, Megatron-LM): several stages on each pipeline rank, for a shorter wait.
+        schedule: `"gpipe"` (Huang et al. 2019): all forward passes, then all backward passes; every stage except the
+            last keeps its inputs of all microbatches. `"1f1b"` (Narayanan et al. 2019, PipeDream with flushes): forward
+            and backward alternate; stage `n` of `p` keeps its inputs of at most `p - n` microbatches. `"interleaved"`
+            (Narayanan et al. 2021, Megatron-LM): several stages on each pipeline rank, for a shorter wait.
 
     Returns:
         The same object; its `compile` takes a strategy on a mesh with an axis `pipeline`.
