@@ -1,4 +1,4 @@
-"""Keras layers of our own: SketchedDense. They work without a strategy too."""
+"""Additional Keras layers: SketchedDense. They also work without a strategy."""
 
 import functools
 import math
@@ -13,52 +13,53 @@ from tfshard.errors import ShardingError, warn
 
 @keras.saving.register_keras_serializable(package="tfshard")
 class SketchedDense(keras.layers.Layer):  # type: ignore[misc]
-    """A linear layer through random sketches, as `SKLinear` of the Panther library.
+    """A linear layer through random sketches, like `SKLinear` of the Panther library.
 
     For inputs `x` of `n` features, `m = units` outputs, `l = num_sketches` and `k = sketch_size`:
 
         y = activation((1 / (2 l)) sum_i (x @ S1_i @ U1_i + x @ U2_i @ S2_i) + b)
 
-    `S1_i` (n, k), `S2_i` (k, m) and `b` (m,) are trained. The sketches `U1_i` (k, m) and `U2_i` (n, k) are random signs
-    divided by `sqrt(k)`, and stay as they are. Training begins at `S1_i = W @ U1_i.T` and `S2_i = U2_i.T @ W` with one
-    `W` (n, m) from `kernel_initializer`. As `U1_i.T @ U1_i` and `U2_i @ U2_i.T` are the identity on average over the
-    signs, `y` is then `x @ W + b` on average. If the entries of `W` are independent, of mean 0 and of one variance, the
-    variance of `y - b` is `1 + (n + m - 2) / (4 l k)` times that of `x @ W`.
+    The weights `S1_i` (n, k), `S2_i` (k, m) and `b` (m,) are trained. The sketches `U1_i` (k, m) and `U2_i` (n, k) are
+    random signs divided by `sqrt(k)`, and are not trained. Training begins at `S1_i = W @ U1_i.T` and `S2_i = U2_i.T @
+    W` with one `W` (n, m) from `kernel_initializer`. On average over the signs, `U1_i.T @ U1_i` and `U2_i @ U2_i.T` are
+    the identity, and `y` is `x @ W + b`. Let the entries of `W` be independent, of mean 0 and of equal variance. Then
+    the variance of `y - b` is `1 + (n + m - 2) / (4 l k)` times the variance of `x @ W`.
 
     Sources: Seddik et al. 2026, "Panther: Faster and Cheaper Computations with Randomized Numerical Linear Algebra",
-    arXiv:2601.15473, with its `panther/nn/linear.py` and `pawX/linear.cpp`; the method is the SK-FC layer of
-    Kasiviswanathan, Narodytska and Jin 2018, "Network Approximation using Tensor Sketching", IJCAI. The variance is
-    worked out here.
+    arXiv:2601.15473, with its `panther/nn/linear.py` and `pawX/linear.cpp`. The method is the SK-FC layer of
+    Kasiviswanathan, Narodytska and Jin 2018, "Network Approximation using Tensor Sketching", IJCAI. The formula for the
+    variance was derived here.
 
-    Cost, where a `Dense` layer has `n m` weights and as many multiplications for each row of `x`: `l k (n + m)` trained
-    weights (with gradients and slots), as many that are not trained, and `2 l k (n + m)` multiplications. A layer with
-    `2 l k (n + m) > n m` costs more than the `Dense` layer, and warns.
+    Cost: the layer has `l k (n + m)` trained weights (with gradients and slots) and as many untrained weights. It takes
+    `2 l k (n + m)` multiplications for each row of `x`. A `Dense` layer has `n m` weights and as many multiplications.
+    A layer with `2 l k (n + m) > n m` costs more than the `Dense` layer, and warns.
 
-    The sketches' weights lie side by side, so that a call is four matrix products: `input_kernel` and `input_sketch`
-    are (n, l k), `output_kernel` and `output_sketch` are (l k, m). The sketches are weights that are not trained. They
-    are saved with the model, and the same seed gives the same ones on every device and on one device.
+    The weights of all sketches are concatenated, so a call is four matrix products: `input_kernel` and `input_sketch`
+    are (n, l k), `output_kernel` and `output_sketch` are (l k, m). The sketches are untrained weights. They are saved
+    with the model, and equal seeds give equal sketches on every device and on one device.
 
-    Tensor parallelism: `LayoutMap.column` shards what has the output dim (`output_kernel`, `output_sketch`, `bias`),
-    `LayoutMap.row` what has the input dim (`input_kernel`, `input_sketch`). The devices then add up `2 l k` numbers for
-    each row of `x`, backward for column and forward for row, instead of the `n` or `m` of a `Dense` layer.
+    Tensor parallelism: `LayoutMap.column` shards the weights with the output dim (`output_kernel`, `output_sketch`,
+    `bias`), `LayoutMap.row` the weights with the input dim (`input_kernel`, `input_sketch`). The devices then
+    all-reduce `2 l k` numbers for each row of `x`, backward for column and forward for row. A `Dense` layer all-reduces
+    `n` or `m` numbers.
 
     Args:
         units: Size of the output's last dim, a positive integer.
         sketch_size: Size of a sketch (`k`), a positive integer.
-        num_sketches: How many pairs of sketches are averaged (`l`), a positive integer.
+        num_sketches: The number of pairs of sketches that are averaged (`l`), a positive integer.
         activation: Activation function; by default none.
-        use_bias: Whether there is a bias.
-        kernel_initializer: Initializer of `W`. It is called for both kernels, and has to give the same `W` again, as
-            Keras's initializers do. A function that gives the kernel of a trained `Dense` layer makes this layer an
-            approximation of it.
+        use_bias: True to add a bias.
+        kernel_initializer: Initializer of `W`. The layer calls it for both kernels, and it must return the same `W`
+            each time, as Keras's initializers do. With a function that returns the kernel of a trained `Dense` layer,
+            this layer approximates the `Dense` layer.
         bias_initializer: Initializer of the bias.
         kernel_regularizer: Regularizer of `input_kernel` and `output_kernel`.
         bias_regularizer: Regularizer of the bias.
         activity_regularizer: Regularizer of the output.
         kernel_constraint: Constraint of `input_kernel` and `output_kernel`.
         bias_constraint: Constraint of the bias.
-        seed: Integer seed of the sketches. By default one that `keras.utils.set_random_seed` decides.
-        **kwargs: `name`, `dtype` and others of `keras.layers.Layer`.
+        seed: Integer seed of the sketches. By default `keras.utils.set_random_seed` decides the seed.
+        **kwargs: `name`, `dtype` and other arguments of `keras.layers.Layer`.
 
     Input shape: `(batch, ..., n)`. Output shape: `(batch, ..., units)`.
 
@@ -110,13 +111,13 @@ class SketchedDense(keras.layers.Layer):  # type: ignore[misc]
         self.kernel_constraint = keras.constraints.get(kernel_constraint)
         self.bias_constraint = keras.constraints.get(bias_constraint)
         self.seed = seed
-        # Draws the same numbers each time, and decides on a seed when there is none.
+        # Draws the same numbers at each call, and picks a seed if none is given.
         self._uniform = keras.initializers.RandomUniform(-1.0, 1.0, seed=seed)
         self.input_spec = keras.layers.InputSpec(min_ndim=2)
         self.supports_masking = True
 
     def build(self, input_shape: Sequence[int | None]) -> None:
-        """Makes the weights for inputs of shape `(..., features)`."""
+        """Make the weights for inputs of shape `(..., features)`."""
         features = input_shape[-1]
         if features is None:
             raise ShardingError(
@@ -154,10 +155,10 @@ class SketchedDense(keras.layers.Layer):  # type: ignore[misc]
         self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: features})
 
     def _initial(self, name: str, features: int, shape: Sequence[int], dtype: str) -> keras.KerasTensor:
-        """The initial value of one of the four matrices. Each draws the sketches anew, so that none reads another."""
+        """Return the initial value of a matrix. Each call draws the sketches again, to read no other weight."""
         del shape
         precise = keras.backend.result_type(dtype, "float32")
-        # Drawn in float32 whatever the dtype, so that the signs are those of the seed.
+        # Drawn in float32 for any dtype, because the seed defines the signs in float32.
         uniform = self._uniform((self.num_sketches * self.sketch_size, features + self.units), dtype="float32")
         signs = ops.where(uniform < 0, ops.cast(-1, precise), ops.cast(1, precise)) / math.sqrt(self.sketch_size)
         input_sketch, output_sketch = ops.transpose(signs[:, :features]), signs[:, features:]
@@ -169,7 +170,7 @@ class SketchedDense(keras.layers.Layer):  # type: ignore[misc]
         return ops.cast(ops.matmul(ops.transpose(input_sketch), kernel), dtype)
 
     def call(self, inputs: keras.KerasTensor) -> keras.KerasTensor:
-        """`(..., features)` to `(..., units)`."""
+        """Map `(..., features)` to `(..., units)`."""
         first = ops.matmul(ops.matmul(inputs, self.input_kernel), self.output_sketch)
         second = ops.matmul(ops.matmul(inputs, self.input_sketch), self.output_kernel)
         outputs = (first + second) * (0.5 / self.num_sketches)
@@ -178,7 +179,7 @@ class SketchedDense(keras.layers.Layer):  # type: ignore[misc]
         return self.activation(outputs)
 
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        """The shape of the inputs with `units` in place of the last dim."""
+        """Return the shape of the inputs with `units` as the last dim."""
         return (*input_shape[:-1], self.units)
 
     def get_config(self) -> dict[str, Any]:

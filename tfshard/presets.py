@@ -1,14 +1,14 @@
 """Analyzers for networks: `ShardedStrategy(analyzer=tfshard.presets.TEN_GBE)`.
 
 A collective of n bytes takes about `latency + n / bandwidth` (the model of Hockney 1994, "The communication challenge
-for MPP"). `latency * bandwidth` bytes are what could be sent while one collective starts. Hence:
+for MPP"). The network could send `latency * bandwidth` bytes while one collective starts. Therefore:
 
-- A variable is grouped below 2 * latency * bandwidth: alone, a third of its collective or more would be latency.
-- A group is closed at 32 * latency * bandwidth: latency is 3% by then, and a larger group would only have to be
-  waited for longer before its first member can be used.
-- Neither goes below 256 KiB and 4 MiB, whatever the network: a group also saves kernels, since it is updated as one
-  tensor.
-- Both are rounded up to a power of two.
+- Variables below 2 * latency * bandwidth are grouped: alone, latency would be a third of their collective or more.
+- A group has at most 32 * latency * bandwidth: its latency is then 3%, and a larger group would only make its first
+  member wait longer.
+- For any network, the limits are at least 256 KiB and 4 MiB: a group also saves kernels, because a step updates it as
+  one tensor.
+- Both limits are rounded up to a power of two.
 
 | preset | latency | bandwidth | latency * bandwidth | threshold | maximum |
 |---|---|---|---|---|---|
@@ -17,9 +17,9 @@ for MPP"). `latency * bandwidth` bytes are what could be sent while one collecti
 | `ONE_GBE` | 250 us | 125 MB/s | 31 KB | 256 KiB | 4 MiB |
 | `SLOW` | 20 ms | 12.5 MB/s (100 Mbit/s, between sites) | 250 KB | 512 KiB | 8 MiB |
 
-The latencies are assumed, not measured: 20, 100 and 200 us for a collective on the network, and 50 us in TensorFlow;
-none of these networks was run. The latency of a collective grows with the number of devices. For numbers of your own
-there is `for_network`.
+The latencies are assumed, not measured: 20, 100 and 200 us for a collective on the network, and 50 us in TensorFlow.
+None of these networks was run. The latency of a collective grows with the number of devices. For other numbers, use
+`for_network`.
 """
 
 from tfshard.errors import StrategyError
@@ -27,11 +27,11 @@ from tfshard.planning.analyzer import ParameterAnalyzer
 
 
 def for_network(*, latency: float, bandwidth: float) -> ParameterAnalyzer:
-    """The analyzer for a network, by the rules above.
+    """Return the analyzer for a network, by the rules above.
 
     Args:
-        latency: Seconds that a collective of no bytes takes.
-        bandwidth: Bytes a second.
+        latency: Seconds of a collective of no bytes.
+        bandwidth: Bytes per second.
 
     Raises:
         StrategyError: A number that is not positive.
@@ -55,7 +55,7 @@ def for_network(*, latency: float, bandwidth: float) -> ParameterAnalyzer:
 
 
 def _power_of_two(size: float) -> int:
-    """The smallest power of two that is not below `size`."""
+    """Return the smallest power of two that is not below `size`."""
     return 1 << (int(-(-size // 1)) - 1).bit_length()
 
 

@@ -1,4 +1,4 @@
-"""What is printed: sizes, tables of totals and of variables, and like variables folded into one row."""
+"""Printed output: sizes, tables of totals and of variables, and similar variables folded into one row."""
 
 import dataclasses
 import io
@@ -10,14 +10,14 @@ import rich.box
 import rich.console
 import rich.table
 
-# Of every text; also of a terminal that is wider.
+# The width of every text, even on a wider terminal.
 WIDTH = 120
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def as_text(*parts: rich.console.RenderableType) -> str:
-    """Rich tables and lines of text, printed at most 120 characters wide.
+    """Print rich tables and lines of text, at most 120 characters wide, and return the text.
 
     >>> as_text("A line.", "Another.")
     'A line.\\nAnother.\\n'
@@ -30,7 +30,7 @@ def as_text(*parts: rich.console.RenderableType) -> str:
 
 
 def size(bytes_: int) -> str:
-    """Bytes for a reader, in the largest unit of which there is one.
+    """Format bytes in the largest unit that gives at least 1.
 
     >>> [size(bytes_) for bytes_ in (0, 612, 40 << 10, 100 << 20, 3 << 30)]
     ['0 B', '612 B', '40.0 KiB', '100.0 MiB', '3.00 GiB']
@@ -41,7 +41,7 @@ def size(bytes_: int) -> str:
 
 
 def short_size(bytes_: int) -> str:
-    """Bytes in three digits and the largest unit of which there is one, for tables with many columns.
+    """Format bytes in three digits and the largest unit that gives at least 1, for tables with many columns.
 
     >>> [short_size(bytes_) for bytes_ in (0, 612, 40 << 10, 100 << 20, 3 << 30)]
     ['0 B', '612 B', '40.0 KiB', '100 MiB', '3.00 GiB']
@@ -53,7 +53,7 @@ def short_size(bytes_: int) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time in milliseconds for a reader; with two digits where it is less than one.
+    """Format a time in milliseconds, with two digits below one millisecond.
 
     >>> [milliseconds(seconds) for seconds in (1.2345, 0.0123, 0.00012)]
     ['1,234.5', '12.3', '0.12']
@@ -65,14 +65,14 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGTP]?)(I?)B?")
 
 
 def parse_size(name: str, given: object) -> int:
-    """Return the bytes that a positive integer or a text such as `"16GiB"` stands for.
+    """Return the bytes of a positive integer or of a text such as `"16GiB"`.
 
     Args:
-        name: What the size is called, for the message.
-        given: The size. K, M, G, T and P count in thousands, Ki, Mi, Gi, Ti and Pi in 1024.
+        name: The name of the size, for the message.
+        given: The size. K, M, G, T and P are powers of 1000; Ki, Mi, Gi, Ti and Pi are powers of 1024.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: Another type, another text, or a number that is not positive.
 
     >>> parse_size("memory", "16GiB") == 16 * 2**30, parse_size("memory", "80GB"), parse_size("memory", 612)
     (True, 80000000000, 612)
@@ -92,7 +92,7 @@ def parse_size(name: str, given: object) -> int:
 
 
 def layout(axes: Sequence[str | None]) -> str:
-    """The mesh axis of each dim.
+    """Format the mesh axis of each dim.
 
     >>> layout(("batch", None))
     '(batch, -)'
@@ -104,7 +104,7 @@ def layout(axes: Sequence[str | None]) -> str:
 
 
 class Stored(Protocol):
-    """A variable as a plan or a report has it; their docstrings say what the attributes are."""
+    """A variable in a plan or a report, which document the attributes."""
 
     @property
     def path(self) -> str: ...
@@ -128,15 +128,15 @@ class Stored(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A variable, or several that are alike.
+    """A row for one variable, or for several similar variables.
 
     Attributes:
-        name: Its path, or the pattern of their paths.
-        kind: What tells it from others with the same cells; not shown.
-        cells: What is shown between name and bytes, of each of them.
-        bytes_whole: Bytes that one device would hold without sharding, of all of them.
-        bytes_per_device: Bytes that the fullest device holds, of all of them; None where others count them.
-        count: How many variables they are.
+        name: The path, or the pattern of the paths.
+        kind: Distinguishes rows with equal cells; not shown.
+        cells: The cells between name and bytes, equal for all variables of the row.
+        bytes_whole: Bytes of all variables of the row on one device without sharding.
+        bytes_per_device: Bytes of all variables of the row on the fullest device; None if other rows count them.
+        count: The number of variables.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Row:
 
     @classmethod
     def of(cls, variable: Stored) -> "Row":
-        """The row of one variable; its cells are those of `COLUMNS`."""
+        """Return the row of one variable, with the cells in `COLUMNS`."""
         place = layout(variable.storage_layout)
         if variable.group is not None:
             place += f" group {variable.group}"
@@ -163,12 +163,12 @@ class Row:
         )
 
 
-# The heads of a row's cells.
+# The headers of a row's cells.
 COLUMNS = ("shape", "dtype", "storage layout")
 
 
 def fold_variables(variables: Sequence[Stored], small: int) -> list[Row]:
-    """The rows of variables, folded; untrained ones of fewer than `small` bytes share one, the last."""
+    """Return the folded rows of variables. Untrained variables below `small` bytes share one row, the last."""
     apart = [each.kind == "state" and each.bytes_whole < small for each in variables]
     rows = fold([Row.of(each) for each, alone in zip(variables, apart, strict=True) if not alone])
     rest = [Row.of(each) for each, alone in zip(variables, apart, strict=True) if alone]
@@ -178,7 +178,7 @@ def fold_variables(variables: Sequence[Stored], small: int) -> list[Row]:
 
 
 def total(name: str, rows: Sequence[Row], *, kind: Hashable = None, cells: tuple[str, ...] = ()) -> Row:
-    """The sums of rows, as a row."""
+    """Return the sum of rows as a row."""
     held = [row.bytes_per_device for row in rows]
     return Row(
         name=name,
@@ -191,14 +191,14 @@ def total(name: str, rows: Sequence[Row], *, kind: Hashable = None, cells: tuple
 
 
 def fold(rows: Sequence[Row]) -> list[Row]:
-    """Rows that differ in nothing but numbers in their names, as one row with their count and the sums of their bytes.
+    """Fold rows with names that differ only in numbers into one row, with their count and the sums of their bytes.
 
-    Rows of another kind or with other cells stay apart. Keras gives the first layer of a class no number: `dense` is
-    taken for one of `dense_1`, `dense_2`, where there are such. Where several numbers vary, a row stands for every
-    combination of those that its pattern lists.
+    Rows with different kinds or cells are not folded together. Keras gives the first layer of a class no number:
+    `dense` folds with `dense_1` and `dense_2`, if these exist. If several numbers vary, a row stands for every
+    combination of the numbers in its pattern.
 
     Returns:
-        The rows, each where the first that it stands for was.
+        The rows, each at the position of its first member.
 
     >>> paths = [f"block_{i}/{name}" for i in range(12) for name in ("dense", "dense_1", "dense_2")]
     >>> [row] = fold([Row(name=path, bytes_whole=8, bytes_per_device=2) for path in paths])
@@ -209,7 +209,7 @@ def fold(rows: Sequence[Row]) -> list[Row]:
     alike: dict[Hashable, list[_Numbered]] = {}
     for index, row in enumerate(rows):
         texts, numbers = _split(row.name, numbered)
-        # `block_3` is no sibling of `block3`.
+        # `block_3` and `block3` are not siblings.
         styles = tuple(number.isdecimal() for number in numbers)
         alike.setdefault((texts, styles, row.kind, row.cells), []).append(_Numbered(index, texts, numbers, row))
     parts = [part for members in alike.values() for part in _combinations(members)]
@@ -217,7 +217,7 @@ def fold(rows: Sequence[Row]) -> list[Row]:
 
 
 def blocks(rows: Sequence[Row]) -> list[Row]:
-    """The sums of rows by the first name of their paths, behind the names that all of them share.
+    """Return the sums of rows by the first name of their paths, after the names that all paths share.
 
     >>> paths = ("net/embedding/table", "net/block_0/kernel", "net/block_0/bias", "net/block_1/kernel")
     >>> [(row.name, row.count) for row in blocks([Row(name=path, bytes_whole=8, bytes_per_device=2) for path in paths])]
@@ -239,7 +239,7 @@ _NUMBER = re.compile(r"(_\d+$|\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class _Numbered:
-    """A row whose name is `texts` with `numbers` between them; its place is `index`."""
+    """A row with its position, and its name split into `texts` with `numbers` between them."""
 
     index: int
     texts: tuple[str, ...]
@@ -248,7 +248,10 @@ class _Numbered:
 
 
 def _split(name: str, numbered: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`a/block_3/up` to `("a/block", "/up")` and `("_3",)`; the number that a name in `numbered` lacks is empty."""
+    """Split `a/block_3/up` into `("a/block", "/up")` and `("_3",)`.
+
+    A name in `numbered` without a number gets an empty number.
+    """
     texts, numbers = [""], []
     for i, part in enumerate(name.split("/")):
         pieces = [*_NUMBER.split(part), *(("", "") if part in numbered else ())]
@@ -259,7 +262,7 @@ def _split(name: str, numbered: set[str]) -> tuple[tuple[str, ...], tuple[str, .
 
 
 def _combinations(members: list[_Numbered]) -> list[list[_Numbered]]:
-    """The members as one part if they are all combinations of their numbers, else parts with one number that varies."""
+    """Return one list if the members are all combinations of their numbers, else lists in which one number varies."""
     found = {member.numbers for member in members}
     combinations = 1
     for values in zip(*found, strict=True):
@@ -285,7 +288,7 @@ def _joined(members: list[_Numbered]) -> Row:
 
 
 def _span(values: set[str]) -> str:
-    """`{"_0", "_1", "_2", "_5"}` to `_{0..2,5}`; one value to itself; with the empty one among them `{,_1..2}`."""
+    """Format `{"_0", "_1", "_2", "_5"}` as `_{0..2,5}`, a single value unchanged, an empty value first: `{,_1..2}`."""
     if len(values) == 1:
         return next(iter(values))
     runs: list[list[str]] = []
@@ -311,12 +314,12 @@ _BYTES = ("on one device", "per device")
 
 
 def totals(title: str, rows: Iterable[tuple[str, int, int | None]]) -> rich.table.Table:
-    """A table of sums: of what, bytes on one device without sharding, bytes that the fullest device holds.
+    """Return a table of sums: label, bytes on one device without sharding, bytes on the fullest device.
 
-    None stands for what was not measured.
+    None stands for a value that was not measured.
     """
     table = plain(title)
-    # The title would be broken where the columns end.
+    # Otherwise rich would break the title at the end of the columns.
     table.add_column("", min_width=max(len(title) - sum(len(name) + _GAP for name in _BYTES), 0))
     for column in _BYTES:
         table.add_column(column, justify="right", no_wrap=True)
@@ -328,13 +331,13 @@ def totals(title: str, rows: Iterable[tuple[str, int, int | None]]) -> rich.tabl
 def variables(
     title: str, rows: Sequence[Row], *, head: str = "variable", columns: Sequence[str] = COLUMNS
 ) -> rich.table.Table:
-    """A table of variables.
+    """Return a table of variables.
 
     Args:
-        title: Above it.
-        rows: A line each.
-        head: Of the names.
-        columns: The heads of the cells.
+        title: The title above the table.
+        rows: The rows, a line each.
+        head: The header of the names.
+        columns: The headers of the cells.
     """
     heads = (head, "count", *columns, "on one\ndevice", "per\ndevice")
     lines = [
@@ -359,18 +362,18 @@ def variables(
     return table
 
 
-# Between two columns.
+# The space between two columns.
 _GAP = 2
 
 
 def plain(title: str) -> rich.table.Table:
-    """An empty table."""
+    """Return an empty table."""
     box = rich.box.SIMPLE_HEAD
     return rich.table.Table(title=title, title_justify="left", box=box, padding=(0, _GAP - 1, 0, 0), pad_edge=False)
 
 
 def _broken(name: str, width: int) -> str:
-    """A name in lines of at most `width` characters, broken behind a part of its path, or else of a word.
+    """Break a name into lines of at most `width` characters, after a part of its path, or else after a word.
 
     >>> print(_broken("transformer_layer_0/self_attention/kernel", 25))
     transformer_layer_0/

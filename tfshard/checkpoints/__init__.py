@@ -1,17 +1,17 @@
-"""How does a run survive?
+"""Checkpoints: a training run on disk, and back.
 
-Read `manager` first; docs/checkpoints.md has the format and what is promised.
+Read `manager` first; docs/checkpoints.md describes the format and the guarantees.
 
     manager           `CheckpointManager`
-    callback          `CheckpointCallback`: `fit` that goes on where it was killed
-    writer            a training run to a checkpoint, committed by one rename
-    reader            `Checkpoint`: compared before it is used
-    manifest          what a checkpoint holds, as JSON, with nothing in it trusted
-    unsent            what devices had not sent of compressed gradients
+    callback          `CheckpointCallback`: `fit` that resumes where it was killed
+    writer            writes a training run to a checkpoint, committed by one rename
+    reader            `Checkpoint`: compared with the model before it is used
+    manifest          the contents of a checkpoint, as JSON, with every field checked
+    unsent            error-feedback residuals of compressed gradients
     files             names, syncing, opening without following links
-    held_pieces       pieces out of the devices' tensors, and back into them
+    held_pieces       local shards out of the devices' tensors, and back into them
     training_state    every variable of a training run, under a key that survives a restart
-    keras_files       Keras's own files, a variable at a time
+    keras_files       Keras's file formats, one variable at a time
 """
 
 from tfshard.checkpoints.callback import CheckpointCallback

@@ -1,21 +1,22 @@
-"""CheckpointCallback: a training run that goes on where it was killed, to the batch.
+"""CheckpointCallback: a training run that resumes at the batch where it was killed.
 
-# Note: how fit goes on in the middle of an epoch
+# Note: how fit resumes in the middle of an epoch
 
-Keras's `fit` counts the steps of an epoch in its EpochIterator, which asks the dataset for an iterator and hands that
-to each step. Three things are put in place before the first step of a resumed run: the variables; the iterator, which
-the sharded dataset gives out next (`ShardedDataset.continue_with`), brought to where it was; and the EpochIterator's
-count, from which the first steps are left out. Metrics are set when the epoch has begun, because that resets them.
+Keras's `fit` counts the steps of an epoch in its EpochIterator. The EpochIterator asks the dataset for an iterator and
+hands the iterator to each step. Before the first step of a resumed run, the callback sets three things: the variables;
+the iterator, restored to its position, which the sharded dataset gives out next (`ShardedDataset.continue_with`); and
+the count of the EpochIterator, so that the first steps are skipped. The callback sets metrics after the epoch has
+begun, because the beginning of an epoch resets them.
 
-A save that is due at the end of a step is made before the next one or at the end of the epoch, so that a position is
-never "after the last step, before the end".
+A save that is due at the end of a step happens before the next step or at the end of the epoch. A position is
+therefore never "after the last step, before the end".
 
-What shuffles keeps its own state (the seeds and the buffer of `Dataset.shuffle`, the permutation of arrays), and the
-iterator's state holds it. Each iterator draws new seeds from its dataset. So nothing here makes one that an
-uninterrupted run would not make: the callback does not change what is trained. The first one is made when training
-begins, so that data whose position cannot be saved are refused, and the first epoch gets it. But what has read its
-input to the end, perhaps ahead of the training, has forgotten the seeds. An iterator that is never used knows them, so
-one is kept (its draw is taken back), and its state is saved too.
+Shuffling keeps state (the seeds and the buffer of `Dataset.shuffle`, the permutation of arrays), and the state of the
+iterator includes it. Each new iterator draws new seeds from its dataset. The callback must not change the training, so
+it makes no iterator that an uninterrupted run would not make. It makes the first iterator when training begins, to
+refuse data with a position that cannot be saved, and the first epoch uses that iterator. An iterator that has read its
+input to the end, perhaps ahead of the training, has forgotten the seeds, but an unused iterator knows them. The
+callback therefore keeps an unused iterator, takes its draw back, and saves its state, too.
 """
 
 import dataclasses
@@ -40,27 +41,28 @@ _Logs = Mapping[str, object] | None
 
 
 class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types.
-    """Saves a training run while `fit` trains, and goes on from the last checkpoint when the script is run again.
+    """Saves a training run while `fit` trains, and resumes from the last checkpoint when the script is run again.
 
-    When training begins and the directory has a checkpoint, the model and its optimizer are restored and `fit` goes
-    on with the batch after the one that was trained last, with the bits of a run that was never interrupted. Where it
-    has none, training begins as always. The mesh and the stage may be others than before.
+    If the directory has a checkpoint when training begins, the callback restores the model and its optimizer, and `fit`
+    continues with the batch after the last trained batch. The result is bit for bit the result of an uninterrupted run.
+    Without a checkpoint, training begins as usual. The mesh and the ZeRO stage may differ from the saved ones.
 
     Args:
-        directory: Where checkpoints are kept; one training run to a directory.
-        every_steps: Save after so many steps.
-        every_epochs: Save after so many epochs. The end of the last epoch is saved in any case.
-        async_save: Whether a thread writes while training goes on. The values are those at the end of the step.
+        directory: The directory of the checkpoints of one training run.
+        every_steps: Save after this many steps.
+        every_epochs: Save after this many epochs. The end of the last epoch is always saved.
+        async_save: True if a thread writes while training continues. The values are the values at the end of the step.
         keep: How many steps are kept.
-        optimizers: Optimizers beside the one that the model is compiled with and attributes of the model, as in
+        optimizers: Optimizers in addition to the compiled optimizer and to attributes of the model, as in
             `CheckpointManager.save`.
 
     Raises:
-        CheckpointError: Neither `every_steps` nor `every_epochs`, or not positive integers. In `fit`: a checkpoint
-            does not fit, is damaged or could not be written, or the data's position cannot be saved. Arrays and
-            `tf.data` datasets can; a `keras.utils.PyDataset` with `every_epochs` and `fit(shuffle=False)`.
+        CheckpointError: `every_steps` and `every_epochs` are both missing, or not positive integers. In `fit`: a
+            checkpoint does not fit, is damaged or could not be written, or the position of the data cannot be saved.
+            The position of arrays and `tf.data` datasets can be saved. The position of a `keras.utils.PyDataset` can be
+            saved with `every_epochs` and `fit(shuffle=False)`.
 
-    The state of other callbacks is not saved, such as the patience of `EarlyStopping`.
+    The callback does not save the state of other callbacks, such as the patience of `EarlyStopping`.
 
     Example:
 
@@ -122,13 +124,13 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         if self.manager.latest_step() is None:
             return
         start = run.start_at(self.manager.open())
-        # Everything that can be refused is refused before a variable is changed.
+        # Refuse everything that can be refused before a variable changes.
         self.manager.restore_from(start.checkpoint, self.model, lambda: run.go_to(start), self.optimizers)
         self._tell(start)
         _private.set_initial_epoch(self.model, start.position.epoch)
 
     def _tell(self, start: "_Start") -> None:
-        """Print where the run goes on, unless fit prints nothing."""
+        """Print where the run resumes, unless fit prints nothing."""
         if not self.params.get("verbose") or clients.here().rank:
             return
         position = start.position
@@ -195,12 +197,12 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ker
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Start:
-    """Where a run goes on.
+    """The point where a run resumes.
 
     Attributes:
-        checkpoint: What it goes on from.
-        position: Where in the data that is.
-        step: In the epoch, from 0.
+        checkpoint: The checkpoint to restore.
+        position: The position in the data.
+        step: The step in the epoch, from 0.
     """
 
     checkpoint: Checkpoint
@@ -209,16 +211,16 @@ class _Start:
 
 
 class _Run:
-    """A run of `fit`: where it is in its data.
+    """The progress of one run of `fit` through its data.
 
     Attributes:
-        epoch: The epoch that runs.
-        step: Training steps so far, those before the run was interrupted included.
-        saved: At which of them the run was saved last.
-        due: Whether it is to be saved at the next opportunity.
-        begun: The first step of the execution that runs.
-        trained: Whether an epoch was begun.
-        resumed: Where it goes on, until the first epoch has begun.
+        epoch: The current epoch.
+        step: Training steps so far, including the steps before an interruption.
+        saved: The step at which the run was last saved.
+        due: True if the run should be saved at the next opportunity.
+        begun: The first step of the current execution.
+        trained: True if an epoch has begun.
+        resumed: The point where the run resumes, until the first epoch has begun.
     """
 
     def __init__(self, model: keras.Model, epochs: object):
@@ -231,7 +233,7 @@ class _Run:
         self.resumed: _Start | None = None
         self._model = model
         self._epochs = _private.EpochIterator(epochs)
-        # An iterator that is never used: at their end the others have forgotten the seeds of their dataset.
+        # An unused iterator: the others forget the seeds of their dataset when they reach the end.
         self._spare: Iterator[Any] | None = None
 
     @property
@@ -240,10 +242,10 @@ class _Run:
         return dataset
 
     def check(self, *, in_epoch: bool) -> None:
-        """Raises `CheckpointError` for data whose position cannot be saved.
+        """Raise `CheckpointError` for data with a position that cannot be saved.
 
         Args:
-            in_epoch: Whether it is to be saved in the middle of an epoch.
+            in_epoch: True if the position should be saved in the middle of an epoch.
         """
         kind = self._epochs.kind
         if kind == "PyDataset":
@@ -265,7 +267,7 @@ class _Run:
                 "Received: shuffle='batch'"
             )
         elif kind == "tf.data" and self._dataset.host.options().experimental_symbolic_checkpoint:
-            # Measured: it does not go on with the same batches.
+            # Measured: such an iterator does not continue with the same batches.
             raise CheckpointError(
                 "The position in a dataset with experimental_symbolic_checkpoint cannot be saved exactly. Leave the "
                 "option out. Received: options().experimental_symbolic_checkpoint=True"
@@ -274,14 +276,14 @@ class _Run:
             host = iter(self._dataset.host)
             before = self._state(host)
             self._spare = iter(self._dataset.host)
-            _private.restore_iterator(host, before)  # Takes back the seeds that the other one drew.
+            _private.restore_iterator(host, before)  # Takes back the seeds that the spare iterator drew.
             self._dataset.continue_with(host)
 
     def start_at(self, checkpoint: Checkpoint) -> _Start:
-        """Where this run goes on from a checkpoint.
+        """Return where this run resumes from a checkpoint.
 
         Raises:
-            CheckpointError: It cannot.
+            CheckpointError: The run cannot resume from it.
         """
         position = checkpoint.position
         if position is None or position.step is None:
@@ -299,24 +301,24 @@ class _Run:
         return _Start(checkpoint=checkpoint, position=position, step=position.step)
 
     def _state(self, iterator: object) -> tf.Tensor:
-        # Keras's own permutation of arrays is a random operation; what it drew is part of the state.
+        # Keras permutes arrays with a random operation; the permutation is part of the state.
         return datasets.iterator_state(iterator, ignore_random=self._epochs.kind == "arrays")
 
     def position(self, epoch: int, step: int) -> tuple[Position, list[tf.Tensor]] | None:
-        """The position that is `step` of `epoch`, with states of the iterator; None when the epoch ends before it.
+        """Return the position at `step` of `epoch`, with iterator states, or None if the epoch ends before the step.
 
-        Keras does not know the length of every dataset, and announces a step for which there is no batch.
+        Keras does not know the length of every dataset, and announces a step without a batch.
         """
         iterator = self._dataset.current
         assert iterator is not None
         at_end, states = iterator.exhausted, []
         if self._epochs.kind != "PyDataset":
             states = [self._state(iterator), self._state(self._spare)]
-        # After its state was taken: this reads a batch.
+        # After the states were taken, because this reads a batch.
         if step and iterator.is_at_end():
             return None
         fresh = not step and (at_end or not self._epochs.spans_epochs)
-        # The count of the step that is about to run is in already.
+        # The count already includes the step that is about to run.
         consumed = 0 if fresh else self._epochs.steps_seen - (self._epochs.steps_per_execution if step else 0)
         position = Position(
             epoch=epoch,
@@ -329,13 +331,13 @@ class _Run:
         return position, states
 
     def go_to(self, start: _Start) -> None:
-        """Makes the next epoch begin where the checkpoint was taken."""
+        """Make the next epoch begin where the checkpoint was taken."""
         checkpoint, position = start.checkpoint, start.position
         self.resumed = start
         self.step = self.saved = checkpoint.step
         if position.clients:
             host, self._spare = iter(self._dataset.host), iter(self._dataset.host)
-            # Last the one that is never used: it sets the seeds that the next iterator draws.
+            # The unused iterator comes last: it sets the seeds that the next iterator draws.
             checkpoint.restore_iterators([host, self._spare], self._model)
             self._dataset.continue_with(None if position.fresh else host)
         self._epochs.start_at(step=start.step, consumed=position.consumed, num_batches=position.num_batches)

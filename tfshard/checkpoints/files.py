@@ -1,7 +1,7 @@
-"""The files of a checkpoint: their names, and the few operations on them that have to be right.
+"""The files of a checkpoint: their names, and the few file operations that must be right.
 
-What changes the disk, here and in `writer`, calls functions of `os` by their names there, or one of the two operations
-with which TensorFlow writes tensors. So a test can stand before each change, and kill.
+All changes of the disk, here and in `writer`, call functions of `os` by their names, or one of the two operations with
+which TensorFlow writes tensors. A test can therefore intercept each change, and kill the process there.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 def name_of(step: int, generation: int) -> str:
-    """The name of a checkpoint's directory."""
+    """Return the name of a checkpoint's directory."""
     return f"step-{step:08d}" + (f".{generation}" if generation else "")
 
 
 def checkpoints(root: pathlib.Path) -> list[tuple[int, int]]:
-    """Step and generation of each checkpoint in a directory, in order."""
+    """Return step and generation of each checkpoint in a directory, in order."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(root):
@@ -42,12 +42,12 @@ def checkpoints(root: pathlib.Path) -> list[tuple[int, int]]:
 
 
 def committed(root: pathlib.Path) -> dict[int, int]:
-    """The steps that are there, with the highest generation of each."""
+    """Return the committed steps, with the highest generation of each."""
     return dict(checkpoints(root))
 
 
 def sync(path: pathlib.Path) -> None:
-    """Waits until a file, or the names in a directory, are on the disk."""
+    """Wait until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -56,19 +56,19 @@ def sync(path: pathlib.Path) -> None:
 
 
 def make(path: pathlib.Path) -> None:
-    """Makes a directory, with those above it that are missing, and waits until their names are on the disk."""
+    """Make a directory with its missing parents, and wait until their names are on the disk."""
     missing = []
     while not path.exists():
         missing.append(path)
         path = path.parent
     for directory in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # Another process makes it too.
+        with contextlib.suppress(FileExistsError):  # Another process may make the directory, too.
             os.mkdir(directory)
         sync(directory.parent)
 
 
 def write(path: pathlib.Path, content: bytes) -> None:
-    """Writes a new file and waits until it is on the disk."""
+    """Write a new file and wait until it is on the disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         left = memoryview(content)
@@ -81,7 +81,7 @@ def write(path: pathlib.Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def open_regular(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Opens a regular file of a checkpoint; a link that would lead out of its directory is not followed."""
+    """Open a regular file of a checkpoint, without following a link."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -90,7 +90,7 @@ def open_regular(path: pathlib.Path) -> Iterator[IO[bytes]]:
 
 
 def sha256(file: IO[bytes]) -> str:
-    """The SHA-256 of an open file, in hexadecimal (`hashlib.file_digest`, which Python 3.10 does not have)."""
+    """Return the SHA-256 of an open file, in hexadecimal. (Python 3.10 does not have `hashlib.file_digest`.)"""
     digest = hashlib.sha256()
     while block := file.read(_BLOCK_BYTES):
         digest.update(block)
@@ -98,14 +98,14 @@ def sha256(file: IO[bytes]) -> str:
 
 
 def remove(path: pathlib.Path) -> None:
-    """Deletes a checkpoint; half deleted, it has a temporary name."""
+    """Delete a checkpoint; while it is deleted, it has a temporary name."""
     doomed = path.with_name(f"{TEMPORARY}removed-{path.name}-{os.getpid()}-{time.monotonic_ns()}")
     os.rename(path, doomed)
     shutil.rmtree(doomed)
 
 
 def spec(shape: Sequence[int], box: Box) -> str:
-    """A box in the words of TensorFlow's `shape_and_slices`."""
+    """Return a box in the syntax of TensorFlow's `shape_and_slices`."""
     if not shape:
         return ""
     ranges = ":".join(f"{begin},{size}" for begin, size in zip(box.offset, box.shape, strict=True))
@@ -113,10 +113,10 @@ def spec(shape: Sequence[int], box: Box) -> str:
 
 
 def iterator_prefix(client: int) -> str:
-    """The name of the files that hold the state of a client's iterator, without what TensorFlow adds."""
+    """Return the name of the files with the state of a client's iterators, without TensorFlow's suffix."""
     return f"iterator-{client:05d}"
 
 
 def state_name(number: int) -> str:
-    """The name of the state of one of a client's iterators, in their file."""
+    """Return the name of the state of one of a client's iterators, inside their file."""
     return f"state_{number}"

@@ -1,4 +1,4 @@
-"""The pieces of a training run's variables: out of the devices' tensors, and back into them."""
+"""The local shards of a training run's variables: out of the devices' tensors, and back into them."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,14 +17,14 @@ Read = Callable[[StateVariable, Box], np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class HeldPiece:
-    """A piece of a variable, as a device of this client holds it.
+    """A box of a variable that a device of this client holds.
 
     Attributes:
         variable: The variable.
-        box: Its place in the variable's own shape.
-        tensor: The device's tensor, on the host. TensorFlow copies a variable that is written while somebody holds
-            its value, so it stays what it was.
-        begin: Where its elements begin in the tensor; there they follow each other.
+        box: The box in the variable's shape.
+        tensor: The device's local tensor, on the host. The tensor keeps its value: TensorFlow copies a variable that is
+            written while somebody holds its value.
+        begin: The first element of the box in the tensor. The elements of a box are contiguous.
     """
 
     variable: StateVariable
@@ -34,21 +34,21 @@ class HeldPiece:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether the piece is all of the tensor."""
+        """True if the box is the full tensor."""
         return tuple(self.tensor.shape) == self.box.shape
 
     def array(self) -> np.ndarray:
-        """The piece, in row-major order and in the shape of its box."""
+        """Return the values of the box, in row-major order and in the shape of the box."""
         array = np.asarray(self.tensor).reshape(-1)[self.begin : self.begin + self.box.elements]
         return np.ascontiguousarray(array).reshape(self.box.shape)
 
 
 def held(variables: Iterable[StateVariable], *, first_client: bool) -> list[HeldPiece]:
-    """The pieces that this client has to write: each is written once, by one of the devices that hold it.
+    """Return the boxes that this client writes. Exactly one of the devices that hold a box writes the box.
 
     Args:
         variables: The variables, in the same order on every client.
-        first_client: Whether this is the client that writes variables which are on no mesh.
+        first_client: True on the client that writes the variables that are on no mesh.
     """
     found = []
     for number, (storage, members) in enumerate(_by_storage(variables)):
@@ -77,11 +77,11 @@ def _on_host(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def assign(variables: Iterable[StateVariable], read: Read) -> None:
-    """Sets variables, a storage at a time: each device gets its own piece, and no more than that is read.
+    """Assign variables, one storage at a time. Only the local shard of each device is read.
 
     Args:
         variables: The variables, in the same order on every client.
-        read: Gives a box of a variable as an array.
+        read: Returns a box of a variable as an array.
     """
     for storage, members in _by_storage(variables):
         if storage is None:
@@ -92,7 +92,7 @@ def assign(variables: Iterable[StateVariable], read: Read) -> None:
         known: dict[tuple[int, ...], np.ndarray] = {}
         pieces = []
         for location, tensor in storage.local_tensors():
-            # Devices that hold the same share one array.
+            # Devices with equal shards share one array.
             key = tuple(location[axis] for axis in storage.mesh.dim_names if axis in storage.format.storage)
             if key not in known:
                 known[key] = _local(storage, members, location, tensor, read)
@@ -107,7 +107,7 @@ def _local(
     values = storage.format.decode_local(tensor)
     if [piece.box.shape for piece in pieces] == [tuple(values.shape)]:
         return storage.format.encode_local(read(members[pieces[0].member], pieces[0].box))
-    # Padding, and members that are not among the variables, stay as they are.
+    # Padding, and members that are not among the variables, keep their values.
     local = np.array(values)
     flat = local.reshape(-1)
     for piece in pieces:
@@ -116,12 +116,12 @@ def _local(
 
 
 def _pieces(storage: Storage, members: dict[int, StateVariable], location: Mapping[str, int]) -> list[Piece]:
-    """What the device at `location` holds of these members of the storage."""
+    """Return the boxes of these members that the device at `location` holds."""
     return [piece for piece in storage.format.pieces(location) if piece.member in members]
 
 
 def _by_storage(variables: Iterable[StateVariable]) -> Iterator[tuple[Storage | None, dict[int, StateVariable]]]:
-    """The variables of each storage by their number in it; one without a storage by itself."""
+    """Yield each storage with its variables by member number; a variable without a storage comes alone."""
     storages: dict[int, tuple[Storage, dict[int, StateVariable]]] = {}
     alone = []
     for variable in variables:

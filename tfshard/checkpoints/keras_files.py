@@ -1,7 +1,6 @@
-"""export and import_weights: a sharded model to Keras's own files and back, a variable at a time.
+"""export and import_weights: a sharded model to Keras's file formats and back, one variable at a time.
 
-Nothing that is read here is run or believed: no model is made from a file, and what a file says of its sizes has to be
-what the model says.
+Nothing in a file is executed or trusted: no model is made from a file, and all sizes in a file must match the model.
 """
 
 import contextlib
@@ -23,23 +22,22 @@ from tfshard.checkpoints import training_state
 from tfshard.devices import clients
 from tfshard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
-# What a file may hold beyond the variables themselves: names, and the tree in which HDF5 keeps them.
+# The bytes that a file may hold in addition to the variables: names, and the HDF5 tree.
 _EXTRA_BYTES = 1 << 26
-# The optimizer's slots may be in a file too, and are left there. No optimizer of Keras has more for each parameter.
+# A file may also hold optimizer slots, which are ignored. No optimizer of Keras has more slots for each parameter.
 _COPIES = 16
 
 
 def export(model: keras.Model, path: str | os.PathLike[str]) -> pathlib.Path:
-    """Writes a model as a file that plain Keras loads, without tfshard.
+    """Write a model as a file that plain Keras loads, without tfshard.
 
-    One variable at a time is put together on the host, and goes to the disk before the next: a model that fits on no
-    device can be exported. With several clients each calls it, and the first writes.
+    The function gathers one variable at a time on the host, and writes it to disk before the next: you can export a
+    model that fits on no device. With several clients, each client calls the function, and the first client writes.
 
     Args:
         model: A built model, under a `ShardedStrategy` or not.
-        path: Ends in `".keras"` for the whole model (`keras.models.load_model`), its optimizer included, or in
-            `".weights.h5"` for the variables (`model.load_weights`). A file of this name is replaced at once when the
-            new one is complete.
+        path: Ends in `".keras"` for the model with its optimizer (`keras.models.load_model`), or in `".weights.h5"` for
+            the variables (`model.load_weights`). An existing file is replaced atomically when the new file is complete.
 
     Returns:
         The path.
@@ -61,7 +59,7 @@ def export(model: keras.Model, path: str | os.PathLike[str]) -> pathlib.Path:
     path = _checked_path(path)
     _check_built(model)
     if path.suffix == ".keras":
-        # The optimizer that Keras makes when it loads the model is built, and has to find its state.
+        # Keras builds the optimizer when it loads the model, and then needs its state.
         training_state.build_optimizer(model)
     with clients.here().purpose(f"tfshard.export of model '{model.name}'"):
         _export_together(model, path)
@@ -72,7 +70,7 @@ def _export_together(model: keras.Model, path: pathlib.Path) -> None:
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         if clients.here().rank > 0:
-            # Reading a variable takes all clients.
+            # All clients must take part in reading a variable.
             _private.read_as_written(model, whole_model=path.suffix == ".keras")
         else:
             if path.suffix == ".keras":
@@ -87,25 +85,25 @@ def _export_together(model: keras.Model, path: pathlib.Path) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-    clients.here().barrier("an exported model")  # It is there for all of them.
+    clients.here().barrier("an exported model")  # Afterwards the file exists for all clients.
 
 
 def import_weights(model: keras.Model, path: str | os.PathLike[str]) -> None:
-    """Gives a model the weights of a file that Keras or `tfshard.export` wrote. Its optimizer stays as it is.
+    """Load the weights of a file that Keras or `tfshard.export` wrote. The optimizer does not change.
 
-    Every name, shape and dtype is compared before the first variable is changed. One variable at a time is read, and
-    each device gets its piece.
+    The function compares every name, shape and dtype before it changes the first variable. It reads one variable at a
+    time, and each device gets its local shard.
 
     Args:
         model: A built model, under a `ShardedStrategy` or not.
-        path: A `.keras` or `.weights.h5` file. Of a `.keras` file only the weights are read, not the model's
-            description, so nothing in it is run, a `Lambda` layer included.
+        path: A `.keras` or `.weights.h5` file. Only the weights of a `.keras` file are read, not the description of the
+            model. Nothing in the file is executed, not even a `Lambda` layer.
 
     Raises:
         CheckpointError: Another ending, no such file, or a model that is not built.
-        CheckpointCorruptError: The file is damaged, or it is made to do harm: names that lead out of it, links, data
-            in other files, compressed data, sizes that are not the model's.
-        CheckpointMismatchError: It does not fit the model. The message names every variable; nothing was changed.
+        CheckpointCorruptError: The file is damaged or malicious: names outside of the archive, links, data in other
+            files, compressed data, sizes that differ from the model's.
+        CheckpointMismatchError: The file does not fit the model. The message names every variable; no variable changed.
     """
     path = _checked_path(path)
     _check_built(model)
@@ -145,7 +143,7 @@ def _corrupt(path: pathlib.Path, fault: str) -> CheckpointCorruptError:
 
 @contextlib.contextmanager
 def _weights_of_archive(path: pathlib.Path, expected: Expected) -> Iterator[pathlib.Path]:
-    """The file of weights in a `.keras` archive, taken out of it to a temporary file."""
+    """Extract the weights of a `.keras` archive to a temporary file."""
     limit = _COPIES * sum(spec.bytes for spec in expected.values()) + _EXTRA_BYTES
     with contextlib.ExitStack() as stack:
         try:
@@ -160,9 +158,9 @@ def _weights_of_archive(path: pathlib.Path, expected: Expected) -> Iterator[path
                     f"'{_private.WEIGHTS_MEMBER}' is compressed or claims {members[0].file_size} bytes, where the "
                     f"weights of this model need at most {limit}",
                 )
-            # The archive may lie where nothing can be written. TMPDIR names a place with room for large weights.
+            # The directory of the archive may be read-only. TMPDIR names a directory with room for large weights.
             target = stack.enter_context(tempfile.NamedTemporaryFile(prefix="tfshard-", suffix=".h5"))
-            # zipfile reads no more than the member claims, and compares its checksum at the end.
+            # zipfile reads no more than the member's claimed size, and compares its checksum at the end.
             with archive.open(members[0]) as source:
                 shutil.copyfileobj(source, target, 1 << 20)
             target.flush()
@@ -174,7 +172,7 @@ def _weights_of_archive(path: pathlib.Path, expected: Expected) -> Iterator[path
 
 
 def _check_members(path: pathlib.Path, members: list[zipfile.ZipInfo]) -> None:
-    """Raises for members that an archive of Keras does not have. None but the weights is ever read."""
+    """Raise for members that Keras never writes. Only the weights are read."""
     names = [member.filename for member in members]
     for member in members:
         parts = member.filename.replace("\\", "/").split("/")
@@ -187,7 +185,7 @@ def _check_members(path: pathlib.Path, members: list[zipfile.ZipInfo]) -> None:
 
 
 def _check_file(source: pathlib.Path, path: pathlib.Path, expected: Expected, model: keras.Model) -> None:
-    """Compares what a file of weights says it holds with what the model has. No value is read."""
+    """Compare the names, shapes and dtypes in a weights file with the model, without reading a value."""
     lines = []
     try:
         with _private.open_weights_file(source) as file:
@@ -220,12 +218,16 @@ def _check_file(source: pathlib.Path, path: pathlib.Path, expected: Expected, mo
 
 
 def _fits(stored: str, wanted: str) -> bool:
-    """Whether values can be taken over: the same, or both floating, such as float32 to bfloat16."""
+    """Return True if values can be assigned: equal dtypes, or two floating dtypes, such as float32 to bfloat16."""
     return stored == wanted or ("float" in stored and "float" in wanted)
 
 
 def _fault(dataset: Any) -> str | None:
-    """What a dataset has that Keras never writes, and that can make reading it cost more than its size or lead out."""
+    """Return a fault of a dataset, or None.
+
+    A fault is something that Keras never writes, and that can make reading cost more than the size of the dataset, or
+    read another file.
+    """
     if dataset.external or dataset.is_virtual:
         return "lies in another file"
     if dataset.chunks is not None or dataset.compression is not None:

@@ -1,4 +1,4 @@
-"""CheckpointManager: training runs to disk and back. A checkpoint is whole or not there (why: writer.py)."""
+"""CheckpointManager: training runs to disk and back. A checkpoint is complete or absent (writer.py says why)."""
 
 import atexit
 import os
@@ -24,15 +24,16 @@ from tfshard.training import datasets
 
 
 class CheckpointManager:
-    """Saves training runs to a directory, and restores them on any mesh and at any stage.
+    """Saves training runs to a directory, and restores them on any mesh and at any ZeRO stage.
 
-    A checkpoint holds the parameters and other variables of the model, its optimizers' (slots, step count, learning
-    rate, loss scale, averages, accumulated gradients), the states of seed generators and metrics, and the position in
-    the data. Each device's piece is written once, by one of the devices that hold it; no variable is gathered.
+    A checkpoint holds the variables of the model, the states of seed generators and metrics, and the position in the
+    data. It also holds the variables of the optimizers: slots, step count, learning rate, loss scale, averages,
+    accumulated gradients. Each local shard is written once, by one of the devices that hold it; no variable is
+    gathered.
 
     Args:
-        directory: Where checkpoints are kept. One training run to a directory; several clients share it.
-        keep: How many steps are kept; older ones are deleted after a newer one is committed. None: all.
+        directory: The directory of the checkpoints of one training run; several clients share the directory.
+        keep: How many steps are kept; older steps are deleted after a newer step is committed. None: all.
 
     Raises:
         CheckpointError: A wrong argument.
@@ -70,11 +71,11 @@ class CheckpointManager:
         return f"CheckpointManager('{self.directory}', keep={self.keep})"
 
     def steps(self) -> list[int]:
-        """The steps that were committed, in order."""
+        """Return the committed steps, in order."""
         return sorted(files.committed(self.directory))
 
     def latest_step(self) -> int | None:
-        """The highest step that was committed, or None."""
+        """Return the highest committed step, or None."""
         return max(self.steps(), default=None)
 
     def save(
@@ -86,29 +87,30 @@ class CheckpointManager:
         optimizers: Optimizers = None,
         wait: bool = True,
     ) -> pathlib.Path:
-        """Writes a checkpoint. A step that is saved again is replaced, and at no moment missing.
+        """Write a checkpoint. Saving a step again replaces its checkpoint atomically.
 
-        With several clients, each calls it.
+        With several clients, each client calls `save`.
 
         Args:
             model: A built model, under a `ShardedStrategy` or not.
             step: Training steps so far; the name of the checkpoint.
-            iterator: The `tf.data` iterator of a training loop of your own, or `iter()` of a dataset that
-                `strategy.experimental_distribute_dataset` returned; its position is saved too. (For `fit`,
-                `CheckpointCallback` does that.)
-            optimizers: Optimizers of a training loop of your own: one, a list, or a mapping from name to optimizer.
-                Not needed for the one that the model is compiled with and for attributes of the model. None: those
-                that hold slots of the model's variables. `()`: the compiled one only.
-            wait: Whether to return when the checkpoint is committed. With False it returns when the values are on the
-                host, and a thread writes them while training goes on. One at a time: the next `save` waits for it.
+            iterator: The `tf.data` iterator of a custom training loop, or `iter()` of a dataset that
+                `strategy.experimental_distribute_dataset` returned; the checkpoint includes its position. (For `fit`,
+                use `CheckpointCallback`.)
+            optimizers: Optimizers of a custom training loop: one, a list, or a mapping from name to optimizer. Without
+                them, `save` finds the compiled optimizer and attributes of the model. None: also the optimizers that
+                hold slots of the model's variables. `()`: the compiled optimizer only.
+            wait: True: return when the checkpoint is committed. False: return when the values are on the host; a thread
+                writes them while training continues. Only one checkpoint is written at a time: the next `save` waits
+                for it.
 
         Returns:
-            The checkpoint's directory, which with `wait=False` is not there yet.
+            The checkpoint's directory, which does not exist yet with `wait=False`.
 
         Raises:
-            CheckpointError: It cannot be written, or the one before, with `wait=False`, could not. What was committed
-                before is still there. A program that ends without another `save` or `wait` is told too: it ends with
-                the error and exit code 1.
+            CheckpointError: The checkpoint cannot be written, or the previous checkpoint, with `wait=False`, could not.
+                Earlier checkpoints still exist. If no `save` or `wait` follows a failure, the program ends with the
+                error and exit code 1.
         """
         position, states = None, []
         if iterator is not None:
@@ -127,7 +129,7 @@ class CheckpointManager:
         optimizers: Optimizers = None,
         wait: bool,
     ) -> pathlib.Path:
-        """`save`, with the position in the data and states of iterators, to be restored in this order."""
+        """`save`, with the position in the data and the states of iterators, which are restored in this order."""
         self.wait()
         training_state.check_built(model)
         with clients.here().purpose(f"a checkpoint of model '{model.name}'"):
@@ -159,7 +161,7 @@ class CheckpointManager:
             self._write(writing, snapshot)
             self.wait()
         else:
-            # Not a daemon: a program that ends waits for its last checkpoint.
+            # Not a daemon thread: a program that ends waits for its last checkpoint.
             _look_at_the_end()
             self._thread = threading.Thread(target=self._write, args=(writing, snapshot), name="tfshard-checkpoint")
             self._thread.start()
@@ -168,7 +170,7 @@ class CheckpointManager:
     def _write(self, writing: Writing, snapshot: Snapshot) -> None:
         try:
             writing.run(snapshot)
-        except BaseException as error:  # Of a thread: raised by the next `wait`, or at the end of the program.
+        except BaseException as error:  # The next `wait`, or the end of the program, raises it.
             writing.end(failed=True)
             self._error = error
             _failed.add(self)
@@ -184,10 +186,10 @@ class CheckpointManager:
         ) from error
 
     def wait(self) -> None:
-        """Waits until the checkpoint that is being written is committed.
+        """Wait until the checkpoint that is being written is committed.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: The checkpoint could not be written.
         """
         if self._thread is not None:
             self._thread.join()
@@ -198,13 +200,13 @@ class CheckpointManager:
             self._raise_unwritten(error)
 
     def open(self, step: int | None = None) -> Checkpoint:
-        """A committed checkpoint, with its manifest read and its files counted; their content is not read yet.
+        """Open a committed checkpoint: read the manifest, and compare names and sizes of files, but read no data.
 
         Args:
-            step: Which; None: the latest.
+            step: The step; None: the latest.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: No such checkpoint exists.
             CheckpointCorruptError: The manifest is damaged, or files are missing, too many or of the wrong size.
         """
         there = files.committed(self.directory)
@@ -220,25 +222,26 @@ class CheckpointManager:
     def restore(
         self, model: keras.Model, step: int | None = None, *, iterator: object = None, optimizers: Optimizers = None
     ) -> Checkpoint:
-        """Gives a model the values of a checkpoint, whatever mesh, stage and groups it was saved with.
+        """Restore a checkpoint into a model, whatever mesh, ZeRO stage and groups it was saved with.
 
-        Before the first variable is changed, every file and checksum is verified and every name, shape and dtype
-        compared. Each device reads its own pieces. With several clients, each calls it.
+        Before the first variable changes, `restore` verifies every file and checksum and compares every name, shape and
+        dtype. Each device reads its local shards. With several clients, each client calls `restore`.
 
         Args:
-            model: A built model. Its optimizer is restored if it has one, and built if it is not.
-            step: Which checkpoint; None: the latest.
-            iterator: A new `tf.data` iterator, of the dataset whose iterator was saved, to be brought to where it was.
-            optimizers: Those of a training loop of your own, as in `save`, and by the same names; those that are not
-                built are built. `()`: leave the ones of the checkpoint out.
+            model: A built model. Its optimizer, if any, is restored, and built first if necessary.
+            step: The step; None: the latest.
+            iterator: A new `tf.data` iterator of the dataset of the saved iterator; `restore` moves it to the saved
+                position.
+            optimizers: Optimizers of a custom training loop, as in `save`, under the same names; `restore` builds
+                unbuilt optimizers. `()`: ignore such optimizers in the checkpoint.
 
         Returns:
-            The `Checkpoint`: `checkpoint.step` and `checkpoint.position` say where to go on.
+            The `Checkpoint`: `checkpoint.step` and `checkpoint.position` say where to resume.
 
         Raises:
-            CheckpointError: There is none.
-            CheckpointCorruptError: It is damaged. The message names everything that is; nothing was changed.
-            CheckpointMismatchError: It does not fit. The message names every variable; nothing was changed.
+            CheckpointError: No such checkpoint exists.
+            CheckpointCorruptError: The checkpoint is damaged. The message names every fault; no variable changed.
+            CheckpointMismatchError: The checkpoint does not fit. The message names every variable; no variable changed.
         """
         self.wait()
         checkpoint = self.open(step)
@@ -255,7 +258,7 @@ class CheckpointManager:
     def restore_from(
         self, checkpoint: Checkpoint, model: keras.Model, accepted: Callable[[], None], optimizers: Optimizers = None
     ) -> None:
-        """`restore`, from a checkpoint that was opened; calls `accepted` before the first variable is changed."""
+        """`restore`, from an opened checkpoint. Calls `accepted` before the first variable changes."""
         training_state.check_built(model)
         stored = checkpoint.manifest.variables
         named = training_state.optimizers(model, optimizers, stored)
@@ -298,14 +301,14 @@ class CheckpointManager:
 
 # --- a checkpoint that failed after the last `wait` of the program
 
-# Strong: a manager that nobody holds any more is told of, too.
+# Strong references: the failure of an unreferenced manager is reported, too.
 _failed: set[CheckpointManager] = set()
 _exit_code = 0
 _looks = False
 
 
 def _look_at_the_end() -> None:
-    """What fails in a thread is told at the end of the program, once before its clients part (`Launched._leave`)."""
+    """Report failures of writer threads at the end of the program, before its clients part (`Launched._leave`)."""
     global _looks
     if not _looks:
         _looks = True
@@ -313,7 +316,7 @@ def _look_at_the_end() -> None:
 
 
 def _tell() -> None:
-    """Tells of checkpoints that could not be written and that nobody waited for, as of an uncaught exception."""
+    """Report checkpoints that could not be written and that nobody waited for, like uncaught exceptions."""
     global _exit_code
     for manager in list(_failed):
         try:
@@ -327,9 +330,9 @@ def _exit_with_error() -> None:
     if _exit_code:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        # The interpreter's own exit code is decided before the functions that run at exit.
+        # The interpreter decides its exit code before it runs the atexit functions.
         os._exit(_exit_code)
 
 
-# When tfshard is imported, so that it comes after what is registered later: what runs at exit does so backwards.
+# Registered at import to run last: atexit runs functions in reverse order.
 atexit.register(_exit_with_error)

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it holds and how to tell that it is whole. JSON, and nothing in it is trusted.
+"""The manifest of a checkpoint: its contents, and the checksums that prove it complete. JSON; every field is checked.
 
-Pure Python. A manifest says for each variable its shape and dtype, and for each piece its place and checksum; for each
-file its size. Its own checksum covers all of it.
+Pure Python. A manifest holds the shape and dtype of each variable, the place and checksum of each stored box, and the
+size of each file. Its checksum covers all of its contents.
 """
 
 import bisect
@@ -21,7 +21,7 @@ from tfshard.layouts.boxes import Box
 
 FORMAT = "tfshard checkpoint"
 VERSION = 1
-# Room for more than a million pieces. What claims more is not read.
+# Room for more than a million boxes. Larger claims are not read.
 MAX_BYTES = 1 << 26
 MAX_CELLS = 1 << 24
 DTYPES = frozenset(
@@ -35,11 +35,11 @@ _OTHER_FILE = re.compile(r"data\.index|iterator-\d{5}\.(index|data-00000-of-0000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredPiece:
-    """A piece of a variable.
+    """A box of a variable.
 
     Attributes:
-        box: Its place in the variable's own shape.
-        checksum: CRC-32 of its bytes, in row-major order.
+        box: The box in the variable's shape.
+        checksum: CRC-32 of the bytes of the box, in row-major order.
     """
 
     box: Box
@@ -52,12 +52,12 @@ class StoredVariable:
 
     Attributes:
         kind: `"parameter"`, `"state"`, `"slot"`, `"seed"`, `"metric"` or `"compression"`.
-        path: Its Keras path, for messages.
-        shape: Of the whole variable.
-        dtype: Its name.
-        layout: The mesh axis of each dim when it was saved; for information.
-        group: The number of the group that it was stored in; for information.
-        pieces: Its pieces. Together they cover it, without overlap.
+        path: The Keras path, for messages.
+        shape: The shape of the full variable.
+        dtype: The name of the dtype.
+        layout: The mesh axis of each dim when the variable was saved; for information.
+        group: The number of the group in which the variable was stored; for information.
+        pieces: The stored boxes. Together they cover the variable, without overlap.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class StoredVariable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """A file: its size in bytes and, unless checksums of pieces cover it, its SHA-256 in hexadecimal."""
+    """A file: its size in bytes and, unless checksums of boxes cover the file, its SHA-256 in hexadecimal."""
 
     bytes: int
     sha256: str | None
@@ -79,17 +79,18 @@ class StoredFile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where in the data a run is: what the next step reads.
+    """The position of a run in its data: what the next step reads.
 
     Attributes:
-        epoch: From 0.
-        step: In the epoch, from 0; None where the data alone know (a custom loop).
-        consumed: Batches taken from the iterator so far; more than `step` where `steps_per_epoch` cuts epochs out of
-            a longer dataset.
-        num_batches: How many the dataset has, where the run knows it.
-        fresh: Whether the next step takes its batch from a new iterator, whose seeds follow those of the saved one.
-        clients: How many clients saved the state of their iterator: all where each feeds its own part of a batch, the
-            first where all feed the same; 0 for none.
+        epoch: The epoch, from 0.
+        step: The step in the epoch, from 0; None if only the data know (a custom loop).
+        consumed: Batches taken from the iterator so far; more than `step` if `steps_per_epoch` cuts epochs out of a
+            longer dataset.
+        num_batches: The number of batches in the dataset, if the run knows it.
+        fresh: True if the next step takes its batch from a new iterator. The seeds of the new iterator follow the seeds
+            of the saved one.
+        clients: How many clients saved the state of their iterator: all if each client feeds its local part of a batch,
+            one if all clients feed the same batch; 0 for none.
     """
 
     epoch: int
@@ -102,16 +103,16 @@ class Position:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         step: Training steps so far.
         generation: How often this step was saved before.
-        versions: Of tfshard, TensorFlow and Keras.
-        plan: Mesh, stage, layout map, analyzer and clients when it was saved; for information.
-        position: Where in the data the run was, or None.
-        variables: By key.
-        files: By name.
+        versions: The versions of tfshard, TensorFlow and Keras.
+        plan: Mesh, ZeRO stage, layout map, analyzer and clients at the time of the save; for information.
+        position: The position in the data, or None.
+        variables: The variables by key.
+        files: The files by name.
     """
 
     step: int
@@ -124,10 +125,10 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as it is written.
+    """Return the bytes of the manifest.
 
     Raises:
-        CheckpointError: It is larger than what would be read again.
+        CheckpointError: The manifest is larger than `decode` accepts.
     """
     content = {
         "format": FORMAT,
@@ -150,19 +151,19 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def encode_part(variables: Mapping[str, StoredVariable]) -> bytes:
-    """What one of several clients has written: the variables by key, with its pieces of them only."""
+    """Return the bytes of one client's variables by key, with the boxes that this client wrote."""
     return _canonical({key: _encode_variable(variable) for key, variable in variables.items()})
 
 
 def decode_parts(written: Sequence[bytes], where: str) -> dict[str, StoredVariable]:
-    """The variables with the pieces of all clients.
+    """Return the variables with the boxes of all clients.
 
     Args:
-        written: What `encode_part` returned on each client.
-        where: Where the parts are, for messages.
+        written: The results of `encode_part` on all clients.
+        where: The place of the parts, for messages.
 
     Raises:
-        CheckpointCorruptError: A part is damaged, or together they do not cover the variables.
+        CheckpointCorruptError: A part is damaged, or the parts together do not cover the variables.
     """
     merged: dict[str, dict[str, Any]] = {}
     with _refused("What the clients wrote", where):
@@ -182,15 +183,15 @@ def _encode_variable(variable: StoredVariable) -> dict[str, Any]:
 
 
 def decode(written: bytes, where: str) -> Manifest:
-    """The manifest that `encode` wrote, with everything in it checked.
+    """Return the manifest that `encode` wrote, after checking all of its contents.
 
     Args:
         written: The bytes of the file.
         where: The file, for messages.
 
     Raises:
-        CheckpointCorruptError: It is damaged, edited or not a manifest.
-        CheckpointError: It is of a later version.
+        CheckpointCorruptError: The file is damaged, edited or not a manifest.
+        CheckpointError: The file has a later version.
     """
     with _refused("The manifest of a checkpoint", where):
         if len(written) > MAX_BYTES:
@@ -216,7 +217,7 @@ class _Bad(Exception):
 
 @contextlib.contextmanager
 def _refused(what: str, where: str) -> Iterator[None]:
-    """Tells a user of a fault that is found in this context."""
+    """Raise `CheckpointCorruptError` for a fault that is found in this context."""
     try:
         yield
     except _Bad as error:
@@ -245,11 +246,11 @@ def _digest(content: object) -> str:
 
 
 def _fields(data: object, what: str, **types: type | tuple[type, ...]) -> dict[str, Any]:
-    """`data`, if it is an object with exactly these fields of these types."""
+    """Return `data` if it is an object with exactly these fields of these types, else raise."""
     if not isinstance(data, dict) or data.keys() != types.keys():
         raise _Bad(f"{what} does not have exactly the fields {sorted(types)}")
     for name, expected in types.items():
-        # bool is an int to Python.
+        # In Python, a bool is an int.
         if not isinstance(data[name], expected) or (isinstance(data[name], bool) and expected is not bool):
             raise _Bad(f"{what} has a wrong {name}: {str(data[name])[:60]}")
     return data
@@ -330,13 +331,13 @@ def _variable(data: object, key: str) -> StoredVariable:
 
 
 def _check_cover(pieces: list[StoredPiece], shape: tuple[int, ...], what: str) -> None:
-    """Raises unless the pieces cover the shape, without overlap."""
+    """Raise unless the boxes cover the shape without overlap."""
     if sum(piece.box.elements for piece in pieces) != math.prod(shape):
         raise _Bad(f"the pieces of {what} do not cover its shape={shape}")
     if not pieces:
         return
-    # A cell of the grid that the pieces' edges make belongs to one piece. Time and memory are bounded by the cells,
-    # whatever a file may claim.
+    # The edges of all boxes make a grid, and each cell of the grid belongs to one box. The number of cells bounds time
+    # and memory, whatever a file claims.
     edges = []
     for dim in range(len(shape)):
         ends = [(piece.box.offset[dim], piece.box.offset[dim] + piece.box.shape[dim]) for piece in pieces]
@@ -355,7 +356,7 @@ def _check_cover(pieces: list[StoredPiece], shape: tuple[int, ...], what: str) -
 
 
 def _file(data: object, name: str) -> StoredFile:
-    # A plain name: nothing outside of the checkpoint's directory can be meant.
+    # A plain name cannot name a file outside of the checkpoint's directory.
     is_data = _DATA_FILE.fullmatch(name) is not None
     if not is_data and not _OTHER_FILE.fullmatch(name):
         raise _Bad(f"it names a file that no checkpoint has: {name[:100]!r}")
@@ -367,5 +368,5 @@ def _file(data: object, name: str) -> StoredFile:
 
 
 def needs_sha256(name: str) -> bool:
-    """Whether no piece's checksum covers a file."""
+    """Return True if no checksum of a box covers the file."""
     return not _DATA_FILE.fullmatch(name)

@@ -1,7 +1,8 @@
-"""Checkpoint: one that was committed. Everything about it is compared before anything of it is used.
+"""Checkpoint: a committed checkpoint, which is verified in full before any of it is used.
 
-TensorFlow's own restore is not used: it is not all or nothing, a missing key is no error to it, and when it fails on a
-mesh, no later operation on that mesh works. Here all is read and compared first, on the host.
+The reader does not use TensorFlow's restore, which is not atomic and ignores missing keys. When TensorFlow's restore
+fails on a mesh, no later operation on the mesh works. The reader instead reads and compares everything first, on the
+host.
 """
 
 import itertools
@@ -24,12 +25,12 @@ from tfshard.layouts import boxes
 from tfshard.layouts.boxes import Box
 from tfshard.training import datasets
 
-# How many bytes of pieces are read at once to be verified.
+# The bytes of boxes that are read at once for verification.
 _CHUNK_BYTES = 1 << 26
 
 
 def _names(optimizers: Set[str]) -> list[str]:
-    """Names of optimizers for messages; the compiled one has none."""
+    """Return names of optimizers for messages; the compiled optimizer has none."""
     return [name or "(the compiled one)" for name in sorted(optimizers)]
 
 
@@ -37,8 +38,8 @@ class Checkpoint:
     """A committed checkpoint.
 
     Attributes:
-        directory: Where it is.
-        manifest: What it holds, a `tfshard.checkpoints.manifest.Manifest`.
+        directory: The directory of the checkpoint.
+        manifest: The contents, a `tfshard.checkpoints.manifest.Manifest`.
     """
 
     def __init__(self, directory: pathlib.Path, found: Manifest):
@@ -52,7 +53,7 @@ class Checkpoint:
 
     @property
     def position(self) -> Position | None:
-        """Where in the data the run was, or None when it was not told."""
+        """The position in the data, or None if none was saved."""
         return self.manifest.position
 
     def __repr__(self) -> str:
@@ -60,10 +61,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: pathlib.Path) -> "Checkpoint":
-        """Reads a manifest and looks whether the files that it names are there, and no others.
+        """Read a manifest and check that exactly the files that it names exist.
 
         Raises:
-            CheckpointCorruptError: Something is wrong with them; the message names everything.
+            CheckpointCorruptError: A file is wrong; the message names every fault.
         """
         try:
             if not stat.S_ISDIR(os.lstat(directory).st_mode):
@@ -120,15 +121,15 @@ class Checkpoint:
         return box.elements * int(tf.as_dtype(stored.dtype).size)
 
     def verify(self) -> None:
-        """Reads everything and compares it with its checksums.
+        """Read everything and compare it with the checksums.
 
         Raises:
-            CheckpointCorruptError: The message names every file and every piece that differs.
+            CheckpointCorruptError: The message names every file and every box that differs.
         """
         self._raise_corrupt(self.problems())
 
     def problems(self) -> list[str]:
-        """What `verify` complains of."""
+        """Return the faults that `verify` reports."""
         problems = self._file_problems()
         for name, file in self.manifest.files.items():
             if file.sha256 is None:
@@ -140,14 +141,14 @@ class Checkpoint:
             except OSError as error:
                 problems.append(f"file '{name}' cannot be read: {error}")
         if problems:
-            return problems  # TensorFlow reads no file that is known to be wrong.
+            return problems  # TensorFlow must not read files that are known to be wrong.
         for chunk in self._chunks():
             try:
                 arrays: Iterable[np.ndarray | None] = self._read(
                     [(key, stored, piece.box) for key, stored, piece in chunk]
                 )
             except CheckpointCorruptError:
-                arrays = itertools.repeat(None)  # Which of them, the next reads tell.
+                arrays = itertools.repeat(None)  # The single reads below tell which box is damaged.
             for (key, stored, piece), array in zip(chunk, arrays, strict=False):
                 problem = self._piece_problem(key, stored, piece, array)
                 if problem is not None:
@@ -167,7 +168,7 @@ class Checkpoint:
         return None if checksums.of_array(array) == piece.checksum else "has another checksum"
 
     def _chunks(self) -> Iterator[list[tuple[str, StoredVariable, StoredPiece]]]:
-        """The pieces, so many at a time as are read at once."""
+        """Yield the boxes in chunks that are read at once."""
         chunk: list[tuple[str, StoredVariable, StoredPiece]] = []
         size = 0
         for key, stored in self.manifest.variables.items():
@@ -182,7 +183,7 @@ class Checkpoint:
 
     def _read(self, wanted: Sequence[tuple[str, StoredVariable, Box]]) -> list[np.ndarray]:
         try:
-            # On the host: an operation that fails on a mesh leaves the mesh unusable.
+            # On the host, because an operation that fails on a mesh leaves the mesh unusable.
             with tf.device("CPU:0"):
                 tensors = tf.raw_ops.RestoreV2(
                     prefix=str(self.directory / files.DATA),
@@ -197,7 +198,7 @@ class Checkpoint:
         return [np.asarray(tensor) for tensor in tensors]
 
     def read(self, key: str, box: Box | None = None) -> np.ndarray:
-        """A variable, or a box of it, as an array."""
+        """Return a variable, or a box of it, as an array."""
         stored = self.manifest.variables[key]
         box = boxes.whole(stored.shape) if box is None else box
         if not box.elements:
@@ -205,13 +206,13 @@ class Checkpoint:
         return self._read([(key, stored, box)])[0]
 
     def mismatches(self, variables: Iterable[StateVariable], optimizers: Set[str], *, left_out: bool) -> list[str]:
-        """How the checkpoint differs from the variables of a model.
+        """Return the differences between the checkpoint and the variables of a model.
 
         Args:
-            variables: What `training_state.collect` found.
-            optimizers: The names of the optimizers among them. Without a compiled one, that of the checkpoint is not
-                needed.
-            left_out: Whether other optimizers of the checkpoint are not wanted.
+            variables: The result of `training_state.collect`.
+            optimizers: The names of the optimizers among the variables. Without a compiled optimizer, the compiled
+                optimizer of the checkpoint is not needed.
+            left_out: True to ignore other optimizers in the checkpoint.
         """
         found = {v.key: v for v in variables if v.kind not in ("metric", "seed", training_state.COMPRESSION)}
         theirs = {name for key in self.manifest.variables if (name := training_state.optimizer_of(key)) is not None}
@@ -244,8 +245,11 @@ class Checkpoint:
         return lines
 
     def assign(self, variables: Iterable[StateVariable]) -> None:
-        """Gives variables their stored values; those that are not stored, or in another shape, keep theirs, and so does
-        what the compression of gradients keeps (unsent.py)."""
+        """Assign the stored values to variables.
+
+        Variables that are not stored, or are stored in another shape or dtype, keep their values. The state of gradient
+        compression does not change here: unsent.py restores it.
+        """
         stored = self.manifest.variables
         fitting = [
             v
@@ -257,15 +261,15 @@ class Checkpoint:
         held_pieces.assign(fitting, lambda variable, box: self.read(variable.key, box))
 
     def restore_iterators(self, iterators: Sequence[object], model: keras.Model) -> None:
-        """Brings `tf.data` iterators, new and of the same dataset, to where those were whose states were saved.
+        """Move new `tf.data` iterators of the saved dataset to the saved positions.
 
         Args:
-            iterators: One for each state, in the same order.
-            model: What is trained with them; its strategy says whether each client feeds its own part of a batch.
+            iterators: The iterators, one for each saved state, in the same order.
+            model: The trained model; its strategy says if each client feeds its local part of a batch.
 
         Raises:
-            CheckpointError: There are no such states, or they are not of this dataset.
-            CheckpointMismatchError: Each client saved its own, and there are not as many clients.
+            CheckpointError: The checkpoint has no iterator states, or the states belong to another dataset.
+            CheckpointMismatchError: Each client saved a state, and the number of clients differs.
         """
         saved = 0 if self.position is None else self.position.clients
         if not saved:

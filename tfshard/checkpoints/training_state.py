@@ -1,4 +1,4 @@
-"""What a training run consists of: every variable that a checkpoint holds, under a key that survives a restart."""
+"""The variables of a training run that a checkpoint holds, under keys that survive a restart."""
 
 import collections
 import contextlib
@@ -18,7 +18,7 @@ from tfshard.training.attached_variables import attach_optimizer
 from tfshard.training.strategy import ShardedStrategy
 
 GLOBAL_SEED = "seed/global"
-# The kind of what the compression of gradients keeps, and what the keys begin with.
+# The kind of the state of gradient compression, and the prefix of its keys.
 COMPRESSION = "compression"
 
 Optimizers: TypeAlias = (
@@ -32,12 +32,12 @@ class StateVariable:
     """A variable of a training run.
 
     Attributes:
-        key: What it is called in a checkpoint.
+        key: The name in a checkpoint.
         kind: `"parameter"`, `"state"`, `"slot"`, `"seed"`, `"metric"` or `"compression"`.
-        path: Its Keras path.
-        shape: Of the whole variable.
-        dtype: Its name.
-        value: The `tf.Variable` inside; None while the optimizer is not built.
+        path: The Keras path.
+        shape: The shape of the full variable.
+        dtype: The name of the dtype.
+        value: The `tf.Variable` inside; None until the optimizer is built.
     """
 
     key: str
@@ -53,9 +53,9 @@ class NamedOptimizer:
     """An optimizer of a training run.
 
     Attributes:
-        name: What it is called in a checkpoint; empty for the one that the model is compiled with.
+        name: The name in a checkpoint; empty for the compiled optimizer.
         optimizer: The `keras.optimizers.Optimizer`.
-        variables: What it is to be built for, if it is not built; None: it stays as it is.
+        variables: The variables to build an unbuilt optimizer for; None: the optimizer stays as it is.
     """
 
     name: str
@@ -63,7 +63,7 @@ class NamedOptimizer:
     variables: tuple[keras.Variable, ...] | None
 
     def prefix(self) -> str:
-        """What the keys of its variables begin with."""
+        """Return the prefix of the optimizer's keys."""
         return f"{_OPTIMIZERS}{self.name}/" if self.name else "optimizer/"
 
 
@@ -71,7 +71,7 @@ _OPTIMIZERS = "optimizers/"
 
 
 def optimizer_of(key: str) -> str | None:
-    """The name of the optimizer that a key belongs to; empty for the compiled one, None for other keys.
+    """Return the name of the optimizer of a key; empty for the compiled optimizer, None for other keys.
 
     >>> optimizer_of("optimizers/d_optimizer/dense_kernel_momentum")
     'd_optimizer'
@@ -86,20 +86,20 @@ def optimizer_of(key: str) -> str | None:
 def optimizers(
     model: keras.Model, given: Optimizers = None, stored: Iterable[str] | None = None
 ) -> list[NamedOptimizer]:
-    """The optimizers of a training run, by the names that they have in a checkpoint.
+    """Return the optimizers of a training run, under the names that they have in a checkpoint.
 
-    Those that are attributes of the model are called like them. Others are called as in `given`, or else after their
-    class, or by the name that they were given.
+    An attribute of the model has the name of the attribute. Another optimizer has its name in the mapping `given`, or
+    else the name that the user gave it, or the name of its class.
 
     Args:
         model: A built model.
-        given: An optimizer, a list of them, or a mapping from name to optimizer: those that are not the model's
-            attributes. None: those of custom loops that have slots of the model's variables. Empty: the compiled one
+        given: An optimizer, a list of optimizers, or a mapping from name to optimizer, without the model's attributes.
+            None: the optimizers of custom loops that have slots of the model's variables. Empty: the compiled optimizer
             only.
-        stored: The keys of a checkpoint, from which is seen what an optimizer that is not built is to be built for.
+        stored: The keys of a checkpoint, which tell for which variables to build an unbuilt optimizer.
 
     Raises:
-        CheckpointError: Not optimizers, or two of one name.
+        CheckpointError: An argument that is not an optimizer, or two optimizers of one name.
     """
     own = getattr(model, "optimizer", None)
     found: dict[str, keras.optimizers.Optimizer] = {} if own is None else {"": own}
@@ -140,7 +140,7 @@ def optimizers(
 
 
 def _given(given: Optimizers) -> dict[str, keras.optimizers.Optimizer] | None:
-    """The optimizers that a user gave, by any name."""
+    """Return a user's optimizers by name, or by number if they have no names; None for None."""
     if given is None:
         return None
     if isinstance(given, keras.optimizers.Optimizer):
@@ -165,18 +165,17 @@ def _to_build(
     owners = {keys.path(variable.path).replace("/", "_"): variable for variable in model.trainable_variables}
     slots = [key.rpartition("/")[2] for key in stored or () if optimizer_of(key) == name]
     found = {_private.slot_owner(slot, owners) for slot in slots} - {None}
-    # `compile` gives every model an optimizer, also one that trains with its attributes.
+    # `compile` gives every model an optimizer, even a model that trains with its attributes.
     if not name and (found or not inventory.attribute_optimizers(model)):
         return tuple(model.trainable_variables)
     return tuple(variable for owner, variable in owners.items() if owner in found) or None
 
 
 class _Keys:
-    """Makes keys: the same for the same model, also when it is the second of its kind in the process.
+    """Makes keys that are equal for equal models, even for a second model in the same process.
 
-    Keras counts the layers that it names itself over the whole process: the kernel of the first model is
-    "dense/kernel", that of the second "dense_1/kernel". Here they are counted within the model. Names that were
-    given stay.
+    Keras numbers layers without given names across the process: the kernel of the first model is "dense/kernel", the
+    kernel of the second model "dense_1/kernel". `_Keys` numbers them within the model, and keeps given names.
     """
 
     def __init__(self, model: keras.Model):
@@ -191,18 +190,18 @@ class _Keys:
         self._used: collections.Counter[str] = collections.Counter()
 
     def path(self, path: str) -> str:
-        """A path with the names counted within the model."""
+        """Return a path with names that are numbered within the model."""
         return "/".join(self._names.get(part, part) for part in path.split("/"))
 
     def key(self, kind: str, name: str) -> str:
-        """A key that no other variable has; the second of a name gets a number."""
+        """Return a unique key; the second key of a name gets a number."""
         key = f"{kind}/{name}"
         self._used[key] += 1
         return key if self._used[key] == 1 else f"{key}#{self._used[key]}"
 
 
 def check_built(model: keras.Model) -> None:
-    """Raises `CheckpointError` unless `model` is a built `keras.Model`."""
+    """Raise `CheckpointError` unless `model` is a built `keras.Model`."""
     if not isinstance(model, keras.Model) or not model.built:
         raise CheckpointError(
             "A checkpoint needs a keras.Model that is built: give it a keras.Input, or call model.build(input_shape). "
@@ -213,12 +212,12 @@ def check_built(model: keras.Model) -> None:
 def collect(
     model: keras.Model, *, metrics: bool = True, named: Iterable[NamedOptimizer] | None = None
 ) -> list[StateVariable]:
-    """The variables of a built model, of its optimizers (also when they are not built yet), seeds and metrics.
+    """Return the variables of a built model, of its optimizers (built or not), of seeds and of metrics.
 
     Args:
         model: A built model.
-        metrics: Whether to collect the state of metrics, the mean of the loss over the epoch among them.
-        named: Its optimizers; by default those that `optimizers` finds.
+        metrics: True to include the state of metrics, also the mean of the loss over the epoch.
+        named: The optimizers; by default the result of `optimizers`.
 
     Raises:
         CheckpointError: The model is not built.
@@ -242,7 +241,7 @@ def collect(
     if generator is not None:
         found.append(_of(generator.state, GLOBAL_SEED, "seed"))
     if metrics:
-        # A layer of a layer gives its metrics to both.
+        # A nested layer gives its metrics to the outer layer, too.
         for variable_id, metric in of_metrics.items():
             variable = next(v for v in metric.variables if id(v) == variable_id)
             found.append(_of(variable, keys.key("metric", f"{metric.name}/{keys.path(variable.path)}"), "metric"))
@@ -261,7 +260,7 @@ def _of(variable: keras.Variable, key: str, kind: str) -> StateVariable:
 
 
 def _kept(variable: StateVariable) -> Iterator[StateVariable]:
-    """What the compression of a variable's gradient keeps."""
+    """Yield the state of the gradient compression of a variable."""
     for name, kept in variable.value.kept.items() if isinstance(variable.value, ShardedVariable) else ():
         key = f"{COMPRESSION}/{variable.key.partition('/')[2]}/{name}"
         yield StateVariable(
@@ -272,7 +271,7 @@ def _kept(variable: StateVariable) -> Iterator[StateVariable]:
 def _of_optimizer(
     model: keras.Model, named: NamedOptimizer, keys: _Keys, owners: dict[str, str]
 ) -> list[StateVariable]:
-    """Slots by their parameter's path and not by their number, so that freezing a layer does not mix them up."""
+    """Return the variables of an optimizer. Their keys have parameter paths, not numbers, which freezing changes."""
     optimizer = named.optimizer
 
     def key(name: str) -> str:
@@ -295,24 +294,24 @@ def _of_optimizer(
 
 
 def build_optimizers(model: keras.Model, named: Iterable[NamedOptimizer]) -> None:
-    """Gives optimizers their slots, those that have none yet and are to have some."""
+    """Build the optimizers that are not built and that have variables to build for."""
     strategy = _private.distribute_strategy(model)
     for each in named:
         if each.optimizer.built or each.variables is None:
             continue
         if isinstance(strategy, ShardedStrategy):
-            attach_optimizer(each.optimizer, strategy)  # It may have been made outside of the scope.
+            attach_optimizer(each.optimizer, strategy)  # The optimizer may have been made outside of the scope.
         with strategy.scope() if strategy is not None else contextlib.nullcontext():
             each.optimizer.build(list(each.variables))
 
 
 def build_optimizer(model: keras.Model) -> None:
-    """Gives the optimizer that a model is compiled with its slots, if it has none yet."""
+    """Build the compiled optimizer of a model, if it is not built."""
     build_optimizers(model, [each for each in optimizers(model, ()) if not each.name])
 
 
 def make_global_seed(model: keras.Model) -> StateVariable:
-    """Keras's global seed generator, made now: the run that is restored had used it."""
+    """Make Keras's global seed generator, which the saved run had used, and return its state."""
     strategy = _private.distribute_strategy(model)
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         generator = _private.global_seed_generator(create=True)

@@ -1,4 +1,4 @@
-"""What devices have not sent of compressed gradients, out of a checkpoint of whatever mesh and compression."""
+"""Restores error-feedback residuals of compressed gradients from a checkpoint of any mesh and compression."""
 
 import collections
 from collections.abc import Iterable, Mapping
@@ -14,14 +14,15 @@ from tfshard.storage.variables import ShardedVariable
 
 
 def restore(checkpoint: Checkpoint, variables: Iterable[StateVariable]) -> None:
-    """Gives variables whose gradients are compressed what was kept for them.
+    """Restore the compression state of variables with compressed gradients.
 
-    Restored on as many devices and replicas, each gets what it had. Else the sum of it, which is what counts, is shared
-    out evenly. Of what was not kept they get what they begin with; what no gradient needs is left out, with a warning.
+    With an equal number of devices and replicas, each device gets its residual back. Otherwise only the sum of the
+    residuals matters, and the devices share the sum evenly. State that was not saved gets its initial value. Residuals
+    of gradients that are no longer compressed are dropped, with a warning.
 
     Args:
         checkpoint: The checkpoint, which was verified.
-        variables: What `training_state.collect` found.
+        variables: The result of `training_state.collect`.
     """
     stored: dict[str, set[str]] = collections.defaultdict(set)
     for key, each in checkpoint.manifest.variables.items():
@@ -41,12 +42,12 @@ def restore(checkpoint: Checkpoint, variables: Iterable[StateVariable]) -> None:
 
 
 def _restore(checkpoint: Checkpoint, variable: ShardedVariable, keys: Mapping[str, str]) -> None:
-    """Restores what is kept for a variable.
+    """Restore the compression state of a variable.
 
     Args:
         checkpoint: The checkpoint.
         variable: The variable.
-        keys: What is stored for it, by name.
+        keys: The keys of the variable's stored state, by name.
     """
     form = compressed_form.of(variable.layout, axis_sizes(variable.mesh))
     assert form is not None, variable

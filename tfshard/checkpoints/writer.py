@@ -1,14 +1,14 @@
 """Snapshot and Writing: a training run to a checkpoint.
 
-# Note: why a checkpoint is whole or not there
+# Note: why a checkpoint is complete or absent
 
-Everything is written to a directory with a temporary name and synced; then one rename gives it its name. So a directory
-named `step-...` is complete, whenever the process was killed. A step that is saved again gets a new generation,
-`step-00000012.1`, and the highest wins: at no moment is there neither the old one nor the new one. What is deleted is
-renamed to a temporary name first.
+The writer writes everything to a directory with a temporary name and syncs it. Then one rename gives the directory its
+name. A directory named `step-...` is therefore complete, whenever the process was killed. Saving a step again makes a
+new generation, `step-00000012.1`, and the highest generation wins: at every moment, the old or the new generation
+exists. The writer renames a directory to a temporary name before deleting it.
 
-The data are in TensorFlow's tensor-bundle format, each variable in its own shape, so `tf.train.load_checkpoint` reads
-them.
+The data are in TensorFlow's tensor-bundle format, with each variable in its full shape. `tf.train.load_checkpoint`
+reads them.
 """
 
 import dataclasses
@@ -30,22 +30,22 @@ from tfshard.devices import checksums, clients
 from tfshard.errors import CheckpointError
 from tfshard.training.strategy import ShardedStrategy
 
-# How long a client waits for the pieces of the others.
+# How long a client waits for the shards of the others.
 _CLIENTS_SECONDS = 1800
 _POLL_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Snapshot:
-    """A training run at one step, as far as this client writes it: tensors on the host.
+    """A training run at one step, as far as this client writes it, in tensors on the host.
 
     Attributes:
         step: Training steps so far.
-        plan: For information: mesh, stage and the like.
+        plan: Mesh, ZeRO stage and the like, for information.
         variables: Every variable of the run.
-        held: The pieces that this client writes.
-        position: Where in the data the run is, or None.
-        states: Of `tf.data` iterators, to be restored in this order.
+        held: The boxes that this client writes.
+        position: The position in the data, or None.
+        states: The states of `tf.data` iterators, which are restored in this order.
     """
 
     step: int
@@ -64,7 +64,7 @@ class Snapshot:
         position: Position | None,
         states: Sequence[tf.Tensor],
     ) -> "Snapshot":
-        """The values now."""
+        """Take a snapshot of the current values."""
         return cls(
             step=step,
             plan=_plan(model),
@@ -105,10 +105,10 @@ class Writing:
         return self.root / files.name_of(self.step, self._generation)
 
     def begin(self, keys: Sequence[str]) -> None:
-        """Makes room: the first client clears what earlier writers left, the others wait for it.
+        """Prepare the directory: the first client removes leftovers of earlier writers, the others wait for it.
 
         Args:
-            keys: Of the variables; the same on all clients.
+            keys: The keys of the variables, equal on all clients.
         """
         if self._here.rank == 0:
             files.make(self.root)
@@ -135,7 +135,7 @@ class Writing:
             ) from None
 
     def end(self, *, failed: bool) -> None:
-        """Lets others write. What a failure left is deleted, as far as that can be done."""
+        """Release the lock. After a failure, delete the temporary directory as far as possible."""
         if self._lock is not None:
             if failed:
                 shutil.rmtree(self.temporary, ignore_errors=True)
@@ -143,7 +143,7 @@ class Writing:
             self._lock = None
 
     def run(self, snapshot: Snapshot) -> None:
-        """Writes, commits, and deletes what is older than `keep` steps."""
+        """Write and commit the checkpoint, and delete the steps that `keep` does not keep."""
         stored = self._write_pieces(snapshot)
         if self._here.count > 1:
             self._publish(stored)
@@ -155,7 +155,7 @@ class Writing:
         self._prune()
 
     def _write_pieces(self, snapshot: Snapshot) -> dict[str, StoredVariable]:
-        """This client's pieces, and its iterator, to files of its own."""
+        """Write this client's boxes and iterator states to separate files."""
         names, specs, tensors = [], [], []
         found: dict[str, list[StoredPiece]] = {}
         for piece in snapshot.held:
@@ -196,10 +196,11 @@ class Writing:
         single = self._here.count == 1
         return self.temporary / (files.DATA if single else f"part-{self._here.rank:05d}")
 
-    # --- several clients: they meet in the directory, because a collective in this thread would meet those of a step
+    # --- several clients: they meet in the directory, because a collective in this thread would meet the collectives of
+    # a step
 
     def _publish(self, stored: dict[str, StoredVariable]) -> None:
-        """Tells the first client what was written here."""
+        """Tell the first client which boxes this client wrote."""
         for path in self.temporary.glob(f"part-{self._here.rank:05d}.*"):
             files.sync(path)
         for path in self.temporary.glob(f"{files.iterator_prefix(self._here.rank)}.*"):
@@ -209,7 +210,7 @@ class Writing:
         os.rename(name.with_suffix(".tmp"), name)
 
     def _gather(self) -> dict[str, StoredVariable]:
-        """What all clients have written, and their data as one bundle."""
+        """Return the variables with the boxes of all clients, and merge their data into one bundle."""
         parts = [self.temporary / f"part-{client:05d}.json" for client in range(self._here.count)]
         self._wait_for(lambda: all(part.exists() for part in parts), "the pieces of the other clients")
         stored = manifest.decode_parts([part.read_bytes() for part in parts], str(self.temporary))
@@ -261,13 +262,14 @@ class Writing:
         )
         files.write(self.temporary / files.MANIFEST, manifest.encode(written))
         files.sync(self.temporary)
-        # Before this, there is nothing; after it, everything.
+        # Before this rename nothing is committed; after it, everything is.
         os.rename(self.temporary, self.final)
         files.sync(self.root)
 
     def _prune(self) -> None:
         there = files.committed(self.root)
-        # A run that goes on from an older step has those after it still there: what it saves is not deleted at once.
+        # A run that resumed from an older step still has the later steps, so the step just saved must be kept
+        # explicitly.
         kept = {self.step, *(sorted(there)[-self.keep :] if self.keep is not None else there)}
         for step, generation in files.checkpoints(self.root):
             if step not in kept or generation != there[step]:

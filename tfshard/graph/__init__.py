@@ -1,14 +1,14 @@
-"""What does a Keras model consist of and compute?
+"""Graph: the variables of a Keras model, and the operations that it computes.
 
-Nothing here runs a model or touches a device: a model is looked at, or called once on placeholders. Read `inventory`
-for what it consists of, `model_graph` for what it computes.
+Nothing here runs a model or touches a device: a model is inspected, or called once on placeholders. Read `inventory`
+for the variables, `model_graph` for the operations.
 
-    inventory         its variables, and the optimizers that train it
-    model_specs       the specs of variables and slots that a plan is made from; `abstract_model`
-    model_graph       a model's forward pass as TensorFlow operations, nothing allocated
-    batches           whether a batch is one that a training step takes
+    inventory         the variables of a model, and the optimizers that train it
+    model_specs       the specs of variables and slots from which a plan is made; `abstract_model`
+    model_graph       a model's forward pass as TensorFlow operations, without allocation
+    batches           checks that a training step can take a batch
     adapters          how a step calls layers with LoRA
-    dim_rules         one rule for each type of operation: what becomes of a sharded dim in it
+    dim_rules         one rule for each type of operation: how a sharded dim passes through it
     auto_layout       which dims of which kernels to shard
 """
 

@@ -1,9 +1,9 @@
-"""LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): products with an adapter's matrices, one after the other.
+"""LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): multiply by the two matrices of an adapter, one by one.
 
-Keras adds the product of the matrices to the kernel, and multiplies by the sum. Then the gradient of the whole kernel
-is made, and reduced over the devices, to get from it that of two narrow matrices; and the sum is made when the step
-begins and kept for the backward pass. Where a kernel is quantized, Keras does it as it is done here, but for kernels of
-several dims, whose sharded ones it merges.
+Keras adds the product of the matrices to the kernel, and multiplies the input by the sum. Then the backward pass makes
+the gradient of the full kernel, and reduces it over the devices, only to get the gradients of two narrow matrices.
+A step also makes the sum at its start and keeps the sum for the backward pass. For quantized kernels, Keras multiplies
+by the matrices as this module does, except that it merges sharded dims of kernels with several dims.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,23 +14,24 @@ import keras
 
 from tfshard import _private
 
-# What Keras calls of a layer, and of a quantized one.
+# The methods of a layer, and of a quantized layer, that Keras calls.
 METHODS = ("call", "quantized_call")
 
 
 def adapted(model: keras.Model) -> list[keras.layers.Layer]:
-    """The layers of a model that have LoRA and can be called as it is done here.
+    """Return the layers of a model with LoRA that this module can call.
 
-    The last dim of a kernel, which only the second matrix has, has to be the last of the result.
+    For EinsumDense, the last dim of the kernel must be the last dim of the result, and must not be an input dim: only
+    the second matrix has it.
     """
     return [each for each in _private.flatten_layers(model) if type(each) in _ADDED and _has_lora(each)]
 
 
 def call_function(layer: keras.layers.Layer, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for one of the `METHODS` of a layer.
+    """Return the replacement of one of the `METHODS` of a layer.
 
     Args:
-        layer: It has LoRA.
+        layer: A layer with LoRA.
         original: The method.
     """
 
@@ -46,7 +47,7 @@ def call_function(layer: keras.layers.Layer, original: Callable[..., Any]) -> Ca
 
 @contextmanager
 def apart(model: keras.Model) -> Iterator[None]:
-    """While this is open, layers with LoRA are called as in a step, also those of a model that is not sharded."""
+    """Call the layers with LoRA as in a step while this context is open, even if the model is not sharded."""
     with ExitStack() as stack:
         for layer in adapted(model):
             for method in METHODS:
@@ -66,14 +67,14 @@ def _has_lora(layer: keras.layers.Layer) -> bool:
 
 
 def _bare(layer: keras.layers.Layer) -> Any:
-    """A context in which a layer is a product with its kernel and nothing else."""
+    """Return a context in which a layer only multiplies by its kernel."""
     off = {"lora_enabled": False, "bias": None, "activation": None}
     return _with_attributes(layer, {name: value for name, value in off.items() if name in vars(layer)})
 
 
 @contextmanager
 def _with_attributes(layer: keras.layers.Layer, attributes: dict[str, Any]) -> Iterator[None]:
-    """Without Keras taking note of it: it tracks what is set on layers."""
+    """Set attributes of a layer for a while, bypassing Keras, which tracks attributes of layers."""
     before = {name: vars(layer)[name] for name in attributes if name in vars(layer)}
     vars(layer).update(attributes)
     try:
@@ -93,7 +94,7 @@ def _einsum_dense(layer: keras.layers.EinsumDense, inputs: Any, result: Any) -> 
     narrow = keras.ops.einsum(layer.equation, inputs, layer.lora_kernel_a)
     letters = _letters(layer)[2]
     rank = next(letter for letter in "abcdefghijklmnopqrstuvwxyz" if letter not in letters)
-    # No matrix product, which would merge dims that are sharded.
+    # An einsum, because a matrix product would merge sharded dims.
     equation = f"{letters[:-1]}{rank},{rank}{letters[-1]}->{letters}"
     return _finished(layer, _added(layer, result, keras.ops.einsum(equation, narrow, layer.lora_kernel_b)))
 
@@ -106,7 +107,7 @@ def _embedding(layer: keras.layers.Embedding, inputs: Any, result: Any) -> Any:
 
 
 def _letters(layer: keras.layers.EinsumDense) -> tuple[str, str, str]:
-    """Of the input, of the kernel and of the result."""
+    """Return the letters of the input, of the kernel and of the result."""
     operands, result = layer.equation.replace(" ", "").split("->")
     inputs, kernel = operands.split(",")
     return inputs, kernel, result

@@ -1,4 +1,4 @@
-"""auto_layout_map: tensor-parallel layouts derived from what a model computes."""
+"""auto_layout_map: derives tensor-parallel layouts from the operations of a model."""
 
 import collections
 import dataclasses
@@ -29,7 +29,7 @@ from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import MODEL_AXIS, MeshAxes
 from tfshard.layouts.layout_map import KINDS, LayoutMap, VariableSpec, goes_with_kernel, is_in_4_bits, layer_dim
 
-# A variable with a larger share of a model's bytes than this is worth sharding, also as an output by itself.
+# A variable with a larger share of a model's bytes is worth sharding, even if it only makes an output.
 LARGE_SHARE = 0.02
 
 _WITH_ADAPTERS = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedding)
@@ -43,18 +43,19 @@ Place = tuple[str, int]
 
 @dataclasses.dataclass(kw_only=True)
 class Travel:
-    """Where the dim of one variable leads when it is sharded.
+    """The effects of sharding one dim of a variable.
 
     Attributes:
         source: The dim of the variable.
-        first: The place of the first operation that uses it, for an order.
-        partners: Dims of other variables with which it is summed over: kernels to be sharded by rows.
-        joined: Dims of other variables that are cut along with it: biases, scales.
-        looked_up: Whether rows are picked along it.
-        returned: Whether it reaches an output of the model.
-        summed: Why it cannot be sharded unless experts are stacked along it: it is summed over; empty when it is not.
-        multiplied: Whether the variable is an operand of a product: a kernel.
-        blocked: Why it cannot be sharded; empty when it can.
+        first: The index of the first operation that uses the dim; travels are sorted by it.
+        partners: Dims of other variables that are contracted with the dim: kernels to shard by rows.
+        joined: Dims of other variables that are sharded together with the dim: biases, scales.
+        looked_up: True if an operation looks up rows along the dim.
+        returned: True if the dim reaches an output of the model.
+        summed: The reason why the dim can be sharded only if experts are stacked along it: an operation sums over the
+            dim. Empty if no operation does.
+        multiplied: True if the variable is an operand of a product: a kernel.
+        blocked: The reason why the dim cannot be sharded; empty if it can.
     """
 
     source: Place
@@ -69,37 +70,39 @@ class Travel:
 
     @property
     def places(self) -> set[Place]:
-        """All dims of variables that are sharded if it is."""
+        """All dims of variables that are sharded together with the source."""
         return {self.source} | self.partners | self.joined
 
 
 def auto_layout_map(model: keras.Model, mesh: MeshLike, *, inputs: Any = None) -> LayoutMap:
-    """Tensor-parallel layouts for a Keras or KerasHub model, found in what it computes.
+    """Derive tensor-parallel layouts for a Keras or KerasHub model from its operations.
 
-    The model is called once in a graph, where nothing is allocated. The output dim of a kernel is followed through
-    the operations behind it. Where it is summed over again with the input dim of another kernel, the first is sharded
-    by column, with its bias, and the second by row (Megatron-LM, Shoeybi et al. 2019, section 3): query, key, value and
-    the output projection of attention, the two or three kernels of a feed-forward block, also those written by hand.
-    Embedding tables are sharded over the vocabulary, with the logits that are tied to them; output matrices with more
-    than 2% of the model's bytes by column; kernels that are stacked, one for each expert of a mixture, by experts.
+    The function calls the model once in a graph, where nothing is allocated. It follows the output dim of a kernel
+    through the operations behind the kernel. If this dim is contracted with the input dim of another kernel, the first
+    kernel is sharded by column, with its bias, and the second kernel by row. The rule is from Megatron-LM (Shoeybi et
+    al. 2019, section 3). This covers the query, key, value and output projections of attention, and the two or three
+    kernels of a feed-forward block, also in hand-written layers. Embedding tables are sharded over the vocabulary, with
+    the logits that share their weights. Output matrices with more than 2% of the model's bytes are sharded by column.
+    Stacked kernels of a mixture of experts are sharded by experts.
 
-    Everything else stays whole: normalizations, position embeddings, what does not divide. With fewer key and value
-    heads than devices (grouped-query attention) their projections stay whole, as in Megatron-LM's replicated heads:
-    each device computes all of them and uses those its query heads need. A large variable that stays whole has an
-    entry that says why.
+    Everything else stays replicated: normalizations, position embeddings, dims that do not divide. If the model has
+    fewer key and value heads than devices (grouped-query attention), their projections stay replicated, as in
+    Megatron-LM: each device computes all key and value heads, and uses the heads that its query heads need. For each
+    large replicated variable, the map has an entry with the reason.
 
     Args:
-        model: A built model, sharded or not; also one from `tfshard.abstract_model`.
-        mesh: A mesh from `tfshard.create_mesh`, or a mapping such as `{"batch": 2, "model": 4}`. The layouts are for
-            its only axis for tensor parallelism, or of several for `model`; without one the map is empty.
-        inputs: An example of what the model is called on, for models that do not know their inputs (subclassed ones).
+        model: A built model, sharded or not; also a model from `tfshard.abstract_model`.
+        mesh: A mesh from `tfshard.create_mesh`, or a mapping such as `{"batch": 2, "model": 4}`. The layouts shard over
+            its only axis for tensor parallelism, or over `model` if it has several; without such an axis the map is
+            empty.
+        inputs: Example inputs, for models that do not know their inputs (subclassed models).
 
     Returns:
-        An ordinary `LayoutMap`, to be printed, changed and given to a `ShardedStrategy`.
+        An ordinary `LayoutMap` that you can print, change and give to a `ShardedStrategy`.
 
     Raises:
         LayoutError: The model is not built, or its inputs are not known; the mesh has several axes for tensor
-            parallelism, none of them `model`.
+            parallelism, but no `model` axis.
 
     Example:
 
@@ -123,15 +126,15 @@ def auto_layout_map(model: keras.Model, mesh: MeshLike, *, inputs: Any = None) -
 
 
 def is_auto(layout_map: Any) -> bool:
-    """Whether a layout map, as the user gave it, is `"auto"`."""
+    """Return True if a user's layout map is `"auto"`."""
     return isinstance(layout_map, str) and layout_map == AUTO
 
 
 def resolve(layout_map: Any, model: ModelOrSpecs, mesh: MeshLike) -> LayoutMap:
-    """A layout map as the user gave it: `"auto"` becomes the one found for the model.
+    """Convert a user's layout map; `"auto"` becomes the map that is derived from the model.
 
     Raises:
-        LayoutError: Not a layout map, or `"auto"` without a model.
+        LayoutError: `layout_map` is not a layout map, or it is `"auto"` and `model` is not a model.
     """
     if not is_auto(layout_map):
         return LayoutMap.from_any(layout_map, mesh_sizes(mesh))
@@ -141,7 +144,7 @@ def resolve(layout_map: Any, model: ModelOrSpecs, mesh: MeshLike) -> LayoutMap:
 
 
 def model_axis(sizes: Mapping[str, int]) -> str | None:
-    """The axis for tensor parallelism: the only one with that role, or of several `model`; None without one."""
+    """Return the axis for tensor parallelism: the only one, or `model` if there are several; None without one."""
     found = MeshAxes.of(sizes).tensor
     if MODEL_AXIS in found or not found:
         return MODEL_AXIS if found else None
@@ -153,12 +156,12 @@ def model_axis(sizes: Mapping[str, int]) -> str | None:
 
 
 def is_large(spec: VariableSpec, total_bytes: int) -> bool:
-    """Whether a variable has dims worth sharding and a large share of the bytes."""
+    """Return True if a variable has several dims and a large share of the bytes."""
     return len(spec.shape) > 1 and variable_layout.spec_bytes(spec) > LARGE_SHARE * total_bytes
 
 
 def choose(graph: ModelGraph, devices: int) -> tuple[dict[str, int], dict[str, str]]:
-    """The dim of each variable to shard, by path; and why large ones are not sharded.
+    """Return the dim to shard of each variable, by path, and the reasons why large variables are not sharded.
 
     Args:
         graph: The model.
@@ -177,7 +180,8 @@ def choose(graph: ModelGraph, devices: int) -> tuple[dict[str, int], dict[str, s
     chosen |= _with_kernels(specs.values(), chosen, devices)
     unread = {spec.path for name, spec in graph.variables.items() if name not in graph.consumers}
     for path in unread:
-        # Such as the second table of an embedding that is reversed; what reads a kernel, as a loss may, is not known.
+        # An unread variable may be the second table of a reversed embedding. For an unread kernel, nothing tells its
+        # use: a loss may read the kernel.
         spec = specs[path]
         if isinstance(spec.layer, keras.layers.Embedding) and is_large(spec, total):
             dims = [dim for dim in range(len(spec.shape)) if spec.shape[dim] % devices == 0]
@@ -197,7 +201,7 @@ _UNREAD = "the model's call does not read it, and what a loss or a step of its o
 
 
 def _with_kernels(specs: Iterable[VariableSpec], chosen: Mapping[str, int], devices: int) -> dict[str, int]:
-    """The matrices of LoRA and the scales that go with kernels which are sharded, and their dims."""
+    """Return the dims of LoRA matrices and scales that are sharded along with sharded kernels, by path."""
     kinds: dict[int, str] = {}
     for spec in specs:
         has_more = isinstance(spec.layer, _WITH_ADAPTERS) and len(spec.shape) > 1
@@ -213,7 +217,7 @@ def _with_kernels(specs: Iterable[VariableSpec], chosen: Mapping[str, int], devi
 
 
 def variable_places(graph: ModelGraph) -> dict[Place, Place]:
-    """Dims of tensors that are a variable, rearranged or cast, to the dims of the variable."""
+    """Map the dims of rearranged or cast variables to the dims of the variables."""
     found: dict[Place, Place] = {}
     for name, spec in graph.variables.items():
         for dim in range(len(spec.shape)):
@@ -228,7 +232,7 @@ def variable_places(graph: ModelGraph) -> dict[Place, Place]:
 
 
 def _travels(graph: ModelGraph, name: str, devices: int, origins: Mapping[Place, Place]) -> list[Travel]:
-    """Follows each dim of a variable that the devices divide."""
+    """Follow each dim of a variable that `devices` divides."""
     spec = graph.variables[name]
     if len(spec.shape) < 2 or name not in graph.consumers:
         return []
@@ -279,8 +283,10 @@ def _follow(graph: ModelGraph, name: str, dim: int, devices: int, origins: Mappi
 
 
 def _variables_of(tensor: tf.Tensor, dim: int, origins: Mapping[Place, Place]) -> set[Place] | None:
-    """The dims of variables that a dim of a tensor consists of, element by element (the scale of a normalization);
-    None when anything else is in it."""
+    """Return the variable dims that make up a dim of a tensor elementwise, such as the scale of a normalization.
+
+    Returns None if the tensor contains anything else.
+    """
     if (tensor.name, dim) in origins:
         return {origins[tensor.name, dim]}
     if tensor.op.type == "Const":
@@ -298,7 +304,7 @@ def _variables_of(tensor: tf.Tensor, dim: int, origins: Mapping[Place, Place]) -
 
 
 def _candidates(travels: Iterable[Travel], specs: Mapping[str, VariableSpec], total: int) -> list[Travel]:
-    """Those that are worth it and send only what a row layer or a lookup sends."""
+    """Return the travels that are worth sharding and need no more communication than a row layer or a lookup."""
     found = []
     for travel in travels:
         spec = specs[travel.source[0]]
@@ -320,8 +326,8 @@ def _candidates(travels: Iterable[Travel], specs: Mapping[str, VariableSpec], to
         elif travel.looked_up:
             wanted = table or is_large(spec, total)
         elif travel.partners:
-            # A weight that is an activation, such as a probe that pools, or the width of a table, would shard the
-            # residual stream.
+            # Sharding a weight that is used as an activation, such as a pooling probe, or the width of a table would
+            # shard the residual stream.
             wanted = travel.multiplied and not (table and travel.source[1] == 1 and spec.path.endswith("embeddings"))
         else:
             wanted = travel.returned and is_large(spec, total)
@@ -331,7 +337,7 @@ def _candidates(travels: Iterable[Travel], specs: Mapping[str, VariableSpec], to
 
 
 def _stacks_kernels(travel: Travel, specs: Mapping[str, VariableSpec]) -> bool:
-    """Whether kernels are stacked along the dim, one for each expert, those that are joined with it as well."""
+    """Return True if kernels of experts are stacked along the dim, together with the joined variables."""
     path, dim = travel.source
     rank = len(specs[path].shape)
     others = [joined for joined, at in travel.joined if at == dim == 0 and len(specs[joined].shape) == rank]
@@ -353,14 +359,17 @@ def _reason(travels: list[Travel], spec: VariableSpec, devices: int) -> str:
 
 # --- From dims to patterns ----------------------------------------------------------------------------
 
-# "column", "row" or "axes" with axes; "whole" with the reason.
+# The kind of a rule with its axes. A rule for a replicated variable has the reason instead of axes.
 _Rule = tuple[str, tuple[str | None, ...]]
 
 
 def _as_layout_map(
     specs: list[VariableSpec], chosen: Mapping[str, int], reasons: Mapping[str, str], axis: str
 ) -> LayoutMap:
-    """Rules for layers where column or row says it, else for variables; one for all layers that differ by a number."""
+    """Build the layout map: column and row rules if they fit a layer, else rules for variables.
+
+    Layers with names that differ only in numbers share a rule.
+    """
     rules: dict[str, _Rule] = {}
     by_layer = collections.defaultdict(list)
     for spec in specs:
@@ -390,7 +399,7 @@ def _as_layout_map(
 
 
 def _layer_rule(members: list[VariableSpec], chosen: Mapping[str, int]) -> str | None:
-    """`"column"` or `"row"` if that says just what was chosen for the variables of a layer."""
+    """Return `"column"` or `"row"` if that rule gives exactly the chosen dims of a layer's variables, else None."""
     if not any(spec.path in chosen for spec in members) or isinstance(members[0].layer, keras.layers.Embedding):
         return None
     for kind in KINDS:
@@ -403,7 +412,7 @@ def _layer_rule(members: list[VariableSpec], chosen: Mapping[str, int]) -> str |
 
 
 def _patterns(rules: Mapping[str, _Rule], everything: set[str]) -> dict[str, list[str]]:
-    """Pattern to the paths it stands for: numbers become `\\d+` where all that then match have the same rule."""
+    """Map patterns to their paths. Numbers become `\\d+` if all paths that then match have the same rule."""
     loose = collections.defaultdict(list)
     for path in rules:
         loose[_loosened(path)].append(path)

@@ -16,7 +16,7 @@ def check(function: str, model: keras.Model, batch: Any, *, lists_are_inputs: bo
         function: The public function that was given the batch, for the message.
         model: A compiled model.
         batch: The batch.
-        lists_are_inputs: Whether a list is the inputs of one batch. Keras takes a list for a tuple.
+        lists_are_inputs: True if a list holds the inputs of one batch. Keras treats a list like a tuple.
     """
     if hasattr(batch, "element_spec") or isinstance(batch, (keras.utils.PyDataset, Iterator)):
         raise StrategyError(
@@ -35,14 +35,14 @@ def check(function: str, model: keras.Model, batch: Any, *, lists_are_inputs: bo
 
 
 def _needs_targets(model: keras.Model) -> bool:
-    """Whether Keras computes a compiled loss of the targets: neither the step nor its loss is the model's own."""
+    """Return True if Keras computes a compiled loss from the targets, without a custom step or loss of the model."""
     cls = type(model)
     is_own = cls.train_step is not keras.Model.train_step or cls.compute_loss is not keras.Model.compute_loss
     return not is_own and any(loss is not None for loss in tf.nest.flatten(getattr(model, "loss", None)))
 
 
 def _described(batch: Any) -> str:
-    """Return what a batch without targets consists of, for a message."""
+    """Return a description of a batch without targets, for a message."""
     if hasattr(batch, "shape"):
         return f"an array of shape {tuple(batch.shape)}, which is taken for x alone"
     if isinstance(batch, (tuple, list)):

@@ -1,7 +1,7 @@
-"""How a sharded dim travels through the operations of a model: which dims of their results are sharded with it.
+"""Rules for how a sharded dim passes through the operations of a model: which dims of the results are sharded with it.
 
-One rule for each type of TensorFlow operation. The rules say what an operation does on shards without sending
-anything; what it would have to gather for is `Blocked`.
+Each type of TensorFlow operation has one rule. A rule says what an operation does with local shards without
+communication. An operation that would need a gather is `Blocked`.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flow:
-    """The dim goes on.
+    """The dim passes through the operation.
 
     Attributes:
         outputs: (Number of the output, dim).
-        aligned: (Number of the input, dim) of other inputs that are cut along with it.
-        repeated: The numbers of other inputs that are used by all shards: their gradients are partial sums.
-        statistics: How many all-reduces of the size of the result without this dim it takes (softmax, quantization).
+        aligned: (Number of the input, dim) of other inputs that are sharded together with the dim.
+        repeated: The numbers of other inputs that all shards use: their gradients are partial sums.
+        statistics: The number of all-reduces of the result's size without this dim (softmax, quantization).
     """
 
     outputs: tuple[tuple[int, int], ...]
@@ -32,7 +32,7 @@ class Flow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contracted:
-    """The dim is summed over, together with dim `dim` of input number `other`: each device has a partial sum."""
+    """The operation contracts the dim with dim `dim` of input number `other`: each device has a partial sum."""
 
     other: int
     dim: int
@@ -40,17 +40,17 @@ class Contracted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lookup:
-    """Rows are picked along the dim: each device picks those it has, and the results are summed."""
+    """The operation looks up rows along the dim: devices look up in their local rows, and sum the results."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summed:
-    """The dim is summed over by itself, as the experts of a layer are: each device has a partial sum."""
+    """The operation sums over the dim alone, as a layer sums over experts: each device has a partial sum."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocked:
-    """The operation needs the whole dim: `reason`."""
+    """The operation needs the full dim, because of `reason`."""
 
     reason: str
 
@@ -59,7 +59,7 @@ Outcome = Flow | Contracted | Lookup | Summed | Blocked
 
 
 def advance(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
-    """What becomes of dim `dim` of input `number`, sharded over `devices`, in an operation."""
+    """Return how an operation treats dim `dim` of input `number`, sharded over `devices`."""
     rule = _RULES.get(operation.type)
     if rule is None:
         return Blocked(reason=f"tfshard has no rule for TensorFlow operation {operation.type}")
@@ -73,7 +73,7 @@ def advance(operation: tf.Operation, number: int, dim: int, devices: int) -> Out
 
 
 def rearranged(operation: tf.Operation, number: int, dim: int) -> tuple[tuple[str, int], ...]:
-    """(Tensor name, dim) of what is the same dim after an operation that only rearranges or casts one tensor."""
+    """Return (tensor name, dim) of the same dim after an operation that only rearranges or casts one tensor."""
     if operation.type not in _REARRANGING or number != 0:
         return ()
     outcome = advance(operation, number, dim, 1)
@@ -83,8 +83,10 @@ def rearranged(operation: tf.Operation, number: int, dim: int) -> tuple[tuple[st
 
 
 def elementwise_sources(operation: tf.Operation, dim: int) -> tuple[tuple[int, int], ...] | None:
-    """(Number of the input, dim) of what dim `dim` of the result comes from, element by element; None for operations
-    that work otherwise."""
+    """Return (number of the input, dim) of the dims from which dim `dim` of the result comes, element by element.
+
+    Returns None for operations that are not elementwise.
+    """
     if _RULES.get(operation.type) is not _elementwise or operation.outputs[0].shape.rank is None:
         return None
     rank = operation.outputs[0].shape.rank
@@ -97,9 +99,9 @@ def elementwise_sources(operation: tf.Operation, dim: int) -> tuple[tuple[int, i
 
 
 def sources(operation: tf.Operation, output: int, dim: int) -> tuple[tuple[int, int], ...]:
-    """(Number of the input, dim) of what dim `dim` of a result is sharded with: the way back through `advance`.
+    """Return (number of the input, dim) of the dims that are sharded if dim `dim` of a result is.
 
-    The size of the dim is known; the batch's need not be.
+    This is the way back through `advance`. The size of the dim must be known; the size of the batch need not be.
     """
     elementwise = elementwise_sources(operation, dim)
     if elementwise is not None:
@@ -116,8 +118,11 @@ def sources(operation: tf.Operation, output: int, dim: int) -> tuple[tuple[int, 
 
 
 def way_back(tensor: tf.Tensor, dim: int, known: Collection[tuple[str, int]] = ()) -> Iterator[tuple[tf.Tensor, int]]:
-    """(Tensor, dim) of all that a dim is sharded with, back to where nothing is known of what was before, as of what a
-    variable is read to (`Relayout`); without what `known` has, by name and dim, and what is only behind it."""
+    """Yield (tensor, dim) of all dims that are sharded with `dim`, back through the operations.
+
+    The way back ends at operations without a rule, such as the `Relayout` of a read variable. It skips the dims in
+    `known`, by tensor name and dim, and the dims behind them.
+    """
     waiting, seen = [(tensor, dim)], set()
     while waiting:
         tensor, dim = waiting.pop()
@@ -130,7 +135,7 @@ def way_back(tensor: tf.Tensor, dim: int, known: Collection[tuple[str, int]] = (
 
 
 def _sources_of_batches(operation: tf.Operation, dim: int) -> tuple[tuple[int, int], ...]:
-    """`sources` where sizes are not known: the last dim of what keeps it, and of products with a kernel."""
+    """Return `sources` for unknown sizes: the last dim of operations that keep it, and of products with a kernel."""
     shape = operation.outputs[0].shape
     if shape.rank is None or dim != shape.rank - 1:
         return ()
@@ -159,11 +164,11 @@ def _constant(operation: tf.Operation, number: int) -> np.ndarray | None:
 
 
 class _NotKnownError(Exception):
-    """An axis is no constant."""
+    """An axis is not a constant."""
 
 
 def _axis(operation: tf.Operation, number: int, rank: int) -> int:
-    """An input that is a constant axis, counted from the front."""
+    """Return a constant axis input, counted from the front."""
     axis = _constant(operation, number)
     if axis is None:
         raise _NotKnownError
@@ -171,7 +176,7 @@ def _axis(operation: tf.Operation, number: int, rank: int) -> int:
 
 
 def needs_all(operation: tf.Operation) -> str:
-    """Why a dim cannot be sharded that an operation needs whole."""
+    """Return the reason why a dim cannot be sharded through an operation that needs the full dim."""
     return f"operation '{operation.name}' ({operation.type}) needs all of the sharded dim"
 
 
@@ -195,19 +200,19 @@ def _elementwise(operation: tf.Operation, number: int, dim: int, devices: int) -
 
 
 def _bitcast(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
-    """To a dtype of as many bytes it is element by element."""
+    """Apply the elementwise rule if both dtypes have the same size."""
     if operation.inputs[0].dtype.size != operation.outputs[0].dtype.size:
         return Blocked(reason=f"operation '{operation.name}' (Bitcast) changes the size of elements")
     return _elementwise(operation, number, dim, devices)
 
 
 def _each(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
-    """IdentityN: each input to its own output."""
+    """Pass each input of an IdentityN to its output."""
     return Flow(outputs=((number, dim),))
 
 
 def _nothing(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
-    """Shapes and the like, which do not depend on values."""
+    """Return a flow without outputs: shapes and the like do not depend on the shards."""
     return Flow(outputs=())
 
 
@@ -217,7 +222,7 @@ def _reshape(operation: tf.Operation, number: int, dim: int, devices: int) -> Ou
     before, after = _shape(operation.inputs[0]), _shape(operation.outputs[0])
     if math.prod(before) == 0:
         return _reduced(operation)
-    # The dims in front of it and behind it have to be the same elements before and after.
+    # The dims before and behind the dim must hold the same elements before and after the reshape.
     front = math.prod(before[:dim])
     for to, size in enumerate(after):
         if size == 1 and before[dim] != 1:
@@ -274,14 +279,14 @@ def _split(operation: tf.Operation, number: int, dim: int, devices: int) -> Outc
 
 
 def _same_size(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
-    """Operations that leave dims where they are, and the sharded one as it is."""
+    """Pass the dim if the operation keeps its position and size."""
     if number or operation.inputs[0].shape[dim] != operation.outputs[0].shape[dim]:
         return _reduced(operation)
     return Flow(outputs=((0, dim),))
 
 
 def _batch_only(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
-    """What DTensor expands over the batch dim only (dataparallel_spmd_expander.cc)."""
+    """Pass only the batch dim: DTensor expands these operations over no other dim (dataparallel_spmd_expander.cc)."""
     if number == 0 and dim == 0:
         return Flow(outputs=((0, 0),))
     return Blocked(reason=f"DTensor expands operation '{operation.name}' ({operation.type}) over the batch dim only")
@@ -338,7 +343,7 @@ def _reduce(operation: tf.Operation, number: int, dim: int, devices: int) -> Out
         return _reduced(operation)
     dims = {int(axis) % len(operation.inputs[0].shape) for axis in np.atleast_1d(axes)}
     if dim in dims and operation.type == "Max" and operation.inputs[0].op.type == "Abs":
-        # The scale of what is quantized: a number for each row, which the shards are divided by.
+        # The scale of a quantized tensor: one number for each row, by which devices divide the shards.
         return Flow(outputs=(), statistics=1)
     if dim in dims:
         return Summed() if operation.type == "Sum" else _reduced(operation)
@@ -361,7 +366,7 @@ def _bias_add(operation: tf.Operation, number: int, dim: int, devices: int) -> O
 
 
 def _contract(operation: tf.Operation, number: int, dim: int, labels: tuple[str, str, str]) -> Outcome:
-    """A product whose inputs and output have one letter for each dim."""
+    """Apply the rule of a product that has one letter for each dim of its inputs and output."""
     other = 1 - number
     label = labels[number][dim]
     if labels[number].count(label) > 1:
@@ -451,7 +456,7 @@ _RULES: dict[str, Rule] = {
     "Einsum": _einsum,
     **dict.fromkeys(("Conv2D", "Conv3D"), _conv),
 }
-# Of an activation and a kernel.
+# Products of an activation and a kernel.
 PRODUCTS = frozenset(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D"))
 _REARRANGING = frozenset(
     ("Cast", "ExpandDims", "Identity", "IdentityN", "Reshape", "Squeeze", "StopGradient", "Transpose")

@@ -1,4 +1,4 @@
-"""What a model consists of: its variables and the optimizers that train it."""
+"""The variables of a model, and the optimizers that train it."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from tfshard.layouts.layout_map import VariableSpec
 
 
 def owned_variables(model: keras.Model) -> list[tuple[keras.Variable, keras.Layer]]:
-    """Each variable of a model once, with the layer that owns it."""
+    """Return each variable of a model once, with its layer."""
     owned, seen = [], set()
     for layer in _private.flatten_layers(model):
         for variable in _private.own_variables(layer):
@@ -23,53 +23,53 @@ def owned_variables(model: keras.Model) -> list[tuple[keras.Variable, keras.Laye
 
 
 def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
-    """The variables of the optimizers that train a model, and of those that they wrap."""
+    """Return the variables of the optimizers that train a model, and of the optimizers that they wrap."""
     parts = [part for optimizer in optimizers_of(model) for part in _private.optimizer_chain(optimizer)]
     return [variable for part in parts for variable in _private.optimizer_own_variables(part)]
 
 
 # --- The optimizers of a model ----------------------------------------------------------------------
 
-# Optimizers that have updated sharded variables or hold slots of them, in the order in which they came.
+# Optimizers that have updated sharded variables or hold slots of them, in order of their first use.
 _seen_optimizers: "weakref.WeakKeyDictionary[keras.optimizers.Optimizer, None]" = weakref.WeakKeyDictionary()
-# Those with which some model was compiled: they belong to that one, also after it was compiled with another.
+# Optimizers that some model was compiled with. They belong to that model, even after another compile.
 _compiled_optimizers: "weakref.WeakSet[keras.optimizers.Optimizer]" = weakref.WeakSet()
 
 
 def note_optimizer(callers: Iterable[object]) -> None:
-    """Remembers the outermost optimizer among those that are running."""
+    """Record the outermost optimizer among the running callers."""
     optimizer = next((caller for caller in callers if isinstance(caller, keras.optimizers.Optimizer)), None)
     if optimizer is not None and optimizer not in _seen_optimizers:
         _seen_optimizers[optimizer] = None
 
 
 def note_compiled(optimizer: keras.optimizers.Optimizer | None) -> None:
-    """Remembers that a model was compiled with an optimizer."""
+    """Record that a model was compiled with an optimizer."""
     _compiled_optimizers.update(_private.optimizer_chain(optimizer))
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that train a model: its own, and those of custom loops."""
+    """Return the optimizers that train a model: its optimizers, and the optimizers of custom loops."""
     return [*own_optimizers(model), *loop_optimizers(model)]
 
 
 def own_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The optimizer that a model is compiled with, if it is, and those that are its attributes."""
+    """Return the compiled optimizer of a model, if any, and the optimizers that are attributes of the model."""
     compiled = getattr(model, "optimizer", None)
     return [*([] if compiled is None else [compiled]), *attribute_optimizers(model).values()]
 
 
 def attribute_optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
-    """Return the optimizers that are attributes of a model or of its layers, by name, without the compiled one.
+    """Return the optimizers that are attributes of a model or of its layers, by name, without the compiled optimizer.
 
-    Examples are the two of a GAN, and those of layers that train by themselves (Hinton 2022, Forward-Forward). The
-    optimizer that a nested model is compiled with counts only if it is an attribute of another name, too.
+    Examples are the two optimizers of a GAN, and the optimizers of layers that train separately (Hinton 2022,
+    Forward-Forward). The compiled optimizer of a nested model counts only if it is also an attribute of another name.
     """
     layers = _private.flatten_layers(model)
     seen = {id(part) for part in _private.optimizer_chain(getattr(model, "optimizer", None))}
     found: dict[str, keras.optimizers.Optimizer] = {}
     for number, layer in enumerate(layers):
-        # Keras numbers the layers of a process: a name has to be the same in the next one.
+        # Keras numbers the layers of a process, but the name must be the same in the next process.
         place = f"layer_{number}/" if number else ""
         for name, optimizer in _optimizers_in(layer):
             is_compiled = name == "optimizer" and isinstance(layer, keras.Model)
@@ -80,7 +80,7 @@ def attribute_optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optim
 
 
 def _optimizers_in(owner: keras.Layer) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
-    """The attributes of a layer that are optimizers, or lists or dicts of optimizers."""
+    """Yield the optimizers in the attributes of a layer, also in lists and dicts, with their names."""
     for name, value in sorted(vars(owner).items()):
         if name.startswith(_private.TRACKING_ATTRIBUTE):
             continue
@@ -97,7 +97,7 @@ def _optimizers_in(owner: keras.Layer) -> Iterator[tuple[str, keras.optimizers.O
 
 
 def loop_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Optimizers of custom training loops that were built for variables of a model; without its attributes."""
+    """Return the optimizers of custom training loops that were built for variables of a model, without attributes."""
     taken = {id(part) for optimizer in own_optimizers(model) for part in _private.optimizer_chain(optimizer)}
     owned = {id(variable) for variable, _ in owned_variables(model)}
 
@@ -116,7 +116,7 @@ def loop_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
     found = find()
     if len(found) > 1 or (found and clients.here().is_launched):
-        # One that is not used any more may still be there, for as long as Python likes.
+        # Python may still hold an optimizer that is no longer used.
         found.clear()
         gc.collect()
         found = find()
@@ -124,7 +124,7 @@ def loop_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def variable_spec(variable: keras.Variable, layer: keras.Layer | None) -> VariableSpec:
-    """What a layout is decided from, for a Keras variable."""
+    """Return the spec of a Keras variable."""
     current = _private.backend_variable(variable)  # None in an abstract model.
     return VariableSpec(
         path=variable.path,
@@ -136,5 +136,5 @@ def variable_spec(variable: keras.Variable, layer: keras.Layer | None) -> Variab
 
 
 def has_no_call(model: keras.Model) -> bool:
-    """Whether a model cannot be called: its `train_step` calls the models inside of it (a VAE, a GAN)."""
+    """Return True if a model has no `call`: its `train_step` calls the models inside it (a VAE, a GAN)."""
     return type(model).call is keras.Model.call

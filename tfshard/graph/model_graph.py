@@ -1,4 +1,4 @@
-"""A model's forward pass as a graph of TensorFlow operations: what layouts are derived from and checked against."""
+"""A model's forward pass as a graph of TensorFlow operations, from which layouts are derived and checked."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from tfshard.errors import LayoutError
 from tfshard.graph import adapters, inventory
 from tfshard.layouts.layout_map import VariableSpec
 
-# What a dim that the model leaves open is traced with. Position embeddings may be short and images are reduced often.
+# Sizes for dims that the model leaves open. Position embeddings may be short, and images are reduced often.
 _OPEN_SIZES = (8, 64, 4)
 _BATCH = 2
 
@@ -27,8 +27,8 @@ class ModelGraph:
     """The forward pass of a model.
 
     Attributes:
-        operations: In the order in which they were made, so that inputs come before uses.
-        variables: The name of the tensor that stands for a variable to the variable.
+        operations: The operations in the order in which they were made: inputs come before uses.
+        variables: The name of a variable's placeholder to the variable.
         outputs: The names of the tensors that the model returns.
     """
 
@@ -38,7 +38,7 @@ class ModelGraph:
 
     @functools.cached_property
     def consumers(self) -> dict[str, list[tuple[int, int]]]:
-        """Tensor name to the operations that take it, each by its place in `operations` and the number of the input."""
+        """Tensor name to the operations that take it: each by its index in `operations` and the number of the input."""
         found: dict[str, list[tuple[int, int]]] = {}
         for place, operation in enumerate(self.operations):
             for number, tensor in enumerate(operation.inputs):
@@ -56,15 +56,15 @@ class ModelGraph:
 
 
 def trace(model: keras.Model, inputs: Any = None) -> ModelGraph:
-    """Calls a built model once in a graph in which nothing is computed or allocated.
+    """Call a built model once in a graph, without computation or allocation.
 
     Args:
-        model: A built model, sharded or not; also one from `tfshard.abstract_model`.
-        inputs: What the model is called on: arrays, or anything with a shape and a dtype, nested like its inputs.
-            By default what it was built for, with small sizes for dims that are open.
+        model: A built model, sharded or not; also a model from `tfshard.abstract_model`.
+        inputs: The inputs of the call: arrays, or anything with a shape and a dtype, nested like the model's inputs. By
+            default the inputs that the model was built for, with small sizes for open dims.
 
     Raises:
-        LayoutError: The model's inputs are not known, or it cannot be called on them.
+        LayoutError: The model's inputs are not known, or the model cannot be called on them.
     """
     if not model.built:
         raise LayoutError(
@@ -77,7 +77,7 @@ def trace(model: keras.Model, inputs: Any = None) -> ModelGraph:
             return _trace(model, _input_specs(model, inputs, size))
         except LayoutError:
             raise
-        # A model's own call may raise anything on inputs of a size it does not take.
+        # A model's call may raise anything on inputs of a wrong size.
         except Exception as e:
             failure = e
     raise LayoutError(
@@ -113,7 +113,7 @@ def _input_specs(model: keras.Model, inputs: Any, size: int | None) -> Any:
 def _trace(model: keras.Model, specs: Any) -> ModelGraph:
     graph = _private.func_graph("tfshard_trace")
     with graph.as_default(), warnings.catch_warnings():
-        # The model's own call warns again when it is trained.
+        # The model's call warns again when the model is trained.
         warnings.simplefilter("ignore")
         variables, mapping = {}, []
         for variable, layer in inventory.owned_variables(model):
@@ -137,12 +137,12 @@ def _trace(model: keras.Model, specs: Any) -> ModelGraph:
 
 
 def batch_of(model: keras.Model, samples: int, length: int | None = None) -> Any:
-    """What a model is called on, with shapes and dtypes, if it leaves no dim open but the batch; else None.
+    """Return the input specs of a batch, if the model leaves no dim open except the batch; else None.
 
     Args:
         model: A built model.
-        samples: Of the batch.
-        length: Of the other dims that it leaves open.
+        samples: The size of the batch.
+        length: The size of other dims that the model leaves open.
     """
     try:
         specs = _input_specs(model, None, length)
@@ -153,12 +153,13 @@ def batch_of(model: keras.Model, samples: int, length: int | None = None) -> Any
 
 
 def local_inputs(model: keras.Model, inputs: Any, devices: int) -> Any:
-    """Placeholders, in the graph that is being built, of a device's share of a batch.
+    """Make placeholders for a device's share of a batch, in the graph that is being built.
 
     Args:
         model: A built model.
         inputs: As for `trace`.
-        devices: Among how many the batch is shared out. One that they do not divide is whole on each.
+        devices: The number of devices that divide the batch. If it does not divide the batch size, each device has the
+            full batch.
 
     Raises:
         LayoutError: The model's inputs are not known.
@@ -173,7 +174,7 @@ def local_inputs(model: keras.Model, inputs: Any, devices: int) -> Any:
 
 
 def _map_specs(make: Callable[[tuple[int | None, ...], tf.DType], tf.Tensor], specs: Any) -> Any:
-    """`make(shape, dtype)` for each (shape, dtype) of a nested structure."""
+    """Return `make(shape, dtype)` for each (shape, dtype) of a nested structure."""
     if isinstance(specs, tuple) and len(specs) == 2 and isinstance(specs[1], tf.DType):
         return make(*specs)
     if isinstance(specs, dict):

@@ -1,4 +1,4 @@
-"""What a plan is made from: the variables of a model and the slots of an optimizer, as specs. No device is touched."""
+"""The specs from which a plan is made: variables of a model, and slots of an optimizer. No device is touched."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,20 +23,20 @@ ModelOrSpecs: TypeAlias = keras.Model | Iterable[VariableSpec]
 OptimizerLike: TypeAlias = keras.optimizers.Optimizer | str | None
 """An optimizer, its name, or none."""
 
-# The name of the optimizer that a model was compiled with.
+# Stands for the optimizer that a model was compiled with.
 AUTO = "auto"
 
 
 def abstract_model(build: Callable[[], keras.Model]) -> keras.Model:
-    """Builds a model whose variables have shapes and dtypes, and no values: for planning only.
+    """Build a model for planning only: its variables have shapes and dtypes, but no values.
 
-    Inside `build` Keras variables are not allocated, so a model of any size takes little memory and time; only one that
-    is made from a value has it. Nothing can be done with the others afterwards: reading one, as calling or training the
-    model does, is an error.
+    Keras does not allocate variables inside `build`, so a model of any size takes little memory and time. Only a
+    variable that is made from a value has the value. Reading any other variable is an error, and so is calling or
+    training the model.
 
     Args:
-        build: Makes and returns a built model, compiled or not: a functional one, or one on which `build` was called.
-            It must make the layers itself, and not load weights or call `keras.utils.clear_session()`.
+        build: Makes and returns a built model, compiled or not: a functional model, or one on which `build` was called.
+            The function must make all layers, and must not load weights or call `keras.utils.clear_session()`.
 
     Returns:
         The model.
@@ -75,7 +75,7 @@ def _refuse_value(path: str, shape: Sequence[int], dtype: object = None) -> NoRe
 
 
 def check_built(model: object) -> None:
-    """Raise `StrategyError` for what is no model, or one whose variables are not known."""
+    """Raise `StrategyError` unless `model` is a built `keras.Model`."""
     if not isinstance(model, keras.Model):
         raise StrategyError(
             f"A plan needs a keras.Model or a list of VariableSpec. Received: {model!r} (of type {type(model)})"
@@ -88,7 +88,7 @@ def check_built(model: object) -> None:
 
 
 def specs_of(model_or_specs: ModelOrSpecs) -> tuple[VariableSpec, ...]:
-    """The variables of a built model, in the order of its layers; a list of specs as it is."""
+    """Return the variables of a built model, in the order of its layers; a list of specs is returned as a tuple."""
     if not isinstance(model_or_specs, keras.Model) and isinstance(model_or_specs, Iterable):
         specs = tuple(model_or_specs)
         if all(isinstance(spec, VariableSpec) for spec in specs):
@@ -104,9 +104,9 @@ class SlotSpec:
     """An optimizer variable.
 
     Attributes:
-        spec: Its name (as path), shape and dtype.
-        reference: The path of the parameter of the same shape that it belongs to, or None.
-        name: Its name without the parameter's, such as `"momentum"`.
+        spec: The name (as path), shape and dtype.
+        reference: The path of the slot's parameter, which has the same shape, or None.
+        name: The name without the parameter's name, such as `"momentum"`.
     """
 
     spec: VariableSpec
@@ -115,7 +115,7 @@ class SlotSpec:
 
 
 def optimizer_of(model: ModelOrSpecs, optimizer: OptimizerLike) -> OptimizerLike:
-    """The optimizer to plan with, as the user gave it: `"auto"` is that which a model was compiled with, else Adam."""
+    """Return the optimizer to plan with. `"auto"` is the compiled optimizer of the model, else Adam."""
     if optimizer != AUTO:
         return optimizer
     compiled: OptimizerLike = getattr(model, "optimizer", None)
@@ -123,15 +123,15 @@ def optimizer_of(model: ModelOrSpecs, optimizer: OptimizerLike) -> OptimizerLike
 
 
 def slots_of(optimizer: OptimizerLike, specs: Iterable[VariableSpec]) -> tuple[SlotSpec, ...]:
-    """The variables that an optimizer will have for these parameters.
+    """Return the variables that an optimizer will have for these parameters.
 
-    Nothing is assumed of the optimizer: a copy of it is built in a TensorFlow graph, where nothing is allocated, for
-    stand-ins of the same paths, shapes and dtypes, and what it adds is looked at. The count of steps and the learning
-    rate are among it.
+    The function assumes nothing about the optimizer. It builds a copy in a TensorFlow graph, where nothing is
+    allocated, for placeholders of the same paths, shapes and dtypes, and lists the new variables. The step count and
+    the learning rate are among them.
 
     Args:
         optimizer: A `keras.optimizers.Optimizer`, its name, or None for no slots.
-        specs: The model's variables; those that are not trained are passed over.
+        specs: The model's variables; untrained variables are skipped.
 
     Raises:
         StrategyError: Keras does not know the optimizer.
@@ -168,7 +168,7 @@ def slots_of(optimizer: OptimizerLike, specs: Iterable[VariableSpec]) -> tuple[S
 
 
 def mesh_sizes(mesh: MeshLike) -> MeshAxes:
-    """The axes of a DTensor mesh or of a mapping."""
+    """Return the axes of a DTensor mesh or of a mapping."""
     if isinstance(mesh, dtensor.Mesh):
         return axis_sizes(mesh)
     valid = isinstance(mesh, Mapping) and bool(mesh)

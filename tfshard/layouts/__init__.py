@@ -1,20 +1,20 @@
-"""Where does each value go? Pure Python over names, shapes and sizes: no device is touched.
+"""Layouts: which mesh axis shards which dim of each variable. Pure Python over names, shapes and sizes.
 
-A *layout* says which axis of the mesh shards which dim. Read `variable_layout` first: it decides one variable;
-`placement` decides a whole model, once.
+No module here touches a device. Read `variable_layout` first: it decides the layout of one variable. `placement`
+decides the layouts of a model, once.
 
     axes               names, sizes and roles of the axes of a mesh
     layout_map         path patterns to axes, columns and rows
     config             every setting of a strategy: `ShardingConfig`, `ZeroStage`, and the policies
     variable_layout    a variable's spec to its `VariableLayout`; `FlatForm`, the padded form
     shard_rows         an array with a row for each shard
-    compression        what is done with gradients before devices add them up; `PowerSGD`
-    compressed_form    how the gradient of a variable is compressed, what that keeps, what it sends
-    slot_dtypes        in which dtype the optimizer slots of each variable rest
-    embedding_tables   `EmbeddingTables`: which tables are read and updated by rows
+    compression        how devices encode gradients before the reduction; `PowerSGD`
+    compressed_form    the compressed gradient of a variable, its residuals, and its collectives
+    slot_dtypes        the dtype in which the optimizer slots of each variable are stored
+    embedding_tables   `EmbeddingTables`: the tables that a step reads and updates by rows
     groups             which small variables share a buffer
-    placement          `ModelPlacement`: where each variable of a model goes, and each slot
-    boxes              which part of which variable a device holds, as boxes of the variable's own shape
+    placement          `ModelPlacement`: the layout of each variable of a model, and of each slot
+    boxes              the local shards of a device, as boxes of the variables' shapes
 """
 
 from tfshard.layouts.axes import MeshAxes, Role

@@ -1,4 +1,4 @@
-"""The axes of a mesh: their names, their sizes, and what each is for. Pure Python."""
+"""The axes of a mesh: names, sizes and roles. Pure Python."""
 
 import dataclasses
 import enum
@@ -9,7 +9,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard.errors import MeshError
 
-# The names that axes have where nobody chose others.
+# The default names of axes.
 BATCH_AXIS = "batch"
 REPLICA_AXIS = "replica"
 MODEL_AXIS = "model"
@@ -18,9 +18,9 @@ OWN_NAMES = (BATCH_AXIS, REPLICA_AXIS, MODEL_AXIS, PIPELINE_AXIS)
 
 
 class Role(str, enum.Enum):
-    """What an axis of a mesh is for."""
+    """The role of a mesh axis."""
 
-    __str__ = str.__str__  # Not `Role.DATA`: it is said in messages and written as JSON.
+    __str__ = str.__str__  # Messages and JSON show "data", not `Role.DATA`.
 
     DATA = "data"
     """Devices along it have other samples of a batch, and the ZeRO stages store what they share in shards."""
@@ -35,7 +35,7 @@ class Role(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshAxis:
-    """One axis: its name, how many devices lie along it, and what it is for."""
+    """A mesh axis with its name, its number of devices, and its role."""
 
     name: str
     size: int
@@ -44,10 +44,10 @@ class MeshAxis:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MeshAxes(Mapping[str, int]):
-    """The axes of a mesh: a mapping from name to size, in the order of the mesh, that knows each axis's role.
+    """The axes of a mesh: a mapping from name to size, in mesh order, that knows the role of each axis.
 
-    It stands wherever a mapping such as `{"batch": 2, "model": 4}` is taken, and equals one whose names say the
-    same roles.
+    Functions that take a mapping such as `{"batch": 2, "model": 4}` take a `MeshAxes`, too. A `MeshAxes` equals a plain
+    mapping if the names of the axes imply the same roles.
 
     Example:
 
@@ -57,7 +57,8 @@ class MeshAxes(Mapping[str, int]):
     >>> MeshAxes.of({"batch": 2, "model": 4}).data
     'batch'
 
-    An axis of replicas is part of the data axis, over whose devices batches are sharded: they come first in it.
+    A replica axis is merged into the data axis, because the devices of both axes shard the batch. The replica index is
+    the major index of the merged axis.
 
     >>> hybrid = MeshAxes.of({"replica": 2, "batch": 4})
     >>> hybrid, dict(hybrid), hybrid.data_size, hybrid.replicas, hybrid.shards
@@ -65,8 +66,8 @@ class MeshAxes(Mapping[str, int]):
 
     Attributes:
         axes: The axes in order, as DTensor has them.
-        replica: The name of the axis of replicas; None without one.
-        replicas: How many times what the data axis shares out is stored.
+        replica: The name of the replica axis; None without one.
+        replicas: How many copies of the data axis's shards the mesh stores.
     """
 
     axes: tuple[MeshAxis, ...]
@@ -75,17 +76,17 @@ class MeshAxes(Mapping[str, int]):
 
     @classmethod
     def of(cls, axes: Mapping[str, int], roles: Mapping[str, str] | None = None) -> "MeshAxes":
-        """The axes of a mapping from name to size.
+        """Return the axes of a mapping from name to size.
 
         Args:
             axes: Name to size. A `MeshAxes` keeps its roles.
-            roles: Name to role, `"data"`, `"replica"` or `"tensor"`, of axes whose role does not follow from their
-                name. By default `batch`, `data`, `dp` and `fsdp` are for data, `replica` is for replicas, `pipeline`
-                and `pp` are for pipelines, and every other name is for tensor parallelism.
+            roles: Name to role, `"data"`, `"replica"` or `"tensor"`, for axes with a role that the name does not imply.
+                By default `batch`, `data`, `dp` and `fsdp` are for data, `replica` is for replicas, `pipeline` and `pp`
+                are for pipelines, and every other name is for tensor parallelism.
 
         Raises:
-            MeshError: A size that is not a positive integer, an unknown role, a role of an axis that is not there,
-                two axes for data or replicas, or replicas without an axis for data.
+            MeshError: A size that is not a positive integer; an unknown role or axis in `roles`; two axes for data or
+                replicas; replicas without an axis for data.
         """
         if isinstance(axes, cls) and roles is None:
             return axes
@@ -123,7 +124,7 @@ class MeshAxes(Mapping[str, int]):
 
     @functools.cached_property
     def given(self) -> dict[str, int]:
-        """Name to size as a user gives them: the axis of replicas by itself, before the data axis."""
+        """Name to size as a user gives them: the replica axis is separate, before the data axis."""
         found: dict[str, int] = {}
         for name, size in self._sizes.items():
             if self.replica is not None and name == self.data:
@@ -134,27 +135,29 @@ class MeshAxes(Mapping[str, int]):
 
     @functools.cached_property
     def roles(self) -> dict[str, Role]:
-        """Name to role, of what was given."""
+        """Name to role of the axes in `given`."""
         found = {axis.name: axis.role for axis in self.axes}
         return {name: found.get(name, Role.REPLICA) for name in self.given}
 
     def with_role(self, role: Role) -> tuple[str, ...]:
-        """The names of the axes that have a role, in the order of the mesh."""
+        """Return the names of the axes with `role`, in mesh order."""
         return tuple(axis.name for axis in self.axes if axis.role == role)
 
     @property
     def shards_by_several(self) -> bool:
-        """Whether more than one axis has several devices."""
+        """True if more than one axis has several devices."""
         return sum(size > 1 for size in self.values()) > 1
 
     def gathers_by_reduction(self, axis: str) -> bool:
-        """Whether what is sharded over an axis is gathered by a reduction of zeros and a piece: by DTensor on a mesh of
-        several axes, but not what variables are sharded over, the data axis."""
+        """Return True if DTensor gathers over `axis` by an all-reduce of local shards padded with zeros.
+
+        DTensor does so on a mesh of several axes, except over the data axis, which shards variables.
+        """
         return self.shards_by_several and axis != self.data
 
     @functools.cached_property
     def data(self) -> str | None:
-        """The axis that batches, and with the ZeRO stages variables, are sharded over; None without one."""
+        """The axis that shards batches and, with ZeRO, variables; None without one."""
         return next(iter(self.with_role(Role.DATA)), None)
 
     @property
@@ -164,7 +167,7 @@ class MeshAxes(Mapping[str, int]):
 
     @property
     def shards(self) -> int:
-        """In how many pieces the ZeRO stages store things: devices of the data axis in one replica."""
+        """The number of shards of a ZeRO-sharded tensor: the devices of the data axis in one replica."""
         return self.data_size // self.replicas
 
     @functools.cached_property
@@ -174,24 +177,24 @@ class MeshAxes(Mapping[str, int]):
 
     @property
     def has_tensor_parallelism(self) -> bool:
-        """Whether an axis for tensor parallelism has several devices."""
+        """True if an axis for tensor parallelism has several devices."""
         return any(self[axis] > 1 for axis in self.tensor)
 
     @functools.cached_property
     def pipeline(self) -> str | None:
-        """The axis along which devices have other layers; None without one."""
+        """The pipeline axis; None without one."""
         return next(iter(self.with_role(Role.PIPELINE)), None)
 
     @property
     def of_a_rank(self) -> "MeshAxes":
-        """The axes of what one place on the pipeline axis has: all others; an axis for data if there is none."""
+        """The mesh axes of one pipeline rank: all other axes, or a data axis of size 1 if none is left."""
         sizes = {name: size for name, size in self.given.items() if name != self.pipeline}
         roles = {name: self.roles[name] for name in sizes}
         return MeshAxes.of(sizes or {BATCH_AXIS: 1}, roles)
 
     @property
     def has_default_roles(self) -> bool:
-        """Whether the roles are those that the names of the axes say by themselves."""
+        """True if every axis has the role that its name implies."""
         return all(role == default_role(name) for name, role in self.roles.items())
 
     def __eq__(self, other: object) -> bool:
@@ -204,11 +207,11 @@ class MeshAxes(Mapping[str, int]):
         return hash((frozenset(self.axes), self.replicas))
 
     def __repr__(self) -> str:
-        # As the dict that it equals.
+        # Equal to a dict, so shown as a dict.
         return repr(self.given) if self.has_default_roles else f"MeshAxes.of({self.given}, roles={plain(self.roles)})"
 
 
-# What users of other libraries call an axis. Every other name is an axis for tensor parallelism.
+# Names of axes in other libraries. Every other name is an axis for tensor parallelism.
 _ROLES_OF_NAMES = {
     **dict.fromkeys((BATCH_AXIS, "data", "data_parallel", "dp", "dp_shard", "fsdp"), Role.DATA),
     **dict.fromkeys((REPLICA_AXIS, "dp_replicate"), Role.REPLICA),
@@ -217,24 +220,24 @@ _ROLES_OF_NAMES = {
 
 
 def default_role(name: str) -> Role:
-    """Return the role that the name of an axis says, `Role.TENSOR` if the name says none."""
+    """Return the role that the name of an axis implies; `Role.TENSOR` for an unknown name."""
     return _ROLES_OF_NAMES.get(name.lower(), Role.TENSOR)
 
 
 def plain(roles: Mapping[str, Role]) -> dict[str, str]:
-    """Roles as JSON and messages have them."""
+    """Return roles as strings, for JSON and messages."""
     return {name: str(role) for name, role in roles.items()}
 
 
 def roles_of(axes: Mapping[str, int], roles: Mapping[str, str] | None = None) -> dict[str, Role]:
-    """The role of each axis.
+    """Return the role of each axis.
 
     Args:
         axes: Name to size; the sizes do not matter.
         roles: As for `MeshAxes.of`.
 
     Raises:
-        MeshError: As `MeshAxes.of`, of roles.
+        MeshError: Invalid roles, as for `MeshAxes.of`.
     """
     roles = {} if roles is None else roles
     if not isinstance(roles, Mapping):
@@ -277,15 +280,14 @@ def roles_of(axes: Mapping[str, int], roles: Mapping[str, str] | None = None) ->
     return found
 
 
-# Roles that the names of the axes do not say, and replicas, are in the name of the mesh, which DTensor carries along:
-# in the meshes of layouts and tensors, in comparisons, in copies and pickles. DTensor itself only looks up an order of
-# TPU cores by it. A mesh of any other name, such as one from dtensor.create_mesh, has the roles that the names of its
-# axes say.
+# The name of a DTensor mesh encodes replicas and the roles that axis names do not imply. DTensor carries the name
+# along: in the meshes of layouts and tensors, in comparisons, in copies and pickles. DTensor uses the name only to look
+# up an order of TPU cores. A mesh with any other name, such as a mesh from dtensor.create_mesh, has default roles.
 _ROLES, _REPLICAS = "tfshard_roles=", "tfshard_replicas="
 
 
 def mesh_name(mesh_axes: MeshAxes) -> str:
-    """The name of a mesh with these axes."""
+    """Return the name of a DTensor mesh with these axes."""
     parts = []
     if not mesh_axes.has_default_roles:
         parts.append(_ROLES + ",".join(axis.role for axis in mesh_axes.axes))
@@ -295,7 +297,7 @@ def mesh_name(mesh_axes: MeshAxes) -> str:
 
 
 def axis_sizes(mesh: dtensor.Mesh) -> MeshAxes:
-    """The axes of a mesh: name to size, in its order, with their roles."""
+    """Return the axes of a DTensor mesh with their sizes and roles, in mesh order."""
     return _axes_of(mesh.name, tuple(mesh.dim_names), tuple(mesh.shape()))
 
 

@@ -1,6 +1,6 @@
-"""Which part of which variable a device holds, as boxes of the variables' own shapes.
+"""The local shards of a device as boxes of the variables' shapes.
 
-Pure Python. A checkpoint stores boxes, so that it knows nothing of layouts, padding or groups.
+Pure Python. A checkpoint stores boxes, so a checkpoint does not depend on layouts, padding or groups.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from tfshard.layouts.variable_layout import Axes, FlatForm
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Box:
-    """A part of an array: where it begins in each dim, and its shape."""
+    """A rectangular part of an array: its offset in each dim, and its shape."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -25,15 +25,15 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What picks it out of the array."""
+        """The slices that select the box from the array."""
         return tuple(slice(begin, begin + size) for begin, size in zip(self.offset, self.shape, strict=True))
 
     def moved(self, by: Sequence[int]) -> "Box":
-        """The box in an array in which its own lies at `by`."""
+        """Return the box with its offset moved by `by`."""
         return Box(offset=tuple(a + b for a, b in zip(self.offset, by, strict=True)), shape=self.shape)
 
     def is_in(self, shape: Sequence[int]) -> bool:
-        """Whether it lies in an array of this shape."""
+        """Return True if the box lies inside an array of `shape`."""
         if not len(self.offset) == len(self.shape) == len(shape):
             return False
         return all(
@@ -42,12 +42,12 @@ class Box:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """All of an array."""
+    """Return the box that covers an array of `shape`."""
     return Box(offset=(0,) * len(shape), shape=tuple(shape))
 
 
 def run(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """The boxes, in order, that make up elements `begin` to `end` of an array in row-major order.
+    """Return the boxes, in order, that make up elements `begin` to `end` of an array in row-major order.
 
     >>> [(box.offset, box.shape) for box in run((4, 3), 2, 8)]
     [((0, 2), (1, 1)), ((1, 0), (1, 3)), ((2, 0), (1, 2))]
@@ -83,8 +83,8 @@ class Piece:
 
     Attributes:
         member: The index of the variable among the members of the storage.
-        box: Its place in the variable.
-        begin: Where its elements begin in the device's tensor; there they follow each other.
+        box: The box in the variable.
+        begin: The first element of the box in the device's local tensor. The elements of a box are contiguous.
     """
 
     member: int
@@ -97,18 +97,18 @@ class Piece:
 
 
 def shard_box(shape: Sequence[int], axes: Axes, mesh_shape: Mapping[str, int], location: Mapping[str, int]) -> Box:
-    """What the device at `location` (axis name to index) holds of an array of this layout."""
+    """Return the box of an array with layout `axes` that the device at `location` (axis name to index) holds."""
     sizes = [size if axis is None else size // mesh_shape[axis] for size, axis in zip(shape, axes, strict=True)]
     offset = [0 if axis is None else location[axis] * size for size, axis in zip(sizes, axes, strict=True)]
     return Box(offset=tuple(offset), shape=tuple(sizes))
 
 
 def flat_pieces(form: FlatForm, storage: Axes, location: Mapping[str, int]) -> list[Piece]:
-    """What the device at `location` holds of the members of a flat form; padding is left out.
+    """Return the boxes of the members of a flat form that the device at `location` holds, without padding.
 
     Args:
         form: The flat form.
-        storage: The storage layout of its buffer.
+        storage: The storage layout of the buffer.
         location: Axis name to index.
     """
     first, last = 0, form.rows * form.columns
@@ -120,7 +120,7 @@ def flat_pieces(form: FlatForm, storage: Axes, location: Mapping[str, int]) -> l
     for index, member in enumerate(form.members):
         shard = shard_box(member.shape, member.compute, form.mesh_shape, location)
         begin, end = max(first, member.offset), min(last, member.end)
-        # In one model shard a member's elements are in row-major order.
+        # In one model shard, the elements of a member are in row-major order.
         at = begin - first
         for box in run(shard.shape, begin - member.offset, end - member.offset):
             pieces.append(Piece(member=index, box=box.moved(shard.offset), begin=at))
@@ -129,10 +129,10 @@ def flat_pieces(form: FlatForm, storage: Axes, location: Mapping[str, int]) -> l
 
 
 def part(axes: Sequence[str | None], location: Mapping[str, int]) -> tuple[int, ...]:
-    """Which part of an array the device at `location` holds. Devices with the same part hold the same.
+    """Return the index of the shard that the device at `location` holds. Devices with equal indices hold equal shards.
 
     Args:
-        axes: The layout of the array, or the axes that shard it.
+        axes: The layout of the array, or the axes that shard the array.
         location: Axis name to index.
 
     Returns:
@@ -145,7 +145,7 @@ def part(axes: Sequence[str | None], location: Mapping[str, int]) -> tuple[int, 
 
 
 def in_replica(location: Mapping[str, int], mesh_axes: MeshAxes) -> dict[str, int]:
-    """The same location in the first replica, where the same is stored.
+    """Return the location in the first replica that stores the same shards.
 
     >>> in_replica({"batch": 5, "model": 1}, MeshAxes.of({"replica": 2, "batch": 4, "model": 2}))
     {'batch': 1, 'model': 1}
@@ -155,13 +155,15 @@ def in_replica(location: Mapping[str, int], mesh_axes: MeshAxes) -> dict[str, in
 
 
 def owner(storage: Axes, mesh_shape: MeshAxes, location: Mapping[str, int], number: int) -> dict[str, int]:
-    """The one device that writes what the device at `location` holds: it has the same, and perhaps others have it too.
+    """Return the location of the device that writes the shard held at `location`.
+
+    Several devices may hold the shard; exactly one of them writes the shard.
 
     Args:
         storage: The storage layout.
         mesh_shape: Axis name to size.
         location: Axis name to index.
-        number: Of the storage, so that the writing of what many devices hold is spread over them.
+        number: The number of the storage. Consecutive numbers spread the writing over the devices.
     """
     free = {axis: range(mesh_shape[axis]) for axis in mesh_shape if axis not in storage}
     data = mesh_shape.data
@@ -174,10 +176,9 @@ def owner(storage: Axes, mesh_shape: MeshAxes, location: Mapping[str, int], numb
 def axes_before_reshape(
     shape: Sequence[int], axes: Axes, before: Sequence[int], sizes: Mapping[str, int]
 ) -> Axes | None:
-    """The layout of a tensor that a reshape brings to another one, so that each device reshapes what it has.
+    """Return the layout before a reshape with which every device can reshape its local shard; None if none exists.
 
-    A dim that is sharded is the first of those that are one dim, or the first that one dim becomes: a shard of it is a
-    shard there.
+    When a reshape merges or splits dims, only the first of the dims can be sharded.
 
     >>> axes_before_reshape((16, 2, 8), (None, "model", None), (16, 16), {"model": 2})
     (None, 'model')
@@ -185,9 +186,9 @@ def axes_before_reshape(
     True
 
     Args:
-        shape: After the reshape.
-        axes: The layout there.
-        before: The shape before it.
+        shape: The shape after the reshape.
+        axes: The layout after the reshape.
+        before: The shape before the reshape.
         sizes: Axis name to size.
     """
     found: list[str | None] = [None] * len(before)

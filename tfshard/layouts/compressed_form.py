@@ -1,7 +1,8 @@
-"""CompressedForm: how the gradient of a variable is compressed, what that keeps between steps, and what it sends.
+"""CompressedForm: how the gradient of a variable is compressed, its error-feedback residuals, and its collectives.
 
-Devices that exchange compressed gradients are the replicas where a mesh has some: what a device has is added up in its
-replica first, exactly, and a device of each replica exchanges a piece of the sum. Else they are all devices.
+On a mesh without replicas, all devices of the data axis exchange compressed gradients. With replicas, each replica
+first reduce-scatters its local gradients without compression; then matching devices of the replicas exchange
+compressed shards of the sums. PowerSGD instead all-reduces its factors over all devices of the data axis.
 """
 
 import dataclasses
@@ -16,12 +17,13 @@ from tfshard.layouts.compression import Compression, PowerSGD
 from tfshard.layouts.layout_map import VariableSpec
 from tfshard.layouts.variable_layout import BLOCK_ELEMENTS, Axes, VariableLayout
 
-# Of a block of codes of 8 bits: the codes, and the scale behind them.
+# A block of 8-bit codes holds the codes and one scale.
 BLOCK_WORDS = BLOCK_ELEMENTS // 4 + 1
 _WORD_BYTES = 4
 
-# What is kept between steps, by name: of each device what it has not sent so far; and of what it has added up, what it
-# has not sent to the others. Of PowerSGD besides: the factor that a step begins with, and how many steps there were.
+# Names of the state that is kept between steps. `ERROR`: for each device, the residual of the gradient that it sent.
+# `SUM_ERROR`: for each device, the residual of the sum that it sent. PowerSGD also keeps the factor that begins the
+# next power iteration (`FACTOR`) and the number of steps (`STEPS`).
 ERROR, SUM_ERROR, FACTOR, STEPS = "error", "sum_error", "factor", "steps"
 
 
@@ -30,10 +32,11 @@ class Sent:
     """A collective of a compressed gradient.
 
     Attributes:
-        kind: As of a `Collective`.
-        between_replicas: Whether it runs between replicas; else over the data axis, in replicas if there are some.
-        bytes: Of the whole tensor on one device.
-        what: For people.
+        kind: The kind, as in a `Collective`.
+        between_replicas: True if the collective runs between replicas. False if it runs over the data axis: inside a
+            replica, or, for the factors of PowerSGD, over all devices.
+        bytes: Bytes of the full tensor on one device.
+        what: A description for people.
     """
 
     kind: str
@@ -48,11 +51,11 @@ class CompressedForm:
 
     Attributes:
         compression: `"bfloat16"`, `"int8"` or a `PowerSGD`.
-        shape: Of the gradient.
-        dim: The dim that the data axis shards in the result; None for one that is whole on each device.
+        shape: The shape of the gradient.
+        dim: The dim of the reduced gradient that the data axis shards; None if the result is replicated.
         axis: The data axis.
-        replicas: How often what is sharded is stored.
-        shards: In how many pieces.
+        replicas: The number of replicas.
+        shards: The number of shards in a replica.
     """
 
     compression: str | PowerSGD
@@ -64,17 +67,17 @@ class CompressedForm:
 
     @property
     def devices(self) -> int:
-        """Of the data axis."""
+        """The size of the data axis."""
         return self.replicas * self.shards
 
     @property
     def adders(self) -> int:
-        """How many devices add up exactly what they have: those of a replica."""
+        """How many devices reduce gradients without compression, before the exchange: the devices of a replica."""
         return self.shards if self.replicas > 1 else 1
 
     @property
     def exchanging(self) -> int:
-        """How many devices exchange what is compressed."""
+        """How many devices exchange compressed gradients."""
         return self.devices // self.adders
 
     @property
@@ -83,36 +86,37 @@ class CompressedForm:
 
     @property
     def piece(self) -> int:
-        """Elements of what a device compresses: of the gradient, or of the piece that it has added up."""
+        """Elements that a device compresses: of the gradient, or of its shard of the replica's sum."""
         return -(-self.elements // self.adders)
 
     @property
     def chunk(self) -> int:
-        """Elements of what a device gets of each of the others."""
+        """Elements that a device receives from each other device."""
         return -(-self.piece // self.exchanging)
 
     @property
     def blocks(self) -> int:
-        """Blocks of codes of 8 bits in a chunk."""
+        """Blocks of 8-bit codes in a chunk."""
         return -(-self.chunk // BLOCK_ELEMENTS)
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk as it is sent."""
+        """Bytes of an encoded chunk."""
         words = -(-self.chunk // 2) if self.compression == "bfloat16" else BLOCK_WORDS * self.blocks
         return _WORD_BYTES * words
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """The rows and columns of the matrix that PowerSGD makes of the gradient."""
+        """The rows and columns of the matrix to which PowerSGD reshapes the gradient."""
         return _matrix(self.shape)
 
     def state(self, path: str = "") -> dict[str, VariableLayout]:
-        """What is kept between steps, by name: float32 with a row for each device, and of PowerSGD what is the same on
-        all.
+        """Return the layouts of the state that is kept between steps, by name.
+
+        Residuals are float32 with a row for each device. The state of PowerSGD is replicated, except its residual.
 
         Args:
-            path: Of the variable.
+            path: The path of the variable.
         """
         shapes: dict[str, tuple[int, ...]] = {ERROR: (self.devices, self.piece)}
         if isinstance(self.compression, PowerSGD):
@@ -134,7 +138,7 @@ class CompressedForm:
         )
 
     def sends(self) -> list[Sent]:
-        """What a step sends of it, for each use of the layer."""
+        """Return the collectives of the gradient in a step, for each use of the layer."""
         between = self.replicas > 1
         if isinstance(self.compression, PowerSGD):
             rank = self.compression.rank
@@ -153,21 +157,21 @@ class CompressedForm:
         return found
 
     def first_factor(self) -> np.ndarray:
-        """The factor of PowerSGD before the first step: drawn, the same on all clients."""
+        """Return the random first factor of PowerSGD, equal on all clients."""
         assert isinstance(self.compression, PowerSGD)
         drawn = np.random.RandomState(self.elements % (1 << 32)).normal(size=(self.matrix[1], self.compression.rank))
         return drawn.astype("float32")
 
 
 def chosen(layout: VariableLayout, compression: Compression, mesh_shape: Mapping[str, int]) -> VariableLayout:
-    """The layout of a variable whose gradient is compressed, if it is: those of small variables are added up exactly,
-    together with others.
+    """Return the layout of a variable, with `compression` if its gradient is compressed.
 
-    What devices add up of what they exchange are shards. So at stage 1 too the gradient comes in those of the update.
+    The gradients of small variables are reduced without compression, together with other gradients. The exchange of
+    compressed gradients reduce-scatters. Stage 1, too, therefore takes the gradient in the layout of the update.
 
     Args:
-        layout: Without compression, in its group if it is in one.
-        compression: What is done with gradients.
+        layout: The layout without compression, in its group if it has one.
+        compression: How devices encode gradients.
         mesh_shape: Axis name to size.
     """
     axes, spec = MeshAxes.of(mesh_shape), layout.spec
@@ -185,7 +189,7 @@ def chosen(layout: VariableLayout, compression: Compression, mesh_shape: Mapping
 
 
 def of(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> CompressedForm | None:
-    """How the gradient of a variable is compressed; None if it is not."""
+    """Return how the gradient of a variable is compressed; None if it is not compressed."""
     axes = MeshAxes.of(mesh_shape)
     if layout.compression is None:
         return None
@@ -202,31 +206,31 @@ def of(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> CompressedForm 
 
 
 def _is_low_rank(power: PowerSGD, spec: VariableSpec) -> bool:
-    """Whether it is a kernel of which PowerSGD sends less than all."""
+    """Return True for a kernel that PowerSGD makes smaller."""
     if not spec.is_kernel_of_dense or len(spec.shape) < 2:
         return False
     return power.rank * sum(_matrix(spec.shape)) < math.prod(spec.shape)
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns: the leading dims and the others, cut where a matrix has the shortest sides."""
+    """Return rows and columns: the shape is cut where the sum of both sides is smallest."""
     sides = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))]
     return min(sides, key=sum)
 
 
 def total_error(errors: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """What all devices together have not sent of a gradient of this shape.
+    """Return the sum of the residuals of all devices, for a gradient of this shape.
 
     Args:
-        errors: By name what was kept, of any number of devices and replicas, which their shapes tell.
-        shape: Of the gradient.
+        errors: The residuals by name, of any number of devices and replicas; their shapes tell the numbers.
+        shape: The shape of the gradient.
     """
     elements, error = math.prod(shape), errors[ERROR]
     devices, piece = error.shape
     adders = -(-elements // piece)
     total = error.reshape(devices // adders, -1).sum(0)
     if SUM_ERROR in errors:
-        # Of each device of the replicas its chunk of the piece.
+        # For each device of the replicas: its chunk of its replica's shard.
         chunks = errors[SUM_ERROR].reshape(devices // adders, adders, -1).swapaxes(0, 1)
         total = total + chunks.reshape(adders, -1)[:, :piece].reshape(-1)
     result: np.ndarray = total[:elements].reshape(shape)
@@ -234,7 +238,7 @@ def total_error(errors: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.
 
 
 def shared_out(total: np.ndarray, form: CompressedForm) -> dict[str, np.ndarray]:
-    """What each device keeps, if all together have not sent a total: as much each."""
+    """Return the residuals of all devices, given their sum: every device gets an equal share."""
     line = np.pad(total.reshape(-1), (0, form.adders * form.piece - form.elements)) / form.exchanging
     rows = np.broadcast_to(line, (form.exchanging, line.size))
     if isinstance(form.compression, PowerSGD):

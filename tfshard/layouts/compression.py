@@ -1,4 +1,4 @@
-"""Compression of gradients: what a user may ask for."""
+"""Compression of gradients: the choices of a user."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,20 +12,21 @@ CODES = ("bfloat16", "int8")
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD:
-    """Compression of matrices by low rank: of a gradient of a by b elements, (a + b) * rank are added up.
+    """Low-rank compression of matrices: for a gradient of a by b elements, devices all-reduce (a + b) * rank elements.
 
     Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
     (https://arxiv.org/abs/1905.13727), Algorithms 1 and 2: one power iteration a step, which begins with the factor of
-    the step before, and error feedback. For kernels of Dense and EinsumDense; other gradients are added up exactly.
+    the previous step, and error feedback. PowerSGD applies to kernels of Dense and EinsumDense. Other gradients are
+    reduced without compression.
 
     Args:
-        rank: Of what is sent.
-        warm_up_steps: How many steps are exact before the first that compresses. Gradients change most at the begin.
-            Counted for each kernel as its gradient is reduced: so by microbatches, unless with `reduce_once`, and by
-            each use of a layer.
+        rank: The rank of the approximation.
+        warm_up_steps: How many steps run without compression before the first compressed step. Gradients change most
+            at the start of a training. Each kernel counts the reductions of its gradient: every use of a layer counts,
+            and every microbatch counts, except with `reduce_once`.
 
     Raises:
-        StrategyError: Not numbers, or too small.
+        StrategyError: An argument that is not an integer, or is too small.
 
     Example:
 
@@ -52,10 +53,10 @@ Compression: TypeAlias = str | PowerSGD | None
 
 
 def check(compression: Compression, mesh_shape: Mapping[str, int]) -> Compression:
-    """What a user gave, if it can be done on a mesh.
+    """Return `compression` if the mesh supports it.
 
     Raises:
-        StrategyError: Something else, or a mesh with a model axis.
+        StrategyError: An unknown compression, or a mesh with a model axis.
     """
     if compression is None:
         return None

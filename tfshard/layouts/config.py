@@ -22,13 +22,13 @@ REDUCE_DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroStage:
-    """What the batch axis shards between steps (Rajbhandari et al. 2020, "ZeRO").
+    """The tensors that the batch axis shards between steps (Rajbhandari et al. 2020, "ZeRO").
 
     Code asks for these three facts, never for the number of the stage.
 
     Attributes:
-        shard_slots: The batch axis shards optimizer slots, and devices update their own shards (from stage 1).
-        shard_grads: Devices hold their own shards of the gradients only (from stage 2).
+        shard_slots: The batch axis shards optimizer slots, and each device updates its local shard (from stage 1).
+        shard_grads: Each device holds only its local shard of each gradient (from stage 2).
         shard_params: The batch axis shards parameters; a step gathers them before use (stage 3).
 
     Raises:
@@ -74,11 +74,11 @@ class ZeroStage:
 
 @dataclasses.dataclass(frozen=True)
 class GroupPolicy:
-    """Which variables share one buffer, so that a step gathers, reduces and updates them as one tensor.
+    """The sizes of variables that share a buffer, which a step gathers, reduces and updates as one tensor.
 
     Args:
-        group_threshold_bytes: Variables of fewer bytes are grouped. 0: none.
-        max_group_bytes: A group is closed before its buffer, padding included and over all model shards, exceeds it.
+        group_threshold_bytes: Variables of fewer bytes are grouped. 0: no groups.
+        max_group_bytes: The largest size of a group's buffer, with padding and over all model shards.
 
     Raises:
         StrategyError: A size that is not an integer or is negative.
@@ -101,10 +101,11 @@ class ReshardPolicy:
     """When a step gathers sharded parameters, and when it frees them.
 
     Attributes:
-        reshard_after_forward: True: a step frees a gathered parameter after the forward pass, and gathers it again for
-            the backward pass. Or regular expressions: it does so for variables whose whole path one of them matches.
-        prefetch: How many variables or groups before its use a gather may start. The backward pass lets as many full
-            gradients exist at once, and at least one.
+        reshard_after_forward: True: a step frees a gathered parameter after the forward pass, and gathers the parameter
+            again for the backward pass. Regular expressions: the step does so for variables with a full path that one
+            of the expressions matches.
+        prefetch: How many variables or groups before its use a gather may start. The backward pass holds at most this
+            many full gradients at once, but at least one.
     """
 
     reshard_after_forward: bool | tuple[str, ...] = True
@@ -112,7 +113,7 @@ class ReshardPolicy:
 
     @classmethod
     def from_options(cls, reshard_after_forward: bool | str | Sequence[str], prefetch: int = 1) -> "ReshardPolicy":
-        """Check and pack what a user gave.
+        """Check and pack a user's options.
 
         Raises:
             StrategyError: A wrong type, an invalid regular expression, or a number below 0.
@@ -155,7 +156,7 @@ class Precision:
 
     @classmethod
     def from_options(cls, reduce_dtype: str = "float32", slot_dtype: SlotDtype = None) -> "Precision":
-        """Check and pack what a user gave.
+        """Check and pack a user's options.
 
         Raises:
             StrategyError: An unknown dtype, or an invalid regular expression.
@@ -189,7 +190,7 @@ class Microbatches:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What devices store in the memory of their host.
+    """Tensors that devices store in the memory of their host.
 
     Attributes:
         slots: Optimizer slots that the batch axis shards.
@@ -199,10 +200,10 @@ class Offload:
 
     @classmethod
     def from_option(cls, offload: str | None) -> "Offload":
-        """Check and pack what a user gave.
+        """Check and pack a user's option.
 
         Raises:
-            StrategyError: `offload` is neither None nor `"slots"`.
+            StrategyError: `offload` is not None or `"slots"`.
         """
         if offload not in (None, "slots"):
             raise StrategyError(f"offload must be None or 'slots'. Received: offload={offload!r}")
@@ -213,18 +214,18 @@ class Offload:
 class ShardingConfig:
     """Every setting of a strategy except its mesh.
 
-    `tfshard.ShardedStrategy` documents what each setting does.
+    `tfshard.ShardedStrategy` documents the settings.
 
     Attributes:
         layout_map: The dims that model axes shard. None: tfshard finds a map for each model (`layout_map="auto"`).
-        zero_stage: What the batch axis shards.
-        analyzer: Which small variables share a buffer; None: no groups.
+        zero_stage: The tensors that the batch axis shards.
+        analyzer: The sizes of variables that share a buffer, and of buffers; None: no groups.
         reshard: When a step gathers and frees sharded parameters.
         precision: The dtypes of reductions and of stored slots.
         microbatches: How a training step divides its batch.
-        offload: What devices store in the memory of their host.
+        offload: Tensors that devices store in the memory of their host.
         sequence_parallel: The model axis shards activations between tensor-parallel blocks along the sequence.
-        already_sharded: Each client of a launched run feeds its own rows of every batch.
+        already_sharded: Each client of a launched run feeds its local rows of every batch.
         compression: How devices encode gradients that they send.
         tables: The variables that are embedding tables.
 

@@ -1,4 +1,4 @@
-"""EmbeddingTables: which embedding tables rest sharded by rows, and are read and updated by rows in a step."""
+"""EmbeddingTables: embedding tables that are stored sharded by rows, and that a step reads and updates by rows."""
 
 import dataclasses
 import math
@@ -10,29 +10,30 @@ from tfshard.errors import StrategyError
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 
-# What an update of rows means.
+# The meanings of an update by rows.
 KERAS, LAZY = "keras", "lazy"
 
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingTables:
-    """Embedding tables that rest sharded by rows over the batch axis, at every ZeRO stage, and are never gathered.
+    """Embedding tables that the batch axis shards by rows at every ZeRO stage, and that no step gathers.
 
-    In a step the devices send each other the ids that they look up, the rows for them, and the gradients of these rows.
-    An optimizer updates each device's own rows. docs/tables.md has what is sent, and when.
+    In a step, devices exchange the ids that they look up, the rows for the ids, and the gradients of the rows. The
+    optimizer updates the local rows of each device. docs/tables.md lists the collectives.
 
     Args:
-        patterns: Regular expressions, one of which matches the whole path of each table, such as
+        patterns: Regular expressions of the tables' full paths, such as
             `".*item_embedding/embeddings"`.
-        sparse: What an update means. `"keras"`: what plain Keras does on one device with the gradient of a lookup. SGD
-            without momentum and Adagrad then touch only rows that were looked up; moments of others (SGD with
-            momentum, Adam, RMSprop, ...) decay in all rows in each step, which takes time and memory for all rows of a
-            device. A row that was looked up several times has its gradients squared one by one. `"lazy"`: an update of
-            the rows that were looked up, with the sum of a row's gradients, and of their slots; all others stay as they
-            are, whatever the optimizer (as PyTorch's SparseAdam does).
+        sparse: The meaning of an update.
+            `"keras"`: plain Keras's update on one device with the gradient of a lookup. SGD without momentum and
+            Adagrad update only the rows that the batch looked up. The moments of other optimizers (SGD with momentum,
+            Adam, RMSprop, ...) decay in all rows in each step, which takes time and memory for all local rows. If a
+            batch looks a row up several times, each gradient of the row is squared separately.
+            `"lazy"`: every optimizer updates only the rows that the batch looked up, and the slots of these rows, with
+            the sum of each row's gradients (as PyTorch's SparseAdam does).
 
     Raises:
-        StrategyError: No pattern, one that is no regular expression, or an unknown meaning.
+        StrategyError: No pattern, an invalid regular expression, or an unknown meaning.
 
     Example:
 
@@ -61,10 +62,10 @@ class EmbeddingTables:
 
     @staticmethod
     def of(given: Any) -> "EmbeddingTables | None":
-        """What a user gave: one of these, patterns, or None.
+        """Convert a user's argument: an `EmbeddingTables`, patterns, or None.
 
         Raises:
-            StrategyError: It is of another type.
+            StrategyError: `given` has another type.
         """
         if given is None or isinstance(given, EmbeddingTables):
             return given
@@ -76,22 +77,22 @@ class EmbeddingTables:
         )
 
     def matches(self, spec: VariableSpec) -> bool:
-        """Whether a variable is one of these tables."""
+        """Return True if a variable is one of these tables."""
         return self.matches_path(spec.path)
 
     def matches_path(self, path: str) -> bool:
-        """Whether the variable at a path is one of these tables."""
+        """Return True if the variable at `path` is one of these tables."""
         return any(re.fullmatch(pattern, path) for pattern in self.patterns)
 
     def take_out_of(self, layout_map: LayoutMap) -> LayoutMap:
-        """A layout map that was found for a model, without the rules for these tables. Its patterns are paths."""
+        """Remove the rules for these tables from an automatic layout map, and return the map."""
         for pattern in list(layout_map):
             if self.matches_path(re.sub(r"\\(.)", r"\1", pattern)):
                 del layout_map[pattern]
         return layout_map
 
     def check_used(self, paths: Sequence[str]) -> None:
-        """Raises `StrategyError` for patterns that match none of the paths of a model's variables."""
+        """Raise `StrategyError` for patterns that match no path of a model's variables."""
         unmatched = [each for each in self.patterns if not any(re.fullmatch(each, path) for path in paths)]
         if unmatched:
             raise StrategyError(
@@ -100,12 +101,12 @@ class EmbeddingTables:
             )
 
     def check(self, spec: VariableSpec, mesh_axes: MeshAxes, slot_dtype: str | None) -> None:
-        """Raises `StrategyError` if a variable that matches cannot be such a table.
+        """Raise `StrategyError` if a matching variable cannot be an embedding table.
 
         Args:
             spec: The variable.
             mesh_axes: The mesh.
-            slot_dtype: The dtype in which its slots are to rest, if not in their own.
+            slot_dtype: The dtype in which the slots would be stored; None for the dtype of the slots.
         """
         if len(spec.shape) != 2 or spec.dtype != "float32":
             raise StrategyError(
@@ -132,7 +133,7 @@ class EmbeddingTables:
 
 
 def rows_of_a_device(rows: int, devices: int) -> int:
-    """How many rows of a table each device has, the last one's filled up.
+    """Return the number of rows that each device stores, with padding on the last device.
 
     >>> rows_of_a_device(10, 4)
     3
@@ -141,13 +142,14 @@ def rows_of_a_device(rows: int, devices: int) -> int:
 
 
 def capacities(ids: int) -> tuple[int, ...]:
-    """For how many ids the lists have room that a device sends to each other, from the shortest to the longest.
+    """Return the possible lengths, in ids, of the lists that devices exchange, from the shortest to the longest.
 
-    A step takes the shortest in which the longest list of all devices finds room, so nothing is ever left out. There
-    are few of them, each an eighth longer than the one before: TensorFlow keeps a plan for each.
+    A step takes the shortest length that holds the longest list of all devices, so no id is dropped. Each length is
+    about an eighth longer than the previous length: TensorFlow keeps a plan for each length, so the lengths must be
+    few.
 
     Args:
-        ids: How many a device looks up.
+        ids: How many ids a device looks up.
 
     >>> capacities(20)
     (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20)
@@ -159,10 +161,10 @@ def capacities(ids: int) -> tuple[int, ...]:
 
 
 def ids_of_a_device(shape: Sequence[int], devices: int) -> int:
-    """How many ids of a lookup a device has, those that fill it up included.
+    """Return how many ids of a lookup each device has, with padding.
 
     Args:
-        shape: Of the ids, of the whole batch.
-        devices: Of the batch axis.
+        shape: The shape of the ids of the full batch.
+        devices: The size of the batch axis.
     """
     return -(-math.prod(shape) // devices)

@@ -1,4 +1,4 @@
-"""Put small variables into groups that share a buffer, as a `GroupPolicy` says.
+"""Group small variables that share a buffer, as a `GroupPolicy` says.
 
 Pure Python over layouts: the same input gives the same groups on every client.
 """
@@ -16,24 +16,23 @@ from tfshard.layouts.variable_layout import FlatForm, FlatMember, VariableLayout
 def group(
     policy: GroupPolicy, planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int]
 ) -> tuple[VariableLayout, ...]:
-    """Put the small variables of a model into groups.
+    """Group the small variables of a model.
 
-    Trained variables are grouped at every stage, scalars too. Variables that are not trained are grouped only where
-    parameters are stored sharded and the group is large enough to be worth a gather
-    (`variable_layout.WHOLE_BELOW_BYTES`). Only floating-point dtypes and integers of one byte, those of quantized
-    kernels, are grouped. A group has at least two members.
+    Trained variables are grouped at every stage, scalars included. Untrained variables are grouped only if parameters
+    are stored sharded and the group has at least `variable_layout.WHOLE_BELOW_BYTES`. Only floating-point dtypes and
+    one-byte integers (the dtypes of quantized kernels) are grouped. A group has at least two members.
 
     Args:
         policy: The sizes of variables and groups.
-        planned: The layout of each variable by itself, in the order of the model's layers. Slots are left out: they
-            are stored like their parameters.
+        planned: The layout of each variable alone, in the order of the model's layers, without slots. Slots are stored
+            like their parameters.
         mesh_shape: Axis name to size.
 
     Returns:
-        The layouts in the same order; those of members have `flat`, `group` and `member` set.
+        The layouts in the same order. The layouts of members have `flat`, `group` and `member` set.
     """
     mesh_axes = MeshAxes.of(mesh_shape)
-    # A small variable that is not trained is stored in full at every stage. A table is sharded at every stage.
+    # A small untrained variable is stored in full at every stage. A table is sharded at every stage.
     shard_params = any(layout.store_sharded for layout in planned if layout.table is None)
     open_groups: dict[Hashable, _OpenGroup] = {}
     groups: list[_OpenGroup] = []
@@ -58,7 +57,7 @@ def group(
                 layout,
                 sharded=None,
                 flat=form,
-                # A small untrained variable is stored in full by itself; a group of them is worth sharding.
+                # A small untrained variable is stored in full alone; a group of them is worth sharding.
                 store_sharded=layout.store_sharded or not trained,
                 update_sharded=layout.update_sharded or not trained,
                 group=number,
@@ -72,12 +71,12 @@ def may_group(policy: GroupPolicy, layout: VariableLayout, *, shard_params: bool
 
     Args:
         policy: The sizes of variables and groups.
-        layout: The layout of the variable by itself.
+        layout: The layout of the variable alone.
         shard_params: True if parameters are stored sharded.
     """
     bytes_ = variable_layout.spec_bytes(layout.spec)
-    # Scales of quantized kernels take a thousandth of the kernels' bytes, and a step uses both at the same time.
-    # Gathered in a group, scales would need turns of their own.
+    # Scales of quantized kernels take a thousandth of the kernels' bytes, and a step uses both at the same time. A
+    # group of scales would need gathers in addition to the gathers of the kernels.
     is_scale = not layout.spec.trainable and layout.spec.path.endswith(("_scale", "_zero", "/g_idx"))
     fits = layout.spec.dtype.startswith(("float", "bfloat")) or variable_layout.is_in_bytes(layout.spec.dtype)
     is_alone = is_scale or layout.table is not None
@@ -87,7 +86,7 @@ def may_group(policy: GroupPolicy, layout: VariableLayout, *, shard_params: bool
 
 
 class _OpenGroup:
-    """A group while it is being filled; `add` costs the same for the first and for the last member."""
+    """A group that is being filled. `add` takes constant time."""
 
     def __init__(self, mesh_shape: MeshAxes):
         self.mesh_shape = mesh_shape
@@ -97,7 +96,7 @@ class _OpenGroup:
         self.word = 1
 
     def add(self, index: int, layout: VariableLayout, max_bytes: int) -> bool:
-        """Adds a variable unless the buffer would exceed `max_bytes`; says whether it did."""
+        """Add a variable and return True, unless the buffer would exceed `max_bytes`."""
         itemsize = variable_layout.itemsize(layout.spec.dtype)
         member = FlatMember.after(self.members, layout.spec.shape, layout.compute, self.mesh_shape, itemsize)
         shards = math.prod(self.mesh_shape[axis] for axis in layout.compute if axis is not None)

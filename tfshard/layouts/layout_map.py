@@ -1,4 +1,4 @@
-"""Path patterns to layouts: which dims of which variables are sharded over which mesh axes.
+"""LayoutMap: path patterns to the mesh axes that shard the dims of variables.
 
 Pure Python: no TensorFlow operation runs here.
 """
@@ -19,14 +19,14 @@ from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, MeshAxes, axis_sizes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableSpec:
-    """What a layout is decided from; no value is needed.
+    """The facts from which a layout is decided; no value is needed.
 
     Attributes:
         path: The Keras path, such as `"block_0/up/kernel"`.
-        shape: The shape of the whole variable.
+        shape: The shape of the full variable.
         dtype: The dtype's name, such as `"float32"`.
-        trainable: Whether the optimizer updates it.
-        layer: The Keras layer that owns it, when known: column and row rules look at its type.
+        trainable: True if the optimizer updates the variable.
+        layer: The Keras layer of the variable, if known: column and row rules depend on its type.
     """
 
     path: str
@@ -37,19 +37,19 @@ class VariableSpec:
 
     @property
     def is_kernel_of_dense(self) -> bool:
-        """Whether it is the kernel of a Dense or EinsumDense layer, as far as the layer is known."""
+        """True for the kernel of a known Dense or EinsumDense layer."""
         return isinstance(self.layer, (keras.layers.Dense, keras.layers.EinsumDense)) and self.path.endswith("kernel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One entry of a `LayoutMap`.
+    """An entry of a `LayoutMap`.
 
     Attributes:
         kind: `"axes"`, `"column"` or `"row"`.
         axes: For `"axes"`, the mesh axis of each dim (None: not sharded); else the one axis to shard over.
-        optional: Whether the pattern may match nothing.
-        reason: For what stays whole, why; only for reading.
+        optional: True if the pattern may match nothing.
+        reason: Why variables stay replicated; only for reading.
     """
 
     kind: str
@@ -58,20 +58,20 @@ class Rule:
     reason: str = ""
 
 
-# The mesh axis, or None, of each dim, as a user gives them.
+# The mesh axis, or None, of each dim, as a user gives the axes.
 GivenAxes: TypeAlias = Iterable[str | None] | keras.distribution.TensorLayout
 
 
 class LayoutMap(Mapping[str, Rule]):
     """Assigns mesh axes to the dims of variables, by regular expressions on their paths.
 
-    A key must match the whole path (`re.fullmatch`), as in `keras.distribution.LayoutMap`; a key that is equal
-    to the path goes first; two patterns that match one variable are an error; a variable that none matches is
-    whole on every device of the model axis. A pattern that matches nothing in the model is an error unless it
-    was added with `optional=True`.
+    A pattern must match the full path (`re.fullmatch`), as in `keras.distribution.LayoutMap`. A pattern that equals the
+    path takes precedence. If two patterns match one variable, that is an error. If no pattern matches a variable, the
+    variable is replicated over the model axis. If a pattern matches nothing in the model, that is an error, unless the
+    pattern was added with `optional=True`.
 
-    Example: an MLP block in the manner of Megatron-LM (Shoeybi et al. 2019, section 3), the first kernel split
-    by columns and the second by rows, which needs one all-reduce forward and one backward.
+    Example: an MLP block as in Megatron-LM (Shoeybi et al. 2019, section 3). The first kernel is split by columns and
+    the second by rows, which needs one all-reduce forward and one backward.
 
     >>> import tfshard
     >>> layout_map = tfshard.LayoutMap()
@@ -90,19 +90,21 @@ class LayoutMap(Mapping[str, Rule]):
         | keras.distribution.DeviceMesh
         | None = None,
     ):
-        """Args:
-        rules: Initial entries, pattern to tuple of axis names; also a `keras.distribution.LayoutMap`. Or, as
-            `keras.distribution.LayoutMap` takes it, the mesh that the rules are for: a mesh from
-            `tfshard.create_mesh` or a `keras.distribution.DeviceMesh`. The axes of every rule are then checked as it
-            is added, and a strategy without a mesh takes this one.
+        """Make a layout map.
+
+        Args:
+            rules: Initial entries, pattern to tuple of axis names; also a `keras.distribution.LayoutMap`. Or, as in
+                `keras.distribution.LayoutMap`, the mesh of the rules: a mesh from `tfshard.create_mesh` or a
+                `keras.distribution.DeviceMesh`. With a mesh, the map checks the axes of each rule when the rule is
+                added, and a strategy without a mesh uses this mesh.
 
         Raises:
-            LayoutError: `rules` is neither a mapping nor a mesh, or a rule does not fit.
+            LayoutError: `rules` is not a mapping or a mesh, or a rule does not fit.
         """
         self._rules: dict[str, Rule] = {}
         self._mesh: dtensor.Mesh | None = rules if isinstance(rules, dtensor.Mesh) else None
         self._mesh_axes: Mapping[str, int] = {} if self._mesh is None else axis_sizes(self._mesh)
-        # The mesh's names of the axes to ours.
+        # Names of axes in the mesh to names of axes here.
         self._names: dict[str, str] = {}
         if isinstance(rules, keras.distribution.DeviceMesh):
             self._names = _keras_axis_names(rules)
@@ -121,15 +123,15 @@ class LayoutMap(Mapping[str, Rule]):
 
     @classmethod
     def from_any(cls, layout_map: Any, mesh_shape: Mapping[str, int] | None = None) -> "LayoutMap":
-        """Accepts None, a `LayoutMap`, a `keras.distribution.LayoutMap` or `ModelParallel`, or a plain mapping.
+        """Convert None, a `LayoutMap`, a `keras.distribution.LayoutMap` or `ModelParallel`, or a plain mapping.
 
-        Of Keras's, the axis that shards the data becomes the data axis of the mesh, whatever its name: the
-        `batch_dim_name` of a `ModelParallel`; with a `keras.distribution.LayoutMap` the axis `batch` of its mesh, else
-        the first one, as `ModelParallel` would take it.
+        For Keras's objects, the axis that shards the data becomes the data axis of the mesh, under any name. This axis
+        is the `batch_dim_name` of a `ModelParallel`. For a `keras.distribution.LayoutMap`, it is the axis `batch` of
+        its mesh, else the first axis, which `ModelParallel` would use.
 
         Args:
-            layout_map: What the user gave.
-            mesh_shape: The axes of the mesh that it is for. By default the data axis is `batch`.
+            layout_map: The user's argument.
+            mesh_shape: The axes of the mesh that the map is for. By default the data axis is `batch`.
         """
         if layout_map is None:
             return cls()
@@ -145,7 +147,7 @@ class LayoutMap(Mapping[str, Rule]):
                 renamed = tuple(None if axis is None else names.get(axis, axis) for axis in rule.axes)
                 created._rules[pattern] = dataclasses.replace(rule, axes=renamed, optional=bool(names))
             if names and ".*" not in created:
-                # In Keras's maps a pattern may match nothing, and what none matches is meant to stay whole.
+                # In Keras's maps a pattern may match nothing, and a variable without a pattern stays replicated.
                 created.whole(".*", optional=True)
             return created
         raise LayoutError(
@@ -155,8 +157,11 @@ class LayoutMap(Mapping[str, Rule]):
 
     @staticmethod
     def mesh_axes_of(layout_map: Any) -> Mapping[str, int] | None:
-        """The axes of the mesh that a layout map brings, by name as `from_any` has them, to size: of a
-        `keras.distribution` object, or of a `LayoutMap` that was made of a mesh; None for anything else."""
+        """Return the axes (name to size) of the mesh that a layout map brings; None if it brings none.
+
+        A `keras.distribution` object and a `LayoutMap` that was made from a mesh bring a mesh. The names are the names
+        in `from_any`.
+        """
         if isinstance(layout_map, LayoutMap):
             return layout_map._mesh_axes or None
         names, mesh = _keras_axis_names(layout_map), _keras_mesh(layout_map)
@@ -165,7 +170,7 @@ class LayoutMap(Mapping[str, Rule]):
         )
 
     def __setitem__(self, pattern: str, axes: GivenAxes) -> None:
-        """Shards the dims of the variables whose path `pattern` matches over `axes`."""
+        """Shard the dims of the variables with a path that `pattern` matches over `axes`."""
         axes = getattr(axes, "axes", axes)  # keras.distribution.TensorLayout
         if (
             not isinstance(axes, Iterable)
@@ -179,46 +184,46 @@ class LayoutMap(Mapping[str, Rule]):
         self._add(pattern, Rule(kind="axes", axes=tuple(axes)))
 
     def add(self, pattern: str, axes: tuple[str | None, ...], *, optional: bool = False) -> None:
-        """Like `layout_map[pattern] = axes`; with `optional=True` the pattern may match nothing."""
+        """Add a rule like `layout_map[pattern] = axes`; with `optional=True` the pattern may match nothing."""
         self[pattern] = axes
         self._rules[pattern] = dataclasses.replace(self._rules[pattern], optional=optional)
 
     def whole(self, pattern: str, *, reason: str = "", optional: bool = False) -> None:
-        """Says that variables stay whole on every device of the model axes, also large ones, which else is an error.
+        """Keep variables replicated over the model axes, also large variables, which `lint` reports without a rule.
 
-        Any other rule goes before it: `layout_map.whole(".*")` is for all that have none.
+        Any other rule takes precedence: `layout_map.whole(".*")` covers all variables without a rule.
 
         Args:
-            pattern: Regular expression that must match the whole path of the variable.
-            reason: Why; it is printed with the map.
-            optional: Whether the pattern may match nothing.
+            pattern: Regular expression that must match the full path of the variable.
+            reason: Why; printed with the map.
+            optional: True if the pattern may match nothing.
         """
         self._add(pattern, Rule(kind="axes", axes=(), optional=optional, reason=reason))
 
     def column(self, pattern: str, *, axis: str = MODEL_AXIS, optional: bool = False) -> None:
-        """Shards the output dim of the kernels, and the biases, of the layers whose path `pattern` matches.
+        """Shard the output dim of kernels, and the biases, of the layers with a path that `pattern` matches.
 
-        Known layers: Dense, EinsumDense (its first output-only dim), Conv2D and Conv3D, Embedding (the vector dim),
-        `tfshard.layers.SketchedDense`. With the kernel go the scales of a quantized one, and the second matrix of LoRA.
-        Layers quantized to 4 bits stay whole.
+        Known layers: Dense, EinsumDense (its first output-only dim), Conv1D to Conv3D, their transposes, DepthwiseConv,
+        Embedding (the vector dim), `tfshard.layers.SketchedDense`. The scales of a quantized kernel and the second
+        matrix of LoRA are sharded with the kernel. Layers quantized to 4 bits stay replicated.
 
         Args:
-            pattern: Regular expression that must match the whole path of the layer, such as `".*/query"`.
+            pattern: Regular expression that must match the full path of the layer, such as `".*/query"`.
             axis: The mesh axis.
-            optional: Whether the pattern may match no layer.
+            optional: True if the pattern may match no layer.
         """
         self._add(pattern, Rule(kind="column", axes=(axis,), optional=optional))
 
     def row(self, pattern: str, *, axis: str = MODEL_AXIS, optional: bool = False) -> None:
-        """Shards the input dim of the kernels of the layers whose path `pattern` matches; biases stay whole.
+        """Shard the input dim of the kernels of the layers with a path that `pattern` matches; biases stay replicated.
 
-        Known layers: those of `column`; for an Embedding the input dim is the vocabulary. With the kernel goes the
-        first matrix of LoRA.
+        Known layers: the layers of `column`; for an Embedding the input dim is the vocabulary. The first matrix of LoRA
+        is sharded with the kernel.
 
         Args:
-            pattern: Regular expression that must match the whole path of the layer, such as `".*/output"`.
+            pattern: Regular expression that must match the full path of the layer, such as `".*/output"`.
             axis: The mesh axis.
-            optional: Whether the pattern may match no layer.
+            optional: True if the pattern may match no layer.
         """
         self._add(pattern, Rule(kind="row", axes=(axis,), optional=optional))
 
@@ -249,7 +254,7 @@ class LayoutMap(Mapping[str, Rule]):
 
     @property
     def mesh(self) -> dtensor.Mesh | None:
-        """The mesh from `tfshard.create_mesh` that the map was made of, or None."""
+        """The `tfshard.create_mesh` mesh that the map was made from; None without one."""
         return self._mesh
 
     def __repr__(self) -> str:
@@ -257,16 +262,16 @@ class LayoutMap(Mapping[str, Rule]):
         return "\n".join(["LayoutMap({", *lines, "})"])
 
     def check_axes(self, mesh_shape: Mapping[str, int]) -> None:
-        """Raises `LayoutError` when a rule names an axis that the mesh does not have."""
+        """Raise `LayoutError` if a rule names an axis that the mesh does not have."""
         for pattern, rule in self._rules.items():
             _check_axes(pattern, rule, mesh_shape)
 
     def match(self, spec: VariableSpec) -> "tuple[str, tuple[str | None, ...]] | None":
-        """The pattern that applies to a variable and the axes it gives, or None.
+        """Return the pattern that applies to a variable and the axes that it gives, or None.
 
         Raises:
-            LayoutError: Two patterns match, the layout is longer than the variable's rank, or a column or row
-                rule meets a layer it does not know.
+            LayoutError: Two patterns match, the layout is longer than the variable's rank, or a column or row rule
+                meets an unknown layer.
         """
         pattern = self._matching_pattern(spec)
         if pattern is None:
@@ -283,7 +288,7 @@ class LayoutMap(Mapping[str, Rule]):
         return pattern, tuple(rule.axes[0] if i == dim else None for i in range(len(spec.shape)))
 
     def matching(self, spec: VariableSpec) -> list[str]:
-        """The patterns that match a variable; one in a map that fits, none for a variable that it does not mention."""
+        """Return the patterns that match a variable: in a valid map, at most one."""
         if spec.path in self._rules and self._rules[spec.path].kind == "axes":
             return [spec.path]
         layer_path = spec.path.rpartition("/")[0]
@@ -292,7 +297,7 @@ class LayoutMap(Mapping[str, Rule]):
             for pattern, rule in self._rules.items()
             if re.fullmatch(pattern, spec.path if rule.kind == "axes" else layer_path)
         ]
-        # What shards goes before what says that the rest stays whole.
+        # A rule that shards takes precedence over a rule that replicates.
         return [pattern for pattern in found if self._rules[pattern].axes] or found[:1]
 
     def _matching_pattern(self, spec: VariableSpec) -> str | None:
@@ -315,7 +320,7 @@ def _check_axes(pattern: str, rule: Rule, mesh_shape: Mapping[str, int]) -> None
 
 
 def _keras_mesh(layout_map: Any) -> keras.distribution.DeviceMesh | None:
-    """The `keras.distribution.DeviceMesh` of a layout map or distribution, itself, or None."""
+    """Return the `keras.distribution.DeviceMesh` of a layout map, distribution or mesh; None without one."""
     if isinstance(layout_map, keras.distribution.DeviceMesh):
         return layout_map
     if isinstance(layout_map, (keras.distribution.LayoutMap, keras.distribution.ModelParallel)):
@@ -324,7 +329,7 @@ def _keras_mesh(layout_map: Any) -> keras.distribution.DeviceMesh | None:
 
 
 def _keras_axis_names(layout_map: Any, mesh_shape: Mapping[str, int] | None = None) -> dict[str, str]:
-    """Names of axes of a `keras.distribution` mesh to ours, where the axis that shards the data is the data axis."""
+    """Map axis names of a `keras.distribution` mesh to names here: the axis that shards the data is the data axis."""
     mesh = _keras_mesh(layout_map)
     if mesh is None:
         return {}
@@ -350,10 +355,10 @@ def _describe(rule: Rule) -> str:
     return text + (" (optional)" if rule.optional else "")
 
 
-# Of rules for layers.
+# The kinds of rules for layers.
 KINDS = ("column", "row")
 
-# The first matrix of an adapter goes with the input of a kernel, the second with its output.
+# The first matrix of an adapter is sharded with the input of a kernel, the second with its output.
 _DENSE_DIMS: dict[str, dict[str, int]] = {
     "column": {"kernel": 1, "kernel_scale": 0, "lora_kernel_b": 1},
     "row": {"kernel": 0, "lora_kernel_a": 0},
@@ -366,19 +371,22 @@ _EMBEDDING_DIMS: dict[str, dict[str, int]] = {
 
 
 def goes_with_kernel(spec: VariableSpec) -> bool:
-    """Whether a variable is a matrix of LoRA, or what a quantized kernel is scaled by."""
+    """Return True for a matrix of LoRA, and for the scale or zero point of a quantized kernel."""
     name = spec.path.rpartition("/")[2]
     return name.startswith("lora_") or (not spec.trainable and name.endswith(("_scale", "_zero")))
 
 
 def is_in_4_bits(layer: keras.layers.Layer | None) -> bool:
-    """Whether a layer is quantized to 4 bits. Its kernel stays whole over model axes: Keras takes it apart, and
-    looks up in a table by what its rows are scaled, which DTensor does not expand where rows are sharded."""
+    """Return True if a layer is quantized to 4 bits.
+
+    Its kernel stays replicated over model axes. Keras unpacks the kernel and looks its scales up in a table, which
+    DTensor cannot expand if the rows are sharded.
+    """
     return getattr(layer, "quantization_mode", None) == "int4"
 
 
 def layer_dim(spec: VariableSpec, kind: str, pattern: str = "") -> int | None:
-    """The dim that a column or row rule shards, None for a variable that stays whole under it.
+    """Return the dim that a column or row rule shards; None for a variable that stays replicated under the rule.
 
     Raises:
         LayoutError: A layer for which no rule is known.
@@ -406,7 +414,7 @@ def layer_dim(spec: VariableSpec, kind: str, pattern: str = "") -> int | None:
         ):
             return rank - 2 if column else rank - 1
         if isinstance(layer, (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)):
-            return rank - 2  # Channel by channel: the input dim is the output dim.
+            return rank - 2  # The input dim of a depthwise kernel is the output dim.
         if isinstance(layer, (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)):
             return rank - 1 if column else rank - 2
     raise LayoutError(
@@ -417,8 +425,11 @@ def layer_dim(spec: VariableSpec, kind: str, pattern: str = "") -> int | None:
 
 
 def _einsum_dense_dim(layer: keras.layers.EinsumDense, name: str, rank: int, column: bool) -> int | None:
-    """EinsumDense: a column rule shards the first kernel label that only the output has, a row rule the first
-    label that is contracted; "abc,cde->abde" (a query projection) gives d by column and c by row."""
+    """Return the dim of an EinsumDense variable that a rule shards.
+
+    A column rule shards the first kernel label that only the output has, a row rule the first contracted label.
+    "abc,cde->abde" (a query projection) gives d by column and c by row.
+    """
     inputs, kernel, output = re.split(",|->", layer.equation.replace(" ", ""))
     output_only = next((label for label in kernel if label in output and label not in inputs), None)
     contracted = next((label for label in kernel if label in inputs and label not in output), None)
@@ -432,9 +443,9 @@ def _einsum_dense_dim(layer: keras.layers.EinsumDense, name: str, rank: int, col
     if name == "lora_kernel_b":
         return 1 if label == kernel[-1] else None
     if name == "kernel_scale" and column:
-        return output.index(label) - (len(output) - rank)  # Its dims are the last of the output's.
+        return output.index(label) - (len(output) - rank)  # The dims of the scale are the last dims of the output.
     if name == "bias" and column and label in (layer.bias_axes or ""):
-        # The bias has the output's dims from the first of bias_axes on.
+        # The bias has the output's dims, from the first of bias_axes.
         first = min(output.index(axis) for axis in layer.bias_axes)
         return output.index(label) - first
     return None

@@ -1,7 +1,7 @@
-"""ModelPlacement: where each variable of a model goes, and each slot of its optimizer. Decided once, used by all.
+"""ModelPlacement: the layout of each variable of a model, and of each optimizer slot. Decided once, used by all.
 
-`plan` predicts from it, `lint` judges it, `ShardedStrategy` brings the variables there, and a report is compared with
-it. Pure Python over specs: nothing here touches a device.
+`plan` predicts from the placement, `lint` judges it, `ShardedStrategy` moves the variables to it, and a report is
+compared with it. Pure Python over specs: nothing here touches a device.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from tfshard.layouts.variable_layout import VariableLayout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
-    """Where the variables of a model go.
+    """The layouts of the variables of a model.
 
     Attributes:
         mesh_shape: Axis name to size.
         config: The settings, with the layout map of this model.
         variables: The layout of each variable, groups included, in the order of the model's layers.
-        faults: What the layout map says that cannot be done, by the variable's place in `variables`. Such a variable
-            is laid out as if no rule named it.
+        faults: The rules of the layout map that are impossible, as messages, by the variable's index in `variables`.
+            A variable with a fault is laid out as if no rule named it.
     """
 
     mesh_shape: MeshAxes
@@ -42,15 +42,15 @@ class ModelPlacement:
         mesh_shape: Mapping[str, int],
         resting: Sequence[VariableLayout | None] = (),
     ) -> "ModelPlacement":
-        """Decide where the variables of a model go.
+        """Decide the layouts of the variables of a model.
 
         Args:
             specs: The variables, each once, in the order of the model's layers.
             config: The settings. If `config.layout_map` is None, no model axis shards a variable.
             mesh_shape: Axis name to size.
-            resting: For each variable, its layout if it is stored on the mesh already. A variable in a group stays
-                there if its rule allows it: another model may share the variable, and functions that read it stay
-                valid.
+            resting: For each variable, its layout if the mesh stores the variable already. A grouped variable stays in
+                its group if its rule allows it: another model may share the variable, and functions that read the
+                variable stay valid.
 
         Raises:
             LayoutError: The layout map names an axis that the mesh does not have.
@@ -83,26 +83,26 @@ class ModelPlacement:
 
     @property
     def specs(self) -> tuple[VariableSpec, ...]:
-        """The variables."""
+        """The specs of the variables."""
         return tuple(layout.spec for layout in self.variables)
 
     def check(self) -> "ModelPlacement":
-        """This placement, if the layout map fits.
+        """Return this placement if the layout map fits.
 
         Raises:
-            LayoutError: It says what cannot be done, or a pattern that is not optional matches no variable.
+            LayoutError: A rule is impossible, or a pattern that is not optional matches no variable.
         """
         self.check_faults()
         variable_layout.check_patterns(self.layout_map, self.specs)
         return self
 
     def check_faults(self) -> None:
-        """Raises `LayoutError` if the layout map says what cannot be done: with the first such fault."""
+        """Raise `LayoutError` with the first fault, if the layout map has faults."""
         for text in self.faults.values():
             raise LayoutError(text)
 
     def groups(self) -> dict[int, list[VariableLayout]]:
-        """The members of each group, in the order of the model's layers, by its number."""
+        """Return the members of each group by its number, in the order of the model's layers."""
         found: dict[int, list[VariableLayout]] = {}
         for layout in self.variables:
             if layout.group is not None:
@@ -110,7 +110,7 @@ class ModelPlacement:
         return dict(sorted(found.items()))
 
     def has_whole_groups(self) -> bool:
-        """Whether every group consists of variables of this model."""
+        """Return True if every group consists of variables of this model."""
         return all(
             layout.flat is not None and len(layout.flat.members) == len(members)
             for members in self.groups().values()
@@ -118,11 +118,11 @@ class ModelPlacement:
         )
 
     def slot(self, spec: VariableSpec, parameter: str | None) -> VariableLayout:
-        """Where a slot goes.
+        """Return the layout of a slot.
 
         Args:
             spec: The slot.
-            parameter: The path of the trained variable that it belongs to, or None.
+            parameter: The path of the slot's trained variable, or None.
         """
         owner = None if parameter is None else self._trained[parameter]
         return slot_layout(spec, owner, self.config, mesh_shape=self.mesh_shape)
@@ -133,12 +133,15 @@ class ModelPlacement:
 
 
 def follows(spec: VariableSpec, parameter: VariableLayout) -> bool:
-    """Whether a slot rests as its parameter is updated, in a buffer of its group if it has one: if it has its shape."""
+    """Return True if a slot is stored like its parameter is updated, which needs equal shapes.
+
+    If the parameter is in a group, a buffer of the group stores the slot.
+    """
     return parameter.spec.shape == spec.shape
 
 
 def _accumulates(spec: VariableSpec) -> bool:
-    """Whether a slot holds the sum of gradients (Keras's `gradient_accumulation_steps`)."""
+    """Return True if a slot holds the sum of gradients (Keras's `gradient_accumulation_steps`)."""
     return spec.path.endswith("gradient_accumulator")
 
 
@@ -150,14 +153,14 @@ def _by_stage(config: ShardingConfig) -> ShardingConfig:
 def slot_layout(
     spec: VariableSpec, parameter: VariableLayout | None, config: ShardingConfig, *, mesh_shape: Mapping[str, int]
 ) -> VariableLayout:
-    """Where a variable of an optimizer goes: after its parameter, or by itself, which no rule of a layout map names.
+    """Return the layout of an optimizer variable: like its parameter, or alone, without a rule of the layout map.
 
-    The accumulated gradient of a variable that stands alone is read in the layout of the gradient to which it is added.
-    Read whole, it would be gathered in each step, as the buffer of a group is.
+    If the parameter is not grouped, a step reads its accumulated gradient in the layout of the gradient that is added.
+    With the compute layout, every step would gather the accumulated gradient, as it does for the buffer of a group.
 
     Args:
         spec: The slot.
-        parameter: The layout of the parameter that it belongs to, if it does.
+        parameter: The layout of the slot's parameter, or None.
         config: The settings.
         mesh_shape: Axis name to size.
     """
@@ -174,12 +177,12 @@ def _grouped(
     resting: Sequence[VariableLayout | None],
     mesh_shape: Mapping[str, int],
 ) -> tuple[VariableLayout, ...]:
-    """The layouts with groups for those variables that are in none yet.
+    """Group the variables that are in no group yet, and return all layouts.
 
     Args:
         policy: The sizes of variables and groups.
-        alone: The layout of each variable by itself.
-        resting: Where it rests now, if it does.
+        alone: The layout of each variable alone.
+        resting: The layout in which the mesh stores each variable, or None.
         mesh_shape: Axis name to size.
     """
     settled = [
@@ -204,5 +207,5 @@ def _grouped(
 
 
 def _allows(alone: VariableLayout, rests: VariableLayout) -> bool:
-    """Whether a variable may stay in its group: it is still the same, and read as its rule says."""
+    """Return True if a variable may stay in its group: its spec and its compute layout are unchanged."""
     return (rests.spec, rests.compute) == (alone.spec, alone.compute)

@@ -1,4 +1,4 @@
-"""SlotDtypes: in which dtype the optimizer slots of each variable rest."""
+"""SlotDtypes: the dtype in which the optimizer slots of each variable are stored."""
 
 import dataclasses
 import math
@@ -8,31 +8,31 @@ from collections.abc import Mapping
 from tfshard.errors import StrategyError
 from tfshard.layouts.layout_map import VariableSpec
 
-# What users may give: one for all variables, or by patterns of their paths.
+# A user's argument: one dtype for all variables, or a dtype for each pattern of paths.
 SlotDtype = str | Mapping[str, str] | None
 
 _DTYPES = ("float32", "bfloat16", "int8")
-# Variables of fewer elements keep float32 slots where others have 8 bits: they are few bytes, and sensitive.
+# Smaller variables keep float32 slots where others have 8 bits: their slots take few bytes, and are sensitive.
 WIDE_BELOW_ELEMENTS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotDtypes:
-    """In which dtype the moments of float32 variables rest.
+    """The dtype in which the moments of float32 variables are stored.
 
     Attributes:
-        rules: Regular expressions of whole paths, with a dtype each. The first that matches decides; without any,
-            slots keep their own dtype.
+        rules: Regular expressions of full paths, with a dtype each. The first match decides. Without a match, slots
+            keep their dtype.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, given: SlotDtype) -> "SlotDtypes":
-        """What a user asked for.
+        """Convert a user's argument.
 
         Raises:
-            StrategyError: An unknown dtype, or a pattern that is no regular expression.
+            StrategyError: An unknown dtype, or an invalid regular expression.
         """
         rules = dict(given) if isinstance(given, Mapping) else {} if given is None else {".*": given}
         for pattern, dtype in rules.items():
@@ -51,7 +51,7 @@ class SlotDtypes:
         return cls(rules=tuple(rules.items()))
 
     def of_variable(self, spec: VariableSpec) -> str | None:
-        """The dtype in which the moments of a variable rest; None for their own."""
+        """Return the dtype in which the moments of a variable are stored; None if they keep their dtype."""
         if not spec.trainable or spec.dtype != "float32":
             return None
         dtype = next((dtype for pattern, dtype in self.rules if re.fullmatch(pattern, spec.path)), "float32")
@@ -59,5 +59,5 @@ class SlotDtypes:
         return None if dtype == "float32" or is_small else dtype
 
 
-# All slots keep their own.
+# All slots keep their dtype.
 OWN = SlotDtypes()

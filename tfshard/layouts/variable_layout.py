@@ -1,6 +1,6 @@
-"""Where each variable is stored: its compute layout, its sharded layout, and padding where no dim divides.
+"""VariableLayout: how one variable is computed with and stored, with padding where no dim divides.
 
-Pure Python and numpy: nothing here touches a device, so that a mistake is found before any device work.
+Pure Python and numpy: nothing here touches a device, so mistakes are found before any device work.
 """
 
 import dataclasses
@@ -19,33 +19,33 @@ from tfshard.layouts.shard_rows import ShardRows
 
 Axes = tuple[str | None, ...]
 
-# Non-trainable variables smaller than this stay whole: batch statistics, counters, seeds, metrics.
+# Smaller untrained variables stay replicated: batch statistics, counters, seeds, metrics.
 WHOLE_BELOW_BYTES = 1 << 20
 
 
-# Elements that share a scale where they rest in 8 bits, and the bytes of a block: a code for each, and the scale.
+# Elements that share a scale if stored in 8 bits, and the bytes of a block: a code for each element, and the scale.
 BLOCK_ELEMENTS = 256
 BLOCK_BYTES = BLOCK_ELEMENTS + 4
 
-# Gradients of less are added up together with others, also where there are replicas.
+# Smaller gradients are reduced together with others, even on a mesh with replicas.
 LEAST_BY_REPLICAS_BYTES = 1 << 16
 
-# Elements of one byte are gathered in words of so many bytes: DTensor gathers no smaller integers.
+# DTensor gathers no integers of one byte; a flat form gathers them in words of this many bytes.
 WORD_BYTES = 8
 
-# Members of at least so many bytes start at a multiple of it, so that TensorFlow can read them without a copy.
+# Larger members start at a multiple of this many bytes, so that TensorFlow can read them without a copy.
 ALIGNMENT_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlatMember:
-    """A variable's place in a `FlatForm`.
+    """The position of a variable in a `FlatForm`.
 
     Attributes:
-        shape: The shape of the whole variable.
-        compute: Its compute layout.
-        offset: Where its elements begin, counted in one model shard of the buffer.
-        elements: How many there are in one model shard.
+        shape: The shape of the full variable.
+        compute: The compute layout of the variable.
+        offset: The first element of the variable, counted in one model shard of the buffer.
+        elements: The number of elements in one model shard.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class FlatMember:
 
     @property
     def end(self) -> int:
-        """The element behind its last one."""
+        """The offset behind the last element."""
         return self.offset + self.elements
 
     @classmethod
@@ -67,7 +67,7 @@ class FlatMember:
         mesh_shape: Mapping[str, int],
         itemsize: int,
     ) -> "FlatMember":
-        """The place of the next variable behind `members`, aligned."""
+        """Return the aligned position of the next variable behind `members`."""
         offset = members[-1].end if members else 0
         elements = math.prod(shape) // math.prod(mesh_shape[axis] for axis in compute if axis is not None)
         if elements * itemsize >= ALIGNMENT_BYTES:
@@ -78,18 +78,19 @@ class FlatMember:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlatForm:
-    """One or more variables as a padded matrix with a row for each device of the batch axis.
+    """A padded matrix of one or more variables with a row for each device of the batch axis.
 
-    For a group of small variables, for a variable with no dim that the batch axis divides, for integers of one byte
-    that rest sharded, and for every one where there are replicas. The dims that model axes shard come first, one dim
-    for each such axis (the same axes for all members); behind them the members' elements follow each other, padded
-    with zeros to fill the rows: `(model..., shards, columns)`. Sharded, it has the rows once for each replica, one
-    behind the other.
+    A group of small variables has a flat form. A single variable has a flat form if the batch axis divides none of its
+    dims, or if the mesh has replicas. Sharded one-byte integers have a flat form, too.
+
+    The dims that model axes shard come first, one dim for each such axis (the same axes for all members). Behind them,
+    the elements of the members follow each other, padded with zeros to fill the rows: `(model..., shards, columns)`.
+    The sharded buffer holds the rows once for each replica, one replica after the other.
 
     Attributes:
-        members: The variables in it.
+        members: The variables in the form.
         mesh_shape: Axis name to size.
-        word: Of how many elements a row has a multiple, which are stored as one (`word_elements`).
+        word: The number of elements that are stored as one (`word_elements`). The length of a row is a multiple of it.
     """
 
     members: tuple[FlatMember, ...]
@@ -100,12 +101,12 @@ class FlatForm:
     def pack(
         cls, variables: Sequence[tuple[tuple[int, ...], Axes]], mesh_shape: Mapping[str, int], itemsize: int = 4
     ) -> "FlatForm":
-        """The form of variables, given by shape and compute layout, one behind the other.
+        """Return the flat form of variables, packed one after the other.
 
         Args:
-            variables: (shape, compute layout) of each; all sharded over the same model axes.
+            variables: (shape, compute layout) of each variable; all sharded over the same model axes.
             mesh_shape: Axis name to size.
-            itemsize: Bytes of an element. Those of one byte are stored in words.
+            itemsize: Bytes of an element. The form stores one-byte elements in words.
         """
         members: list[FlatMember] = []
         for shape, compute in variables:
@@ -116,7 +117,7 @@ class FlatForm:
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """The axes of the mesh, other than the batch axis, that shard every member; in the order of the mesh."""
+        """The mesh axes except the batch axis that shard every member, in mesh order."""
         used = set(self.members[0].compute)
         return tuple(axis for axis in self.mesh_shape if axis in used)
 
@@ -144,57 +145,57 @@ class FlatForm:
 
     @property
     def gathered_shape(self) -> tuple[int, ...]:
-        """The shape of the buffer that is gathered over the batch axis, or was never sharded over it."""
+        """The shape of a buffer that is gathered over the batch axis, or was never sharded over it."""
         return (*self.model_sizes, self.rows, self.columns)
 
     @property
     def buffer_shape(self) -> tuple[int, ...]:
-        """The shape of the buffer sharded over the batch axis."""
+        """The shape of a buffer that the batch axis shards."""
         return (*self.model_sizes, self.mesh_shape.data_size, self.columns)
 
     @property
     def buffer_axes(self) -> Axes:
-        """The layout of the buffer sharded over the batch axis."""
+        """The layout of a buffer that the batch axis shards."""
         return (*self.model_axes, self.mesh_shape.data, None)
 
     @property
     def gathered_axes(self) -> Axes:
-        """The buffer's layout once it is gathered over the batch axis."""
+        """The layout of a buffer that is gathered over the batch axis."""
         return (*self.model_axes, None, None)
 
     def shard_rows(self, member: FlatMember) -> ShardRows:
-        """A member with its model shards in front, as it lies in the buffer."""
+        """Return the form of a member in the buffer, with its model shards in front."""
         return ShardRows(shape=member.shape, axes=member.compute, mesh_shape=self.mesh_shape)
 
 
-# Sums of gradients and averages of weights (Keras's names), which are added to in small steps.
+# Sums of gradients and averages of weights (Keras's names). Small increments need the full precision.
 _EXACT_SLOTS = ("gradient_accumulator", "_average")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableLayout:
-    """Where one variable lives at rest and how it is read.
+    """How one variable is stored, read and updated.
 
     Attributes:
         spec: The variable.
-        compute: Compute layout: the mesh axis of each dim when the forward pass reads it.
+        compute: Compute layout: the mesh axis of each dim when the forward pass reads the variable.
         sharded: Compute layout plus the batch axis on one dim; None when no dim divides or the axis is 1.
-        flat: The padded form: the group's, or the variable's own when the batch axis divides no dim, or when it rests
-            sharded in integers of one byte; else None.
-        store_sharded: Whether the variable itself rests sharded over the batch axis (parameters: stage 3).
-        update_sharded: Whether it is updated shard by shard (stages 1 to 3; the slots rest like this).
-        reduce_scatter: Whether its gradient is reduce-scattered as soon as it exists (stages 2 and 3).
-        group: The number of the group that shares `flat`; None when it stands alone.
-        member: Its index among the members of `flat`.
-        slot_dtype: The dtype in which its moments rest; None for their own.
-        stored_dtype: The dtype in which it rests; None for its own. `"int8"`: in codes of 8 bits, in blocks with a
-            scale.
-        slots_on_host: Whether its moments are to rest on the host of accelerators. Those do that it updates in shards.
-        on_host: Whether it rests on the host.
-        compression: What is done with its gradient before devices add it up (`compressed_form.chosen`).
-        table: What an update of it means (`EmbeddingTables.sparse`) if it is an embedding table, or a slot of one; else
-            None. It rests by rows over the batch axis, the last device's filled up, and is never gathered.
-        table_rows: How many rows it has with those that fill it up; 0 if it is none.
+        flat: The padded form, of the group or of the variable alone; None without one (`FlatForm` says when).
+        store_sharded: True if the batch axis shards the stored variable (parameters: stage 3).
+        update_sharded: True if each device updates its local shard (stages 1 to 3; the slots are stored like this).
+        reduce_scatter: True if a step reduce-scatters the gradient as soon as it exists (stages 2 and 3).
+        group: The number of the group that shares `flat`; None for an ungrouped variable.
+        member: The index among the members of `flat`.
+        slot_dtype: The dtype in which the moments of the variable are stored; None if they keep their dtype.
+        stored_dtype: The dtype in which the variable is stored; None for its dtype. `"int8"`: 8-bit codes, in blocks
+            with a scale.
+        slots_on_host: True if the host of accelerators stores the moments of the variable, as far as devices update
+            local shards of them.
+        on_host: True if the host stores the variable.
+        compression: How devices encode the gradient before the reduction (`compressed_form.chosen`).
+        table: For an embedding table or a slot of one, the meaning of an update (`EmbeddingTables.sparse`); else None.
+            The batch axis shards a table by rows, padded on the last device, and no step gathers the table.
+        table_rows: The number of rows of a table with padding; 0 for other variables.
     """
 
     spec: VariableSpec
@@ -215,63 +216,64 @@ class VariableLayout:
     table_rows: int = 0
 
     def bytes_at_rest(self, elements: int) -> int:
-        """Bytes of what a device stores of so many elements."""
+        """Return the bytes of `elements` stored elements."""
         if self.stored_dtype == "int8":
             return -(-elements // BLOCK_ELEMENTS) * BLOCK_BYTES
         return elements * itemsize(self.stored_dtype or self.spec.dtype)
 
     @property
     def grouped(self) -> bool:
-        """Whether `flat` is shared with other variables."""
+        """True if the variable shares `flat` with other variables."""
         return self.group is not None
 
     @property
     def splits(self) -> bool:
-        """Whether there is anything to shard over the batch axis."""
+        """True if the batch axis can shard the variable."""
         return self.sharded is not None or self.flat is not None
 
     @property
     def storage(self) -> Axes:
-        """The storage layout; of the buffer for a variable that rests in a flat form."""
+        """The storage layout; for a variable in a flat form, the layout of the buffer."""
         if self.flat is not None:
             return self.flat.buffer_axes if self.store_sharded else self.flat.gathered_axes
         return self.sharded if self.store_sharded and self.sharded is not None else self.compute
 
     @property
     def update(self) -> Axes:
-        """The layout in which an optimizer updates what is stored."""
+        """The layout in which an optimizer updates the stored tensor."""
         if self.flat is not None:
             return self.flat.buffer_axes if self.update_sharded else self.flat.gathered_axes
         return self.sharded if self.update_sharded and self.sharded is not None else self.compute
 
     @property
     def gradient(self) -> Axes:
-        """The layout in which its gradient comes out of the backward pass.
+        """The layout in which the gradient comes out of the backward pass.
 
-        That of a variable which rests or is updated in a flat form is reduced whole, and cut when it is packed.
+        For a variable that is stored or updated in a flat form, the gradient is reduced in full, and cut when it is
+        packed.
         """
         return self.sharded if self.reduce_scatter and self.sharded is not None else self.compute
 
     @property
     def gathered(self) -> Axes:
-        """The layout of what is stored once it is gathered over the batch axis."""
+        """The layout of the stored tensor after a gather over the batch axis."""
         return self.compute if self.flat is None else self.flat.gathered_axes
 
     @property
     def gathered_shape(self) -> tuple[int, ...]:
-        """The shape of what is stored once it is gathered over the batch axis."""
+        """The shape of the stored tensor after a gather over the batch axis."""
         return self.spec.shape if self.flat is None else self.flat.gathered_shape
 
     @property
     def update_shape(self) -> tuple[int, ...]:
-        """The shape in which an optimizer updates what is stored."""
+        """The shape in which an optimizer updates the stored tensor."""
         if self.flat is None:
             return self.spec.shape
         return self.flat.buffer_shape if self.update_sharded else self.flat.gathered_shape
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
-        """The shape of what rests on the mesh: the variable's, or of its flat form or table, with padding."""
+        """The shape of the stored tensor: of the variable, of its flat form, or of its table, with padding."""
         if self.table is not None:
             return (self.table_rows, self.spec.shape[1])
         if self.flat is None:
@@ -279,7 +281,7 @@ class VariableLayout:
         return self.flat.buffer_shape if self.store_sharded else self.flat.gathered_shape
 
     def slot(self, spec: VariableSpec) -> "VariableLayout":
-        """The layout of an optimizer slot of the same shape: it rests as the variable is updated."""
+        """Return the layout of an optimizer slot of the same shape: the slot is stored like the variable is updated."""
         is_moment = not spec.path.endswith(_EXACT_SLOTS)
         narrow = spec.dtype == "float32" and is_moment
         return dataclasses.replace(
@@ -305,12 +307,9 @@ def plan_variable(
         mesh_shape: Axis name to size.
         slot: True for an optimizer variable, which `config.zero_stage.shard_slots` shards.
 
-    Returns:
-        The `VariableLayout`.
-
     Raises:
         LayoutError: Two patterns match, too many dims, or a sharded dim that its axis does not divide.
-        StrategyError: A variable that is to be an embedding table cannot be one.
+        StrategyError: A variable that `config.tables` names cannot be an embedding table.
     """
     mesh_axes = MeshAxes.of(mesh_shape)
     match = None if config.layout_map is None else config.layout_map.match(spec)
@@ -329,7 +328,7 @@ def plan_variable(
     sharded, flat = None, None
     if mesh_axes.shards > 1 and math.prod(spec.shape) > 1 and shard_slots:
         preferred = axes.index(data) if data in axes else None
-        # A layout cannot say of a dim that some devices of the axis have the same.
+        # A layout cannot say that several devices of an axis hold the same shard.
         alone = mesh_axes.replicas == 1
         dim = _batch_dim(spec.shape, compute, mesh_axes.data_size, preferred) if alone else None
         if dim is not None and not (shard_params and is_in_bytes(spec.dtype)):
@@ -356,7 +355,7 @@ def _table(
     mesh_axes: MeshAxes,
     slot_dtype: str | None,
 ) -> VariableLayout:
-    """The layout of an embedding table, at every stage."""
+    """Return the layout of an embedding table, the same at every stage."""
     tables.check(spec, mesh_axes, slot_dtype)
     if match is not None and any(match[1]):
         raise StrategyError(
@@ -379,9 +378,9 @@ def _table(
 
 
 def is_added_up_by_replicas(layout: VariableLayout, mesh_axes: MeshAxes) -> bool:
-    """Whether the gradient of a variable is added up in each replica first, and then between them.
+    """Return True if the gradient of a variable is reduced in each replica first, and then between replicas.
 
-    On a mesh with model axes these are the kernels that they shard, of Dense and EinsumDense.
+    On a mesh with model axes, only the sharded kernels of Dense and EinsumDense are reduced like this.
     """
     if mesh_axes.replicas == 1 or mesh_axes.shards == 1 or layout.grouped:
         return False
@@ -391,13 +390,13 @@ def is_added_up_by_replicas(layout: VariableLayout, mesh_axes: MeshAxes) -> bool
 
 
 def joins_reduction(layout: VariableLayout, mesh_axes: MeshAxes, *, is_sum: bool) -> bool:
-    """Whether the gradient of a variable is whole once it is added up over the devices: all such are reduced as one.
+    """Return True if the gradient of a variable joins the shared all-reduce of full gradients.
 
     Args:
-        layout: Of the variable.
+        layout: The layout of the variable.
         mesh_axes: The mesh.
-        is_sum: Whether it is one of several gradients, as of a variable that is used twice. Those are not fused with
-            the cut that follows.
+        is_sum: True for a sum of several gradients, as for a variable that is used twice. DTensor does not fuse the
+            reduction of such a sum with the cut that follows.
     """
     is_cut = layout.flat is None and layout.update != layout.compute
     own_way = layout.table is not None or layout.compression is not None
@@ -407,39 +406,41 @@ def joins_reduction(layout: VariableLayout, mesh_axes: MeshAxes, *, is_sum: bool
 
 
 def parts_of(rows: int, count: int) -> int:
-    """In how many equal parts a device takes its rows, if there are to be `count`: more if that does not divide them,
-    so that no part is larger than it was to be."""
+    """Return the number of equal parts that a device divides its rows into: `count`, or the next larger divisor.
+
+    A larger number keeps each part at most as large as planned.
+    """
     return next((number for number in range(count, rows + 1) if rows % number == 0), max(rows, 1))
 
 
 def is_in_bytes(dtype: str) -> bool:
-    """Whether elements are integers of one byte, as in quantized kernels: gathered, they are words of a flat form."""
+    """Return True for one-byte integers, as in quantized kernels: a flat form gathers them as words."""
     return dtype in ("int8", "uint8")
 
 
 def word_elements(itemsize: int) -> int:
-    """How many elements of a flat form are stored as one."""
+    """Return how many elements of a flat form are stored as one."""
     return WORD_BYTES if itemsize == 1 else 1
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element."""
+    """Return the bytes of an element."""
     name = "uint16" if dtype == "bfloat16" else "uint8" if dtype.startswith("float8") else dtype
     return np.dtype(name).itemsize
 
 
 def sharded_dims(planned: Iterable[VariableLayout], axis: str) -> dict[str, int]:
-    """The dim that layers compute with sharded over an axis, of the variables that have one, by path."""
+    """Return the dim of the compute layout that `axis` shards, by path, for the variables that have one."""
     return {layout.spec.path: layout.compute.index(axis) for layout in planned if axis in layout.compute}
 
 
 def spec_bytes(spec: VariableSpec) -> int:
-    """Bytes of the whole variable."""
+    """Return the bytes of the full variable."""
     return math.prod(spec.shape) * itemsize(spec.dtype)
 
 
 def _batch_dim(shape: tuple[int, ...], compute: Axes, batch: int, preferred: int | None) -> int | None:
-    """The dim to shard over the batch axis: the layout map's own choice, else the first one that divides."""
+    """Return the dim to shard over the batch axis: the layout map's choice, else the first dim that divides."""
     candidates = [dim for dim, axis in enumerate(compute) if axis is None and shape[dim] % batch == 0 and shape[dim]]
     if preferred in candidates:
         return preferred
@@ -454,7 +455,7 @@ def _check_divides(spec: VariableSpec, pattern: str, axes: Axes, mesh_shape: Mes
             f"Received: axes={axes} for pattern '{pattern}'"
         )
     for dim, axis in enumerate(axes):
-        # The batch axis may pick another dim, or pad; a model axis has to divide.
+        # The batch axis may shard another dim, or pad; a model axis must divide.
         if axis is not None and mesh_shape.roles[axis] is Role.TENSOR and spec.shape[dim] % mesh_shape[axis]:
             raise LayoutError(
                 f"Axis '{axis}' of size {mesh_shape[axis]} does not divide dim {dim} of '{spec.path}', which has "
@@ -465,12 +466,12 @@ def _check_divides(spec: VariableSpec, pattern: str, axes: Axes, mesh_shape: Mes
 
 
 def check_patterns(layout_map: LayoutMap, specs: Iterable[VariableSpec], owner: str = "") -> None:
-    """Raises `LayoutError` for patterns that match none of the variables and are not optional.
+    """Raise `LayoutError` for patterns that match none of the variables and are not optional.
 
     Args:
         layout_map: The patterns.
         specs: The variables.
-        owner: What they belong to, such as " of model 'lm'", for the message.
+        owner: The model of the variables, such as " of model 'lm'", for the message.
     """
     paths, matched = [], set()
     for spec in specs:
@@ -488,7 +489,7 @@ def check_patterns(layout_map: LayoutMap, specs: Iterable[VariableSpec], owner: 
 
 
 def flatten_host_values(values: Iterable[np.ndarray], dtype: np.dtype, form: FlatForm) -> np.ndarray:
-    """The padded buffer of its members' values, which are taken one after the other, on the host."""
+    """Pack the members' values, which are taken one after the other, into the padded buffer on the host."""
     buffer = np.zeros((*form.model_sizes, form.rows * form.columns), dtype)
     for value, member in zip(values, form.members, strict=True):
         buffer[..., member.offset : member.end] = form.shard_rows(member).flatten(value)
@@ -496,6 +497,6 @@ def flatten_host_values(values: Iterable[np.ndarray], dtype: np.dtype, form: Fla
 
 
 def unflatten_host_value(buffer: np.ndarray, form: FlatForm, member: FlatMember) -> np.ndarray:
-    """A member's value out of a padded buffer, on the host."""
+    """Return a member's value from a padded buffer on the host."""
     rows = buffer.reshape(*form.model_sizes, form.rows * form.columns)
     return form.shard_rows(member).restore(rows[..., member.offset : member.end])

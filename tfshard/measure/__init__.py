@@ -1,10 +1,10 @@
-"""What was really stored and sent?
+"""Measurements: what devices really store and send.
 
-report             what every device holds, and what is synchronized
-consistency        whether devices that should hold the same bits do
-step_profile       what a step sent, by TensorFlow's trace; compared with a plan
-timeline           operations and collectives of a step in time, and how much of these is hidden
-peak_memory        what a step had in memory at its peak, by the same trace
+report             what every device stores, and how gradients are reduced
+consistency        checks that copies on different devices are bitwise equal
+step_profile       the collectives of a step, by TensorFlow's trace; compared with a plan
+timeline           operations and collectives of a step in time, and how much of the collectives is hidden
+peak_memory        the memory of a step at its peak, by the same trace
 network_profile    latency and bandwidth of the collectives
 encoding           how long a device takes to compress a gradient
 """

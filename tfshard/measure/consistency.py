@@ -1,4 +1,4 @@
-"""Whether devices that should hold the same bits do."""
+"""Checks that copies on different devices are bitwise equal."""
 
 import hashlib
 
@@ -13,9 +13,9 @@ from tfshard.storage.variables import ShardedVariable
 
 
 def check_consistency(model: keras.Model) -> None:
-    """Raises `ConsistencyError` unless devices that hold the same part of a variable hold the same bits.
+    """Raise `ConsistencyError` unless devices with copies of a shard hold the same bits.
 
-    In a launched run also devices of different clients; all of them have to call it.
+    In a launched run, the check covers devices of all clients; all clients must call it.
     """
     with clients.here().purpose(f"check_consistency of model '{model.name}'"):
         _check_consistency(model)

@@ -1,4 +1,4 @@
-"""How long a device takes to compress a gradient: measured, for `compression_pays`."""
+"""Measures how long a device takes to compress a gradient, for `compression_pays`."""
 
 import time
 from collections.abc import Callable
@@ -15,14 +15,15 @@ GRADIENT_BYTES = 4 * _SIDE * _SIDE
 
 
 def encode_seconds_per_byte(how: Compression, *, repeats: int = 5) -> float:
-    """Time of a byte of a float32 gradient, encoded and decoded on this host: the best of several runs.
+    """Measure the seconds to encode and decode a byte of a float32 gradient on this host: the best of several runs.
 
-    A gradient of 4 MiB is encoded, decoded for what was not sent, and decoded as it is received; with PowerSGD it is
-    multiplied by its factors as a step does it, with the orthogonalization between. Other work on the host counts.
+    Each run encodes a gradient of 4 MiB, decodes it for the residual, and decodes a received gradient. With PowerSGD, a
+    run multiplies the gradient by its factors as a step does, with the orthogonalization between. Other work on the
+    host slows the measurement.
 
     Args:
         how: `"bfloat16"`, `"int8"` or a `tfshard.PowerSGD`; None takes no time.
-        repeats: How many runs, after one that is not timed.
+        repeats: The number of runs, after one warm-up run.
 
     Raises:
         StrategyError: Another compression.
@@ -46,8 +47,10 @@ def encode_seconds_per_byte(how: Compression, *, repeats: int = 5) -> float:
 
 
 def encoder(how: str | PowerSGD, devices: int = 1) -> Callable[[], tf.Tensor]:
-    """What encodes and decodes a gradient of `GRADIENT_BYTES` on each of some of this host's devices at once, in a
-    function, as the devices of a step do; it gives a number when all have."""
+    """Return a function that encodes and decodes a gradient of `GRADIENT_BYTES` on several devices at once.
+
+    The devices of this host work like the devices of a step. The result of the function is ready when all devices are.
+    """
 
     def coded(gradient: tf.Tensor) -> tf.Tensor:
         if isinstance(how, PowerSGD):
@@ -58,7 +61,7 @@ def encoder(how: str | PowerSGD, devices: int = 1) -> Callable[[], tf.Tensor]:
             return gradient - made + tf.matmul(left, right + 1.0, transpose_b=True)
         assert isinstance(how, str)
         encoded = gradient_codes.encode(gradient, how)
-        received = tf.bitwise.bitwise_or(encoded, 1 << 24)  # Another tensor, of other devices.
+        received = tf.bitwise.bitwise_or(encoded, 1 << 24)  # A different tensor, as if from other devices.
         decoded = gradient_codes.decode(encoded, how, _SIDE)
         return gradient - decoded + gradient_codes.decode(received, how, _SIDE)
 

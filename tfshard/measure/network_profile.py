@@ -1,4 +1,4 @@
-"""profile_network: how long each collective takes, by the size of its message, inside a host and between hosts."""
+"""profile_network: measures the time of each collective by message size, inside a host and between hosts."""
 
 import dataclasses
 import statistics
@@ -22,23 +22,23 @@ from tfshard.planning import links
 from tfshard.planning.links import Link, Links
 
 _WARMUP = 2
-# Collectives that follow each other in one function, as in a step: what it costs to call it is shared out.
+# The number of collectives in one function, as in a step: they share the cost of the call.
 _CHAIN = 4
-# With more bytes only the time of the measurement grows.
+# More bytes only lengthen the measurement.
 LARGEST_OF_LINKS = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One collective at one size.
+    """The time of one collective at one size.
 
     Attributes:
-        kind: `"all_reduce"`, `"all_gather"`, `"reduce_scatter"` or `"broadcast"`; of a link `"all-reduce"`,
+        kind: `"all_reduce"`, `"all_gather"`, `"reduce_scatter"` or `"broadcast"`; for a link `"all-reduce"`,
             `"all-gather"` or `"all-to-all"`.
-        bytes: Of the message: the whole tensor, what a gather gives, what a scatter takes.
-        seconds: The median of the repeats, of the slowest client.
-        devices: How many take part.
-        over: Of a link, among which: `"inside"`, `"between"` or `"across"` (`tfshard.planning.Links`).
+        bytes: The size of the message: the full tensor, which is the result of a gather or the input of a scatter.
+        seconds: The median of the repeats on the slowest client.
+        devices: How many devices take part.
+        over: For a link, its group: `"inside"`, `"between"` or `"across"` (`tfshard.planning.Links`).
     """
 
     kind: str
@@ -49,12 +49,12 @@ class Measurement:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes of the message a second."""
+        """Bytes of the message per second."""
         return self.bytes / self.seconds
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes a second that each device sends in a ring, which does not depend on their number.
+        """Bytes per second that each device sends in a ring, which does not depend on the number of devices.
 
         As in NVIDIA's nccl-tests (doc/PERFORMANCE.md).
         """
@@ -71,11 +71,11 @@ class NetworkProfile:
     Attributes:
         devices: How many devices took part.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`.
-        num_clients: How many processes they belong to.
-        measurements: By kind and size, of eager operations.
-        devices_per_host: How many devices a host has, as far as links are told apart.
-        in_steps: By kind, devices and size, of operations in a function, as those of a step.
-        encoding: Of compressed gradients, as in `tfshard.planning.Links`; CPU only.
+        num_clients: The number of processes.
+        measurements: The times of eager operations, by kind and size.
+        devices_per_host: The number of devices of a host, for the distinction of links.
+        in_steps: The times of operations in a function, as in a step, by kind, devices and size.
+        encoding: The times to encode compressed gradients, as in `tfshard.planning.Links`; CPU only.
     """
 
     devices: int
@@ -87,15 +87,15 @@ class NetworkProfile:
     encoding: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def latency(self, kind: str) -> float:
-        """Seconds of the smallest message of a kind."""
+        """Return the seconds of the smallest message of a kind."""
         return min((m for m in self.measurements if m.kind == kind), key=lambda m: m.bytes).seconds
 
     @property
     def links(self) -> Links:
-        """What `tfshard.advise` and plans take: a latency and a bandwidth for each kind of collective and of link."""
+        """A latency and a bandwidth for each kind of collective and of link, for `tfshard.advise` and plans."""
         found: dict[str, dict[str, Link]] = {}
         for over in links.GROUPS:
-            # A host's devices each have a group between hosts, at once; all devices are one.
+            # Each device of a host is in a different group between hosts, and all these groups run at once.
             at_once = self.devices_per_host if over == links.BETWEEN else 1
             rows = [m for m in self.in_steps if m.over == over]
             found[over] = {kind: _fitted([m for m in rows if m.kind == kind], at_once) for kind in links.KINDS if rows}
@@ -104,7 +104,7 @@ class NetworkProfile:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The profile as plain data."""
+        """Return the profile as plain data."""
         return {
             **dataclasses.asdict(self),
             **{
@@ -117,7 +117,7 @@ class NetworkProfile:
         }
 
     def table(self) -> rich.table.Table:
-        """The profile as a rich table."""
+        """Return the profile as a rich table."""
         where = f"{self.devices} {self.device_type} devices, {self.num_clients} processes"
         table = rich.table.Table(title=f"Collectives between {where}", box=rich.box.SIMPLE_HEAD)
         table.add_column("collective")
@@ -133,7 +133,7 @@ class NetworkProfile:
         return table
 
     def links_table(self) -> rich.table.Table:
-        """The links as a rich table."""
+        """Return the links as a rich table."""
         hosts = self.devices // self.devices_per_host
         title = f"Links of {hosts} x {self.devices_per_host} {self.device_type} devices, in a step"
         table = rich.table.Table(title=title, box=rich.box.SIMPLE_HEAD)
@@ -163,10 +163,10 @@ class NetworkProfile:
     __repr__ = __str__
 
     def plot(self, path: str) -> None:
-        """Draws latency and bandwidth over the size. Needs matplotlib (`pip install tfshard[plots]`).
+        """Draw latency and bandwidth over the size. Needs matplotlib (`pip install tfshard[plots]`).
 
         Args:
-            path: Where to save the picture; its ending gives the format.
+            path: The file to save; its ending gives the format.
         """
         import matplotlib.figure
 
@@ -187,27 +187,27 @@ class NetworkProfile:
 def profile_network(
     sizes: Sequence[int] = SIZES, repeats: int = 10, devices_per_host: int | None = None
 ) -> NetworkProfile:
-    """Measures each collective between all devices, in a launched run between those of all clients, and each link.
+    """Measure each collective between all devices (of all clients in a launched run), and each link.
 
-    The times of the former include what one eager DTensor operation costs, as a step that consists of it would. Links
-    are measured in functions of some collectives: among the devices of a host (all hosts at once), among one device of
-    each host (as many groups at once as a host has devices), and among all devices. What `profile.links` has of them
-    is for `tfshard.advise(links=)`. On CPU it is measured besides how long devices take to compress gradients, all of
-    them at once (`tfshard.advise(compression=)`).
+    The times of collectives include the overhead of an eager DTensor operation. Links are measured in functions of
+    several collectives: among the devices of a host (all hosts at once), among one device of each host (as many groups
+    at once as a host has devices), and among all devices. `profile.links` holds the results for
+    `tfshard.advise(links=)`. On CPU, the profile also measures how long devices take to compress gradients, with all
+    devices at once (`tfshard.advise(compression=)`).
 
     Args:
-        sizes: Bytes of the messages; rounded up to a multiple of 4 bytes for each device. Links are measured with those
-            of at most 4 MiB.
-        repeats: How often each is measured, after two that are not.
-        devices_per_host: How many devices are taken for a host. By default those of a launcher's clients; in a process
-            that was not launched all.
+        sizes: Bytes of the messages; rounded up to a multiple of 4 bytes for each device. Links are measured with at
+            most 4 MiB.
+        repeats: The number of measurements of each collective, after two warm-up runs.
+        devices_per_host: The number of devices that count as a host. By default the devices of the clients that one
+            launcher started; in a process that was not launched, all devices.
 
     Returns:
         The `NetworkProfile`.
 
     Raises:
-        CollectiveError: A size or a number of repeats that is not a positive integer, or hosts that the devices do not
-            make up.
+        CollectiveError: A size or a number of repeats that is not a positive integer, or a `devices_per_host` that does
+            not divide the number of devices.
 
     Example:
 
@@ -248,7 +248,7 @@ def profile_network(
 
 
 def _encoding(repeats: int, devices: int) -> dict[str, float]:
-    """Seconds in which a device encodes and decodes a byte of a gradient, by compression, while all devices do."""
+    """Return the seconds for a byte of a gradient, by compression, while all devices encode and decode."""
     found = {}
     for name in (*CODES, links.POWER_SGD):
         how = name if name in CODES else PowerSGD(rank=links.MEASURED_RANK)
@@ -258,7 +258,7 @@ def _encoding(repeats: int, devices: int) -> dict[str, float]:
 
 
 def _devices_per_host(started: startup.Runtime, given: int | None) -> int:
-    """How many devices are taken for a host, checked."""
+    """Return the number of devices that count as a host, checked."""
     if given is None:
         return clients_per_host() * started.local_devices
     if isinstance(given, bool) or not isinstance(given, int) or given < 1 or started.num_devices % given:
@@ -270,7 +270,7 @@ def _devices_per_host(started: startup.Runtime, given: int | None) -> int:
 
 
 def clients_per_host() -> int:
-    """How many clients of the run a launcher started, which is to say, a host has. The same on all clients.
+    """Return the number of clients that each launcher started, equal on all hosts.
 
     Raises:
         CollectiveError: Hosts have different numbers of clients.
@@ -286,7 +286,7 @@ def clients_per_host() -> int:
 
 
 def _in_steps(sizes: Sequence[int], repeats: int, devices: int, per_host: int) -> list[Measurement]:
-    """Each kind of collective among each kind of group that there is."""
+    """Measure each kind of collective in each kind of group."""
     hosts = devices // per_host
     counts = {
         links.INSIDE: per_host,
@@ -306,13 +306,13 @@ def _in_steps(sizes: Sequence[int], repeats: int, devices: int, per_host: int) -
 
 
 def _fitted(rows: Sequence[Measurement], at_once: int) -> Link:
-    """The latency and the bandwidth of measured times: least squares of relative differences.
+    """Fit a latency and a bandwidth to measured times, by least squares of relative differences.
 
-    The bandwidth is that of the three largest messages, since a network lets small ones pass at once that it holds up
-    when many follow each other; the latency is of all.
+    The bandwidth comes from the three largest messages: a network lets small messages pass at once that it delays when
+    many follow each other. The latency comes from all messages.
 
     Args:
-        rows: Of one kind, by size.
+        rows: The measurements of one kind, by size.
         at_once: How many groups used the link at the same time.
     """
     times = np.array([m.seconds for m in rows])
@@ -320,28 +320,28 @@ def _fitted(rows: Sequence[Measurement], at_once: int) -> Link:
     weighted = np.stack([1 / times, sent / times], 1)[-3:]
     (_, inverse), *_ = np.linalg.lstsq(weighted, np.ones(len(weighted)), rcond=None)
     if len(rows) == 1 or inverse <= 0:
-        # Too few sizes to tell them apart.
+        # Too few sizes to separate latency and bandwidth.
         inverse = times[-1] / sent[-1]
     latency = max(0.0, np.sum((1 - inverse * sent / times) / times) / np.sum(1 / times**2))
     return Link(latency=float(latency), bandwidth=float(1 / inverse))
 
 
 def _operation(kind: str, words: int, over: dtensor.Mesh) -> Callable[[], tf.Tensor]:
-    """The collective, ready to run on tensors that are on the devices already."""
+    """Return a function that runs the collective on tensors that are already on the devices."""
     local = over.num_local_devices()
     if kind == "all_gather":
         layout = transfer.layout((collectives.AXIS, None), over)
         rows = np.zeros((1, words // over.size), np.int32)
         packed = dtensor.pack([tf.constant(rows)] * local, layout)
         return lambda: collectives.gather_packed(packed, over)
-    # A broadcast is a sum of integers of 64 bits with zeros.
+    # A broadcast is a sum of 64-bit integers with zeros.
     like = tf.zeros((-(-words // 2),), tf.int64) if kind == "broadcast" else tf.zeros((words,))
     packed = collectives.pack([like] * local, over)
     return lambda: collectives.reduce_packed(packed, "sum", over, scattered=kind == "reduce_scatter")
 
 
 def _measure(operation: Callable[[], tf.Tensor], label: str, repeats: int) -> float:
-    """Seconds of one run: the median of this client's, of the slowest client."""
+    """Return the seconds of one run: the median of each client, and of these the slowest client's."""
     seconds = []
     with clients.here().operation(label, first=True):
         for _ in range(_WARMUP + repeats):

@@ -1,4 +1,4 @@
-"""What is in memory at the peak of a step, read from the allocator's part of a trace."""
+"""PeakMemory: the memory at the peak of a step, read from the allocator events of a trace."""
 
 import bisect
 import collections
@@ -11,16 +11,16 @@ from tfshard import _private, tables
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PeakMemory:
-    """Bytes in use at the peak of a step, of all local devices together.
+    """Bytes in use at the peak of a step, on all local devices together.
 
     Attributes:
-        bytes: In use at the peak.
-        before: In use when the step began: what rests, the batch, and whatever else the process holds.
-        made: What the step had made by then and not freed, by what made it: `"all-gather"`, `"reduction"` (the buffers
-            of reductions) and the names of operations, numbers left out, the largest first. Without what the allocator
-            does not report.
-        device_added: What the step adds on one device, at the peak of that one to which it adds most: bytes that were
-            asked for. The others above are what the allocator gave for it: up to twice as much for one request.
+        bytes: Bytes in use at the peak.
+        before: Bytes in use when the step began: stored variables, the batch, and everything else in the process.
+        made: The allocations of the step that are live at the peak, by origin, the largest first: `"all-gather"`,
+            `"reduction"` (the buffers of reductions) and the names of operations without numbers. Allocations that the
+            allocator does not report are missing.
+        device_added: The requested bytes that the step adds on one device, at the peak of the device with the largest
+            addition. The other attributes count allocated bytes: up to twice as many for one request.
     """
 
     bytes: int
@@ -30,7 +30,7 @@ class PeakMemory:
 
     @property
     def added(self) -> int:
-        """What the step adds to what was there before it."""
+        """The bytes that the step adds to `before`."""
         return self.bytes - self.before
 
     def __str__(self) -> str:
@@ -42,11 +42,11 @@ class PeakMemory:
 
 
 def peak_of(trace: Sequence[_private.TraceEvent], devices: int) -> PeakMemory | None:
-    """The peak in a trace of a step; None where the allocator does not report, as without oneDNN on CPU.
+    """Return the peak in a trace of a step; None if the allocator does not report, as on CPU without oneDNN.
 
     Args:
-        trace: All events, in time.
-        devices: How many local ones there are.
+        trace: All events, in time order.
+        devices: The number of local devices.
     """
     events = [each for each in trace if each.name in ("MemoryAllocation", "MemoryDeallocation")]
     if not events:
@@ -72,10 +72,11 @@ def peak_of(trace: Sequence[_private.TraceEvent], devices: int) -> PeakMemory | 
 def _added_on_a_device(
     trace: Sequence[_private.TraceEvent], events: Sequence[_private.TraceEvent], devices: int
 ) -> int:
-    """The most that a step adds on one device.
+    """Return the largest number of bytes that a step adds on one device.
 
-    TensorFlow runs an executor for each device; what is allocated while it runs an operation is that device's. The
-    buffers of a reduction are allocated in threads of their own, in the order in which the devices started it.
+    TensorFlow runs an executor for each device. An allocation during an operation of an executor belongs to the
+    executor's device. The buffers of a reduction are allocated in separate threads, in the order in which the devices
+    started the reduction.
     """
     device_of = _Executors(trace, devices)
     owner: dict[int, tuple[int, int]] = {}
@@ -95,7 +96,7 @@ def _added_on_a_device(
 
 
 class _Executors:
-    """Tells on which device, by number, something happened."""
+    """Finds the device, by number, of an event."""
 
     def __init__(self, trace: Sequence[_private.TraceEvent], devices: int):
         runs = [each for each in trace if each.name == "ExecutorState::Process"]
@@ -124,7 +125,7 @@ class _Executors:
         place = bisect.bisect_right(spans, (event.begin, float("inf"), 0)) - 1
         if place >= 0 and event.begin <= spans[place][1]:
             return spans[place][2]
-        return self._nobody  # Such as the host's part of a batch.
+        return self._nobody  # No executor, such as for the host's part of a batch.
 
 
 _REDUCTION = "CollectiveReduceV2"
@@ -138,7 +139,7 @@ def _follow(event: _private.TraceEvent, live: dict[int, tuple[str, int]]) -> Non
 
 
 def _made_by(operation: str) -> str:
-    """What to call an allocation by an operation."""
+    """Return the origin of an allocation by an operation."""
     if "TempChunk" in operation:
         return "reduction"
     if "AllGather" in operation:

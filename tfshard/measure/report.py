@@ -1,4 +1,4 @@
-"""What every device holds, measured on the devices' own tensors."""
+"""Report: what every device stores, measured on the local tensors of the devices."""
 
 import dataclasses
 import math
@@ -22,43 +22,43 @@ from tfshard.storage.variables import ShardedVariable
 
 
 class Strategy(Protocol):
-    """What a report takes of a `ShardedStrategy`, whose wing is below this one."""
+    """The members of a `ShardedStrategy` that a report uses. The strategy's subpackage is below this one."""
 
     mesh: dtensor.Mesh
 
     @property
     def mesh_shape(self) -> MeshAxes:
-        """The axes of its mesh."""
+        """The axes of the mesh."""
 
     @property
     def zero_stage(self) -> int:
         """0 to 3."""
 
     def placement_of(self, model: keras.Model) -> ModelPlacement:
-        """Where the variables of a built model go."""
+        """Return the placement of the variables of a built model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableReport:
-    """One variable: what it is and what each device holds of it.
+    """A variable and its bytes on each device.
 
     Attributes:
         path: The Keras path.
-        kind: `"parameter"`, `"state"` (not trained) or `"slot"`, also of what the compression of gradients keeps.
-        shape: Of the whole variable.
-        dtype: Its name.
-        compute_layout: The mesh axis of each dim when it is read.
-        storage_layout: The mesh axis of each dim of the stored tensor (of the padded one, if padded).
-        storage_shape: The shape of the stored tensor; the padded one, or that of the group's buffer.
-        group: The number of the group whose buffer it shares, or None.
-        gradient_layout: The mesh axis of each dim of its gradient as the optimizer got it, in the last step that was
-            traced or ran eagerly. None before that, and without a gradient.
+        kind: `"parameter"`, `"state"` (not trained) or `"slot"`. The state of gradient compression counts as slots.
+        shape: The shape of the full variable.
+        dtype: The name of the dtype.
+        compute_layout: The mesh axis of each dim when a step reads the variable.
+        storage_layout: The mesh axis of each dim of the stored tensor (the padded tensor, if padded).
+        storage_shape: The shape of the stored tensor; of the padded tensor, or of the group's buffer.
+        group: The number of the group with which the variable shares a buffer, or None.
+        gradient_layout: The mesh axis of each dim of the gradient that the optimizer got in the last traced or eager
+            step; None before the first step, and without a gradient.
         gradient_bytes_per_device: Bytes of the gradient in that layout on one device, or None.
-        shards: Into how many different pieces it is cut.
-        bytes_whole: Bytes of the whole variable.
-        bytes_per_device: Bytes that the fullest device of this process holds, read from the device's tensor; of a
-            group's tensor, this variable's part. 0 of what rests on the host.
-        host_bytes_per_device: Likewise, that the host holds for it.
+        shards: The number of different shards.
+        bytes_whole: Bytes of the full variable.
+        bytes_per_device: Bytes that the fullest device of this process stores, read from the device's tensor; for a
+            group, this variable's share. 0 for a variable that is stored on the host.
+        host_bytes_per_device: Bytes that the host stores for that device.
     """
 
     path: str
@@ -85,14 +85,14 @@ class Report:
         mesh: Axis name to size.
         world_size: Number of devices.
         zero_stage: 0 to 3.
-        gradients_reduce_scattered: Whether each device keeps its shard of a gradient only (stages 2 and 3), at least of
-            variables that stand alone and are cut along one of their dims: those of groups are reduced whole. Measured,
-            by the layouts in which the optimizer got them in the last step that was traced or ran eagerly; None
-            before that.
+        gradients_reduce_scattered: True if each device keeps only its local shard of a gradient (stages 2 and 3), for
+            at least one variable. Ungrouped variables with a sharded dim have such gradients; gradients of groups are
+            reduced in full. Measured by the layouts of gradients in the last traced or eager step; None before the
+            first.
         variables: A `VariableReport` for each variable.
-        misplaced: The paths of variables of the model that are not where its placement has them. None, unless something
-            is wrong, or a variable has come since the last step.
-        notes: Sentences that say what the numbers do not have, such as the slots of a model that is not compiled.
+        misplaced: The paths of variables that are not at their placement. Empty, unless something is wrong, or a
+            variable has been added since the last step.
+        notes: Sentences about missing numbers, such as the slots of a model that is not compiled.
     """
 
     mesh: dict[str, int]
@@ -105,12 +105,12 @@ class Report:
 
     @classmethod
     def from_model(cls, model: keras.Model, strategy: Strategy, parts: Sequence[keras.Model] | None = None) -> "Report":
-        """Measures a model that is built or compiled under `strategy`.
+        """Measure a model that is built or compiled under `strategy`.
 
         Args:
             model: The model.
-            strategy: Its strategy, or that of one rank of a pipeline.
-            parts: Of a pipeline: the parts of the model that the rank has.
+            strategy: The strategy of the model, or of one rank of a pipeline.
+            parts: For a pipeline: the stages of the model on the rank.
         """
         rows: list[VariableReport | None] = []
         trained = {id(variable) for variable in model.trainable_variables}
@@ -143,29 +143,29 @@ class Report:
         )
 
     def bytes_per_device(self, kind: str | None = None) -> int:
-        """Bytes that the fullest device of this process holds, of one kind of variable or of all."""
+        """Return the bytes that the fullest device of this process stores, of one kind of variable or of all."""
         return sum(row.bytes_per_device for row in self.variables if kind in (None, row.kind))
 
     def host_bytes_per_device(self) -> int:
-        """Bytes of slots that the host holds for the fullest device of this process (`offload="slots"`)."""
+        """Return the bytes of slots that the host stores for the fullest device of this process (`offload="slots"`)."""
         return sum(row.host_bytes_per_device for row in self.variables)
 
     def bytes_on_one_device(self, kind: str | None = None) -> int:
-        """Bytes that a single device would hold without sharding."""
+        """Return the bytes that a single device would store without sharding."""
         return sum(row.bytes_whole for row in self.variables if kind in (None, row.kind))
 
     @property
     def gradient_bytes_per_device(self) -> int | None:
-        """Bytes on one device of the gradients as the optimizer got them (`VariableReport.gradient_layout`).
+        """Bytes on one device of the gradients that the optimizer got (`VariableReport.gradient_layout`).
 
-        No sum of `bytes_per_device` has them: they do not rest between steps. None before the first step.
+        No sum of `bytes_per_device` includes gradients: a step frees them. None before the first step.
         """
         found = [row.gradient_bytes_per_device for row in self.variables if row.kind == "parameter"]
         known = [bytes_ for bytes_ in found if bytes_ is not None]
         return sum(known) if known else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data: JSON types only, apart from tuples."""
+        """Return the report as plain data: JSON types only, apart from tuples."""
         totals: dict[str, dict[str, int | None]] = {
             kind: {
                 "bytes_per_device": self.bytes_per_device(kind),
@@ -184,10 +184,10 @@ class Report:
         return {**dataclasses.asdict(self), "totals": totals}
 
     def tables(self, *, detail: bool = False) -> tuple[rich.table.Table, rich.table.Table]:
-        """The report as rich tables: the totals, and what rests where.
+        """Return the report as rich tables: the totals, and the stored variables.
 
         Args:
-            detail: A row for each variable, slots too. By default those that are alike share one, without slots.
+            detail: True: a row for each variable, slots included. False: similar variables share a row, without slots.
         """
         if detail:
             rows = [tables.Row.of(variable) for variable in self.variables]
@@ -197,7 +197,7 @@ class Report:
         return self._totals_table(), tables.variables(tables.FOLDED, rows)
 
     def table(self) -> rich.table.Table:
-        """A row for each variable, as a rich table. Use `tables`: this one will not be in the next version."""
+        """Return a rich table with a row for each variable. Deprecated; use `tables`, as the next version drops it."""
         warn(
             "Report.table() is now Report.tables(), which gives the totals and what rests where. The old name will not "
             "be in the next version.",
@@ -206,10 +206,10 @@ class Report:
         return self.tables(detail=True)[1]
 
     def text(self, *, detail: bool = False) -> str:
-        """What `print` shows: the totals, and what rests where.
+        """Return the text that `print` shows: the totals, and the stored variables.
 
         Args:
-            detail: A row for each variable, slots too. By default those that are alike share one, without slots.
+            detail: True: a row for each variable, slots included. False: similar variables share a row, without slots.
         """
         return tables.as_text(*self.tables(detail=detail), *self._sentences())
 
@@ -219,9 +219,9 @@ class Report:
     __repr__ = __str__
 
     def summary(self) -> str:
-        """The totals, and a row for each block of the model with the sums of its variables, slots apart.
+        """Return the totals, and a row for each block of the model with the sums of its variables, without slots.
 
-        A block is what the first name of the variables' paths says, behind the names that all of them share.
+        The first name in a variable's path, after the names that all paths share, is the variable's block.
         """
         rows = [tables.Row.of(variable) for variable in self.variables if variable.kind != "slot"]
         blocks = tables.variables("Blocks of the model", tables.blocks(rows), head="block", columns=())
@@ -252,7 +252,7 @@ class Report:
         return (self._reduced_text(), *self.notes)
 
     def _reduced_text(self) -> str:
-        """Say how a step reduces gradients."""
+        """Return a sentence about how a step reduces gradients."""
         if self.gradients_reduce_scattered is None:
             return "Gradients are measured in the first training step: none has run yet."
         if self.gradients_reduce_scattered:
@@ -266,16 +266,16 @@ class Report:
         return "A step all-reduces gradients: each device holds full gradients until the update."
 
 
-# How many variables a note names.
+# The number of variables that a note names.
 _NAMED = 5
 
 
 def check_is_measurable(model: keras.Model, method: str) -> None:
-    """Raise `StrategyError` for a model of which no variable is on a mesh.
+    """Raise `StrategyError` if no variable of a model is on a mesh.
 
     Args:
         model: The model.
-        method: The method of the strategy that was called, for the message.
+        method: The called method of the strategy, for the message.
     """
     owned = [variable for variable, _ in inventory.owned_variables(model)]
     if not owned:
@@ -289,7 +289,7 @@ def check_is_measurable(model: keras.Model, method: str) -> None:
 
 
 def _notes(model: keras.Model, misplaced: Sequence[str]) -> tuple[str, ...]:
-    """Say what a report of a model does not have."""
+    """Return sentences about numbers that the report of a model lacks."""
     if not model.compiled and not inventory.optimizer_variables(model):
         return (
             f"Model '{model.name}' is not compiled, so there are no optimizer slots yet. strategy.plan(model, "
@@ -317,7 +317,7 @@ def _measure(variable: keras.Variable, kind: str, mesh_shape: MeshAxes) -> Varia
 
 def _measured(current: ShardedVariable, path: str, kind: str, mesh_shape: MeshAxes) -> VariableReport:
     layout = current.layout
-    # Slots are given gradients too: those that accumulate them.
+    # Accumulator slots receive gradients, too.
     gradient = current.gradient_layout if kind == "parameter" else None
     return VariableReport(
         path=path,
@@ -340,20 +340,20 @@ def _measured(current: ShardedVariable, path: str, kind: str, mesh_shape: MeshAx
 
 
 def _shards(axes: Axes, mesh_shape: MeshAxes) -> int:
-    """Into how many different pieces a layout cuts."""
+    """Return the number of different shards of a layout."""
     return math.prod(mesh_shape[axis] for axis in axes if axis is not None)
 
 
 def _scattered(rows: Sequence[VariableReport], data: str | None) -> bool | None:
-    """Whether gradients came to the optimizer in shards; None where none was seen."""
+    """Return True if a gradient came to the optimizer in shards; None if no gradient was seen."""
     seen = [row.gradient_layout for row in rows if row.gradient_layout is not None]
     return any(data in axes for axes in seen) if seen else None
 
 
 def _bytes_at_rest(variable: ShardedVariable) -> int:
-    """Bytes of the fullest device's piece of the buffer; of a group's buffer, this member's part."""
+    """Return the bytes of the fullest device's local shard of the buffer; for a group, this member's share."""
     buffer = variable.buffer
-    # Devices of other clients have a piece of the same shape.
+    # Local shards on other clients have the same shape.
     one = math.prod(transfer.piece_shape(tuple(buffer.shape), buffer.layout)) * buffer.dtype.size
     piece = max(transfer.local_bytes(buffer.value()).values(), default=one)
     return variable.storage.format.share(piece, variable.member)
@@ -361,11 +361,11 @@ def _bytes_at_rest(variable: ShardedVariable) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyncGroup:
-    """Variables whose gradients are reduced together: a group, or one variable by itself.
+    """Variables with gradients that a step reduces together: a group, or one ungrouped variable.
 
     Attributes:
-        members: Their paths.
-        bytes: Of their gradients, whole.
+        members: The paths of the variables.
+        bytes: Bytes of the full gradients.
     """
 
     members: tuple[str, ...]
@@ -374,12 +374,12 @@ class SyncGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyncStats:
-    """The result of `strategy.sync_stats(model)`: what is synchronized in each step.
+    """The result of `strategy.sync_stats(model)`: the gradients that each step reduces.
 
     Attributes:
         variables: How many variables have gradients.
-        bytes: Of all gradients, whole.
-        groups: The groups, and the variables that stand alone.
+        bytes: Bytes of all full gradients.
+        groups: The groups, and the ungrouped variables.
     """
 
     variables: int
@@ -388,7 +388,7 @@ class SyncStats:
 
     @classmethod
     def from_model(cls, model: keras.Model) -> "SyncStats":
-        """Counts the trained variables of a model that is under a strategy."""
+        """Count the trained variables of a model that is under a strategy."""
         members: dict[int, list[ShardedVariable]] = {}
         for variable in model.trainable_variables:
             current = _private.backend_variable(variable)

@@ -1,13 +1,14 @@
-"""What one training step really sent: collectives, their bytes and times, read from a trace of it.
+"""profile_step: the collectives of one training step, their bytes and times, read from a trace of the step.
 
 # Note: who traces in a launched run
 
-Client 0 alone; the others have its events. TensorFlow's recorder of traces may write to memory that it has freed where
-an activity began in one thread and ended in another: the client dies at the end of the trace or later, or events are
-missing. (`TraceMeRecorder::Consume` of traceme_recorder.cc keeps pointers to ends of activities that wait for their
-begins, while the vector of what each thread recorded grows, which copies it.) In a step there is one such activity,
-`CollectiveExecutor::CompleteParams`: a client asks client 0, which leads the groups of collectives, about each
-collective, and a thread of gRPC takes the answer. Client 0 asks nobody, so that it begins and ends there in one thread.
+Only client 0 traces, and sends its events to the other clients. TensorFlow's trace recorder may write to freed memory
+if an activity begins in one thread and ends in another. Then the client dies at the end of the trace or later, or
+events are missing. (`TraceMeRecorder::Consume` of traceme_recorder.cc keeps pointers to ends of activities that wait
+for their begins. The vector of a thread's records grows meanwhile, which copies its elements.) A step has one such
+activity, `CollectiveExecutor::CompleteParams`: a client asks client 0, the leader of the groups of collectives, about
+each collective, and a gRPC thread takes the answer. Client 0 asks nobody, so there the activity begins and ends in one
+thread.
 """
 
 import collections
@@ -37,7 +38,7 @@ from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage.variables import ShardedVariable
 
 # TensorFlow's oneDNN allocator does not report smaller allocations (mkl_cpu_allocator.h). A gather allocates its
-# result, a ring reduction a piece for each device.
+# result, a ring reduction a buffer for each device.
 SMALL_BYTES = 256 << 10
 _KINDS = {
     "CollectiveGatherV2": "all-gather",
@@ -50,17 +51,17 @@ _RINGS = ("CollectiveReduceV2", "CollectiveReduceScatterV2")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfiledCollective:
-    """One collective operation of the step.
+    """A collective operation of the step.
 
     Attributes:
-        kind: `"all-gather"`, `"all-reduce"`, ...; a reduce-scatter on CPU is an all-reduce and a local slice, and an
-            all-gather on a mesh of several axes is an all-reduce of zeros and a piece, unless over the data axis.
-        name: TensorFlow's name of the operation, which tells where in the model it comes from.
-        group_size: How many devices take part in each.
+        kind: `"all-gather"`, `"all-reduce"`, ... On CPU, a reduce-scatter is an all-reduce and a local slice. On a mesh
+            of several axes, an all-gather is an all-reduce of zero-padded shards, except over the data axis.
+        name: TensorFlow's name of the operation, which tells its place in the model.
+        group_size: How many devices take part in each run.
         count: How often each device took part.
-        bytes: Of the whole tensor on one device: what a gather gives, what a reduction takes. None where the trace
-            does not tell: it does on CPU, through oneDNN's allocator, for pieces above `SMALL_BYTES`.
-        seconds: Time from its start to its end, waiting for the other devices included; the mean of the devices.
+        bytes: Bytes of the full tensor on one device: the result of a gather, the input of a reduction. None if the
+            trace does not tell: it tells bytes on CPU, through oneDNN's allocator, for shards above `SMALL_BYTES`.
+        seconds: Time from start to end, including the wait for other devices; the mean of the devices.
     """
 
     kind: str
@@ -73,7 +74,7 @@ class ProfiledCollective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Span:
-    """A collective on one device, for the timeline: begin and end in seconds from the step's first operation."""
+    """A collective on one device: begin and end in seconds from the first collective of the step."""
 
     lane: int
     kind: str
@@ -88,13 +89,13 @@ class StepProfile:
     Attributes:
         mesh: Axis name to size.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`.
-        collectives: The collective operations, those with the most bytes first.
+        collectives: The collective operations, the largest first.
         seconds: Wall time of the step, tracing included.
-        variable_bytes: Bytes of parameters, state and slots that each local device holds, by device.
-        spans: Where in time each collective was.
-        peak: What was in memory at the peak of the step; None where the allocator does not tell. On CPU oneDNN's
-            allocator tells it, and the system's, which clients of a launched run use by default, does not.
-        timeline: What each device did when; None where the trace does not tell: it does on CPU.
+        variable_bytes: Bytes of parameters, state and slots that each local device stores, by device.
+        spans: The begin and end of each collective.
+        peak: The memory at the peak of the step; None if the allocator does not report. On CPU, oneDNN's allocator
+            reports. The system's allocator, the default of clients of a launched run, does not.
+        timeline: The work of each device in time; None if the trace does not tell: it does on CPU.
     """
 
     mesh: MeshAxes
@@ -107,39 +108,38 @@ class StepProfile:
     timeline: Timeline | None = dataclasses.field(default=None, repr=False)
 
     def count(self, kind: str | None = None) -> int:
-        """How many collectives a device took part in, of one kind or of all."""
+        """Return how many collectives a device took part in, of one kind or of all."""
         return sum(c.count for c in self.collectives if kind in (None, c.kind))
 
     def bytes(self, kind: str | None = None) -> int:
-        """Bytes of the tensors of the collectives on one device, of one kind or of all, as far as the trace tells."""
+        """Return the bytes of the collectives' tensors on one device, of one kind or all, as far as known."""
         return sum((c.bytes or 0) * c.count for c in self.collectives if kind in (None, c.kind))
 
     def untold_bytes(self, kind: str | None = None) -> int:
-        """The most that collectives whose bytes the trace does not tell may have sent (CPU with oneDNN's allocator).
+        """Return the most bytes that collectives with unknown bytes may have sent (on CPU with oneDNN's allocator).
 
-        With the system's allocator the trace tells no bytes at all, and nothing bounds them (`peak` is None).
+        With the system's allocator, the trace tells no bytes at all, and nothing bounds them (`peak` is None).
         """
         untold = [c for c in self.collectives if kind in (None, c.kind) and c.bytes is None]
         return sum(c.count * SMALL_BYTES * (1 if c.kind == "all-gather" else c.group_size) for c in untold)
 
     def collective_seconds(self) -> float:
-        """Time that a device spent in collectives, overlapping ones counted twice."""
+        """Return the time that a device spent in collectives; overlapping collectives count twice."""
         return sum(c.seconds for c in self.collectives)
 
     @property
     def hidden(self) -> float | None:
-        """The share of the time in collectives in which the same device also computes (`Timeline.hidden`); None where
-        that is not known."""
+        """The share of collective time in which the same device also computes (`Timeline.hidden`); None if unknown."""
         return None if self.timeline is None else self.timeline.hidden
 
     def to_dict(self) -> dict[str, Any]:
-        """The profile as plain data; of the timeline its numbers."""
+        """Return the profile as plain data, with only the numbers of the timeline."""
         numbers = None if self.timeline is None else self.timeline.to_dict()
         values = dataclasses.asdict(dataclasses.replace(self, timeline=None))
         return {**values, "mesh": MeshAxes.of(self.mesh).given, "timeline": numbers}
 
     def table(self) -> rich.table.Table:
-        """The profile as a rich table."""
+        """Return the profile as a rich table."""
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.given.items())
         title = f"One step on {axes}, {1e3 * self.seconds:.0f} ms"
         if self.peak is not None:
@@ -164,10 +164,10 @@ class StepProfile:
     __repr__ = __str__
 
     def plot(self, path: str) -> None:
-        """Draws the collectives on a timeline, a lane for each thread. Needs matplotlib (`pip install tfshard[plots]`).
+        """Draw the collectives on a timeline, a lane for each thread. Needs matplotlib (`pip install tfshard[plots]`).
 
         Args:
-            path: Where to save the picture; its ending gives the format.
+            path: The file to save; its ending gives the format.
         """
         import matplotlib.figure
 
@@ -186,22 +186,21 @@ class StepProfile:
         figure.savefig(path)
 
 
-# Steps before the one that is measured; odd, so that an optimizer that accumulates two gradients updates in it.
+# Steps before the measured step; odd, so that an optimizer that accumulates two gradients updates in the measured step.
 _WARMUP = 3
 
 
 def profile_step(model: keras.Model, batch: Any) -> StepProfile:
-    """Trains four steps on a batch and tells what the last one sent.
+    """Train four steps on a batch and return the collectives of the last step.
 
-    The steps are real ones: weights, slots and metrics change as in `fit`, and a `train_step` of the model's own is
-    given what `fit` gives it. The first compiles what is not compiled yet, and
-    TensorFlow instantiates the step's functions once more in the second. In a launched run all clients call it, and
-    have what the devices of client 0 sent, with their times and their peak; `seconds` and `variable_bytes` are each
-    client's own.
+    The steps are real steps: weights, slots and metrics change as in `fit`, and a custom `train_step` gets its
+    arguments as in `fit`. The first step compiles; in the second step, TensorFlow instantiates the step's functions
+    again. In a launched run, all clients call this function. All get the collectives, times and peak of client 0's
+    devices; `seconds` and `variable_bytes` are local to each client.
 
     Args:
         model: A model compiled under a ShardedStrategy.
-        batch: What a dataset for `fit` holds: `x`, or a tuple `(x, y)` or `(x, y, sample_weight)`. Several inputs
+        batch: An element of a dataset for `fit`: `x`, or a tuple `(x, y)` or `(x, y, sample_weight)`. Several inputs
             are a list or a dict.
 
     Returns:
@@ -211,7 +210,7 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
         StrategyError: The model is not compiled under a ShardedStrategy; the batch is a tuple of another length, has no
             targets for the compiled loss, or is a dataset.
 
-    Example: one gather and one reduction for the whole model.
+    Example: one gather and one reduction for the full model.
 
     >>> import keras, numpy as np, tfshard
     >>> _ = tfshard.initialize(num_devices=4, device_type="CPU")
@@ -234,7 +233,7 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
     with traced() as trace:
         begin = time.perf_counter()
         step()
-        # The loss is there before the variables are written: reading them waits for that.
+        # The loss is ready before the variables are written; reading the variables waits for the writes.
         held = _variable_bytes(model)
         seconds = time.perf_counter() - begin
     local = len(mesh.local_devices())
@@ -253,7 +252,10 @@ def profile_step(model: keras.Model, batch: Any) -> StepProfile:
 
 
 def _step_of(model: keras.Model, batch: Any) -> Callable[[], None]:
-    """One step on a batch. `train_on_batch` gives `train_step` three values, `fit` as many as there are."""
+    """Return a function that trains one step on a batch.
+
+    `train_on_batch` would give `train_step` three values; `fit` gives it as many values as the batch has.
+    """
     parts = batch if isinstance(batch, tuple) else (batch,)
     batches.check("profile_step", model, batch, lists_are_inputs=True)
     if not 1 <= len(parts) <= 3:
@@ -274,25 +276,25 @@ def _step_of(model: keras.Model, batch: Any) -> Callable[[], None]:
 
 @dataclasses.dataclass
 class Trace:
-    """Of some operations.
+    """The trace of some operations.
 
     Attributes:
-        written: What TensorFlow's profiler wrote; nothing before they have ended.
+        written: The output of TensorFlow's profiler; empty until the operations have ended.
     """
 
     written: bytes = b""
 
     def events(self) -> list[_private.TraceEvent]:
-        """The events, in time."""
+        """Return the events, in time order."""
         return _private.read_trace(self.written)
 
 
 @contextlib.contextmanager
 def traced() -> Iterator[Trace]:
-    """A context whose operations are traced; in a launched run in client 0 only (see the note above).
+    """Trace the operations in this context; in a launched run only on client 0 (see the note above).
 
     Raises:
-        tf.errors.AlreadyExistsError: Another profiler runs.
+        tf.errors.AlreadyExistsError: Another profiler is running.
     """
     trace = Trace()
     if clients.here().rank != 0:
@@ -307,7 +309,7 @@ def traced() -> Iterator[Trace]:
 
 
 def _from_client_0(trace: Trace) -> Trace:
-    """Client 0's trace, on all clients."""
+    """Return client 0's trace, on all clients."""
     written = np.zeros(int(collectives.broadcast(len(trace.written))), np.uint8)
     if trace.written:
         written[:] = np.frombuffer(trace.written, np.uint8)
@@ -315,8 +317,10 @@ def _from_client_0(trace: Trace) -> Trace:
 
 
 def collective_wall_seconds(trace: list[_private.TraceEvent], devices: int) -> float:
-    """In how many of the seconds of a trace of `devices` devices at least one collective ran, on whichever device;
-    waiting for other devices included."""
+    """Return the seconds in which at least one collective ran on any device, including the wait for other devices.
+
+    The trace must be a trace of `devices` devices.
+    """
     _, spans = _collectives(trace, devices)
     seconds, end = 0.0, 0.0
     for span in sorted(spans, key=lambda each: each.begin):
@@ -344,7 +348,7 @@ def _variable_bytes(model: keras.Model) -> dict[str, int]:
 def _collectives(
     trace: list[_private.TraceEvent], devices: int
 ) -> tuple[tuple[ProfiledCollective, ...], tuple[Span, ...]]:
-    """The collectives in a trace of `devices` devices."""
+    """Return the collectives in a trace of `devices` devices."""
     group_sizes = {e.stats["group_key"]: e.stats["group_size"] for e in trace if "group_size" in e.stats}
     runs: dict[tuple[str, str], list[_private.TraceEvent]] = collections.defaultdict(list)
     for event in trace:
@@ -374,7 +378,7 @@ def _collectives(
 
 
 def _bytes_of_gathers(trace: list[_private.TraceEvent]) -> dict[str, int]:
-    """Bytes that each operation allocated for its output, over all devices."""
+    """Return the bytes that each operation allocated for its output, over all devices."""
     allocated: dict[str, int] = collections.defaultdict(int)
     for event in trace:
         if event.name == "MemoryAllocation" and event.stats.get("region_type") == "output":
@@ -383,10 +387,10 @@ def _bytes_of_gathers(trace: list[_private.TraceEvent]) -> dict[str, int]:
 
 
 def _bytes_of_ring(chunks: list[_private.TraceEvent], events: list[_private.TraceEvent], group_size: int) -> int | None:
-    """Bytes of a ring reduction's tensors, over all devices.
+    """Return the bytes of a ring reduction's tensors, over all devices.
 
-    Each device allocates a buffer for each chunk of the tensor but its own, so a group of g devices allocates the
-    tensor g - 1 times (TensorFlow's ring_reducer.cc).
+    Each device allocates a buffer for each chunk of the tensor except its local chunk. A group of g devices therefore
+    allocates the tensor g - 1 times (TensorFlow's ring_reducer.cc).
     """
     total = sum(
         chunk.stats["requested_bytes"]
@@ -398,22 +402,22 @@ def _bytes_of_ring(chunks: list[_private.TraceEvent], events: list[_private.Trac
 
 
 def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
-    """Checks that a step sent what the plan predicted: collectives of each kind, and their bytes.
+    """Check that a step sent the planned collectives: the count and the bytes of each kind.
 
-    On CPU, and on GPUs without NCCL, a reduce-scatter is an all-reduce, and on meshes of several axes an all-gather is
-    one too, unless it is over the data axis. Reductions of losses and metrics join those of gradients; their few bytes
-    are not in the plan (`SCALAR_BYTES` of slack). Bytes that the trace does not tell are bounded
-    (`StepProfile.untold_bytes`), and those of activations are compared only if the plan was made with `inputs`.
-    Where DTensor may merge collectives that do not depend on each other, there may be fewer than planned. Of what a
-    plan has the most bytes of (`Collective.at_most`), there may be fewer.
+    On CPU, and on GPUs without NCCL, a reduce-scatter is an all-reduce. On meshes of several axes, an all-gather is an
+    all-reduce, too, except over the data axis. Reductions of losses and metrics join the reductions of gradients; the
+    plan does not count their few bytes (`SCALAR_BYTES` of slack). Bytes that the trace does not tell are bounded
+    (`StepProfile.untold_bytes`). Bytes of activations are compared only if the plan was made with `inputs`. DTensor may
+    merge independent collectives, so fewer than planned are allowed. If a plan gives an upper bound of the bytes
+    (`Collective.at_most`), fewer bytes are allowed.
 
     Args:
-        profile: From `tfshard.profile_step`.
+        profile: A result of `tfshard.profile_step`.
         plan: A `ShardingPlan` of the same model, from `strategy.plan`.
 
     Raises:
         StrategyError: The profile does not tell bytes, because the process uses the system's allocator on CPU.
-        PlanMismatchError: With both sides, where they differ.
+        PlanMismatchError: The plan and the profile differ; the message shows both.
     """
     if profile.device_type == "CPU" and allocators.uses_system_allocator():
         raise StrategyError(
@@ -439,7 +443,7 @@ def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
         if collective.at_most:
             less[kind] += collective.count * (collective.bytes or 0)
         if collective.kind == "all-gather" and kind == "all-reduce":
-            # It merges as all-reduces do; small integers are sent as 64 bits.
+            # All-gathers by reduction merge like all-reduces; small integers are sent as 64 bits.
             gathered[kind] += collective.count * (collective.bytes or 0)
             merging[kind] += collective.count
         elif collective.merges:
@@ -457,5 +461,5 @@ def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
         raise PlanMismatchError("The step did not send what was planned:\n" + "\n".join(lines) + f"\n{profile}")
 
 
-# What losses and metrics may add to the all-reduce of the gradients.
+# The bytes that losses and metrics may add to the all-reduce of the gradients.
 SCALAR_BYTES = 4096

@@ -1,4 +1,4 @@
-"""Operations and collectives of a step in time, by device; how much of the collectives is hidden behind operations."""
+"""Timeline: operations and collectives of a step in time, by device, and how much of the collectives is hidden."""
 
 import bisect
 import collections
@@ -13,10 +13,10 @@ from tfshard import _private
 
 Interval = tuple[float, float]
 
-# Of TensorFlow's executor: operations run in it, on whichever thread (core/common_runtime/executor.cc).
+# TensorFlow's executor runs operations on any thread (core/common_runtime/executor.cc).
 _EXECUTOR = "ExecutorState::Process"
 _FUNCTION = "FunctionRun"
-# Where a collective operation begins, in an executor; and where another thread goes on with it, twice handed on.
+# The start of a collective operation in an executor, and its two handovers to other threads.
 _STARTED = "CollectiveOpV2Kernel::Run"
 _RESOLVED = "CollectiveExecutor::CompleteParamsAsync::Done"
 _HANDED_ON = "BaseCollectiveExecutor::ExecuteAsync"
@@ -24,15 +24,15 @@ _HANDED_ON = "BaseCollectiveExecutor::ExecuteAsync"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """An operation or a collective of one device; times in seconds from the first one of the step.
+    """An operation or a collective of one device; times in seconds from the first work of the step.
 
     Attributes:
         name: TensorFlow's name of the operation.
         kind: The type of the operation.
-        lane: The thread that it ran on.
-        begin: When it began. A collective begins when its device is ready to send.
-        end: When it ended.
-        met: Of a collective, when the last device of this process had come to it; of an operation its begin.
+        lane: The thread of the operation.
+        begin: The begin. A collective begins when its device is ready to send.
+        end: The end.
+        met: For a collective, when the last device of this process joined; for an operation, its begin.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceTimeline:
-    """What one device did.
+    """The work of one device.
 
     Attributes:
-        operations: Those that compute, by their begin.
-        collectives: Likewise.
+        operations: The computing operations.
+        collectives: The collectives.
     """
 
     operations: tuple[Work, ...]
@@ -57,38 +57,39 @@ class DeviceTimeline:
 
     @property
     def computing(self) -> list[Interval]:
-        """When at least one operation ran."""
+        """The intervals in which at least one operation ran."""
         return _union((each.begin, each.end) for each in self.operations)
 
     @property
     def communicating(self) -> list[Interval]:
-        """When at least one collective was under way, waiting for other devices included."""
+        """The intervals in which at least one collective was in progress, including the wait for other devices."""
         return _union((each.begin, each.end) for each in self.collectives)
 
     @property
     def waiting(self) -> list[Interval]:
-        """When collectives were under way, and none of them had all devices of this process."""
+        """The intervals in which collectives were in progress, none of them joined yet by all local devices."""
         met = _union((each.met, each.end) for each in self.collectives)
         return _without(self.communicating, met)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What each device of this process did in a step.
+    """The work of each device of this process in a step.
 
     Attributes:
-        devices: In the order in which they began.
+        devices: The devices, in the order of their first work.
     """
 
     devices: tuple[DeviceTimeline, ...]
 
     @property
     def hidden(self) -> float | None:
-        """The share of the time in collectives in which the same device also computes, over all devices.
+        """The share of collective time in which the same device also computes, over all devices.
 
-        A device's time in collectives is that in which at least one is under way, from when the device is ready to send
-        to when it has its result, waiting for other devices included; its time of computing that in which at least one
-        other operation runs. None of a step without collectives.
+        A device's collective time is the time in which at least one collective is in progress. A collective is in
+        progress from when the device is ready to send until it has the result, including the wait for other devices. A
+        device's compute time is the time in which at least one other operation runs. None for a step without
+        collectives.
         """
         sending = sum(_length(each.communicating) for each in self.devices)
         both = sum(_length(_common(each.communicating, each.computing)) for each in self.devices)
@@ -101,18 +102,20 @@ class Timeline:
 
     @property
     def waiting_seconds(self) -> float:
-        """Of it, the time in which a device waits for another one of this process, and computes nothing. Waiting for
-        devices of other processes cannot be told from sending."""
+        """The part of `collective_seconds` in which a device computes nothing and waits for a local device.
+
+        Waiting for devices of other processes looks like sending.
+        """
         return self._mean(_without(each.waiting, each.computing) for each in self.devices)
 
     @property
     def computing_seconds(self) -> float:
-        """A device's time of computing: the mean of the devices."""
+        """A device's compute time: the mean of the devices."""
         return self._mean(each.computing for each in self.devices)
 
     @property
     def seconds(self) -> float:
-        """From the first operation to the end of the last."""
+        """The time from the first operation or collective to the end of the last."""
         ends = [work.end for each in self.devices for work in (*each.operations, *each.collectives)]
         return max(ends, default=0.0)
 
@@ -120,14 +123,14 @@ class Timeline:
         return sum(map(_length, intervals)) / max(1, len(self.devices))
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers, as plain data."""
+        """Return the numbers as plain data."""
         names = ("hidden", "collective_seconds", "waiting_seconds", "computing_seconds", "seconds")
         return {name: getattr(self, name) for name in names}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the timeline as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show.
+        """Write the timeline as a Chrome trace for https://ui.perfetto.dev and chrome://tracing.
 
-        Each device is a process there, with a row for each thread that computed, and rows of collectives.
+        The trace shows each device as a process, with a row for each thread that computed, and rows of collectives.
         """
         events: list[dict[str, Any]] = []
         for number, device in enumerate(self.devices):
@@ -151,10 +154,10 @@ class Timeline:
 
 
 def timeline_of(trace: Sequence[_private.TraceEvent], collectives: frozenset[str]) -> Timeline | None:
-    """The timeline of a step that ran as a function; None where the trace does not tell devices apart (GPU, TPU).
+    """Return the timeline of a step that ran as a function; None if the trace does not tell devices apart (GPU, TPU).
 
     Args:
-        trace: Its events.
+        trace: The events.
         collectives: The types of collective operations.
     """
     executors = _Executors(trace)
@@ -201,7 +204,7 @@ def timeline_of(trace: Sequence[_private.TraceEvent], collectives: frozenset[str
 
 
 def is_operation(event: _private.TraceEvent) -> bool:
-    """Whether an event is a kernel's time, its name `name:type`; collectives are other events besides."""
+    """Return True if an event is the run of a kernel, with a name like `name:type`. Collectives have other events."""
     return ":" in event.name and "::" not in event.name and not event.stats
 
 
@@ -210,7 +213,7 @@ def _since(first: float, work: Work) -> Work:
 
 
 class _Nested:
-    """Events of one kind, of which those of a thread do not overlap but in each other; asked what they are around."""
+    """Finds enclosing events among events of one kind, which on each thread are disjoint or nested."""
 
     def __init__(self, events: Iterable[_private.TraceEvent]):
         self._of_lane: dict[int, list[_private.TraceEvent]] = collections.defaultdict(list)
@@ -218,7 +221,7 @@ class _Nested:
             self._of_lane[each.lane].append(each)
 
     def around(self, event: _private.TraceEvent) -> _private.TraceEvent | None:
-        """The innermost of them that an event of the same thread is in."""
+        """Return the innermost event of the same thread that encloses `event`."""
         found = self._of_lane.get(event.lane, [])
         number = bisect.bisect_right(found, event.begin, key=lambda each: each.begin) - 1
         while number >= 0:
@@ -229,18 +232,18 @@ class _Nested:
 
 
 class _Executors:
-    """By which executor each event was: there is one for each device, and one for each function that it calls."""
+    """Finds the executor of each event: each device has an executor, and so has each function that the device calls."""
 
     def __init__(self, trace: Sequence[_private.TraceEvent]):
         self._processes = _Nested(each for each in trace if each.name == _EXECUTOR)
-        # The executor that called a function, by the function's.
+        # The executor of a function to the executor that called the function.
         self._callers: dict[int, int] = {}
         for each in trace:
             if each.name == _FUNCTION and (outer := self._processes.around(each)) is not None:
                 self._callers[each.stats["_p"]] = outer.stats["_c"]
 
     def of(self, event: _private.TraceEvent) -> int | None:
-        """The outermost executor that an event is in."""
+        """Return the outermost executor of an event."""
         outer = self._processes.around(event)
         if outer is None:
             return None
@@ -254,7 +257,7 @@ class _Executors:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time, as intervals that follow each other."""
+    """Return the union of intervals as sorted, disjoint intervals."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -265,7 +268,7 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _common(ours: Sequence[Interval], theirs: Sequence[Interval]) -> list[Interval]:
-    """The time that is in both, each as `_union` gives it."""
+    """Return the intersection of two results of `_union`."""
     found, number = [], 0
     for begin, end in ours:
         while number < len(theirs) and theirs[number][1] <= begin:
@@ -278,7 +281,7 @@ def _common(ours: Sequence[Interval], theirs: Sequence[Interval]) -> list[Interv
 
 
 def _without(ours: Sequence[Interval], theirs: Sequence[Interval]) -> list[Interval]:
-    """The time that is in the first and not in the second, each as `_union` gives it."""
+    """Return the first result of `_union` without the second."""
     found = []
     for begin, end in ours:
         for other, until in _common([(begin, end)], theirs):
@@ -295,7 +298,7 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 def _rows(works: Iterable[Work]) -> list[tuple[int, Work]]:
-    """Each in the first row in which it overlaps with none."""
+    """Assign each work to the first row without an overlap."""
     ends: list[float] = []
     found = []
     for each in sorted(works, key=lambda each: each.begin):

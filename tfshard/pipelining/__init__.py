@@ -1,16 +1,16 @@
-"""How does a model go over devices that have other layers?
+"""Pipeline parallelism: groups of devices compute different layers of a model.
 
 Read `models` first, where `pipeline` is, then `pipeline`.
 
-    models          `pipeline`: a model whose steps are done by one
-    plans           what a pipeline stores, sends and waits for; what was measured
-    pipeline        `Pipeline`: the parts on their ranks, and a step
-    cut             where a model is cut, and what goes from part to part
-    schedules       in which order the ranks do what: gpipe, 1f1b, interleaved
-    runner          the tasks of a step, done by a thread for each rank
-    part_functions  what is compiled for a part and for a rank
-    ranks           variables on the meshes of their parts, mirrors of those that several have
-    divisors        by what the losses of a whole batch are divided
+    models          `pipeline`: makes a model train on a pipeline
+    plans           what a pipeline stores, sends and waits for, predicted and measured
+    pipeline        `Pipeline`: the stages on their pipeline ranks, and a step
+    cut             cuts a model into stages, and lists the tensors between stages
+    schedules       the order of tasks on each pipeline rank: gpipe, 1f1b, interleaved
+    runner          runs the tasks of a step in a thread for each pipeline rank
+    part_functions  the compiled functions of a stage and of a pipeline rank
+    ranks           variables on the meshes of their stages, and mirrors of shared variables
+    divisors        the divisors of the losses of a full batch
 """
 
 from tfshard.pipelining.models import pipeline

@@ -1,4 +1,4 @@
-"""Where a model is cut: its layers in order, in parts that cost alike, and what goes from part to part."""
+"""Cuts a model into pipeline stages of similar cost, and finds the tensors that pass between stages."""
 
 import dataclasses
 import math
@@ -14,35 +14,35 @@ from tfshard.errors import StrategyError
 
 
 class Source(NamedTuple):
-    """Where a tensor comes from: a part, or the model's inputs (`part=-1`), and its number among those."""
+    """The origin of a tensor: a stage, or the model's inputs (`part=-1`), and the number of the tensor there."""
 
     part: int
     number: int
 
 
 class PartOfModel(keras.Model):  # type: ignore[misc]  # Keras has no types.
-    """The layers of a part, as a functional model that leaves masks to them."""
+    """The layers of a stage, as a functional model that leaves masks to its layers."""
 
     def __init__(self, inputs: list[Any], outputs: list[Any], **kwargs: Any):
         super().__init__(inputs, outputs, **kwargs)
-        # Else Keras warns of masks on its inputs.
+        # Otherwise Keras warns about masks on the inputs.
         self.supports_masking = True
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
-        """None: an output has the mask that its layer has put on it."""
+        """Return None: each output has the mask that its layer set."""
         del inputs, previous_mask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a model.
+    """A pipeline stage of a model.
 
     Attributes:
-        number: From 0, in the order of the model.
-        model: Its layers, as a functional model: from what it takes to what it gives.
-        takes: Where each input of `model` comes from.
-        has_rows: Of each output of `model`, whether its first dim is that of the batch.
-        layers: The names of the model's layers, or operations, that are in it.
+        number: The number of the stage, from 0, in the order of the model.
+        model: The layers of the stage, as a functional model.
+        takes: The source of each input of `model`.
+        has_rows: For each output of `model`, True if its first dim is the batch dim.
+        layers: The names of the layers or operations in the stage.
     """
 
     number: int
@@ -53,18 +53,18 @@ class Part:
 
     @property
     def gives(self) -> int:
-        """How many outputs it has."""
+        """The number of outputs."""
         return len(self.model.outputs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CutModel:
-    """A model in parts.
+    """A model in stages.
 
     Attributes:
-        parts: In order.
-        outputs: Where each output of the model comes from.
-        graph: The model whose inputs and outputs those are: a Functional.
+        parts: The stages, in order.
+        outputs: The source of each output of the model.
+        graph: The Functional model with these inputs and outputs.
     """
 
     parts: tuple[Part, ...]
@@ -72,7 +72,7 @@ class CutModel:
     graph: keras.Model
 
     def readers(self, source: Source) -> list[int]:
-        """The parts that take a tensor. The last one takes what the model gives."""
+        """Return the stages that take a tensor. The last stage takes the outputs of the model."""
         found = [part.number for part in self.parts if source in part.takes]
         last = self.parts[-1].number
         if source in self.outputs and source.part != last and last not in found:
@@ -80,10 +80,11 @@ class CutModel:
         return found
 
     def shapes(self, inputs: Any) -> dict[Source, tf.TensorSpec]:
-        """The shape and dtype of each tensor that goes from part to part, for a batch.
+        """Return the shape and dtype of each tensor between stages, for a batch.
 
         Args:
-            inputs: What the model is called on: arrays, or anything with a shape and a dtype, nested like its inputs.
+            inputs: The inputs of the model: arrays, or anything with a shape and a dtype, nested like the model's
+                inputs.
         """
         found: dict[Source, tf.TensorSpec] = {}
         for number, (given, own) in enumerate(
@@ -109,18 +110,18 @@ class _Call:
 
     @property
     def takes(self) -> list[Any]:
-        """The tensors among its arguments."""
+        """The tensors among the arguments."""
         return [each for each in keras.tree.flatten((self.args, self.kwargs)) if isinstance(each, keras.KerasTensor)]
 
     def again(self, tensors: dict[int, Any]) -> None:
-        """Calls on other tensors, by the ids of those that they stand for; what it gives is added to them."""
+        """Repeat the call on other tensors (by ids of the original tensors), and add the results to `tensors`."""
         args, kwargs = keras.tree.map_structure(lambda each: tensors.get(id(each), each), (self.args, self.kwargs))
         made = keras.tree.flatten(self.operation(*args, **kwargs))
         tensors.update((id(old), new) for old, new in zip(self.gives, made, strict=True))
 
     @property
     def cost(self) -> float:
-        """Multiplications of kernels for one sample, and elements of results: what its time is taken to grow with."""
+        """A measure of the time: kernel multiplications for one sample, plus elements of results."""
         elements = float(sum(_elements(each) for each in self.gives))
         if not self.takes or not any(_is_floating(each) for each in self.takes):
             return elements  # A lookup.
@@ -140,17 +141,16 @@ def _is_floating(tensor: Any) -> bool:
 
 
 def cut(model: keras.Model, stages: int | Sequence[str]) -> CutModel:
-    """Cuts a model.
+    """Cut a model into pipeline stages.
 
     Args:
-        model: A built functional or Sequential model. Models in it that are called without arguments besides their
-            inputs are looked into.
-        stages: How many parts, of about the same cost. Or regular expressions: each matches the whole path or name of
-            a layer with which the next part begins.
+        model: A built functional or Sequential model. `cut` opens nested models that are called with only their inputs.
+        stages: The number of stages, of about the same cost. Or regular expressions: each matches the full path or name
+            of the first layer of the next stage.
 
     Raises:
-        StrategyError: A model that is not built, or of another kind; fewer layers than parts; an expression that
-            matches no layer, or one before that of the expression before it.
+        StrategyError: A model that is not built, or of another kind; fewer layers than stages; an expression that
+            matches no layer, or a layer at or before the match of the previous expression.
     """
     if not model.built:
         raise StrategyError(f"Model '{model.name}' is not built: call it, or give it an Input, before it is cut.")
@@ -167,7 +167,7 @@ def cut(model: keras.Model, stages: int | Sequence[str]) -> CutModel:
 
 
 def _calls_of(graph: keras.Model, inputs: list[Any]) -> tuple[list[_Call], list[Any]]:
-    """The calls of a model's layers in order, those in nested models too; and its outputs."""
+    """Return the calls of a model's layers in order, also in nested models, and the outputs of the model."""
     calls: list[_Call] = []
 
     def call(operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ def _calls_of(graph: keras.Model, inputs: list[Any]) -> tuple[list[_Call], list[
 
 
 def _named(calls: Sequence[_Call], names: Sequence[str], model: keras.Model) -> list[int]:
-    """The number of the call with which each part begins."""
+    """Return the number of the first call of each stage."""
     begins = [0]
     for name in names:
         try:
@@ -215,10 +215,11 @@ def _path(operation: keras.Operation) -> str:
 
 
 def _balanced(calls: Sequence[_Call], parts: int) -> list[int]:
-    """The numbers of the calls with which parts begin: their highest cost is least, within a tenth, and of those the
-    one for which least goes from part to part.
+    """Return the numbers of the first calls of the stages, for stages of balanced cost.
 
-    All parts but the last compute their forward pass twice (`part_functions.py`): four units for its three.
+    The highest cost of a stage is within 10% of the least possible. Among these cuts, the function picks the cut with
+    the fewest elements between stages. Every stage except the last computes its forward pass twice
+    (`part_functions.py`), which costs four units instead of three.
     """
     if isinstance(parts, bool) or parts < 1:
         raise StrategyError(f"stages must be a positive number, or names of layers. Received: stages={parts!r}")
@@ -233,14 +234,14 @@ def _balanced(calls: Sequence[_Call], parts: int) -> list[int]:
         return (total[end] - total[begin]) * (3 if end == len(calls) else 4)
 
     count = len(calls)
-    # best[k][i]: the least highest cost of the first i calls in k parts.
+    # best[k][i]: the lowest maximal cost of the first i calls in k stages.
     best = [[math.inf] * (count + 1) for _ in range(parts + 1)]
     best[0][0] = 0.0
     for k in range(1, parts + 1):
         for end in range(k, count + 1):
             best[k][end] = min(max(best[k - 1][begin], cost(begin, end)) for begin in range(k - 1, end))
     bound = best[parts][count] * 1.1
-    # sent[k][i]: the least that crosses, and where the last of k parts begins.
+    # sent[k][i]: the fewest crossing elements, and the first call of the last of k stages.
     sent: list[list[tuple[float, int]]] = [[(math.inf, -1)] * (count + 1) for _ in range(parts + 1)]
     sent[0][0] = (0.0, -1)
     for k in range(1, parts + 1):
@@ -259,7 +260,7 @@ def _balanced(calls: Sequence[_Call], parts: int) -> list[int]:
 
 
 def _crossing(calls: Sequence[_Call]) -> list[int]:
-    """Before each call: the elements of one sample that calls before it give to it and those behind it."""
+    """Return, for each call, how many elements of one sample pass from earlier calls to this call or later calls."""
     made = {id(tensor): number for number, call in enumerate(calls) for tensor in call.gives}
     last: dict[int, int] = {}
     for number, call in enumerate(calls):
@@ -290,8 +291,8 @@ def _parts(
                 "A part of a model has to take and give tensors. Cut it elsewhere: give the names of layers with which "
                 f"parts begin. Received: a part of {[_path(call.operation) for call in own]}"
             )
-        # Called again: keras.Model of tensors in the middle of a graph takes a layer that made one for an input, also
-        # where it is called again (Keras 3's clone_graph_nodes).
+        # Call the layers again. A keras.Model of tensors in the middle of a graph would treat the layer that made a
+        # tensor as an input, even where the layer is called again (Keras 3's clone_graph_nodes).
         tensors = {key: keras.Input(batch_shape=each.shape, dtype=each.dtype) for key, each in taken.items()}
         began = list(tensors.values())
         for call in own:

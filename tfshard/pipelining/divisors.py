@@ -1,4 +1,4 @@
-"""By what the losses of a whole batch are divided, known before its microbatches are computed."""
+"""The divisors of the losses of a full batch, which are known before its microbatches are computed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,16 +11,18 @@ from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.storage import turns
 
-# Of x, y and sample weights on the host: the divisors of the losses, in the order in which Keras divides by them.
+# From x, y and sample weights on the host to the divisors of the losses, in the order in which Keras divides.
 Divisors = Callable[[Any, Any, Any], Sequence[tf.Tensor]]
 
 
 def of_batch(model: keras.Model, *, training: bool) -> Divisors:
-    """How the divisors of a model's losses follow from a batch: how many places are not masked, or sums of weights.
+    """Return a function from a batch to the divisors of a model's losses.
+
+    A divisor is a count of unmasked elements, or a sum of weights.
 
     Args:
         model: A compiled model.
-        training: Whether of a training step.
+        training: True for a training step.
     """
 
     def divisors(x: Any, y: Any, sample_weight: Any) -> list[tf.Tensor]:

@@ -1,4 +1,4 @@
-"""`pipeline`: a model whose steps are done by a pipeline."""
+"""`pipeline`: makes a model train on a pipeline."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ _pipelines: "weakref.WeakKeyDictionary[keras.Model, Pipeline]" = weakref.WeakKey
 
 
 class _Cut(NamedTuple):
-    """How a model was cut: what `pipeline` was given, and the parts."""
+    """The stages of a model, and the arguments of `pipeline`."""
 
     made: CutModel
     stages: int | Sequence[str]
@@ -38,7 +38,7 @@ class _Cut(NamedTuple):
 
 
 class _Pipelined(Distributed):
-    """Mixed into the class of a model: its steps are done in parts on the ranks of its strategy."""
+    """Mixed into the class of a model: steps run in stages on the pipeline ranks of its strategy."""
 
     def compile(self, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> None:
         strategy = strategy or _private.distribute_strategy(self)
@@ -81,7 +81,7 @@ class _Pipelined(Distributed):
         return True
 
     def _ready(self) -> Pipeline:
-        """The pipeline, with whatever the model got since the last step on the mesh of a rank."""
+        """Return the pipeline, after moving the model's new variables to the mesh of a pipeline rank."""
         pipeline = _pipelines[self]
         strategy = pipeline.strategy
         attach_global_seed(strategy)
@@ -141,7 +141,7 @@ _structures: "weakref.WeakKeyDictionary[keras.Model, object]" = weakref.WeakKeyD
 
 
 def _known_everywhere(value: Any) -> Any:
-    """A result of a step, as every client of a launched run can read it."""
+    """Return a step result that every client of a launched run can read."""
     if transfer.is_dtensor(value) and not messages.is_everywhere(dtensor.fetch_layout(value).mesh):
         return tf.constant(transfer.to_host(value))
     return value
@@ -215,28 +215,28 @@ def _pipelined_class(cls: type) -> type:
 def pipeline(
     model: keras.Model, stages: int | Sequence[str], *, microbatches: int, schedule: str = "1f1b"
 ) -> keras.Model:
-    """Cuts a model into parts for the places on the pipeline axis of a mesh.
+    """Cut a model into stages for a mesh with a pipeline axis.
 
-    Each part has its own devices. A step takes the batch in microbatches, which go through the parts one behind the
-    other, so that all work at once; what is sent between devices are the activations at the cuts. In a part, the other
-    axes of the mesh do what they do without a pipeline.
+    Each stage runs on separate devices. A step divides the batch into microbatches, which pass through the stages one
+    after the other, so that all stages work at once. Devices send each other the activations at the cuts. Within a
+    stage, the other axes of the mesh work as without a pipeline.
 
     Args:
         model: A built functional or Sequential `keras.Model`, such as a KerasHub backbone.
-        stages: How many parts, cut so that they take about the same time; or regular expressions, each for the name or
-            path of the layer with which the next part begins. As many parts as the pipeline axis has places, or, with
-            `"interleaved"`, a multiple.
-        microbatches: In how many microbatches a step takes its batch; more if it does not divide the batch.
-        schedule: `"gpipe"` (Huang et al. 2019): all forward passes, then all backward passes; each part keeps its
-            inputs of all microbatches. `"1f1b"` (Narayanan et al. 2019, PipeDream with flushes): forward and backward
-            in turn; part `n` of `p` keeps those of `p - n`. `"interleaved"` (Narayanan et al. 2021, Megatron-LM):
-            several parts on each place, for a shorter wait.
+        stages: The number of stages, which are cut to take about the same time. Or regular expressions, each for the
+            name or path of the first layer of the next stage. The number of stages must be the size of the pipeline
+            axis, or, with `"interleaved"`, a multiple of it.
+        microbatches: The number of microbatches of a step; more if this number does not divide the batch.
+        schedule: `"gpipe"` (Huang et al. 2019): all forward passes, then all backward passes; every stage except the
+            last keeps its inputs of all microbatches. `"1f1b"` (Narayanan et al. 2019, PipeDream with flushes): forward
+            and backward alternate; stage `n` of `p` keeps its inputs of at most `p - n` microbatches. `"interleaved"`
+            (Narayanan et al. 2021, Megatron-LM): several stages on each pipeline rank, for a shorter wait.
 
     Returns:
-        The same object: `compile` takes a strategy on a mesh with an axis `pipeline`.
+        The same object; its `compile` takes a strategy on a mesh with an axis `pipeline`.
 
     Raises:
-        StrategyError: The model is not built, or has a `call` of its own; it cannot be cut like this; or an unknown
+        StrategyError: The model is not built, or has a custom `call`; it cannot be cut like this; or an unknown
             schedule.
 
     Example:
@@ -270,5 +270,5 @@ def pipeline(
 
 
 def pipeline_of(model: keras.Model) -> Pipeline | None:
-    """The pipeline of a model that was cut and compiled; else None."""
+    """Return the pipeline of a model that was cut and compiled; else None."""
     return _pipelines.get(model)

@@ -1,9 +1,8 @@
-"""What is compiled for each part of a model: its forward pass, its backward pass, the last part's loss, the update.
+"""The compiled functions of a pipeline stage: forward pass, backward pass, the last stage's loss, and the update.
 
-A backward pass computes the part's forward pass again from what the part took, as in Huang et al. 2019, "GPipe",
-section 2.3: a part keeps its inputs of a microbatch from one to the other, and nothing else. What it reads besides (the
-seeds of dropout, states) has the values that the first forward pass read, and what it writes the second time is thrown
-away.
+A backward pass recomputes the stage's forward pass from the stage's inputs, as in Huang et al. 2019, "GPipe", section
+2.3. Between the two passes, a stage keeps only its inputs of a microbatch. The second forward pass reads other values
+(the seeds of dropout, states) as the first forward pass read them, and its writes are dropped.
 """
 
 import dataclasses
@@ -26,19 +25,19 @@ from tfshard.storage.variables import ShardedVariable
 from tfshard.training import readiness
 from tfshard.training.microbatches import Shares, Update, sharded_of
 
-# A tensor that goes from part to part, and its mask.
+# A tensor that passes from stage to stage, and its mask.
 Passed = tuple[tf.Tensor, tf.Tensor | None]
-# Sums of gradients, in the order of a part's storages.
+# Sums of gradients, in the order of a stage's storages.
 Sums = list[tf.Tensor]
 
 
 @dataclasses.dataclass(kw_only=True)
 class Kept:
-    """What a part keeps of a microbatch for its backward pass.
+    """The values that a stage keeps of a microbatch for its backward pass.
 
     Attributes:
-        takes: What it took.
-        states: What variables that it wrote had before.
+        takes: The inputs of the stage.
+        states: The earlier values of the variables that the forward pass wrote.
     """
 
     takes: list[Passed]
@@ -46,13 +45,16 @@ class Kept:
 
     @property
     def bytes(self) -> int:
-        """Of all devices together, without what is on several twice."""
+        """Bytes on all devices together; replicated tensors count once."""
         tensors = [*(each for passed in self.takes for each in passed if each is not None), *self.states]
         return sum(each.shape.num_elements() * each.dtype.size for each in tensors)
 
 
 def _compiled(rank: Rank, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs as a step on the mesh of a rank. Traced by one thread; other threads may call it then."""
+    """Compile a function that runs as a step on the mesh of a pipeline rank.
+
+    A single thread traces the function; afterwards other threads may call it.
+    """
 
     def step(*args: Any) -> Any:
         with rank.seen():
@@ -61,21 +63,21 @@ def _compiled(rank: Rank, function: Callable[..., Any]) -> Callable[..., Any]:
                 readiness.check_captures(tf.compat.v1.get_default_graph())
             return result() if callable(result) else result
 
-    # A partial has no code, by which TensorFlow would count the traces of all these functions as those of one.
+    # TensorFlow counts traces by a function's code, and would count all these functions as one; a partial has no code.
     own = functools.partial(step)
     compiled: Callable[..., Any] = tf.function(own, jit_compile=False, reduce_retracing=False, autograph=False)
     return compiled
 
 
 class PartFunctions:
-    """The functions of one part.
+    """The functions of one stage.
 
     Args:
         model: The model that was cut.
-        cut: Its parts.
-        part: The part.
-        rank: Where it is.
-        count: In how many microbatches a batch is taken.
+        cut: All stages of the model.
+        part: The stage.
+        rank: The pipeline rank of the stage.
+        count: The number of microbatches of a batch.
     """
 
     def __init__(self, model: keras.Model, cut: CutModel, part: Part, rank: Rank, count: int):
@@ -87,23 +89,23 @@ class PartFunctions:
         self.loss = _compiled(rank, self._loss)
         self.predictions = _compiled(rank, lambda takes, others: self._predictions(takes, others, training=False))
         self.added = _compiled(rank, lambda sums, more: [a + b for a, b in zip(sums, more, strict=True)])
-        # What the forward pass wrote.
+        # Variables that the forward pass wrote.
         self._written: list[keras.Variable] = []
-        # What gradients are summed up for, and the update that they are for.
+        # The storages of the gradient sums, and the update that takes the sums.
         self.storages: list[Storage] = []
         self.update: Update | None = None
 
     # --- the passes
 
     def _forward(self, takes: list[Passed], number: tf.Tensor) -> Callable[[], Any]:
-        """Of a training step.
+        """Run the forward pass of a training step.
 
         Args:
-            takes: What the part takes.
-            number: That of the microbatch, as a vector of equal elements.
+            takes: The inputs of the stage.
+            number: The number of the microbatch, as a vector of equal elements.
 
         Returns:
-            What the part gives, its losses, and what variables that it wrote had before.
+            The outputs of the stage, its losses, and the earlier values of the variables that it wrote.
         """
         self._note_microbatch(takes, number)
         fixed = {id(variable) for variable in self.part.model.trainable_variables}
@@ -121,22 +123,22 @@ class PartFunctions:
         return lambda: (gives, losses, values, step.token)
 
     def _note_microbatch(self, takes: Sequence[Passed], number: tf.Tensor) -> None:
-        """Random numbers of the step are those of this microbatch in the whole batch."""
+        """Make random operations draw the numbers of this microbatch's rows of the full batch."""
         step = steps.current()
         assert step is not None
         step.note_batch([tensor for tensor, _ in takes])
         if step.rows:
-            # Of several sizes the largest: draws of other sizes are not those of one device, and none comes twice.
+            # With several sizes, the largest: draws of other sizes then differ from one device, but no draw repeats.
             step.microbatch = steps.Microbatch(
                 number=number[0], count=self._count, rows=max(step.rows), is_of_each_device=False
             )  # fmt: skip
 
     def _keep_seeds(self, number: tf.Tensor, before: Mapping[int, tf.Tensor]) -> None:
-        """Has all microbatches of a batch begin with the same seeds: the last one writes new ones.
+        """Start all microbatches of a batch with equal seeds: only the last microbatch writes new seeds.
 
         Args:
-            number: That of the microbatch.
-            before: What seeds had, by the id of the variable.
+            number: The number of the microbatch.
+            before: The earlier seeds, by the id of the variable.
         """
         step = steps.current()
         assert step is not None
@@ -147,21 +149,21 @@ class PartFunctions:
                 variable.assign(first + (new - first) * tf.cast(is_last, new.dtype))
 
     def _forward_without_training(self, takes: list[Passed]) -> tuple[list[Passed], tf.Tensor | None]:
-        """What the part gives, and its losses."""
+        """Return the outputs of the stage, and its losses."""
         return self._gives(takes, training=False), self._losses()
 
     def _gives(self, takes: list[Passed], *, training: bool) -> list[Passed]:
-        """What a part makes of what it takes."""
+        """Return the outputs of the stage for its inputs."""
         return [
             (self._placed(tensor, rows), None if mask is None else self._placed(mask, rows))
             for (tensor, mask), rows in zip(self._called(takes, training=training), self.part.has_rows, strict=True)
         ]
 
     def _losses(self, collected: Sequence[tf.Tensor] = ()) -> tf.Tensor | None:
-        """The sum of the additional losses of the part, once it was called.
+        """Return the sum of the additional losses of the stage, after it was called.
 
         Args:
-            collected: Those that Keras has given to a scope instead of the layers.
+            collected: Losses that Keras gave to a scope instead of the layers.
         """
         losses = [*collected, *self.part.model.losses]
         if not losses:
@@ -171,7 +173,7 @@ class PartFunctions:
 
     def _called(self, takes: Sequence[Passed], *, training: bool) -> list[Passed]:
         masks = [mask for _, mask in takes]
-        # As an argument: Keras would warn of a mask on what a functional model takes.
+        # As an argument: Keras would warn about a mask on an input of a functional model.
         more = {"mask": masks} if any(mask is not None for mask in masks) else {}
         outputs = keras.tree.flatten(self.part.model([tensor for tensor, _ in takes], training=training, **more))
         return [(tensor, _private.mask_of(tensor)) for tensor in outputs]
@@ -184,15 +186,15 @@ class PartFunctions:
         slopes: list[list[tf.Tensor]],
         of_loss: tf.Tensor | None,
     ) -> Callable[[], Any]:
-        """Of a part that is not the last.
+        """Run the backward pass of a stage, except the last.
 
         Args:
-            takes, number, states: What the forward pass had.
-            slopes: Of each output, its gradients from the parts that took it.
-            of_loss: The gradient of the part's losses.
+            takes, number, states: The values of the forward pass.
+            slopes: For each output, the gradients from the stages that took the output.
+            of_loss: The gradient of the stage's losses.
 
         Returns:
-            The gradients of what it took, None of what has none; and the sums for its storages.
+            The gradients of the inputs, None for an input without one; and the gradient sums of the stage's storages.
         """
         self._note_microbatch(takes, number)
         with tf.GradientTape() as tape:
@@ -208,7 +210,7 @@ class PartFunctions:
         return self._differentiated(tape, targets, gradients, watched)
 
     def _watched(self, takes: Sequence[Passed], tape: tf.GradientTape) -> tuple[list[Passed], list[tf.Tensor | None]]:
-        """What comes from other parts and can have a gradient is watched; the others are None."""
+        """Watch the floating-point inputs from other stages, and return None for the other inputs."""
         passed: list[Passed] = []
         watched: list[tf.Tensor | None] = []
         for source, (tensor, mask) in zip(self.part.takes, takes, strict=True):
@@ -256,7 +258,7 @@ class PartFunctions:
     # --- the last part
 
     def _predictions(self, takes: list[Passed], others: list[Passed], *, training: bool) -> Any:
-        """What the model gives, of what the last part takes, and of what parts before it give of that."""
+        """Return the outputs of the model, from the inputs of the last stage and the outputs of earlier stages."""
         own, passed = self._called(takes, training=training), iter(others)
         flat = []
         for source in self._cut.outputs:
@@ -277,7 +279,7 @@ class PartFunctions:
         *,
         training: bool,
     ) -> tf.Tensor:
-        """The loss of a microbatch, such that the mean over all is the batch's."""
+        """Return the loss of a microbatch, scaled to make the mean over all microbatches the loss of the batch."""
         x, y, sample_weight = batch
         with (
             _private.additional_losses(self._model, [*losses, *self.part.model.losses]),
@@ -297,19 +299,20 @@ class PartFunctions:
         totals: list[tf.Tensor],
         samples: int,
     ) -> Callable[[], Any]:
-        """Of a training step.
+        """Run the last stage of a training step.
 
         Args:
-            takes: What the part takes.
-            number: That of the microbatch, as a vector of equal elements.
-            others: What other parts give of the model's outputs.
-            losses: Those of other parts.
-            batch: x, y and sample weights of the microbatch; x None unless the model's own `compute_loss` takes it.
-            totals: By what losses of the whole batch are divided, each as a vector of equal elements.
-            samples: Of the microbatch.
+            takes: The inputs of the stage.
+            number: The number of the microbatch, as a vector of equal elements.
+            others: Outputs of the model that other stages computed.
+            losses: Losses of other stages.
+            batch: x, y and sample weights of the microbatch; x is None unless a custom `compute_loss` takes it.
+            totals: The divisors of the losses of the full batch, each as a vector of equal elements.
+            samples: The number of samples in the microbatch.
 
         Returns:
-            Gradients of `takes`, of `others` and of `losses`; the sums for its storages; what the metrics say.
+            Gradients of `takes`, of `others` and of `losses`; the gradient sums of the stage's storages; the metrics'
+            results.
         """
         self._note_microbatch(takes, number)
         owned = [each for each, _ in inventory.owned_variables(self.part.model)]
@@ -342,7 +345,7 @@ class PartFunctions:
         totals: list[tf.Tensor],
         samples: int,
     ) -> Any:
-        """Of an evaluation step: what the metrics say."""
+        """Run the last stage of an evaluation step, and return the metrics' results."""
         predicted = self._predictions(takes, others, training=False)
         self._loss_of(batch, predicted, losses, totals, samples, training=False)
         return self._logs(batch, predicted)
@@ -355,7 +358,7 @@ class PartFunctions:
     # --- layouts
 
     def _placed(self, tensor: tf.Tensor, rows: bool) -> tf.Tensor:
-        """A tensor that is passed on: sharded by its rows, if it has some, else whole."""
+        """Lay out a tensor for the next stage: sharded by rows if it has rows, else replicated."""
         mesh = self.rank.strategy.mesh
         shape = tuple(tensor.shape)
         axes = batching.batch_axes(shape, mesh) if rows else (None,) * len(shape)
@@ -371,17 +374,17 @@ def _storage(variable: keras.Variable) -> Storage | None:
 
 
 class RankFunctions:
-    """The functions of a rank: what is done with the sums of its parts at the end of a step.
+    """The functions of a pipeline rank, which use the gradient sums of its stages at the end of a step.
 
     Args:
-        rank: The rank.
-        parts: The functions of its parts.
-        optimizer: The model's.
-        mirrored: Variables that have mirrors on some rank, by id.
+        rank: The pipeline rank.
+        parts: The functions of its stages.
+        optimizer: The model's optimizer.
+        mirrored: Variables that have mirrors on some pipeline rank, by id.
 
     Attributes:
-        mirrored: Trainable variables that are updated on other ranks.
-        copied: Variables that are updated here and have mirrors.
+        mirrored: Trainable variables that other pipeline ranks update.
+        copied: Variables that this pipeline rank updates and that have mirrors.
     """
 
     def __init__(
@@ -400,7 +403,7 @@ class RankFunctions:
         self.take_over = _compiled(rank, self._take_over)
         self.gradients_of_mirrors = _compiled(rank, self._gradients_of_mirrors)
         self.square = _compiled(rank, self._square)
-        # What an update writes; empty until it is traced.
+        # The storages that an update writes; empty until the update is traced.
         self.written: frozenset[Any] = frozenset()
         self.update = _compiled(rank, self._update)
 
@@ -412,7 +415,7 @@ class RankFunctions:
         return merged
 
     def _gradients_of_mirrors(self, sums: list[Sums]) -> list[tf.Tensor | None]:
-        """Of each variable in `mirrored`: its gradient; None if it has none."""
+        """Return the gradient of each variable in `mirrored`, or None."""
         merged, found = self._merged(sums), []
         for variable in self.mirrored:
             here = sharded_of(variable)
@@ -423,7 +426,7 @@ class RankFunctions:
         return found
 
     def _shared_out(self, tensor: tf.Tensor) -> tf.Tensor:
-        """A tensor of a variable as it goes to another rank: of each device a piece, along a dim that can be cut."""
+        """Shard a tensor for the way to another pipeline rank: along a dim that the data axis divides."""
         mesh, shape = self.rank.strategy.mesh, tuple(tensor.shape)
         sizes = axis_sizes(mesh)
         dim = next((dim for dim, size in enumerate(shape) if size % sizes.data_size == 0), None)
@@ -431,18 +434,18 @@ class RankFunctions:
         return transfer.relayout(transfer.whole(tensor, mesh), axes, mesh)
 
     def _take_over(self, values: Sequence[tf.Tensor]) -> None:
-        """Sets the mirrors to the values that are at home."""
+        """Assign the home values to the mirrors."""
         for variable, value in zip(self.mirrored, values, strict=True):
             sharded_of(variable).assign(transfer.whole(value, self.rank.strategy.mesh))
 
     def _with_mirrors(
         self, sums: list[Sums], of_mirrors: Mapping[int, Sequence[tf.Tensor]]
     ) -> tuple[dict[Storage, tf.Tensor], set[int]]:
-        """The sums of gradients, those of mirrors added.
+        """Return the gradient sums with the gradients of mirrors added, and the ids of the variables that have mirrors.
 
         Args:
-            sums: Of the parts.
-            of_mirrors: By the number of a variable in `rank.variables`: the gradients of its mirrors.
+            sums: The sums of the stages.
+            of_mirrors: The gradients of a variable's mirrors, by its number in `rank.variables`.
         """
         merged, more = self._merged(sums), set()
         for number, gradients in of_mirrors.items():
@@ -459,7 +462,7 @@ class RankFunctions:
         return merged, more
 
     def _square(self, sums: list[Sums], of_mirrors: Mapping[int, Sequence[tf.Tensor]]) -> tf.Tensor:
-        """The sum of the squares of all gradients of the rank; those of mirrors count at home."""
+        """Return the sum of squares of all gradients of the pipeline rank; gradients of mirrors count at home."""
         merged, _ = self._with_mirrors(sums, of_mirrors)
         squares = [_square(each) for each in merged.values()]
         squares += [-_square(each) for each in self._gradients_of_mirrors(sums) if each is not None]
@@ -468,12 +471,12 @@ class RankFunctions:
     def _update(
         self, sums: list[Sums], of_mirrors: Mapping[int, Sequence[tf.Tensor]], norm: tf.Tensor | None
     ) -> Callable[[], Any]:
-        """Updates the variables of the rank.
+        """Update the variables of the pipeline rank.
 
         Args:
-            sums: Of its parts.
+            sums: The sums of the stages.
             of_mirrors: As for `_with_mirrors`.
-            norm: That of all gradients of the model, if the optimizer clips by it, as a vector of equal elements.
+            norm: The norm of all gradients of the model, if the optimizer clips by it, as a vector of equal elements.
         """
         merged, more = self._with_mirrors(sums, of_mirrors)
         present = {
@@ -484,7 +487,7 @@ class RankFunctions:
             if gradient is not None
         } | more
         variables = self.rank.variables
-        # `apply` asks which have one, and takes its value from the sums.
+        # `apply` only tests which variables have a gradient, and takes the values from the sums.
         has_one: list[Any] = [id(_private.backend_variable(each)) in present or None for each in variables]
         update = Update(optimizer=self._optimizer, gradients=has_one, variables=variables, share=1.0)
         with (
@@ -503,5 +506,5 @@ def _square(gradient: tf.Tensor) -> tf.Tensor:
 
 
 def sources_of_outputs(cut: CutModel) -> list[Source]:
-    """The model's outputs that parts before the last give."""
+    """Return the model outputs that stages before the last compute."""
     return [source for source in cut.outputs if source.part != cut.parts[-1].number]

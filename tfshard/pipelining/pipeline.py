@@ -1,4 +1,4 @@
-"""A model on a pipeline: its parts on their ranks, and the steps that are done with them."""
+"""Pipeline: the stages of a model on their pipeline ranks, and the steps."""
 
 import collections
 import math
@@ -25,22 +25,22 @@ from tfshard.pipelining.runner import Measured, Runner
 from tfshard.pipelining.schedules import Schedule, Task, Timed
 from tfshard.training.strategy import ShardedStrategy
 
-# On several clients: the steps with batches of a shape that compile, everywhere in the same order. In the second
-# DTensor compiles a function again if it took a small tensor for a constant.
+# With several clients, the number of steps per batch shape that compile in the same order on all clients. In the second
+# step, DTensor compiles a function again if it treated a small tensor as a constant.
 _STEPS_IN_TURN = 2
-# More elements than a tensor has that it takes for one: of 16 it does, of 32 not (TensorFlow 2.21).
+# More elements than DTensor treats as a constant: it does so for 16 elements, but not for 32 (TensorFlow 2.21).
 _NO_CONSTANT = 64
 
 
 class Pipeline:
-    """A model in parts on the ranks of a strategy.
+    """The stages of a model on the pipeline ranks of a strategy.
 
     Attributes:
         model: The model.
-        cut: Its parts.
-        strategy: Of the last rank, with all ranks in it.
-        ranks: The ranks.
-        measured: What was measured in the last training step; None before the first, and of one that was traced.
+        cut: The stages of the model.
+        strategy: The strategy of the last pipeline rank, which knows all pipeline ranks.
+        ranks: The pipeline ranks.
+        measured: The measurements of the last training step; None before the first step, and for a traced step.
     """
 
     def __init__(self, model: keras.Model, cut: CutModel, strategy: ShardedStrategy, schedule: str, microbatches: int):
@@ -56,11 +56,11 @@ class Pipeline:
         self._seen: collections.Counter[object] = collections.Counter()
 
     def place(self) -> None:
-        """Brings the variables of the model to the ranks of their parts."""
+        """Move the variables of the model to the pipeline ranks of their stages."""
         ranks.place(self.ranks)
 
     def place_optimizer(self) -> None:
-        """Builds the model's optimizer, and brings what it has to the ranks."""
+        """Build the model's optimizer, and move its variables to the pipeline ranks."""
         optimizer = self.model.optimizer
         if optimizer is None:
             return
@@ -70,26 +70,26 @@ class Pipeline:
         ranks.place_optimizer(self.ranks, optimizer)
 
     def forget(self) -> None:
-        """Functions are traced anew: the model has changed."""
+        """Drop the compiled functions, because the model has changed."""
         self._functions.clear()
         self._seen.clear()
 
     def bring_up_to_date(self) -> None:
-        """Gives each rank what was set on the host."""
+        """Copy values that were set on the host to each pipeline rank."""
         ranks.bring_up_to_date(self.ranks)
 
     def count_of(self, rows: int) -> int:
-        """In how many microbatches a batch is taken: as many as asked for, or more, where that does not divide it."""
+        """Return the number of microbatches: the requested number, or more if that does not divide the batch."""
         devices = axis_sizes(self.strategy.mesh).data_size
         return variable_layout.parts_of(rows // devices if rows % devices == 0 else rows, self.microbatches)
 
     # --- steps
 
     def train(self, data: Any) -> Any:
-        """One training step on a batch on the host.
+        """Run one training step on a host batch.
 
         Returns:
-            What the metrics say.
+            The metrics' results.
         """
         step = _Step(self, data, training=True)
         schedule = Schedule.of(self.schedule, ranks=len(self.ranks), parts=len(self.cut.parts), microbatches=step.count)
@@ -109,16 +109,16 @@ class Pipeline:
         return step.logs
 
     def test(self, data: Any) -> Any:
-        """One evaluation step. As `train`."""
+        """Run one evaluation step on a host batch, and return the metrics' results."""
         step = _Step(self, data, training=False)
         self._run_forward(step)
         return step.logs
 
     def predict(self, data: Any) -> Any:
-        """One prediction step on a batch on the host.
+        """Run one prediction step on a host batch.
 
         Returns:
-            What the model gives, on the host.
+            The outputs of the model, on the host.
         """
         x = keras.utils.unpack_x_y_sample_weight(data)[0]
         step = _Step(self, (x,), training=False, predicts=True)
@@ -128,11 +128,11 @@ class Pipeline:
         return keras.tree.pack_sequence_as(step.predictions[0], joined)
 
     def _run_forward(self, step: "_Step") -> None:
-        """The forward passes only: every rank takes one microbatch after the other."""
+        """Run only the forward passes: every pipeline rank takes one microbatch after the other."""
         count, parts = step.count, len(self.cut.parts)
         schedule = Schedule.of("gpipe", ranks=parts, parts=parts, microbatches=count)
         size = len(self.ranks)
-        # By microbatch, so that a rank with several parts does not wait for itself.
+        # By microbatch, to keep a pipeline rank with several stages from waiting for itself.
         tasks = [
             [
                 Task(part < parts - 1, part, number)
@@ -150,8 +150,8 @@ class Pipeline:
     def _run(self, step: "_Step", schedule: Schedule, tasks: Sequence[Sequence[Task]]) -> list[list[Timed]] | None:
         if self._seen[step.key] == (1 if clients.here().count == 1 else _STEPS_IN_TURN):
             return self._runner.run(schedule, tasks, step.do)
-        # Functions are traced and compiled by one thread, each with the mesh of its rank, in the same order on all
-        # clients.
+        # A single thread traces and compiles the functions, each with the mesh of its pipeline rank, in the same order
+        # on all clients.
         waiting = [collections.deque(own) for own in tasks]
         done: set[Task] = set()
         while any(waiting):
@@ -165,14 +165,14 @@ class Pipeline:
         return None
 
     def functions(self, count: int) -> "_Functions":
-        """What is compiled for batches of so many microbatches."""
+        """Return the compiled functions for batches of `count` microbatches."""
         if count not in self._functions:
             self._functions[count] = _Functions(self, count)
         return self._functions[count]
 
 
 class _Functions:
-    """What is compiled for the parts and ranks of a pipeline."""
+    """The compiled functions of the stages and pipeline ranks."""
 
     def __init__(self, pipeline: Pipeline, count: int):
         model, cut = pipeline.model, pipeline.cut
@@ -187,13 +187,13 @@ class _Functions:
 
 
 class _Step:
-    """One step: what goes from task to task.
+    """A step, with the values that pass from task to task.
 
     Args:
         pipeline: The pipeline.
         data: The batch, on the host.
-        training: Whether it trains.
-        predicts: Whether it gives predictions.
+        training: True for a training step.
+        predicts: True for a prediction step.
     """
 
     def __init__(self, pipeline: Pipeline, data: Any, *, training: bool, predicts: bool = False):
@@ -218,7 +218,7 @@ class _Step:
             found = self._functions.divisors[training](x, y, sample_weight)
             self._totals = [_number(each.numpy(), pipeline.strategy.mesh) for each in found]
         self._lock = threading.Lock()
-        # What tasks give each other, by who takes it.
+        # Values that pass between tasks, by the task that takes them.
         self._passed: dict[tuple[Source, int, int], Passed] = {}
         self._losses: dict[tuple[int, int], tf.Tensor] = {}
         self._slopes: dict[tuple[Source, int], list[tf.Tensor]] = collections.defaultdict(list)
@@ -232,7 +232,7 @@ class _Step:
         self.sent_bytes = 0
 
     def do(self, task: Task) -> None:
-        """Does one task."""
+        """Run one task."""
         if task.part == len(self._cut.parts) - 1:
             self._last(task.microbatch)
         elif task.is_forward:
@@ -295,7 +295,7 @@ class _Step:
                 self._of_losses[part, number] = self._sent(slope, self._functions.parts[part].rank)
 
     def update(self) -> None:
-        """Updates the variables of all ranks, after the last task."""
+        """Update the variables of all pipeline ranks, after the last task."""
         pipeline, functions = self._pipeline, self._functions.ranks
         sums = [[self._sums[part.number] for part in rank.parts] for rank in pipeline.ranks]
         of_mirrors: list[dict[int, list[tf.Tensor]]] = [{} for _ in pipeline.ranks]
@@ -346,7 +346,7 @@ class _Step:
         with _private.default_mesh(rank.strategy.mesh):
             return function(*args)
 
-    # --- what is passed
+    # --- tensors that pass between tasks
 
     def _take(self, source: Source, number: int, part: int) -> Passed:
         if source.part >= 0:
@@ -378,7 +378,7 @@ class _Step:
 
     def _keep(self, part: int, number: int, kept: Kept) -> None:
         self._kept[part, number] = kept
-        # A part's tasks are those of one thread; others add and take under other keys.
+        # All tasks of a stage run in one thread; other threads add and take under other keys.
         own = [each for (of, _), each in list(self._kept.items()) if of == part]
         self.most_kept[part] = max(self.most_kept[part], len(own))
         self.most_bytes[part] = max(self.most_bytes[part], sum(each.bytes for each in own))
@@ -402,12 +402,12 @@ class _Step:
 
 
 def _numbered(number: int, functions: PartFunctions) -> tf.Tensor:
-    """The number of a microbatch, on the mesh of a part."""
+    """Return the number of a microbatch, on the mesh of a stage."""
     return _number(np.asarray(number, np.int32), functions.rank.strategy.mesh)
 
 
 def _number(value: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
-    """A number on a mesh, `(_NO_CONSTANT,)`."""
+    """Return a number on a mesh, as a vector of shape `(_NO_CONSTANT,)`."""
     return transfer.host_to_mesh(np.full(_NO_CONSTANT, value, value.dtype), (None,), mesh)
 
 

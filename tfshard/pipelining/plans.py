@@ -1,4 +1,4 @@
-"""What a pipeline stores, sends and waits for: told before a step runs, and measured behind one."""
+"""Plans and measurements of a pipeline: stored bytes, sent bytes, and waiting times."""
 
 import dataclasses
 import json
@@ -25,16 +25,16 @@ from tfshard.planning.step_flops import training_flops
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedPart:
-    """A part of a model on a pipeline.
+    """A pipeline stage.
 
     Attributes:
-        rank: The place on the pipeline axis.
-        layers: The names of its layers.
-        stored: What its devices store, and what a step without microbatches would send among them.
-        flops: Of its forward and backward pass with one batch, over all devices; NaN where the graph does not tell.
-        sent_bytes: What it gives to parts on other ranks of one batch, over all devices: as much comes back as
-            gradients, of what is not an integer.
-        in_flight: For how many microbatches it keeps its inputs at once, at most.
+        rank: The pipeline rank.
+        layers: The names of the layers.
+        stored: The variables that the stage's devices store, and the collectives of a step without microbatches.
+        flops: FLOPs of the forward and backward pass with one batch, over all devices; NaN if the graph does not tell.
+        sent_bytes: Bytes that the stage sends to other pipeline ranks for one batch, over all devices. The gradients of
+            floating-point tensors come back with as many bytes.
+        in_flight: The largest number of microbatches for which the stage keeps its inputs at once.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class PipelinePlan:
     Attributes:
         mesh: Axis name to size.
         schedule: The schedule.
-        parts: The parts in order.
+        parts: The stages in order.
     """
 
     mesh: dict[str, int]
@@ -60,19 +60,19 @@ class PipelinePlan:
     parts: tuple[PlannedPart, ...]
 
     def bytes_per_device(self, kind: str | None = None) -> int:
-        """Bytes that the fullest device holds; `kind` as for `ShardingPlan.bytes_per_device`."""
+        """Return the bytes that the fullest device stores; `kind` as for `ShardingPlan.bytes_per_device`."""
         held = [0] * self.schedule.ranks
         for part in self.parts:
             held[part.rank] += part.stored.bytes_per_device(kind)
         return max(held)
 
     def bubble(self, times: dict[tuple[bool, int], float] | None = None) -> float:
-        """The share of the ranks' time in which they wait, of a step whose sending takes no time.
+        """Return the share of time in which pipeline ranks wait, in a step with instant communication.
 
         Args:
-            times: By whether it is forward, and part: how long a task takes, such as `Measured.times`. By default what
-                follows from FLOPs: a third for a forward pass, all and a third for a backward pass, which computes it
-                again; all for both in the last part.
+            times: The duration of a task, by (is forward, stage), such as `Measured.times`. By default it follows from
+                FLOPs: a forward pass takes a third, and a backward pass with recomputation takes four thirds. In the
+                last stage, both together take three thirds.
         """
         return self.schedule.bubble(times or self._times())
 
@@ -87,7 +87,7 @@ class PipelinePlan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data: JSON types only."""
+        """Return the plan as plain data: JSON types only."""
         return {
             "mesh": self.mesh,
             "schedule": self.schedule.name,
@@ -108,7 +108,7 @@ class PipelinePlan:
         }
 
     def to_json(self, indent: int | None = None) -> str:
-        """The plan as a JSON text."""
+        """Return the plan as JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
@@ -136,12 +136,12 @@ class PipelinePlan:
 
 
 def plan(model: keras.Model, inputs: Any, optimizer: keras.optimizers.Optimizer | str | None = None) -> PipelinePlan:
-    """What a pipeline stores where, what goes from rank to rank, and how long ranks wait. Nothing is run.
+    """Plan a pipeline without running it: stored bytes, sent bytes, and waiting times.
 
     Args:
         model: A model that `tfshard.pipeline` has cut, compiled under a strategy.
-        inputs: A batch as `fit` takes it, without labels: arrays, or anything with a shape and a dtype.
-        optimizer: As for `strategy.plan`; by default the one that the model is compiled with.
+        inputs: A batch as for `fit`, without labels: arrays, or anything with a shape and a dtype.
+        optimizer: As for `strategy.plan`; by default the compiled optimizer of the model.
 
     Raises:
         StrategyError: The model is not on a pipeline.
@@ -196,7 +196,7 @@ def _bytes(spec: tf.TensorSpec) -> int:
 
 
 def reports(model: keras.Model) -> tuple[Report, ...]:
-    """What each device holds, measured: a report for each place on the pipeline axis, of the parts that it has.
+    """Measure the stored bytes of each device, and return a report for each pipeline rank with its stages.
 
     Raises:
         StrategyError: The model is not on a pipeline.
@@ -209,8 +209,10 @@ def reports(model: keras.Model) -> tuple[Report, ...]:
 
 
 def measured(model: keras.Model) -> Measured | None:
-    """What was measured in the last training step: when each task began and ended, what was kept and sent. None before
-    the first step that was not compiled. In a launched run all clients call this, and hear of each other's tasks.
+    """Return the measurements of the last training step: begin and end of each task, kept bytes and sent bytes.
+
+    Returns None before the first step that ran without compiling. In a launched run, all clients must call this
+    function, and each gets the times of all tasks.
 
     Raises:
         StrategyError: The model is not on a pipeline.
@@ -224,7 +226,7 @@ def measured(model: keras.Model) -> Measured | None:
 
 
 def _timed(tasks: tuple[Timed, ...], mesh: dtensor.Mesh) -> tuple[Timed, ...]:
-    """The tasks of a rank, timed by a client that has done them."""
+    """Return the tasks of a pipeline rank, timed by a client that ran them."""
     if messages.is_everywhere(mesh):
         return tasks
     own = None if mesh.is_remote() else np.array([(each.begin, each.end) for each in tasks])
@@ -236,7 +238,7 @@ def _timed(tasks: tuple[Timed, ...], mesh: dtensor.Mesh) -> tuple[Timed, ...]:
 
 
 def is_pipeline(model: keras.Model) -> bool:
-    """Whether a model was cut, and compiled on a mesh with a pipeline axis."""
+    """Return True if a model was cut, and compiled on a mesh with a pipeline axis."""
     return models.pipeline_of(model) is not None
 
 

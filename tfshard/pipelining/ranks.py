@@ -1,9 +1,10 @@
-"""Ranks: places on the pipeline axis, and what a variable is there that several of them have.
+"""Pipeline ranks, and the copies of variables that several of them share.
 
-A layer that parts on several ranks have (an embedding table that is also the last layer's matrix) has a variable on
-each: the *home* of it is where its first part is, where it is updated; the others are *mirrors*, to which its value is
-sent after each update, and whose gradients are added to its own. Variables of an optimizer that belong to no weight
-(its iterations, its learning rate) are on each rank, too: every rank updates them in the same way.
+If stages on several pipeline ranks share a layer (an embedding table that is also the last layer's matrix), each of
+these pipeline ranks has a copy of the variable. The *home* is on the pipeline rank of the first of these stages, which
+updates the variable. The other copies are *mirrors*: they receive the value after each update, and their gradients are
+added to the gradient at home. Optimizer variables without a weight (iterations, learning rate) are on each pipeline
+rank, too: every pipeline rank updates them in the same way.
 """
 
 import contextlib
@@ -27,16 +28,17 @@ from tfshard.training.strategy import ShardedStrategy
 
 
 class Rank:
-    """A place on the pipeline axis.
+    """A pipeline rank: one index of the pipeline axis.
 
     Attributes:
-        number: From 0.
-        strategy: Of its mesh.
-        parts: What it has of the model.
-        mirrors: Variables whose home is on another rank, and what each is here.
-        shared: Variables of the optimizer that all ranks have, and what each is here; none on the last rank, whose
-            ones are those that a user sees.
-        known: The storage at home of each of both, and how often it had been set when its value came here last.
+        number: The index, from 0.
+        strategy: The strategy on the mesh of the pipeline rank.
+        parts: The stages on the pipeline rank.
+        mirrors: Variables with a home on another pipeline rank, and their mirrors here.
+        shared: Optimizer variables that all pipeline ranks have, and their copies here; empty on the last pipeline
+            rank, which holds the variables that a user sees.
+        known: For each variable in `mirrors` and `shared`: its home storage, and how often the storage had been set
+            when the value was last copied here.
     """
 
     def __init__(self, number: int, strategy: ShardedStrategy, parts: list[Part]):
@@ -49,7 +51,7 @@ class Rank:
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
-        """A context in which Keras's variables are what they are on this rank."""
+        """Give Keras's variables their values on this pipeline rank, while this context is open."""
         views = [*self.mirrors.values(), *self.shared.values()]
         before = [(variable, _private.backend_variable(variable)) for variable, _ in views]
         for variable, here in views:
@@ -67,19 +69,19 @@ class Rank:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The trainable variables that are updated here, in order."""
+        """The trainable variables that this pipeline rank updates, in order."""
         found = {id(variable): variable for part in self.parts for variable in part.model.trainable_variables}
         return [variable for key, variable in found.items() if key not in self.mirrors]
 
 
 def ranks_of(cut: CutModel, strategy: ShardedStrategy) -> list[Rank]:
-    """The ranks of a model that is cut: part `n` is on rank `n mod ranks`."""
+    """Return the pipeline ranks of a cut model: stage `n` is on pipeline rank `n mod ranks`."""
     count = len(strategy.ranks)
     return [Rank(number, each, list(cut.parts[number::count])) for number, each in enumerate(strategy.ranks)]
 
 
 def place(ranks: list[Rank]) -> None:
-    """Brings the variables of each part to the mesh of its rank."""
+    """Move the variables of each stage to the mesh of its pipeline rank."""
     home: dict[int, int] = {}
     parts = sorted((part.number, rank.number) for rank in ranks for part in rank.parts)
     for number, at in parts:
@@ -94,7 +96,7 @@ def place(ranks: list[Rank]) -> None:
 
 
 def _copy(variable: keras.Variable) -> tf.Variable:
-    """A plain variable like a Keras variable's, of the same value."""
+    """Return a plain variable with the value of a Keras variable."""
     current = _private.backend_variable(variable)
     assert current is not None, "A model that is cut is built."
     with tf.device("CPU:0"):
@@ -102,11 +104,11 @@ def _copy(variable: keras.Variable) -> tf.Variable:
 
 
 def place_optimizer(ranks: list[Rank], optimizer: keras.optimizers.Optimizer) -> None:
-    """Brings the slots of an optimizer to where their variables are, and gives each rank its own of the others.
+    """Move the slots of an optimizer to their variables, and copy its other variables to each pipeline rank.
 
     Args:
-        ranks: The ranks, with their variables.
-        optimizer: Built, its variables on the mesh of the last rank or of their own.
+        ranks: The pipeline ranks, with their variables.
+        optimizer: A built optimizer, with variables on the mesh of the last pipeline rank or of their weights.
     """
     by_mesh = {rank.strategy.mesh.to_string(): rank for rank in ranks}
     shared: list[keras.Variable] = []
@@ -136,12 +138,13 @@ def place_optimizer(ranks: list[Rank], optimizer: keras.optimizers.Optimizer) ->
 
 
 def find_homes(ranks: list[Rank], written: Sequence[Collection[object]]) -> None:
-    """Of what all ranks have: what one of them writes alone is that one's, such as a statistic that an optimizer keeps
-    for a weight under a name that does not say so.
+    """Give a shared variable to the pipeline rank that alone writes it.
+
+    An example is a statistic that an optimizer keeps for a weight, under a name that does not tell the weight.
 
     Args:
-        ranks: The ranks.
-        written: The storages that each one's update writes.
+        ranks: The pipeline ranks.
+        written: The storages that the update of each pipeline rank writes.
     """
     every = {key: variable for rank in ranks for key, (variable, _) in rank.shared.items()}
     for key, variable in every.items():
@@ -157,8 +160,10 @@ def find_homes(ranks: list[Rank], written: Sequence[Collection[object]]) -> None
 
 
 def bring_up_to_date(ranks: list[Rank]) -> None:
-    """Gives each rank what was set on the host of what several have: a callback may have set the learning rate, a
-    checkpoint the iterations, `set_weights` a table."""
+    """Copy values that were set on the host to the mirrors and shared variables of each pipeline rank.
+
+    A callback may have set the learning rate, a checkpoint the iterations, `set_weights` a table.
+    """
     for rank in ranks:
         for variable, here in [*rank.shared.values(), *rank.mirrors.values()]:
             home = sharded_of(variable)

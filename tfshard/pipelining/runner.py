@@ -1,4 +1,4 @@
-"""The tasks of a step, done by a thread for each rank."""
+"""Runs the tasks of a step in a thread for each pipeline rank."""
 
 import dataclasses
 import threading
@@ -12,14 +12,14 @@ from tfshard.pipelining.schedules import Schedule, Task, Timed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured in a step.
+    """The measurements of a step.
 
     Attributes:
-        schedule: Its schedule.
-        tasks: Of each rank: when each task began and ended, in seconds from the begin of the step.
-        in_flight: Of each part: for how many microbatches it kept its inputs at once, at most.
-        kept_bytes: Of each part: how many bytes these were, on all devices of its rank, at most.
-        sent_bytes: What went from rank to rank, on all devices.
+        schedule: The schedule of the step.
+        tasks: For each pipeline rank: begin and end of each task, in seconds from the begin of the step.
+        in_flight: For each stage: the largest number of microbatches for which the stage kept its inputs at once.
+        kept_bytes: For each stage: the largest number of bytes of these inputs, on all devices of its pipeline rank.
+        sent_bytes: Bytes sent between pipeline ranks, on all devices.
     """
 
     schedule: Schedule
@@ -30,18 +30,18 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """From the begin of the first task to the end of the last."""
+        """The time from the begin of the step to the end of the last task."""
         return max(each.end for tasks in self.tasks for each in tasks)
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time in which they waited."""
+        """The share of the pipeline ranks' time in which they waited."""
         busy = sum(each.end - each.begin for tasks in self.tasks for each in tasks)
         return 1 - busy / (len(self.tasks) * self.seconds)
 
     @property
     def times(self) -> dict[tuple[bool, int], float]:
-        """How long the tasks of each part took, forward and backward: their mean, in seconds."""
+        """The mean seconds of the tasks of each stage, by (is forward, stage)."""
         found: dict[tuple[bool, int], list[float]] = {}
         for tasks in self.tasks:
             for each in tasks:
@@ -50,10 +50,10 @@ class Measured:
 
 
 class Runner:
-    """Does the tasks of a schedule: each rank its own in order, when what they need is done.
+    """Runs the tasks of a schedule: each pipeline rank runs its tasks in order, after the tasks that they need.
 
     Args:
-        ranks: How many ranks, each with a thread.
+        ranks: The number of pipeline ranks, each with a thread.
     """
 
     def __init__(self, ranks: int):
@@ -62,15 +62,15 @@ class Runner:
     def run(
         self, schedule: Schedule, tasks: Sequence[Sequence[Task]], do: Callable[[Task], object]
     ) -> list[list[Timed]]:
-        """Does the tasks at once.
+        """Run the tasks of all pipeline ranks concurrently.
 
         Args:
-            schedule: Says what a task needs.
-            tasks: Of each rank, in order.
-            do: Does one. What it raises ends the step: every rank stops before its next task.
+            schedule: Tells which tasks a task needs.
+            tasks: The tasks of each pipeline rank, in order.
+            do: Runs a task. An exception ends the step: every pipeline rank stops before its next task.
 
         Returns:
-            When each began and ended.
+            The begin and end of each task.
         """
         begin = time.perf_counter()
         done: set[Task] = set()

@@ -1,12 +1,12 @@
-"""In which order the ranks of a pipeline compute what: schedules, checked and timed without a device.
+"""Schedules: the order of tasks on each pipeline rank, checked and timed without a device.
 
-A *rank* is a place on the pipeline axis. It has one part of the model, or several with `"interleaved"`: part `n` is on
-rank `n mod ranks`. A *task* is the forward or the backward pass of one part with one microbatch. The last part has
-both in one task, a backward one: its loss is there when its gradient can begin.
+A pipeline rank has one stage of the model, or several with `"interleaved"`: stage `n` is on pipeline rank
+`n mod ranks`. A *task* is the forward or the backward pass of one stage with one microbatch. The last stage runs both
+passes in one backward task, because its backward pass can begin as soon as its loss is known.
 
-The schedules are those of Huang et al. 2019, "GPipe" (`"gpipe"`), Narayanan et al. 2019, "PipeDream", with a flush at
-the end of each step (`"1f1b"`), and Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM", section 2.2 (`"interleaved"`).
+The schedules are from Huang et al. 2019, "GPipe" (`"gpipe"`), Narayanan et al. 2019, "PipeDream", with a flush at the
+end of each step (`"1f1b"`), and Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters
+Using Megatron-LM", section 2.2 (`"interleaved"`).
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ NAMES = ("gpipe", "1f1b", "interleaved")
 
 
 class Task(NamedTuple):
-    """The forward or the backward pass of one part with one microbatch."""
+    """The forward or the backward pass of one stage with one microbatch."""
 
     is_forward: bool
     part: int
@@ -31,7 +31,7 @@ class Task(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timed:
-    """When a task begins and ends, in the unit in which tasks were timed."""
+    """The begin and end of a task, in the time unit of the tasks."""
 
     task: Task
     begin: float
@@ -40,14 +40,14 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The tasks of each rank in one step, in the order in which it does them.
+    """The tasks of each pipeline rank in one step, in order.
 
     Attributes:
         name: `"gpipe"`, `"1f1b"` or `"interleaved"`.
-        ranks: How many ranks.
-        parts: How many parts; a multiple of `ranks`.
-        microbatches: How many microbatches.
-        tasks: Of each rank.
+        ranks: The number of pipeline ranks.
+        parts: The number of stages; a multiple of `ranks`.
+        microbatches: The number of microbatches.
+        tasks: The tasks of each pipeline rank.
 
     >>> schedule = Schedule.of("1f1b", ranks=2, parts=2, microbatches=3)
     >>> [" ".join(map(str, tasks)) for tasks in schedule.tasks]
@@ -66,18 +66,21 @@ class Schedule:
 
     @classmethod
     def of(cls, name: str, *, ranks: int, parts: int, microbatches: int) -> "Schedule":
-        """The schedule of a name. Of `"interleaved"`, microbatches that the ranks do not divide are taken as by GPipe.
+        """Return the schedule with a name.
+
+        With `"interleaved"`, the order is GPipe's if the number of pipeline ranks does not divide the number of
+        microbatches.
 
         Raises:
-            StrategyError: An unknown name; several parts of a rank in another schedule than `"interleaved"`, for which
-                the ranks have to divide the parts.
+            StrategyError: An unknown name; several stages on a pipeline rank without `"interleaved"`; or a number of
+                stages that the number of pipeline ranks does not divide.
         """
         check(name, ranks=ranks, parts=parts)
         if name == "gpipe" or (parts > ranks and microbatches % ranks):
             order = [_gpipe(rank, ranks, parts, microbatches) for rank in range(ranks)]
         else:
             order = [_one_forward_one_backward(rank, ranks, parts, microbatches) for rank in range(ranks)]
-        # The last part's forward pass is in its backward task.
+        # The backward task of the last stage includes its forward pass.
         tasks = tuple(
             tuple(task for task in each if not (task.is_forward and task.part == parts - 1)) for each in order
         )
@@ -86,7 +89,7 @@ class Schedule:
         return made
 
     def needs(self, task: Task) -> Iterator[Task]:
-        """The tasks that have to end before a task can begin, on other ranks or on its own."""
+        """Yield the tasks that must end before a task can begin, on any pipeline rank."""
         last = self.parts - 1
         if task.part > 0 and (task.is_forward or task.part == last):
             yield Task(True, task.part - 1, task.microbatch)
@@ -95,12 +98,12 @@ class Schedule:
             yield Task(False, task.part + 1, task.microbatch)
 
     def timed(self, times: "Mapping[tuple[bool, int], float] | None" = None, sent: float = 0.0) -> list[list[Timed]]:
-        """When each task begins and ends, if each begins as soon as its rank and what it needs are there.
+        """Return the begin and end of each task, if each begins as soon as its pipeline rank and its inputs are ready.
 
         Args:
-            times: By whether it is forward, and part: how long a task takes. By default a forward pass takes one unit,
-                and a backward pass, which computes it again, three; in the last part, both together three.
-            sent: How long it takes to send a result to another rank.
+            times: The duration of a task, by (is forward, stage). By default a forward pass takes one unit, and a
+                backward pass with recomputation takes three; in the last stage, both together take three.
+            sent: The time to send a result to another pipeline rank.
         """
         if times is None:
             times = {
@@ -129,7 +132,7 @@ class Schedule:
         return found
 
     def bubble(self, times: "Mapping[tuple[bool, int], float] | None" = None, sent: float = 0.0) -> float:
-        """The share of the ranks' time in which they wait: `1 - busy / (ranks * length of the step)`.
+        """Return the share of time in which pipeline ranks wait: `1 - busy / (ranks * length of the step)`.
 
         Args:
             times, sent: As for `timed`.
@@ -141,7 +144,7 @@ class Schedule:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Of how many microbatches each part keeps its inputs at once, at most: until their backward pass."""
+        """The largest number of microbatches for which a stage keeps its inputs at once, for each stage."""
         most = []
         for part in range(self.parts):
             kept = highest = 0
@@ -153,13 +156,13 @@ class Schedule:
         return tuple(most)
 
     def in_one_order(self) -> list[Task]:
-        """All tasks, each behind those that it needs, as one thread can do them."""
+        """Return all tasks in an order in which one thread can run them."""
         timed = [each for tasks in self.timed() for each in tasks]
         return [each.task for each in sorted(timed, key=lambda each: (each.end, each.begin))]
 
 
 def check(name: str, *, ranks: int, parts: int) -> None:
-    """Raises `StrategyError` as `Schedule.of`."""
+    """Raise `StrategyError` like `Schedule.of`."""
     if name not in NAMES:
         raise StrategyError(f"Unknown schedule. Schedules: {NAMES}. Received: schedule={name!r}")
     if name != "interleaved" and parts != ranks:
@@ -176,14 +179,14 @@ def check(name: str, *, ranks: int, parts: int) -> None:
 
 
 def _gpipe(rank: int, ranks: int, parts: int, microbatches: int) -> list[Task]:
-    """All forward passes, then all backward passes."""
+    """Return all forward passes, then all backward passes."""
     own, numbers = range(rank, parts, ranks), range(microbatches)
     forward = [Task(True, part, number) for part in own for number in numbers]
     return [*forward, *(Task(False, part, number) for part in reversed(own) for number in numbers)]
 
 
 def _one_forward_one_backward(rank: int, ranks: int, parts: int, microbatches: int) -> list[Task]:
-    """A forward pass and a backward pass in turn, after as many forward passes as the first gradient needs."""
+    """Return alternating forward and backward passes, after the forward passes that the first gradient needs."""
     of_rank = parts // ranks
     total = microbatches * of_rank
     if of_rank == 1:
@@ -193,7 +196,7 @@ def _one_forward_one_backward(rank: int, ranks: int, parts: int, microbatches: i
     ahead = min(ahead, total)
 
     def numbered(forward: bool) -> Sequence[Task]:
-        # A rank takes as many microbatches as there are ranks through one of its parts, then through the next.
+        # A pipeline rank runs `ranks` microbatches through one of its stages, then through the next stage.
         tasks = []
         for number in range(total):
             group, within = divmod(number, ranks * of_rank)

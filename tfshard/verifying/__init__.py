@@ -1,13 +1,13 @@
-"""Are the numbers those of one device?
+"""Verification: one training step runs sharded and on one device, and the first difference is named.
 
-One training step runs sharded and on one device; what differs first is named. Read `comparison` first.
+Read `comparison` first.
 
     verification       `verify`
-    comparison         a sharded step compared with one on one device; which operation is to blame
-    step_recording     one training step, sharded or on one device, with what it computes on the way
-    operation_check    which operation of a sharded step is computed wrongly
-    subject            what a step reads and writes: kept, brought back, swapped for plain variables
-    verdict            what `verify` returns
+    comparison         compares a sharded step with a step on one device, and finds the faulty operation
+    step_recording     runs one training step, sharded or on one device, and records its values
+    operation_check    finds the operation of a sharded step that is computed wrongly
+    subject            the state of a step: saved, restored, swapped for plain variables
+    verdict            the result of `verify`
 """
 
 from tfshard.verifying.verdict import Verification

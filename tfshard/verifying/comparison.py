@@ -1,4 +1,4 @@
-"""A sharded training step and one on one device, compared: what differs, and which operation is to blame."""
+"""Compares a sharded training step with a step on one device, and finds the operation that causes a difference."""
 
 import dataclasses
 import math
@@ -21,15 +21,15 @@ from tfshard.verifying.step_recording import Key, Observed, Recorder, StepFailur
 from tfshard.verifying.subject import Subject, axes_of, differing_copies
 from tfshard.verifying.verdict import Compared, Difference, Verification
 
-# How much a value may differ, of the largest number of its tensor. Sums of float32 in another order differ by 1e-7 to
-# 1e-6. The coarsest type that any layer computes in decides.
+# The tolerance of a value, relative to the largest number of its tensor. Sums of float32 in another order differ by
+# 1e-7 to 1e-6. The coarsest compute dtype of the layers decides.
 TOLERANCES: Mapping[str, float] = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
-# What an update may differ besides, in units of the variable's last place: both steps add it to the same number.
+# The additional tolerance of an update, in units of the variable's last place: both steps add to the same number.
 _UNITS = 4
 
 
 class Comparison:
-    """The two steps of one call of `verify`."""
+    """The comparison in one call of `verify`."""
 
     def __init__(self, subject: Subject, batch: Any, tolerance: float | None):
         self._subject, self._batch = subject, batch
@@ -38,7 +38,7 @@ class Comparison:
         self._differences: list[Difference] = []
         self._not_compared: dict[str, None] = {}
         self._rows: list[Compared] = []
-        # What differs in numbers: the key of the value, or the name of the variable.
+        # The differences in numbers, by the key of the value or the name of the variable.
         self._wrong: dict[Key | str, Difference] = {}
 
     def run(self) -> Verification:
@@ -89,7 +89,7 @@ class Comparison:
     def _host_batch(self) -> Any:
         return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.constant(leaf), self._batch)
 
-    # --- what is not a number of the step
+    # --- differences that are not numbers of the step
 
     def _check_storage(self, when: str) -> None:
         for storage, name in self._subject.storages().items():
@@ -110,7 +110,7 @@ class Comparison:
                 self._add("batch", place, f"{place} is another one on the mesh", worst)
 
     def _check_stage(self) -> None:
-        """Check that the batch axis shards what the ZeRO stage says."""
+        """Check that the batch axis shards the tensors that the ZeRO stage shards."""
         strategy = self._subject.strategy
         zero_stage = strategy.config.zero_stage
         for variable in self._trained().values():
@@ -136,14 +136,14 @@ class Comparison:
         return self._subject.strategy.mesh_shape.data_size > 1 and math.prod(variable.layout.spec.shape) > 1
 
     def _check_scattered(self, sharded: Observed) -> None:
-        """Whether stages 2 and 3 keep a gradient whole on no device."""
+        """Check that stages 2 and 3 give the optimizer no full gradient."""
         trained, strategy = self._trained(), self._subject.strategy
         for key, axes in sharded.layouts.items():
             variable = trained.get(key.path) if key.kind == "gradient" else None
             if variable is None or variable.layout.sharded is None or variable.layout.flat is not None:
                 continue
             if variable.layout.table is not None:
-                continue  # It has what was looked up only.
+                continue  # The gradient of a table has only the rows that were looked up.
             if strategy.config.zero_stage.shard_grads and strategy.mesh_shape.data not in axes:
                 message = (
                     f"{key} is whole on every device when the optimizer gets it; stage "
@@ -152,7 +152,7 @@ class Comparison:
                 self._differences.append(Difference(kind="layout", place=key.path, message=message))
 
     def _check_copies(self, sharded: Observed) -> None:
-        """Whether devices that hold the same part of a value of the step hold the same numbers."""
+        """Check that devices with copies of a shard hold the same numbers."""
         graph, recorder = sharded.recorder.graph, sharded.recorder
         same = {t.name for t in recorder.values.values() if t is not None and t.name not in sharded.differing}
         for name, text in sharded.differing.items():
@@ -160,7 +160,7 @@ class Comparison:
             among = operation_check.ancestors([tensor], same)
             random = next((op for op in among if op.type in _private.ALL_RANDOM_OPS), None)
             if random is not None and any(d.kind == "random" for d in self._differences):
-                continue  # What follows from the first.
+                continue  # The difference follows from the first random difference.
             operation = tensor.op if random is None else random
             place = recorder.layer_of(operation) or operation.name
             what = "compute different values" if random is None else "draw different random numbers"
@@ -171,7 +171,7 @@ class Comparison:
             self._differences.append(Difference(kind=kind, place=place, message=f"{message}: {text}"))
 
     def _explain(self, failure: StepFailure) -> None:
-        """A step that failed on the devices: where, and whether it fails on one device too."""
+        """Report where the sharded step failed, and if the step fails on one device, too."""
         recorder = failure.recorder
         operation = _failed_operation(str(failure), recorder.graph)
         if operation is None:
@@ -243,7 +243,7 @@ class Comparison:
         yield _Found(key=key, worst=worst, what=f"{key}{self._ratio(ours, theirs)}")
 
     def _ratio(self, ours: np.ndarray, theirs: np.ndarray) -> str:
-        """In words, when one tensor is the other times the number of samples or devices."""
+        """Return a text if one tensor is a multiple of the other, such as by the number of samples, else ""."""
         if ours.shape != theirs.shape or ours.dtype.kind != "f" or not np.isfinite(ours).all() or not theirs.any():
             return ""
         a, b = ours.astype("float64").ravel(), theirs.astype("float64").ravel()
@@ -264,7 +264,7 @@ class Comparison:
         return f" is {ratio:.4g} times as large"
 
     def _compare_updates(self, sharded: Observed, alone: Observed) -> None:
-        """What the step made of the variables: its change, by the size of the change."""
+        """Compare the changes of the variables, relative to the size of the change."""
         found = []
         for name, before in self._subject.before.items():
             ours, theirs = sharded.after.get(name), alone.after.get(name)
@@ -275,7 +275,7 @@ class Comparison:
                 worst = operation_check.error_of(ours, theirs)
             else:
                 change = _largest(theirs.astype("float64") - before.astype("float64"))
-                # So that the tolerance is that of the change, or the variable's last places where those are coarser.
+                # The tolerance applies to the change, or to the last places of the variable if those are coarser.
                 scale = max(change, _UNITS * _last_place(ours.dtype) * _largest(theirs) / self._tolerance)
                 worst = operation_check.error_of(ours, theirs, scale=scale)
             found.append(_Found(key=name, worst=worst, what=f"variable '{name}' after the step"))
@@ -297,7 +297,7 @@ class Comparison:
     # --- which operation
 
     def _locate_first(self, on_mesh: Any, sharded: Observed) -> None:
-        """Puts the operation that is to blame into the first difference in numbers."""
+        """Add the faulty operation to the first difference in numbers."""
         if not self._wrong or any(d.kind in ("batch", "random") for d in self._differences):
             return
         key = self._first_target(sharded)
@@ -307,7 +307,7 @@ class Comparison:
         self._differences.insert(0, dataclasses.replace(first, operation=operation))
 
     def _first_target(self, sharded: Observed) -> Key | str:
-        """The first difference; among gradients the one that is computed first, which is that of the last layer."""
+        """Return the first difference; among gradients, the gradient that is computed first, of the last layer."""
         first = next(iter(self._wrong))
         if not isinstance(first, Key) or first.kind != "gradient":
             return first
@@ -361,7 +361,7 @@ class Comparison:
         return operation_check.assigned(graph, current.buffer.handle)[-1:]
 
     def _handles(self, graph: tf.Graph) -> dict[str, Held]:
-        """What each variable's buffer holds before a step, by the name of its handle in the graph."""
+        """Return the value of each variable's buffer before the step, by the name of its handle in the graph."""
         outside = {id(storage.buffer.handle): (storage, name) for storage, name in self._subject.storages().items()}
         found = {}
         for external, internal in graph.captures:
@@ -375,12 +375,12 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Found:
-    """A value that was compared.
+    """A compared value.
 
     Attributes:
-        key: What it is; the name of a variable.
-        worst: Where it differs most.
-        what: What it is, in words.
+        key: The key of the value, or the name of a variable.
+        worst: The largest difference.
+        what: A description.
     """
 
     key: Key | str
@@ -402,18 +402,18 @@ def _largest_gradient(observed: Observed) -> float:
 
 
 def _last_place(dtype: np.dtype) -> float:
-    """The relative distance of two neighbouring numbers."""
-    return float(np.finfo(dtype).eps) if dtype.kind == "f" else 2.0**-7  # bfloat16 is no kind of numpy's.
+    """Return the relative distance of two neighboring numbers."""
+    return float(np.finfo(dtype).eps) if dtype.kind == "f" else 2.0**-7  # numpy has no kind for bfloat16.
 
 
 def _dtypes(model: keras.Model) -> set[str]:
-    """The types in which the layers of a model compute."""
+    """Return the dtypes in which the layers of a model compute."""
     found = {str(layer.compute_dtype) for layer in _private.flatten_layers(model)} & TOLERANCES.keys()
     return found or {"float32"}
 
 
 def _failed_operation(message: str, graph: tf.Graph) -> tf.Operation | None:
-    """The operation that an error of the devices names."""
+    """Return the operation that a device error names."""
     operations = {operation.name: operation for operation in graph.get_operations()}
     for name in re.findall(r"\{\{node ([^}]+)\}\}", message):
         parts = name.split("/")
@@ -425,7 +425,7 @@ def _failed_operation(message: str, graph: tf.Graph) -> tf.Operation | None:
 
 
 def _said(failure: StepFailure) -> str:
-    """What an operation said when it failed, without TensorFlow's account of where."""
+    """Return the error text of the operation, without TensorFlow's node names."""
     lines = [re.sub(r"\{\{function_node [^}]*\}\}\s*", "", line).strip() for line in str(failure).splitlines()]
     lines = [line for line in lines if line]
     said = [line for line, after in zip(lines, lines[1:], strict=False) if after.startswith("[[{{node")]

@@ -1,4 +1,4 @@
-"""Which operation of a step is computed wrongly: each once more, by itself, by TensorFlow on one device."""
+"""Finds the operation of a step that is computed wrongly: TensorFlow computes each operation again on one device."""
 
 import dataclasses
 import linecache
@@ -12,27 +12,27 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.operations.origins import PACKAGE
 
-# Files that call the code of others.
+# Files that call other code.
 _BETWEEN = re.compile(r"/tensorflow/(python|_api|dtensor)/|/(contextlib|functools)\.py$|/optree/|^<")
-# Beyond this, looking at each operation takes too long.
+# With more operations, the check takes too long.
 MAX_OPERATIONS = 5000
 
-# One number of a tensor. A shape or a word where there is no number to show.
+# A number of a tensor. A shape or a word replaces a missing number.
 Number = bool | int | float | complex | str | tuple[int, ...] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operation:
-    """An operation whose value differs.
+    """An operation with a differing value.
 
     Attributes:
-        name: Its name in the graph of the step, which begins with that of the layer.
-        type: TensorFlow's name for what it does.
-        line: The line of code that made it.
-        reason: What was compared.
-        sharded: One number of what it gave in the sharded step.
+        name: The name in the graph of the step, which begins with the name of the layer.
+        type: The TensorFlow type of the operation.
+        line: The line of code that made the operation.
+        reason: A description of the comparison.
+        sharded: A number of the result in the sharded step.
         one_device: The same number on one device.
-        index: Where in its result.
+        index: The index of the number in the result.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Held:
-    """What the buffer of a variable holds before a step.
+    """The value of a variable's buffer before a step.
 
     Attributes:
-        name: Of the variable, or of the first of a group.
-        value: Whole, on the host.
+        name: The name of the variable, or of the first variable of a group.
+        value: The full value, on the host.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Held:
 
 
 def is_fetched(tensor: tf.Tensor) -> bool:
-    """Whether a tensor can be returned from a step and compared."""
+    """Return True if a step can return the tensor for a comparison."""
     return tensor.dtype not in (tf.resource, tf.variant, tf.string)
 
 
 def ancestors(targets: Iterable[tf.Tensor], known: set[str]) -> list[tf.Operation]:
-    """The operations that `targets` are computed with, up to the tensors named in `known`, in order of the graph."""
+    """Return the operations from which `targets` are computed, up to the tensors named in `known`, in graph order."""
     targets = list(targets)
     if not targets:
         return []
@@ -89,13 +89,13 @@ def ancestors(targets: Iterable[tf.Tensor], known: set[str]) -> list[tf.Operatio
 
 
 def writes_before(read: tf.Operation, order: Mapping[str, int]) -> list[tf.Operation]:
-    """The assignments of a variable that were added to the graph before a read of it."""
+    """Return the assignments of a variable that were added to the graph before a read."""
     written = [op for op in read.inputs[0].consumers() if op.type == "AssignVariableOp"]
     return sorted((op for op in written if order[op.name] < order[read.name]), key=lambda op: order[op.name])
 
 
 def assigned(graph: tf.Graph, handle: tf.Tensor) -> list[tf.Tensor]:
-    """What a step assigns to a variable, given by its resource handle outside of the graph."""
+    """Return the tensors that a step assigns to a variable, given by its resource handle outside of the graph."""
     inside = [internal for external, internal in _captures(graph) if external is handle]
     return [op.inputs[1] for tensor in inside for op in tensor.consumers() if op.type == "AssignVariableOp"]
 
@@ -105,7 +105,7 @@ def _captures(graph: tf.Graph) -> list[tuple[tf.Tensor, tf.Tensor]]:
 
 
 def line_of(operation: tf.Operation) -> str:
-    """The line of the user's code that made an operation; of Keras's or KerasHub's, if there is none in between."""
+    """Return the line of the user's code that made an operation, or else the line of Keras's or KerasHub's code."""
     fallback = ""
     for frame in reversed(list(operation.traceback or ())):
         path = frame.filename.replace(os.sep, "/")
@@ -124,13 +124,13 @@ def line_of(operation: tf.Operation) -> str:
 def first_wrong(
     operations: Sequence[tf.Operation], values: Mapping[str, np.ndarray], before: Mapping[str, "Held"], rtol: float
 ) -> Operation | None:
-    """The first operation whose result is not what TensorFlow computes on one device from the same inputs.
+    """Return the first operation with a result that TensorFlow does not compute on one device from the same inputs.
 
     Args:
         operations: Operations of the graph of a sharded step, in order.
-        values: Tensors of that step by name, whole on the host.
-        before: What variables held before the step, by the name of their handle in the graph.
-        rtol: How much a result may differ, of the largest number in it.
+        values: Tensors of that step by name, in full on the host.
+        before: The values of variables before the step, by the name of their handle in the graph.
+        rtol: The tolerance of a result, relative to its largest number.
     """
     if not operations:
         return None
@@ -164,14 +164,14 @@ def first_wrong(
 
 
 def _useful(operation: tf.Operation) -> int:
-    """How many outputs an operation has that are not meant for its gradient only."""
+    """Return the number of an operation's outputs that are not only for its gradient."""
     return 3 if operation.type.startswith("FusedBatchNorm") else len(operation.outputs)
 
 
 def first_other(
     operations: Sequence[tf.Operation], values: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], rtol: float
 ) -> Operation | None:
-    """The first operation of a sharded step that gives something else than that of the same name on one device."""
+    """Return the first operation of a sharded step with a result that differs from the same operation on one device."""
     for operation in operations:
         if operation.type == "Const" and not operation.outputs[0].dtype.is_floating:
             continue  # A shape or an index.
@@ -191,13 +191,13 @@ def first_other(
 
 
 def alike(operation: tf.Operation, other: tf.Operation) -> bool:
-    """Whether two operations of one name in two graphs are the same: TensorFlow numbers those without a name."""
+    """Return True if operations of one name in two graphs match: TensorFlow numbers operations without names."""
     shapes = [[tuple(t.shape) if t.shape.rank is not None else None for t in op.outputs] for op in (operation, other)]
     return operation.type == other.type and shapes[0] == shapes[1] and line_of(operation) == line_of(other)
 
 
 def _is_ours(operation: tf.Operation) -> bool:
-    """Whether tfshard made an operation, or it only hands its input on, or is a shape or an index."""
+    """Return True if tfshard made the operation, or if it only passes its input on, or is a shape or an index."""
     if operation.type in ("Placeholder", "Relayout", "RelayoutLike", "Identity", "IdentityN"):
         return True
     if operation.type == "Const" and not operation.outputs[0].dtype.is_floating:
@@ -215,7 +215,7 @@ def _operation(operation: tf.Operation, reason: str, worst: "Worst") -> Operatio
 
 
 class _Alone:
-    """Operations of a graph, each by itself, on the host."""
+    """Runs single operations of a graph on the host."""
 
     def __init__(self, operations: Sequence[tf.Operation]):
         definition = operations[0].graph.as_graph_def()
@@ -245,7 +245,7 @@ class _Alone:
         )
 
     def run(self, operation: tf.Operation, inputs: Sequence[np.ndarray | None]) -> list[np.ndarray] | None:
-        """Its outputs; None where it cannot run by itself."""
+        """Return the outputs of an operation; None if it cannot run alone."""
         number = self._numbers.get(operation.name)
         if number is None:
             return None
@@ -254,7 +254,7 @@ class _Alone:
         try:
             outputs: list[np.ndarray] = self._session.run(names, feeds)
         except (tf.errors.OpError, ValueError):
-            return None  # No kernel for the host, or it fails there too.
+            return None  # The host has no kernel for the operation, or the operation fails on the host, too.
         return outputs
 
 
@@ -263,13 +263,14 @@ class _Alone:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Worst:
-    """Where two tensors differ most.
+    """The largest difference between two tensors.
 
     Attributes:
         sharded: The number in the sharded step.
         one_device: The number on one device.
-        index: Where; empty when the shapes differ, and then the numbers are the shapes.
-        error: The difference, of the largest number of the tensor on one device; inf for other shapes and for NaN.
+        index: The index of the number; empty if the shapes differ, and then the numbers are the shapes.
+        error: The difference, relative to the largest number of the tensor on one device; inf for different shapes and
+            for NaN.
     """
 
     sharded: Number
@@ -279,8 +280,11 @@ class Worst:
 
 
 def error_of(ours: np.ndarray, theirs: np.ndarray, *, floor: float = 0.0, scale: float | None = None) -> Worst:
-    """The largest difference of two tensors, in units of `scale`: by default the largest number of the second, or
-    `floor`, if that is larger."""
+    """Return the largest difference of two tensors, in units of `scale`.
+
+    By default, `scale` is the largest number of the second tensor, or `floor` if that is larger. For integers and
+    booleans it is 1.
+    """
     if ours.shape != theirs.shape:
         return Worst(sharded=ours.shape, one_device=theirs.shape, index=(), error=float("inf"))
     if ours.size == 0:
@@ -300,14 +304,14 @@ def error_of(ours: np.ndarray, theirs: np.ndarray, *, floor: float = 0.0, scale:
 
 
 def worst_of(ours: np.ndarray, theirs: np.ndarray, rtol: float, floor: float = 0.0) -> Worst | None:
-    """`error_of`, None where it is at most `rtol`; integers and booleans have to be equal."""
+    """Return `error_of`, or None if the error is at most `rtol`; integers and booleans must be equal."""
     worst = error_of(ours, theirs, floor=floor)
     exact = ours.dtype.kind in "biu"
     return worst if worst.error > (0.0 if exact else rtol) else None
 
 
 def largest(value: np.ndarray) -> float:
-    """The largest finite magnitude in a tensor."""
+    """Return the largest finite magnitude in a tensor."""
     if value.size == 0:
         return 0.0
     magnitude = np.abs(value.astype("complex128" if value.dtype.kind == "c" else "float64"))

@@ -1,4 +1,4 @@
-"""One training step, sharded or on one device, with what it computes on the way noted for `verification`."""
+"""Runs one training step, sharded or on one device, and records its values for `verification`."""
 
 import collections
 import contextlib
@@ -24,13 +24,13 @@ from tfshard.verifying.subject import Subject, axes_of, differing_copies
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """What a value of a step is. The same in the sharded step and in that on one device.
+    """The identity of a value of a step, equal in the sharded step and in the step on one device.
 
     Attributes:
         kind: `"random"`, `"layer"`, `"loss"`, `"gradient"` or `"metric"`.
-        path: Of the layer or the variable; the name of the metric.
-        call: The how manyth call of the layer, the loss or the optimizer it comes from, or draw of the layer.
-        part: The how manyth tensor of what a layer returned, or gradient of a variable of this path.
+        path: The path of the layer or the variable; the name of the metric.
+        call: The number of the call of the layer, the loss or the optimizer, or of the draw of the layer.
+        part: The number of the tensor in a layer's result, or of the gradient among variables with the same path.
         type: The class of a layer.
     """
 
@@ -54,12 +54,12 @@ class Key:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Span:
-    """Which operations of the graph a call of a layer made.
+    """The operations of the graph that a call of a layer made.
 
     Attributes:
-        layer: What it is called in messages.
-        begin: The number of operations before.
-        end: The number of operations after.
+        layer: The name of the layer in messages.
+        begin: The number of operations before the call.
+        end: The number of operations after the call.
     """
 
     layer: str
@@ -68,13 +68,13 @@ class Span:
 
 
 class Recorder:
-    """Notes what a step computes while it is traced.
+    """Records the values of a step while it is traced.
 
     Attributes:
         graph: The graph of the step.
         values: Random numbers, outputs of layers, loss and gradients, in the order of the step; a gradient may be None.
         spans: The calls of layers.
-        left_out: What cannot be compared, and why.
+        left_out: The values that cannot be compared, with the reasons.
     """
 
     def __init__(
@@ -83,10 +83,12 @@ class Recorder:
         *,
         instead: Mapping[Key, np.ndarray | None] | None = None,
     ):
-        """Args:
-        subject: What is trained.
-        instead: What optimizers get instead of the gradients of this step, and what TensorFlow's own generators give,
-            whose state is in the kernel.
+        """Make a recorder in the graph of a step.
+
+        Args:
+            subject: The model and its optimizers.
+            instead: Values that replace the gradients of this step, and the outputs of TensorFlow's stateful random
+                operations, which keep their state in the kernel.
         """
         self.graph = tf.compat.v1.get_default_graph()
         self.values: dict[Key, tf.Tensor | None] = {}
@@ -98,7 +100,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """While it is open, the model's layers, its loss and its optimizers are recorded."""
+        """Record the model's layers, its loss and its optimizers while this context is open."""
         model = self._subject.model
         with contextlib.ExitStack() as stack:
             for layer in _private.flatten_layers(model):
@@ -112,7 +114,7 @@ class Recorder:
             yield
 
     def note_metrics(self, logs: Any) -> None:
-        """What a step returns: the results of metrics."""
+        """Record the result of a step: the values of metrics."""
         named = logs if isinstance(logs, Mapping) else {"result": logs}
         for name, value in named.items():
             for part, tensor in enumerate(tf.nest.flatten(value)):
@@ -135,7 +137,7 @@ class Recorder:
 
     def _call(self, layer: keras.Layer, call: Method) -> Method:
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            path = layer.path or layer.name  # Known when the layer is built.
+            path = layer.path or layer.name  # The path is known once the layer is built.
             number, inside = self._number("layer", path), tf.compat.v1.get_default_graph() is self.graph
             begin = len(self.graph.get_operations())
             outputs = call(*args, **kwargs)
@@ -168,14 +170,14 @@ class Recorder:
             for i, (gradient, variable) in enumerate(zip(given, variables, strict=True)):
                 path = getattr(variable, "path", variable.name)
                 key = Key(kind="gradient", path=path, call=number, part=named[path])
-                named[path] += 1  # Layers of one name have variables of one path.
+                named[path] += 1  # Layers of the same name have variables of the same path.
                 if gradient is None:
                     self.values[key] = None
                     continue
                 self._note(key, gradient)
                 tables = self._subject.strategy.config.tables
                 is_table = tables is not None and tables.matches_path(path)
-                if self._given is not None and not is_table:  # Whose squares depend on how it is sparse.
+                if self._given is not None and not is_table:  # A table's squares depend on its gradient's form.
                     if isinstance(gradient, tf.IndexedSlices) and not optimizer_kinds.adds_up_rows(optimizer):
                         self.left_out[
                             f"update '{path}' with a sparse gradient: Keras on TensorFlow squares each lookup of a row "
@@ -187,7 +189,7 @@ class Recorder:
         return recorded
 
     def _instead(self, gradient: tf.Tensor | tf.IndexedSlices, other: np.ndarray | None) -> tf.Tensor:
-        # Dense, which is what a sparse gradient means under the strategy: rows that occur twice are added up.
+        # Dense, like a sparse gradient under the strategy, which adds up rows that occur twice.
         gradient = tf.convert_to_tensor(gradient)
         if other is None or other.shape != tuple(gradient.shape):
             return gradient
@@ -207,7 +209,7 @@ class Recorder:
         return output
 
     def layer_of(self, operation: tf.Operation) -> str | None:
-        """The innermost layer whose call made an operation, or whose operation it is the gradient of."""
+        """Return the innermost layer that made an operation, or that made the operation's forward operation."""
         numbers = {op.name: i for i, op in enumerate(self.graph.get_operations())}
         number = numbers.get(operation.name)
         found = [span for span in self.spans if number is not None and span.begin <= number < span.end]
@@ -219,7 +221,7 @@ class Recorder:
 
 
 def _constant(value: np.ndarray) -> tf.Tensor:
-    """A host value in a graph; not in its definition, which may not be large."""
+    """Return a host value in a graph. The value is outside of the graph's definition, which has a size limit."""
     with tf.init_scope():
         outside = tf.constant(value)
     return tf.identity(outside)
@@ -231,20 +233,20 @@ def _is_comparable(dtype: tf.DType) -> bool:
 
 # --- Running -----------------------------------------------------------------------------------------
 
-# Chooses tensors of a traced step that are returned too.
+# Selects additional tensors for a traced step to return.
 Select = Callable[[Recorder], list[tf.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed:
-    """A step that was run.
+    """A completed step.
 
     Attributes:
-        recorder: What was noted when it was traced.
-        values: The values, whole on the host.
-        layouts: The layout in which each value was computed; in a sharded step.
-        differing: Values of which devices hold different copies: a text for each.
-        selected: The tensors that were chosen, by name.
+        recorder: The recorder of the trace.
+        values: The full values, on the host.
+        layouts: The layout in which a sharded step computed each value.
+        differing: The values with different copies on different devices: a text for each.
+        selected: The selected tensors, by name.
         after: The variables after the step, by name.
     """
 
@@ -257,11 +259,11 @@ class Observed:
 
 
 class StepFailure(Exception):
-    """A step that was traced and failed on the devices.
+    """A traced step that failed on the devices.
 
     Attributes:
-        error: What TensorFlow raised.
-        recorder: What was noted when the step was traced.
+        error: The TensorFlow error.
+        recorder: The recorder of the trace.
     """
 
     def __init__(self, error: Exception, recorder: Recorder):
@@ -270,17 +272,17 @@ class StepFailure(Exception):
 
 
 def run_sharded(subject: Subject, batch: Any, select: Select | None = None) -> Observed:
-    """Runs a training step as `fit` does, on a batch on the mesh. The variables change.
+    """Run a training step like `fit`, on a batch on the mesh. The variables change.
 
     Args:
-        subject: What is trained.
+        subject: The model and its optimizers.
         batch: The batch, on the mesh.
-        select: Chooses what is returned besides.
+        select: Selects additional tensors to return.
     """
     strategy = subject.strategy
 
     def run_step(step: Method, data: Any) -> Any:
-        # Compressed gradients are not those of one device, nor meant to be.
+        # Compressed gradients differ from the gradients of one device by design.
         with strategy.extended.results_stay_sharded(), strategy.extended.adding_up_exactly():
             return strategy.run(step, args=(data,))
 
@@ -289,7 +291,7 @@ def run_sharded(subject: Subject, batch: Any, select: Select | None = None) -> O
 
 
 def run_on_one_device(subject: Subject, batch: Any, sharded: Observed | None, select: Select | None = None) -> Observed:
-    """Runs a training step in `subject.on_one_device()`, with the gradients of a sharded step for the optimizers."""
+    """Run a training step in `subject.on_one_device()`. Optimizers get the gradients of the sharded step."""
 
     def recorder(subject: Subject) -> Recorder:
         return Recorder(subject, instead=None if sharded is None else sharded.values)
@@ -324,14 +326,14 @@ def _run(
 
     function = tf.function(traced, jit_compile=False, autograph=False).get_concrete_function(batch)
     recorder = next(r for r in reversed(recorders) if r.graph is function.graph)
-    # What the step made while it was traced, such as the slots of an optimizer of a custom train_step.
+    # The step may make variables while it is traced, such as the slots of an optimizer in a custom train_step.
     subject.remember(function.graph.variables)
     known = {key: tensor for key, tensor in recorder.values.items() if tensor is not None}
     try:
         results = function(*[leaf for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf)])
     except tf.errors.OpError as error:
         if "{{node" not in str(error):
-            raise  # It could not be compiled.
+            raise  # The step could not be compiled.
         raise StepFailure(error, recorder) from error
     hosts, layouts, differing = {}, {}, {}
     for tensor, result in zip(chosen[id(recorder.graph)], results, strict=True):

@@ -1,4 +1,4 @@
-"""What a training step reads and writes: kept, brought back, and swapped for plain variables on one device."""
+"""The state that a training step reads and writes: saved, restored, and swapped for plain variables on one device."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,25 +20,25 @@ from tfshard.verifying.operation_check import worst_of
 
 
 class Subject:
-    """A model under a strategy, with all that a step of it reads and writes.
+    """A model under a strategy, with the state that a step reads and writes.
 
     Attributes:
         model: The model.
-        strategy: Its strategy.
-        optimizers: The model's own, and those that it has as attributes.
+        strategy: The strategy of the model.
+        optimizers: The compiled optimizer, and optimizers that are attributes of the model.
     """
 
     def __init__(self, model: keras.Model, strategy: ShardedStrategy):
         self.model, self.strategy = model, strategy
         self._held: dict[Storage, list[np.ndarray]] = {}
-        # Variables that layers have without Keras, by path, while they are on one device.
+        # Variables that layers hold without Keras, by path, while they are on one device.
         self._plain: dict[str, tf.Variable] = {}
         self._others: list[tuple[dtensor.DVariable, list[np.ndarray]]] = []
         self._before: dict[str, np.ndarray] = {}
         self.optimizers = inventory.own_optimizers(model)
 
     def variables(self) -> dict[str, keras.Variable]:
-        """All Keras variables of layers, optimizers, metrics and seeds, each once, by a name of its own."""
+        """Return all Keras variables of layers, optimizers, metrics and seeds, each once, by a unique name."""
         found = [variable for variable, _ in inventory.owned_variables(self.model)]
         for optimizer in self.chain():
             found += _private.optimizer_own_variables(optimizer)
@@ -60,11 +60,11 @@ class Subject:
         return named
 
     def chain(self) -> list[keras.optimizers.Optimizer]:
-        """The optimizers and those that they wrap."""
+        """Return the optimizers and the optimizers that they wrap."""
         return [part for optimizer in self.optimizers for part in _private.optimizer_chain(optimizer)]
 
     def raw_variables(self) -> list[tuple[keras.Layer, str, ShardedVariable]]:
-        """The variables that layers have without Keras: object, attribute, variable."""
+        """Return (layer, attribute, variable) of the variables that layers hold without Keras."""
         found = []
         for layer in _private.flatten_layers(self.model):
             for name, value in vars(layer).items():
@@ -73,7 +73,7 @@ class Subject:
         return found
 
     def storages(self) -> dict[Storage, str]:
-        """Where the variables live, each once, with the name of the first."""
+        """Return the storages of the variables, each once, with the name of the first variable."""
         found: dict[Storage, str] = {}
         for name, variable in self.variables().items():
             current = _private.backend_variable(variable)
@@ -84,16 +84,16 @@ class Subject:
         return found
 
     def values(self) -> dict[str, np.ndarray]:
-        """The whole values on the host, by name."""
+        """Return the full values on the host, by name."""
         named = {name: _private.backend_variable(variable) for name, variable in self.variables().items()}
         named |= {raw.path: raw for _, _, raw in self.raw_variables()} | self._plain
         return {name: np.array(transfer.to_host(current)) for name, current in named.items()}
 
     def remember(self, used: Iterable[tf.Variable] = ()) -> None:
-        """Notes what each device holds of variables that were not there when this was called last.
+        """Save the local shards of variables that are new since the last call.
 
         Args:
-            used: Variables of a traced step, of which some may belong to nothing that is known here.
+            used: Variables of a traced step; some may belong to no known object.
         """
         for storage in self.storages():
             if storage not in self._held:
@@ -107,11 +107,11 @@ class Subject:
 
     @property
     def before(self) -> Mapping[str, np.ndarray]:
-        """The whole values that were remembered, by name."""
+        """The saved full values, by name."""
         return self._before
 
     def restore(self) -> None:
-        """Brings every device back to what was remembered."""
+        """Restore the saved local shards on every device."""
         for storage, pieces in self._held.items():
             storage.set_local(pieces)
         for variable, pieces in self._others:
@@ -119,7 +119,7 @@ class Subject:
 
     @contextlib.contextmanager
     def on_one_device(self) -> Iterator[None]:
-        """While it is open, variables are plain ones with the same values, and the model is under no strategy."""
+        """Replace the variables by plain variables with equal values, and detach the strategy, in this context."""
         default = tf.distribute.get_strategy()
         owners = {id(owner): (owner, _private.distribute_strategy(owner)) for owner in [self.model, *self.chain()]}
         inside = {id(variable): variable for variable in self.variables().values()}
@@ -145,7 +145,7 @@ class Subject:
 
 @contextlib.contextmanager
 def _replaced(owner: keras.Layer, name: str, value: tf.Variable) -> Iterator[None]:
-    """An attribute of this object only, without Keras taking note of it."""
+    """Set an attribute of an object for a while, bypassing Keras's tracking."""
     missing = object()
     before = vars(owner).get(name, missing)
     vars(owner)[name] = value
@@ -159,14 +159,14 @@ def _replaced(owner: keras.Layer, name: str, value: tf.Variable) -> Iterator[Non
 
 
 def axes_of(tensor: tf.Tensor) -> Axes:
-    """The mesh axis, or None, of each dim of an eager DTensor."""
+    """Return the mesh axis, or None, of each dim of an eager DTensor."""
     return transfer.axes_of(dtensor.fetch_layout(tensor))
 
 
 def differing_copies(pieces: Iterable[tf.Tensor], axes: Axes, mesh: dtensor.Mesh) -> str | None:
-    """Which devices hold different copies of the same part of a tensor, in words, or None.
+    """Return a text if two devices hold different copies of the same shard of a tensor, else None.
 
-    Sums may be rounded differently on each device.
+    Devices may round sums differently, which the comparison allows.
     """
     first: dict[tuple[int, ...], tuple[str, np.ndarray]] = {}
     for piece, location in zip(pieces, mesh.local_device_locations(), strict=True):

@@ -1,4 +1,4 @@
-"""What verify returns."""
+"""Verification: the result of `verify`."""
 
 import dataclasses
 from typing import Literal
@@ -13,18 +13,18 @@ from tfshard.verifying.operation_check import Number, Operation
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Difference:
-    """Something that the sharded step does otherwise than one device.
+    """A difference between the sharded step and the step on one device.
 
     Attributes:
         kind: `"batch"`, `"replicas"`, `"layout"`, `"failure"`, `"random"`, `"layer"`, `"loss"`, `"gradient"`,
             `"update"` or `"metric"`.
         place: The layer, variable, metric or operation.
-        message: What differs, in words, with both numbers.
-        sharded: One number of the sharded step, the one that differs most; None where it is not about numbers.
+        message: A description of the difference, with both numbers.
+        sharded: The number of the sharded step that differs most; None if the difference is not in numbers.
         one_device: The same number on one device.
-        index: Where in the tensor.
-        error: How much they differ, of the largest number of the tensor.
-        operation: The operation that is to blame, for the first difference in numbers; None if none was found.
+        index: The index of the number in the tensor.
+        error: The difference, relative to the largest number of the tensor.
+        operation: The faulty operation, for the first difference in numbers; None if none was found.
     """
 
     kind: str
@@ -44,14 +44,14 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Compared:
-    """What was compared of one kind.
+    """The comparison of all values of one kind.
 
     Attributes:
         kind: As in `Difference`.
-        count: How many tensors.
-        differing: How many of them differ by more than the tolerance.
-        error: The largest error of those, or of all if none does.
-        place: Where that is.
+        count: The number of tensors.
+        differing: How many tensors differ by more than the tolerance.
+        error: The largest error of the differing tensors, or of all tensors if none differs.
+        place: The place of the largest error.
     """
 
     kind: str
@@ -74,10 +74,10 @@ class Verification:
         model: The model's name.
         mesh: Axis name to size.
         zero_stage: 0 to 3.
-        tolerance: How much values may differ, of the largest number of their tensor.
-        compared: What was compared, a row for each kind.
-        differences: What differs, in the order of the step: the first is where to look.
-        not_compared: What could not be compared, and why.
+        tolerance: The tolerance of values, relative to the largest number of their tensor.
+        compared: The comparisons, a row for each kind.
+        differences: The differences, in the order of the step: look at the first.
+        not_compared: The values that could not be compared, with the reasons.
     """
 
     model: str
@@ -90,21 +90,21 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the step was compared and nothing differs."""
+        """True if the step was compared and nothing differs."""
         return not self.differences and bool(self.compared)
 
     def raise_if_different(self) -> "Verification":
-        """Itself, if nothing differs.
+        """Return this object if nothing differs.
 
         Raises:
-            VerificationError: With the differences.
+            VerificationError: The differences.
         """
         if not self.ok:
             raise VerificationError(str(self))
         return self
 
     def table(self) -> rich.table.Table:
-        """What was compared, as a rich table."""
+        """Return the comparisons as a rich table."""
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
         table = rich.table.Table(
             title=f"Model '{self.model}' on {axes}, ZeRO stage {self.zero_stage}, against one device "
@@ -139,5 +139,5 @@ class Verification:
     __repr__ = __str__
 
 
-# How many differences behind the first are printed.
+# The number of differences that are printed after the first.
 _SHOWN = 8

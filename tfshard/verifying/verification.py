@@ -1,4 +1,4 @@
-"""verify: one training step sharded and one on one device, from the same values."""
+"""verify: runs one training step sharded and one on one device, from the same values."""
 
 from typing import Any
 
@@ -20,27 +20,27 @@ from tfshard.verifying.verdict import Verification
 
 @process_lock.locked
 def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) -> Verification:
-    """Runs one training step sharded and one on one device, from the same values, and compares them.
+    """Run one training step sharded and one on one device, from the same values, and compare them.
 
-    Both steps are the model's own `train_step`, traced as `fit` does. Each draws its own random numbers, such as
-    dropout masks, which are compared. The optimizer on one device is given the gradients of the sharded step, after
-    they have been compared with its own: an optimizer such as Adam makes a whole step out of the rounding error of a
-    gradient that is zero. The model, its optimizer and its metrics are then as before; what the first step builds is
-    built.
+    Both steps run the model's `train_step`, traced like in `fit`. Each step draws random numbers, such as dropout
+    masks, and `verify` compares them. After comparing the gradients, `verify` gives the optimizer on one device the
+    gradients of the sharded step. Otherwise an optimizer such as Adam would make a full step out of the rounding error
+    of a zero gradient. Afterwards the model, its optimizer and its metrics have their earlier values; variables that
+    the first step builds stay built.
 
     Args:
         model: A model compiled with a `tfshard.ShardedStrategy`.
-        batch: What a dataset yields: `(x, y)`, `(x, y, sample_weight)`, or whatever the model's `train_step` takes;
-            the whole batch, of any size.
-        tolerance: How much a value may differ, of the largest number of its tensor. By default 2e-5 for float32, 1e-2
-            for float16, 5e-2 for bfloat16.
+        batch: An element of a dataset: `(x, y)`, `(x, y, sample_weight)`, or another argument of the model's
+            `train_step`; the full batch, of any size.
+        tolerance: The tolerance of values, relative to the largest number of their tensor. By default 1e-10 for
+            float64, 2e-5 for float32, 1e-2 for float16, 5e-2 for bfloat16.
 
     Returns:
         A `Verification`.
 
     Raises:
-        StrategyError: The model is not compiled with a ShardedStrategy, or it has lazy embedding tables, or this is a
-            client of a launched run; a batch without targets for the compiled loss, or a dataset.
+        StrategyError: The model is not compiled with a ShardedStrategy, or has lazy embedding tables. This process is a
+            client of a launched run. The batch is a dataset or lacks targets for the compiled loss.
         UnsupportedOperationError: The step has an operation that DTensor cannot expand.
 
     Example:
@@ -72,7 +72,7 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
         )
     batches.check("verify", model, batch)
     if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(batch)):
-        batching.batch_to_mesh(batch, strategy.mesh)  # Says what to do.
+        batching.batch_to_mesh(batch, strategy.mesh)  # Raises an error that says what to do.
     host = tf.nest.map_structure(_host_leaf, batch)
     _private.symbolic_build(model, host)
     if own_steps.has_own_steps(model):
@@ -80,7 +80,7 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
     attached_model.attached(model, strategy).refresh()
     subject = Subject(model, strategy)
     subject.remember()
-    # What layers return is noted of the whole batch.
+    # Layer outputs are recorded for the full batch.
     microbatches, strategy.microbatches = strategy.microbatches, 1
     try:
         return Comparison(subject, host, tolerance).run()
@@ -90,7 +90,7 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
 
 
 def _host_leaf(value: Any) -> Any:
-    """A part of a batch as an array in the dtype that Keras's data adapters give it."""
+    """Return a part of a batch as an array in the dtype of Keras's data adapters."""
     if value is None:
         return None
     array = transfer.to_host(tf.sparse.to_dense(value) if isinstance(value, tf.SparseTensor) else value)
