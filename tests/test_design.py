@@ -62,6 +62,31 @@ def test_a_module_imports_from_its_own_wing_and_those_above_it(module):
     assert sorted(name for name in imported(module) if wing(name) not in (*above, "_version")) == []
 
 
+# Modules that hand the public names of extensions to users. They contain imports only.
+HANDED_THROUGH = {"tfshard", "tfshard.layers", "tfshard.pipelining"}
+
+
+def test_core_imports_no_extension():
+    importers = {
+        name
+        for name in MODULES
+        if wing(name) != "contrib" and any(wing(found) == "contrib" for found in imported(name))
+    }
+    assert importers == HANDED_THROUGH
+    for name in HANDED_THROUGH - {"tfshard"}:
+        kinds = {type(node) for node in ast.parse(MODULES[name].read_text()).body}
+        assert kinds == {ast.Expr, ast.ImportFrom, ast.Assign}, name
+
+
+def test_each_extension_has_a_readme_of_ten_lines():
+    for folder in sorted(path.parent for path in (PACKAGE / "contrib").glob("*/__init__.py")):
+        lines = (folder / "README.md").read_text().splitlines()
+        assert 5 <= len(lines) <= 12, folder
+        assert {"**What**", "**For whom**", "**State**", "**Tried on**"} <= set(
+            re.findall(r"\*\*[\w ]+\*\*", "\n".join(lines))
+        )
+
+
 def test_no_modules_import_each_other():
     """Also not through others, nor for their types only. A wing's `__init__` hands on what its modules have."""
     edges = {name: set(imported(name)) - {name.rpartition(".")[0]} for name in MODULES}

@@ -32,13 +32,13 @@ if not command_line.is_answered_alone():
     from tfshard import _private, callbacks, collectives, errors, layers, measure, pipelining, planning, presets
     from tfshard.calibration import calibrate
     from tfshard.checkpoints import CheckpointCallback, CheckpointManager, export, import_weights
+    from tfshard.contrib.pipeline import pipeline
     from tfshard.devices import create_mesh, initialize
     from tfshard.errors import ShardingError
     from tfshard.graph import abstract_model, auto_layout_map
     from tfshard.layouts import EmbeddingTables, LayoutMap, PowerSGD
     from tfshard.measure import profile_network, profile_step
     from tfshard.operations.local_map import local_map, psum
-    from tfshard.pipelining import pipeline
     from tfshard.planning import ParameterAnalyzer, advise, lint, plan, simulate
     from tfshard.training import Model, Sequential, ShardedStrategy, as_distributed, random_map
     from tfshard.verifying import verify

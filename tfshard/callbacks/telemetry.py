@@ -32,7 +32,7 @@ from tfshard.errors import LayoutError, TelemetryError, warn
 from tfshard.graph import model_graph
 from tfshard.measure import step_profile
 from tfshard.measure.peak_memory import peak_of
-from tfshard.pipelining import plans as pipelines
+from tfshard.measure.report import reports_of
 from tfshard.planning.step_flops import training_flops
 from tfshard.training.strategy import ShardedStrategy
 from tfshard.training.watching import StepWatcher, WatchedStep
@@ -381,8 +381,9 @@ class _Run:
             return sum(each.count * (each.bytes or 0) for each in found)
 
         flops = _known("FLOPs", lambda: training_flops(model, self._inputs))
-        if pipelines.is_pipeline(model):
-            held = max(report.bytes_per_device() for report in pipelines.reports(model))
+        extension_reports = reports_of(model)
+        if extension_reports:
+            held = max(report.bytes_per_device() for report in extension_reports)
             return _Facts(collective_bytes=math.nan, device_bytes=held, flops_per_sample=flops / _samples(self._inputs))
         return _Facts(
             collective_bytes=_known("bytes of collectives", sent),

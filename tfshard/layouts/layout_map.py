@@ -5,7 +5,7 @@ Pure Python: no TensorFlow operation runs here.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import keras
@@ -13,7 +13,6 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.errors import LayoutError
-from tfshard.layers import SketchedDense
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, MeshAxes, axis_sizes
 
 
@@ -370,6 +369,31 @@ _EMBEDDING_DIMS: dict[str, dict[str, int]] = {
 }
 
 
+# Extension point: the dim that a rule shards, by the variable's name and whether it is a column rule.
+LayerDims: TypeAlias = Callable[[str, bool], int | None]
+_registered: dict[type, LayerDims] = {}
+
+
+def register_layer(cls: type, dims: LayerDims) -> None:
+    """Let column and row rules shard the variables of a layer class.
+
+    Args:
+        cls: A subclass of `keras.Layer`.
+        dims: Takes the last part of a variable's path, and True for a column rule or False for a row rule. Returns the
+            dim to shard, or None for a variable that stays replicated.
+    """
+    _registered[cls] = dims
+
+
+def is_registered(layer: keras.layers.Layer | None) -> bool:
+    """Return True if the class of a layer was registered with `register_layer`."""
+    return _registered_dims(layer) is not None
+
+
+def _registered_dims(layer: keras.layers.Layer | None) -> LayerDims | None:
+    return next((dims for cls, dims in _registered.items() if isinstance(layer, cls)), None)
+
+
 def goes_with_kernel(spec: VariableSpec) -> bool:
     """Return True for a matrix of LoRA, and for the scale or zero point of a quantized kernel."""
     name = spec.path.rpartition("/")[2]
@@ -400,10 +424,9 @@ def layer_dim(spec: VariableSpec, kind: str, pattern: str = "") -> int | None:
         return _einsum_dense_dim(layer, name, rank, column)
     if name == "bias":
         return 0 if column else None
-    if isinstance(layer, SketchedDense):
-        if name.startswith("output"):
-            return 1 if column else None
-        return None if column else 0
+    registered = _registered_dims(layer)
+    if registered is not None:
+        return registered(name, column)
     if isinstance(layer, keras.layers.Embedding):
         return _EMBEDDING_DIMS[kind].get(name)
     if isinstance(layer, keras.layers.Dense):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -406,3 +406,12 @@ class SyncStats:
             bytes=sum(group.bytes for group in groups),
             groups=groups,
         )
+
+
+# Extension point: functions that return the reports of a model whose variables an extension stores; empty for others.
+REPORTERS: list[Callable[[keras.Model], Sequence[Report]]] = []
+
+
+def reports_of(model: keras.Model) -> list[Report]:
+    """Return the reports that extensions make of a model. The list is empty for a model of `ShardedStrategy` alone."""
+    return [report for make in REPORTERS for report in make(model)]

@@ -13,7 +13,7 @@ from tfshard.errors import LayoutError, LayoutWarning, StrategyError, warn
 from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_graph import ModelGraph, trace
 from tfshard.graph.model_specs import MeshLike
-from tfshard.layers import SketchedDense
+from tfshard.layouts import layout_map as layout_maps
 from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import OWN_NAMES, Role, default_role, plain
 from tfshard.layouts.config import ShardingConfig, ZeroStage
@@ -436,10 +436,10 @@ def _axis_findings(graph: ModelGraph, dims: Mapping[str, int], axis: str, size: 
         return str(tuple(axis if i == dim else None for i in range(len(shapes[path]))))
 
     findings: dict[str, Finding] = {}
-    # A SketchedDense has pairs inside of it, which can be sharded instead.
-    sketched = {spec.path for spec in graph.variables.values() if isinstance(spec.layer, SketchedDense)}
+    # A registered layer may have pairs of its own, which can be sharded instead.
+    own_rules = {spec.path for spec in graph.variables.values() if layout_maps.is_registered(spec.layer)}
     for path, dim in dims.items():
-        if path in sketched:
+        if path in own_rules:
             continue
         if path in asked and asked[path] != dim and path not in findings:
             text = (

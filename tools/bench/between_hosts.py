@@ -82,7 +82,7 @@ def measure(stage: int, way: str, compression: str) -> dict:
     import keras
 
     import tfshard
-    from tfshard.pipelining.models import pipeline_of
+    from tfshard.contrib.pipeline.models import pipeline_of
     from tools.host_runs import network
 
     strategy = tfshard.ShardedStrategy(
@@ -114,7 +114,7 @@ def measure(stage: int, way: str, compression: str) -> dict:
     if way == "pipeline":
         # What the first part gives, and the value of what both have.
         rank = pipeline_of(model).ranks[1]
-        planned = [tfshard.pipelining.plan(model, x).parts[0].sent_bytes]
+        planned = [tfshard.contrib.pipeline.plan(model, x).parts[0].sent_bytes]
         planned += [4 * math.prod(variable.shape) for variable, _ in rank.mirrors.values()]
     else:
         planned = [
@@ -129,7 +129,7 @@ def measure(stage: int, way: str, compression: str) -> dict:
         "sent": sent / _STEPS.value,
         "planned": sum(planned),
         "parameters": model.count_params(),
-        "bubble": None if way != "pipeline" else tfshard.pipelining.measured(model).bubble,
+        "bubble": None if way != "pipeline" else tfshard.contrib.pipeline.measured(model).bubble,
         "origin": common.origin(),
     }
 

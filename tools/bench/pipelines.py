@@ -21,8 +21,8 @@ import numpy as np
 from absl import app, flags
 
 import tfshard
-from tfshard.pipelining import runner
-from tfshard.pipelining.models import pipeline_of
+from tfshard.contrib.pipeline import runner
+from tfshard.contrib.pipeline.models import pipeline_of
 
 FLAGS = flags.FLAGS
 flags.DEFINE_float("seconds", 0.05, "How long a forward task of the table of bubbles takes.")
@@ -72,11 +72,11 @@ def bubbles(seconds: float) -> list[dict]:
             found = []
             for _ in range(FLAGS.steps):
                 model.train_on_batch(x, x)
-                found.append(tfshard.pipelining.measured(model).bubble)
+                found.append(tfshard.contrib.pipeline.measured(model).bubble)
         finally:
             runner.Runner.run = original
         times = {(forward, part): seconds * (1 if forward else 3) for forward in (True, False) for part in range(parts)}
-        measured = tfshard.pipelining.measured(model)
+        measured = tfshard.contrib.pipeline.measured(model)
         rows.append(
             {
                 "schedule": schedule,
@@ -126,7 +126,7 @@ def step() -> dict:
             began = time.perf_counter()
             model.train_on_batch(inputs, tokens)
             taken[name].append(time.perf_counter() - began)
-        measured = tfshard.pipelining.measured(models["pipeline"])
+        measured = tfshard.contrib.pipeline.measured(models["pipeline"])
         waited.append((measured.schedule.bubble(measured.times), measured.bubble))
     medians = {name: statistics.median(each) for name, each in taken.items()}
     return {

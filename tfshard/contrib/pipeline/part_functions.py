@@ -14,11 +14,11 @@ import keras
 import tensorflow as tf
 
 from tfshard import _private
+from tfshard.contrib.pipeline.cut import CutModel, Part, Source
+from tfshard.contrib.pipeline.ranks import Rank
 from tfshard.devices import batching, transfer
 from tfshard.graph import inventory
 from tfshard.layouts.axes import axis_sizes
-from tfshard.pipelining.cut import CutModel, Part, Source
-from tfshard.pipelining.ranks import Rank
 from tfshard.storage import steps
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable

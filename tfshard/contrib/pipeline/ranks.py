@@ -14,10 +14,10 @@ import keras
 import tensorflow as tf
 
 from tfshard import _private
+from tfshard.contrib.pipeline.cut import CutModel, Part
 from tfshard.devices import transfer
 from tfshard.graph import inventory
 from tfshard.operations import averages
-from tfshard.pipelining.cut import CutModel, Part
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.training import reshard

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tfshard.contrib.pipeline.schedules import Schedule, Task
 from tfshard.errors import StrategyError
-from tfshard.pipelining.schedules import Schedule, Task
 
 CASES = [
     (name, ranks, parts, microbatches)

@@ -13,7 +13,7 @@ Read `models` first, where `pipeline` is, then `pipeline`.
     divisors        the divisors of the losses of a full batch
 """
 
-from tfshard.pipelining.models import pipeline
-from tfshard.pipelining.plans import PipelinePlan, is_pipeline, measured, plan, reports
+from tfshard.contrib.pipeline.models import pipeline
+from tfshard.contrib.pipeline.plans import PipelinePlan, is_pipeline, measured, plan, reports
 
 __all__ = ["PipelinePlan", "is_pipeline", "measured", "pipeline", "plan", "reports"]

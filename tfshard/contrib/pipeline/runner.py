@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 
+from tfshard.contrib.pipeline.schedules import Schedule, Task, Timed
 from tfshard.devices import process_lock
-from tfshard.pipelining.schedules import Schedule, Task, Timed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,14 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import tables
+from tfshard.contrib.pipeline import models
+from tfshard.contrib.pipeline.cut import Source
+from tfshard.contrib.pipeline.pipeline import Pipeline
+from tfshard.contrib.pipeline.runner import Measured
+from tfshard.contrib.pipeline.schedules import Schedule, Timed
 from tfshard.devices import messages
 from tfshard.errors import StrategyError
-from tfshard.measure.report import Report
-from tfshard.pipelining import models
-from tfshard.pipelining.cut import Source
-from tfshard.pipelining.pipeline import Pipeline
-from tfshard.pipelining.runner import Measured
-from tfshard.pipelining.schedules import Schedule, Timed
+from tfshard.measure.report import REPORTERS, Report
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_flops import training_flops
 
@@ -206,6 +206,9 @@ def reports(model: keras.Model) -> tuple[Report, ...]:
         with rank.seen():
             found.append(Report.from_model(model, rank.strategy, [part.model for part in rank.parts]))
     return tuple(found)
+
+
+REPORTERS.append(lambda model: reports(model) if is_pipeline(model) else ())
 
 
 def measured(model: keras.Model) -> Measured | None:

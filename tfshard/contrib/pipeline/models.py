@@ -12,13 +12,13 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
+from tfshard.contrib.pipeline import schedules
+from tfshard.contrib.pipeline.cut import CutModel, cut
+from tfshard.contrib.pipeline.pipeline import Pipeline
 from tfshard.devices import clients, messages, process_lock, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.operations import unsupported
-from tfshard.pipelining import schedules
-from tfshard.pipelining.cut import CutModel, cut
-from tfshard.pipelining.pipeline import Pipeline
 from tfshard.training import failures
 from tfshard.training.attached_variables import attach_global_seed, attach_variables
 from tfshard.training.models import Distributed, as_distributed

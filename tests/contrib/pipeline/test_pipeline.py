@@ -11,10 +11,10 @@ from tensorflow.experimental import dtensor
 
 import parity
 import tfshard
+from tfshard.contrib.pipeline import runner
+from tfshard.contrib.pipeline.models import pipeline_of
 from tfshard.devices import transfer
 from tfshard.errors import MeshError, StrategyError
-from tfshard.pipelining import runner
-from tfshard.pipelining.models import pipeline_of
 
 layers = keras.layers
 RS = np.random.RandomState(0)

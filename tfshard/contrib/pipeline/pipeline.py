@@ -12,17 +12,17 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
+from tfshard.contrib.pipeline import divisors, ranks
+from tfshard.contrib.pipeline.cut import CutModel, Source
+from tfshard.contrib.pipeline.part_functions import Kept, PartFunctions, Passed, RankFunctions, Sums, sources_of_outputs
+from tfshard.contrib.pipeline.ranks import Rank
+from tfshard.contrib.pipeline.runner import Measured, Runner
+from tfshard.contrib.pipeline.schedules import Schedule, Task, Timed
 from tfshard.devices import batching, clients, instances, messages, transfer
 from tfshard.devices.between_meshes import handed_over
 from tfshard.errors import StrategyError
 from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import axis_sizes
-from tfshard.pipelining import divisors, ranks
-from tfshard.pipelining.cut import CutModel, Source
-from tfshard.pipelining.part_functions import Kept, PartFunctions, Passed, RankFunctions, Sums, sources_of_outputs
-from tfshard.pipelining.ranks import Rank
-from tfshard.pipelining.runner import Measured, Runner
-from tfshard.pipelining.schedules import Schedule, Task, Timed
 from tfshard.training.strategy import ShardedStrategy
 
 # With several clients, the number of steps per batch shape that compile in the same order on all clients. In the second

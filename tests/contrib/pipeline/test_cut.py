@@ -5,8 +5,8 @@ import keras_hub
 import pytest
 
 import tfshard
+from tfshard.contrib.pipeline.cut import Source, cut
 from tfshard.errors import StrategyError
-from tfshard.pipelining.cut import Source, cut
 
 
 def chain(count=8, width=8):
