@@ -257,8 +257,7 @@ def _forget_gradient(name: str) -> None:
 
 
 def _graphs_of(gradient: Callable[..., Any]) -> list[Any]:
-    """Return the graph of a custom gradient's operation and all graphs around it, which may request the gradient again.
-    """
+    """Return the graph of a custom gradient's operation and the graphs around it, which may ask for the gradient."""
     # Local variables of `custom_gradient._graph_mode_decorator`.
     own = inspect.getclosurevars(gradient).nonlocals.get("tape_grad_fn")
     result = None if own is None else inspect.getclosurevars(own).nonlocals.get("result")
