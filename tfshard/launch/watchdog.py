@@ -321,7 +321,7 @@ class Watchdog:
         ending = any(c.left is not None and now - c.left < _ENDING_SECONDS for c in behind)
         if waited <= client.limit or (ending and waited <= client.limit + _ENDING_SECONDS):
             return released
-        # Blame silent clients in the operation first, then clients that have not reached it, then all clients.
+        # Blame silent clients first, then clients that have not reached the operation, then all clients.
         silent = [c for c in self.clients.values() if c.lost is not None or now - c.heard > 5 * HEARTBEAT_SECONDS]
         if not silent and (failed := self._failed_where_others_are(client, behind)):
             self.fail(
