@@ -61,6 +61,7 @@ def barrier(timeout: float | None = None) -> None:
 
     Raises:
         ClientError: A client did not come in time. Raised on all clients that came.
+        CollectiveError: The timeout is not positive.
     """
     if timeout is not None and not timeout > 0:
         raise CollectiveError(f"timeout must be positive, or None. Received: timeout={timeout!r}")

@@ -12,7 +12,7 @@ Callers take names from here (`_private.flatten_layers`). The modules group them
     native_log                       TensorFlow: the log of its C++ code
     iterators, trace                 tf.data iterators; profiler files
     variables, models, optimizers    Keras: variables, layers and metrics, slots
-    threads                          both: functions replaced in one thread only
+    patches, threads                 both: functions replaced in the process, or in one thread only
     losses                           Keras: the divisors of losses
     epochs, weight_files             Keras: the epochs of a fit; weight files
     saving                           both: which process writes checkpoints and models
@@ -20,7 +20,7 @@ Callers take names from here (`_private.flatten_layers`). The modules group them
 
 from tfshard._private.versions import VersionWarning, check_versions, package_version
 
-# Before TensorFlow and Keras are imported: a wrong version must fail with our message.
+# Check before TensorFlow and Keras are imported, so that a wrong version fails with tfshard's message.
 check_versions()
 
 import keras

@@ -58,7 +58,7 @@ def default_mesh(mesh: dtensor.Mesh) -> Iterator[None]:
     """Call functions in the context with `mesh` as the default mesh (`DTensorDevice._experimental_default_mesh`).
 
     DTensor uses the default mesh for values that depend on no DTensor, such as a loop counter. `dtensor.default_mesh`
-    would also move every tensor created in the context to the mesh, and it stays active after an error.
+    would also place every tensor created in the context on the mesh, and it stays active after an error.
     """
     chosen = _dtensor_api._dtensor_device()._experimental_default_mesh(mesh)
     chosen.__enter__()
@@ -71,7 +71,7 @@ def default_mesh(mesh: dtensor.Mesh) -> Iterator[None]:
 def gradients_without_optionals() -> contextlib.AbstractContextManager[None]:
     """Make the gradients of `tf.cond` read the branches' intermediates directly inside the context.
 
-    This is TensorFlow's `context` module, temporarily_disable_optionals_in_gradients.
+    Calls temporarily_disable_optionals_in_gradients of TensorFlow's `context` module.
     """
     disabled: contextlib.AbstractContextManager[None] = _context.temporarily_disable_optionals_in_gradients()
     return disabled

@@ -63,7 +63,10 @@ COMPUTED_WHOLE = (
 
 
 def allow(operation: tf.Operation) -> None:
-    """Let DTensor compute a step's operation in full on every device, if it has no expansion for the operation."""
+    """Let DTensor compute a step's operation in full on every device, if it has no expansion for the operation.
+
+    Ignores stateful operations.
+    """
     if operation.type not in _allowed and not _private.is_stateful(operation):
         os.environ[_switch(operation.type)] = "1"
         _allowed.add(operation.type)

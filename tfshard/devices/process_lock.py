@@ -86,7 +86,7 @@ _with_steps: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 @functools.cache
 def start() -> None:
-    """Hold the lock, from now on, while a thread changes DTensor's device state or calls a tf.function on the mesh.
+    """Hold the lock, from now on, while a thread uses DTensor's device or calls a tf.function on the mesh.
 
     A tf.function is on the mesh if it takes mesh tensors or runs steps.
     """

@@ -86,7 +86,7 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
             group_size=sizes.shards,
             **_common(_keys_of_replicas(mesh), mesh),
         )
-    # The shape is unknown otherwise. In the graph, the shard's type has the size of all devices together.
+    # The shape is unknown otherwise: in the graph, the local shard's type has the global shape.
     rows = tf.ensure_shape(rows, (sizes.shards * math.prod(shard),))
     rows = tf.bitcast(rows, tf.bfloat16) if is_brain else rows
     rows = tf.reshape(rows, [sizes.shards * shard[dim], *(shard[each] for each in first[1:])])
@@ -110,7 +110,8 @@ def leave_shard(own: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     for dim, axis in enumerate(axes):
         if axis is None:
             continue
-        # Each device takes all rows of its local shard. The index has as many numbers as the type of the result.
+        # Each device takes all rows of its local shard. The index has the result's full dim, which the graph's types
+        # then show.
         numbers = np.tile(np.arange(own.shape[dim], dtype="int32"), axis_sizes(mesh)[axis])
         its = parted(tf.constant(numbers), (axis,), mesh)
         with tf.name_scope(transfer.LOCAL):
@@ -167,7 +168,7 @@ def _places(number: int, count: int) -> slice:
 def meet_to_exchange(mesh: dtensor.Mesh) -> None:
     """Make the devices that exchange compressed gradients meet once, as `meet` does. Eager only.
 
-    The groups contain all devices of the data axis, or the devices at one position of each replica.
+    The groups are all devices of the data axis and, with replicas, the devices at each position of the replicas.
 
     Raises:
         MeshError: TensorFlow has the devices of a group in another order than the mesh.
@@ -234,8 +235,8 @@ def spread(rows: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
 def all_reduce(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """All-reduce local tensors over the devices of the data axis that hold the same model shards.
 
-    With replicas, this is a reduce-scatter within each replica, an all-reduce between replicas, and an all-gather
-    within each replica. Each device sends only its shard to other replicas.
+    This is a reduce-scatter within each replica, an all-reduce between replicas, and an all-gather within each replica.
+    Each device sends only its shard to other replicas.
 
     Args:
         own: The local tensor, in a step that is being traced. DTensor treats it as replicated.

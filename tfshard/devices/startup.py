@@ -1,4 +1,7 @@
-"""Start DTensor. Only this module sets DTensor's environment switches and TensorFlow's devices."""
+"""Start DTensor: set TensorFlow's devices and the environment switches of the process.
+
+expansions.py, gathers.py, merges.py and reductions.py change further switches before DTensor compiles.
+"""
 
 import dataclasses
 import os

@@ -110,7 +110,7 @@ def _expand(part: str) -> list[str]:
 
 
 def read_secret(path: str | None, environment: Mapping[str, str] | None = None) -> str | None:
-    """Read the run's secret from a file or the environment. Other users can see the command line.
+    """Read the run's secret from a file or the environment, never from the command line, which other users can see.
 
     Raises:
         LaunchError: The file does not exist, or other users may read it.
