@@ -2,33 +2,34 @@
 
     model.compile(optimizer, loss, strategy=tfshard.ShardedStrategy(...))
 
-Its wings, each on those above it; docs/design.md leads through them:
+Each subpackage depends only on the subpackages above it. docs/design.md introduces them:
 
-    _private       which private names of TensorFlow and Keras do we stand on?
-    layouts        where does each value go? Pure Python, no device
-    devices        how do tensors get to devices and back, and who else is there?
-    storage        how does a variable rest, how is it read and written?
-    graph          what does a Keras model consist of and compute?
-    launch         how do the processes of a run begin and end together?
-    operations     what can DTensor not do by itself?
-    planning       what will be stored and sent, and what is wrong with it?
-    measure        what was really stored and sent?
-    training       how does Keras reach us?
-    callbacks      what does a run measure while it trains?
-    verifying      are the numbers those of one device?
-    calibration    what do devices take for the work of a step?
-    checkpoints    how does a run survive?
+    _private       the private names of TensorFlow and Keras that tfshard uses
+    layouts        the placement of each value: pure Python, without devices
+    devices        tensors to devices and back, and the clients of a run
+    storage        stored variables: local shards, reads and writes
+    graph          the structure and computation of a Keras model
+    launch         the processes of a run, from start to end
+    operations     operations and op rewrites that DTensor lacks
+    planning       plans: stored bytes, sent bytes and problems
+    measure        measured memory and communication
+    training       the strategy: the interface to Keras
+    callbacks      measurements during training
+    verifying      comparison with single-device Keras
+    calibration    the cost of a step's work on the devices
+    checkpoints    saving and resuming runs
 
-and beside them `errors`, `layers`, `presets`, `collectives`, for users, `tables`, `command_line` and `cli`.
+In addition, `errors`, `layers`, `presets` and `collectives` serve users, and `tables`, `command_line` and `cli` the
+command line.
 """
 
 __version__ = "0.2.0"
 
 from tfshard import command_line
 
-# `tfshard COMMAND --help` and `tfshard --version` answer without TensorFlow, whose import takes seconds.
+# `tfshard COMMAND --help` and `tfshard --version` answer without importing TensorFlow, which takes seconds.
 if not command_line.is_answered_alone():
-    # _private first: it checks the versions of TensorFlow and Keras.
+    # Import _private first, because it checks the versions of TensorFlow and Keras.
     from tfshard import _private, callbacks, collectives, errors, layers, measure, pipelining, planning, presets
     from tfshard.calibration import calibrate
     from tfshard.checkpoints import CheckpointCallback, CheckpointManager, export, import_weights

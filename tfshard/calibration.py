@@ -1,8 +1,9 @@
-"""calibrate: measures what devices take for the work of a step, by small models, and how they reach each other.
+"""calibrate: measures the cost of a step's work on the devices by small models, and the links between the devices.
 
-Each model has much of another kind of work. What a step takes, less its collectives, is the sum of its work at prices
-that are found by least squares of relative errors, none below zero (Lawson and Hanson 1974, by SciPy). All are timed in
-turn, several times: a machine that is slow for some seconds is so for all of them.
+Each model stresses a different kind of work. A step's time, minus its collectives, is modelled as the sum of its work
+at fixed prices. Calibration finds the prices by non-negative least squares of relative errors (Lawson and Hanson 1974,
+by SciPy). It times all models several times in interleaved rounds, so if the machine is slow for some seconds, the
+slowdown affects all models.
 """
 
 import dataclasses
@@ -29,30 +30,29 @@ from tfshard.planning.machine import KINDS_OF_WORK, Machine, Work
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
 from tfshard.training import ShardedStrategy
 
-# Steps of an epoch of each model, and how many epochs are timed, after one that is not.
+# The steps of an epoch, and the number of timed epochs after one warm-up epoch.
 _STEPS = 8
 _EPOCHS = 4
-# Of work that no model does, and of what costs nothing beside the rest.
+# The price of work that no model does, and of work with a negligible cost.
 _NEXT_TO_NOTHING = 1e-18
-# Where least squares would say more: what is left of a step without its collectives is at least so much of it.
+# The minimum fraction of a step that remains after subtracting its collectives.
 _LEAST_COMPUTE = 0.2
 
 
 def calibrate(progress: Callable[[str], object] | None = None) -> Machine:
-    """Trains small models on all devices, and finds the prices with which their steps take what they took.
+    """Train small models on all devices, and find the prices that explain their step times.
 
-    Takes some minutes, on a machine that does nothing else. Needs SciPy (`pip install scipy`). `peak_flops` and
-    `memory` are not known afterwards: write them into the file that `Machine.save` makes, or use
-    `dataclasses.replace`.
+    This takes some minutes on an otherwise idle machine, and needs SciPy (`pip install scipy`). The result lacks
+    `peak_flops` and `memory`: write them into the file that `Machine.save` makes, or use `dataclasses.replace`.
 
     Args:
-        progress: Called with a line for each part of the work; `print`, for example.
+        progress: Called with a line for each part of the work, for example `print`.
 
     Returns:
         The machine, for `tfshard.simulate` and `tfshard.advise(machine=)`.
 
     Raises:
-        StrategyError: SciPy is not installed, or one device only is there: no collective can be measured.
+        StrategyError: SciPy is not installed, or the run has only one device and no collective to measure.
     """
     tell = progress or (lambda line: None)
     try:
@@ -87,14 +87,17 @@ def calibrate(progress: Callable[[str], object] | None = None) -> Machine:
 
 
 def _links() -> Links:
-    """By the messages that tell of links."""
+    """Measure the links with the message sizes that determine them."""
     sizes = [size for size in SIZES if size <= network_profile.LARGEST_OF_LINKS]
     return network_profile.profile_network(sizes).links
 
 
 def _quicker(one: Links, other: Links) -> Links:
-    """Each link as it was when it was quicker: in some measurements large messages take three times as long, and what
-    is taken off a step for them must not be more than they took in it."""
+    """Return the faster measurement of each link.
+
+    In some measurements, large messages take three times as long. The collective time subtracted from a step must not
+    exceed the time the collectives took in the step.
+    """
 
     def seconds(link: Link) -> float:
         return link.seconds(network_profile.LARGEST_OF_LINKS)
@@ -107,7 +110,7 @@ def _quicker(one: Links, other: Links) -> Links:
 
 
 def _prices_of(rows: Sequence[tuple[Work, float]]) -> dict[str, float]:
-    """The seconds of one of each kind of work with which steps take what they took, their relative errors being least.
+    """Return the seconds per unit of each kind of work that minimize the relative errors of the step times.
 
     Args:
         rows: The work of each step, and its seconds.
@@ -121,12 +124,12 @@ def _prices_of(rows: Sequence[tuple[Work, float]]) -> dict[str, float]:
 
 
 class _Trained:
-    """A model that is trained on all devices.
+    """A model trained on all devices.
 
     Args:
-        make: Builds it.
-        samples: Of a step, on a device.
-        stage: ZeRO's.
+        make: Builds the model.
+        samples: The samples of a step on each device.
+        stage: The ZeRO stage.
     """
 
     def __init__(self, make: Callable[[], keras.Model], samples: int, stage: int):
@@ -143,16 +146,18 @@ class _Trained:
         self._seconds.clear()
 
     def train(self) -> None:
-        """An epoch: what steps take is kept."""
+        """Train one epoch and keep the step times."""
         clock = _Clock()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NumericsWarning)  # Only the time counts.
+            warnings.simplefilter("ignore", NumericsWarning)  # Only the time matters.
             self._model.fit(self._x, self._y, batch_size=self._rows, verbose=0, callbacks=[clock])
         self._seconds += clock.steps()
 
     def measured(self, links: Links, cores: int | None) -> tuple[Work, float]:
-        """What a device does in a step, as often as it is done in turns by devices that share cores; and what a step
-        takes without its collectives."""
+        """Return a device's work in a step, and the seconds of a step without its collectives.
+
+        If devices share cores, the work is the amount that one device alone on its core would do in the same time.
+        """
         placement = self._strategy.placement_of(self._model)
         slots = model_specs.slots_of(self._model.optimizer, placement.specs)
         inputs = self._x[: self._rows]
@@ -168,7 +173,7 @@ class _Trained:
 
 
 class _Clock(keras.callbacks.Callback):  # type: ignore[misc]
-    """When each step has ended, its loss on the host."""
+    """Records when each step ends, after its loss has reached the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,11 +184,11 @@ class _Clock(keras.callbacks.Callback):  # type: ignore[misc]
         self._ends.append(time.perf_counter())
 
     def steps(self) -> Sequence[float]:
-        """Seconds from each end to the next."""
+        """Return the seconds from each end to the next."""
         return [after - before for before, after in itertools.pairwise(self._ends)]
 
 
-# --- What is trained -----------------------------------------------------------------------------------
+# --- The models ----------------------------------------------------------------------------------------
 
 _TOKENS = 500
 
@@ -197,7 +202,7 @@ def _dense(width: int, count: int) -> Callable[[], keras.Model]:
 
 
 def _frozen(width: int, count: int) -> Callable[[], keras.Model]:
-    """Products that read much, and nothing that is sent or updated."""
+    """Build products that read much memory but send and update nothing."""
 
     def make() -> keras.Model:
         hidden = [keras.layers.Dense(width, "relu", trainable=False) for _ in range(count)]
@@ -221,7 +226,7 @@ def _transformer(blocks: int, width: int, length: int) -> Callable[[], keras.Mod
 
 
 def _elementwise(make_layer: Callable[[], keras.layers.Layer], count: int) -> Callable[[], keras.Model]:
-    """One layer after the other that makes no products, behind one that has weights."""
+    """Build a chain of layers without matrix products, after a layer with weights."""
 
     def make() -> keras.Model:
         layers = [keras.layers.LayerNormalization(), *[make_layer() for _ in range(count)]]
@@ -255,7 +260,7 @@ def _images(filters: int, count: int, size: int, *, kernel: int = 3, depthwise: 
     return make
 
 
-# Each with the samples of a step on a device, and the stage: at stage 0 every device updates all.
+# Each with the samples of a step on a device and the ZeRO stage. At stage 0, every device updates all variables.
 _MODELS: tuple[tuple[Callable[[], keras.Model], int, int], ...] = (
     (_dense(1024, 4), 256, 3),
     (_dense(1536, 3), 2, 3),

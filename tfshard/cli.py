@@ -1,4 +1,4 @@
-"""What the commands of `command_line` do: `tfshard plan`, `advise`, `lint`, and others; or `python -m tfshard`."""
+"""Implement the commands of `command_line`: `tfshard plan`, `advise`, `lint` and others, or `python -m tfshard`."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ from tfshard.planning import linter
 
 
 class UsageError(ShardingError):
-    """An argument that is wrong, which only the user's module or the model shows."""
+    """Raised for a wrong argument that only the user's module or the model reveals."""
 
 
 # --- tfshard plan ------------------------------------------------------------------------------------
@@ -51,12 +51,12 @@ def _plan(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 def _built(target: str) -> keras.Model:
-    """The model, without values, that the function `MODULE:FUNCTION` builds."""
+    """Return the model that `MODULE:FUNCTION` builds, without values."""
     return model_specs.abstract_model(_load_function(target))
 
 
 def _load_function(target: str) -> Callable[[], Any]:
-    """The function that `MODULE:FUNCTION` names."""
+    """Load the function `MODULE:FUNCTION`."""
     function: Callable[[], Any] = _load(target)
     if not callable(function):
         raise UsageError(f"MODULE:FUNCTION must name a function. Received: {target}")
@@ -64,7 +64,7 @@ def _load_function(target: str) -> Callable[[], Any]:
 
 
 def _load(target: str) -> Any:
-    """What `MODULE:NAME` names; MODULE is importable, or the path of a .py file."""
+    """Load the object `MODULE:NAME`. MODULE is importable, or the path of a .py file."""
     module_name, name = command_line.check_target(target)
     module = _module(module_name)
     if not hasattr(module, name):
@@ -81,11 +81,11 @@ def _module(name: str) -> types.ModuleType:
         except ModuleNotFoundError as e:
             raise UsageError(f"Cannot import '{name}': {e}. Received: {name}") from None
     path = pathlib.Path(name)
-    # A name of its own: the file may be called like a library.
+    # A unique name, because the file may have the name of a library.
     spec = importlib.util.spec_from_file_location(f"_tfshard_cli_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    # Before it runs: its classes may look for their module, and it may import its neighbours.
+    # Register the module before it runs: its classes may look for their module, and it may import its neighbours.
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(path.parent.resolve()))
     spec.loader.exec_module(module)
@@ -93,7 +93,7 @@ def _module(name: str) -> types.ModuleType:
 
 
 def _layout_map(target: str | None) -> Any:
-    """The layout map that a flag names: none, `auto`, or an object of a module."""
+    """Return the layout map that a flag names: None, `auto`, or an object of a module."""
     return _load(target) if target and target != auto_layout.AUTO else target
 
 
@@ -204,21 +204,21 @@ def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 def _start_devices() -> startup.Runtime:
-    """All accelerators, or two logical CPU devices."""
+    """Start all accelerators, or two logical CPU devices."""
     if startup.current() is None and not tf.config.list_physical_devices("GPU"):
         return tfshard.initialize(num_devices=2)
     return tfshard.initialize()
 
 
-# Float32 sums in another order; the weights are of the size of 1.
+# Allows for float32 sums in another order. The weights are about 1.
 PARITY_TOLERANCE = 1e-4
 
 
 def parity() -> float:
-    """Trains a tiny model on one device and sharded over all of them, at stage 3; the largest difference.
+    """Train a tiny model on one device and sharded over all devices with ZeRO stage 3.
 
     Returns:
-        The largest absolute difference of a weight after three steps of Adam.
+        The largest absolute difference of a weight after three Adam steps.
     """
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(16, 6)).astype("float32"), generator.normal(size=(16, 3)).astype("float32")
@@ -291,7 +291,7 @@ def _simulate(values: flags.FlagValues, arguments: list[str]) -> int:
 
 # --- the command line --------------------------------------------------------------------------------
 
-# What runs each command: gets the parsed flags and the positional arguments; returns the exit code.
+# The function of each command. It takes the parsed flags and the positional arguments, and returns the exit code.
 _RUN: Mapping[str, Callable[[flags.FlagValues, list[str]], int]] = {
     "plan": _plan,
     "advise": _advise,
@@ -306,7 +306,7 @@ _RUN: Mapping[str, Callable[[flags.FlagValues, list[str]], int]] = {
 
 
 def _run(argv: list[str]) -> int:
-    """Runs a command line without the program's name; returns the exit code."""
+    """Run a command line without the program's name. Returns the exit code."""
     text = command_line.answer(argv)
     if text is not None:
         print(text)
@@ -325,11 +325,11 @@ def _main(argv: list[str]) -> None:
 
 
 def _leave_flags(argv: list[str]) -> list[str]:
-    """Gives absl's own flags their defaults; the command's flags are parsed by the command."""
+    """Give absl's flags their defaults. Each command parses its flags itself."""
     flags.FLAGS(argv[:1])
     return argv
 
 
 def main() -> None:
-    """Runs the command line and exits: 0, 1 when a check failed, 2 for a wrong command line."""
+    """Run the command line and exit: 0 for success, 1 for a failed check, 2 for a wrong command line."""
     app.run(_main, flags_parser=_leave_flags)

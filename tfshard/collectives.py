@@ -1,9 +1,9 @@
-"""Collectives on values of the clients of a launched run: each client gives one, and gets the result.
+"""Collectives on host values of the clients of a launched run: each client passes a value and gets the result.
 
-In a process that was not launched there is one client: the same checks, and its own value comes back. Values are
-numpy arrays, numbers and eager tensors; what lives on a mesh is global already. All clients have to call the same
-collectives in the same order, each from its main thread. They agree on shape and dtype before a device is touched, so
-that a mistake is an error on all of them and not a hang.
+A process that was not launched is a single client: the collectives run the same checks and return its value. Values are
+numpy arrays, numbers and eager tensors. Values on a mesh are already global. All clients must call the same collectives
+in the same order, in their main threads. The clients agree on shape and dtype before they use a device, so a mistake
+raises an error on all clients instead of a hang.
 
 >>> import numpy as np
 >>> from tfshard import collectives
@@ -30,7 +30,7 @@ from tfshard.errors import CollectiveError
 
 __all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "rank", "reduce_scatter", "world_size"]
 
-# The axis of the meshes that collectives run on.
+# The axis of the meshes on which collectives run.
 AXIS = "world"
 REDUCTIONS: dict[str, Callable[..., tf.Tensor]] = {
     "sum": tf.reduce_sum,
@@ -38,28 +38,30 @@ REDUCTIONS: dict[str, Callable[..., tf.Tensor]] = {
     "min": tf.reduce_min,
     "max": tf.reduce_max,
 }
-# What TensorFlow's CollectiveReduce takes.
+# The dtypes that TensorFlow's CollectiveReduce supports.
 _REDUCIBLE = ("bfloat16", "float16", "float32", "float64", "int32", "int64")
 
 
 def rank() -> int:
-    """This client's number, from 0; 0 in a process that was not launched."""
+    """Return this client's number, from 0. A process that was not launched is client 0."""
     return _started().client_id
 
 
 def world_size() -> int:
-    """The number of clients; 1 in a process that was not launched."""
+    """Return the number of clients. 1 in a process that was not launched."""
     return _started().num_clients
 
 
 def barrier(timeout: float | None = None) -> None:
-    """Waits for what this client has started on its devices, and for all other clients.
+    """Wait for the operations that this client has started on its devices, and for all other clients.
 
     Args:
-        timeout: Seconds to wait for the others; by default what the first step may take (`--first_step_timeout`).
+        timeout: The seconds to wait for the other clients. Default: the limit of the first step
+            (`--first_step_timeout`).
 
     Raises:
-        ClientError: Clients did not come in time; on all that came.
+        ClientError: A client did not come in time. Raised on all clients that came.
+        CollectiveError: The timeout is not positive.
     """
     if timeout is not None and not timeout > 0:
         raise CollectiveError(f"timeout must be positive, or None. Received: timeout={timeout!r}")
@@ -70,18 +72,18 @@ def barrier(timeout: float | None = None) -> None:
 
 
 def all_reduce(value: Any, op: str = "sum") -> Any:
-    """The sum, mean, minimum or maximum of all clients' values, element by element; on all clients.
+    """Reduce all clients' values elementwise by sum, mean, minimum or maximum. Every client gets the result.
 
     Args:
-        value: An array, a number or an eager tensor of any shape, the same on all clients; float16, bfloat16, float32,
-            float64, int32 or int64; for `"mean"` a floating one.
+        value: An array, a number or an eager tensor. Its shape and dtype must be equal on all clients. The dtype is
+            float16, bfloat16, float32, float64, int32 or int64. `"mean"` needs a floating-point dtype.
         op: `"sum"`, `"mean"`, `"min"` or `"max"`.
 
     Returns:
-        The result, of the value's shape and dtype; a tensor for a tensor, else a numpy array.
+        The result with the value's shape and dtype: a tensor for a tensor, otherwise a numpy array.
 
     Raises:
-        CollectiveError: A wrong value or `op`, or clients that differ in shape, dtype or `op`.
+        CollectiveError: The value or `op` is wrong, or clients differ in shape, dtype or `op`.
     """
     array = _checked(value, op)
     if not _agreed("all_reduce", array, op=op):
@@ -92,17 +94,18 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
 
 
 def all_gather(value: Any, axis: int = 0) -> Any:
-    """All clients' values, one behind the other along a dim; on all clients.
+    """Concatenate all clients' values along a dim, in client order. Every client gets the result.
 
     Args:
-        value: An array or an eager tensor of at least one dim, of the same shape on all clients; any numbers or bools.
-        axis: The dim along which they are put.
+        value: An array or an eager tensor of numbers or bools, with at least one dim. Its shape and dtype must be equal
+            on all clients.
+        axis: The dim along which to concatenate.
 
     Returns:
-        The result; a tensor for a tensor, else a numpy array. Every bit arrives as it was.
+        The result: a tensor for a tensor, otherwise a numpy array. The values are bit-identical.
 
     Raises:
-        CollectiveError: A wrong value, or clients that differ in shape, dtype or `axis`.
+        CollectiveError: The value is wrong, or clients differ in shape, dtype or `axis`.
     """
     array = _checked(value)
     if isinstance(axis, bool) or not isinstance(axis, int) or not -array.ndim <= axis < array.ndim:
@@ -117,17 +120,18 @@ def all_gather(value: Any, axis: int = 0) -> Any:
 
 
 def reduce_scatter(value: Any, op: str = "sum") -> Any:
-    """Each client's part of the sum, mean, minimum or maximum of all clients' values.
+    """Reduce all clients' values like `all_reduce`, and return this client's part of the result.
 
     Args:
-        value: As for `all_reduce`, with a first dim that the number of clients divides.
+        value: As for `all_reduce`. The number of clients must divide the first dim.
         op: `"sum"`, `"mean"`, `"min"` or `"max"`.
 
     Returns:
-        Rows `rank() * n` to `(rank() + 1) * n` of the result, n being the first dim over the number of clients.
+        Rows `rank() * n` to `(rank() + 1) * n` of the result, where n is the first dim divided by the number of
+            clients.
 
     Raises:
-        CollectiveError: A wrong value or `op`, or clients that differ in shape, dtype or `op`.
+        CollectiveError: The value or `op` is wrong, or clients differ in shape, dtype or `op`.
     """
     array, size = _checked(value, op), world_size()
     if array.ndim == 0 or array.shape[0] % size:
@@ -142,18 +146,18 @@ def reduce_scatter(value: Any, op: str = "sum") -> Any:
 
 
 def broadcast(value: Any, root: int = 0) -> Any:
-    """One client's value, on all clients.
+    """Send one client's value to all clients.
 
     Args:
-        value: An array, a number or an eager tensor; any numbers or bools. Of the same shape and dtype on all clients,
-            the contents of which count on `root` only.
-        root: The number of the client whose value it is.
+        value: An array, a number or an eager tensor of numbers or bools, with the same shape and dtype on all clients.
+            Only the contents on `root` count.
+        root: The number of the client that sends its value.
 
     Returns:
-        The value; a tensor for a tensor, else a numpy array. Every bit arrives as it was.
+        The root's value: a tensor for a tensor, otherwise a numpy array. The values are bit-identical.
 
     Raises:
-        CollectiveError: A wrong value or `root`, or clients that differ in shape, dtype or `root`.
+        CollectiveError: The value or `root` is wrong, or clients differ in shape, dtype or `root`.
     """
     array, size = _checked(value), world_size()
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
@@ -162,7 +166,7 @@ def broadcast(value: Any, root: int = 0) -> Any:
         return _like(value, array)
     with _operation("broadcast", array):
         words = to_words(array, np.int64)
-        # A sum with zeros, as integers: every bit stays as it is. Those of 32 bits are sent as 64 (by the counter).
+        # An integer sum with zeros preserves every bit. 32-bit integers would be sent as 64 bits (by the counter).
         words = words if rank() == root else np.zeros_like(words)
         result = reduce([tf.constant(words)], "sum", _clients_mesh())
         return _like(value, from_words(np.asarray(dtensor.unpack(result)[0]), array.shape, array.dtype))
@@ -172,25 +176,25 @@ def broadcast(value: Any, root: int = 0) -> Any:
 
 
 def reduce(pieces: Sequence[tf.Tensor], op: str, over: dtensor.Mesh, scattered: bool = False) -> tf.Tensor:
-    """Reduces one tensor of each device of a mesh with the one axis `AXIS`.
+    """Reduce one tensor of each device of a mesh that has the single axis `AXIS`.
 
     Args:
-        pieces: Those of the local devices, of equal shapes.
+        pieces: The tensors of the local devices, with equal shapes.
         op: A key of `REDUCTIONS`.
         over: The mesh.
-        scattered: Leave each device its part of the first dim only.
+        scattered: If True, each device keeps only its shard of the first dim.
     """
     return reduce_packed(pack(pieces, over), op, over, scattered)
 
 
 def pack(pieces: Sequence[tf.Tensor], over: dtensor.Mesh) -> tf.Tensor:
-    """One tensor of each device as one DTensor, with a dim for the devices in front."""
+    """Pack one tensor of each device into a DTensor with a leading device dim."""
     rank_ = pieces[0].shape.rank
     return dtensor.pack([piece[tf.newaxis] for piece in pieces], transfer.layout((AXIS, *(None,) * rank_), over))
 
 
 def reduce_packed(packed: tf.Tensor, op: str, over: dtensor.Mesh, scattered: bool = False) -> tf.Tensor:
-    """`reduce` of what `pack` returned."""
+    """Reduce the result of `pack`, as `reduce` does."""
     result = REDUCTIONS[op](packed, axis=0)
     axes = (AXIS if scattered else None, *(None,) * (result.shape.rank - 1)) if result.shape.rank else ()
     result = transfer.relayout(result, axes, over)
@@ -198,19 +202,19 @@ def reduce_packed(packed: tf.Tensor, op: str, over: dtensor.Mesh, scattered: boo
 
 
 def gather(rows: Sequence[tf.Tensor], over: dtensor.Mesh) -> tf.Tensor:
-    """Gathers one row (1, n) of each device of a mesh with the one axis `AXIS`; (devices, n) on all of them."""
+    """All-gather a row (1, n) of each device of a mesh that has the single axis `AXIS`. Returns (devices, n)."""
     return gather_packed(dtensor.pack(rows, transfer.layout((AXIS, None), over)), over)
 
 
 def gather_packed(packed: tf.Tensor, over: dtensor.Mesh) -> tf.Tensor:
-    """`gather` of rows that are one DTensor."""
+    """All-gather rows that are already one DTensor, as `gather` does."""
     with gathers.one_axis_at_once():
         return transfer.relayout(packed, (None, None), over)
 
 
 @functools.cache
 def _clients_mesh() -> dtensor.Mesh:
-    """The first device of each client."""
+    """Return a mesh of the first device of each client."""
     over = mesh.distributed_mesh({AXIS: world_size()}, _started())
     transfer.meet(over)
     return over
@@ -227,13 +231,13 @@ def _started() -> startup.Runtime:
 
 
 def _is_running() -> bool:
-    """Whether TensorFlow's devices are started; asking for them would start them."""
+    """Return whether TensorFlow's devices have started. Listing the devices would start them."""
     _started()
     return _private.context_is_initialized()
 
 
 def _checked(value: Any, op: str | None = None) -> np.ndarray:
-    """The value as an array that the collective can take."""
+    """Convert a value to an array that the collective supports."""
     if isinstance(value, (tf.Tensor, tf.Variable)) and not hasattr(value, "numpy"):
         raise CollectiveError(f"Collectives take eager values, not tensors of a tf.function. Received: {value!r}")
     if transfer.is_dtensor(value) or isinstance(value, MeshTensor):
@@ -256,7 +260,7 @@ def _checked(value: Any, op: str | None = None) -> np.ndarray:
 
 
 def _agreed(kind: str, array: np.ndarray, **options: Any) -> bool:
-    """Checks that all clients mean the same; False when there is only one."""
+    """Check that all clients call the same collective. Returns False if the run has only one client."""
     if world_size() == 1:
         return False
     given = {"shape": list(array.shape), "dtype": array.dtype.name, **options}
@@ -279,5 +283,5 @@ def _operation(kind: str, array: np.ndarray) -> Iterator[None]:
 
 
 def _like(value: Any, array: np.ndarray) -> Any:
-    """The result in the kind of the value."""
+    """Return the result as a tensor or an array, like the value."""
     return tf.constant(array) if isinstance(value, (tf.Tensor, tf.Variable)) else np.array(array)

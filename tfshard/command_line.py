@@ -1,6 +1,6 @@
-"""Commands, their flags and their help. Imports neither TensorFlow nor Keras, whose import takes seconds.
+"""Commands, flags and help. Does not import TensorFlow or Keras, because that takes seconds.
 
-`parse` also checks all that can be checked without them, so that a wrong command line is refused at once.
+`parse` also checks everything that needs neither library, so tfshard refuses a wrong command line at once.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from tfshard import tables
 
 HELP = ("--help", "-h", "-help", "--helpfull", "help")
 
-# Seconds that a launched run waits, by the name of the flag and of the setting of `launch.options.Launch`.
+# The time limits of a launched run in seconds, by the name of the flag and of the attribute of `launch.options.Launch`.
 TIMEOUTS = {
     "startup_timeout": 300.0,
     "registration_timeout": 60.0,
@@ -30,16 +30,16 @@ TIMEOUTS = {
     "first_step_timeout": 600.0,
     "grace": 3.0,
 }
-# Of a client's tensors on CPU; the first is the default.
+# The allocators of a client's CPU tensors. The first is the default.
 ALLOCATORS = ("system", "tensorflow")
 # The port of host 0.
 DEFAULT_PORT = 29870
-# Bytes of the messages that `profile-network` measures.
+# The message sizes, in bytes, that `profile-network` measures.
 SIZES = tuple(1 << power for power in range(10, 25, 2))
-# An optimizer that is the compiled model's, or Adam.
+# Selects the compiled model's optimizer, or Adam.
 AUTO = "auto"
 
-# absl gives its own no types.
+# absl has no types.
 _no_flags: Callable[[], flags.FlagValues] = flags.FlagValues
 
 
@@ -48,11 +48,12 @@ class Command:
     """A subcommand.
 
     Attributes:
-        arguments: The names of its positional arguments.
-        options: Makes its flags. Each command has its own, so that they do not clash with those of a user's module.
-        program: Whether the first positional argument is a program, to which everything behind it belongs.
-        summary: What it does, in one line.
-        example: A command line that works, without `tfshard`.
+        arguments: The names of the positional arguments.
+        options: Creates the flags. Each command has separate flags, so they do not clash with the flags of a user's
+            module.
+        program: True if the first positional argument is a program that receives all later arguments.
+        summary: A one-line description.
+        example: A working command line, without `tfshard`.
     """
 
     arguments: tuple[str, ...] = ()
@@ -264,7 +265,7 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def overview() -> str:
-    """Return what `tfshard --help` prints: a line for each command."""
+    """Return the output of `tfshard --help`: a line for each command."""
     width = max(map(len, COMMANDS)) + 4
     lines = ["tfshard: train Keras models sharded over a DTensor mesh.", "", "Usage: tfshard COMMAND [flags]", ""]
     lines += [_wrapped(f"  {name}".ljust(width), command.summary) for name, command in COMMANDS.items()]
@@ -272,12 +273,12 @@ def overview() -> str:
 
 
 def _wrapped(begin: str, text: str) -> str:
-    """Return `begin` and the text behind it, in lines of at most 100 characters."""
+    """Return `begin` and `text`, wrapped to lines of at most 100 characters."""
     return textwrap.fill(text, width=100, initial_indent=begin, subsequent_indent=" " * len(begin))
 
 
 def command_help(name: str) -> str:
-    """Return what `tfshard COMMAND --help` prints: its arguments and flags."""
+    """Return the output of `tfshard COMMAND --help`: its arguments and flags."""
     command = COMMANDS[name]
     usage = ("tfshard", name, "[flags]", *command.arguments) if command.program else (
         "tfshard", name, *command.arguments, "[flags]"
@@ -293,9 +294,9 @@ def command_help(name: str) -> str:
 
 
 def pages() -> Mapping[str, pathlib.Path]:
-    """Return the pages of the documentation by name: of the repository, or those that the wheel has installed."""
+    """Return the documentation pages by name, from the repository or from the installed wheel."""
     folder = pathlib.Path(__file__).parents[1] / "docs"
-    # Beside an installed package another one may have a folder of this name.
+    # Another installed package may have a folder with this name.
     found = sorted(folder.glob("*.md")) if (folder / "troubleshooting.md").exists() else []
     if not found:
         installed = importlib.metadata.files("tfshard") or ()
@@ -304,7 +305,7 @@ def pages() -> Mapping[str, pathlib.Path]:
 
 
 def _docs(names: Sequence[str]) -> str:
-    """Return what `tfshard docs [PAGE]` prints."""
+    """Return the output of `tfshard docs [PAGE]`."""
     found = pages()
     if len(names) == 1 and names[0].removesuffix(".md") in found:
         return found[names[0].removesuffix(".md")].read_text(encoding="utf-8")
@@ -312,20 +313,20 @@ def _docs(names: Sequence[str]) -> str:
     return f"{NO_PAGE} {' '.join(names)!r}. {listed}" if names else listed
 
 
-# How an answer begins that is an error.
+# The beginning of an answer that is an error.
 NO_PAGE = "There is no page"
 
 
 def version() -> str:
-    """Return the version of the package."""
+    """Return the output of `tfshard --version`."""
     return f"tfshard {importlib.import_module('tfshard').__version__}"
 
 
 def answer(arguments: Sequence[str]) -> str | None:
-    """Return what a command line asks for that needs no TensorFlow, help or the version; None if it asks for more.
+    """Return help, the version or a documentation page, or None if the command line needs TensorFlow.
 
     Args:
-        arguments: The command line without the name of the program.
+        arguments: The command line without the program's name.
 
     Example:
 
@@ -350,23 +351,23 @@ def answer(arguments: Sequence[str]) -> str | None:
         return overview() if set(HELP) & set(rest) else None
     if name == "docs" and not set(HELP) & set(rest):
         return _docs(rest)
-    if COMMANDS[name].program:  # Behind the program, all is the program's.
+    if COMMANDS[name].program:  # All arguments after the program belong to the program.
         rest = rest[: next((i for i, each in enumerate(rest) if not each.startswith("-")), len(rest))]
     return command_help(name) if set(HELP) & set(rest) else None
 
 
 class UsageError(ValueError):
-    """A command line that cannot be understood."""
+    """Raised for a command line that tfshard does not understand."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """A command line that was parsed and checked.
+    """A parsed and checked command line.
 
     Attributes:
-        name: Of the command.
-        values: Its flags.
-        arguments: Its positional arguments.
+        name: The name of the command.
+        values: The flags.
+        arguments: The positional arguments.
     """
 
     name: str
@@ -375,20 +376,20 @@ class Parsed:
 
 
 def parse(arguments: Sequence[str]) -> Parsed:
-    """Parse a command line, and check all that needs neither TensorFlow nor Keras.
+    """Parse a command line and check everything that works without TensorFlow and Keras.
 
     Args:
-        arguments: The command line without the name of the program.
+        arguments: The command line without the program's name.
 
     Raises:
-        UsageError: The command line is wrong. absl raises its own `flags.Error`.
+        UsageError: The command line is wrong. absl raises `flags.Error` for wrong flags.
     """
     name, *rest = arguments
     if name not in COMMANDS:
         raise UsageError(unknown(name))
     command = COMMANDS[name]
     values = command.options()
-    # Flags may also stand behind the positional arguments, unless those are a program with flags of its own.
+    # Flags may follow the positional arguments, unless these are a program and its flags.
     values.set_gnu_getopt(not command.program)
     _, *positional = values([name, *rest])
     if len(positional) != len(command.arguments) and not (command.program and positional):
@@ -402,12 +403,12 @@ def parse(arguments: Sequence[str]) -> Parsed:
 
 
 def _check(parsed: Parsed) -> None:
-    """Raise `UsageError` for flags and arguments that are wrong whatever the model."""
+    """Raise `UsageError` for flags and arguments that are wrong for any model."""
     given: dict[str, Any] = {
         flag: parsed.values[flag].value for flag in parsed.values if parsed.values[flag].value is not None
     }
     for flag, value in given.items():
-        # Of absl's types: text, a whole number, a number, yes or no, a list.
+        # absl's types: string, integer, float, boolean, list.
         if flag in TIMEOUTS and not value > 0:
             raise UsageError(f"{flag} must be positive. Received: {flag}={value}")
         if flag in _LEAST and isinstance(value, int) and value < _LEAST[flag]:
@@ -434,7 +435,7 @@ def _check(parsed: Parsed) -> None:
         )
 
 
-# The least value of flags that are whole numbers.
+# The minimum values of integer flags.
 _LEAST = dict.fromkeys(
     ("devices", "batch", "length", "num_devices", "repeats", "devices_per_host", "num_processes",
      "devices_per_process", "elastic_min"), 1,
@@ -460,7 +461,7 @@ def _check_needed(name: str, given: Mapping[str, object]) -> None:
 
 
 def _check_files(given: Mapping[str, str]) -> None:
-    """Raise `UsageError` for files that cannot be read, or will not be writable once the work is done."""
+    """Raise `UsageError` for unreadable input files, and for output files that could not be written after the work."""
     clusters = {path.stem for path in (pathlib.Path(__file__).parent / "planning" / "clusters").iterdir()}
     for flag in ("links", "machine", "cluster"):
         names = () if flag == "links" else sorted(clusters)
@@ -475,10 +476,10 @@ def _check_files(given: Mapping[str, str]) -> None:
 
 
 def check_target(target: str) -> tuple[str, str]:
-    """Return the module and the name of `MODULE:NAME`; MODULE is importable, or the path of a .py file.
+    """Return the module and the name of `MODULE:NAME`. MODULE is importable, or the path of a .py file.
 
     Raises:
-        UsageError: The target is written otherwise, or its module does not exist.
+        UsageError: The target has another form, or its module does not exist.
     """
     module, colon, name = target.rpartition(":")
     if not colon or not module or not name:
@@ -494,7 +495,7 @@ def check_target(target: str) -> tuple[str, str]:
 
 
 def parse_mesh(text: str | None) -> dict[str, int]:
-    """Return axis name to size of a text such as `"batch:8,model:4"`.
+    """Return the sizes of a mesh's axes from a text such as `"batch:8,model:4"`.
 
     >>> parse_mesh("batch:8,model:4")
     {'batch': 8, 'model': 4}
@@ -511,7 +512,7 @@ def parse_mesh(text: str | None) -> dict[str, int]:
 
 
 def memory(text: str) -> int:
-    """Return the bytes of `--memory_per_device`."""
+    """Return the value of `--memory_per_device` in bytes."""
     try:
         return tables.parse_size("memory_per_device", text)
     except ValueError as error:
@@ -519,14 +520,14 @@ def memory(text: str) -> int:
 
 
 def numbers(name: str, texts: Sequence[str]) -> list[int]:
-    """Return the numbers of a flag that is a list."""
+    """Return the integers of a list flag."""
     if not all(text.isdecimal() for text in texts):
         raise UsageError(f"--{name} must be numbers. Received: {name}={texts}")
     return [int(text) for text in texts]
 
 
 def refusal(arguments: Sequence[str]) -> str | None:
-    """Return why a command line is wrong, as far as that is known without TensorFlow; None if it is not."""
+    """Return the error line of a wrong command line, or None. Checks everything that needs no TensorFlow."""
     try:
         parse(arguments)
     except (UsageError, flags.Error) as error:
@@ -535,12 +536,12 @@ def refusal(arguments: Sequence[str]) -> str | None:
 
 
 def error_line(error: Exception) -> str:
-    """Return what is printed of an error that the user can mend."""
+    """Format an error that the user can fix."""
     return f"tfshard: error: {' '.join(str(error).split())}"
 
 
 def is_answered_alone() -> bool:
-    """Return whether this process is `tfshard`, or `python -m tfshard`, and needs no TensorFlow to answer."""
+    """Return whether this process is `tfshard` or `python -m tfshard` and can answer without TensorFlow."""
     program, *arguments = sys.argv or [""]
     is_module = program == "-m" and sys.orig_argv[-len(arguments) - 2 :][:2] == ["-m", "tfshard"]
     is_script = pathlib.Path(program).stem == "tfshard" and pathlib.Path(program).suffix in ("", ".exe")
@@ -550,14 +551,14 @@ def is_answered_alone() -> bool:
 
 
 def unknown(name: str) -> str:
-    """Return what is said of a command that does not exist."""
+    """Return the error message for an unknown command."""
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     meant = f" Did you mean '{near[0]}'?" if near else ""
     return f"Unknown command. Commands: {tuple(COMMANDS)}.{meant} Received: {name}"
 
 
 def main() -> None:
-    """Run the command line and exit: 0, 1 when a check failed, 2 for a wrong command line."""
+    """Run the command line and exit: 0 for success, 1 for a failed check, 2 for a wrong command line."""
     text = answer(sys.argv[1:])
     refused = refusal(sys.argv[1:]) if text is None else None
     if refused is not None:
@@ -568,7 +569,7 @@ def main() -> None:
         return
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # Such as of `head`. Python would say so again when it closes the stream.
+    except BrokenPipeError:  # From `head`, for example. Python would report it again on close.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     is_wrong = len(sys.argv) == 1 or text.startswith(NO_PAGE)
     sys.exit(2 if is_wrong else 0)

@@ -1,7 +1,7 @@
-"""The errors tfshard raises for a user's mistake.
+"""The errors that tfshard raises for user mistakes.
 
-Each message names the fault, the choices and what was received. They all derive from
-`ShardingError`, which is a `ValueError`, so that `except ValueError` keeps working.
+Each message names the fault, the choices and the received value. All errors derive from `ShardingError`, which is a
+`ValueError`, so `except ValueError` catches them.
 """
 
 import os
@@ -12,34 +12,34 @@ from tfshard._private.versions import VersionWarning as VersionWarning
 
 
 class ShardingError(ValueError):
-    """Base class of every error that tfshard raises for wrong input."""
+    """The base class of every error that tfshard raises for wrong input."""
 
     # AutoGraph keeps the type of an error that passes through a tf.function only if it has this constructor.
     __init__ = Exception.__init__
 
 
 class InitializationError(ShardingError):
-    """DTensor cannot be started as asked: too late, or differently from the first time."""
+    """DTensor cannot start as requested: too late, or unlike the first time."""
 
 
 class MeshError(ShardingError):
-    """A mesh that cannot exist: unknown axis, wrong size, too few devices."""
+    """The mesh is impossible: an unknown axis, a wrong size or too few devices."""
 
 
 class LayoutError(ShardingError):
-    """A layout that does not fit its variable or the mesh."""
+    """A layout does not fit its variable or the mesh."""
 
 
 class StrategyError(ShardingError):
-    """A strategy used in a way it does not support, such as on another strategy's model."""
+    """A strategy does not support this use, such as a model of another strategy."""
 
 
 class UnsupportedLayerError(ShardingError):
-    """A layer with an operation that DTensor cannot expand."""
+    """A layer contains an operation that DTensor cannot expand."""
 
 
 class UnsupportedOperationError(ShardingError):
-    """A step has a TensorFlow operation that DTensor cannot expand to the mesh."""
+    """A step contains a TensorFlow operation that DTensor cannot expand to the mesh."""
 
 
 class PlanMismatchError(ShardingError):
@@ -47,23 +47,23 @@ class PlanMismatchError(ShardingError):
 
 
 class ConsistencyError(ShardingError):
-    """Devices that should hold the same values do not."""
+    """Devices that should hold equal values do not."""
 
 
 class VerificationError(ShardingError):
-    """A sharded training step does something else than one on one device."""
+    """A sharded training step differs from the step on a single device."""
 
 
 class LayoutWarning(UserWarning):
-    """A layout map that works, and sends more than it has to."""
+    """A layout map works but sends more bytes than necessary."""
 
 
 class NumericsWarning(UserWarning):
-    """A step computes what Keras on one device computes, up to a difference that the message names."""
+    """A step differs from single-device Keras by at most the difference that the message names."""
 
 
 class TelemetryError(ShardingError):
-    """Telemetry that cannot be taken or written as asked."""
+    """Telemetry cannot be taken or written as requested."""
 
 
 class CheckpointError(ShardingError):
@@ -71,33 +71,33 @@ class CheckpointError(ShardingError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint is not what was written: damaged, incomplete or edited. No variable was changed."""
+    """A checkpoint is damaged, incomplete or edited. No variable was changed."""
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint, or a file of weights, does not fit the model. No variable was changed."""
+    """A checkpoint or a weight file does not fit the model. No variable was changed."""
 
 
 class ClientError(ShardingError):
-    """Clients of a launched run disagree, or one of them did not come."""
+    """Clients of a launched run disagree, or a client did not come."""
 
 
 class CollectiveError(ShardingError):
-    """A value that a collective cannot take, or that differs in shape or dtype from client to client."""
+    """A collective cannot take a value, or the values differ in shape or dtype between clients."""
 
 
 class LaunchError(ShardingError):
-    """A run that cannot be launched as asked."""
+    """The run cannot be launched as requested."""
 
 
-# Packages whose frames lie between a user's line and a warning of tfshard.
+# The packages with frames between a user's line and a tfshard warning.
 _BETWEEN = ("tfshard", "keras", "keras_hub", "tensorflow", "optree", "contextlib", "functools")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that points to the user's line, outside of tfshard, Keras and TensorFlow.
+    """Issue a warning that points to the user's line, outside tfshard, Keras and TensorFlow.
 
-    Of a launched run only client 0 warns: the clients run the same script, so a warning concerns all of them.
+    In a launched run, only client 0 warns. All clients run the same script, so a warning concerns all of them.
     """
     if os.environ.get("TFSHARD_CLIENT_ID", "0") != "0":
         return

@@ -1,26 +1,26 @@
-"""Which private names of TensorFlow and Keras do we stand on?
+"""The private names of TensorFlow and Keras that tfshard uses.
 
-No other wing touches one, so an upgrade of TensorFlow or Keras is reviewed here: `names` has each of them with the
-versions in which it stands, each function says which it stands for, and `versions` says which versions were tried
-together. A name that does not exist in every version has its alternative in the function that uses it.
+No other subpackage touches a private name, so you review an upgrade of TensorFlow or Keras here. `names` lists the
+versions that have each name, each function says which names it uses, and `versions` lists the versions that were tested
+together. If some versions lack a name, the function that uses the name also has the alternative.
 
-Callers take names from here (`_private.flatten_layers`). The modules have them by subject:
+Callers take names from here (`_private.flatten_layers`). The modules group them by subject:
 
-    versions, names                  what we stand on
-    context, graphs, exchange        TensorFlow: its state in this process, what is traced, operations exchanged
-    functions, messages              TensorFlow: names of functions, their custom gradients; what its errors say
+    versions, names                  the names and versions that tfshard relies on
+    context, graphs, exchange        TensorFlow: process state, traced graphs, op rewrites
+    functions, messages              TensorFlow: function names, custom gradients, error messages
     native_log                       TensorFlow: the log of its C++ code
-    iterators, trace                 tf.data's iterators; the profiler's files
+    iterators, trace                 tf.data iterators; profiler files
     variables, models, optimizers    Keras: variables, layers and metrics, slots
-    threads                          both: functions that are others in one thread
-    losses                           Keras: what losses are divided by
-    epochs, weight_files             Keras: the epochs of a fit; its files
-    saving                           both: who writes checkpoints and models
+    patches, threads                 both: functions replaced in the process, or in one thread only
+    losses                           Keras: the divisors of losses
+    epochs, weight_files             Keras: the epochs of a fit; weight files
+    saving                           both: which process writes checkpoints and models
 """
 
 from tfshard._private.versions import VersionWarning, check_versions, package_version
 
-# Before TensorFlow and Keras are imported: a wrong version must fail with our message.
+# Check before TensorFlow and Keras are imported, so that a wrong version fails with tfshard's message.
 check_versions()
 
 import keras
@@ -31,7 +31,7 @@ if keras.backend.backend() != "tensorflow":
         f"before Keras is imported. Received: keras.backend.backend()={keras.backend.backend()!r}"
     )
 
-# Handed on as they are.
+# Re-exported unchanged.
 from keras.src import backend as keras_backend
 from keras.src.backend.common.name_scope import current_path
 from keras.src.backend.common.stateless_scope import in_stateless_scope

@@ -1,10 +1,11 @@
-"""A device of DTensor's for each mesh that does its work beside others.
+"""A separate DTensor device for each mesh that works concurrently with other meshes.
 
-A `DTensorDevice` does one operation at a time: of threads that call functions on several meshes, all but one wait until
-its function has ended (`DTensorDevice::Execute` holds a lock, seen in the stacks of threads; TensorFlow 2.21). On
-several clients two functions then wait for each other for ever, if each of them meets the other's client in its
-collectives. Meshes that `give_own_device` was told of have a device of their own. DTensor's functions know one device
-(`api._dtensor_singleton`): here that is a `_Devices`, which asks the device of a tensor or of a mesh.
+A `DTensorDevice` executes one operation at a time. `DTensorDevice::Execute` holds a lock, as the threads' stacks show
+(TensorFlow 2.21). If several threads call functions on different meshes, all but one of the threads wait until the
+running function ends. With several clients, two such functions can deadlock when each waits for the other in a
+collective. `give_own_device` therefore gives a mesh a separate device. DTensor's functions know a single device
+(`api._dtensor_singleton`). tfshard replaces this device by a `_Devices`, which forwards each call to the device of the
+tensor or mesh.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from tfshard._private import patches
 
 
 def give_own_device(mesh: dtensor.Mesh) -> None:
-    """Functions on this mesh run while others run on other meshes. Before the first tensor is there."""
+    """Let functions on this mesh run while others run on other meshes. Call this before the mesh has a tensor."""
     devices = _dtensor_api._dtensor_device()
     if not isinstance(devices, _Devices):
         devices = _dtensor_api._dtensor_singleton = _Devices(devices)
@@ -30,10 +31,11 @@ def give_own_device(mesh: dtensor.Mesh) -> None:
 
 
 def set_device_in(context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Sets and uses DTensor's default mesh and layout, packs tensors and reads them, in `context()` from now on
-    (`DTensorDevice._experimental_default_mesh`, `_default_layout`, `pack`; `EagerTensor._numpy`).
+    """Enter `context()` whenever DTensor's default mesh or layout is set, or a tensor is packed or read.
 
-    `dtensor.relayout` sets the default mesh, also in a graph, and the device is the same for all threads.
+    The default mesh or layout stays set inside the context, too. Changes `DTensorDevice._experimental_default_mesh`,
+    `_default_layout`, `pack` and `EagerTensor._numpy`. The context is needed because `dtensor.relayout` sets the
+    default mesh, even in a graph, and all threads share the device.
     """
     cls = _dtensor_device.DTensorDevice
 
@@ -61,7 +63,7 @@ def set_device_in(context: Callable[[], contextlib.AbstractContextManager[None]]
 
     @functools.wraps(numpy)
     def numpy_in_context(self: Any) -> Any:
-        # In a graph a constant is taken of a tensor of the host.
+        # In a graph, TensorFlow reads constants from a host tensor.
         if not tf.executing_eagerly() or not _dtensor_api.is_dtensor(self):
             return numpy(self)
         with context():
@@ -71,10 +73,10 @@ def set_device_in(context: Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class _Devices:
-    """DTensor's device for most meshes, and others for some.
+    """Forwards DTensor's calls to a mesh's device.
 
     Args:
-        main: The device for most.
+        main: The device for every mesh without a device added by `add`.
     """
 
     def __init__(self, main: Any):
@@ -84,7 +86,7 @@ class _Devices:
         self._here = threading.local()
 
     def add(self, mesh: dtensor.Mesh) -> None:
-        """Makes a device for a mesh."""
+        """Create a device for a mesh."""
         if mesh.to_string() not in self._by_mesh:
             device = _dtensor_device.DTensorDevice([mesh], is_async=False)
             self._by_mesh[mesh.to_string()] = self._by_name[device.name] = device
@@ -97,7 +99,7 @@ class _Devices:
 
     @property
     def name(self) -> str:
-        """Of the device of the mesh that was chosen last."""
+        """The name of the device that this thread's current default mesh uses."""
         name: str = getattr(self._here, "device", self._main).name
         return name
 

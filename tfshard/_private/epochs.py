@@ -1,4 +1,4 @@
-"""What counts the epochs and steps of a `fit`."""
+"""The epoch and step counters of Keras's `fit`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,13 +9,16 @@ from keras.src.trainers import data_adapters as _data_adapters
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Makes `fit`, which is beginning, begin at an epoch; None: at the one it is given (`Trainer._initial_epoch`)."""
+    """Make the `fit` call that is starting begin at `epoch`, or at its `initial_epoch` argument if None
+    (`Trainer._initial_epoch`)."""
     model._initial_epoch = epoch
 
 
 def is_of_arrays(dataset: object) -> bool:
-    """Whether it is a dataset that `fit`, `evaluate` or `predict` made of arrays, by the options that it then has
-    (`ArrayDataAdapter.get_tf_dataset`)."""
+    """Return whether `fit`, `evaluate` or `predict` made a dataset from arrays.
+
+    Keras marks these datasets by their options (`ArrayDataAdapter.get_tf_dataset`).
+    """
     if not isinstance(dataset, tf.data.Dataset):
         return False
     options = dataset.options()
@@ -26,7 +29,7 @@ def is_of_arrays(dataset: object) -> bool:
 
 
 class EpochIterator:
-    """What counts the steps of the epochs of a `fit` (`TFEpochIterator`, and the data adapter inside)."""
+    """Wraps the iterator that counts a fit's steps (`TFEpochIterator` and its data adapter)."""
 
     _KINDS = {
         _data_adapters.ArrayDataAdapter: "arrays",
@@ -39,12 +42,12 @@ class EpochIterator:
 
     @property
     def dataset(self) -> tf.data.Dataset:
-        """The dataset as the strategy distributes it (`_distributed_dataset`)."""
+        """The dataset as distributed by the strategy (`_distributed_dataset`)."""
         return self._epochs._distributed_dataset
 
     @property
     def batch_size(self) -> int | None:
-        """How many samples a batch has, where the data adapter knows it (`batch_size`)."""
+        """The number of samples in a batch, or None if the data adapter does not know it (`batch_size`)."""
         size: int | None = self._epochs.data_adapter.batch_size
         return size
 
@@ -56,8 +59,8 @@ class EpochIterator:
 
     @property
     def shuffles(self) -> bool | str:
-        """Whether Keras shuffles arrays or a PyDataset; `"batch"` for arrays in batches (`ArrayDataAdapter._shuffle`,
-        `PyDatasetAdapter.shuffle`)."""
+        """True if Keras shuffles the arrays or the PyDataset; `"batch"` if it shuffles arrays batch by batch
+        (`ArrayDataAdapter._shuffle`, `PyDatasetAdapter.shuffle`)."""
         adapter = self._epochs.data_adapter
         shuffles: bool | str = adapter._shuffle if self.kind == "arrays" else getattr(adapter, "shuffle", False)
         return shuffles
@@ -68,22 +71,22 @@ class EpochIterator:
 
     @property
     def spans_epochs(self) -> bool:
-        """Whether one iterator goes through several epochs: `steps_per_epoch` was given."""
+        """True if one iterator serves several epochs, because `steps_per_epoch` was given."""
         return self._epochs.steps_per_epoch is not None
 
     @property
     def num_batches(self) -> int | None:
-        """How many batches the dataset has; None while that is not known (`_num_batches`)."""
+        """The number of batches in the dataset, or None while it is unknown (`_num_batches`)."""
         batches: int | None = self._epochs._num_batches
         return batches
 
     @property
     def steps_seen(self) -> int:
-        """How many batches were taken from the iterator, those of the step that runs included (`_steps_seen`)."""
+        """The number of batches taken from the iterator, including the current step's batches (`_steps_seen`)."""
         return int(self._epochs._steps_seen)
 
     def start_at(self, *, step: int, consumed: int, num_batches: int | None) -> None:
-        """The next epoch begins at a step (`_enumerate_iterator`; on this object only, and once)."""
+        """Make the next epoch start at `step` (by replacing `_enumerate_iterator` on this object for one epoch)."""
         epochs = self._epochs
         if epochs._num_batches is None:
             epochs._num_batches = num_batches

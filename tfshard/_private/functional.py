@@ -1,4 +1,4 @@
-"""Functional and Sequential Keras models: the graph of their layers."""
+"""The layer graph of Functional and Sequential Keras models."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +9,11 @@ from keras.src.models.sequential import Sequential
 
 
 def functional_of(model: keras.Model) -> keras.Model | None:
-    """The model of layers of which TensorFlow computes a model's results, or None: a Functional as it is, what a
-    built Sequential has (`Sequential._functional`), nothing with a `call` of its own."""
+    """Return the Functional model that computes a model's outputs, or None.
+
+    This is the model itself if it is a Functional, and the inner model of a built Sequential
+    (`Sequential._functional`). Returns None if a subclass overrides `call`.
+    """
     if isinstance(model, Sequential):
         found: keras.Model | None = model._functional if type(model).call is Sequential.call else None
         return found
@@ -18,23 +21,25 @@ def functional_of(model: keras.Model) -> keras.Model | None:
 
 
 def run_through(model: keras.Model, inputs: Sequence[Any], call: Callable[..., Any]) -> list[Any]:
-    """What a functional model makes of inputs (`Function._run_through_graph`).
+    """Run a functional model's layer graph on inputs (`Function._run_through_graph`).
 
     Args:
-        model: A Functional.
-        inputs: As its `inputs`.
-        call: Called with each operation and its arguments, in place of it.
+        model: A Functional model.
+        inputs: The values of the model's `inputs`, in their order.
+        call: Called with each operation and its arguments instead of the operation.
 
     Returns:
-        As its `outputs`.
+        The values of the model's `outputs`, in their order.
     """
     flat: list[Any] = keras.tree.flatten(model._run_through_graph(list(inputs), call_fn=call))
     return flat
 
 
 def flat_inputs(model: keras.Model, given: Any) -> list[Any]:
-    """What a functional model is given, in the order of its `inputs`: by names, or in its structure
-    (`Function._inputs_struct`)."""
+    """Flatten a functional model's input into the order of `inputs` (`Function._inputs_struct`).
+
+    The input is a dict by name, or has the structure of the model's input.
+    """
     structure = model._inputs_struct
     if isinstance(structure, dict) and isinstance(given, dict):
         given = {name: given[name] for name in structure}
@@ -43,13 +48,15 @@ def flat_inputs(model: keras.Model, given: Any) -> list[Any]:
 
 
 def standardized_inputs(model: keras.Model, given: Any) -> list[Any]:
-    """Tensors of a batch as a functional model takes them: flat, and with its dtypes and ranks
-    (`Functional._standardize_inputs`)."""
+    """Flatten a batch and cast it to a functional model's dtypes and ranks (`Functional._standardize_inputs`)."""
     standardized: list[Any] = model._standardize_inputs(given)
     return standardized
 
 
 def packed_outputs(model: keras.Model, flat: Sequence[Any]) -> Any:
-    """Results of a functional model, in its structure (`Function._outputs_struct`, one of one as itself)."""
+    """Pack flat results into a functional model's output structure (`Function._outputs_struct`).
+
+    Returns a list of one result as the result itself.
+    """
     packed = keras.tree.pack_sequence_as(model._outputs_struct, list(flat))
     return packed[0] if isinstance(packed, list) and len(packed) == 1 else packed

@@ -1,4 +1,4 @@
-"""The functions that TensorFlow's context holds, with those that DTensor makes of a step."""
+"""The functions in TensorFlow's context, including the functions that DTensor compiles from a step."""
 
 import contextlib
 import functools
@@ -26,47 +26,49 @@ _known: set[str] = set()
 
 _DTENSOR = "DTensor"
 
-# The graphs in which a step was traced, and those around them.
+# The graphs in which a step was traced, and the graphs around them.
 _graphs_with_steps: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
-# The names of the functions that run a step. Each function of the process has a name of its own.
+# The names of the functions that run a step. Function names are unique in a process.
 _functions_with_steps: set[str] = set()
-# The operations that call functions, and their attributes that name them.
+# The operations that call functions, and the attributes that name the functions.
 _CALLS = {
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), ("f",)),
     **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
     **dict.fromkeys(("While", "StatelessWhile"), ("body",)),
 }
-# The context in which they run.
+# The context in which functions with steps run.
 _steps_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
-    """Renames what DTensor has made since the last call: bodies of loops and branches, and nodes of collectives.
+    """Rename the loop bodies, branches and collectives that DTensor compiled since the last call.
 
-    Bodies: DTensor names them after what its compiler once had at the same address in memory (the OpOrArgLocNameMapper
-    of TensorFlow's region_control_flow_to_functional.cc lives as long as its pass, and forgets no operation). A name
-    that two compilations give is an error: "Cannot add function". So none of those names is left to the next one. What
-    runs has its bodies in it already; the functions are looked up when TensorFlow forgets that.
+    Bodies: DTensor names a body after an operation that its compiler once had at the same memory address. (The
+    OpOrArgLocNameMapper of TensorFlow's region_control_flow_to_functional.cc lives as long as its pass and forgets no
+    operation.) If two compilations produce the same name, TensorFlow fails with "Cannot add function". This function
+    therefore frees every name before the next compilation. Compiled functions already contain their bodies. TensorFlow
+    looks the functions up again only after it has dropped the compiled functions.
 
-    Collectives: TensorFlow keeps a record of each collective and step if the node's name contains "DTensor", and never
-    drops one (`FillCollectiveParams` in collective_ops.cc, `CollectiveParamResolverLocal::instance_table_`). Clients of
-    a launched run also ask client 0 for each record. Under another name a collective has one record, which has its
-    shape: a collective whose shape follows from values keeps its name. The function that calls the renamed one is
-    removed and added again, so that the next step no longer runs what TensorFlow has made of the old one
-    (`EagerContext::RemoveFunction` drops its kernels). The next step pays for that once, with another instantiation.
+    Collectives: If the name of a collective's node contains "DTensor", TensorFlow records the collective once for each
+    step and never drops a record (`FillCollectiveParams` in collective_ops.cc,
+    `CollectiveParamResolverLocal::instance_table_`). Clients of a launched run also ask client 0 for each record. Under
+    another name, a collective has a single record, which includes its shape. A collective with a data-dependent shape
+    therefore keeps its name. The caller of a renamed function is removed and added again, because the next step must
+    not run the caller's old kernels (`EagerContext::RemoveFunction` drops them). The next step instantiates the
+    function once more.
 
-    After each step: DTensor takes an integer or string input of fewer than 20 elements that is whole on all devices for
-    a constant (ExtractSmallTensorValue in its small_constant_optimization.cc, however the tensor was made), and
-    compiles the step again at the first one that has another value. Where nothing was compiled, this takes some 10 us
-    for each hundred functions.
+    Call this after each step. DTensor treats an integer or string input as a constant if it has fewer than 20 elements
+    and is replicated (ExtractSmallTensorValue in its small_constant_optimization.cc, whatever made the tensor). DTensor
+    compiles the step again when the value first changes. If nothing was compiled, a call takes some 10 us for each
+    hundred functions.
 
     Args:
-        ended: Returns when nothing that was compiled still begins to run. Called if there is anything to name.
+        ended: Returns when no compiled function is still about to start. Called only if there is something to rename.
     """
     context = _context.context()
     names = set(context.list_function_names())
     if names <= _known:
-        _known.intersection_update(names)  # One that is gone may be made again.
+        _known.intersection_update(names)  # A removed function may come back.
         return
     new = {name: context.get_function_def(name) for name in names - _known}
     owners = [name for name in new if name.startswith("_func_")]
@@ -77,7 +79,7 @@ def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
             if called.name in new and called.name not in bodies:
                 bodies[called.name] = f"{called.name}_{_ops.uid()}"
                 waiting.append(called.name)
-    # Those that run the owners, of which DTensor calls one on each device.
+    # The functions that call the owners. DTensor runs one of these callers on each device.
     callers = [name for name in new if any(called.name in owners for called in _called(new[name]))]
     with_collectives = [name for name in (*bodies, *owners) if _has_dtensor_collectives(new[name])]
     changed = [*bodies, *owners] if bodies else with_collectives
@@ -87,11 +89,11 @@ def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
         ended()
         for name in changed:
             try:
-                # The context removes what it was asked to add only, also where it had it and refused.
+                # The context removes only functions that it was asked to add, even if it refused a duplicate.
                 context.add_function_def(new[name])
             except tf.errors.InvalidArgumentError:
                 pass
-            while context.has_function(name):  # Twice, if it was the same and has been counted again.
+            while context.has_function(name):  # Twice if adding the identical function counted it again.
                 context.remove_function(name)
         for name in with_collectives:
             _rename_collectives(new[name])
@@ -106,11 +108,11 @@ def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
 
 
 def give_own_names_after(graph: tf.Graph, ended: Callable[[], object]) -> None:
-    """Calls `give_own_names` after each call of the function that is being traced (`Context.call_function`).
+    """Call `give_own_names` after each call of the function being traced (`Context.call_function`).
 
     Args:
-        graph: A graph of the function, or of a function in it.
-        ended: As of `give_own_names`.
+        graph: The graph of the function, or of a function inside it.
+        ended: See `give_own_names`.
     """
     _graphs_with_steps.add(graph)
     while isinstance(graph.outer_graph, _func_graph.FuncGraph):
@@ -136,7 +138,7 @@ def give_own_names_after(graph: tf.Graph, ended: Callable[[], object]) -> None:
 
 
 def _note_functions_with_steps() -> None:
-    """Note each function that runs a step when the function is made of its graph, from now on."""
+    """Note, from now on, each function that runs a step when TensorFlow builds the function from its graph."""
     make = _atomic_function.from_func_graph
 
     @functools.wraps(make)
@@ -153,7 +155,7 @@ def _note_functions_with_steps() -> None:
 
 
 def _runs_steps(graph: Any) -> bool:
-    """Whether a step was traced in a graph, or in one whose gradient the graph is, or in a function that it calls."""
+    """Return whether a graph contains a step, is the gradient of such a graph, or calls a function with a step."""
     if any(each in _graphs_with_steps for each in (graph, *_graphs_captured(graph))):
         return True
     calls = ((op, _CALLS[op.type]) for op in graph.get_operations() if op.type in _CALLS)
@@ -161,24 +163,24 @@ def _runs_steps(graph: Any) -> bool:
 
 
 def _graphs_captured(graph: Any) -> set[tf.Graph]:
-    """The graphs of which a function takes tensors: a gradient takes those of the forward pass."""
+    """Return the graphs from which a function captures tensors. A gradient captures tensors of the forward graph."""
     found = (getattr(tensor, "graph", None) for tensor in graph.external_captures)
     return {each for each in found if each is not None}
 
 
-# Operations that keep a generator in their kernel, which would begin anew with the kernel.
+# Operations that keep a random generator in their kernel. A new kernel would restart the generator.
 _KEEPS_STATE = re.compile(r"\w+CandidateSampler|RandomShuffle|Multinomial|RandomPoissonV2|ParameterizedTruncatedNormal")
 
 
 def _has_dtensor_collectives(function: Any) -> bool:
-    """Whether a function (`FunctionDef`) has collectives to rename, and may get new kernels for that."""
+    """Return whether a function (`FunctionDef`) has collectives to rename and allows new kernels."""
     if any(_KEEPS_STATE.fullmatch(node.op) for node in function.node_def):
         return False
     return any(_is_dtensor_collective(node) for node in function.node_def)
 
 
 def _is_dtensor_collective(node: Any) -> bool:
-    """Whether a node (`NodeDef`) is a collective of a known shape, of which TensorFlow keeps a record for each step."""
+    """Return whether a node (`NodeDef`) is a collective with a static shape that TensorFlow records at each step."""
     return node.op.startswith("Collective") and _DTENSOR in node.name and _has_static_shapes(node)
 
 
@@ -188,7 +190,7 @@ def _has_static_shapes(node: Any) -> bool:
 
 
 def _rename_collectives(function: Any) -> None:
-    """Takes "DTensor" out of the names of collectives of a function (`FunctionDef`)."""
+    """Replace "DTensor" in the names of a function's collectives (`FunctionDef`)."""
     taken = {node.name for node in function.node_def}
     renamed: dict[str, str] = {}
     for node in function.node_def:
@@ -198,7 +200,7 @@ def _rename_collectives(function: Any) -> None:
             node.name = renamed[node.name]
 
     def output(name: str) -> str:
-        """A reference to an output, or with "^" to a node."""
+        """Rename a reference to an output, or with "^" to a node."""
         control, node, rest = re.fullmatch(r"(\^?)([^:]*)(.*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
         return f"{control}{renamed.get(node, node)}{rest}"
 
@@ -212,11 +214,11 @@ def _rename_collectives(function: Any) -> None:
 
 
 def keep_gradients_with_graphs() -> None:
-    """Makes graphs keep the custom gradients of their operations (`tf.custom_gradient`), which the registry then finds
-    only as long as one of the graphs lives.
+    """Tie the lifetime of custom gradients (`tf.custom_gradient`) to the graphs that use them.
 
-    TensorFlow's registry (`ops.gradient_registry`, `Registry._registry`) keeps them forever, and with them the graph of
-    each step that was traced.
+    TensorFlow's registry (`ops.gradient_registry`, `Registry._registry`) keeps custom gradients forever, and with them
+    the graph of every step that was traced. After this call, graphs keep the custom gradients of their operations, and
+    the registry finds a gradient only while one of these graphs lives.
     """
     registry = _ops.gradient_registry._registry
     for name in [
@@ -233,12 +235,12 @@ def keep_gradients_with_graphs() -> None:
 
 
 _kept_with_graphs: set[str] = set()
-# The collection of a graph that keeps its custom gradients.
+# The graph collection that keeps a graph's custom gradients.
 _GRADIENTS = "tfshard_gradients"
 
 
 class _Weak:
-    """Calls a function that something else keeps."""
+    """Calls a function that some other object keeps alive."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function = weakref.ref(function)
@@ -255,8 +257,8 @@ def _forget_gradient(name: str) -> None:
 
 
 def _graphs_of(gradient: Callable[..., Any]) -> list[Any]:
-    """The graph of a custom gradient's operation, and those around it, which may ask for it again."""
-    # The variables of `custom_gradient._graph_mode_decorator`.
+    """Return the graph of a custom gradient's operation and the graphs around it, which may ask for the gradient."""
+    # Local variables of `custom_gradient._graph_mode_decorator`.
     own = inspect.getclosurevars(gradient).nonlocals.get("tape_grad_fn")
     result = None if own is None else inspect.getclosurevars(own).nonlocals.get("result")
     graph = next((leaf.graph for leaf in tf.nest.flatten(result) if hasattr(leaf, "graph")), None)
@@ -264,12 +266,12 @@ def _graphs_of(gradient: Callable[..., Any]) -> list[Any]:
     while graph is not None:
         found.append(graph)
         graph = getattr(graph, "outer_graph", None)
-    # Outside of functions a graph lives as long as the process.
+    # A graph outside of functions lives as long as the process.
     return [graph for graph in found if graph.building_function]
 
 
 def _called(function: Any) -> Iterator[Any]:
-    """The functions that are attributes of a function's operations (`FunctionDef`)."""
+    """Yield the functions that the attributes of a function's operations name (`FunctionDef`)."""
     for node in function.node_def:
         for attribute in node.attr.values():
             if attribute.func.name:
@@ -278,13 +280,13 @@ def _called(function: Any) -> Iterator[Any]:
 
 
 def run_functions_with_steps_in(context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Runs functions with steps in `context()` from now on, however they are called: also a concrete function."""
+    """Run functions with steps in `context()` from now on, also when called as concrete functions."""
     global _steps_context
     _steps_context = context
 
 
 def around_function_calls(context: Callable[[Any, Any], contextlib.AbstractContextManager[None]]) -> None:
-    """Calls every `tf.function` in `context(function, arguments)` from now on (`polymorphic_function.Function`)."""
+    """Call every `tf.function` in `context(function, arguments)` from now on (`polymorphic_function.Function`)."""
     cls = _polymorphic_function.Function
     call = cls.__call__
 
@@ -297,7 +299,7 @@ def around_function_calls(context: Callable[[Any, Any], contextlib.AbstractConte
 
 
 class _Tracing(threading.local):
-    """The locks of the functions that this thread traces, the outermost first."""
+    """The locks of the functions that this thread is tracing, outermost first."""
 
     def __init__(self) -> None:
         self.locks: list[Any] = []
@@ -307,9 +309,10 @@ _tracing = _Tracing()
 
 
 def note_function_locks() -> None:
-    """Notes from now on which locks a thread holds because it traces a `tf.function`.
+    """Record, from now on, the locks that a thread holds while it traces a `tf.function`.
 
-    Each trace is one of `tracing_compilation.trace_function`, which has the function's lock (`TracingOptions.lock`).
+    TensorFlow traces through `tracing_compilation.trace_function` and holds the function's lock meanwhile
+    (`TracingOptions.lock`).
     """
     trace = _tracing_compilation.trace_function
 
@@ -317,7 +320,7 @@ def note_function_locks() -> None:
     def trace_noted(args: Any = None, kwargs: Any = None, tracing_options: Any = None) -> Any:
         python_function = getattr(tracing_options, "python_function", None)
         if str(getattr(python_function, "__module__", None)).endswith(".tracing_compilation"):
-            # The options that TensorFlow has where there are none yet: they trace a function that returns None.
+            # TensorFlow's default options, which trace a function that returns None.
             raise RuntimeError(
                 "A tf.function that creates a variable was called while another thread makes its first call. Call the "
                 "tf.function once before other threads do."
@@ -334,10 +337,10 @@ def note_function_locks() -> None:
 
 @contextlib.contextmanager
 def function_locks_released() -> Iterator[None]:
-    """A context in which this thread holds no locks of functions that it traces.
+    """Release the locks of the functions that this thread traces while the context is active.
 
-    Meanwhile other threads may trace the same functions. A function that creates a variable in its first call is an
-    error for them until that call has ended.
+    Other threads may then trace the same functions. If a function creates a variable in its first call, other threads
+    that call it get an error until that call ends.
     """
     released = [lock for lock in dict.fromkeys(_tracing.locks) if lock is not None for _ in range(_released(lock))]
     try:
@@ -348,7 +351,7 @@ def function_locks_released() -> Iterator[None]:
 
 
 def _released(lock: Any) -> int:
-    """Releases a lock (`threading.RLock`) of this thread, and returns how many times it was held."""
+    """Release a lock (`threading.RLock`) of this thread and return how many times the thread held it."""
     count = 0
     while True:
         try:
@@ -360,8 +363,10 @@ def _released(lock: Any) -> int:
 
 @contextlib.contextmanager
 def ctc_with_own_names() -> Iterator[None]:
-    """A context in which the loops of `tf.nn.ctc_loss` have bodies with names of their own (`ctc_ops.function`, of
-    which it uses `Defun`): TensorFlow names them by what they do, and not by their shapes, which DTensor compares."""
+    """Give the loop bodies of `tf.nn.ctc_loss` unique names inside the context (through `Defun` in `ctc_ops.function`).
+
+    TensorFlow names the bodies by their operations and not by their shapes, but DTensor compares the shapes.
+    """
 
     def defun(*dtypes: tf.DType) -> Callable[..., Any]:
         own: Callable[..., Any] = _function.Defun(*dtypes, func_name=f"ctc_{_ops.uid()}")

@@ -1,4 +1,4 @@
-"""The graphs and functions that are being traced, what they take from outside, and the tapes that record."""
+"""Graphs and functions during tracing, their captures, and gradient tapes."""
 
 import contextlib
 import functools
@@ -25,25 +25,29 @@ from tensorflow.python.ops import while_v2 as _while_v2
 from tfshard._private import patches
 from tfshard._private.threads import in_this_thread
 
-# What attributes begin with in which TensorFlow keeps what it tracks of an object (`AutoTrackable`).
+# The prefix of the attributes in which TensorFlow keeps an object's tracked dependencies (`AutoTrackable`).
 TRACKING_ATTRIBUTE = "_self_"
 
 
 def record_variable_access(variable: tf.Variable) -> None:
-    """Tells every active gradient tape that `variable` was read (`tape.variable_accessed`)."""
+    """Tell every active gradient tape that `variable` was read (`tape.variable_accessed`)."""
     _tape.variable_accessed(variable)
 
 
 def record_outside_access(variable: tf.Variable) -> None:
-    """Tells gradient tapes, and the functions that are being traced, that a trainable `variable` was read, as
-    TensorFlow does of its own (`resource_variable_ops.variable_accessed`). A call of such a function tells the tapes
-    that are active then."""
+    """Tell gradient tapes and functions being traced that a trainable `variable` was read.
+
+    TensorFlow does this for its variables (`resource_variable_ops.variable_accessed`). A later call of the traced
+    function tells the tapes that are active then.
+    """
     _resource_variable_ops.variable_accessed(variable)
 
 
 def resource_without_value(shape: tuple[int, ...], dtype: tf.DType) -> tf.Tensor:
-    """Return a resource tensor that tapes can watch as the handle of a variable; it holds no value
-    (`resource_variable_ops._variable_handle_from_shape_and_dtype`)."""
+    """Return a resource tensor without a value that tapes can watch like a variable's handle.
+
+    Uses `resource_variable_ops._variable_handle_from_shape_and_dtype`.
+    """
     with tf.init_scope(), tf.device("CPU:0"):
         return _resource_variable_ops._variable_handle_from_shape_and_dtype(
             shape, dtype, shared_name=None, name="watched/", graph_mode=False
@@ -60,12 +64,13 @@ def _gradient_to_source(operation: tf.Operation, upstream: tf.Tensor, _: object)
 
 
 def with_gradient_to(source: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """Return `value`, whose gradient goes to `source`, as that of what is read from a resource goes to the resource
-    (`record.record_operation`, as TensorFlow's `_read_variable_op` calls it)."""
+    """Return `value` with its gradient redirected to `source`, as if `value` had been read from a resource `source`.
+
+    Calls `record.record_operation` as TensorFlow's `_read_variable_op` does.
+    """
     with stop_recording():
         if not tf.executing_eagerly():
-            # Not by tf.custom_gradient, which gives the source out, too. A resource that a loop gives out has no
-            # gradient.
+            # tf.custom_gradient would also return the source, and a resource that a loop returns has no gradient.
             with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": _SOURCE_GRADIENT}):
                 value, _ = tf.raw_ops.IdentityN(input=[value, source])
     _record.record_operation("ReadVariableOp", [value], [source], lambda upstream: [upstream], lambda along: [along])
@@ -73,75 +78,81 @@ def with_gradient_to(source: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
 
 
 def describe_resource(resource: tf.Tensor, shape: tuple[int, ...], dtype: tf.DType) -> None:
-    """Tell TensorFlow the shape and dtype of what an eager resource holds, which it has to know where a gradient passes
-    a loop that takes the resource (`handle_data_util`)."""
+    """Tell TensorFlow the shape and dtype of an eager resource's value (`handle_data_util`).
+
+    TensorFlow needs both when a gradient passes a loop that takes the resource.
+    """
     data = _handle_data_util.create_handle_data(tf.TensorShape(shape), dtype)
     _handle_data_util.set_handle_data(resource, data)
 
 
 def could_record() -> bool:
-    """Whether a gradient tape may record what is done now (`record.could_possibly_record`)."""
+    """Return whether a gradient tape may be recording (`record.could_possibly_record`)."""
     return bool(_record.could_possibly_record())
 
 
 def stop_recording() -> contextlib.AbstractContextManager[None]:
-    """A context in which no gradient tape records (`record.stop_recording`)."""
+    """Stop all gradient tapes from recording inside the context (`record.stop_recording`)."""
     context: contextlib.AbstractContextManager[None] = _record.stop_recording()
     return context
 
 
 def is_stateful(operation: tf.Operation) -> bool:
-    """Whether an operation does more than give what it computes, such as draw or write (`op_def_registry.get`).
+    """Return whether an operation has side effects, such as drawing random numbers or writing (`op_def_registry.get`).
 
-    Not by `tf.Operation.op_def`, which makes a description for every operation that is asked: where both tracing and
-    what follows it did so, the process of an EfficientNetB0 rested 300 MiB higher, for a reason that was not found
-    (Python held the same objects, and malloc_trim gave no more back).
+    `tf.Operation.op_def` is avoided because it makes a description for every operation. When both tracing and the code
+    after it used `tf.Operation.op_def`, the process of an EfficientNetB0 kept 300 MiB more. The cause is unknown:
+    Python held the same objects, and malloc_trim returned no memory.
     """
     return bool((_op_def_registry.get(operation.type) or operation.op_def).is_stateful)
 
 
 def graph_is_loop(graph: tf.Graph) -> bool:
-    """Whether a `FuncGraph` is the condition or the body of a `tf.while_loop`."""
+    """Return whether a `FuncGraph` is the condition or the body of a `tf.while_loop`."""
     return type(graph).__name__ in ("WhileCondFuncGraph", "WhileBodyFuncGraph")
 
 
 def function_of_flow(graph: tf.Graph) -> tf.Graph:
-    """Return the graph of the function in which a loop's condition or body, or a branch, is built; another graph as it
-    is (`ControlFlowFuncGraph`)."""
+    """Return the graph of the function that contains a loop's or branch's graph (`ControlFlowFuncGraph`).
+
+    Returns any other graph unchanged.
+    """
     while isinstance(graph, _control_flow_v2_func_graphs.ControlFlowFuncGraph):
         graph = graph.outer_graph
     return graph
 
 
 def graph_is_branch(graph: tf.Graph) -> bool:
-    """Whether a `FuncGraph` is a branch of a `tf.cond`."""
+    """Return whether a `FuncGraph` is a branch of a `tf.cond`."""
     return type(graph).__name__ == "CondBranchFuncGraph"
 
 
 def outer_graph(graph: tf.Graph) -> tf.Graph | None:
-    """The graph in which a `FuncGraph` is being built, or None (`FuncGraph.outer_graph`)."""
+    """Return the graph in which a `FuncGraph` is being built, or None (`FuncGraph.outer_graph`)."""
     return getattr(graph, "outer_graph", None)
 
 
 def captured(placeholder: tf.Tensor) -> tf.Tensor | None:
-    """What a placeholder of a `FuncGraph` stands for in the graph around it; None for an argument (`captures`)."""
+    """Return the outer tensor that a `FuncGraph` placeholder captures, or None for an argument (`captures`)."""
     pairs = getattr(placeholder.graph, "captures", ())
     return next((outer for outer, inner in pairs if inner is placeholder), None)
 
 
 def captured_placeholders(graph: tf.Graph) -> set[Hashable]:
-    """References to the placeholders of a `FuncGraph` that stand for tensors around it (`captures`)."""
+    """Return references to the `FuncGraph` placeholders that capture outer tensors (`captures`)."""
     return {inner.ref() for _, inner in getattr(graph, "captures", ())}
 
 
 def set_captures(function: tf.types.experimental.ConcreteFunction, captures: list[tf.Tensor]) -> None:
-    """Gives a traced function other tensors for those that it takes from outside, in the order of its
-    `captured_inputs` (`ConcreteFunction.set_external_captures`)."""
+    """Replace a traced function's captured tensors, in the order of its `captured_inputs`.
+
+    Uses `ConcreteFunction.set_external_captures`.
+    """
     function.set_external_captures(captures)
 
 
 def element_shape(tensor_list: tf.Tensor) -> list[int] | None:
-    """The shape of the elements of a list of tensors, -1 for an unknown size, None for an unknown rank
+    """Return the shape of a tensor list's elements: -1 for an unknown size, None for an unknown rank
     (`handle_data_util`)."""
     data = _handle_data_util.get_resource_handle_data(tensor_list)
     if not data.is_set or len(data.shape_and_type) != 1 or data.shape_and_type[0].shape.unknown_rank:
@@ -150,15 +161,17 @@ def element_shape(tensor_list: tf.Tensor) -> list[int] | None:
 
 
 def function_graph(operation: tf.Operation, attribute: str) -> tf.Graph | None:
-    """The graph of a function that an operation runs, by the attribute that names it (`Graph._get_function`); None for
-    one of TensorFlow 1."""
+    """Return the graph of the function that an operation's attribute names (`Graph._get_function`).
+
+    Returns None for a function from TensorFlow 1.
+    """
     return getattr(operation.graph._get_function(operation.get_attr(attribute).name), "graph", None)
 
 
 def keeps_lengths(loop: tf.Operation, number: int) -> bool:
-    """Whether the body of a `tf.while_loop` gives the list of tensors with this number back as long as it gets it."""
+    """Return whether a `tf.while_loop` body returns the numbered tensor list with the length it received."""
     body = function_graph(loop, "body")
-    if body is None:  # Of TensorFlow 1.
+    if body is None:  # A function from TensorFlow 1.
         return False
     result = body.outputs[number]
     while result.op.type == "Identity" or (
@@ -170,11 +183,11 @@ def keeps_lengths(loop: tf.Operation, number: int) -> bool:
 
 @contextlib.contextmanager
 def lists_with_known_elements() -> Iterator[None]:
-    """A context in which a `tf.while_loop` that fills a list of tensors (`TensorListReserve` before it,
-    `TensorListSetItem` in its body) gets one that knows of which shape its elements are, where only the body tells
-    (`while_v2._build_while_op`).
+    """Give the tensor lists that a `tf.while_loop` fills a static element shape (`while_v2._build_while_op`).
 
-    The loop itself may be made in a function of its own, as for a persistent tape."""
+    This applies to a list from `TensorListReserve` before the loop that the body fills by `TensorListSetItem`, if only
+    the body knows the shape of the elements. The loop may be built in a separate function, as for a persistent tape.
+    """
     build = _while_v2._build_while_op
 
     def knowing(
@@ -193,7 +206,7 @@ def lists_with_known_elements() -> Iterator[None]:
 def _with_known_elements(tensor: tf.Tensor, result: tf.Tensor) -> tf.Tensor:
     while result.op.type == "Identity":
         result = result.op.inputs[0]
-    if isinstance(tensor, tf.__internal__.EagerTensor):  # The loop itself is run in eager code.
+    if isinstance(tensor, tf.__internal__.EagerTensor):  # The loop runs in eager code.
         return tensor
     if tensor.op.type != "TensorListReserve" or result.op.type != "TensorListSetItem":
         return tensor
@@ -207,11 +220,13 @@ def _with_known_elements(tensor: tf.Tensor, result: tf.Tensor) -> tf.Tensor:
 
 @contextlib.contextmanager
 def constants_brought(bring: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
-    """A context in which the `FuncGraph` that is being built takes `bring(tensor)` for an eager tensor from outside
-    (`FuncGraph.capture`), once for each. Variables' handles are left, and so are DTensors."""
+    """Replace each eager tensor that the current `FuncGraph` captures by `bring(tensor)` (`FuncGraph.capture`).
+
+    Calls `bring` once for each tensor. Variable handles and DTensors are captured unchanged.
+    """
     graph = tf.compat.v1.get_default_graph()
     capture = graph.capture
-    # With the tensors, so that their ids stay their own.
+    # Keeps the tensors alive, because a freed tensor's id may be reused.
     brought: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 
     def bringing(tensor: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
@@ -232,8 +247,10 @@ def constants_brought(bring: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]
 
 @contextlib.contextmanager
 def captures_brought(outer: tf.Graph, bring: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
-    """A context in which functions that are traced, and their loops and branches, take `bring(tensor)` for a tensor of
-    the graph `outer` (`FuncGraph.capture`), once for each; it is made in that graph."""
+    """Make traced functions, loops and branches capture `bring(tensor)` for a tensor of the graph `outer`.
+
+    Changes `FuncGraph.capture`. Calls `bring` once for each tensor, inside the graph `outer`.
+    """
     function_graph = tf.__internal__.FuncGraph
     capture = function_graph.capture
     brought: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
@@ -259,12 +276,15 @@ Both: TypeAlias = Callable[[tuple[_Branch, _Branch], Callable[[_Branch, _Branch]
 
 @contextlib.contextmanager
 def known_branches(value_of: Callable[[tf.Tensor], Any], both: Both) -> Iterator[None]:
-    """A context in which a `tf.cond` is one of its branches where `value_of(predicate)` tells which (None: it cannot
-    tell), and a `tf.switch_case` is made of them (`cond_v2.cond_v2` and `cond_v2.indexed_case`).
+    """Build only the taken branch of a `tf.cond` if its predicate is known, and a `tf.switch_case` from such
+    conditions.
+
+    Changes `cond_v2.cond_v2` and `cond_v2.indexed_case`.
 
     Args:
-        value_of: Tells which.
-        both: Does the others: it is given the branches, and what makes a `tf.cond` of two.
+        value_of: Returns a predicate's value, or None if the value is unknown.
+        both: Builds a `tf.cond` with an unknown predicate. Receives the two branches and a function that makes a
+            `tf.cond` of two branches.
     """
     cond, switch = _cond_v2.cond_v2, _cond_v2.indexed_case
 
@@ -282,7 +302,7 @@ def known_branches(value_of: Callable[[tf.Tensor], Any], both: Both) -> Iterator
         index = tf.convert_to_tensor(index)
 
         def choose(number: int) -> Any:
-            if number == len(branches) - 1:  # And for what is no index.
+            if number == len(branches) - 1:  # Also for an index out of range.
                 return branches[number]()
             return tf.cond(tf.equal(index, number), branches[number], lambda: choose(number + 1))
 
@@ -295,7 +315,7 @@ def known_branches(value_of: Callable[[tf.Tensor], Any], both: Both) -> Iterator
         _cond_v2.cond_v2, _cond_v2.indexed_case = cond, switch
 
 
-# The conditions of the branches that are being built, by their graph.
+# The predicates of the branches that are being built, by the branch's graph.
 _conditions: dict[tf.Graph, tf.Tensor] = {}
 
 
@@ -309,9 +329,11 @@ def _in_branch(predicate: tf.Tensor, branch: _Branch) -> Any:
 
 
 def unknown_zero(graph: tf.Graph) -> tf.Tensor | None:
-    """A zero of int32, of which TensorFlow does not know that it is one, made in the graph that is being built: in the
-    body of a `tf.while_loop` (of how often it was run, the first of `FuncGraph.inputs`) or a branch of a `tf.cond`.
-    None elsewhere."""
+    """Return an int32 zero that TensorFlow cannot fold to a constant, in the graph being built.
+
+    The zero derives from the iteration count in a `tf.while_loop` body (the first of `FuncGraph.inputs`), or from the
+    predicate in a `tf.cond` branch. Returns None in any other graph.
+    """
     if type(graph).__name__ == "WhileBodyFuncGraph":
         return tf.minimum(graph.inputs[0], 0)
     if graph in _conditions:
@@ -331,13 +353,13 @@ def copied(
     dtype: tf.DType | None = None,
     graph: tf.Graph | None = None,
 ) -> list[tf.Tensor]:
-    """The outputs of the same operation on other inputs, added to its graph (`Graph._create_op_internal`).
+    """Copy an operation to a graph with other inputs and return its outputs (`Graph._create_op_internal`).
 
     Args:
-        operation: An operation.
-        inputs: What it is to work on.
-        dtype: Of the first of them, for an operation that gives what it takes, if it is another one than before.
-        graph: To which it is added, if not to its own.
+        operation: The operation to copy.
+        inputs: The inputs of the copy.
+        dtype: The dtype of the first input, if it differs. Only for operations that return their input's dtype.
+        graph: The graph to add the copy to. Default: the operation's graph.
     """
     attrs = dict(operation.node_def.attr)
     dtypes = [output.dtype for output in operation.outputs]
@@ -349,19 +371,19 @@ def copied(
 
 
 def update_input(operation: tf.Operation, number: int, tensor: tf.Tensor) -> None:
-    """Gives an operation of a graph another tensor as its input (Operation._update_input)."""
+    """Replace an input of a graph's operation (Operation._update_input)."""
     operation._update_input(number, tensor)
 
 
 def operation_types(graph: tf.Graph) -> set[str]:
-    """The types of operations of a graph, and of the functions that it calls."""
+    """Return the types of the operations of a graph and of the functions that it calls."""
     definition = graph.as_graph_def()
     types = {node.op for node in definition.node}
     return types.union(node.op for function in definition.library.function for node in function.node_def)
 
 
 def captured_resources(graph: tf.Graph) -> list[tf.Tensor]:
-    """The eager resources, such as variables' handles, that a `FuncGraph` takes from outside (`captures`)."""
+    """Return the eager resources that a `FuncGraph` captures, such as variable handles (`captures`)."""
     return [
         captured
         for captured, _ in graph.captures
@@ -370,7 +392,7 @@ def captured_resources(graph: tf.Graph) -> list[tf.Tensor]:
 
 
 def resource_name(handle: tf.Tensor) -> str:
-    """The Keras path or the name of the variable of a handle, for an error: all objects are searched."""
+    """Return the Keras path or the name of a handle's variable, for an error message. Searches all live objects."""
     objects = gc.get_objects()
     kinds = (tf.Variable, keras.Variable)
     variables = [o for o in objects if issubclass(type(o), kinds) and getattr(o, "_handle", None) is handle]
@@ -380,8 +402,10 @@ def resource_name(handle: tf.Tensor) -> str:
 
 
 def traced_arguments() -> list[tf.Tensor | np.ndarray]:
-    """The eager tensors and arrays with which the outermost tf.function that is being traced was called
-    (`PolymorphicFunction.__call__` among the callers)."""
+    """Return the eager tensors and arrays passed to the outermost tf.function that is being traced.
+
+    Looks for `PolymorphicFunction.__call__` among the callers.
+    """
     found: list[tf.Tensor | np.ndarray] = []
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -395,7 +419,7 @@ def traced_arguments() -> list[tf.Tensor | np.ndarray]:
 
 
 def is_called_by(module: str) -> bool:
-    """Whether a function of a module, or of one below it, is among the callers."""
+    """Return whether a function of `module` or of its submodules is among the callers."""
     frame: Any = sys._getframe(1)
     while frame is not None and not frame.f_globals.get("__name__", "").startswith(module):
         frame = frame.f_back
@@ -403,16 +427,16 @@ def is_called_by(module: str) -> bool:
 
 
 def func_graph(name: str) -> tf.Graph:
-    """A graph that takes eager tensors in as constants of its own (`tf.__internal__.FuncGraph`)."""
+    """Return a graph that captures eager tensors as constants (`tf.__internal__.FuncGraph`)."""
     return tf.__internal__.FuncGraph(name)
 
 
 def run_when_used(names: Iterable[str]) -> None:
-    """From now on a `tf.function` runs operations of these types where their results are used, and in any order, as it
-    does with their first versions (`auto_control_deps.ASYNC_STATEFUL_OPS`). It looks when a trace has ended, so this is
-    for all that is traced later, in the whole process.
+    """Make every `tf.function` traced from now on run operations of these types by data dependency only.
 
-    Else it would run them in the order in which they were added to the graph, also against that of their operands.
+    TensorFlow treats the first versions of these operations this way (`auto_control_deps.ASYNC_STATEFUL_OPS`). It reads
+    the set at the end of a trace, so the change applies to all later traces in the process. Otherwise TensorFlow runs
+    the operations in the order in which they were added to the graph, even if that contradicts their operands' order.
     """
     reason = "collectives run where their results are used"
     found = _auto_control_deps.ASYNC_STATEFUL_OPS | frozenset(names)
@@ -420,11 +444,11 @@ def run_when_used(names: Iterable[str]) -> None:
 
 
 def run_bodies_apart() -> None:
-    """Have loops and branches that are traced from now on run as operations of their own, in the whole process.
+    """Make loops and branches that are traced from now on run as single operations, throughout the process.
 
     TensorFlow otherwise lowers a loop or branch into the graph around it
-    (`control_flow_util_v2.maybe_set_lowering_attr`). An operation of its body then waits for its operands only, and not
-    for what the loop or branch itself waits for.
+    (`control_flow_util_v2.maybe_set_lowering_attr`). An operation of the body then waits only for its operands, and not
+    for the control inputs of the loop or branch.
     """
 
     def set_if_told(operation: tf.Operation, lower_using_switch_merge: bool | None = None) -> None:

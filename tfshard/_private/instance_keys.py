@@ -1,21 +1,22 @@
-"""The numbers that DTensor gives to collectives when it compiles them."""
+"""The instance keys that DTensor gives collectives when it compiles them."""
 
 from collections.abc import Callable
 
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
 
-# Which input of a collective is its instance key.
+# The index of a collective's input that holds its instance key.
 _INSTANCE = 3
 
 
 def instance_keys(run: Callable[[], object]) -> list[int]:
-    """The instance keys of the collectives in what DTensor compiles for a call, in order. It counts them
-    (tf_collective_instance_key_base in TensorFlow 2.21's dtensor/mlir), and a collective has to have the same on all
-    clients.
+    """Return the sorted instance keys of the collectives that DTensor compiles for a call.
+
+    DTensor counts the keys (tf_collective_instance_key_base in TensorFlow 2.21's dtensor/mlir). A collective must have
+    the same key on all clients.
 
     Args:
-        run: The call, of a function that was not called before, and lives longer.
+        run: Calls a function for the first time. The function must outlive the call.
     """
     names = set(_context.context().list_function_names())
     run()

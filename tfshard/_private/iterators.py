@@ -9,7 +9,7 @@ _IGNORE_STATE, _FAIL_ON_STATE = 1, 2
 
 
 def iterator_state(iterator: tf.data.Iterator, *, ignore_random: bool) -> tf.Tensor:
-    """The state of a `tf.data` iterator as a variant tensor (`OwnedIterator._iterator_resource`)."""
+    """Return the state of a `tf.data` iterator as a variant tensor (`OwnedIterator._iterator_resource`)."""
     return tf.raw_ops.SerializeIterator(
         resource_handle=iterator._iterator_resource,
         external_state_policy=_IGNORE_STATE if ignore_random else _FAIL_ON_STATE,
@@ -17,8 +17,11 @@ def iterator_state(iterator: tf.data.Iterator, *, ignore_random: bool) -> tf.Ten
 
 
 def stateful_operations(iterator: tf.data.Iterator) -> list[str]:
-    """The names of the operations with variables and random states that the functions of a `tf.data` iterator's dataset
-    run (`OwnedIterator._dataset`, `DatasetV2._functions` and `_inputs`)."""
+    """Return the names of the stateful operations that a `tf.data` iterator's dataset functions run.
+
+    Stateful operations use variables or random state. Reads `OwnedIterator._dataset`, `DatasetV2._functions` and
+    `_inputs`.
+    """
     found, waiting = [], [getattr(iterator, "_dataset", None)]
     while waiting:
         dataset = waiting.pop()
@@ -33,5 +36,5 @@ def stateful_operations(iterator: tf.data.Iterator) -> list[str]:
 
 
 def restore_iterator(iterator: tf.data.Iterator, state: tf.Tensor) -> None:
-    """Brings a `tf.data` iterator to a state (`OwnedIterator._iterator_resource`)."""
+    """Restore a `tf.data` iterator to a state (`OwnedIterator._iterator_resource`)."""
     tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)

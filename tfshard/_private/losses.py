@@ -1,4 +1,4 @@
-"""Keras losses: what they are divided by when they are reduced."""
+"""Keras losses and the divisors that reduce them."""
 
 import contextlib
 import dataclasses
@@ -15,13 +15,13 @@ from tfshard._private.threads import in_this_thread
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """A loss that was reduced over a batch.
+    """A loss reduced over a batch.
 
     Attributes:
-        loss: As Keras reduced it.
-        reduction: How: `"sum_over_batch_size"`, `"mean"`, `"mean_with_sample_weight"`, `"sum"`, `"none"` or None.
-        divisor: What the sum was divided by, a scalar, if that depends on values: how many places are not masked, or
-            the sum of weights. None if it follows from shapes.
+        loss: The loss as Keras reduced it.
+        reduction: `"sum_over_batch_size"`, `"mean"`, `"mean_with_sample_weight"`, `"sum"`, `"none"` or None.
+        divisor: The scalar that divided the sum, if it depends on values: the number of unmasked positions, or the sum
+            of the weights. None if the divisor follows from shapes.
     """
 
     loss: tf.Tensor
@@ -31,7 +31,7 @@ class Reduced:
 
 @contextlib.contextmanager
 def reduced_losses(change: Callable[[Reduced], tf.Tensor]) -> Iterator[None]:
-    """A context in which losses are what `change` makes of them (`losses.loss.reduce_weighted_values`)."""
+    """Replace each reduced loss by `change(...)` inside the context (`losses.loss.reduce_weighted_values`)."""
     original = _loss.reduce_weighted_values
 
     def reduce_weighted_values(
@@ -58,14 +58,16 @@ def reduced_losses(change: Callable[[Reduced], tf.Tensor]) -> Iterator[None]:
 
 
 def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool) -> tf.Tensor:
-    """A model's loss, as `train_step` asks for it (`Trainer._compute_loss`)."""
+    """Compute a model's loss as `train_step` does (`Trainer._compute_loss`)."""
     return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
 
 
 @contextlib.contextmanager
 def additional_losses(model: keras.Model, losses: list[tf.Tensor]) -> Iterator[None]:
-    """A context in which a model has these losses besides the compiled one (`Layer._losses_override`; its own, if
-    there are none)."""
+    """Replace a model's additional losses by `losses` inside the context (`Layer._losses_override`).
+
+    The compiled loss remains. If `losses` is empty, the model keeps its additional losses.
+    """
     before = model._losses_override
     vars(model)["_losses_override"] = losses
     try:
@@ -75,15 +77,15 @@ def additional_losses(model: keras.Model, losses: list[tf.Tensor]) -> Iterator[N
 
 
 def track_loss(model: keras.Model, loss: tf.Tensor, samples: tf.Tensor) -> None:
-    """Tells a model's metric of the loss, as `train_step` does (`Trainer._loss_tracker`)."""
+    """Update a model's loss metric as `train_step` does (`Trainer._loss_tracker`)."""
     model._loss_tracker.update_state(_loss.unscale_loss_for_distribution(loss), sample_weight=samples)
 
 
 def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
-    """The mask that Keras has put on a tensor (`masking.get_keras_mask`)."""
+    """Return the mask that Keras attached to a tensor (`masking.get_keras_mask`)."""
     return _masking.get_keras_mask(tensor)
 
 
 def set_mask(tensor: tf.Tensor, mask: tf.Tensor) -> None:
-    """Puts a mask on a tensor, for the layers that take it (`masking.set_keras_mask`)."""
+    """Attach a mask to a tensor for the layers that use it (`masking.set_keras_mask`)."""
     _masking.set_keras_mask(tensor, mask)

@@ -13,11 +13,10 @@ _TAG = re.compile(rf"\{{\{{(?P<type>{_NAME}) (?P<name>{_NAME})\}}\}}")
 
 @contextlib.contextmanager
 def quickly_parsed() -> Iterator[None]:
-    """A context in which TensorFlow finds the tags in an error's message in linear time
-    (`error_interpolation.parse_message`).
+    """Make TensorFlow find the tags in an error message in linear time (`error_interpolation.parse_message`).
 
-    Its own regular expression begins anew at each character behind the last tag: minutes for the program of a step,
-    which DTensor's compiler has in its messages.
+    TensorFlow's regular expression starts over at each character after the last tag. It takes minutes for a step's
+    program, which DTensor's compiler puts into its messages.
     """
     before = _error_interpolation.parse_message
     _error_interpolation.parse_message = _parse
@@ -28,7 +27,7 @@ def quickly_parsed() -> Iterator[None]:
 
 
 def _parse(message: str) -> tuple[str, list[Any], list[Any]]:
-    """The message without tags of functions; the tags of functions, and of nodes."""
+    """Return the message without function tags, the function tags, and the node tags."""
     functions, nodes = [], []
 
     def take(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Keras models, their layers and their metrics: parts, names, strategies and step functions."""
+"""Keras models, layers and metrics: their parts, names, strategies and step functions."""
 
 import contextlib
 import functools
@@ -25,15 +25,17 @@ from tfshard._private import patches
 
 
 def add_to_compile(make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-    """Puts what `make` makes of it in the place of every Keras model's own `compile`. A class is compared with the one
-    that has it (`Trainer.compile`) where a saved model is compiled, so it is replaced there."""
+    """Replace Keras's `compile` by `make(compile)`.
+
+    Changes the class that defines `compile` (`Trainer.compile`), because Keras compares a model's class with this class
+    when it compiles a saved model.
+    """
     (trainer,) = (cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
     patches.replace(trainer, "compile", make(trainer.compile), "takes strategy=")
 
 
 def add_to_own_compiles(make: Callable[[type], None]) -> None:
-    """Call `make` with each class of models that defines a `compile`: those that exist, and those to come
-    (`keras.Model.__init_subclass__`)."""
+    """Call `make` with each present or future model class that defines `compile` (`keras.Model.__init_subclass__`)."""
 
     def visit(cls: type) -> None:
         if "compile" in vars(cls):
@@ -61,7 +63,7 @@ def add_to_own_compiles(make: Callable[[type], None]) -> None:
 def set_distribute_strategy(
     owner: keras.Model | keras.optimizers.Optimizer, strategy: tf.distribute.Strategy | None
 ) -> None:
-    """Makes a Keras model or optimizer use `strategy` (`_distribute_strategy`, `_distribution_strategy`)."""
+    """Set the strategy of a Keras model or optimizer (`_distribute_strategy`, `_distribution_strategy`)."""
     if isinstance(owner, keras.optimizers.Optimizer):
         owner._distribution_strategy = strategy
     else:
@@ -69,16 +71,18 @@ def set_distribute_strategy(
 
 
 def distribute_strategy(model: keras.Model | keras.optimizers.Optimizer) -> tf.distribute.Strategy | None:
-    """The strategy that a Keras model or optimizer was built or compiled under, or None."""
+    """Return the strategy under which a Keras model or optimizer was built or compiled, or None."""
     if isinstance(model, keras.optimizers.Optimizer):
         return model._distribution_strategy
     return getattr(model, "_distribute_strategy", None)
 
 
 def clone_being_made() -> keras.Model | bool | None:
-    """To be called by a model's `get_compile_config`: the clone that `keras.models.clone_model` will compile with it (a
-    local variable of `cloning._clone_sequential_model` and `_clone_functional_model`), True for one that does not exist
-    yet (`clone_model` calls `serialize_keras_object`), or None when the model is not being cloned."""
+    """Return the clone that `keras.models.clone_model` is making. Call this only from a model's `get_compile_config`.
+
+    Returns a local variable of `cloning._clone_sequential_model` or `_clone_functional_model`, True if the clone does
+    not exist yet (`clone_model` calls `serialize_keras_object`), or None if the model is not being cloned.
+    """
     caller = sys._getframe(2)
     names = {"_clone_sequential_model": "cloned_model", "_clone_functional_model": "new_model"}
     name = names.get(caller.f_code.co_name)
@@ -89,36 +93,36 @@ def clone_being_made() -> keras.Model | bool | None:
 
 
 def unpickle_model(file: BinaryIO) -> keras.Model:
-    """What a pickled Keras model is loaded with (`KerasSaveable._unpickle_model`)."""
+    """Load a pickled Keras model (`KerasSaveable._unpickle_model`)."""
     return keras.Model._unpickle_model(file)
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """What a model was compiled with, the objects themselves (`Trainer._compile_config`)."""
+    """Return the objects that a model was compiled with (`Trainer._compile_config`)."""
     return dict(model._compile_config.config)
 
 
 def symbolic_build(model: keras.Model, batch: Any) -> None:
-    """Builds what `fit` builds before its first step (`Trainer._maybe_symbolic_build`)."""
+    """Build everything that `fit` builds before its first step (`Trainer._maybe_symbolic_build`)."""
     model._maybe_symbolic_build(data_batch=batch)
 
 
 def make_step_function(model: keras.Model, step: Callable[[Any], Any]) -> Callable[..., Any]:
-    """What Keras calls for one execution of a step, such as `model.train_step` (`Trainer._make_function`)."""
+    """Return Keras's function for one execution of a step, such as `model.train_step` (`Trainer._make_function`)."""
     function: Callable[..., Any] = model._make_function(step)
     return function
 
 
 def remat_mode(operation: keras.Operation) -> str | None:
-    """The mode of the `keras.RematScope` that a layer was made under; None if it was none (`Layer._remat_mode`)."""
+    """Return the mode of the `keras.RematScope` in which a layer was made, or None (`Layer._remat_mode`)."""
     found = getattr(operation, "_remat_mode", None)
     return None if found is None else found.mode
 
 
 def flatten_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """A model and every layer below it, each once, in the order in which they were made (`Layer._layers`).
+    """Return a model and every layer below it, each once, in creation order (`Layer._layers`).
 
-    Keras's own `Layer._flatten_layers` turns the order of a layer's sublayers around.
+    Keras's `Layer._flatten_layers` reverses the order of sublayers.
     """
     found, waiting = {}, [model]
     while waiting:
@@ -130,7 +134,7 @@ def flatten_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
 
 
 def structure(model: keras.layers.Layer) -> tuple[Hashable, ...]:
-    """What changes when a layer below a model is added, built or gets a variable; quick to make."""
+    """Return a key that changes when a layer below a model is added, built or gets a variable. Fast to compute."""
     return tuple(
         (id(layer), layer.built, len(layer._trainable_variables), len(layer._non_trainable_variables))
         for layer in flatten_layers(model)
@@ -138,28 +142,28 @@ def structure(model: keras.layers.Layer) -> tuple[Hashable, ...]:
 
 
 def layer_uses(layer: keras.layers.Layer) -> list[Any]:
-    """The calls of a layer on symbolic tensors; none in a subclassed model (`Operation._inbound_nodes`)."""
+    """Return a layer's calls on symbolic tensors (`Operation._inbound_nodes`). Empty in a subclassed model."""
     return list(getattr(layer, "_inbound_nodes", []))
 
 
 def is_convolution(layer: keras.layers.Layer) -> bool:
-    """Whether a layer convolves (`BaseConv` and its kin)."""
+    """Return whether a layer is a convolution (`BaseConv` and related classes)."""
     return isinstance(layer, (BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv))
 
 
 def can_shard_convolution(layer: keras.layers.Layer) -> bool:
-    """Whether a layer convolves through `BaseConv.convolution_op`, so that tfshard can do it with a sharded kernel.
+    """Return whether tfshard can run a layer's `BaseConv.convolution_op` with a sharded kernel.
 
-    Conv1D calls the operation itself; groups mix channels in blocks.
+    Conv1D calls the operation directly, and groups mix channels in blocks.
     """
     plain = isinstance(layer, (keras.layers.Conv2D, keras.layers.Conv3D))
     return bool(plain and layer.groups == 1 and layer.data_format == "channels_last")
 
 
 def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """The variables that belong to this layer itself, without those of its sublayers.
+    """Return the variables of a layer without its sublayers' variables.
 
-    Weights, seed generator states and metric variables, in the order Keras created them.
+    These are weights, seed generator states and metric variables, in creation order.
     """
     variables = list(layer._trainable_variables) + list(layer._non_trainable_variables)
     variables += [generator.state for generator in layer._seed_generators]
@@ -169,19 +173,19 @@ def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
 
 
 def model_parallel_layout_map(distribution: Any) -> Any:
-    """The layout map of a `keras.distribution.ModelParallel` (`_layout_map`); anything else as it is."""
+    """Return the layout map of a `keras.distribution.ModelParallel` (`_layout_map`), or any other object unchanged."""
     is_distribution = isinstance(distribution, keras.distribution.ModelParallel)
     return distribution._layout_map if is_distribution else distribution
 
 
 def compiled_metrics(model: keras.Model) -> list[keras.Metric]:
-    """Metrics of a compiled model, those given as objects included (`_loss_tracker`, `_compile_metrics`)."""
+    """Return a compiled model's metrics, including metrics given as objects (`_loss_tracker`, `_compile_metrics`)."""
     metrics = [model._loss_tracker] if getattr(model, "_loss_tracker", None) is not None else []
     compile_metrics = getattr(model, "_compile_metrics", None)
     if compile_metrics is not None:
         given = [compile_metrics._user_metrics, compile_metrics._user_weighted_metrics]
         metrics += [m for m in keras.tree.flatten(given) if isinstance(m, keras.Metric)]
-        # Those given by name exist once they are built.
+        # Metrics given by name exist once Keras has built them.
         metrics += [m for m in compile_metrics.metrics if all(m is not known for known in metrics)]
     return [*metrics, *(m for m in listed_metrics(model) if all(m is not known for known in metrics))]
 
@@ -189,8 +193,8 @@ def compiled_metrics(model: keras.Model) -> list[keras.Metric]:
 def listed_metrics(model: keras.Model) -> list[keras.Metric]:
     """Return the metrics that the `metrics` property of a model's class lists, if the class defines the property.
 
-    Such a metric may be a global name. The list is empty while the property fails: `compile` may not have set what the
-    property names.
+    The listed metrics may be global names. The list is empty while the property fails, because `compile` may not yet
+    have set the attributes that the property reads.
     """
     if type(model).metrics is keras.Model.metrics:
         return []
@@ -201,14 +205,17 @@ def listed_metrics(model: keras.Model) -> list[keras.Metric]:
 
 
 def output_losses(model: keras.Model) -> list[keras.Metric]:
-    """The metrics of the losses of a model's outputs, if it has several and they are built (`_compile_loss`)."""
+    """Return the loss metrics of a model's outputs (`_compile_loss`). Empty for one output and before Keras builds
+    them."""
     compile_loss = getattr(model, "_compile_loss", None)
     return [] if compile_loss is None else list(compile_loss.metrics)
 
 
 def loss_count(model: keras.Model) -> float:
-    """The samples of an epoch so far, as Keras counts them to average the loss; NaN where it does not, and where
-    replicas of a model count their own (`_loss_tracker`)."""
+    """Return the number of samples in the epoch so far, which Keras counts to average the loss (`_loss_tracker`).
+
+    Returns NaN if Keras does not count, or if each replica of a model counts separately.
+    """
     tracker = getattr(model, "_loss_tracker", None)
     strategy = distribute_strategy(model)
     if tracker is None or (strategy is not None and strategy.num_replicas_in_sync > 1):
@@ -217,23 +224,23 @@ def loss_count(model: keras.Model) -> float:
 
 
 def metric_function(metric: keras.Metric) -> Callable[..., Any] | None:
-    """The function of (y_true, y_pred) that a metric averages, or None (`MeanMetricWrapper._fn`)."""
+    """Return the function of (y_true, y_pred) that a metric averages, or None (`MeanMetricWrapper._fn`)."""
     function: Callable[..., Any] | None = getattr(metric, "_fn", None)
     return function
 
 
 def set_metric_function(metric: keras.Metric, function: Callable[..., Any]) -> None:
-    """Puts another function into a metric (`MeanMetricWrapper._fn`)."""
+    """Replace the function that a metric averages (`MeanMetricWrapper._fn`)."""
     metric._fn = function
 
 
 def auto_name(layer: Any) -> str:
-    """The name that Keras gives a layer, metric or seed generator without one, before it is counted."""
+    """Return Keras's default name of a layer, metric or seed generator, without the counter."""
     return str(_naming.to_snake_case(type(layer).__name__))
 
 
 def register_same_name(cls: type, original: type) -> None:
-    """Makes Keras serialize `cls` under the name that `original` is registered with."""
+    """Make Keras serialize `cls` under the registered name of `original`."""
     registered = _object_registration.GLOBAL_CUSTOM_NAMES.get(original)
     if registered is not None:
         _object_registration.GLOBAL_CUSTOM_NAMES[cls] = registered
@@ -279,7 +286,7 @@ def _models() -> list[keras.Model]:
 
 
 def traced_models() -> list[keras.Model]:
-    """Return the Keras models that have made a step function (`Trainer.train_function` and its like)."""
+    """Return the Keras models that have made a step function (such as `Trainer.train_function`)."""
     names = ("train_function", "test_function", "predict_function")
     return [model for model in _models() if any(getattr(model, name, None) is not None for name in names)]
 
@@ -290,7 +297,7 @@ def models_under(strategy: tf.distribute.Strategy) -> list[keras.Model]:
 
 
 def lookup_table(layer: keras.layers.IntegerLookup) -> tuple[np.ndarray, np.ndarray, int]:
-    """The keys and the values of a layer's vocabulary, and the value of what is not in it."""
+    """Return the keys and values of a layer's vocabulary, and the value of an unknown token."""
     keys, values = layer.lookup_table.export()
     return keys.numpy(), values.numpy(), layer._default_value
 
@@ -299,7 +306,7 @@ def lookup_table(layer: keras.layers.IntegerLookup) -> tuple[np.ndarray, np.ndar
 def replaced_lookup_table(
     layer: keras.layers.IntegerLookup, lookup: Callable[[tf.Tensor], tf.Tensor]
 ) -> Iterator[None]:
-    """A context in which a layer looks tokens up by a function."""
+    """Look up a layer's tokens by `lookup` inside the context."""
     attributes = vars(layer)
     table = attributes["lookup_table"]
     attributes["lookup_table"] = types.SimpleNamespace(lookup=lookup)

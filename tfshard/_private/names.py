@@ -1,7 +1,7 @@
-"""Each private name of TensorFlow and Keras on which tfshard stands, and the versions in which it stands.
+"""Every private name of TensorFlow and Keras that tfshard uses, with the versions that have the name.
 
-Read at an upgrade: `missing()` tells which names are not where they were. A name that only some versions have says what
-is used instead, and the function that uses it does so.
+Read this at an upgrade: `missing()` lists the names that have moved. If only some versions have a name, its entry says
+what tfshard uses in the others, and the function that uses the name does so.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ class Name:
 
     Attributes:
         path: The module, then the class or function, then the attribute, or the local variable of a function.
-        since: The first series in which it stands, of those that tfshard runs with.
-        until: The first series in which it does not stand any more; None: it stands in the newest.
-        instead: What is used where it does not stand; None: it stands in all.
+        since: The first series that has the name, among the series that tfshard supports.
+        until: The first series that no longer has the name. None if the newest series has it.
+        instead: The replacement in series that lack the name. None if all have it.
     """
 
     path: str
@@ -35,12 +35,12 @@ class Name:
         return self.path.partition(".")[0]
 
     def stands_in(self, version: str) -> bool:
-        """Whether it should be there in a version of its library."""
+        """Return whether a version of the library should have the name."""
         ended = self.until is not None and not versions.is_before(version, self.until)
         return not versions.is_before(version, self.since) and not ended
 
     def is_found(self) -> bool:
-        """Whether it is there, as far as that can be seen without an object of its class."""
+        """Return whether the name exists, as far as this is visible without an instance of its class."""
         parts = self.path.split(".")
         for count in range(len(parts), 0, -1):
             try:
@@ -61,18 +61,18 @@ def _has(owner: Any, parts: list[str]) -> bool:
         return parts[0] in code.co_varnames + code.co_cellvars
     if not inspect.isclass(owner) or len(parts) > 1:
         return False
-    # An attribute of its instances: where a method sets it.
+    # An attribute of the class's instances: look for a method that sets it.
     sets = re.compile(rf"\bself\.{parts[0]}\b[^=\n]*=[^=]")
     return any(sets.search(inspect.getsource(cls)) for cls in owner.__mro__ if cls is not object)
 
 
 def _all(library: str, since: str, modules: dict[str, str]) -> tuple[Name, ...]:
-    """Names that stand since one version: modules, and what is used of each."""
+    """Return the names that exist since one version, from a table of modules and their used names."""
     paths = [f"{library}.{module}.{name}" for module, names in modules.items() for name in names.split()]
     return tuple(Name(path, since) for path in paths)
 
 
-# By the module of this package that uses them.
+# Grouped by the module of this package that uses the names.
 NAMES = (
     # _private itself
     *_all("keras", "3.10", {
@@ -252,6 +252,6 @@ NAMES = (
 
 
 def missing() -> list[str]:
-    """What is not as the table says in the installed versions: not there and should be, or the reverse."""
+    """Return the names that the installed versions have against the table, or lack against it."""
     found = {library: versions.package_version(library) for library in ("keras", "tensorflow")}
     return [name.path for name in NAMES if name.stands_in(found[name.library]) != name.is_found()]

@@ -1,23 +1,23 @@
-"""The log of TensorFlow's C++ code (`absl::SetMinLogLevel`), which Python has no function for."""
+"""The log level of TensorFlow's C++ code (`absl::SetMinLogLevel`), which TensorFlow does not expose in Python."""
 
 import ctypes
 import os
 
 import tensorflow as tf
 
-# The long-term releases of Abseil in TensorFlow 2.19 to 2.21, which are part of the function's name.
+# The long-term releases of Abseil in TensorFlow 2.19 to 2.21. The function's name contains the release.
 _RELEASES = ("20230802", "20240722", "20250127", "20250814")
 _LIBRARIES = ("libtensorflow_framework.so.2", "libtensorflow_framework.2.dylib")
 _WARNING = 1
 
 
 def quiet_native_log() -> bool:
-    """Log warnings and errors of C++ code only, unless the user has set TF_CPP_MIN_LOG_LEVEL.
+    """Log only warnings and errors of C++ code, unless the user has set TF_CPP_MIN_LOG_LEVEL.
 
-    DTensor logs two lines for each function that it compiles, and TensorFlow reads the variable when it is imported.
+    DTensor logs two lines for each function that it compiles. TensorFlow reads the environment variable only at import.
 
     Returns:
-        Whether it was done: not where the user has chosen, nor where TensorFlow has another Abseil.
+        False if the user has set the variable, or if TensorFlow has an unknown Abseil release. Otherwise True.
     """
     if "TF_CPP_MIN_LOG_LEVEL" in os.environ:
         return False
@@ -26,7 +26,7 @@ def quiet_native_log() -> bool:
         if not os.path.exists(path):
             continue
         try:
-            library = ctypes.CDLL(path)  # Loaded already.
+            library = ctypes.CDLL(path)  # Already loaded.
         except OSError:
             return False
         for release in _RELEASES:

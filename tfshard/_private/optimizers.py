@@ -1,4 +1,4 @@
-"""Keras optimizers: those inside others, their variables, the names of their slots."""
+"""Keras optimizers: nested optimizers, variables and slot names."""
 
 import contextlib
 import functools
@@ -16,7 +16,10 @@ from tfshard._private.threads import in_this_thread
 
 
 def optimizer_chain(optimizer: keras.optimizers.Optimizer | None) -> list[keras.optimizers.Optimizer]:
-    """The optimizer and those it wraps (`LossScaleOptimizer.inner_optimizer`, `MultiOptimizer.optimizers`)."""
+    """Return the optimizer and all optimizers it wraps.
+
+    Follows `LossScaleOptimizer.inner_optimizer` and `MultiOptimizer.optimizers`.
+    """
     chain: list[keras.optimizers.Optimizer] = []
     waiting = [optimizer]
     while waiting:
@@ -28,12 +31,12 @@ def optimizer_chain(optimizer: keras.optimizers.Optimizer | None) -> list[keras.
 
 
 def optimizer_own_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """The variables an optimizer created itself (`BaseOptimizer._variables`)."""
+    """Return the variables that an optimizer created itself (`BaseOptimizer._variables`)."""
     return list(optimizer._variables)
 
 
 def slot_owner(slot_name: str, names: Container[str]) -> str | None:
-    """Which of `names` (variables' paths with "_" for "/") a slot belongs to, by its name, or None.
+    """Return the name among `names` that a slot belongs to, or None. `names` are variable paths with "_" for "/".
 
     Keras names a slot after its variable's path: "dense/kernel" has "dense_kernel_momentum".
     """
@@ -44,24 +47,24 @@ def slot_owner(slot_name: str, names: Container[str]) -> str | None:
 def uses_weight_decay(
     optimizer: keras.optimizers.Optimizer, fn: Callable[..., Any], variable: tf.Variable
 ) -> bool | None:
-    """Whether the update `fn` decays `variable`; None when `fn` is not Keras's weight decay (`_apply_weight_decay`)."""
+    """Return whether `fn`, Keras's weight decay, decays `variable` (`_apply_weight_decay`). None for any other `fn`."""
     if getattr(fn, "__name__", "") != "weight_decay_fn":
         return None
     return bool(optimizer._use_weight_decay(variable))
 
 
 def decays(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
-    """Whether an optimizer has a weight decay that changes `variable`."""
+    """Return whether an optimizer's weight decay applies to `variable`."""
     return bool(getattr(optimizer, "weight_decay", None)) and bool(optimizer._use_weight_decay(variable))
 
 
 def optimizer_references(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """The trainable variables that an optimizer was built with (`BaseOptimizer._trainable_variables`)."""
+    """Return the trainable variables that an optimizer was built with (`BaseOptimizer._trainable_variables`)."""
     return list(getattr(optimizer, "_trainable_variables", []))
 
 
 def given_name(optimizer: keras.optimizers.Optimizer) -> str:
-    """The name that an optimizer was given; else that of its class, without the number that Keras counts it with."""
+    """Return the name given to an optimizer, or the class's default name without Keras's counter."""
     base = auto_name(optimizer)
     name: str = optimizer.name
     return base if re.fullmatch(rf"{re.escape(base)}(_\d+)?", name) else name
@@ -69,9 +72,11 @@ def given_name(optimizer: keras.optimizers.Optimizer) -> str:
 
 @contextlib.contextmanager
 def only_for(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> Iterator[None]:
-    """A context in which an optimizer averages, and sets sums of gradients to zero, of some of its variables only
-    (`_trainable_variables`, `_model_variables_moving_average`, `_accumulated_gradients`; slots are found by
-    `_get_variable_index`, which goes on as before)."""
+    """Restrict an optimizer's weight averages and gradient sums to some variables inside the context.
+
+    Changes `_trainable_variables`, `_model_variables_moving_average` and `_accumulated_gradients`. The optimizer still
+    finds slots through `_get_variable_index`, which does not change.
+    """
     wanted = {id(variable) for variable in variables}
     every = optimizer_references(optimizer)
     kept = [id(variable) in wanted for variable in every]
@@ -85,7 +90,7 @@ def only_for(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) ->
         sums = optimizer._accumulated_gradients
         changed["_accumulated_gradients"] = [each if keep else None for each, keep in zip(sums, kept, strict=True)]
     before = {name: getattr(optimizer, name) for name in changed}
-    # Not by setattr, which would track the lists.
+    # setattr would track the lists.
     vars(optimizer).update(changed)
     try:
         yield
@@ -95,7 +100,7 @@ def only_for(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) ->
 
 @contextlib.contextmanager
 def known_global_norm(norm: tf.Tensor | None) -> Iterator[None]:
-    """A context in which the norm of all gradients is known (`base_optimizer.global_norm`); as ever with None."""
+    """Use `norm` as the global gradient norm inside the context (`base_optimizer.global_norm`). None has no effect."""
     original = _base_optimizer.global_norm
     if norm is not None:
         _base_optimizer.global_norm = in_this_thread(lambda values: norm, original)
@@ -110,14 +115,14 @@ def applied_by(
     apply: Callable[[keras.optimizers.Optimizer, Sequence[Any], Sequence[Any]], object],
     scaled: Callable[[keras.optimizers.Optimizer, tf.Tensor], tf.Tensor],
 ) -> Iterator[None]:
-    """A context in which optimizers do not update.
+    """Replace the updates of all optimizers by `apply` inside the context.
 
-    Classes have other methods, each that has one of its own (`BaseOptimizer.apply`, which `apply_gradients` calls, and
-    `BaseOptimizer.scale_loss`).
+    Changes every class that defines `BaseOptimizer.apply`, which `apply_gradients` calls, or
+    `BaseOptimizer.scale_loss`.
 
     Args:
-        apply: Called with an optimizer, gradients and variables, instead of updating them.
-        scaled: What to make of a loss that an optimizer has scaled.
+        apply: Called with an optimizer, gradients and variables instead of the update.
+        scaled: Maps an optimizer and its scaled loss to the loss to use.
     """
     scaling: list[keras.optimizers.Optimizer] = []
 
@@ -131,7 +136,7 @@ def applied_by(
         apply(self, gradients, variables)
 
     def scale(original: Callable[..., tf.Tensor], self: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
-        if scaling:  # By a class, or an optimizer, that this one asks.
+        if scaling:  # Called by the superclass or an inner optimizer.
             return original(self, loss)
         scaling.append(self)
         try:

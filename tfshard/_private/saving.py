@@ -1,4 +1,4 @@
-"""TensorFlow's checkpoints and Keras's files, as they are written."""
+"""Hooks around the writing of TensorFlow checkpoints and Keras files."""
 
 import contextlib
 import copy
@@ -24,16 +24,16 @@ def write_checkpoints_in(
     writes: Callable[[], bool],
     at_once: Callable[[Iterable[Any]], bool],
 ) -> None:
-    """Has `tf.train.Checkpoint` and `tf.train.CheckpointManager` save in contexts from now on.
+    """Make `tf.train.Checkpoint` and `tf.train.CheckpointManager` save inside contexts from now on.
 
     Args:
-        together: The context of each `save` and `write`.
-        files: Given the objects that are saved and the prefix of the files, the context in which these are written
-            (`TrackableSaver.save`); it gives the prefix to write to.
-        writes: Whether this process keeps the list of checkpoints and deletes old ones
+        together: Returns the context for each `save` and `write`.
+        files: Receives the saved objects and the file prefix. Returns the context for the writing of the files
+            (`TrackableSaver.save`), which yields the prefix to write to.
+        writes: Returns whether this process keeps the list of checkpoints and deletes old ones
             (`checkpoint_management.update_checkpoint_state_internal`, `_delete_file_if_exists`).
-        at_once: Given the objects that are to be saved by a thread (`CheckpointOptions(enable_async=True)`), whether
-            they are saved before `save` or `write` returns after all (`_write`, of the graph of `_saver`).
+        at_once: Receives the objects that a thread is about to save (`CheckpointOptions(enable_async=True)`). Returns
+            True to save them before `save` or `write` returns (`_write`, which reads the graph of `_saver`).
     """
 
     def save_without_thread(save: Callable[..., Any], self: Any, file_prefix: Any, options: Any = None) -> Any:
@@ -45,7 +45,7 @@ def write_checkpoints_in(
 
     def save_to(save: Callable[..., Any], self: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
         prefix = tf.get_static_value(file_prefix) if tf.is_tensor(file_prefix) else file_prefix
-        if prefix is None:  # In a graph, which knows it when it runs.
+        if prefix is None:  # In a graph, the prefix is known only at run time.
             return save(self, file_prefix, *args, **kwargs)
         prefix = prefix.decode() if isinstance(prefix, bytes) else str(prefix)
         with files(self._graph_view.breadth_first_traversal()[0], prefix) as place:
@@ -74,8 +74,10 @@ def write_checkpoints_in(
 
 
 def write_models_in(file: Callable[[keras.Model, str], Context]) -> None:
-    """Has `keras.saving.save_model` write in `file(model, path)` from now on, which gives the path to write to
-    (`saving_lib.save_model`, `legacy_h5_format.save_model_to_hdf5`)."""
+    """Make `keras.saving.save_model` write inside `file(model, path)`, which yields the path to write to, from now on.
+
+    Changes `saving_lib.save_model` and `legacy_h5_format.save_model_to_hdf5`.
+    """
 
     def save(original: Callable[..., Any], model: keras.Model, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         with file(model, filepath) as place:

@@ -1,4 +1,4 @@
-"""Replacements of functions of TensorFlow and Keras that hold for one thread."""
+"""Replacements of TensorFlow and Keras functions that apply to one thread only."""
 
 import functools
 import threading
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is `replacement` when this thread calls it, and `original` when others do."""
+    """Return a function that calls `replacement` in this thread and `original` in every other thread."""
     here = threading.get_ident()
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""The events of a profiler's trace."""
+"""The events of a profiler trace."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ class TraceEvent:
 
 
 def read_trace(written: bytes) -> list[TraceEvent]:
-    """The events of a profiler's file, in time (`tensorflow.tsl.profiler.protobuf.xplane_pb2`)."""
+    """Return the events of a profiler file, sorted by time (`tensorflow.tsl.profiler.protobuf.xplane_pb2`)."""
     space = _xplane_pb2.XSpace.FromString(written)
     events = []
     for plane in space.planes:

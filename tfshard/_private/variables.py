@@ -1,4 +1,4 @@
-"""Keras variables: what is in them, where they are being created, variables without values, seeds."""
+"""Keras variables: their values, name scopes, placeholders without values, and seeds."""
 
 import contextlib
 import functools
@@ -17,22 +17,22 @@ from tensorflow.python.ops import resource_variable_ops as _resource_variable_op
 
 
 def scope_callers() -> list[Any]:
-    """The objects whose name scopes are open, outermost first (`name_scope.caller`)."""
+    """Return the callers of the open name scopes, outermost first (`name_scope.caller`)."""
     stack = _global_state.get_global_attribute("name_scope_stack") or []
     return [entry.caller for entry in stack if entry.caller is not None]
 
 
 @contextlib.contextmanager
 def abstract_scope(refuse: Callable[..., Any]) -> Iterator[list[keras.Variable]]:
-    """A context in which Keras variables get a shape and a dtype, and no value unless they are given one.
+    """Create Keras variables with a shape and dtype but no value inside the context, unless a value is given.
 
-    A `keras.StatelessScope` leaves variables to be initialised when it ends, and keeps them in a global list
-    ("uninitialized_variables") until then. They are taken off that list, so that no later scope allocates them.
-    `refuse(path, shape, dtype=)` takes the place of their initializers (`Variable._initializer`): reading one would
-    otherwise draw new numbers each time.
+    A `keras.StatelessScope` initializes the variables when it ends, and keeps them in a global list
+    ("uninitialized_variables") until then. This context removes its variables from the list, so no later scope
+    allocates them. `refuse(path, shape, dtype=)` replaces their initializers (`Variable._initializer`), because each
+    read of such a variable would draw new random numbers.
 
     Yields:
-        The variables that were made from a value, as an optimizer's count of steps is: they have it.
+        The variables made from a value, such as an optimizer's step count. These variables keep the value.
     """
     waiting = list(_global_state.get_global_attribute("uninitialized_variables") or [])
     given: list[keras.Variable] = []
@@ -49,8 +49,10 @@ def abstract_scope(refuse: Callable[..., Any]) -> Iterator[list[keras.Variable]]
 
 @contextlib.contextmanager
 def _given_values(given: list[keras.Variable]) -> Iterator[None]:
-    """In a stateless scope, makes variables from values as if there were none ("stateless_scope"), and lists them;
-    Keras refuses them there."""
+    """Make variables from values as if outside the stateless scope ("stateless_scope"), and list them.
+
+    Keras refuses such variables in a stateless scope.
+    """
     create = keras.Variable.__init__
 
     def initialize(self: keras.Variable, initializer: Any, *args: Any, **kwargs: Any) -> None:
@@ -70,9 +72,9 @@ def _given_values(given: list[keras.Variable]) -> Iterator[None]:
 
 
 def stand_in(path: str, shape: tuple[int, ...], dtype: str) -> keras.Variable:
-    """A Keras variable of this path (`Variable._path`) that an optimizer can be built for; no value is made.
+    """Return a placeholder Keras variable with this path (`Variable._path`), for which an optimizer can be built.
 
-    In a graph: TensorFlow allocates nothing there.
+    Call this in a graph, where TensorFlow allocates no value.
     """
     variable = keras.Variable("zeros", shape=shape, dtype=dtype, name=path.rpartition("/")[2])
     variable._path = path
@@ -80,8 +82,11 @@ def stand_in(path: str, shape: tuple[int, ...], dtype: str) -> keras.Variable:
 
 
 def initializer_of(initial_value: Any) -> tuple[keras.Variable, Callable[..., Any]] | None:
-    """The Keras variable that is being made with an initializer, and the initializer; None if TensorFlow is given
-    anything else. It is given a function, in which they are (`Variable._initialize_with_initializer`)."""
+    """Return the Keras variable being created and its initializer, or None if `initial_value` is anything else.
+
+    Keras passes TensorFlow a function as the initial value. Its closure holds both
+    (`Variable._initialize_with_initializer`).
+    """
     if not inspect.isfunction(initial_value):
         return None
     found = inspect.getclosurevars(initial_value).nonlocals
@@ -90,34 +95,34 @@ def initializer_of(initial_value: Any) -> tuple[keras.Variable, Callable[..., An
 
 
 def variable_dtype(variable: keras.Variable) -> str:
-    """The dtype that a Keras variable has outside of autocast scopes (`Variable._dtype`)."""
+    """Return the dtype of a Keras variable outside autocast scopes (`Variable._dtype`)."""
     return str(variable._dtype)
 
 
 def backend_variable(variable: keras.Variable) -> tf.Variable | None:
-    """The tf.Variable inside a Keras variable, None while it is not built (`Variable._value`)."""
+    """Return the tf.Variable inside a Keras variable, or None before it is built (`Variable._value`)."""
     return variable._value
 
 
 def is_resource_variable(variable: Any) -> bool:
-    """Whether it is a variable of TensorFlow's own, on one device (`BaseResourceVariable`)."""
+    """Return whether an object is a TensorFlow variable on a single device (`BaseResourceVariable`)."""
     return isinstance(variable, _resource_variable_ops.BaseResourceVariable)
 
 
 def set_backend_variable(variable: keras.Variable, value: tf.Variable) -> None:
-    """Puts another tf.Variable into a Keras variable (`Variable._value`)."""
+    """Replace the tf.Variable inside a Keras variable (`Variable._value`)."""
     variable._value = value
 
 
 def plain_variable(value: np.ndarray | tf.Tensor, like: tf.Variable) -> tf.Variable:
-    """A tf.Variable on this device that optimizers take for `like` (`Variable._unique_id`)."""
+    """Return a tf.Variable on this device that optimizers treat as `like` (`Variable._unique_id`)."""
     variable = tf.Variable(value, trainable=like.trainable, name=like.name.partition(":")[0], dtype=like.dtype)
     variable._unique_id = like._unique_id
     return variable
 
 
 def is_seed_state(name: str) -> bool:
-    """Whether a name or path is that of the state of a seed generator (`SeedGenerator.state`)."""
+    """Return whether a name or path belongs to a seed generator's state (`SeedGenerator.state`)."""
     return name.rpartition("/")[2] == "seed_generator_state"
 
 
@@ -130,8 +135,10 @@ def global_seed_generator(create: bool = False) -> keras.random.SeedGenerator | 
 
 
 def global_seed_generator(create: bool = False) -> keras.random.SeedGenerator | None:
-    """The generator of random operations without a seed of their own, or None (`GLOBAL_SEED_GENERATOR`; Keras has the
-    name since 3.13, and the same key before)."""
+    """Return the generator for random operations that have no seed, or None.
+
+    Keras has the name `GLOBAL_SEED_GENERATOR` since 3.13, and used the same key before.
+    """
     if create:
         return _seed_generator.global_seed_generator()
     key = getattr(_seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
@@ -139,5 +146,5 @@ def global_seed_generator(create: bool = False) -> keras.random.SeedGenerator | 
 
 
 def random_seed_is_set() -> bool:
-    """Whether `keras.utils.set_random_seed` was called (`rng_utils.get_random_seed`)."""
+    """Return whether `keras.utils.set_random_seed` has been called (`rng_utils.get_random_seed`)."""
     return _rng_utils.get_random_seed() is not None

@@ -1,4 +1,4 @@
-"""Which versions of Python, TensorFlow and Keras tfshard runs with. Imports neither TensorFlow nor Keras."""
+"""The versions of Python, TensorFlow and Keras that tfshard supports. Imports neither of the two libraries."""
 
 import importlib.metadata
 import platform
@@ -6,11 +6,11 @@ import warnings
 
 
 class VersionWarning(UserWarning):
-    """Versions of Python, TensorFlow or Keras with which tfshard was not tried."""
+    """Warns that tfshard was not tested with these versions of Python, TensorFlow or Keras."""
 
 
-# Series that were tried: Python, TensorFlow, Keras. tools/test_versions.sh runs the quick tests in each of these.
-# setup.cfg has their ends, constraints.txt the newest one.
+# The tested series of Python, TensorFlow and Keras. tools/test_versions.sh runs the quick tests in each combination.
+# setup.cfg holds the lower and upper bounds, constraints.txt the newest combination.
 TRIED = (
     ("3.10", "2.19", "3.10"),
     ("3.11", "2.20", "3.12"),
@@ -23,7 +23,7 @@ FAILS_BEFORE = {"keras": ("3.10", "keras.src.utils.rng_utils.get_random_seed doe
 
 
 def package_version(package: str) -> str:
-    """The version of an installed package."""
+    """Return the version of an installed package."""
     return importlib.metadata.version(package)
 
 
@@ -36,18 +36,18 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def is_before(version: str, series: str) -> bool:
-    """Whether a version is of a series before one: `is_before("3.9.2", "3.10")`."""
+    """Return whether a version precedes a series: `is_before("3.9.2", "3.10")`."""
     return _numbers(version) < _numbers(series)
 
 
 def check_versions() -> None:
-    """Refuses versions that are known to fail, and warns of versions that were not tried.
+    """Refuse versions that are known to fail, and warn about versions that were not tested.
 
-    TensorFlow and Keras have to have been tried with each other, because tfshard stands on names that they keep
-    private. Python has to have been tried with any of them.
+    TensorFlow and Keras must have been tested with each other, because tfshard uses private names of both. Python may
+    have been tested with any of them.
 
     Raises:
-        ImportError: TensorFlow or Keras is not installed, or of a version that is known to fail.
+        ImportError: TensorFlow or Keras is not installed, or its version is known to fail.
     """
     works = f"tfshard works with (Python, TensorFlow, Keras) = {', '.join('(' + ', '.join(row) + ')' for row in TRIED)}"
     install = "Install it with: pip install 'tensorflow>=2.19,<2.22' 'keras>=3.10,<3.16'"
@@ -66,5 +66,5 @@ def check_versions() -> None:
             )
     python, *pair = (_series(version) for version in found.values())
     if python not in {row[0] for row in TRIED} or tuple(pair) not in {row[1:] for row in TRIED}:
-        # The frames between the user's import and here: check_versions, tfshard._private and tfshard.
+        # The stack level skips check_versions, tfshard._private and tfshard to reach the user's import.
         warnings.warn(f"tfshard was not tried with these versions. {works}. Received: {received}", VersionWarning, 4)

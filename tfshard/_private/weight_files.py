@@ -1,4 +1,4 @@
-"""Keras's own files, a weight at a time."""
+"""Read and write Keras weight files, one weight at a time."""
 
 import dataclasses
 import math
@@ -12,9 +12,9 @@ import keras
 import tensorflow as tf
 from keras.src.saving import saving_lib as _saving_lib
 
-# The file of weights in a `.keras` archive.
+# The weight file in a `.keras` archive.
 WEIGHTS_MEMBER = _saving_lib._VARS_FNAME_H5
-# A group of weights in a file of weights, and how deep and how many groups a file of a model can have.
+# The name of a group of weights in a weight file, and the maximum depth and number of objects in a model's file.
 _WEIGHTS = "vars"
 _MAX_DEPTH, _MAX_OBJECTS = 200, 1_000_000
 
@@ -30,7 +30,7 @@ class WeightSpec:
 
 
 class _Visit(_saving_lib.H5IOStore):  # type: ignore[misc]
-    """Takes the place of the file when Keras saves weights (`H5IOStore`): notes what would be saved."""
+    """Stands in for the file when Keras saves weights (`H5IOStore`), and records what Keras would save."""
 
     def __init__(self, read: bool):
         self.found: dict[str, WeightSpec] = {}
@@ -55,12 +55,12 @@ class _Visit(_saving_lib.H5IOStore):  # type: ignore[misc]
 
 
 def visit_weights(model: keras.Model, *, read: bool = False, optimizer: bool = False) -> dict[str, WeightSpec]:
-    """What Keras saves of a model, by its name in the file (`saving_lib._save_state`).
+    """List the weights that Keras saves for a model, by their names in the file (`saving_lib._save_state`).
 
     Args:
         model: The model.
-        read: Whether to read the values, as saving does: for a client that does not write what others do.
-        optimizer: Whether to go through the optimizer too.
+        read: If True, read the values as saving does. Clients that do not write use this to match the writing client.
+        optimizer: If True, include the optimizer.
     """
     visit = _Visit(read)
     skipped = set() if optimizer else {id(getattr(model, "optimizer", None))}
@@ -69,15 +69,17 @@ def visit_weights(model: keras.Model, *, read: bool = False, optimizer: bool = F
 
 
 def read_as_written(model: keras.Model, *, whole_model: bool) -> None:
-    """Reads what `write_keras_file` reads, or `write_weights_file`, in the same order: for a client that does not write
-    what another does."""
+    """Read a model's values in the order in which `write_keras_file` or `write_weights_file` reads them.
+
+    Clients that do not write call this while another client writes.
+    """
     if whole_model:
-        _saving_lib._serialize_model_as_json(model)  # It reads the learning rate.
+        _saving_lib._serialize_model_as_json(model)  # Reads the learning rate.
     visit_weights(model, read=True, optimizer=True)
 
 
 def write_weights_file(model: keras.Model, path: pathlib.Path) -> None:
-    """`model.save_weights`, to a file of any name: one variable at a time (`saving_lib._save_state`)."""
+    """Save weights like `model.save_weights`, to any file name, one variable at a time (`saving_lib._save_state`)."""
     store = _saving_lib.H5IOStore(path, mode="w")
     try:
         _saving_lib._save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set())
@@ -86,7 +88,7 @@ def write_weights_file(model: keras.Model, path: pathlib.Path) -> None:
 
 
 def write_keras_file(model: keras.Model, path: pathlib.Path) -> None:
-    """`model.save` without a copy of all weights in memory (`saving_lib._save_model_to_fileobj`)."""
+    """Save a model like `model.save`, without a copy of all weights in memory (`saving_lib._save_model_to_fileobj`)."""
     config, metadata = _saving_lib._serialize_model_as_json(model)
     with zipfile.ZipFile(path, "w") as archive, tempfile.NamedTemporaryFile(dir=path.parent) as weights:
         archive.writestr(_saving_lib._METADATA_FILENAME, metadata)
@@ -104,12 +106,12 @@ def write_keras_file(model: keras.Model, path: pathlib.Path) -> None:
 
 
 def open_weights_file(path: pathlib.Path) -> h5py.File:
-    """A file of weights, to be looked into (`h5py`, which Keras requires)."""
+    """Open a weight file for inspection (by `h5py`, which Keras requires)."""
     return h5py.File(path, "r")
 
 
 def find_weights(file: h5py.File) -> dict[str, h5py.Dataset]:
-    """The weights in a file by name, without those of an optimizer, and with nothing read.
+    """Return the weights in a file by name, without the optimizer's weights. Reads no values.
 
     Raises:
         ValueError: The file has links, or is deeper or larger than any model.
@@ -135,13 +137,14 @@ def find_weights(file: h5py.File) -> dict[str, h5py.Dataset]:
 
 
 def weight_dtype(dataset: h5py.Dataset) -> str:
-    """The dtype of a weight in a file; Keras marks bfloat16, which HDF5 does not know (`H5IOStore.__getitem__`)."""
+    """Return the dtype of a weight in a file. Keras marks bfloat16, which HDF5 lacks (`H5IOStore.__getitem__`)."""
     marked = dataset.attrs.get("dtype")
     return "bfloat16" if isinstance(marked, str) and marked == "bfloat16" else str(dataset.dtype.name)
 
 
 def read_weights_file(model: keras.Model, path: pathlib.Path) -> None:
-    """`model.load_weights` from a file of any name, without the optimizer (`saving_lib._load_state`)."""
+    """Load weights like `model.load_weights`, from a file of any name, without the optimizer
+    (`saving_lib._load_state`)."""
     store = _saving_lib.H5IOStore(path, mode="r")
     skipped = {id(getattr(model, "optimizer", None))}
     failed: set[int] = set()

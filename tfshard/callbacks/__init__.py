@@ -1,10 +1,10 @@
-"""What does a run measure while it trains?
+"""Keras callbacks that measure a run while it trains.
 
 Read `telemetry` first.
 
-    telemetry    `Telemetry`: measures of each epoch, for logs, CSV and TensorBoard
-    pace         the times of an epoch's steps
-    sinks        where measures are written
+    telemetry    `Telemetry`: measurements of each epoch for logs, CSV and TensorBoard
+    pace         step times of an epoch
+    sinks        CSV and TensorBoard output
 """
 
 from tfshard.callbacks.telemetry import Telemetry

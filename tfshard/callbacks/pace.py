@@ -1,4 +1,4 @@
-"""The times of an epoch's steps, each from its beginning to that of the next one."""
+"""The step times of an epoch, each measured from the start of one step to the start of the next."""
 
 import dataclasses
 
@@ -7,14 +7,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What is known of an execution: the steps that Keras does at once, one unless `steps_per_execution` says more.
+    """The known facts about an execution: the steps that Keras runs at once (one by default, or `steps_per_execution`).
 
     Attributes:
-        steps: How many they are; None where Keras's numbers have to tell, by which the last ones of an epoch may be
-            more than there are.
-        samples: Of all its steps, over all devices; NaN where that is not known.
-        tokens: Likewise.
-        is_timed: Whether its time counts: it compiled nothing, and was not profiled.
+        steps: The number of steps. If None, the count follows from Keras's step numbers, which may overcount an epoch's
+            last execution.
+        samples: The samples of all its steps, over all devices. NaN if unknown.
+        tokens: The tokens, likewise.
+        is_timed: True if its time counts, because the execution compiled nothing and was not profiled.
     """
 
     steps: int | None
@@ -25,16 +25,16 @@ class Ran:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Times:
-    """The times of an epoch's steps.
+    """The step times of an epoch.
 
     Attributes:
-        steps: How many were done.
-        timed_steps: How many of them count.
-        seconds: Of those that count, from the beginning of each to that of the next.
-        samples: Of those that count; NaN where that is not known.
-        tokens: Likewise.
-        percentiles: p50, p90 and p99 of the seconds of a step, of an execution the mean of its steps; NaN where none
-            counts.
+        steps: The number of steps done.
+        timed_steps: The number of steps that are timed.
+        seconds: The total time of the timed steps, each from its start to the start of the next.
+        samples: The samples of the timed steps. NaN if unknown.
+        tokens: The tokens of the timed steps. NaN if unknown.
+        percentiles: p50, p90 and p99 of the seconds per step. An execution counts as the mean of its steps. NaN if no
+            step is timed.
     """
 
     steps: int
@@ -46,7 +46,8 @@ class Times:
 
 
 class Pace:
-    """The clock of an epoch. Steps are told by their numbers in the epoch, times in seconds of any clock.
+    """The clock of an epoch. It identifies steps by their numbers in the epoch, and takes times in seconds from any
+    clock.
 
     Example: two steps of 0.1 s, and one that compiled.
 
@@ -68,33 +69,33 @@ class Pace:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the epoch's last step has."""
+        """True if the epoch's last step has ended."""
         return self._end is not None
 
     def begin(self, step: int, now: float) -> None:
-        """An execution begins with a step."""
+        """Record the start of an execution that begins with `step`."""
         self._steps.append(step)
         self._begins.append(now)
 
     def note(self, ran: Ran) -> None:
-        """What the execution was that began last."""
+        """Record the facts about the execution that began last."""
         self._ran[len(self._begins) - 1] = ran
 
     def end(self, now: float) -> None:
-        """The last execution has ended."""
+        """Record the end of the last execution."""
         self._end = now
 
     def times(self, done: int) -> Times:
-        """What was measured.
+        """Return the times of the epoch.
 
         Args:
-            done: The number of the step behind the last one. Keras announces a step for which there is no batch, where
-                it does not know how many there are.
+            done: The number of the last step done, plus one. If Keras does not know the number of batches, it announces
+                one step that has no batch.
         """
         assert self._end is not None
         numbers = np.diff([*self._steps, done])
         seconds = np.diff([*self._begins, self._end])
-        # In plain Keras nothing is noted, and the first step compiles.
+        # Plain Keras notes nothing, and its first step compiles.
         ran = [self._ran.get(place, _unknown(place)) for place in range(len(numbers))]
         steps = np.array(
             [given if each.steps is None else each.steps for given, each in zip(numbers, ran, strict=True)]

@@ -1,4 +1,4 @@
-"""Where measures are written: a CSV file, TensorBoard."""
+"""CSV files and TensorBoard as outputs of measurements."""
 
 import csv
 import os
@@ -12,14 +12,14 @@ from tfshard.errors import TelemetryError
 
 
 class CsvFile:
-    """A row for each epoch, behind those that are there: a run that is restarted goes on in its file.
+    """Appends a row for each epoch to a CSV file. A restarted run continues its file.
 
     Args:
         path: The file.
-        names: Of the columns, behind the epoch and the time (UTC).
+        names: The names of the columns after the epoch and the time (UTC).
 
     Raises:
-        TelemetryError: There is a file with other columns.
+        TelemetryError: The file exists and has other columns.
     """
 
     def __init__(self, path: str | os.PathLike[str], names: Sequence[str]):
@@ -40,7 +40,7 @@ class CsvFile:
             return next(csv.reader(file), [])
 
     def write(self, epoch: int, values: Mapping[str, float]) -> None:
-        """Adds a row. What is not among the values has an empty place."""
+        """Append a row. Missing values leave their column empty."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         with self._path.open("a", newline="") as file:
             writer = csv.DictWriter(file, self._columns, restval="")
@@ -51,7 +51,9 @@ class CsvFile:
 
 
 class Board:
-    """Scalars for TensorBoard, `telemetry/...`, by epoch. Written without it: `tf.summary.scalar` needs its package.
+    """Writes `telemetry/...` scalars for TensorBoard, by epoch.
+
+    Works without TensorBoard's package, which `tf.summary.scalar` needs.
 
     Args:
         log_dir: The directory of a TensorBoard.
@@ -63,7 +65,7 @@ class Board:
         self._writer = tf.summary.create_file_writer(os.fspath(log_dir))
 
     def write(self, epoch: int, values: Mapping[str, float]) -> None:
-        """Adds values at an epoch."""
+        """Write the values of an epoch."""
         with self._writer.as_default(step=epoch):
             for name, value in values.items():
                 tf.summary.write(f"telemetry/{name}", tf.constant(value, tf.float32), metadata=self._SCALAR)

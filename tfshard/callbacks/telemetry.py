@@ -1,15 +1,14 @@
-"""Telemetry: what a run measures of itself while `fit` trains.
+"""Telemetry: measurements of a run while `fit` trains.
 
-# Note: what is measured where
+# Note: where each value is measured
 
-Times are taken where Keras announces a step, so that they add up to the time in which an epoch trains, data and other
-callbacks included. What a step was run on, and whether it compiled something, the strategy tells (`StepWatcher`). The
-collectives of a step are read from TensorFlow's trace of it, of a step that trains. In a launched run client 0 traces
-(`step_profile` says why), and the others know when. The trace takes about as long as two steps, so a step of some
-hundreds is traced; its own time, and that of steps that compiled, is not counted.
+Step times begin where Keras announces a step. They add up to the epoch's training time, including data loading and
+other callbacks. The strategy tells the shapes of a step's batch and whether the step compiled (`StepWatcher`).
+Collective times come from TensorFlow's trace of a training step. In a launched run, client 0 traces (`step_profile`
+says why), and every client knows when. A traced step takes about as long as two more steps, so only one step in some
+hundreds is traced. The times of traced steps and of compiling steps do not count.
 
-What rests, what a step sends and how many operations it takes are the same for all steps: they are looked up once, when
-the first epoch ends.
+Stored bytes, sent bytes and FLOPs are the same for all steps. They are computed once, when the first epoch ends.
 """
 
 import contextlib
@@ -53,41 +52,40 @@ NAMES = (
 
 
 class Telemetry(keras.callbacks.Callback, StepWatcher):  # type: ignore[misc]  # Keras has no types.
-    """Measures a `fit`: throughput, step times, time in collectives, memory, FLOP/s, once for each epoch.
+    """Measures throughput, step times, collective time, memory and FLOP/s of a `fit`, once for each epoch.
 
-    The measures are among the `logs` of the epoch's end: callbacks behind this one in the list, Keras's progress bar
-    and the `History` that `fit` returns have them. In a launched run all clients have those of the whole run, and
-    client 0 writes the files. Training is not changed: losses have the same bits.
+    The measurements are added to the `logs` at the end of an epoch. Later callbacks in the list, Keras's progress bar
+    and the `History` that `fit` returns include them. In a launched run, every client receives the measurements of the
+    run, and client 0 writes the files. Telemetry does not change the training: losses stay bit-identical.
 
     | name | what |
     |---|---|
-    | `samples_per_second`, `tokens_per_second` | of all devices: what the epoch's steps were run on, over their time |
-    | `step_seconds_p50`, `step_seconds_p90`, `step_seconds_p99` | percentiles of the time from a step to the next |
-    | `collective_seconds` | time of a step in which at least one collective ran, of the step profiled last |
-    | `collective_bytes` | what a step sends by its plan: bytes of the collectives' tensors on one device |
-    | `device_bytes` | what rests on the fullest device, by the report |
-    | `device_peak_bytes` | what that and a step take at most: on CPU by the profiled step, on GPU by the allocator |
-    | `flops_per_second` | of all devices: products of forward and backward pass (`training_flops`) over time |
+    | `samples_per_second`, `tokens_per_second` | samples and tokens of the epoch's steps on all devices per second |
+    | `step_seconds_p50`, `step_seconds_p90`, `step_seconds_p99` | percentiles of the time from one step to the next |
+    | `collective_seconds` | time with at least one running collective, in the step profiled last |
+    | `collective_bytes` | bytes a step sends by its plan: the collectives' tensors on one device |
+    | `device_bytes` | bytes stored on the fullest device, by the report |
+    | `device_peak_bytes` | peak with a step's tensors: on CPU by the profiled step, on GPU by the allocator |
+    | `flops_per_second` | forward and backward matrix products on all devices (`training_flops`) over time |
     | `restarts` | how often the launcher restarted the run |
 
-    Steps that compiled something, and those that were profiled, are not among the times; validation is not either. What
-    is not known is NaN. With several clients times and bytes are those of the slowest and fullest one; what is profiled
-    is client 0's step.
+    The times exclude validation, steps that compiled something, and profiled steps. Unknown values are NaN. With
+    several clients, times are the slowest client's and bytes the fullest client's. Only client 0's steps are profiled.
 
-    In plain Keras there is what does not need a mesh: samples (from the count of the loss that `compile` made), step
-    times without the first step, and FLOP/s of a model that leaves only its batch open.
+    In plain Keras, Telemetry reports the values that need no mesh: samples (from the count of the loss that `compile`
+    made), step times without the first step, and FLOP/s if only the batch dimension of the model is unknown.
 
     Args:
-        csv: A file to which a row for each epoch is added.
-        log_dir: A directory of TensorBoard, for scalars `telemetry/...` by epoch.
-        profile_every: How many steps lie between two that are profiled, the first soon after what compiles; None: none
-            is. One takes the time of about two steps more. A step in which another profiler runs is not profiled; the
-            next one is.
-        tokens_per_sample: How many tokens a sample has, 0 for none. By default the second dim of the largest input of
-            integers with two dims.
+        csv: A CSV file. Each epoch appends a row.
+        log_dir: A TensorBoard directory for `telemetry/...` scalars by epoch.
+        profile_every: The number of steps between two profiled steps. The first profiled step follows soon after
+            compilation. None: profile no step. A profiled step takes about as long as two more steps. If another
+            profiler is running, the next step is profiled instead.
+        tokens_per_sample: The number of tokens in a sample, 0 for none. Default: the second dimension of the largest
+            2-D integer input.
 
     Raises:
-        TelemetryError: A wrong argument; in `fit`: the CSV file has other columns.
+        TelemetryError: An argument is wrong. In `fit`: the CSV file has other columns.
 
     Example:
 
@@ -103,7 +101,7 @@ class Telemetry(keras.callbacks.Callback, StepWatcher):  # type: ignore[misc]  #
     ([...], [0])
     """
 
-    # Other callbacks may be called beside training: what this does at the end of a batch is to note its number.
+    # Keras may call the batch-end hook asynchronously, because the hook only notes the number of the batch.
     async_safe = True
 
     def __init__(
@@ -176,11 +174,11 @@ class Telemetry(keras.callbacks.Callback, StepWatcher):  # type: ignore[misc]  #
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sample:
-    """What a profiled step tells.
+    """The measurements of a profiled step.
 
     Attributes:
-        collective_seconds: In which at least one collective ran.
-        added_bytes: What it added on the fullest device; NaN where that is not told.
+        collective_seconds: The time with at least one running collective.
+        added_bytes: The bytes that the step added on the fullest device. NaN if unknown.
     """
 
     collective_seconds: float
@@ -189,12 +187,12 @@ class _Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Size:
-    """What an execution is run on.
+    """The data size of an execution.
 
     Attributes:
-        steps: How many it does.
-        samples: Of all of them, over all devices.
-        tokens: Likewise.
+        steps: The number of steps.
+        samples: The samples of all steps, over all devices.
+        tokens: The tokens, likewise.
     """
 
     steps: int
@@ -204,12 +202,12 @@ class _Size:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """What is the same for all steps of a run; NaN where it is not known.
+    """The values that are equal for all steps of a run. NaN if unknown.
 
     Attributes:
-        collective_bytes: What a step sends.
-        device_bytes: What rests on the fullest device of this client.
-        flops_per_sample: Of forward and backward pass.
+        collective_bytes: The bytes that a step sends.
+        device_bytes: The bytes stored on this client's fullest device.
+        flops_per_sample: The FLOPs of the forward and backward pass.
     """
 
     collective_bytes: float
@@ -218,17 +216,17 @@ class _Facts:
 
 
 class _Run:
-    """A `fit` that is measured.
+    """The state of a measured `fit`.
 
     Args:
         model: The model.
-        profile_every: As in `Telemetry`.
-        tokens_per_sample: Likewise.
-        sinks: Where measures are written.
+        profile_every: See `Telemetry`.
+        tokens_per_sample: See `Telemetry`.
+        sinks: The outputs of the measurements.
 
     Attributes:
-        pace: The clock of the epoch that runs.
-        done: The number of the step behind the last one that was done in it.
+        pace: The clock of the current epoch.
+        done: The number of the last step done in the epoch, plus one.
     """
 
     def __init__(
@@ -246,15 +244,15 @@ class _Run:
         self._strategy = strategy if isinstance(strategy, ShardedStrategy) else None
         self._profile_every = profile_every
         self._tokens_per_sample = tokens_per_sample
-        # Until the next step that is profiled.
+        # The number of steps until the next profiled step.
         self._wait = 0
         self._sample: _Sample | None = None
         self._facts: _Facts | None = None
-        # What the model was called on first, as specs.
+        # The specs of the model's first input.
         self._inputs: Any = None
-        # What steps of some shapes are run on. To ask the tensors takes longer than all else at a step.
+        # The data size of steps by their shapes. Reading sizes from tensors takes longer than all other work at a step.
         self._sizes: dict[str, _Size] = {}
-        # Samples of the epoch, by Keras's count, where nobody tells those of each step.
+        # The samples of the epoch by Keras's count, used if no strategy reports the samples of each step.
         self._counted = math.nan
 
     def begin_epoch(self) -> None:
@@ -262,18 +260,18 @@ class _Run:
         self.done = 0
 
     def end_training(self) -> None:
-        """The epoch has no further step; what follows is validation."""
+        """Note the end of the epoch's training steps. Validation may follow."""
         if not self.pace.has_ended:
             self.pace.end(time.perf_counter())
             if self._strategy is None:
-                # Validation resets it.
+                # Validation resets the count.
                 self._counted = _private.loss_count(self._model)
 
     # --- a step ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def watched(self, step: WatchedStep) -> Iterator[None]:
-        """An execution of training steps: what it was run on is noted, and one that is due is profiled."""
+        """Record an execution's data size, and profile the execution if it is due."""
         size = self._sizes.get(step.shapes) or self._sizes.setdefault(step.shapes, self._size_of(step))
         with contextlib.ExitStack() as stack:
             trace = None if step.compiles else self._trace(stack)
@@ -292,7 +290,7 @@ class _Run:
         return _Size(steps=len(inputs), samples=sum(samples), tokens=sum(tokens))
 
     def _trace(self, stack: contextlib.ExitStack) -> step_profile.Trace | None:
-        """Begins to trace what is run, if that is due: the trace, once the stack is left."""
+        """Start a trace if one is due. Returns the trace, which is complete after the stack exits."""
         if self._profile_every is None or self._strategy is None:
             return None
         if self._wait > 0:
@@ -301,13 +299,13 @@ class _Run:
         try:
             trace = stack.enter_context(step_profile.traced())
         except tf.errors.AlreadyExistsError:
-            return None  # Another profiler runs.
+            return None  # Another profiler is running.
         self._wait = self._profile_every - 1
         return trace
 
     def _note(self, trace: step_profile.Trace, steps: int) -> None:
         if not trace.written:
-            return  # Client 0 tells.
+            return  # Client 0 reports the trace.
         assert self._strategy is not None
         events = trace.events()
         local = len(_local_devices(self._strategy))
@@ -325,7 +323,7 @@ class _Run:
     # --- an epoch -------------------------------------------------------------------------------------
 
     def measures(self) -> dict[str, float]:
-        """What the epoch that has ended is told by."""
+        """Return the measurements of the epoch that has ended."""
         if self._facts is None:
             self._facts = self._find_facts()
         times, facts, sample = self.pace.times(self.done), self._facts, self._sample
@@ -356,7 +354,7 @@ class _Run:
         return found
 
     def _with_counted(self, times: Times) -> Times:
-        """The times with samples by Keras's count, those of an average step."""
+        """Return the times with samples from Keras's count, assuming average steps."""
         samples = self._counted / times.steps * times.timed_steps if times.steps else math.nan
         per_sample = math.nan if self._tokens_per_sample is None else self._tokens_per_sample
         return dataclasses.replace(times, samples=samples, tokens=samples * per_sample)
@@ -373,7 +371,7 @@ class _Run:
             inputs = model_graph.batch_of(model, 1)
             flops = math.nan if inputs is None else _known("FLOPs", lambda: training_flops(model, inputs))
             return _Facts(collective_bytes=math.nan, device_bytes=math.nan, flops_per_sample=flops)
-        if None in keras.tree.flatten(self._inputs):  # There were no data, or none for an input.
+        if None in keras.tree.flatten(self._inputs):  # The data are empty, or lack an input.
             return _Facts(collective_bytes=math.nan, device_bytes=math.nan, flops_per_sample=math.nan)
 
         def sent() -> int:
@@ -393,12 +391,12 @@ class _Run:
 
 
 def _local_devices(strategy: ShardedStrategy) -> list[str]:
-    """The devices of this client that a strategy has, on all places of a pipeline axis."""
+    """Return this client's devices in a strategy, at all positions of a pipeline axis."""
     return [str(device) for each in strategy.ranks for device in each.mesh.local_devices()]
 
 
 def _known(what: str, find: Callable[[], int | None]) -> float:
-    """A number that is found in the model's graph; NaN, with a warning, where the model cannot be traced for it."""
+    """Return a number derived from the model's graph, or NaN with a warning if the model cannot be traced."""
     try:
         found = find()
     except LayoutError as error:
@@ -412,7 +410,7 @@ def _spec(tensor: Any) -> tf.TensorSpec | None:
 
 
 def _samples(inputs: Any) -> int:
-    """The rows of a batch."""
+    """Return the number of rows in a batch."""
     for each in keras.tree.flatten(inputs):
         if each is not None and each.shape.rank:
             return int(each.shape[0])
@@ -420,14 +418,14 @@ def _samples(inputs: Any) -> int:
 
 
 def _sequences(inputs: Any) -> Iterator[Any]:
-    """What has tokens: integers of two dims."""
+    """Yield the inputs that hold tokens: 2-D integer tensors."""
     for each in keras.tree.flatten(inputs):
         if each is not None and each.dtype.is_integer and each.shape.rank == 2:
             yield each
 
 
 def _most(*values: float) -> list[float]:
-    """The largest of all clients' values that are known, one by one; NaN where none is."""
+    """Return the elementwise maximum of all clients' known values. NaN where no client knows the value."""
     known = np.array(values, np.float64)
     largest = collectives.all_reduce(np.nan_to_num(known, nan=-1.0), "max")
     return [float(each) if each >= 0 else math.nan for each in largest]

@@ -1,31 +1,31 @@
-"""How do tensors get to devices and back, and who else is there?
+"""Move tensors to devices and back, and coordinate clients.
 
-A *client* is one of several processes that train together; a process by itself is `Alone`. Read `transfer` first.
+A *client* is one of several processes that train together. A single process is `Alone`. Read `transfer` first.
 
-    startup       `initialize`: environment switches, logical devices, starts DTensor
-    mesh          `create_mesh`: names and sizes of axes to a mesh
-    allocators    the allocators of host memory
+    startup       `initialize`: sets environment switches, makes logical devices, starts DTensor
+    mesh          `create_mesh`: builds a mesh from the names and sizes of axes
+    allocators    allocators of host memory
     transfer      tensors to devices and back, from layout to layout
-    host_meshes   the mesh of the host's processors beside a mesh of GPUs, and copies between the two
+    host_meshes   a GPU mesh's mesh of host processors, and copies between the two
     host_memory   arrays and tensors on the host, with few copies
-    mesh_tensors  `MeshTensor`: a tensor on the mesh that eager code uses as one on the host
+    mesh_tensors  `MeshTensor`: a mesh tensor that eager code uses like a host tensor
     batching      batches to the mesh
-    messages      tensors and values from one client to another
-    between_meshes    tensors to another mesh of the same axes
-    instances     clients number collectives alike, when they have compiled other ones
-    words         arrays of any dtype as words that collectives take
-    device_order  the order of the devices of a group: their mesh's, and TensorFlow's
-    tasks         which task of TensorFlow's cluster each client is
-    clients       who else takes part in a run, what is agreed on and done together
-    process_lock  the lock with which the threads of a process take turns on the mesh
+    messages      tensors and values between clients
+    between_meshes    tensors to another mesh with the same axes
+    instances     equal collective numbers on clients that compiled different collectives
+    words         arrays of any dtype as integer words for collectives
+    device_order  the device order of a group on the mesh and in TensorFlow
+    tasks         the TensorFlow cluster task of each client
+    clients       the clients of a run, their agreements and joint operations
+    process_lock  the lock that lets one thread of a process use the mesh
     channel       the control channel of a launched run: authenticated messages
-    checksums     CRC-32 of what is compared
-    gathers       which collective gathers, on which mesh
-    merges        which all-reduces are merged
-    reductions    in which dtype gradients are added up
-    replicas      collectives of the devices of one replica, and between replicas
-    exchanges     lists of any length that devices send each other
-    expansions    which operations without an expansion are computed whole on every device
+    checksums     CRC-32 of values to compare
+    gathers       the collective for a gather on each mesh
+    merges        the all-reduces to merge
+    reductions    the dtype of gradient sums
+    replicas      collectives within a replica and between replicas
+    exchanges     variable-length lists between devices
+    expansions    operations without a DTensor expansion, computed in full on every device
 """
 
 from tfshard.devices.batching import InputShard

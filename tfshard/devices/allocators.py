@@ -1,36 +1,36 @@
-"""The allocators of host memory: which one a process uses, and when it returns memory to the system.
+"""The host memory allocators of a process, and when they return memory to the system.
 
-TensorFlow's kernels on CPU use oneDNN's allocator, which keeps the memory that a step has freed. glibc keeps freed
-blocks, too: each time that a large block is freed, glibc raises the size from which it maps blocks one by one, up to
-32 MiB. A process then holds about twice what a step has in use (docs/measurements.md, "Memory of launched runs").
+TensorFlow's CPU kernels use oneDNN's allocator, which keeps the memory that a step has freed. glibc also keeps freed
+blocks: each time a large block is freed, glibc raises the size from which it maps blocks one by one, up to 32 MiB. A
+process then holds about twice the memory that a step uses (docs/measurements.md, "Memory of launched runs").
 """
 
 import ctypes
 import os
 import sys
 
-# oneDNN's own limit (mkl_cpu_allocator.h): TensorFlow takes smaller blocks from the system's allocator anyway.
+# oneDNN's limit (mkl_cpu_allocator.h): TensorFlow always takes smaller blocks from the system's allocator.
 _MAPPED_BYTES = 256 << 10
 # glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _ONEDNN = "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"
 _MMAP, _TRIM = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
 _TUNABLES = "GLIBC_TUNABLES"
-# The environment of a process whose kernels, and glibc, return large blocks to the system as soon as they are freed.
+# These variables make TensorFlow's kernels and glibc return large blocks to the system as soon as they are freed.
 SYSTEM_ALLOCATOR = {_ONEDNN: "1", _MMAP: str(_MAPPED_BYTES), _TRIM: str(_MAPPED_BYTES)}
-# Pages of 2 MiB where Linux offers them: the kernel then maps large blocks with far fewer page faults.
+# Use pages of 2 MiB where Linux offers them: the kernel then maps large blocks with far fewer page faults.
 _HUGE_PAGES = "glibc.malloc.hugetlb"
 
 
 def uses_system_allocator() -> bool:
-    """Return whether TensorFlow's kernels on CPU use the system's allocator, which no trace of TensorFlow records."""
+    """Return whether TensorFlow's CPU kernels use the system allocator. TensorFlow's traces do not record it."""
     return os.environ.get(_ONEDNN, "0").lower() in ("1", "true")
 
 
 def environment_of_system_allocator() -> dict[str, str]:
-    """Return the environment of a process that returns the memory it has freed.
+    """Return environment variables that make a process return freed memory.
 
-    Variables that are set already keep their value.
+    Variables that are already set keep their value.
     """
     found = {name: os.environ.get(name, value) for name, value in SYSTEM_ALLOCATOR.items()}
     tunables = os.environ.get(_TUNABLES, "")
@@ -40,15 +40,15 @@ def environment_of_system_allocator() -> dict[str, str]:
 
 
 def return_freed_blocks() -> bool:
-    """Make glibc map blocks of 256 KiB and more one by one, and unmap each when it is freed.
+    """Make glibc map blocks of 256 KiB and more one by one, and unmap each block when it is freed.
 
     Returns:
-        Whether glibc does so: not where the environment sets the thresholds, nor with another C library.
+        False if the environment already sets the thresholds, or with another C library.
     """
     is_chosen = any(name in os.environ for name in (_MMAP, _TRIM)) or "_threshold" in os.environ.get(_TUNABLES, "")
     if not sys.platform.startswith("linux") or is_chosen:
         return False
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
-        return False  # Such as musl, which has no such thresholds.
+        return False  # For example musl, which lacks these thresholds.
     return all(library.mallopt(which, _MAPPED_BYTES) == 1 for which in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))

@@ -1,4 +1,4 @@
-"""Batches from the host to the mesh."""
+"""Put batches from the host on the mesh."""
 
 import dataclasses
 from typing import Any
@@ -16,10 +16,10 @@ from tfshard.layouts.variable_layout import Axes
 
 
 def batch_axes(shape: tuple[int, ...], mesh: dtensor.Mesh) -> Axes:
-    """The layout of a batch: its first dim over the batch axis when that divides, else whole on every device.
+    """Return the layout of a batch: sharded over the batch axis if the axis divides the first dim, else replicated.
 
-    A whole batch is computed by every device, which gives the numbers of one device without padding or masks:
-    no sample is dropped and none counted twice, batch statistics and custom losses included.
+    Every device computes a replicated batch in full. Results, including batch statistics and custom losses, match a
+    single device without padding or masks. No sample is dropped or counted twice.
     """
     axes = axis_sizes(mesh)
     if not shape or shape[0] == 0 or shape[0] % axes.data_size:
@@ -29,11 +29,12 @@ def batch_axes(shape: tuple[int, ...], mesh: dtensor.Mesh) -> Axes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A batch that is taken in equal parts. A part has some of the rows of each device: none is sent to another.
+    """A batch split into equal microbatches. A microbatch takes rows from every device, so no row moves between
+    devices.
 
     Attributes:
-        count: How many parts.
-        rows: Of a part, over all devices.
+        count: The number of microbatches.
+        rows: The rows of a microbatch over all devices.
         mesh: The mesh.
     """
 
@@ -43,12 +44,12 @@ class Parts:
 
     @classmethod
     def of(cls, batch: Any, count: int, mesh: dtensor.Mesh) -> "Parts":
-        """Takes a batch of which all shapes are known apart.
+        """Plan the microbatches of a batch with static shapes.
 
         Args:
-            batch: A (nested) batch in a step that is traced.
-            count: How many parts. There are more if it does not divide the rows of a device, so that no part is larger
-                than it was to be; one if the batch has no rows.
+            batch: A (nested) batch in a step that is being traced.
+            count: The number of microbatches. If it does not divide the rows of a device, there are more microbatches,
+                so that none is larger than requested. A batch without rows has one.
             mesh: The mesh.
 
         Raises:
@@ -70,7 +71,7 @@ class Parts:
         return cls(count=found, rows=size // found, mesh=mesh)
 
     def split(self, leaf: Any) -> Any:
-        """A tensor `(count * rows, ...)` in parts, for `part`: `(devices, count, rows / devices, ...)`."""
+        """Reshape a tensor `(count * rows, ...)` to `(devices, count, rows / devices, ...)`, the input of `part`."""
         if not self.has_rows(leaf):
             return leaf
         shape, axes = tuple(leaf.shape), batch_axes(tuple(leaf.shape), self.mesh)
@@ -80,11 +81,11 @@ class Parts:
         return transfer.relayout(leaf, (axes[0], *(None,) * (leaf.shape.rank - 1)), self.mesh)
 
     def part(self, leaf: Any, split: Any, number: tf.Tensor) -> Any:
-        """The part `(rows, ...)` of this number, from 0.
+        """Return the microbatch `(rows, ...)` with this number, from 0.
 
         Args:
             leaf: A tensor of the batch.
-            split: What `split` made of it.
+            split: The result of `split` for `leaf`.
             number: A scalar.
         """
         if not self.has_rows(leaf):
@@ -97,19 +98,19 @@ class Parts:
 
     @staticmethod
     def has_rows(leaf: Any) -> bool:
-        """Whether a leaf of a batch is taken apart."""
+        """Return whether a leaf of a batch is split into microbatches."""
         return bool(tf.is_tensor(leaf) and leaf.shape.rank)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputShard:
-    """Which part of each batch a client of a launched run feeds, with `ShardedStrategy(already_sharded=True)`.
+    """The part of each batch that a client of a launched run feeds, with `ShardedStrategy(already_sharded=True)`.
 
-    Clients that differ in model axes only have the same part. In a process that was not launched it is everything.
+    Clients that differ only in model axes feed the same part. A process that was not launched feeds the full batch.
 
     Attributes:
-        index: The part, from 0, in the order of the samples of a batch.
-        count: How many parts there are: `dataset.shard(count, index)`.
+        index: The number of the part, from 0, in sample order.
+        count: The number of parts: `dataset.shard(count, index)`.
     """
 
     index: int
@@ -117,7 +118,7 @@ class InputShard:
 
     @classmethod
     def of(cls, mesh: dtensor.Mesh) -> "InputShard":
-        """The part of this client.
+        """Return the part of this client.
 
         Raises:
             StrategyError: The clients' parts overlap.
@@ -135,7 +136,7 @@ class InputShard:
 
 
 def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> Any:
-    """One leaf of a batch as a DTensor; None and what is one already stay as they are. A sparse one becomes dense."""
+    """Convert a leaf of a batch to a DTensor. None and DTensors stay as they are. Sparse tensors become dense."""
     if isinstance(value, MeshTensor):
         return value.on_mesh
     if _stays(value):
@@ -158,7 +159,7 @@ def _stays(value: Any) -> bool:
 
 
 def _own_part_to_mesh(rows: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
-    """This client's rows of a batch to its devices."""
+    """Put this client's rows of a batch on its devices."""
     axis = axis_sizes(mesh).data
     if axis is None:
         return transfer.host_to_mesh(rows, (None,) * rows.ndim, mesh)
@@ -175,7 +176,7 @@ def _own_part_to_mesh(rows: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def on_host(value: Any) -> Any:
-    """One leaf of a batch as the array that goes to the mesh. A leaf that `to_mesh` leaves alone or refuses stays."""
+    """Return a leaf of a batch as the array for the mesh. Leaves that `to_mesh` keeps or refuses stay as they are."""
     return value if _stays(value) or isinstance(value, tf.RaggedTensor) else _host_array(value)
 
 
@@ -185,19 +186,19 @@ def _host_array(value: Any) -> np.ndarray:
     if tf.is_tensor(value):
         return np.asarray(value.numpy())
     array = np.asarray(value)
-    # What tf.convert_to_tensor makes of Python numbers: float32 and int32.
+    # tf.convert_to_tensor converts Python numbers to float32 and int32.
     if not isinstance(value, (np.ndarray, np.generic)) and array.dtype in (np.float64, np.int64):
         array = array.astype({"f": np.float32, "i": np.int32}[array.dtype.kind])
     return array
 
 
 def batch_to_mesh(batch: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> Any:
-    """A (nested) batch as DTensors.
+    """Convert a (nested) batch to DTensors.
 
     Args:
-        batch: The whole batch, the same on every client of a launched run: each takes its rows.
+        batch: The full batch. Every client of a launched run passes the same batch, and takes its rows.
         mesh: The mesh.
-        already_sharded: The batch holds the rows of this client only.
+        already_sharded: If True, the batch holds only this client's rows.
     """
     dense = [leaf for leaf in tf.nest.flatten(batch) if not _stays(leaf) and not isinstance(leaf, tf.RaggedTensor)]
     if already_sharded and dense:
@@ -205,14 +206,14 @@ def batch_to_mesh(batch: Any, mesh: dtensor.Mesh, already_sharded: bool = False)
     return tf.nest.map_structure(lambda leaf: to_mesh(leaf, mesh, already_sharded), batch)
 
 
-# Already sharded input: each client tells what it feeds in a step.
+# The agreement on already sharded input: each client reports the rows it feeds in a step.
 _PARTS = "their parts of a batch"
 
 
 def _agree_on_parts(leaves: list[Any], mesh: dtensor.Mesh) -> None:
-    """Raises on all clients unless already sharded rows fit together: before a device is touched.
+    """Raise an error on all clients if already sharded rows do not fit together, before any device is used.
 
-    Clients that have the same part of the batch, because they differ in model axes only, have to feed the same rows.
+    Clients that differ only in model axes have the same part of the batch, and must feed the same rows.
     """
     here = clients.here()
     arrays = [_host_array(leaf) for leaf in leaves]
@@ -230,9 +231,9 @@ def _agree_on_parts(leaves: list[Any], mesh: dtensor.Mesh) -> None:
 
 
 def end_of_data() -> None:
-    """Already sharded input has ended on this client; it must have ended on all of them.
+    """Agree that already sharded input has ended on all clients.
 
     Raises:
-        StrategyError: It has not.
+        StrategyError: The input has not ended on another client.
     """
     clients.here().agree(_PARTS, {"shapes and dtypes": "none: the end of the data"}, error=StrategyError)

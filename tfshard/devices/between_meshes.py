@@ -1,4 +1,4 @@
-"""Tensors from one mesh to another that has the same axes and other devices."""
+"""Copy tensors to another mesh that has the same axes and other devices."""
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -7,14 +7,14 @@ from tfshard.devices import messages, transfer
 
 
 def handed_over(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """A tensor on another mesh: each of its devices gets what the one in the same place has. Eager only.
+    """Copy each local shard of a tensor to the device at the same position of another mesh. Eager only.
 
-    In a launched run all clients call this. Those that have devices of neither mesh have nothing to do; what comes from
-    another client is waited for, and what goes to one is sent while this one goes on.
+    In a launched run, all clients call this. A client without devices in either mesh does nothing. A client waits for
+    shards from other clients, but does not wait for the shards it sends.
 
     Args:
         tensor: A DTensor.
-        mesh: A mesh with axes of the same names and sizes as the tensor's.
+        mesh: A mesh with the same axis names and sizes as the tensor's mesh.
 
     Returns:
         The same values in the same layout, on `mesh`.

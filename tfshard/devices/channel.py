@@ -1,9 +1,9 @@
-"""The control channel of a launched run: authenticated messages between its launchers and clients.
+"""The control channel of a launched run: authenticated messages between launchers and clients.
 
-Both ends send a magic word and a nonce. The keys of the connection, one for each direction, are made of the run's
-secret and the two nonces, so that what was recorded cannot be played again. Then each message is a frame: length,
-HMAC-SHA256 of its number and its text, text (JSON). A frame with another code ends the connection before its text is
-looked at. Nothing is encrypted: messages hold step numbers, checksums and the text of errors.
+Both ends send a magic word and a nonce. Each direction of the connection has a key, derived from the run's secret and
+the two nonces, so a recorded connection cannot be replayed. Then each message is a frame: its length, the HMAC-SHA256
+of its number and text, and its text (JSON). A frame with a wrong HMAC closes the connection before its text is parsed.
+The channel encrypts nothing: messages hold step numbers, checksums and error texts.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _MAGIC = b"tfshard1"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _HEADER = struct.Struct(">I")
-# Until the other end has shown that it knows the secret, it may not make this one hold more than this.
+# The maximum bytes to buffer for a peer that has not yet proved that it knows the secret.
 _FIRST_FRAME_BYTES = 1 << 16
 _FRAME_BYTES = 1 << 26
 _HANDSHAKE_SECONDS = 10.0
@@ -33,18 +33,18 @@ _MAX_STRANGERS = 64
 
 
 class ControlError(Exception):
-    """The other end of a connection does not know the secret, or does not speak the protocol."""
+    """The peer does not know the secret or does not speak the protocol."""
 
 
 def new_secret() -> str:
-    """A secret for one run, 256 random bits as hexadecimal digits."""
+    """Return a secret for one run: 256 random bits as hexadecimal digits."""
     return os.urandom(32).hex()
 
 
 class Connection:
-    """One end of a connection; messages are JSON objects.
+    """One end of a connection. Messages are JSON objects.
 
-    Any thread may send; one thread receives.
+    Any thread may send. Only one thread receives.
     """
 
     def __init__(self, sock: socket.socket, secret: str, *, is_server: bool):
@@ -67,11 +67,11 @@ class Connection:
 
     @classmethod
     def open(cls, address: str, secret: str, timeout: float) -> "Connection":
-        """Connects to `address` (`host:port`).
+        """Connect to `address` (`host:port`).
 
         Raises:
-            OSError: Nobody listens there.
-            ControlError: Somebody else does.
+            OSError: Nobody listens at the address.
+            ControlError: Another program listens at the address.
         """
         host, _, port = address.rpartition(":")
         sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout)
@@ -82,10 +82,10 @@ class Connection:
             raise
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends a message.
+        """Send a message.
 
         Raises:
-            OSError: The connection is closed, or the other end takes nothing any more.
+            OSError: The connection is closed, or the peer no longer reads.
         """
         text = json.dumps({"kind": kind, **fields}).encode()
         with self._lock:
@@ -94,10 +94,10 @@ class Connection:
             self._socket.sendall(_HEADER.pack(len(text)) + code + text)
 
     def receive(self) -> dict[str, Any] | None:
-        """Waits for the next message; None when the connection is closed.
+        """Wait for the next message. Returns None when the connection is closed.
 
         Raises:
-            ControlError: The other end does not know the secret.
+            ControlError: The peer does not know the secret or does not speak the protocol.
         """
         header = self._read(_HEADER.size + _MAC_BYTES, may_end=True)
         if not header:
@@ -131,11 +131,11 @@ class Connection:
         return bytes(data)
 
     def close(self) -> None:
-        """Closes the connection; a receiver that waits gets None."""
+        """Close the connection. A waiting receiver gets None."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # It is closed already.
+            pass  # Already closed.
         self._socket.close()
 
 
@@ -145,11 +145,11 @@ def _code(key: bytes, number: int, text: bytes) -> bytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Received:
-    """What a `Server` puts in its queue.
+    """An entry in a `Server`'s queue.
 
     Attributes:
-        connection: Where it came from.
-        message: The message; None when the connection was closed.
+        connection: The connection of the message.
+        message: The message, or None when the connection was closed.
     """
 
     connection: Connection
@@ -157,27 +157,29 @@ class Received:
 
 
 class Server:
-    """Accepts connections and puts the messages of all of them into one queue.
+    """Accepts connections and puts all their messages into one queue.
 
     Attributes:
-        address: `host:port` where it listens.
-        refused: Why connections were refused, for the log.
+        address: The `host:port` on which the server listens.
+        refused: The reasons for refused connections, for the log.
     """
 
     def __init__(self, host: str, port: int, secret: str, events: "queue.Queue[Received]"):
-        """Args:
-        host: The IP address to listen on.
-        port: The port; 0 for any free one.
-        secret: Of the run.
-        events: Where to put each `Received`.
+        """Start to listen.
+
+        Args:
+            host: The IP address to listen on.
+            port: The port. 0 picks a free port.
+            secret: The run's secret.
+            events: The queue for each `Received`.
 
         Raises:
-            LaunchError: The port is taken, or the address is not this machine's.
+            LaunchError: The port is taken, or the address does not belong to this machine.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # A port that an earlier run left is free at once; one that is listened on is still refused.
+            # Reuse the port of an earlier run at once. Binding still fails if another program listens on it.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, port))
             self._socket.listen(_MAX_STRANGERS)
@@ -196,9 +198,9 @@ class Server:
         threading.Thread(target=self._accept, name="tfshard-accept", daemon=True).start()
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         try:
-            # Wakes accept() up, which would otherwise keep the port until the next connection.
+            # Wake up accept(), which would otherwise keep the port until the next connection.
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # Nobody waits in accept().
@@ -237,14 +239,14 @@ class Server:
 
 
 def check_private(host: str, *, allow_public: bool = False) -> str:
-    """The IP address of `host`, which must be loopback or private.
+    """Return the IP address of `host`, which must be loopback or private.
 
     Args:
         host: A name or an IP address of this machine.
-        allow_public: Take any address.
+        allow_public: If True, allow any address.
 
     Raises:
-        LaunchError: Not an address, or a public one.
+        LaunchError: The host has no address, or a public one.
 
     >>> check_private("127.0.0.1")
     '127.0.0.1'

@@ -1,4 +1,4 @@
-"""CRC-32 of what is compared: between clients, and between a checkpoint and what is read of it."""
+"""CRC-32 checksums to compare values between clients, and between a checkpoint and the values read from it."""
 
 import zlib
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def of_array(array: np.ndarray) -> int:
-    """Of the bytes of an array in row-major order; of its elements in words, when they are Python objects.
+    """Return the checksum of an array's bytes in row-major order, or of its elements' text if they are Python objects.
 
     >>> of_array(np.array([1, 2], np.int32)) == of_array(np.array([[1], [2]], np.int32))
     True
@@ -17,5 +17,5 @@ def of_array(array: np.ndarray) -> int:
 
 
 def of_text(text: str) -> int:
-    """Of a text in UTF-8."""
+    """Return the checksum of a text in UTF-8."""
     return zlib.crc32(text.encode())

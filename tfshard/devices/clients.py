@@ -1,9 +1,9 @@
-"""Clients: who else takes part in a run, and what this process agrees on and does together with them.
+"""The clients of a run, and the agreements and operations that this process shares with them.
 
-A process that was started alone is `Alone`: it has nobody to agree with. A client of a launched run is `Launched`: its
+A process that was started alone is `Alone` and has nobody to agree with. A client of a launched run is `Launched`. Its
 launcher (leader.py, follower.py) started it with `Settings` in its environment, and `startup.initialize` makes it join
-before DTensor is started. From then on the client reports what it is doing, and a thread of it sends a heartbeat. When
-the connection closes the launcher is gone, and the client ends with it.
+the run before DTensor starts. From then on, the client reports its operations, and a thread sends heartbeats. When the
+connection closes, the launcher is gone, and the client ends too.
 """
 
 import abc
@@ -29,27 +29,27 @@ from tfshard.devices.channel import Connection, ControlError
 from tfshard.errors import ClientError, InitializationError, ShardingError
 
 HEARTBEAT_SECONDS = 1.0
-# What a client that lost its launcher ends with.
+# The exit code of a client that lost its launcher.
 LOST_EXIT_CODE = 75
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `tfshard launch` tells a client, in environment variables of the same names, `TFSHARD_CLIENT_ID` etc.
+    """The settings that `tfshard launch` passes to a client in environment variables (`TFSHARD_CLIENT_ID` etc.).
 
     Attributes:
-        client_id: This client, from 0.
-        num_clients: How many there are.
-        local_index: This client among those of its host, from 0; the same in every restart.
-        num_local: How many clients its host has.
-        restart: How often the run was restarted.
-        control: `host:port` of the control channel.
+        client_id: The number of this client, from 0.
+        num_clients: The number of clients.
+        local_index: The number of this client on its host, from 0. It does not change in a restart.
+        num_local: The number of clients on this host.
+        restart: The number of restarts so far.
+        control: The `host:port` of the control channel.
         secret: The run's secret.
-        address: Where the other clients reach this one.
-        devices_per_process: How many devices each client has; None for its own choice.
-        client_port: The port of this client's TensorFlow server; 0 for any free one.
-        first_step_timeout: Seconds that the first step, and what goes before it, may take.
-        seed: Keras's random seed, the same on all clients, unless the script sets another.
+        address: The address at which the other clients reach this client.
+        devices_per_process: The number of devices of each client. None leaves the choice to the client.
+        client_port: The port of this client's TensorFlow server. 0 picks a free port.
+        first_step_timeout: The seconds that the first step, and the work before it, may take.
+        seed: Keras's random seed, equal on all clients, unless the script sets another.
     """
 
     client_id: int
@@ -66,16 +66,16 @@ class Settings:
     seed: int
 
     def to_environment(self) -> dict[str, str]:
-        """The environment variables of a client."""
+        """Return the environment variables of a client."""
         values = dataclasses.asdict(self)
         return {f"TFSHARD_{name.upper()}": "" if value is None else str(value) for name, value in values.items()}
 
     @classmethod
     def from_environment(cls) -> "Settings | None":
-        """The settings of this process, None when it was not launched.
+        """Return the settings of this process, or None if no launcher started it.
 
         Raises:
-            InitializationError: They are not complete.
+            InitializationError: The settings are incomplete.
         """
         if "TFSHARD_CONTROL" not in os.environ:
             return None
@@ -94,16 +94,16 @@ class Settings:
 
 
 class Clients(abc.ABC):
-    """The clients of a run, as one of them sees them; `here()` returns those of this process.
+    """The clients of a run, as one client sees them. `here()` returns the instance of this process.
 
-    All clients come to the same agreements and operations in the same order, each from its main thread.
+    All clients go through the same agreements and operations in the same order, each in its main thread.
 
     Attributes:
         rank: The number of this client, from 0.
-        count: How many clients there are.
-        is_launched: Whether a launcher started them, which is true of a single one too.
-        local_index: The number of this client among those of its host, from 0.
-        restarts: How often it started them anew.
+        count: The number of clients.
+        is_launched: True if a launcher started the clients, even if only one.
+        local_index: The number of this client on its host, from 0.
+        restarts: How often the launcher restarted the clients.
     """
 
     rank: int
@@ -122,25 +122,25 @@ class Clients(abc.ABC):
         hint: str = "",
         timeout: float | None = None,
     ) -> None:
-        """Waits for all clients and checks that they give the same values.
+        """Wait for all clients and check that they pass the same values.
 
         Args:
-            what: What they agree on, for the message.
-            value: Names to JSON values; each has to be the same on all clients that give it.
-            error: What to raise when they differ.
-            hint: What to do then, for the message.
-            timeout: Seconds to wait; by default what the first step may take.
+            what: The subject of the agreement, for the message.
+            value: Names to JSON values. Each value must be equal on all clients that pass it.
+            error: The exception to raise if the clients differ.
+            hint: The remedy in that exception's message.
+            timeout: The seconds to wait. Default: the limit of the first step.
 
         Raises:
             ClientError: A client did not come in time, or this is not the main thread.
         """
 
     def barrier(self, what: str = "a barrier", *, timeout: float | None = None) -> None:
-        """Waits for all clients.
+        """Wait for all clients.
 
         Args:
-            what: Where they meet, for messages.
-            timeout: Seconds to wait; by default what the first step may take.
+            what: The name of the barrier, for messages.
+            timeout: The seconds to wait. Default: the limit of the first step.
 
         Raises:
             ClientError: A client did not come in time, or this is not the main thread.
@@ -151,58 +151,58 @@ class Clients(abc.ABC):
     def operation(
         self, label: str, *, first: bool = False, limit: float | None = None, digest: int | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """A context: something that all clients do together, and that none can end alone.
+        """Mark the body of the context as an operation that takes all clients.
 
         Args:
-            label: What it is; the same on all clients.
-            first: Whether something is compiled in it, so that it may take as long as a first step.
-            limit: Seconds that it may take; by default the launcher's limit for a step.
-            digest: A checksum of what has to be the same on all clients.
+            label: The name of the operation, equal on all clients.
+            first: If True, the operation compiles something and gets the limit of a first step.
+            limit: The seconds that the operation may take. Default: the launcher's limit for a step.
+            digest: A checksum of values that must be equal on all clients.
         """
 
     @abc.abstractmethod
     def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
-        """The `operation` of a step. The steps of a kind are numbered.
+        """Mark the body of the context as a step, which is a numbered `operation`.
 
         Args:
-            kind: Such as `"training step"`.
-            batch: The leaves of what it is run on; those of which `note_value` was told have to hold the same values on
-                all clients.
-            first: Whether the step's function has not been run on such shapes before, so that it is compiled.
+            kind: The kind of step, such as `"training step"`. Each kind is numbered separately.
+            batch: The leaves of the step's input. Leaves passed to `note_value` must hold the same values on all
+                clients.
+            first: True if the step's function has not run on these shapes before, so DTensor compiles it.
         """
 
     @abc.abstractmethod
     def continue_steps(self, kind: str, done: int) -> None:
-        """The next `step` of a kind comes after so many: a run goes on that did them before."""
+        """Continue the numbering of a kind of `step` after `done` steps of an earlier run."""
 
     @abc.abstractmethod
     def purpose(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """A context: its operations are done for this, which their labels say.
+        """Add a purpose to the labels of the operations inside the context.
 
         Args:
-            what: What a user's script called, such as `"model.save of model 'net'"`; the same on all clients. The
-                outermost one counts.
+            what: The call in the user's script, such as `"model.save of model 'net'"`, equal on all clients. The
+                outermost purpose counts.
         """
 
     @abc.abstractmethod
     def wait_for_devices(self) -> None:
-        """Waits for what this client has started on its devices, if others may wait for it."""
+        """Wait for the operations that this client has started on its devices, if other clients may wait for them."""
 
     @abc.abstractmethod
     def checksum(self, value: np.ndarray) -> int | None:
-        """A checksum of what has to be the same on all clients; None where there is nothing to compare it with."""
+        """Return a checksum of a value that must be equal on all clients. None if no other client compares it."""
 
     @abc.abstractmethod
     def note_value(self, tensor: object, value: np.ndarray) -> None:
-        """A tensor on the mesh was made from this value on the host, which has to be the same on all clients."""
+        """Record that a mesh tensor was made from a host value that must be equal on all clients."""
 
     @abc.abstractmethod
     def note_start(self, *, by_script: bool) -> None:
-        """It is started; unless the script asked for that, it has to do something together with the others."""
+        """Record that the client has started. Unless the script asked for it, a joint operation must follow."""
 
 
 class Alone(Clients):
-    """A process that was not launched: it agrees with itself, and waits for nobody."""
+    """A process that was not launched. It waits for nobody."""
 
     rank = 0
     count = 1
@@ -249,16 +249,16 @@ class Alone(Clients):
 
 
 class Launched(Clients):
-    """A client of a launched run: what it tells its launcher, and hears from it.
+    """A client of a launched run, connected to its launcher.
 
     Attributes:
-        settings: Its `Settings`.
+        settings: The client's `Settings`.
     """
 
     is_launched = True
 
     def __init__(self, settings: Settings):
-        """Connects.
+        """Connect to the launcher.
 
         Raises:
             InitializationError: The launcher cannot be reached, or has another secret.
@@ -275,7 +275,7 @@ class Launched(Clients):
         self._purposes: list[str] = []
         self._has_to_meet = False
         self._steps: dict[str, int] = {}
-        # Of the values of tensors that live, by id: tensors have no hash.
+        # The checksums of live tensors' values, by id, because tensors have no hash.
         self._checksums: dict[int, int] = {}
         try:
             self._connection = Connection.open(settings.control, settings.secret, timeout=10.0)
@@ -288,10 +288,10 @@ class Launched(Clients):
         self._report_failures()
 
     def register(self, facts: Mapping[str, object]) -> list[str]:
-        """Tells the launcher that this client is there, and waits for all others.
+        """Register this client at the launcher and wait for all other clients.
 
         Args:
-            facts: What has to be the same on all clients.
+            facts: The values that must be equal on all clients.
 
         Returns:
             The `host:port` of each client's TensorFlow server.
@@ -311,7 +311,7 @@ class Launched(Clients):
         if reply["kind"] == "refused":
             self._leaving = True
             raise InitializationError(reply["reason"])
-        # Last of the functions that run at exit: those registered later come first.
+        # Exit functions run in reverse order, so this runs after all functions registered later.
         atexit.register(self._leave)
         jobs: list[str] = reply["jobs"]
         return jobs
@@ -332,7 +332,7 @@ class Launched(Clients):
             )
         number, self._agreements = self._agreements, self._agreements + 1
         wait = self.settings.first_step_timeout if timeout is None else timeout
-        # The launcher ends the wait; its own limit comes later, for when this does not work.
+        # The launcher ends the wait. The operation's later limit applies only if that fails.
         with self.operation(what, limit=wait + 10.0):
             self._connection.send("agree", number=number, what=what, value=dict(value), timeout=wait)
             reply = self._replies.get()
@@ -344,7 +344,7 @@ class Launched(Clients):
     def operation(
         self, label: str, *, first: bool = False, limit: float | None = None, digest: int | None = None
     ) -> Iterator[None]:
-        # Other threads have no order that clients could share.
+        # Only the main thread has an order that all clients share.
         if self._inside or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -364,7 +364,7 @@ class Launched(Clients):
             raise
         finally:
             self._inside = False
-            # Also after an error, which the script may catch.
+            # Send the end after an error too, because the script may catch the error.
             self._send("end", number=number, failed=failed, error=text)
 
     def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
@@ -400,7 +400,7 @@ class Launched(Clients):
 
     def note_value(self, tensor: object, value: np.ndarray) -> None:
         self._checksums[id(tensor)] = checksums.of_array(value)
-        # Before another tensor can have its id.
+        # Remove the entry before another tensor can get the id.
         weakref.finalize(tensor, self._checksums.pop, id(tensor), None).atexit = False
 
     def note_start(self, *, by_script: bool) -> None:
@@ -425,11 +425,11 @@ class Launched(Clients):
             while (message := self._connection.receive()) is not None:
                 self._replies.put(message)
         except (ControlError, OSError, ValueError):
-            pass  # As good as closed.
+            pass  # Treat an error like a closed connection.
         self._end_with_launcher()
 
     def _end_with_launcher(self) -> None:
-        """Ends the process: the main thread may hang in a collective, where it hears no signal and no exception."""
+        """End the process at once. The main thread may hang in a collective, where it handles no signal or error."""
         if self._leaving:
             return
         print(f"tfshard: client {self.settings.client_id} lost its launcher and ends.", file=sys.stderr, flush=True)
@@ -448,7 +448,7 @@ class Launched(Clients):
         sys.excepthook = report
 
     def _send_failure(self, error: str, text: str) -> None:
-        """Tells what ends this client, which leaves without waiting for the others."""
+        """Report the error that ends this client. The client then leaves without waiting for the others."""
         with contextlib.suppress(OSError):
             self._connection.send(
                 "failed", client=self.settings.client_id, restart=self.settings.restart, error=error, text=text
@@ -456,7 +456,7 @@ class Launched(Clients):
         self._leaving = True
 
     def _leave(self) -> None:
-        """Waits for the others: those that still end their last step read from this client's memory."""
+        """Wait for the other clients, which may still read from this client's memory in their last step."""
         if self._leaving:
             return
         if self._has_to_meet:
@@ -468,37 +468,37 @@ class Launched(Clients):
             return
         self._connection.send("leave")
         while self._replies.get()["kind"] != "left":
-            pass  # A reply to an agreement that was given up.
+            pass  # A late reply to an abandoned agreement.
         self._leaving = True
 
 
 def _text_of(error: BaseException) -> str:
-    """An error as Python prints it, without where it was raised."""
+    """Return an error as Python prints it, without the traceback."""
     return "".join(traceback.format_exception_only(error)).strip()[:4000]
 
 
-# --- those of this process ----------------------------------------------------------------------------
+# --- the clients of this process ----------------------------------------------------------------------
 
-# The process that the launcher started: those that it starts itself have the same environment.
+# Holds the id of the process that the launcher started. Its child processes inherit the environment.
 PID_VARIABLE = "TFSHARD_PID"
 
 _here: Clients = Alone()
 
 
 def here() -> Clients:
-    """The clients of the run that this process takes part in; `Alone` before it joins one."""
+    """Return the clients of this process's run. `Alone` before it joins a run."""
     return _here
 
 
 def is_to_join() -> bool:
-    """Whether this process is a client that a launcher started, and has not joined its run yet."""
+    """Return whether a launcher started this process and the process has not joined its run yet."""
     return (
         not _here.is_launched and "TFSHARD_CONTROL" in os.environ and os.environ.get(PID_VARIABLE) == str(os.getpid())
     )
 
 
 def join(settings: Settings) -> Launched:
-    """Connects this process to its launcher, and hides the run's secret from the processes that it starts."""
+    """Connect this process to its launcher. Hides the run's secret from its child processes."""
     global _here
     assert not _here.is_launched
     for name in ("TFSHARD_CONTROL", "TFSHARD_SECRET"):
@@ -509,7 +509,7 @@ def join(settings: Settings) -> Launched:
 
 @contextlib.contextmanager
 def replaced(by: Clients) -> Iterator[None]:
-    """A context in which `here()` returns others, for tests of what a client does."""
+    """Make `here()` return `by` inside the context. For tests."""
     global _here
     before, _here = _here, by
     try:
@@ -520,17 +520,17 @@ def replaced(by: Clients) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reserve_port(settings: Settings) -> Iterator[int]:
-    """Holds a port for TensorFlow's server, which is started when all clients are there.
+    """Hold a port for TensorFlow's server until all clients have registered and the server can start.
 
     Raises:
-        InitializationError: It is taken.
+        InitializationError: The port is taken.
     """
     family = socket.AF_INET6 if ":" in settings.address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as held:
-        # The connections of a run that was restarted do not hold the port; a server does.
+        # Ignore the old connections of a restarted run. A live server still holds the port.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            # On all interfaces, as TensorFlow's server: see docs/security.md. Nothing listens on it.
+            # Bind all interfaces, like TensorFlow's server: see docs/security.md. Nothing listens on this socket.
             held.bind(("", settings.client_port))
         except OSError as error:
             raise InitializationError(

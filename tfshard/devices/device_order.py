@@ -1,9 +1,10 @@
-"""The order of the devices of a group: the one that their mesh has, and TensorFlow's.
+"""The device order of a group: on the mesh, and in TensorFlow.
 
-A gather joins the devices' pieces in the order of the ranks that TensorFlow gives them: by the names of their tasks
-(tasks.py), and among the GPUs of a process by which of them reach each other's memory (OrderTaskDeviceMap in TensorFlow
-2.21's collective_param_resolver_local.cc; read, not seen). DTensor takes a rank for a place on the mesh. Where the two
-differ, nothing fails and every number is wrong. So each group gathers the places of its devices when it meets.
+A gather joins the devices' local shards in the order of TensorFlow's ranks. TensorFlow orders devices by the names of
+their tasks (tasks.py). It orders the GPUs of a process by which GPUs reach each other's memory (OrderTaskDeviceMap in
+TensorFlow 2.21's collective_param_resolver_local.cc; read in the source, not observed). DTensor assumes that a rank is
+a position on the mesh. If the two orders differ, nothing fails and every result is wrong. Therefore each group gathers
+its devices' positions when it first meets.
 """
 
 import os
@@ -22,16 +23,16 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 def check(
     gathered: tf.Tensor, axis: str, mesh: dtensor.Mesh, members: Callable[[int], slice] = lambda place: slice(None)
 ) -> None:
-    """Check that TensorFlow has the devices of groups along an axis in the order of the mesh.
+    """Check that TensorFlow orders the groups of devices along an axis like the mesh.
 
     Args:
-        gathered: What each device has gathered: the places of the devices in its group. A DTensor, in eager code.
+        gathered: The positions in its group that each device has gathered. A DTensor, in eager code.
         axis: The axis.
         mesh: The mesh.
-        members: The group of a place on the axis, by the places of its devices.
+        members: Returns the slice of positions that form the group of a position on the axis.
 
     Raises:
-        MeshError: It has not.
+        MeshError: The orders differ.
     """
     names = np.array(messages.devices_of(mesh)).reshape(mesh.shape())
     for places, location in zip(messages.unpacked(gathered), mesh.local_device_locations(), strict=True):
@@ -40,12 +41,12 @@ def check(
 
 
 def check_group(group: str, devices: Sequence[str], gathered: np.ndarray) -> None:
-    """`check` of one group.
+    """Check one group, as `check` does.
 
     Args:
-        group: Which group, for the error.
-        devices: The names of its devices, in the order of the mesh.
-        gathered: The place of each device in `devices`, in TensorFlow's order.
+        group: The name of the group, for the error.
+        devices: The names of the group's devices, in mesh order.
+        gathered: The position of each device in `devices`, in TensorFlow's order.
 
     Raises:
         MeshError: TensorFlow has another order.

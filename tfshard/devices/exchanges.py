@@ -1,13 +1,13 @@
-"""Lists that devices of the data axis send each other: of what each wants from each other one, of any length.
+"""All-to-all of variable-length lists between the devices of the data axis.
 
-Each device groups what it has by the device that it is for, and all send each other lists of one length, the shortest
-of a few (`capacities`) in which the longest of all finds room: nothing is left out, however the ids lie. Devices agree
-on it by the maximum of a number.
+Each device groups its items by their target device. All lists of an exchange have one length: the smallest of a few
+capacities (`capacities`) that fits the longest list. No item is dropped, whatever the distribution of the ids. The
+devices agree on the length by an all-reduce (maximum) of a number.
 
-All tensors here differ from device to device, and so do their sizes ("parted" layouts, devices/replicas.py). DTensor
-looks at the types, though: it refuses reshapes and slices of tensors whose shape is not known.
+All tensors in this module differ between devices, also in size ("parted" layouts, devices/replicas.py). DTensor still
+checks their types: it refuses reshapes and slices of tensors with an unknown shape.
 
-A collective keeps the shapes of its first run, by its instance key. So one with each capacity has a key of its own.
+A collective keeps the shapes of its first run under its instance key. Each capacity therefore has a separate key.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from tfshard.layouts.embedding_tables import capacities
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lists:
-    """Where each of a device's items goes: to which device, and to which place in the list for it.
+    """The target of each of a device's items: the device, and the position in the list for that device.
 
     Attributes:
         mesh: The mesh.
-        places: `(items, 2)`, int32: the device, and the place.
-        capacity: A number, int32: for how many items the lists have room. The same on all devices.
-        choice: A number, int32: which of the capacities that is.
-        choices: How many there are.
+        places: `(items, 2)`, int32: the device and the position.
+        capacity: An int32 scalar, equal on all devices: the length of the lists.
+        choice: An int32 scalar: the index of the capacity.
+        choices: The number of capacities.
     """
 
     mesh: dtensor.Mesh
@@ -41,11 +41,11 @@ class Lists:
 
     @staticmethod
     def to(owners: tf.Tensor, most: int, mesh: dtensor.Mesh) -> "Lists":
-        """Lists of items, in their order.
+        """Assign items to lists, in their order.
 
         Args:
-            owners: `(items,)`, int32: the number on the data axis of the device that each item is for.
-            most: The most items that a device can have.
+            owners: `(items,)`, int32: the number on the data axis of each item's target device.
+            most: The maximum number of items on a device.
             mesh: The mesh.
         """
         expansions.allow_local("ScatterNd", "GatherNd")
@@ -75,12 +75,12 @@ class Lists:
         )
 
     def sent(self, items: tf.Tensor) -> tf.Tensor:
-        """What each device is sent: `(devices, capacity, ...)` of `(items, ...)`, with zeros where a list ends."""
+        """Send `(items, ...)`. Returns `(devices, capacity, ...)` received by each device, zero-padded."""
         shape = tf.stack([axis_sizes(self.mesh).data_size, self.capacity, *items.shape[1:]])
         return self._exchanged(tf.scatter_nd(self.places, items, shape))
 
     def answered(self, answers: tf.Tensor) -> tf.Tensor:
-        """The way back: `(items, ...)` of the answers `(devices, capacity, ...)` to what was sent."""
+        """Send the answers `(devices, capacity, ...)` back. Returns `(items, ...)`, in the order of the sent items."""
         return tf.gather_nd(self._exchanged(answers), self.places)
 
     def _exchanged(self, lists: tf.Tensor) -> tf.Tensor:
@@ -98,15 +98,15 @@ class Lists:
 
 
 def flattened(lists: tf.Tensor, others: Sequence[tf.Tensor], keep: tf.Tensor) -> list[tf.Tensor]:
-    """Items of lists that came, one behind the other.
+    """Concatenate the kept items of received lists.
 
     Args:
-        lists: `(devices, capacity)`, of which `keep` says which are taken.
-        others: `(devices, capacity, ...)`, of which the same are taken.
-        keep: `(devices, capacity)`, bool.
+        lists: `(devices, capacity)`.
+        others: `(devices, capacity, ...)`, filtered in the same way.
+        keep: `(devices, capacity)`, bool: the items to keep.
 
     Returns:
-        `(items, ...)` of each.
+        `(items, ...)` for `lists` and each of `others`.
     """
     expansions.allow_local("Size")
     numbers, capacity = tf.range(tf.size(lists)), tf.gather(tf.shape(lists), 1)
@@ -116,7 +116,7 @@ def flattened(lists: tf.Tensor, others: Sequence[tf.Tensor], keep: tf.Tensor) ->
 
 
 def distinct(items: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Each different one of a device's items once, and for each item where its like is among them: int32."""
+    """Return a device's unique items, and for each item its int32 index among them."""
     expansions.allow_local("Unique")
     found, where = tf.unique(items)
     return found, where

@@ -1,10 +1,10 @@
-"""Operations that DTensor has no expansion for, and computes whole on every device if it is told to.
+"""Operations without a DTensor expansion that DTensor may compute in full on every device.
 
-DTensor refuses an operation that it has no expansion for, unless an environment variable names it
-(`EnableReplicatedSpmdAsDefault` in TensorFlow 2.21's dtensor/cc/dtensor_utils.cc): then its operands are gathered,
-every device computes all of it, and its results are whole. The numbers are those of one device, at the price of the
-gather and of work that is not shared out. Only operations whose result follows from their operands may be here: one
-that draws numbers, or that holds state, would differ from device to device.
+DTensor refuses an operation that it cannot expand, unless an environment variable names the operation
+(`EnableReplicatedSpmdAsDefault` in TensorFlow 2.21's dtensor/cc/dtensor_utils.cc). Then DTensor all-gathers the
+operands, every device computes the full operation, and the results are replicated. The results match a single device.
+The cost is the gather and the repeated work. An operation may be listed here only if its result follows from its
+operands. Random and stateful operations would differ between devices.
 """
 
 import os
@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from tfshard import _private
 
-# Each is tried in tests/operations/test_whole.py.
+# tests/operations/test_whole.py tests each of these.
 COMPUTED_WHOLE = (
-    # The number of results depends on values. (Unique is among those that DTensor expands; Where: scatters.py.)
+    # The number of results depends on values. (DTensor expands Unique. For Where, see scatters.py.)
     "UniqueV2",
     "UniqueWithCounts",
     "UniqueWithCountsV2",
@@ -26,7 +26,7 @@ COMPUTED_WHOLE = (
     "NonMaxSuppressionV4",
     "NonMaxSuppressionV5",
     "CombinedNonMaxSuppression",
-    # What is done with tensors of such shapes.
+    # Operations on tensors with these dynamic shapes.
     "Size",
     "ConcatOffset",
     "Empty",
@@ -42,7 +42,7 @@ COMPUTED_WHOLE = (
     "UnsortedSegmentMax",
     "UnsortedSegmentMin",
     "UnsortedSegmentProd",
-    # Counts and places among sorted values.
+    # Counts, and positions in sorted values.
     "Bincount",
     "DenseBincount",
     "Bucketize",
@@ -63,14 +63,17 @@ COMPUTED_WHOLE = (
 
 
 def allow(operation: tf.Operation) -> None:
-    """Lets DTensor compute an operation of a step whole on every device, if it has no expansion for it."""
+    """Let DTensor compute a step's operation in full on every device, if it has no expansion for the operation.
+
+    Ignores stateful operations.
+    """
     if operation.type not in _allowed and not _private.is_stateful(operation):
         os.environ[_switch(operation.type)] = "1"
         _allowed.add(operation.type)
 
 
 def allow_local(*names: str) -> None:
-    """Lets each device do operations on what it has (devices/replicas.py), though DTensor has no expansion for them."""
+    """Let each device run operations on its local shard (devices/replicas.py), even without a DTensor expansion."""
     for name in names:
         os.environ[_switch(name)] = "1"
 
@@ -83,5 +86,5 @@ def _switch(name: str) -> str:
 
 
 def switches() -> dict[str, str]:
-    """The environment variables, which DTensor reads when it first meets each operation."""
+    """Return the environment variables, which DTensor reads when it first meets each operation."""
     return {_switch(name): "1" for name in COMPUTED_WHOLE}

@@ -1,4 +1,4 @@
-"""Arrays and tensors on the host, without the copies between them that can be spared."""
+"""Arrays and tensors on the host, with as few copies as possible."""
 
 import contextlib
 import ctypes
@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
-# Those that NumPy knows as TensorFlow does, so that it can look at a tensor's memory.
+# The dtypes that NumPy and TensorFlow share, so NumPy can view a tensor's memory.
 _VISIBLE_TO_NUMPY = (tf.float16, tf.float32, tf.float64, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.bool)
-# DeepCopy has no kernel for them.
+# The dtypes without a DeepCopy kernel.
 _NOT_COPIED = (tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2)
 
 
 def tensor_of(value: np.ndarray) -> tf.Tensor:
-    """A tensor of an array's elements, in memory that TensorFlow's allocator gave. Eager only.
+    """Copy an array to a tensor in memory from TensorFlow's allocator. Eager only.
 
-    The elements are written to where they stay. `tf.constant` takes up to two copies more: it puts a cut of an array
-    in order first, and drops that copy when it is called the next time.
+    This writes the elements directly to their final memory. `tf.constant` makes up to two more copies: it first makes a
+    slice of an array contiguous, and frees that copy only at its next call.
 
     Args:
-        value: The array; it may be a cut of another.
+        value: The array, or a slice of a larger array.
     """
     dtype = tf.as_dtype(value.dtype)
     with tf.device("CPU:0"):
@@ -31,19 +31,19 @@ def tensor_of(value: np.ndarray) -> tf.Tensor:
         tensor = tf.raw_ops.Empty(shape=value.shape, dtype=dtype, init=False)
     seen = view(tensor)
     if seen.size:
-        # Nobody else has the tensor yet, so nobody sees it change.
+        # No other code has the tensor yet, so the write is safe.
         memory = (ctypes.c_byte * seen.nbytes).from_address(seen.ctypes.data)
         np.ndarray(seen.shape, seen.dtype, buffer=memoryview(memory))[...] = value
     return tensor
 
 
 def computed(function: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """What a function gives, computed on the host as a graph. Eager only.
+    """Run a function on the host as a graph and return its result. Eager only.
 
-    An operation of a graph works in the memory of its operand where it can; in eager code each has memory of its own.
+    A graph operation may reuse its operand's memory. An eager operation always allocates.
 
     Args:
-        function: Of TensorFlow operations.
+        function: A function of TensorFlow operations.
     """
     with tf.device("CPU:0"), _as_it_is():
         return tf.function(function, autograph=False, jit_compile=False)()
@@ -51,8 +51,10 @@ def computed(function: Callable[[], tf.Tensor]) -> tf.Tensor:
 
 @contextlib.contextmanager
 def _as_it_is() -> Iterator[None]:
-    """TensorFlow does not rewrite graphs: it would compute one without operands once more, to see if it can keep that
-    as a constant."""
+    """Disable TensorFlow's graph rewriting inside the context.
+
+    TensorFlow would compute a graph without operands a second time, to decide whether to keep its result as a constant.
+    """
     before = tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer", False)
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     try:
@@ -62,8 +64,8 @@ def _as_it_is() -> Iterator[None]:
 
 
 def view(tensor: tf.Tensor) -> np.ndarray:
-    """The elements of an eager tensor on the host, without a copy where that can be.
+    """Return the elements of an eager host tensor, without a copy if possible.
 
-    Not to be written to, nor kept: it keeps the tensor's memory.
+    Do not write to the array or keep it: it keeps the tensor's memory alive.
     """
     return np.asarray(memoryview(tensor)) if tensor.dtype in _VISIBLE_TO_NUMPY else np.asarray(tensor.numpy())

@@ -1,20 +1,21 @@
-"""The mesh of the host's processors beside a mesh of GPUs, and copies between the two.
+"""The host mesh of a GPU mesh, and copies between the two.
 
-A mesh of GPUs has a host mesh with a CPU device for each of its devices. What is sharded in the same way on both goes
-from each device to its own CPU device and back, without a collective.
+A GPU mesh has a host mesh with a CPU device for each of its devices. If a tensor has the same sharding on both meshes,
+each device copies its shard to its CPU device and back without a collective.
 
-# Note: tried on parts of one GPU
+# Note: tested on partitions of one GPU
 
-Tests run it on two meshes of CPU devices (`replaced`), where DTensor copies whole tensors only: there, and only there,
-`copied` gathers before and cuts after. Steps on parts of a GPU had the numbers of one device (docs/measurements.md).
-What follows was read in TensorFlow's source (tensorflow/dtensor/mlir; docs/planning.md, "Slots on the host"):
+Tests use two meshes of CPU devices (`replaced`). Between CPU meshes, DTensor copies only full tensors, so `copied`
+gathers before the copy and slices after it in this case only. Steps on partitions of a GPU matched a single device
+(docs/measurements.md). The following was read in TensorFlow's source (tensorflow/dtensor/mlir; docs/planning.md, "Slots
+on the host"):
 
-- Between a GPU mesh and a mesh of CPU devices, a tensor with equal shards on both, and not whole on every device, is
-  sent and received by each pair of devices (dtensor_send_recv.cc). TensorFlow tests this on GPUs in both directions
-  (multi_mesh_test.py).
-- What is whole on every device goes through the first device and an all-reduce. DTensor's pass that merges all-reduces
-  does not see that one of them waits, by way of the host, for another: merged, they wait for each other. So nothing
-  whole is copied here, not even the numbers that copies wait for.
+- Between a GPU mesh and a CPU mesh, each pair of devices sends and receives a tensor (dtensor_send_recv.cc). The tensor
+  must have equal shards on both meshes and must not be fully replicated. TensorFlow tests this on GPUs in both
+  directions (multi_mesh_test.py).
+- A fully replicated tensor goes through the first device and an all-reduce. DTensor's pass that merges all-reduces does
+  not see that one all-reduce waits, through the host, for another. Once merged, they deadlock. Therefore this module
+  copies no replicated tensor, not even the numbers that copies wait for.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ _replaced: dict[str, dtensor.Mesh] = {}
 
 
 def of(mesh: dtensor.Mesh) -> dtensor.Mesh | None:
-    """The host mesh of a mesh of GPUs; None for other devices."""
+    """Return the host mesh of a GPU mesh, or None for other devices."""
     if mesh.to_string() in _replaced:
         return _replaced[mesh.to_string()]
     return mesh.host_mesh() if mesh.device_type().upper() == "GPU" else None
@@ -40,11 +41,11 @@ def of(mesh: dtensor.Mesh) -> dtensor.Mesh | None:
 
 @contextlib.contextmanager
 def replaced(mesh: dtensor.Mesh, by: dtensor.Mesh) -> Iterator[None]:
-    """A context in which a mesh has another host mesh, for tests on CPU devices.
+    """Give a mesh another host mesh inside the context. For tests on CPU devices.
 
     Args:
         mesh: The mesh.
-        by: Of the same axes, of other devices.
+        by: A mesh with the same axes and other devices.
     """
     _replaced[mesh.to_string()] = by
     try:
@@ -54,13 +55,13 @@ def replaced(mesh: dtensor.Mesh, by: dtensor.Mesh) -> Iterator[None]:
 
 
 def copied(tensor: tf.Tensor, axes: Axes, source: dtensor.Mesh, target: dtensor.Mesh) -> tf.Tensor:
-    """A tensor on the other mesh, in the same layout.
+    """Copy a tensor to the other mesh, in the same layout.
 
     Args:
-        tensor: A DTensor, on `source`.
-        axes: Its layout, which is that of the result.
-        source: A mesh of GPUs, or its host mesh.
-        target: The other of the two.
+        tensor: A DTensor on `source`.
+        axes: The layout of the tensor and of the result.
+        source: A GPU mesh, or its host mesh.
+        target: The other of the two meshes.
     """
     tensor = transfer.relayout(tensor, axes, source)
     if source.device_type().upper() != target.device_type().upper():
@@ -71,15 +72,16 @@ def copied(tensor: tf.Tensor, axes: Axes, source: dtensor.Mesh, target: dtensor.
 
 
 def first_numbers(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """The first element of each device's piece of a tensor: it exists on a device when the piece does.
+    """Return the first element of each device's shard. The element exists on a device as soon as the shard does.
 
     Args:
-        tensor: A DTensor of a static shape, on `mesh`.
-        axes: Its layout.
+        tensor: A DTensor with a static shape, on `mesh`.
+        axes: The layout of the tensor.
         mesh: The mesh.
 
     Returns:
-        A float32 tensor with a dim for each axis that shards the tensor, of the axis's size, sharded over it.
+        A float32 tensor with a dim for each axis that shards the tensor. The dim has the axis's size and is sharded
+            over the axis.
     """
     rows = ShardRows(shape=tuple(tensor.shape), axes=axes, mesh_shape=axis_sizes(mesh))
     split = transfer.relayout(tensor, axes, mesh)

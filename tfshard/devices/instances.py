@@ -1,8 +1,8 @@
-"""Makes the clients of a launched run count collectives alike, when they have not compiled the same ones.
+"""Align the collective numbers of clients that did not compile the same collectives.
 
-DTensor numbers collectives in the order in which it compiles them, and clients have to give one the same number. On a
-mesh that a client has no devices of (`messages`) it compiles what the others do, once; but where small tensors were
-taken for constants and have changed, the others compile a function again.
+DTensor numbers collectives in the order of compilation, and all clients must give a collective the same number. On a
+mesh without local devices (`messages`), a client compiles the same functions as the others, but only once. The other
+clients compile a function again if DTensor took a small tensor for a constant and the tensor has changed.
 """
 
 import functools
@@ -15,12 +15,12 @@ from tfshard import _private
 from tfshard.devices import clients, messages, startup, transfer
 from tfshard.devices import mesh as meshes
 
-# More elements than DTensor takes for a constant.
+# More elements than a tensor that DTensor treats as a constant.
 _ELEMENTS = 64
 
 
 def count_alike() -> None:
-    """Has every client go on with the same number. All clients call this, from their main threads. Eager only."""
+    """Align the collective numbers of all clients. All clients call this in their main threads. Eager only."""
     if clients.here().count == 1:
         return
     own = _compile_unused(1)
@@ -30,13 +30,13 @@ def count_alike() -> None:
 
 
 def _compile_unused(count: int) -> int:
-    """Compiles so many collectives that are never run, and returns the number of the last."""
+    """Compile `count` collectives that never run, and return the number of the last."""
     mesh = _whole_mesh()
     pieces = transfer.host_to_mesh(np.zeros((mesh.size, _ELEMENTS), np.float32), ("batch", None), mesh)
     zeros = transfer.host_to_mesh(np.zeros(_ELEMENTS, np.float32), (None,), mesh)
 
     def summed(rows: tf.Tensor) -> tf.Tensor:
-        # One after the other, or they would be merged.
+        # Each collective depends on the one before, or DTensor would merge them.
         for _ in range(count):
             rows += transfer.relayout(tf.reduce_sum(rows, 0), (None,), mesh)
         return transfer.relayout(rows, ("batch", None), mesh)

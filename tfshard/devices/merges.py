@@ -1,9 +1,9 @@
-"""Which all-reduces DTensor merges.
+"""The all-reduces that DTensor merges.
 
-Its pass that merges independent ones (dtensor_allreduce_combine_optimization.cc) does not see that an operation with a
-body, a loop or a branch, depends on what the body takes from outside. On meshes of several axes a gather is an
-all-reduce too: merged with one behind the loop that uses it, it comes too late ("operand #0 does not dominate this
-use"). There each all-reduce of such a step stays alone.
+DTensor's pass that merges independent all-reduces (dtensor_allreduce_combine_optimization.cc) has a bug. It ignores
+that a loop or branch depends on the tensors that its body captures. On meshes with several axes, a gather is an
+all-reduce too. If DTensor merges such a gather with an all-reduce after the loop that uses it, the gather comes too
+late ("operand #0 does not dominate this use"). tfshard disables merging for such a step.
 """
 
 import os
@@ -15,19 +15,19 @@ from tfshard import _private
 from tfshard.layouts.axes import axis_sizes
 
 SWITCH = "DTENSOR_ALLREDUCE_COMBINE_OPTIMIZATION_GROUP_SIZE"
-# A user may turn a switch on to look into a problem.
+# A user may set the switch to debug a problem.
 _is_ours = SWITCH not in os.environ
 
 _WITH_BODIES = ("Case", "If", "While")
 
 
 def happen(mesh: dtensor.Mesh) -> bool:
-    """Whether gradients that are not scattered are reduced as one, in what DTensor compiles next."""
+    """Return whether the next compilation merges the all-reduces of gradients that are not scattered."""
     return os.environ.get(SWITCH) != "1" and axis_sizes(mesh).data_size > 1
 
 
 def choose(mesh: dtensor.Mesh, graph: tf.Graph) -> None:
-    """Sets the switch for what DTensor compiles next: a step on a mesh, with this graph."""
+    """Set the switch for the next compilation: a step on `mesh` with the graph `graph`."""
     if not _is_ours:
         return
     if axis_sizes(mesh).shards_by_several and any(

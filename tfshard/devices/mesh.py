@@ -1,4 +1,4 @@
-"""Names and sizes of axes to a DTensor mesh."""
+"""Build DTensor meshes from the names and sizes of axes."""
 
 import collections
 import math
@@ -15,38 +15,38 @@ from tfshard.errors import MeshError
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, MeshAxes, axis_sizes, mesh_name, plain, roles_of
 
 
-# Any: to mypy, `**sizes` of a caller may hold roles too.
+# Any: for mypy, a caller's `**sizes` may contain roles too.
 def create_mesh(*unnamed: object, roles: Any = None, **sizes: int) -> dtensor.Mesh:
-    """Arranges the devices in a grid with named axes, in the order given.
+    """Arrange the devices in a grid with named axes, in the given order.
 
-    An axis with the role `"data"` carries data parallelism and the ZeRO stages, one with the role `"tensor"` the
-    layout map. An axis named `batch`, `data`, `dp` or `fsdp` is for data and every other axis (by custom `model`) for
-    tensor parallelism, unless `roles` says otherwise. Without an earlier `tfshard.initialize()`, `create_mesh` starts
-    DTensor with as many devices as the mesh has. In a launched run the devices are those of all clients, client 0's
-    first: the last axes lie within a client, the first ones across clients.
+    An axis with the role `"data"` carries data parallelism and ZeRO sharding. An axis with the role `"tensor"` carries
+    the layout map. By default, axes named `batch`, `data`, `dp` or `fsdp` have the role `"data"`, and all other axes
+    (usually `model`) have the role `"tensor"`. `roles` overrides the default. If the script has not called
+    `tfshard.initialize()`, `create_mesh` starts DTensor with as many devices as the mesh has. In a launched run, the
+    mesh spans the devices of all clients, client 0's first: the last axes lie within a client, the first axes span
+    clients.
 
-    With an axis `replica` (role `"replica"`) sharding is hybrid: every device has samples of its own, and what the
-    stages store in shards over `batch` is stored once for each replica, so that nothing is gathered from one replica
-    to another, and gradients of 64 KiB and more are added up in each replica before they are between them. Devices of
-    a replica follow each other: of as many as a host has, a replica is a host. In the mesh that comes back the axis
-    `batch` has the devices of all replicas.
+    An axis `replica` (role `"replica"`) selects hybrid sharding. Every device has different samples. Each replica
+    stores a full set of the shards, so no all-gather crosses replicas. Gradients of 64 KiB and more are reduced within
+    each replica first, then between replicas. The devices of a replica are consecutive: if a replica has as many
+    devices as a host, the replica is a host. In the returned mesh, the axis `batch` spans the devices of all replicas.
 
-    An axis `pipeline` (role `"pipeline"`) is for models that `tfshard.pipeline` has cut into parts: each of its places
-    has other layers, on a mesh of all other axes.
+    An axis `pipeline` (role `"pipeline"`) is for models that `tfshard.pipeline` has cut into stages. Each position on
+    the axis has different layers, on a mesh of all other axes.
 
     Args:
-        *unnamed: None: each size needs the name of its axis.
-        roles: Axis name to role, for axes whose role does not follow from their name, such as
-            `{"outer": "data", "inner": "tensor"}`.
-        **sizes: Size of each axis, a positive integer; one axis may be -1 for "the remaining devices".
+        *unnamed: Not allowed. Each size needs the name of its axis.
+        roles: Axis name to role, for axes whose role does not follow from their name, such as `{"outer": "data",
+            "inner": "tensor"}`.
+        **sizes: The size of each axis, a positive integer. One axis may be -1 for "the remaining devices".
 
     Returns:
         A `tf.experimental.dtensor.Mesh`.
 
     Raises:
         MeshError: No axis, a size without a name, a size that is not a positive integer or -1, more than one -1, or a
-            mesh larger than the devices; an unknown role, one of an axis that is not there, or two axes for data; in a
-            launched run also clients that ask for different meshes.
+            mesh larger than the devices. An unknown role, a role for an unknown axis, or two data axes. In a launched
+            run, clients that ask for different meshes.
 
     Example:
 
@@ -77,7 +77,7 @@ def create_mesh(*unnamed: object, roles: Any = None, **sizes: int) -> dtensor.Me
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         raise MeshError(f"At most one mesh axis may be -1. Received: axes={sizes}")
-    roles = roles_of(sizes, roles)  # Before devices are started, which can be done once.
+    roles = roles_of(sizes, roles)  # Check before the devices start, which happens only once.
     fixed = math.prod(size for size in sizes.values() if size != -1)
     started = startup.current()
     if started is None:
@@ -107,7 +107,7 @@ def create_mesh(*unnamed: object, roles: Any = None, **sizes: int) -> dtensor.Me
 
 
 def _named(unnamed: Sequence[object]) -> str:
-    """Return the call of `create_mesh` that sizes without names probably mean."""
+    """Return the call of `create_mesh` that the sizes without names probably mean."""
     first = unnamed[0]
     if len(unnamed) == 1 and isinstance(first, Mapping) and all(str(name).isidentifier() for name in first):
         return f"create_mesh({', '.join(f'{name}={size!r}' for name, size in first.items())})"
@@ -119,9 +119,10 @@ def _named(unnamed: Sequence[object]) -> str:
 
 
 def rank_meshes(mesh: dtensor.Mesh) -> tuple[dtensor.Mesh, ...]:
-    """The meshes of the places on the pipeline axis, in its order, with all other axes; the mesh itself without one.
+    """Return the meshes of the positions on the pipeline axis, in order. Without a pipeline axis, return the mesh
+    itself.
 
-    In a launched run each is made on all clients, also on those that have none of its devices.
+    Each mesh has all other axes. In a launched run, every client makes every mesh, even without local devices in it.
     """
     axes = axis_sizes(mesh)
     if axes.pipeline is None:
@@ -137,12 +138,12 @@ def rank_meshes(mesh: dtensor.Mesh) -> tuple[dtensor.Mesh, ...]:
 
 
 def _mesh_of(axes: MeshAxes, devices: list[str], local: Collection[str]) -> dtensor.Mesh:
-    """A mesh of some devices of a run, of which this client may have none.
+    """Make a mesh of some devices of a run, possibly without local devices.
 
     Args:
-        axes: Its axes.
-        devices: Its devices, in order.
-        local: Those of this client.
+        axes: The axes of the mesh.
+        devices: The devices of the mesh, in order.
+        local: The devices of this client.
     """
     specs = [tf.DeviceSpec.from_string(device) for device in devices]
     here = [number for number, device in enumerate(devices) if device in local]
@@ -157,7 +158,7 @@ def _mesh_of(axes: MeshAxes, devices: list[str], local: Collection[str]) -> dten
 
 
 def _distributed_mesh(mesh_axes: MeshAxes, started: startup.Runtime) -> dtensor.Mesh:
-    """A mesh over all clients: as many devices of each, those of client 0 first."""
+    """Make a mesh over all clients, with equally many devices of each client. Client 0's devices come first."""
     if math.prod(mesh_axes.values()) % started.num_clients:
         raise MeshError(
             f"A mesh has equally many devices of each of the {started.num_clients} clients. Received: axes={mesh_axes}"
@@ -169,16 +170,16 @@ def _distributed_mesh(mesh_axes: MeshAxes, started: startup.Runtime) -> dtensor.
 
 
 def check_ranks(mesh_axes: MeshAxes, num_clients: int) -> None:
-    """Checks that a place on the pipeline axis has equally many devices of each client that it has some of.
+    """Check that each position on the pipeline axis has equally many devices of every client that it includes.
 
-    DTensor has no other meshes ("Uneven local clusters" in TensorFlow 2.21's dtensor/cc/tensor_layout.cc).
+    DTensor supports no other meshes ("Uneven local clusters" in TensorFlow 2.21's dtensor/cc/tensor_layout.cc).
 
     Args:
-        mesh_axes: Of a mesh that has equally many devices of all clients, those of client 0 first.
-        num_clients: How many there are.
+        mesh_axes: The axes of a mesh with equally many devices of all clients, client 0's first.
+        num_clients: The number of clients.
 
     Raises:
-        MeshError: It has not, with a pipeline axis that would do.
+        MeshError: The numbers differ. The message names a pipeline axis that works.
     """
     if mesh_axes.pipeline is None:
         return
@@ -196,10 +197,10 @@ def check_ranks(mesh_axes: MeshAxes, num_clients: int) -> None:
 
 
 def distributed_mesh(sizes: Mapping[str, int], started: startup.Runtime) -> dtensor.Mesh:
-    """A mesh over all clients, without a check that they all make it."""
+    """Make a mesh over all clients, without a check that all clients make it."""
     mesh_axes = MeshAxes.of(sizes)
     if started.device_type == "TPU":
-        # A TPU mesh takes all devices; not run on this hardware.
+        # A TPU mesh takes all devices. Never tested on TPUs.
         with _private.without_log():
             return dtensor.create_distributed_mesh(
                 list(mesh_axes.items()), mesh_name=mesh_name(mesh_axes), device_type=started.device_type
@@ -207,7 +208,7 @@ def distributed_mesh(sizes: Mapping[str, int], started: startup.Runtime) -> dten
     size = math.prod(mesh_axes.values())
     local = size // started.num_clients
     devices = dtensor.local_devices(started.device_type)[:local]
-    # Not by `dtensor.create_distributed_mesh`, which takes the number of a task for that of a client (tasks.py).
+    # `dtensor.create_distributed_mesh` would treat a task's number as a client's number (tasks.py).
     numbers = range(started.client_id * local, (started.client_id + 1) * local)
     return dtensor.Mesh(
         list(mesh_axes),
@@ -219,5 +220,5 @@ def distributed_mesh(sizes: Mapping[str, int], started: startup.Runtime) -> dten
 
 
 def _default_devices(size: int) -> int | None:
-    """As many logical CPU devices as the mesh asks for; accelerators are whatever the machine has."""
+    """Return the mesh's size as the number of logical CPU devices, or None for accelerators."""
     return size if dtensor.preferred_device_type() == "CPU" else None

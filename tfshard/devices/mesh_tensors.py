@@ -1,8 +1,8 @@
-"""Tensors on the mesh that eager code may use like tensors on the host.
+"""Mesh tensors that eager code may use like host tensors.
 
-DTensor refuses an eager operation that takes a tensor of the mesh and one of the host, and does not show the value of a
-tensor that is sharded. A `MeshTensor` stands for a tensor of the mesh in a user's eager code. Operations, NumPy and
-Python get a tensor on the host; a step, and a `tf.function` that runs one, gets the tensor on the mesh.
+DTensor refuses an eager operation on a mesh tensor and a host tensor together, and does not show the value of a sharded
+tensor. A `MeshTensor` represents a mesh tensor in a user's eager code. Operations, NumPy and Python get a host tensor.
+A step, and a `tf.function` that runs a step, gets the mesh tensor.
 """
 
 import functools
@@ -16,12 +16,12 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.devices import transfer
 
-# The graphs of functions in which a step was traced: they take tensors on the mesh.
+# The graphs of functions in which a step was traced. These functions take mesh tensors.
 _with_steps: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
 
 def note_step() -> None:
-    """Remember the functions that are being traced: a step is traced in them."""
+    """Remember the functions that are being traced as functions that run a step."""
     graph = None if _private.is_eager() else tf.compat.v1.get_default_graph()
     while graph is not None:
         _with_steps.add(graph)
@@ -29,32 +29,34 @@ def note_step() -> None:
 
 
 class MeshTensor(_private.TensorType):  # type: ignore[misc]  # TensorFlow has no types.
-    """A tensor on the mesh, used in eager code as a tensor on the host.
+    """A mesh tensor that eager code uses like a host tensor.
 
     Attributes:
         on_mesh: The DTensor.
     """
 
-    # To `isinstance`, in Python and in TensorFlow's `tape.watch`, it is a tensor. TensorFlow's operations ask for the
-    # type itself, and convert it.
+    # `isinstance` in Python and TensorFlow's `tape.watch` see a tensor. TensorFlow's operations check the type itself
+    # and convert it.
     __class__ = property(lambda self: tf.Tensor)
 
-    # NumPy leaves arithmetic with an array on its left to this class, as it does for TensorFlow's tensors.
+    # NumPy leaves arithmetic with an array as the left operand to this class, as for TensorFlow's tensors.
     __array_priority__ = 100
 
     def __init__(self, on_mesh: tf.Tensor, on_host: tf.Tensor | np.ndarray | None = None):
-        """Args:
-        on_mesh: The DTensor.
-        on_host: Its value, where the host has it.
+        """Wrap a DTensor.
+
+        Args:
+            on_mesh: The DTensor.
+            on_host: Its value, if the host has it.
         """
         self.on_mesh = on_mesh
         self._given = on_host
 
     @functools.cached_property
     def on_host(self) -> tf.Tensor:
-        """The whole value as an ordinary eager tensor, fetched from the devices when it is first asked for.
+        """The full value as an eager host tensor, fetched from the devices at the first access.
 
-        Clients of a launched run that hold different parts of it exchange them: all of them have to ask.
+        Clients of a launched run that hold different shards exchange them, so all clients must access this.
         """
         given, self._given = self._given, None
         with tf.init_scope(), _private.stop_recording():
@@ -71,7 +73,7 @@ class MeshTensor(_private.TensorType):  # type: ignore[misc]  # TensorFlow has n
         return self.on_mesh.dtype
 
     def numpy(self) -> np.ndarray:
-        """The whole value."""
+        """Return the full value."""
         value: np.ndarray = self.on_host.numpy()
         return value
 
@@ -131,7 +133,7 @@ class MeshTensor(_private.TensorType):  # type: ignore[misc]  # TensorFlow has n
         return round(float(self), digits)
 
     def __hash__(self) -> int:
-        return hash(self.on_host)  # TensorFlow's error, which says to use ref().
+        return hash(self.on_host)  # Raises TensorFlow's error, which says to use ref().
 
     def __reduce__(self) -> tuple[Callable[[np.ndarray], tf.Tensor], tuple[np.ndarray]]:
         return tf.constant, (self.numpy(),)
@@ -149,9 +151,9 @@ for _name in tf.Tensor.OVERLOADABLE_OPERATORS:
 
 
 class MeshTensorSpec(tf.TensorSpec):  # type: ignore[misc]  # TensorFlow has no types.
-    """The type of a `MeshTensor` to `tf.function`, which traces it as an ordinary tensor.
+    """The type of a `MeshTensor` in `tf.function`, which traces it as an ordinary tensor.
 
-    A call passes the tensor on the mesh to a function in which a step was traced, and the one on the host to others.
+    A call passes the mesh tensor to functions in which a step was traced, and the host tensor to other functions.
     """
 
     def __init__(self, shape: Any, dtype: Any = tf.float32, name: str | None = None):
@@ -175,11 +177,11 @@ class MeshTensorSpec(tf.TensorSpec):  # type: ignore[misc]  # TensorFlow has no 
 
 
 def wrapped(on_mesh: Any, on_host: Any = None) -> Any:
-    """Return a structure in which `MeshTensor`s stand for eager DTensors.
+    """Return a structure with each eager DTensor replaced by a `MeshTensor`.
 
     Args:
         on_mesh: The structure.
-        on_host: Of the same structure: the value of each leaf, where the host has it.
+        on_host: A matching structure with the host value of each leaf, if the host has it.
     """
 
     def wrap(leaf: Any, host: Any = None) -> Any:
@@ -193,7 +195,7 @@ def wrapped(on_mesh: Any, on_host: Any = None) -> Any:
 
 
 def on_host(structure: Any) -> Any:
-    """Return a structure in which ordinary tensors stand for tensors on the mesh."""
+    """Return a structure with each mesh tensor replaced by an ordinary tensor."""
 
     def brought(leaf: Any) -> Any:
         if isinstance(leaf, MeshTensor):
@@ -204,7 +206,7 @@ def on_host(structure: Any) -> Any:
 
 
 def spec_of(element_spec: Any) -> Any:
-    """Return the specs of a dataset's elements as those of its batches on the mesh."""
+    """Convert the specs of a dataset's elements to specs of its batches on the mesh."""
 
     def of_leaf(leaf: Any) -> Any:
         return MeshTensorSpec(leaf.shape, leaf.dtype) if type(leaf) is tf.TensorSpec else leaf

@@ -1,13 +1,13 @@
-"""Tensors from a device to one that may be another client's, and values from one client to the others.
+"""Send tensors between devices of different clients, and values between clients.
 
-Between clients a message is a broadcast in a group of two (`CollectiveBcastSendV2`, `CollectiveBcastRecvV2`), so it
-goes the way of all collectives. What one device sends to another arrives in the order in which it was sent: both
-clients have to come to the messages of such a pair in the same order. A thread for each pair sends, while the one that
-sent goes on.
+Between clients, a message is a broadcast in a group of two (`CollectiveBcastSendV2`, `CollectiveBcastRecvV2`), so
+messages use the transport of all collectives. Messages from one device to another arrive in the order in which they
+were sent: both clients must reach the messages of such a pair in the same order. Each pair has a sender thread, so
+sending does not block the caller.
 
-DTensor has meshes that a client has no devices of ("remote"): there, tensors have a layout, a shape and no value, and
-an operation does nothing. So all clients trace and compile the same functions in the same order, by which DTensor
-numbers its collectives.
+DTensor has meshes without local devices ("remote"). On these meshes, tensors have a layout, a shape and no value, and
+an operation does nothing. Therefore all clients trace and compile the same functions in the same order, which
+determines DTensor's collective numbers.
 """
 
 import collections
@@ -22,17 +22,17 @@ from tfshard import _private
 from tfshard.devices import clients, startup, tasks
 from tfshard.devices.words import from_words, to_words
 
-# Keys of groups: between DTensor's own and those of replicas.py.
+# Group keys, between DTensor's keys and the keys in replicas.py.
 _FIRST_GROUP, _PLACES = 0x20000000, 1 << 13
-# What a broadcast takes, and what goes as something else of as many bits.
+# The dtypes that a broadcast supports, and the dtypes sent as another dtype of equal size.
 _TAKEN = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _AS = {tf.bfloat16: tf.float16}
 
-# An end that is the host of a client, beside its devices.
+# The prefix of an endpoint that is a client's host, not a device.
 _HOST = "host:"
 
-# A number for each shape and dtype that one end has sent to another, in the order in which both came to them.
-# TensorFlow keeps what it knows of each for good, and asks client 0 for it once.
+# An instance key for each shape and dtype sent between two endpoints, in the order in which both endpoints meet them.
+# TensorFlow records each key forever, and asks client 0 for each key once.
 _instances: dict[tuple[str, str], dict[tuple[tuple[int, ...], tf.DType], int]] = collections.defaultdict(dict)
 _senders: dict[tuple[str, str], futures.ThreadPoolExecutor] = {}
 _stand_ins: dict[tuple[tuple[int, ...], tf.DType, str], tf.Tensor] = {}
@@ -40,35 +40,35 @@ _unsent: list[futures.Future[None]] = []
 
 
 def clients_of(mesh: dtensor.Mesh) -> tuple[int, ...]:
-    """The clients that have devices of a mesh, in order. The same on all clients."""
-    names = mesh.global_devices()  # None where a mesh has devices of every client.
+    """Return the clients with devices in a mesh, in order. The result is equal on all clients."""
+    names = mesh.global_devices()  # Empty if the mesh has devices of every client.
     return tuple(sorted({client_of(name) for name in names})) if names else tuple(range(clients.here().count))
 
 
 def is_everywhere(mesh: dtensor.Mesh) -> bool:
-    """Whether every client has devices of a mesh. The same on all clients."""
+    """Return whether every client has devices in a mesh. The result is equal on all clients."""
     return clients.here().count == 1 or len(clients_of(mesh)) == clients.here().count
 
 
 def devices_of(mesh: dtensor.Mesh) -> list[str]:
-    """Return the names of all devices of a mesh, in its order. The same on all clients."""
+    """Return the names of all devices of a mesh, in mesh order. The result is equal on all clients."""
     if mesh.global_devices():
         return [str(name) for name in mesh.global_devices()]
     local, here = [str(name) for name in mesh.local_devices()], clients.here()
     if here.count == 1:
         return local
-    # As many of each client, those of client 0 first.
+    # Equally many devices of each client, client 0's first.
     task = f"/task:{tasks.of_client(here.rank, here.count)}/"
     return [name.replace(task, f"/task:{each}/") for each in tasks.order(here.count) for name in local]
 
 
 def client_of(device: object) -> int:
-    """The client that has a device."""
+    """Return the client of a device."""
     return tasks.client_of(int(tf.DeviceSpec.from_string(str(device)).task or 0), clients.here().count)
 
 
 def is_here(device: str) -> bool:
-    """Whether a device is one of this client's."""
+    """Return whether a device belongs to this client."""
     return clients.here().count == 1 or client_of(device) == clients.here().rank
 
 
@@ -76,7 +76,7 @@ def is_here(device: str) -> bool:
 
 
 def send(tensor: tf.Tensor, source: str, target: str) -> None:
-    """Sends a tensor of one of this client's devices to one of another's, which has to receive it."""
+    """Send a tensor from a local device to another client's device. The other client must call `received`."""
     key, pair = _instance(tensor.shape, tensor.dtype, source, target), (source, target)
     if pair not in _senders:
         _senders[pair] = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="tfshard_send")
@@ -93,13 +93,13 @@ def _send(tensor: tf.Tensor, instance: int, source: str, target: str) -> None:
 
 
 def wait_until_sent() -> None:
-    """Waits for what was sent, and raises what went wrong."""
+    """Wait for all sends. Raises the first error of a send."""
     while _unsent:
         _unsent.pop(0).result()
 
 
 def received(shape: Sequence[int], dtype: tf.DType, source: str, target: str) -> tf.Tensor:
-    """What a device of another client sends to one of this client's; waits for it."""
+    """Wait for a tensor that another client's device sends to a local device, and return it."""
     instance, shape = _instance(shape, dtype, source, target), tuple(shape)
     sent, as_words = _AS.get(dtype, dtype), dtype not in _AS and dtype not in _TAKEN
     words = to_words(np.zeros(shape, dtype.as_numpy_dtype)).shape if as_words else ()
@@ -123,7 +123,7 @@ def _keys(instance: int, source: str, target: str) -> dict[str, object]:
 
 
 def _place(end: str) -> int:
-    """A number for each device of the run, and for each client's host."""
+    """Return the number of a device in the run, or of a client's host."""
     runtime = startup.current()
     assert runtime is not None
     if end.startswith(_HOST):
@@ -132,7 +132,7 @@ def _place(end: str) -> int:
 
 
 def _device(end: str) -> str:
-    """Where its operations are run."""
+    """Return the device that runs an endpoint's operations."""
     if not end.startswith(_HOST):
         return end
     task = tasks.of_client(int(end.removeprefix(_HOST)), clients.here().count)
@@ -143,13 +143,16 @@ def _device(end: str) -> str:
 
 
 def from_first(value: np.ndarray | None, shape: Sequence[int], dtype: tf.DType, mesh: dtensor.Mesh) -> np.ndarray:
-    """A value on the host that the clients which have devices of a mesh know, on all clients. All have to call this.
+    """Send a host value from the first client with devices in a mesh to the clients without. All clients call this.
 
     Args:
-        value: The value; None on the others.
-        shape: Its shape.
-        dtype: Its dtype.
+        value: The value. None on clients without devices in the mesh.
+        shape: The value's shape.
+        dtype: The value's dtype.
         mesh: The mesh.
+
+    Returns:
+        The value, on all clients.
     """
     here, knowing = clients.here(), clients_of(mesh)
     others = [client for client in range(here.count) if client not in knowing]
@@ -167,7 +170,7 @@ def from_first(value: np.ndarray | None, shape: Sequence[int], dtype: tf.DType, 
 
 
 def of_all(number: int) -> list[int]:
-    """A number of each client, on all clients. All have to call this."""
+    """All-gather a number from each client. All clients call this."""
     here, shape = clients.here(), ()
     with here.operation("a number of each client", first=True):
         for other in range(here.count):
@@ -183,25 +186,25 @@ def of_all(number: int) -> list[int]:
     return found
 
 
-# --- meshes that this client has no devices of
+# --- meshes without local devices
 
 
 def packed(pieces: Sequence[tf.Tensor], shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:
-    """The pieces of this client's devices as one tensor on a mesh; its `stand_in` where there are none.
+    """Pack the local shards of this client into a tensor on a mesh. Returns a `stand_in` without local devices.
 
     Args:
-        pieces: In the order of the devices.
-        shape: Of the tensor.
-        dtype: Of the tensor.
-        layout: Its layout.
+        pieces: The local shards, in device order.
+        shape: The tensor's shape.
+        dtype: The tensor's dtype.
+        layout: The tensor's layout.
     """
     return dtensor.pack(list(pieces), layout) if pieces else stand_in(shape, dtype, layout)
 
 
 def stand_in(shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:
-    """A tensor without a value, on a mesh that this client has no devices of: the same object each time.
+    """Return a placeholder tensor without a value on a mesh without local devices. Each call returns the same object.
 
-    The first time from the main thread: DTensor's default layout is the same for all threads.
+    Make the first call from the main thread, because all threads share DTensor's default layout.
     """
     key = tuple(shape), dtype, layout.to_string()
     if key not in _stand_ins:
@@ -211,6 +214,6 @@ def stand_in(shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> t
 
 
 def unpacked(tensor: tf.Tensor) -> list[tf.Tensor]:
-    """The pieces of this client's devices, perhaps none."""
+    """Return this client's local shards of a tensor, possibly none."""
     layout = dtensor.fetch_layout(tensor)
     return [] if layout.mesh.num_local_devices() == 0 else list(dtensor.unpack(tensor))

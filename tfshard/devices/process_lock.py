@@ -1,13 +1,14 @@
-"""The lock with which the threads of a process take turns on the mesh.
+"""The lock that lets one thread of a process use the mesh at a time.
 
-A process has one DTensor device, one set of environment switches that DTensor reads when it compiles, and one library
-of functions. A step runs alone, its trace and its compilation included. So does what brings variables to the mesh,
-sets them or reads them. A thread may take the lock again, as when a callback calls `predict`.
+A process has one DTensor device, one set of environment switches that DTensor reads when it compiles, and one function
+library. A step runs alone, including its trace and its compilation. The code that puts variables on the mesh, sets them
+or reads them also runs alone. A thread may acquire the lock again, as when a callback calls `predict`.
 
-Nobody waits for data, or for a thread that works for itself, while holding the lock: that thread may need it.
+A thread that holds the lock never waits for data or for an independent thread, because the other thread may need the
+lock.
 
 TensorFlow holds a lock of each tf.function that it traces. A trace that waits for the process's lock releases its
-function locks while it waits, because the thread that holds the process's lock may call the same function.
+function locks meanwhile, because the thread that holds the process's lock may call the same function.
 """
 
 import contextlib
@@ -29,9 +30,9 @@ _lock = threading.RLock()
 
 
 class _Here(threading.local):
-    # Whether this thread works for another one, which holds the lock and waits for it.
+    # True if this thread works for another thread that holds the lock and waits.
     works_for_holder = False
-    # What the tf.function that is being called holds until it returns, and whether steps were traced in it.
+    # The contexts to hold until the current tf.function returns, and whether a step was traced in the function.
     call: contextlib.ExitStack | None = None
     traced_steps = False
 
@@ -41,7 +42,7 @@ _here = _Here()
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """A context in which no other thread works with the mesh."""
+    """Keep other threads from using the mesh inside the context."""
     if _here.works_for_holder:
         yield
         return
@@ -58,7 +59,7 @@ def held() -> Iterator[None]:
 
 
 def locked(function: _Function) -> _Function:
-    """Return a function that holds the lock while it runs."""
+    """Wrap a function to hold the lock while it runs."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +72,7 @@ def locked(function: _Function) -> _Function:
 
 @contextlib.contextmanager
 def working_for_holder() -> Iterator[None]:
-    """A context of a thread that the holder of the lock has started, and waits for."""
+    """Mark this thread as started and awaited by the thread that holds the lock."""
     before, _here.works_for_holder = _here.works_for_holder, True
     try:
         yield
@@ -85,8 +86,10 @@ _with_steps: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 @functools.cache
 def start() -> None:
-    """From now on whoever sets what DTensor's device works with holds the lock, and so does a call of a tf.function
-    that takes tensors on a mesh, or that runs steps."""
+    """Hold the lock, from now on, while a thread uses DTensor's device or calls a tf.function on the mesh.
+
+    A tf.function is on the mesh if it takes mesh tensors or runs steps.
+    """
     _private.set_device_in(held)
     _private.around_function_calls(_while_called)
     _private.run_functions_with_steps_in(held)
@@ -94,7 +97,7 @@ def start() -> None:
 
 
 def hold_until_function_returns() -> None:
-    """Hold the lock until the tf.function that is being traced was compiled and has run."""
+    """Hold the lock until the tf.function that is being traced has been compiled and has run."""
     if _here.call is not None:
         _here.call.enter_context(held())
         _here.traced_steps = True
@@ -102,7 +105,7 @@ def hold_until_function_returns() -> None:
 
 @contextlib.contextmanager
 def _while_called(function: Callable[..., Any], arguments: Any) -> Iterator[None]:
-    if not _private.is_eager():  # It is part of another function.
+    if not _private.is_eager():  # A function inside another function.
         yield
         return
     before = _here.call, _here.traced_steps

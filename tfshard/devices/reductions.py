@@ -1,24 +1,24 @@
-"""In which dtype DTensor adds bfloat16 gradients of several devices up.
+"""The dtype in which DTensor sums bfloat16 gradients of several devices.
 
-On CPU it always does so in float32. Elsewhere it takes bfloat16, unless its pass for mixed precision is on, which
-adds in float32 in groups of more than a number of devices (dtensor_mixed_precision_reduce.cc). It leaves float16 as it
-is.
+On CPU, DTensor always sums in float32. On other devices it sums in bfloat16, unless its mixed-precision pass is on. The
+pass sums in float32 in groups of more than a given number of devices (dtensor_mixed_precision_reduce.cc). It leaves
+float16 unchanged.
 """
 
 import os
 
 SWITCH = "DTENSOR_ENABLE_MIXED_PRECISION_REDUCE"
 SIZE = "DTENSOR_REDUCE_IN_BFLOAT16_MAX_GROUP_SIZE"
-# A user may turn a switch on to look into a problem.
+# A user may set the switch to debug a problem.
 _is_ours = SWITCH not in os.environ and SIZE not in os.environ
 
 
 def choose(dtype: str) -> None:
-    """Sets the switches for what DTensor compiles next. It reads them whenever it compiles."""
+    """Set the switches for the next compilation. DTensor reads them whenever it compiles."""
     if not _is_ours:
         return
     if (dtype == "float32") == (os.environ.get(SWITCH) == os.environ.get(SIZE) == "1"):
-        return  # A switch that is set while TensorFlow reads another one may end the process.
+        return  # Setting a variable while TensorFlow reads another may crash.
     if dtype == "float32":
         os.environ |= {SWITCH: "1", SIZE: "1"}
     else:

@@ -1,13 +1,13 @@
-"""Collectives of the data axis, of all its devices or of those of one replica.
+"""Collectives over the data axis: over all its devices, or over the devices of one replica.
 
-DTensor has collectives over whole axes of a mesh only, and shards a dim over one axis only. So a batch that is sharded
-over all devices and variables that are gathered among those of a host are not to be had of its layouts; and on a mesh
-of several axes it gathers by reductions (gathers.py). Here each device does TensorFlow's own collective on what it has,
-with the devices of a group of ours: on a tensor in a "parted" layout no operation is expanded
+DTensor's collectives span full mesh axes, and DTensor shards a dim over one axis only. Its layouts cannot express a
+batch that is sharded over all devices together with variables that are gathered within a host. On meshes with several
+axes, DTensor gathers by reductions (gathers.py). In this module, each device runs TensorFlow's collectives on its local
+shard, in groups that tfshard defines. DTensor expands no operation on a tensor in a "parted" layout
 (SkipExpansionForPartedLayout in TensorFlow 2.21's dtensor/mlir/spmd_expander.cc).
 
-Each operation has an instance key of its own, which is the same on all clients, as they trace the same steps in the
-same order. One that is copied needs a new one (`renewed`).
+Each collective has a unique instance key. All clients trace the same steps in the same order, so the keys are equal on
+all clients. A copied operation needs a new key (`renewed`).
 """
 
 import functools
@@ -28,25 +28,25 @@ from tfshard.layouts.variable_layout import Axes
 
 GATHER = "CollectiveGatherV2"
 
-# What is done with a tensor of a layout on a mesh.
+# A function of a tensor, its layout and its mesh.
 Function: TypeAlias = Callable[[tf.Tensor, Axes, dtensor.Mesh], tf.Tensor]
 
-# What it gathers; bfloat16 as float16.
+# The dtypes that `gather` supports. It sends bfloat16 as float16.
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 
-# Which of its inputs is its instance key.
+# The index of the gather's input that holds the instance key.
 _INSTANCE = 3
 
-# Keys of groups: far from DTensor's own, and others for each arrangement of the devices.
+# Group keys, far from DTensor's keys, and different for each arrangement of the devices.
 _FIRST_GROUP, _ARRANGEMENTS, _GROUPS = 0x40000000, 1 << 16, 1 << 14
 _instances = itertools.count(0x100000)
 
 
 def gathered(tensor: tf.Tensor, axes: Axes, target: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """A tensor brought from the layout `axes` to `target`: by `gather` where DTensor would do it by a reduction.
+    """Change a tensor's layout from `axes` to `target`. Uses `gather` where DTensor would gather by a reduction.
 
-    On a mesh of several axes DTensor gathers by an all-reduce of zeros and a piece (devices/gathers.py), which sends
-    twice as much and holds the whole twice.
+    On a mesh with several axes, DTensor gathers by an all-reduce of zero-padded shards (devices/gathers.py), which
+    sends twice the bytes and holds the full tensor twice.
     """
     sizes = axis_sizes(mesh)
     whole = tuple(None if axis == sizes.data else axis for axis in axes)
@@ -57,16 +57,16 @@ def gathered(tensor: tf.Tensor, axes: Axes, target: Axes, mesh: dtensor.Mesh) ->
 
 
 def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """What the devices of a replica have of a tensor, on each of them: one all-gather among them.
+    """All-gather a tensor's local shards within each replica, by one collective.
 
     Args:
-        stored: It has a dim that the data axis shards. What a device has is the same in each replica: with several,
-            that dim has a row for each device.
-        axes: The layout.
+        stored: A tensor with a dim that the data axis shards. All replicas hold equal shards: with several replicas,
+            the dim has a row for each device.
+        axes: The tensor's layout.
         mesh: The mesh.
 
     Returns:
-        In the same layout, but whole over the data axis; with replicas the rows of one.
+        The tensor in the same layout, but replicated over the data axis. With replicas, it has one replica's rows.
     """
     if tf.executing_eagerly():
         return _in_a_function(gather, stored, axes, mesh)
@@ -79,30 +79,30 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     with tf.name_scope("all_gather"):
         with tf.name_scope(transfer.LOCAL):
             line = tf.reshape(tf.transpose(own, first) if dim else own, (-1,))
-        # What has two bytes is sent as it is: no bit of it is looked at.
+        # The collective sends two-byte values bit by bit and does not interpret them.
         is_brain = line.dtype == tf.bfloat16
         rows = tf.raw_ops.CollectiveGatherV2(
             input=tf.bitcast(line, tf.float16) if is_brain else line,
             group_size=sizes.shards,
             **_common(_keys_of_replicas(mesh), mesh),
         )
-    # Its shape is not known otherwise. What the types say of the shard is that of all devices.
+    # The shape is unknown otherwise: in the graph, the local shard's type has the global shape.
     rows = tf.ensure_shape(rows, (sizes.shards * math.prod(shard),))
     rows = tf.bitcast(rows, tf.bfloat16) if is_brain else rows
     rows = tf.reshape(rows, [sizes.shards * shard[dim], *(shard[each] for each in first[1:])])
     rows = transfer.relayout(rows, (None,) * len(shard), mesh)
     if dim:
         rows = tf.transpose(rows, [first.index(each) for each in range(len(shard))])
-        # Else it is given the layout of what uses it, which DTensor cannot transpose into.
+        # Otherwise DTensor assigns the layout of the consumer, into which it cannot transpose.
         rows = transfer.relayout(rows, (None,) * len(shard), mesh)
     return leave_shard(rows, tuple(None if axis == sizes.data else axis for axis in axes), mesh)
 
 
 def leave_shard(own: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Of what is the same on the devices of the data axis, in the shape of a shard, a tensor in a layout.
+    """Convert a parted local shard to a DTensor. The shard is equal on all devices of the data axis.
 
     Args:
-        own: What each device has, in a step that is traced.
+        own: The local shard, in a step that is being traced.
         axes: The model axes that shard the dims of the result.
         mesh: The mesh.
     """
@@ -110,7 +110,8 @@ def leave_shard(own: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     for dim, axis in enumerate(axes):
         if axis is None:
             continue
-        # Each device takes all of its own, by so many of which the types have it.
+        # Each device takes all rows of its local shard. The index has the result's full dim, which the graph's types
+        # then show.
         numbers = np.tile(np.arange(own.shape[dim], dtype="int32"), axis_sizes(mesh)[axis])
         its = parted(tf.constant(numbers), (axis,), mesh)
         with tf.name_scope(transfer.LOCAL):
@@ -122,18 +123,18 @@ def leave_shard(own: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
 
 @functools.cache
 def allow_collectives() -> None:
-    """Lets each device do TensorFlow's own collectives."""
+    """Let each device run TensorFlow's collectives on its local shard."""
     collectives = (GATHER, "CollectiveAllToAllV2", "CollectiveReduceV2")
     expansions.allow_local(*collectives, "EnsureShape")
     _private.run_when_used(collectives)
 
 
 def meet(mesh: dtensor.Mesh, *, exchanges: bool = False) -> None:
-    """Makes the devices of each group meet once, as `transfer.meet` does with those of DTensor's. Eager only.
+    """Make the devices of each group meet once, as `transfer.meet` does for DTensor's groups. Eager only.
 
     Args:
         mesh: The mesh.
-        exchanges: The devices of the data axis exchange lists (exchanges.py).
+        exchanges: True if the devices of the data axis exchange lists (exchanges.py).
 
     Raises:
         MeshError: TensorFlow has the devices of a group in another order than the mesh.
@@ -160,12 +161,14 @@ _met: set[str] = set()
 
 
 def _places(number: int, count: int) -> slice:
-    """The places of the devices of a replica on the data axis."""
+    """Return the slice of a replica's devices on the data axis."""
     return slice(number * count, (number + 1) * count)
 
 
 def meet_to_exchange(mesh: dtensor.Mesh) -> None:
-    """`meet`, of the devices that exchange compressed gradients: of all, and of those between replicas. Eager only.
+    """Make the devices that exchange compressed gradients meet once, as `meet` does. Eager only.
+
+    The groups are all devices of the data axis and, with replicas, the devices at each position of the replicas.
 
     Raises:
         MeshError: TensorFlow has the devices of a group in another order than the mesh.
@@ -178,7 +181,7 @@ def meet_to_exchange(mesh: dtensor.Mesh) -> None:
 
     def meeting(places: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
         rows = gathered_rows(parted(places, axes, mesh), mesh)
-        # The groups of all devices and of an all-to-all meet too; the places stay as they are.
+        # The group of all devices and the all-to-all group meet too. The places do not change.
         rows += 0.0 * whole_sum(exchanged(rows, mesh), mesh)
         return transfer.relayout(rows, (None, None), mesh)
 
@@ -204,16 +207,16 @@ def _in_a_function(function: Function, tensor: tf.Tensor, axes: Axes, mesh: dten
 def _traced(
     function: Function, shape: tuple[int, ...], dtype: tf.DType, axes: Axes, mesh: dtensor.Mesh
 ) -> tf.types.experimental.ConcreteFunction:
-    """A concrete function, which is one also where Keras runs functions eagerly."""
+    """Return a concrete function, which runs as a graph even if Keras runs functions eagerly."""
     traced = tf.function(lambda tensor: function(tensor, axes, mesh), autograph=False)
     return traced.get_concrete_function(tf.TensorSpec(shape, dtype))
 
 
 def spread(rows: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """A row for each device of the data axis, out of those of one replica. Each device takes its own, as a copy.
+    """Repeat one replica's rows for all devices of the data axis. Each device copies its row locally.
 
     Args:
-        rows: `(model..., shards, columns)`, whole over the data axis.
+        rows: `(model..., shards, columns)`, replicated over the data axis.
         axes: The layout of the result.
         mesh: The mesh.
 
@@ -230,13 +233,13 @@ def spread(rows: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def all_reduce(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """The sum, over all devices of the data axis with the same model shards, of what each has, on each of them.
+    """All-reduce local tensors over the devices of the data axis that hold the same model shards.
 
-    In each replica every device adds up a piece; the pieces are added up between replicas, and gathered again. So each
-    device sends its piece to other replicas, and not the whole.
+    This is a reduce-scatter within each replica, an all-reduce between replicas, and an all-gather within each replica.
+    Each device sends only its shard to other replicas.
 
     Args:
-        own: What a device has, in a step that is traced. DTensor believes it to be the same on all.
+        own: The local tensor, in a step that is being traced. DTensor treats it as replicated.
         mesh: The mesh.
     """
     sizes, count = axis_sizes(mesh), own.shape.num_elements()
@@ -251,15 +254,15 @@ def all_reduce(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def chain(kind: str, over: str, words: int, count: int, mesh: dtensor.Mesh) -> Callable[[], tf.Tensor]:
-    """Collectives of float32 zeros, of which each takes what the one before gave: a function that runs them.
+    """Build a function that runs a chain of dependent collectives on float32 zeros.
 
     Args:
         kind: `"all-gather"`, `"all-reduce"` or `"all-to-all"`.
-        over: `"inside"`: the devices of each replica; `"between"`: those that have the same place in each replica;
+        over: `"inside"`: the devices of each replica. `"between"`: the devices at the same position in each replica.
             `"across"`: all devices.
-        words: Elements of the whole tensor on one device, a multiple of the devices of a group.
-        count: How many.
-        mesh: A mesh of a data axis only.
+        words: The number of elements of the full tensor on one device, a multiple of the group size.
+        count: The number of collectives.
+        mesh: A mesh with a data axis only.
     """
     sizes = axis_sizes(mesh)
     group_size, keys = {
@@ -291,14 +294,15 @@ def chain(kind: str, over: str, words: int, count: int, mesh: dtensor.Mesh) -> C
 
 
 def exchanged(rows: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """An all-to-all between replicas, or between all devices where there are none.
+    """Run an all-to-all between replicas, or between all devices if the mesh has no replicas.
 
     Args:
-        rows: `(devices that exchange, ...)`, of each device: a row for each of the others. In a step that is traced.
-        mesh: A mesh of a data axis only.
+        rows: `(devices that exchange, ...)` on each device: a row for each device of the group. In a step that is being
+            traced.
+        mesh: A mesh with a data axis only.
 
     Returns:
-        Of the same shape: the row of each of the others for this device.
+        A tensor with the shape of `rows`: the row from each device of the group.
     """
     allow_collectives()
     size, key = _between(mesh)
@@ -310,14 +314,14 @@ def exchanged(rows: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def gathered_rows(row: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """An all-gather between replicas, or between all devices where there are none.
+    """Run an all-gather between replicas, or between all devices if the mesh has no replicas.
 
     Args:
-        row: `(1, ...)`, of each device. In a step that is traced.
-        mesh: A mesh of a data axis only.
+        row: `(1, ...)` on each device. In a step that is being traced.
+        mesh: A mesh with a data axis only.
 
     Returns:
-        `(devices that exchange, ...)`, the same on those.
+        `(devices that exchange, ...)`, equal on all devices of the group.
     """
     allow_collectives()
     size, key = _between(mesh)
@@ -330,11 +334,11 @@ def gathered_rows(row: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def whole_sum(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """The sum over all devices of the data axis of what each has, on each: one all-reduce, as of what is small.
+    """Sum local tensors over all devices of the data axis by one all-reduce. Use this for small tensors.
 
     Args:
-        own: What a device has, in a step that is traced. DTensor believes it to be the same on all.
-        mesh: A mesh of a data axis only.
+        own: The local tensor, in a step that is being traced. DTensor treats it as replicated.
+        mesh: A mesh with a data axis only.
     """
     sizes = axis_sizes(mesh)
     return _all_reduced(own, sizes.data_size, _keys_of_all(mesh), mesh)
@@ -348,14 +352,14 @@ def _all_reduced(own: tf.Tensor, group_size: int, keys: np.ndarray, mesh: dtenso
 
 
 def sum_in_replica(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Of what each device has, this device's piece of the sum over its replica, by an all-to-all in it.
+    """Reduce-scatter a local tensor within its replica, by an all-to-all and a local sum.
 
     Args:
-        own: A line, in a step that is traced. DTensor believes it to be the same on all.
+        own: A 1-D local tensor, in a step that is being traced. DTensor treats it as replicated.
         mesh: The mesh.
 
     Returns:
-        A line of one of so many pieces as a replica has devices; the last is filled up with zeros.
+        The 1-D local shard of the sum. The replica's devices split the sum equally, and the last shard is zero-padded.
     """
     sizes = axis_sizes(mesh)
     count = own.shape.num_elements()
@@ -371,7 +375,7 @@ def sum_in_replica(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def gathered_in_replica(piece: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """The pieces of the devices of a replica one behind the other, on each of them."""
+    """All-gather 1-D local shards within each replica."""
     sizes = axis_sizes(mesh)
     allow_collectives()
     line = tf.raw_ops.CollectiveGatherV2(
@@ -383,7 +387,7 @@ def gathered_in_replica(piece: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def _common(keys: np.ndarray, mesh: dtensor.Mesh) -> dict[str, Any]:
-    """What all collectives take, whose groups have these keys, by location."""
+    """Return the common arguments of all collectives for groups with these keys, by location."""
     return {
         "group_key": _own_number(keys, mesh),
         "instance_key": new_instance(),
@@ -393,7 +397,7 @@ def _common(keys: np.ndarray, mesh: dtensor.Mesh) -> dict[str, Any]:
 
 
 def _between(mesh: dtensor.Mesh) -> tuple[int, np.ndarray]:
-    """How many exchange what is compressed, and the key of their group, by location."""
+    """Return the size of the group that exchanges compressed gradients, and its keys by location."""
     sizes = axis_sizes(mesh)
     if sizes.replicas > 1:
         return sizes.replicas, _keys_between_replicas(mesh)
@@ -401,22 +405,22 @@ def _between(mesh: dtensor.Mesh) -> tuple[int, np.ndarray]:
 
 
 def parted(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """A tensor of which every device does what follows with what it has."""
+    """Return a tensor in the parted layout, in which operations run on the local shard."""
     return dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
 
 
 def new_instance() -> int:
-    """An instance key that no collective has."""
+    """Return an unused instance key."""
     return next(_instances)
 
 
 def new_instances(count: int) -> int:
-    """The first of so many instance keys that no collective has, one behind the other."""
+    """Return the first of `count` consecutive unused instance keys."""
     return [next(_instances) for _ in range(count)][0]
 
 
 def group_key(mesh: dtensor.Mesh) -> tf.Tensor:
-    """The key of the group of the devices of the data axis that have the same model shards, without replicas."""
+    """Return the group key of the data axis's devices with the same model shards. Only for meshes without replicas."""
     sizes = axis_sizes(mesh)
     assert sizes.replicas == 1, "With replicas there is a group for each."
     allow_collectives()
@@ -424,42 +428,42 @@ def group_key(mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def renewed(inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-    """The inputs of a copy of a gather."""
+    """Return the inputs for a copy of a gather, with a new instance key."""
     return [*inputs[:_INSTANCE], tf.constant(new_instance()), *inputs[_INSTANCE + 1 :]]
 
 
 def _keys_of_replicas(mesh: dtensor.Mesh) -> np.ndarray:
-    """The key, by location, of the group of those devices of a replica that have the same model shards."""
+    """Return the group keys, by location, for the devices of a replica that hold the same model shards."""
     sizes = axis_sizes(mesh)
     return _keys(mesh, lambda index: index // sizes.shards, sizes.replicas, "in a replica")
 
 
 def _keys_between_replicas(mesh: dtensor.Mesh) -> np.ndarray:
-    """The key, by location, of the group of the devices that have the same place in each replica."""
+    """Return the group keys, by location, for the devices at the same position in each replica."""
     sizes = axis_sizes(mesh)
     return _keys(mesh, lambda index: index % sizes.shards, sizes.shards, "between replicas")
 
 
 def _keys_of_all(mesh: dtensor.Mesh) -> np.ndarray:
-    """The key, by location, of the group of the devices of the data axis that have the same model shards."""
+    """Return the group keys, by location, for the devices of the data axis that hold the same model shards."""
     return _keys(mesh, lambda index: 0 * index, 1, "all")
 
 
 def _keys(mesh: dtensor.Mesh, part: Callable[[np.ndarray], np.ndarray], parts: int, what: str) -> np.ndarray:
-    """A key for each part of the data axis, and for each location on the others.
+    """Return a key for each part of the data axis and each location on the other axes.
 
     Args:
         mesh: The mesh.
-        part: The part of an index on the data axis.
-        parts: How many there are.
-        what: What tells these groups from others.
+        part: Maps an index on the data axis to its part.
+        parts: The number of parts.
+        what: A name that distinguishes these groups from others.
     """
     sizes = axis_sizes(mesh)
     at = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
     assert sizes.data is not None
     at[sizes.data] = part(at[sizes.data])
     counts = [parts if axis == sizes.data else size for axis, size in sizes.items()]
-    # Meshes of a pipeline differ in their devices only, which other meshes do not name.
+    # The meshes of a pipeline differ only in their devices. Other meshes do not list their devices.
     devices = [str(device) for device in mesh.global_devices()]
     arrangement = zlib.crc32(f"{what} {sizes!r} {devices}".encode()) % _ARRANGEMENTS
     keys: np.ndarray = _FIRST_GROUP + arrangement * _GROUPS + np.ravel_multi_index([at[axis] for axis in sizes], counts)
@@ -467,7 +471,7 @@ def _keys(mesh: dtensor.Mesh, part: Callable[[np.ndarray], np.ndarray], parts: i
 
 
 def _own_number(numbers: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Of numbers with a dim for each axis of the mesh, each device's own: a scalar."""
+    """Return each device's number as a scalar, from numbers with a dim for each axis of the mesh."""
     with tf.name_scope(transfer.LOCAL):
         own = parted(tf.constant(numbers), tuple(axis_sizes(mesh)), mesh)
         return tf.reshape(tf.gather(tf.reshape(own, (-1,)), (0,)), ())

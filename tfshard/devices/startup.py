@@ -1,4 +1,7 @@
-"""Starts DTensor: the only place that sets its environment switches and TensorFlow's devices."""
+"""Start DTensor: set TensorFlow's devices and the environment switches of the process.
+
+expansions.py, gathers.py, merges.py and reductions.py change further switches before DTensor compiles.
+"""
 
 import dataclasses
 import os
@@ -12,23 +15,23 @@ from tfshard import __version__, _private
 from tfshard.devices import allocators, clients, expansions, tasks
 from tfshard.errors import InitializationError
 
-# Why each switch has its value: docs/design.md, "Switches".
+# docs/design.md, "Switches", explains each value.
 _SWITCHES = {
-    # Independent all-reduces are merged into one. Safe because a step is pure: see steps.py.
+    # Merge independent all-reduces into one. This is safe because a step is pure: see steps.py.
     "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION": "1",
 }
-# Without NCCL a reduce-scatter of GPUs is an all-reduce and a slice.
+# Without NCCL, a reduce-scatter on GPUs is an all-reduce and a slice.
 _NCCL = "DTENSOR_GPU_USE_NCCL_COMMUNICATION"
 _OFF = ("0", "false")
 _FORBIDDEN = {
     "DTENSOR_ENABLE_MULTI_DEVICE_EXPANSION": "it loses variable updates on a one-device mesh",
     "DTENSOR_DO_NOT_FUSE_REDUCE_SCATTER": "gradients would be all-reduced instead of reduce-scattered",
 }
-# The optimizer of TensorFlow's graphs that takes edges out of them: `_keep_order`.
+# The TensorFlow graph optimizer that removes edges: see `_keep_order`.
 _EDGES = "dependency_optimization"
-# The threads of an operation, as TensorFlow takes them from the environment.
+# TensorFlow's environment variable for the number of threads of an operation.
 _THREADS = "TF_NUM_INTRAOP_THREADS"
-# What TensorFlow calls the clients of a launched run.
+# TensorFlow's job name for the clients of a launched run.
 JOB = "worker"
 
 _DEVICE_TYPES = ("CPU", "GPU", "TPU")
@@ -36,13 +39,13 @@ _DEVICE_TYPES = ("CPU", "GPU", "TPU")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """What DTensor was started with.
+    """The devices that DTensor was started with.
 
     Attributes:
         device_type: `"CPU"`, `"GPU"` or `"TPU"`.
-        num_devices: Devices of that type that a mesh can have; those of all clients in a launched run.
-        client_id: This process among the clients of a launched run, from 0.
-        num_clients: How many clients there are; 1 in a process that was not launched.
+        num_devices: The devices of this type that a mesh can have. In a launched run, the devices of all clients.
+        client_id: The number of this process among the clients of a launched run, from 0.
+        num_clients: The number of clients. 1 in a process that was not launched.
     """
 
     device_type: str
@@ -52,41 +55,41 @@ class Runtime:
 
     @property
     def local_devices(self) -> int:
-        """Devices in this process."""
+        """The number of devices in this process."""
         return self.num_devices // self.num_clients
 
 
 _runtime: Runtime | None = None
-# Whether a client of a launched run was started because its script made a tensor.
+# True if a client of a launched run was started because its script made a tensor.
 _started_by_tensor = False
 
 
 def initialize(num_devices: int | None = None, device_type: str | None = None) -> Runtime:
-    """Starts DTensor on accelerators when there are any, else on logical CPU devices.
+    """Start DTensor on accelerators if the machine has any, else on logical CPU devices.
 
-    Call it before TensorFlow creates its first tensor: TensorFlow fixes its devices then. A second call
-    that agrees with the first does nothing.
+    Call this before TensorFlow creates its first tensor, because TensorFlow fixes its devices then. A second call with
+    matching arguments does nothing.
 
-    In a run that `tfshard launch` started, it waits for all clients and connects their devices; the arguments then
-    speak of the devices of the whole run, so that a script runs alone and launched. There it is called, without
-    arguments, when the script creates its first tensor, if the script has not called it. Keras's random seed is set to
-    the same number on all clients when tfshard is imported, unless it is set already.
+    In a run started by `tfshard launch`, this waits for all clients and connects their devices. The arguments then
+    describe the devices of all clients together, so a script runs both alone and launched. If the script does not call
+    `initialize`, the first tensor calls it without arguments. Importing tfshard sets Keras's random seed to the same
+    number on all clients, unless a seed is already set.
 
     Args:
-        num_devices: How many devices to use. Accelerators: all of them by default; of a GPU that was split with
-            `tf.config.set_logical_device_configuration`, all its parts. CPU: the number of
-            processor cores by default; each device is a logical one on the same processor. An operation then has as
-            many threads as there are cores for a device, one at least, unless the environment variable
-            `TF_NUM_INTRAOP_THREADS` or `tf.config.threading` says how many.
-        device_type: `"CPU"`, `"GPU"` or `"TPU"`. By default TPU or GPU when TensorFlow sees one, else CPU.
+        num_devices: The number of devices to use. Accelerators: all by default, including every partition of a GPU that
+            was split with `tf.config.set_logical_device_configuration`. CPU: the number of processor cores by default,
+            each as a logical device on the same processor. An operation then uses as many threads as a device has
+            cores, at least one, unless the environment variable `TF_NUM_INTRAOP_THREADS` or `tf.config.threading` sets
+            the number.
+        device_type: `"CPU"`, `"GPU"` or `"TPU"`. Default: TPU or GPU if TensorFlow sees one, else CPU.
 
     Returns:
         The `Runtime` in use.
 
     Raises:
-        InitializationError: An unknown device type, fewer devices than asked for, a second call that
-            differs from the first, TensorFlow has already fixed its devices, or the clients of a run differ in
-            their devices or versions.
+        InitializationError: The device type is unknown, the machine has fewer devices than requested, a second call
+            differs from the first, or TensorFlow has already fixed its devices. In a launched run: the clients differ
+            in their devices or versions.
 
     Example:
 
@@ -143,37 +146,37 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
 
 
 def current() -> Runtime | None:
-    """What `initialize` started, or None before its first call."""
+    """Return the `Runtime` that `initialize` started, or None before its first call."""
     return _runtime
 
 
 def switches(device_type: str) -> dict[str, str]:
-    """The environment switches of a device type and their values now; `"not set"` before DTensor is started."""
+    """Return a device type's environment switches and their current values, or `"not set"` before DTensor starts."""
     return {name: os.environ.get(name, "not set") for name in _switches_of(device_type)}
 
 
 def _switches_of(device_type: str) -> dict[str, str]:
-    """The switches that a device type has, and the value of each where the user has set none."""
+    """Return the switches of a device type, with their default values."""
     if device_type != "GPU":
         return _SWITCHES
     gpus = tf.config.list_physical_devices("GPU")
-    # DTensor starts NCCL with as many GPUs as there are.
+    # DTensor starts NCCL with one rank for each physical GPU.
     return {**_SWITCHES, _NCCL: "0" if any(_parts(gpu) > 1 for gpu in gpus) else "1"}
 
 
 def scatters_what_it_reduces(device_type: str) -> bool:
-    """Whether devices have a reduce-scatter. Else it is an all-reduce, of which each keeps its part."""
+    """Return whether devices have a reduce-scatter. Otherwise, DTensor all-reduces and each device keeps its shard."""
     return device_type == "TPU" or (device_type == "GPU" and os.environ.get(_NCCL, "0") not in _OFF)
 
 
 def _parts(physical: tf.config.PhysicalDevice) -> int:
-    """How many logical devices TensorFlow makes of a device."""
+    """Return the number of logical devices that TensorFlow makes of a physical device."""
     return len(tf.config.get_logical_device_configuration(physical) or (physical,))
 
 
 def _check_switches() -> None:
     for name, reason in _FORBIDDEN.items():
-        # DTensor takes these two as set whatever their value.
+        # DTensor treats any value of these two variables as set.
         if name in os.environ:
             raise InitializationError(
                 f"The environment variable {name} must not be set: {reason}. Received: {os.environ[name]!r}"
@@ -182,18 +185,18 @@ def _check_switches() -> None:
 
 def _set_switches(device_type: str) -> None:
     for name, value in {**_switches_of(device_type), **expansions.switches()}.items():
-        # A user may turn a switch off to look into a problem.
+        # A user may set a switch to debug a problem.
         os.environ.setdefault(name, value)
 
 
 def _keep_order(*, of_bodies: bool = False) -> None:
-    """Keep the order in which DTensor's compiler has put the collectives of a step.
+    """Preserve the order in which DTensor's compiler has put the collectives of a step.
 
-    TensorFlow removes an edge of a graph beside which there is a longer way, and later a node of that way, such as the
-    IdentityN of a custom gradient. NCCL matches collectives of several processes by the order in which they come.
+    TensorFlow removes a graph edge that a longer path makes redundant, and may later remove a node of that path, such
+    as the IdentityN of a custom gradient. NCCL matches the collectives of several processes by their order.
 
     Args:
-        of_bodies: Also that of collectives in loops and branches, and those around them.
+        of_bodies: If True, also preserve the order of collectives inside and around loops and branches.
     """
     if _EDGES not in tf.config.optimizer.get_experimental_options():
         tf.config.optimizer.set_experimental_options({_EDGES: False})
@@ -223,7 +226,7 @@ def _how_to_split(available: int, device_type: str) -> str:
 
 
 def _join(settings: clients.Settings, num_devices: int | None, device_type: str) -> Runtime:
-    """Starts DTensor as one client of a launched run, when all are there."""
+    """Start DTensor as one client of a launched run, once all clients have registered."""
     local = settings.devices_per_process
     total = None if local is None else local * settings.num_clients
     if num_devices is not None and (num_devices % settings.num_clients or total not in (None, num_devices)):
@@ -262,8 +265,11 @@ def _join(settings: clients.Settings, num_devices: int | None, device_type: str)
 
 
 def _prepare_client() -> None:
-    """In a client that a launcher started: layers that are made before `initialize` have the same seeds everywhere,
-    and the first tensor starts the client, because it fixes TensorFlow's devices."""
+    """Prepare a process that a launcher started, when tfshard is imported.
+
+    Layers that the script makes before `initialize` get the same seeds on all clients. The first tensor starts the
+    client, because it fixes TensorFlow's devices.
+    """
     if not clients.is_to_join():
         return
     settings = clients.Settings.from_environment()
@@ -275,39 +281,41 @@ def _prepare_client() -> None:
 
 def _start_by_tensor() -> None:
     global _started_by_tensor
-    # Other threads have no order that clients could share.
+    # Only the main thread has an order that all clients share.
     if clients.is_to_join() and threading.current_thread() is threading.main_thread():
         _started_by_tensor = True
         initialize()
 
 
 def _start(num_devices: int, device_type: str, *, neighbours: int = 1) -> None:
-    """Args:
-    num_devices: Of this process.
-    device_type: Their type.
-    neighbours: How many processes of the run, with as many devices each, share this machine.
+    """Start DTensor in this process.
+
+    Args:
+        num_devices: The number of devices of this process.
+        device_type: The type of the devices.
+        neighbours: The number of the run's processes on this machine, each with as many devices.
     """
     _set_switches(device_type)
     _private.quiet_native_log()
-    # Rings match collectives by their keys; between the devices of one process NCCL does, too.
+    # Rings match collectives by their keys. Within one process, NCCL does so too.
     _keep_order(of_bodies=device_type == "GPU" and clients.here().count > 1)
     if device_type == "CPU":
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
         _share_cores(num_devices * neighbours)
         allocators.return_freed_blocks()
-    # TensorFlow's coordination service did not end a run whose peer had died, and made it deaf to SIGTERM: the launcher
-    # watches the clients instead.
+    # TensorFlow's coordination service did not end a run after a peer had died, and made the run ignore SIGTERM. The
+    # launcher watches the clients instead.
     with _private.without_log():
         dtensor.initialize_accelerator_system(device_type, enable_coordination_service=False)
     _private.make_dtensor_synchronous()
 
 
 def _share_cores(devices: int) -> None:
-    """Gives an operation as many threads as a logical device has cores, unless the user has said how many.
+    """Give an operation as many threads as a logical device has cores, unless the user has set the number.
 
-    TensorFlow gives it one for each core, which all devices' operations want at the same time: they wait for each
-    other (docs/measurements.md, "Threads").
+    TensorFlow's default is one thread for each core. The operations of all devices then compete for the cores and wait
+    for each other (docs/measurements.md, "Threads").
     """
     chosen = tf.config.threading.get_intra_op_parallelism_threads() or os.environ.get(_THREADS)
     if devices > 1 and not chosen:
@@ -315,14 +323,14 @@ def _share_cores(devices: int) -> None:
 
 
 def _cores() -> int:
-    """The processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _adopt_running_context(num_devices: int, device_type: str) -> None:
-    """Accepts a TensorFlow whose devices were fixed by the user in the way that was asked for."""
+    """Accept TensorFlow devices that the user has already fixed, if they match the request."""
     logical = len(tf.config.list_logical_devices(device_type))
     if not _private.dtensor_is_initialized() or logical != num_devices:
         raise InitializationError(

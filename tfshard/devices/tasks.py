@@ -1,8 +1,9 @@
-"""Which task of TensorFlow's cluster each client is.
+"""The TensorFlow cluster task of each client.
 
-TensorFlow gives ranks to the devices of a group by the names of their tasks, compared as text (EstablishGlobalRank in
-TensorFlow 2.21's collective_param_resolver_local.cc): task 10 comes before task 2. DTensor takes a device's rank for
-its place on a mesh. So clients take the tasks in the order of their names, and both orders are that of the clients.
+TensorFlow ranks the devices of a group by the names of their tasks, compared as text (EstablishGlobalRank in TensorFlow
+2.21's collective_param_resolver_local.cc): task 10 comes before task 2. DTensor assumes that a device's rank is its
+position on a mesh. Clients therefore take tasks in the order of the task names, so both orders equal the order of the
+clients.
 """
 
 import functools
@@ -27,10 +28,10 @@ def of_client(client: int, num_clients: int) -> int:
 
 
 def client_of(task: int, num_clients: int) -> int:
-    """Return the client that is a task; a task without a client has the number that it would have."""
+    """Return the client of a task. A number without a client is returned unchanged."""
     return order(num_clients).index(task) if task < num_clients else task
 
 
 def by_task(values: Sequence[str], num_clients: int) -> list[str]:
-    """Return values of the clients in the order of their tasks."""
+    """Return the clients' values in the order of their tasks."""
     return [values[client_of(task, num_clients)] for task in range(num_clients)]

@@ -1,14 +1,14 @@
-"""How do the processes of a run begin and end together?
+"""Start and end the processes of a run together.
 
-A *launcher* starts and watches the clients of its host; the launcher of host 0 is the *leader*. Read `leader` first.
+A *launcher* starts and watches the clients of its host. The launcher of host 0 is the *leader*. Read `leader` first.
 
-    options       what is launched
-    hosts         where the launchers of a run are: this machine, a list, SLURM, Kubernetes
-    processes     the processes on this machine: started, watched, ended
-    watchdog      what the clients do, and who is to blame when it goes wrong
-    agreements    what clients agree on, as their launcher sees it
-    leader        the launcher that leads: starts, ends and restarts all clients
-    follower      the launcher of another host
+    options       the options of a launch
+    hosts         the hosts of a run: this machine, a list, SLURM, Kubernetes
+    processes     the processes on this machine: start, watch, end
+    watchdog      the operations of each client, and the client that caused a failure
+    agreements    agreements among clients, as their launcher sees them
+    leader        the launcher that starts, ends and restarts all clients
+    follower      the launcher of any other host
     launcher      `launch`: leads or follows
 """
 

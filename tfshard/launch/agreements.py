@@ -1,4 +1,4 @@
-"""What the clients of a launched run agree on, as their launcher sees it."""
+"""Agreements among the clients of a launched run, as their launcher sees them."""
 
 import dataclasses
 import json
@@ -7,21 +7,21 @@ from typing import Any
 
 @dataclasses.dataclass(kw_only=True)
 class _Agreement:
-    """One agreement: the n-th of every client."""
+    """The n-th agreement of every client."""
 
     what: str
     deadline: float
     values: dict[int, dict[str, object]] = dataclasses.field(default_factory=dict)
-    # Once it is decided: the fault, and whether it is that a client did not come.
+    # Set when the agreement is decided: the fault, and whether the fault is a missing client.
     fault: str | None = None
     missing: bool = False
     decided: bool = False
 
 
 class Agreements:
-    """Collects the values of all clients and compares them.
+    """Collects and compares the values of all clients.
 
-    Each client numbers its agreements; the n-th of one belongs with the n-th of all others.
+    Each client numbers its agreements. Agreements with the same number belong together.
 
     >>> agreements = Agreements(2)
     >>> agreements.add(0, {"number": 0, "what": "the mesh", "value": {"batch": 4}, "timeout": 9}, now=0.0)
@@ -39,7 +39,7 @@ class Agreements:
         self._open: dict[int, _Agreement] = {}
 
     def add(self, client: int, message: dict[str, Any], now: float) -> list[tuple[int, dict[str, object]]]:
-        """A client's value; returns clients and what to reply to them."""
+        """Add a client's value. Returns (client, reply) pairs to send."""
         number = message["number"]
         agreement = self._open.setdefault(number, _Agreement(what=message["what"], deadline=now + message["timeout"]))
         agreement.deadline = min(agreement.deadline, now + message["timeout"])
@@ -59,7 +59,7 @@ class Agreements:
         return replies
 
     def expired(self, now: float) -> list[tuple[int, dict[str, object]]]:
-        """Those that wait in vain; returns clients and what to reply to them."""
+        """Decide the agreements that have timed out. Returns (client, reply) pairs to send."""
         replies = []
         for agreement in self._open.values():
             if not agreement.decided and now >= agreement.deadline:
@@ -75,7 +75,7 @@ def _reply(agreement: _Agreement) -> dict[str, object]:
 
 
 def _difference(agreement: _Agreement) -> str | None:
-    """The first value in which clients differ, in words."""
+    """Describe the first value in which clients differ, or return None."""
     names = dict.fromkeys(name for value in agreement.values.values() for name in value)
     for name in names:
         given = {client: json.dumps(value[name]) for client, value in sorted(agreement.values.items()) if name in value}

@@ -1,6 +1,7 @@
-"""The launcher of another host than the first: it does what the leader says.
+"""The launcher of every host but the first, which follows the leader.
 
-It starts and ends the clients of its host, and reports what became of them. When the leader is gone, it ends them.
+The follower starts and ends the clients of its host and reports their exit to the leader. If the leader is gone, the
+follower ends its clients.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from tfshard.launch.processes import Processes
 
 
 class Follower:
-    """The launcher of another host: it does what the leader says."""
+    """The launcher of a host other than the first. It does what the leader says."""
 
     def __init__(self, options: Launch, received: list[int]):
         assert options.secret is not None
@@ -32,7 +33,7 @@ class Follower:
         self._stopping = False
 
     def run(self) -> int:
-        """Joins the leader and serves it until it says that the run has ended."""
+        """Join the leader and serve it until the leader ends the run. Returns the exit code."""
         connection = self._connect()
         threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
         heard = self._clock.now
@@ -71,7 +72,7 @@ class Follower:
             try:
                 return Connection.open(address, self._secret, timeout=10.0)
             except (OSError, ControlError, ValueError) as error:
-                # The leader may not be there yet.
+                # The leader may not have started yet.
                 if time.monotonic() > deadline or not isinstance(error, OSError) or self._received:
                     raise LaunchError(
                         f"The launcher of host 0 cannot be reached: {error}. Received: {address}"

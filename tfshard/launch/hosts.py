@@ -1,6 +1,6 @@
-"""Where the launchers of a run are: this machine, a list of hosts, SLURM, Kubernetes.
+"""The hosts of a run: this machine, a list of hosts, SLURM or Kubernetes.
 
-SLURM and Kubernetes themselves were not run; what is read of their variables is tested.
+tfshard was never run on SLURM or Kubernetes. The tests cover the parsing of their environment variables.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ class Hosts:
     """The hosts of a run.
 
     Attributes:
-        names: Their names or addresses, the same on all of them.
-        index: Which of them this is.
+        names: The names or addresses of the hosts, equal on all hosts.
+        index: The index of this host.
     """
 
     names: tuple[str, ...] = ("127.0.0.1",)
@@ -29,15 +29,15 @@ class Hosts:
 
 
 def find_hosts(names: list[str] | None, index: int | None, environment: Mapping[str, str] | None = None) -> Hosts:
-    """The hosts from the command line, else from SLURM's variables, else this machine alone.
+    """Return the hosts from the command line, else from SLURM's variables, else only this machine.
 
     Args:
         names: `--hosts`.
-        index: `--host_index`; with `--hosts` it may come from Kubernetes or SLURM.
+        index: `--host_index`. With `--hosts`, the index may come from Kubernetes or SLURM.
         environment: The environment variables.
 
     Raises:
-        LaunchError: The variables are incomplete, or there are several launchers on a host.
+        LaunchError: The variables are incomplete, or a host has several launchers.
 
     >>> find_hosts(None, None, {})
     Hosts(names=('127.0.0.1',), index=0)
@@ -59,7 +59,7 @@ def find_hosts(names: list[str] | None, index: int | None, environment: Mapping[
         return Hosts(names=tuple(names), index=index or 0)
     if index is not None:
         raise LaunchError(f"--host_index needs --hosts. Received: host_index={index}")
-    # Only inside of srun: in a batch script, and in a shell under salloc, this is the one launcher.
+    # SLURM sets this only inside srun. A batch script or a shell under salloc is the only launcher.
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks == 1:
         return Hosts()
@@ -80,15 +80,15 @@ def _index(environment: Mapping[str, str]) -> int | None:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """SLURM's list of nodes, one by one.
+    """Expand SLURM's node list into node names.
 
     >>> expand_nodes("login,node[01-03,07],rack[1-2]n[1-2]")
     ['login', 'node01', 'node02', 'node03', 'node07', 'rack1n1', 'rack1n2', 'rack2n1', 'rack2n2']
 
     Raises:
-        LaunchError: It cannot be understood.
+        LaunchError: The list has an unknown format.
     """
-    # Commas inside of brackets do not separate names.
+    # Commas inside brackets do not separate names.
     name = r"(?:[\w.-]|\[[\d,-]+\])+"
     if not re.fullmatch(f"{name}(?:,{name})*", text):
         raise LaunchError(f"SLURM's list of nodes cannot be understood. Received: {text!r}")
@@ -110,10 +110,10 @@ def _expand(part: str) -> list[str]:
 
 
 def read_secret(path: str | None, environment: Mapping[str, str] | None = None) -> str | None:
-    """The run's secret, from a file or the environment; never from the command line, which others can see.
+    """Read the run's secret from a file or the environment, never from the command line, which other users can see.
 
     Raises:
-        LaunchError: The file is not there, or others may read it.
+        LaunchError: The file does not exist, or other users may read it.
     """
     environment = os.environ if environment is None else environment
     if path is None:

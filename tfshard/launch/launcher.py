@@ -1,4 +1,4 @@
-"""`tfshard launch`: starts the clients of a run and ends them together; leads, or follows another host's launcher."""
+"""`tfshard launch`: starts and ends the clients of a run together, as the leader or as a follower."""
 
 import contextlib
 import signal
@@ -10,13 +10,13 @@ from tfshard.launch.options import Launch
 
 
 def launch(options: Launch) -> int:
-    """Runs the clients to their end.
+    """Run the clients until they end.
 
     Returns:
-        The exit code: 0, or that of the client that failed.
+        0, or the exit code of the client that failed.
 
     Raises:
-        LaunchError: The run cannot be started as asked.
+        LaunchError: The run cannot start with these options.
     """
     with _signals() as received:
         if options.host_index:
@@ -26,7 +26,7 @@ def launch(options: Launch) -> int:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT, SIGTERM and SIGHUP, which end the run in an orderly way."""
+    """Collect SIGINT, SIGTERM and SIGHUP inside the context, so the launcher can end the run in order."""
     received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}

@@ -1,14 +1,14 @@
-"""The launcher that leads a run: it watches the clients, and ends or restarts all of them when one fails.
+"""The launcher that leads a run. It watches the clients, and ends or restarts all of them when one fails.
 
-It is the launcher of the first host: it has the control channel, to which the clients and the launchers of
-the other hosts (follower.py) connect, and it alone decides. All of its state changes in its main thread, which takes
-events out of one queue.
+The leader is the launcher of the first host. It owns the control channel, to which the clients and the other hosts'
+launchers (follower.py) connect, and it alone decides. All of its state changes in its main thread, which takes events
+from one queue.
 
-What is watched: each process, by its parent (waitpid); each client's heartbeat, and what it does (watchdog.py); the
-other launchers' heartbeats, both ways.
+The leader watches each process as its parent (waitpid), each client's heartbeat and operations (watchdog.py), and the
+other launchers' heartbeats. Leader and followers send each other heartbeats.
 
-Times are measured in a clock that stands still while the launcher itself does not run, so that a launcher that was
-stopped or swapped out raises no false alarm.
+The launcher's clock stops while the launcher itself does not run. A launcher that was stopped or swapped out therefore
+raises no false alarm.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from tfshard.launch.watchdog import Failure, Watchdog, WatchedClient
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Host:
-    """A launcher, as the leader sees it; `connection` is None for itself and for one that is gone."""
+    """A launcher, as the leader sees it. `connection` is None for the leader itself and for a lost launcher."""
 
     index: int
     connection: Connection | None = None
@@ -40,16 +40,16 @@ class _Host:
     running: bool = False
 
 
-# How long what a client has told before it ended may take to arrive, in s.
+# The time that a dead client's last messages may take to arrive, in s.
 _LAST_WORDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Death:
-    """A client whose process has ended, with what `Watchdog.ended` takes.
+    """A client after the end of its process, with the arguments of `Watchdog.ended`.
 
     Attributes:
-        since: When that became known.
+        since: When the launcher learned of the end.
     """
 
     client: WatchedClient
@@ -68,7 +68,7 @@ class Leader:
         self._events: queue.Queue[Received] = queue.Queue()
         self._processes = Processes(options.grace)
         self._hosts = {index: _Host(index=index) for index in range(len(options.hosts))}
-        # Host and local index of each client that takes part.
+        # The host and local index of each client in the run.
         self._places = [(host, local) for host in self._hosts for local in range(options.num_processes)]
         self._restart = 0
         self._seed = random.SystemRandom().randrange(1 << 31)
@@ -81,7 +81,7 @@ class Leader:
         self._server = Server(host, port, self._secret, self._events)
 
     def run(self) -> int:
-        """Starts and restarts the clients until they end; returns the exit code."""
+        """Start and restart the clients until they end. Returns the exit code."""
         text, code = "The run has ended.", 1
         try:
             failure = self._wait_for_hosts()
@@ -126,7 +126,7 @@ class Leader:
         return host.index != 0 and host.connection is None
 
     def _attempt(self) -> Failure | None:
-        """One start of all clients; returns why it failed, or None when they have ended well."""
+        """Start all clients once and wait. Returns the failure, or None if all clients ended well."""
         clients = [
             WatchedClient(client_id=client_id, host=host, local_index=local, heard=self._clock.now)
             for client_id, (host, local) in enumerate(self._places)
@@ -166,7 +166,7 @@ class Leader:
             num_local=options.num_processes,
             restart=self._restart,
             control=self._server.address,
-            # The other launchers know it.
+            # The other launchers know the secret.
             secret=self._secret if client.host == 0 else "",
             address=options.hosts[client.host],
             devices_per_process=options.devices_per_process,
@@ -183,7 +183,7 @@ class Leader:
             self._tell(self._hosts[client.host], "start", settings=dataclasses.asdict(settings), width=width)
 
     def _tick(self) -> None:
-        """Takes what has happened: messages, processes that ended, hosts that are gone."""
+        """Process events: messages, ended processes and lost hosts."""
         deadline = time.monotonic() + 0.1
         while (wait := deadline - time.monotonic()) > 0:
             try:
@@ -202,7 +202,7 @@ class Leader:
             assert process.status is not None
             self._ended(process.client_id, process.status, process.tail(), self._restart)
         for death in list(self._dead):
-            # What it has told before comes first: where it was.
+            # Wait for the client's last messages, which tell where the client was.
             if death.client.connection is None or self._clock.now - death.since > _LAST_WORDS:
                 self._dead.remove(death)
                 self._watchdog.ended(death.client, death.status, death.tail)
@@ -227,7 +227,7 @@ class Leader:
         clients = [client for client in self._watchdog.clients.values() if client.host == host.index]
         for client in clients:
             if client.connection is not None:
-                client.connection.close()  # Its launcher does not end it; this does.
+                client.connection.close()  # The launcher is gone, so this ends the client.
         numbers = tuple(client.client_id for client in clients)
         name = self._options.hosts[host.index]
         text = f"The launcher of host {host.index} ({name}), with clients {numbers}, {what}."
@@ -264,7 +264,7 @@ class Leader:
                         self._received.append(message["signal"])
                     return
         if kind == "failed":
-            # Also from one that never registered.
+            # A client may fail before it registers.
             failed = self._watchdog.clients.get(message["client"])
             if failed is not None and failed.connection in (None, connection) and message["restart"] == self._restart:
                 self._watchdog.reported(failed, message["error"], message["text"])
@@ -284,23 +284,23 @@ class Leader:
             self._release(self._watchdog.leave(client))
 
     def _ended(self, client_id: int, status: int, tail: list[str], restart: int) -> None:
-        """A client's process has ended, of this start or of one before it."""
+        """Note the end of a client's process, if the process belongs to the current start."""
         client = self._watchdog.clients.get(client_id)
         if client is not None and restart == self._restart:
             self._dead.append(_Death(client=client, status=status, tail=tail, since=self._clock.now))
 
     def _reply(self, client: WatchedClient, message: Mapping[str, Any]) -> None:
         if client.connection is not None:
-            with contextlib.suppress(OSError):  # Its process will tell.
+            with contextlib.suppress(OSError):  # The exit of its process will tell.
                 client.connection.send(**message)
 
     def _release(self, clients: list[WatchedClient]) -> None:
-        """Lets clients that wait at the end of their script end."""
+        """Let clients that wait at the end of their script exit."""
         for client in clients:
             self._reply(client, {"kind": "left"})
 
     def _join(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Another host's launcher has come."""
+        """Accept or refuse another host's launcher."""
         host = self._hosts.get(message["index"])
         ours = shared_options(self._options)
         if host is None or host.index == 0 or host.connection is not None:
@@ -316,12 +316,12 @@ class Leader:
         self._watchdog.fail(text, retry=False)
 
     def _register(self, connection: Connection, message: dict[str, Any]) -> None:
-        """A client has called `tfshard.initialize()`."""
+        """Register a client that has called `tfshard.initialize()`, or refuse it."""
         number, pid = message["client"], message["pid"]
         clients = self._watchdog.clients
         client = clients.get(number)
         if message["restart"] != self._restart:
-            connection.close()  # Of a start that was ended.
+            connection.close()  # From an earlier start.
             return
         first = next((c for c in clients.values() if c.facts), None)
         reason = None
@@ -371,7 +371,7 @@ class Leader:
             log(f"its last output:\n{chr(10).join(failure.tail)}")
 
     def _stop(self) -> None:
-        """Ends all processes on all hosts."""
+        """End all processes on all hosts."""
         number = self._received[0] if self._received else signal.SIGTERM
         deadline = self._clock.now + self._options.grace + 5.0
         self._processes.stop(number)
@@ -381,7 +381,7 @@ class Leader:
         while any(host.running for host in self._hosts.values()):
             self._tick()
             if len(self._received) > interrupts:
-                self._processes.kill()  # Asked twice.
+                self._processes.kill()  # The user asked twice.
             if self._clock.now > deadline:
                 for host in self._hosts.values():
                     if host.running and host.connection is not None:
@@ -389,13 +389,13 @@ class Leader:
                 deadline += 1.0
 
     def _may_restart(self, failure: Failure) -> bool:
-        """Whether to start again; leaves out the clients that cannot come back, if there are enough without them."""
+        """Return whether to restart, and drop clients that cannot come back if enough others remain."""
         options = self._options
         if not failure.retry or self._restart >= options.max_restarts:
             return False
         deadline = self._clock.now + options.registration_timeout
         while any(self._is_lost(host) for host in self._hosts.values()) and self._clock.now < deadline:
-            self._tick()  # Its launcher may be restarted.
+            self._tick()  # The host's launcher may restart.
             if self._received:
                 return False
         gone = {place for place in self._places if self._is_lost(self._hosts[place[0]])}

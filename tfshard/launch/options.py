@@ -1,4 +1,4 @@
-"""What is launched, and what the launchers of a run have in common."""
+"""The options of a launch, and helpers that all launchers share."""
 
 import dataclasses
 import os
@@ -10,34 +10,36 @@ from tfshard.devices.allocators import environment_of_system_allocator
 from tfshard.devices.clients import Settings
 from tfshard.errors import LaunchError
 
-# Without a heartbeat for so long, another launcher is gone.
+# A launcher counts as lost after this time without a heartbeat.
 HOST_SECONDS = 8.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What to launch; times in seconds.
+    """The options of a launch. Times are in seconds.
 
     Attributes:
-        command: The program and its arguments, the same for each client.
-        num_processes: Clients on each host.
-        devices_per_process: Devices of each client; None leaves it to the script.
-        hosts: The names or addresses of the hosts, the same on all of them.
-        host_index: Which of them this is.
-        address: Where the launcher of the first host listens; by default the first host.
-        port: Its port; 0 for any free one, on one host.
-        client_port: The port of the first client's TensorFlow server on each host, the others follow; 0 for free ones.
-        allow_public_address: Listen on a public address.
-        secret: Shared by the launchers of several hosts.
-        startup_timeout: From the start until every client has called `tfshard.initialize()`.
-        registration_timeout: From the first client's call until the last one's.
-        step_timeout: A step of training, and silence of a client.
-        first_step_timeout: The first step, which is compiled.
-        grace: From SIGTERM to SIGKILL.
-        max_restarts: How often to restart all clients when one fails.
-        elastic_min: Go on with so many clients when one cannot come back; None: with all of them only.
-        allocator: The allocator of the clients' tensors on CPU: `"system"`, which returns freed memory, or
-            `"tensorflow"`, which keeps freed memory and records in a trace what a step allocates.
+        command: The program and its arguments, equal for all clients.
+        num_processes: The number of clients on each host.
+        devices_per_process: The number of devices of each client. None leaves the choice to the script.
+        hosts: The names or addresses of the hosts, equal on all hosts.
+        host_index: The index of this host.
+        address: The address on which the first host's launcher listens. Default: the first host.
+        port: The port of the first host's launcher. 0 picks a free port, with one host only.
+        client_port: The port of the first client's TensorFlow server on each host. The other clients use the next
+            ports. 0 picks free ports.
+        allow_public_address: Allow a public address to listen on.
+        secret: The secret that the launchers of several hosts share.
+        startup_timeout: The limit from the start until every client has called `tfshard.initialize()`.
+        registration_timeout: The limit from the first client's call until the last client's call.
+        step_timeout: The limit for a training step, and for a client's silence.
+        first_step_timeout: The limit for the first step, which is compiled.
+        grace: The time from SIGTERM to SIGKILL.
+        max_restarts: How often to restart all clients after a failure.
+        elastic_min: The minimum number of clients to continue with if a client cannot come back. None requires all
+            clients.
+        allocator: The allocator of the clients' CPU tensors: `"system"`, which returns freed memory, or `"tensorflow"`,
+            which keeps freed memory and records in a trace what a step allocates.
     """
 
     command: tuple[str, ...]
@@ -100,33 +102,33 @@ def log(text: str) -> None:
 
 
 class Clock:
-    """Seconds in which this process was running."""
+    """Counts the seconds in which this process was running."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._last = time.monotonic()
 
     def tick(self) -> None:
-        """To be called a few times a second."""
+        """Update the time. Call this a few times a second."""
         last, self._last = self._last, time.monotonic()
         self.now += min(self._last - last, 0.5)
 
 
 def client_environment(settings: Settings, allocator: str = ALLOCATORS[0]) -> dict[str, str]:
-    """What a client's environment has in addition."""
+    """Return the environment variables that the launcher adds for a client."""
     return {
         **settings.to_environment(),
         **(environment_of_system_allocator() if allocator == "system" else {}),
-        # What it wrote before it was killed is not lost.
+        # Keep the output of a killed client.
         "PYTHONUNBUFFERED": "1",
-        # The order of a set of names may decide the order of operations, which has to be the same on all clients.
-        # Without a line for each function that DTensor compiles, on each client.
+        # Silence the line that DTensor logs for each compiled function on each client.
         "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1"),
+        # The iteration order of a set of names may decide the order of operations, which must match on all clients.
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
     }
 
 
 def shared_options(options: Launch) -> dict[str, object]:
-    """What the launchers of all hosts must be given alike."""
+    """Return the options that must be equal on all hosts."""
     names = ("num_processes", "devices_per_process", "hosts")
     return {name: list(v) if isinstance(v := getattr(options, name), tuple) else v for name in names}

@@ -1,4 +1,4 @@
-"""The processes of a launched run on this machine: started, watched and ended."""
+"""Start, watch and end the processes of a launched run on this machine."""
 
 import collections
 import ctypes
@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 _TAIL_LINES = 20
-# How long what an ended process has written may take to arrive.
+# The time that a dead process's output may take to arrive.
 _DRAIN_SECONDS = 2.0
 
 
 class Process:
-    """One client.
+    """A client's process.
 
     Attributes:
-        client_id: Which one.
-        pid: Its process id.
-        status: What `describe` takes, once it has ended.
+        client_id: The client's number.
+        pid: The process id.
+        status: The exit status for `describe`. None while the process runs.
     """
 
     def __init__(self, client_id: int, command: Sequence[str], environment: Mapping[str, str], width: int):
@@ -30,14 +30,15 @@ class Process:
         self.status: int | None = None
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._popen = subprocess.Popen(
-            # The child asks the kernel to end it with this process, before it becomes the user's program.
+            # Before it becomes the user's program, the child asks the kernel to end it together with this process.
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command],
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Its own session, and so its own group: a signal from the terminal comes through the launcher, and what it
-            # starts ends with it. (process_group=0 would be enough; Python 3.10 does not have it.)
+            # A separate session is also a separate process group. Terminal signals then reach the client only through
+            # the launcher, and the client's child processes end with it. (process_group=0 would be enough, but Python
+            # 3.10 lacks it.)
             start_new_session=True,
         )
         self.pid = self._popen.pid
@@ -57,13 +58,13 @@ class Process:
                 out.write(f"{prefix}{text}\n")
                 out.flush()
             except (OSError, ValueError):
-                pass  # Nobody reads the log any more; the pipe is emptied all the same.
+                pass  # Nobody reads the log any more. Keep emptying the pipe.
 
     def poll(self) -> bool:
-        """Whether it has ended; then nothing of its process group is left."""
+        """Return whether the process has ended. If so, its process group is gone too."""
         if self.status is not None:
             return True
-        # Not reaped yet: until then its id, and that of its group, cannot belong to anybody else.
+        # Do not reap the process yet. Until then, no other process or group can take its id.
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
         self.signal(signal.SIGKILL)
@@ -74,19 +75,19 @@ class Process:
         return True
 
     def signal(self, number: int) -> None:
-        """Sends a signal to its process group, unless it has ended."""
+        """Send a signal to the process group, unless the process has ended."""
         if self.status is None:
             try:
                 os.killpg(self.pid, number)
             except ProcessLookupError:
-                pass  # All of the group have ended.
+                pass  # The group has ended.
 
     def tail(self) -> list[str]:
-        """The last lines that it wrote to stderr."""
+        """Return the last lines that the process wrote to stderr."""
         return list(self._tail)
 
     def is_stopped(self) -> bool:
-        """Whether it was stopped by a signal (SIGSTOP) or a debugger."""
+        """Return whether a signal (SIGSTOP) or a debugger has stopped the process."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="ascii", errors="replace") as file:
                 return file.read().rpartition(")")[2].split()[0] in ("T", "t")
@@ -95,28 +96,30 @@ class Process:
 
 
 class Processes:
-    """The clients on this machine, of one start of the run.
+    """The clients on this machine during one start of the run.
 
     Attributes:
-        running: Those that have not ended, by client id.
+        running: The processes that have not ended, by client id.
     """
 
     def __init__(self, grace: float):
-        """Args:
-        grace: Seconds from SIGTERM to SIGKILL.
+        """Start with no process.
+
+        Args:
+            grace: The seconds from SIGTERM to SIGKILL.
         """
         self.running: dict[int, Process] = {}
         self._grace = grace
         self._kill_at: float | None = None
 
     def start(self, client_id: int, command: Sequence[str], environment: Mapping[str, str], width: int) -> Process:
-        """Starts a client."""
+        """Start a client."""
         self._kill_at = None
         process = self.running[client_id] = Process(client_id, command, environment, width)
         return process
 
     def poll(self) -> list[Process]:
-        """Those that have ended since the last call; sends SIGKILL where SIGTERM did not help."""
+        """Return the processes that ended since the last call. Sends SIGKILL once the grace period has passed."""
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self.kill()
         ended = [process for process in self.running.values() if process.poll()]
@@ -125,26 +128,26 @@ class Processes:
         return ended
 
     def is_stopped(self, client_id: int) -> bool:
-        """Whether a client of this machine was stopped by a signal or a debugger."""
+        """Return whether a signal or a debugger has stopped a client of this machine."""
         return client_id in self.running and self.running[client_id].is_stopped()
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Asks all to end; `poll` makes them."""
+        """Ask all processes to end. `poll` enforces it."""
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self._grace
             for process in self.running.values():
                 process.signal(number)
-                # A stopped process hears nothing else.
+                # A stopped process receives no other signal.
                 process.signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Ends all at once."""
+        """Kill all processes at once."""
         for process in self.running.values():
             process.signal(signal.SIGKILL)
 
 
 def describe(status: int) -> str:
-    """What became of a process, from its exit code (negative: a signal).
+    """Describe how a process ended, from its exit code (negative for a signal).
 
     >>> describe(3), describe(-9)
     ('ended with exit code 3', 'was killed by signal 9 (SIGKILL)')
@@ -159,7 +162,7 @@ def describe(status: int) -> str:
 
 
 def exit_code(status: int) -> int:
-    """What a shell makes of it.
+    """Convert an exit status to a shell's exit code.
 
     >>> exit_code(3), exit_code(-9)
     (3, 137)
@@ -171,12 +174,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _become(arguments: list[str]) -> None:
-    """In the new process: it ends when its launcher does, and becomes the user's program."""
+    """Turn the new process into the user's program, which ends when its launcher does."""
     parent, command = int(arguments[0]), arguments[1:]
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        sys.exit("tfshard launch: the launcher has ended.")  # Before the kernel was asked.
-    # clients.PID_VARIABLE: what the program starts itself is no client.
+        sys.exit("tfshard launch: the launcher has ended.")  # The launcher ended before the call above.
+    # clients.PID_VARIABLE: child processes of the program are not clients.
     os.execve(command[0], command, {**os.environ, "TFSHARD_PID": str(os.getpid())})
 
 

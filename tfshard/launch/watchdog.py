@@ -1,8 +1,8 @@
-"""The watchdog of a launched run: what its clients do, and who is to blame when it goes wrong.
+"""The watchdog of a launched run. It tracks the operations of each client and finds the client that caused a failure.
 
-Clients report the beginning and the end of every operation that takes all of them (clients.py). All of them go through
-the same operations in the same order, so the one that has not come to an operation that another one has waited in for
-too long is the one to blame. Pure Python: messages and times go in, `Failure`s come out.
+Clients report the start and the end of every operation that takes all clients (clients.py). All clients go through the
+same operations in the same order. If a client has waited too long in an operation, the client that has not reached the
+operation is to blame. The module is pure Python: messages and times go in, `Failure`s come out.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ from tfshard.devices.clients import HEARTBEAT_SECONDS
 from tfshard.launch.options import Clock, Launch
 from tfshard.launch.processes import describe, exit_code
 
-# A client that has ended its script is missed by the others after so long, and has so long to end.
+# The other clients miss a client that ended its script after _MISSED_SECONDS. It has _ENDING_SECONDS to end.
 _MISSED_SECONDS = 3.0
 _ENDING_SECONDS = 8.0
-# How long to wait for the cause of an error that may be the consequence of another client's.
+# The time to wait for the cause of an error that may be a consequence of another client's error.
 _SETTLE_SECONDS = 0.5
 _CONSEQUENCE_SECONDS = 3.0
-# What TensorFlow raises in a client that lost another one, and Python in one whose launcher takes its output no more.
+# Errors that TensorFlow raises in a client when another client is lost, or Python when the launcher stops reading.
 _CONSEQUENCES = (
     "UnavailableError",
     "AbortedError",
@@ -28,7 +28,7 @@ _CONSEQUENCES = (
     "InternalError",
     "BrokenPipeError",
 )
-# Errors of a client that will come again.
+# Errors that a restart would repeat.
 _NO_RETRY = (
     "MeshError",
     "InitializationError",
@@ -38,7 +38,7 @@ _NO_RETRY = (
     "CheckpointCorruptError",
     "CheckpointMismatchError",
 )
-# What to do about clients that do different things.
+# Advice for clients that run different operations.
 _TAKES_ALL = (
     "Steps, and everything that needs whole values of sharded variables (model.save, save_weights, export, "
     "get_weights, variable.numpy(), checkpoints, report), take all clients; a file that they save together is written "
@@ -48,31 +48,31 @@ _TAKES_ALL = (
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class WatchedClient:
-    """A client in one start of the run, as its launcher sees it; times by the launcher's clock.
+    """A client in one start of the run, as its launcher sees it. Times are by the launcher's clock.
 
     Attributes:
-        client_id: Which one.
+        client_id: The client's number.
         host: The index of its host.
-        local_index: Which one of its host's.
-        connection: To it, while there is one.
-        pid: Its process id on its host.
-        job: `host:port` of its TensorFlow server.
-        facts: What it registered with; empty before it has called `tfshard.initialize()`.
-        heard: When it sent something last.
-        lost: When it closed its connection, before the end of its script.
-        operations: How many it has begun.
-        label: The last one.
-        since: When it began or ended it.
-        inside: Whether it is in it.
-        broken: Whether it ended with an error.
-        error: The error of the last operation that ended with one, which the script may have caught.
-        failed_in: The number of that operation.
-        limit: Seconds that it may take.
-        leaving: Whether it has come to the end of its script.
-        left: When it was let go.
-        missed_in: What another client has been waiting in, as long as this one has not come to it.
-        reported: Whether it has reported an exception that ends it.
-        status: What `processes.describe` takes, when it has ended.
+        local_index: The index of the client on its host.
+        connection: The connection to the client, or None.
+        pid: The process id on its host.
+        job: The `host:port` of its TensorFlow server.
+        facts: The values it registered with. Empty before it has called `tfshard.initialize()`.
+        heard: When the client last sent a message.
+        lost: When the client closed its connection before the end of its script.
+        operations: The number of operations the client has begun.
+        label: The label of the last operation.
+        since: When the last operation began or ended.
+        inside: True while the client is in the last operation.
+        broken: True if the last operation ended with an error.
+        error: The last operation error, which the script may have caught.
+        failed_in: The number of the operation that failed.
+        limit: The seconds that the current operation may take.
+        leaving: True if the client has reached the end of its script.
+        left: When the launcher let the client exit.
+        missed_in: The operation in which another client waits for this client.
+        reported: True if the client has reported a fatal exception.
+        status: The exit status for `processes.describe`. None while the process runs.
     """
 
     client_id: int
@@ -99,11 +99,11 @@ class WatchedClient:
     status: int | None = None
 
     def where(self) -> str:
-        """The last operation, for messages."""
+        """Return the last operation as text for messages."""
         return f" {'in' if self.inside or self.broken else 'after'} {self.label}" if self.label else ""
 
     def doing(self, now: float) -> str:
-        """What it does, for messages."""
+        """Return the client's current activity as text for messages."""
         if self.status is not None:
             return f"it {describe(self.status)}"
         if self.connection is None and self.lost is None:
@@ -117,16 +117,16 @@ class WatchedClient:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a run ends.
+    """The reason why a run ends.
 
     Attributes:
-        text: Names client, step and cause.
-        at: When it was noticed.
-        code: The exit code that it gives.
+        text: Names the client, the step and the cause.
+        at: When the launcher noticed the failure.
+        code: The resulting exit code.
         clients: The clients to blame.
-        tail: What the client wrote last.
-        retry: Whether a restart may help.
-        consequence: Whether it may be the consequence of another client's failure.
+        tail: The client's last output.
+        retry: True if a restart may help.
+        consequence: True if another client's failure may be the cause.
     """
 
     text: str
@@ -142,8 +142,8 @@ class Watchdog:
     """Watches the clients of one start of a run.
 
     Attributes:
-        clients: By id.
-        first_registered: When the first one called `tfshard.initialize()`.
+        clients: The clients by id.
+        first_registered: When the first client called `tfshard.initialize()`.
     """
 
     def __init__(
@@ -154,11 +154,13 @@ class Watchdog:
         *,
         is_stopped: Callable[[int], bool] = lambda client_id: False,
     ):
-        """Args:
-        options: Its limits.
-        clock: The time.
-        clients: Those to watch.
-        is_stopped: Whether the process of a client was stopped by a signal, as far as that can be told.
+        """Start to watch clients.
+
+        Args:
+            options: The time limits.
+            clock: The launcher's clock.
+            clients: The clients to watch.
+            is_stopped: Returns whether a signal has stopped a client's process, as far as this machine can tell.
         """
         self.clients = {client.client_id: client for client in clients}
         self.first_registered: float | None = None
@@ -166,14 +168,15 @@ class Watchdog:
         self._clock = clock
         self._is_stopped = is_stopped
         self._started = clock.now
-        # For each operation that not all have begun: its label, the checksum of its batch, and who came first.
+        # For each operation that not all clients have begun: its label, its batch's checksum and the first client in
+        # it.
         self._begun: dict[int, tuple[str, int | None, int]] = {}
         self._failures: list[Failure] = []
 
     # --- what happens ---------------------------------------------------------------------------------
 
     def begin(self, client: WatchedClient, number: int, label: str, *, limit: float | None, digest: int | None) -> None:
-        """A client begins its operation of this number."""
+        """Note that a client begins its operation with this number."""
         client.operations, client.label, client.inside = number + 1, label, True
         client.since, client.limit = self._clock.now, limit or self._options.step_timeout
         client.broken, client.missed_in = False, ""
@@ -196,20 +199,20 @@ class Watchdog:
             del self._begun[old]
 
     def end(self, client: WatchedClient, *, failed: bool, error: str = "") -> None:
-        """It ends its operation, perhaps with an error."""
+        """Note that a client's operation ended, perhaps with an error."""
         client.inside, client.broken, client.since = False, failed, self._clock.now
         if failed:
             client.error, client.failed_in = error, client.operations - 1
 
     def leave(self, client: WatchedClient) -> list[WatchedClient]:
-        """It has come to the end of its script; returns those to let go, when all have."""
+        """Note that a client reached the end of its script. Once all have, returns the clients that may exit."""
         client.leaving, client.inside, client.since = True, False, self._clock.now
         if all(other.leaving or other.status is not None for other in self.clients.values()):
             return [other for other in self.clients.values() if self._let_go(other)]
         return []
 
     def reported(self, client: WatchedClient, error: str, text: str) -> None:
-        """It reports the exception that ends it."""
+        """Note the exception that ends a client."""
         client.reported = True
         self.fail(
             f"Client {client.client_id} failed{client.where()}:\n{text}",
@@ -217,7 +220,7 @@ class Watchdog:
         )  # fmt: skip
 
     def ended(self, client: WatchedClient, status: int, tail: Iterable[str]) -> None:
-        """Its process has ended."""
+        """Note that a client's process has ended."""
         where = client.where()
         client.status, client.inside = status, False
         if status == 0 and client.missed_in:
@@ -231,7 +234,7 @@ class Watchdog:
         )  # fmt: skip
 
     def disconnected(self, client: WatchedClient) -> None:
-        """It has closed its connection. What became of its process is told, unless it lives on: then it is stuck."""
+        """Note that a client closed its connection. If its process does not end soon, the client is stuck."""
         if client.left is None and not client.leaving:
             client.lost = self._clock.now
 
@@ -245,7 +248,7 @@ class Watchdog:
         retry: bool = True,
         consequence: bool = False,
     ) -> None:
-        """Something is wrong, as a `Failure` says it."""
+        """Record a failure. The arguments are the attributes of `Failure`."""
         self._failures.append(
             Failure(
                 text=text,
@@ -261,7 +264,7 @@ class Watchdog:
     # --- limits ---------------------------------------------------------------------------------------
 
     def watch(self) -> list[WatchedClient]:
-        """Looks for what takes too long; returns clients to let go, because their exit code tells more."""
+        """Check all time limits. Returns clients to let exit, because their exit codes tell more."""
         now, options = self._clock.now, self._options
         missing = tuple(client.client_id for client in self.clients.values() if not client.facts)
         limit = None
@@ -304,7 +307,7 @@ class Watchdog:
     def _watch_operation(self, client: WatchedClient) -> list[WatchedClient]:
         now = self._clock.now
         behind = [c for c in self.clients.values() if c.operations < client.operations]
-        # Once all have come, its time begins anew.
+        # The time restarts once all clients have reached the operation.
         together = [c.since for c in self.clients.values() if c.inside and c.operations == client.operations]
         waited = now - (client.since if behind else max(together))
         released = []
@@ -318,8 +321,7 @@ class Watchdog:
         ending = any(c.left is not None and now - c.left < _ENDING_SECONDS for c in behind)
         if waited <= client.limit or (ending and waited <= client.limit + _ENDING_SECONDS):
             return released
-        # Those that are in it, and say nothing, hold it up; else those that have not come to it; else nobody in
-        # particular.
+        # Blame silent clients first, then clients that have not reached the operation, then all clients.
         silent = [c for c in self.clients.values() if c.lost is not None or now - c.heard > 5 * HEARTBEAT_SECONDS]
         if not silent and (failed := self._failed_where_others_are(client, behind)):
             self.fail(
@@ -340,12 +342,12 @@ class Watchdog:
         return released
 
     def _failed_where_others_are(self, client: WatchedClient, behind: Iterable[WatchedClient]) -> WatchedClient | None:
-        """Who ended with an error the operation in which `client`, or one that is behind it, is."""
+        """Return a client that failed in the operation in which `client`, or a client behind it, waits."""
         held_up = {c.operations - 1 for c in (client, *behind) if c.inside}
         return next((c for c in self.clients.values() if c.failed_in in held_up and not c.left), None)
 
     def _let_go(self, client: WatchedClient) -> bool:
-        """Notes that a client that waits at the end of its script may end; whether it is waiting there."""
+        """Let a client at the end of its script exit. Returns False if it was already released or has ended."""
         waits = client.left is None and client.status is None
         if waits:
             client.left = self._clock.now
@@ -370,18 +372,18 @@ class Watchdog:
 
     @property
     def has_failed(self) -> bool:
-        """Whether anything went wrong."""
+        """True if any failure was recorded."""
         return bool(self._failures)
 
     def cause(self) -> Failure | None:
-        """The failure to report, once others had time to turn out to be its cause."""
+        """Return the failure to report, after waiting for a failure on another client that may have caused it."""
         if not self._failures:
             return None
         waited = self._clock.now - self._failures[0].at
         causes = [failure for failure in self._failures if not failure.consequence]
         ending = [c for c in self.clients.values() if c.missed_in and c.left is not None and c.status is None]
         if not causes and ending:
-            # Let go, it takes the others down with it: its exit code tells why.
+            # The exit of a released client takes the others down, so its exit code tells the reason.
             if waited >= _ENDING_SECONDS:
                 self._ended_early(ending[0])
             return None
