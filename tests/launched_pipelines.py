@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 import tfshard
+from tfshard.contrib.pipeline.models import pipeline_of
 from tfshard.devices import between_meshes, instances, mesh, messages, transfer
 
 RANDOM = np.random.RandomState(0)
@@ -122,7 +123,7 @@ def main(directory: pathlib.Path, names: list[str]) -> None:
         model.distribute_strategy.check_consistency(model)
         here = [
             sum(len(each.value.storage.local_tensors()) for each in rank.variables) / len(rank.variables)
-            for rank in tfshard.pipelining.models.pipeline_of(model).ranks
+            for rank in pipeline_of(model).ranks
         ]
         measured = tfshard.pipelining.measured(model)
         found |= {"devices": here, "bubble": measured.bubble, "in flight": measured.in_flight}

@@ -67,7 +67,7 @@ QUICK = {
         "test_summary_count_params_and_weights",
         "test_run_eagerly_matches_one_device",
     ),
-    # pipelining
+    # contrib
     "test_schedules.py": None,
     "test_pipeline.py": ("test_the_numbers_are_those_of_one_device[stage 3]", "test_the_plan_is_what_is_measured"),
     # checkpoints

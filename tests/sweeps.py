@@ -24,7 +24,7 @@ LONGEST = [
     "test_docs.py",
     "launch/test_faults.py",
     "training/test_compression.py",
-    "pipelining/test_pipeline.py",
+    "contrib/pipeline/test_pipeline.py",
     "storage/test_recomputing.py",
     "launch/test_launched_failures.py",
     "training/test_embedding_tables.py",
