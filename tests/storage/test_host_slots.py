@@ -12,7 +12,8 @@ import parity
 import tfshard
 from resuming import assert_same_bits, values, without_metrics
 from tfshard.devices import host_meshes, transfer
-from tfshard.storage import traced_steps, turns
+from tfshard.storage import traced_steps
+from tfshard.storage.graph_edits import ancestors
 
 RS = np.random.RandomState(0)
 X = RS.normal(size=(16, 16)).astype("float32")
@@ -146,9 +147,9 @@ def test_a_slot_comes_once_and_not_before_the_gradient(options):
     assert len(to_host) == slots + len(run.model.trainable_variables)
     backward = {"microbatches": "While"}.get(next(iter(options)), "MatMul")
     for copy in to_devices:
-        waits_for = [each for each in turns.ancestors([copy.inputs[0]]) if each in numbers]
+        waits_for = [each for each in ancestors([copy.inputs[0]]) if each in numbers]
         assert waits_for and all(
-            any(each.type.endswith(backward) for each in turns.ancestors([number.inputs[0]])) for number in waits_for
+            any(each.type.endswith(backward) for each in ancestors([number.inputs[0]])) for number in waits_for
         )
 
 

@@ -95,9 +95,9 @@ def run(name, mesh, stage, *, recompute=None, scope=None):
     with pytest.MonkeyPatch.context() as patch:
         original = recomputing.recompute
 
-        def noted(graph, blocks, token, stored):
+        def noted(graph, blocks, barrier, stored):
             before = len(graph.get_operations())
-            found = original(graph, blocks, token, stored)
+            found = original(graph, blocks, barrier, stored)
             again.append(len(graph.get_operations()) - before)
             return found
 

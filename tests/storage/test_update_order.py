@@ -13,7 +13,8 @@ import tensorflow as tf
 import parity
 import tfshard
 from tfshard.devices import merges
-from tfshard.storage import turns, update_order
+from tfshard.storage import update_order
+from tfshard.storage.graph_edits import ancestors
 
 MEBI = 1 << 20
 WIDTH, LAYERS = 1024, 4
@@ -63,7 +64,7 @@ def written(stage, mesh=None):
     """What a step with kernels that stand alone has written: the storage, its new value, and the uses that take it from
     there."""
     seen = []
-    original = update_order.taking_over
+    original = update_order.takers_of
 
     def noting(storage, made, value):
         seen.append((storage, made, original(storage, made, value)))
@@ -72,7 +73,7 @@ def written(stage, mesh=None):
     model = tfshard.as_distributed(build())
     model.compile(adam(), "mse", strategy=strategy(stage, mesh=mesh, threshold=1 << 16))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update_order, "taking_over", noting)
+        patch.setattr(update_order, "takers_of", noting)
         model.train_on_batch(X, X)
     return seen
 
@@ -105,7 +106,7 @@ def test_updates_of_gradients_that_come_at_once_are_one_after_the_other(devices)
 def test_a_part_of_a_variable_is_cut_when_there_is_its_gradient(stage, cut):
     """At stage 3 parts rest, at stage 0 there are none."""
     waiting = []
-    original = update_order.cut_when_used
+    original = update_order.wait_for_gradient
 
     def noting(stored, gradient):
         before = stored.consumers()
@@ -114,13 +115,13 @@ def test_a_part_of_a_variable_is_cut_when_there_is_its_gradient(stage, cut):
             waiting.append(all(_depends(each.inputs[0], gradient) for each in before))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update_order, "cut_when_used", noting)
+        patch.setattr(update_order, "wait_for_gradient", noting)
         written(stage)
     assert waiting == [True] * (LAYERS if cut else 0)
 
 
 def _depends(tensor, on):
-    return on.op in turns.ancestors([tensor])
+    return on.op in ancestors([tensor])
 
 
 @pytest.mark.sweep(1)

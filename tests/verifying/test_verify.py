@@ -15,6 +15,7 @@ from tfshard.devices import batching, transfer
 from tfshard.operations import draws, rewrites
 from tfshard.storage import gradient as gradients
 from tfshard.storage import group_update, steps
+from tfshard.storage.write_log import WriteLog
 from tfshard.verifying import operation_check, subject
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist")
@@ -277,8 +278,8 @@ def without_exchanges(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
 def test_1_a_stale_read(monkeypatch):
     """Writes are not deferred, as in plain DTensor (tests/storage/test_stale_read.py)."""
     model = compiled(sequential(), stage=0, analyzer=None)
-    monkeypatch.setattr(steps.Step, "record", lambda self, storage, recorded: storage.write(recorded))
-    monkeypatch.setattr(steps.Step, "find", lambda self, storage: None)
+    monkeypatch.setattr(WriteLog, "record", lambda self, storage, recorded: storage.write(recorded))
+    monkeypatch.setattr(WriteLog, "find", lambda self, storage: None)
     # The loss that the step returns is read from the metric's sum.
     check_found(
         model,

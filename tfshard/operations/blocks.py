@@ -147,10 +147,10 @@ def _some(layers: Sequence[keras.Layer]) -> list[str]:
 def _in_block(call: layer_patch.Method, *, name: str, keeps: frozenset[str]) -> layer_patch.Method:
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
-        step = steps.noting()
-        if step is None:
+        recorder = steps.block_recorder()
+        if recorder is None:
             return call(*args, **kwargs)
-        with step.block(name, keeps):
+        with recorder.block(name, keeps):
             return call(*args, **kwargs)
 
     return called
@@ -161,7 +161,9 @@ def _rematerialized(operation: keras.Operation, original: layer_patch.Method) ->
 
     @functools.wraps(original)
     def given(call: layer_patch.Method, *args: Any, **kwargs: Any) -> layer_patch.Method:
-        if steps.noting() is None or original(call, *args, **kwargs) is call:  # A mode may leave this layer out.
+        if (
+            steps.block_recorder() is None or original(call, *args, **kwargs) is call
+        ):  # A mode may leave this layer out.
             return call
         keeps = recomputing.PRODUCTS if _private.remat_mode(operation) == "activations" else frozenset[str]()
         return _in_block(call, name=getattr(operation, "path", None) or operation.name, keeps=keeps)

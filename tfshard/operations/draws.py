@@ -26,6 +26,7 @@ from tfshard.devices import transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import rows, unsized
 from tfshard.storage import steps
+from tfshard.storage.microbatch import Microbatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,14 +149,14 @@ def batch_dim(shape: tuple[int, ...]) -> int | None:
     step = steps.current()
     if step is None or not math.prod(shape):
         return None
-    if shape[:1] and shape[0] in step.rows:
+    if shape[:1] and shape[0] in step.batch.rows:
         return 0
-    if steps.is_updating() or shape in step.shapes_read() or shape in _shapes_of_layers():
+    if steps.open_update() is not None or shape in step.reads.shapes or shape in _shapes_of_layers():
         return None
-    dim = next((dim for dim, size in enumerate(shape) if size in step.rows), None)
+    dim = next((dim for dim, size in enumerate(shape) if size in step.batch.rows), None)
     if dim is not None:
         return dim
-    is_more = len(shape) > 1 and shape[0] not in step.other_dims and shape[0] >= max(step.rows, default=0)
+    is_more = len(shape) > 1 and shape[0] not in step.batch.other_dims and shape[0] >= max(step.batch.rows, default=0)
     return 0 if is_more else None
 
 
@@ -215,7 +216,7 @@ class _Draw:
         parameter = self.parameters[0] if self.generator.type == _GAMMA else None
         return parameter is not None and bool(parameter.shape.rank) and parameter.shape != self.shape
 
-    def _by_rows(self, devices: int, microbatch: steps.Microbatch | None) -> tf.Tensor:
+    def _by_rows(self, devices: int, microbatch: Microbatch | None) -> tf.Tensor:
         own = (self.shape[0] // devices, *self.shape[1:])
         count, group = math.prod(own), self.generator.group(self.dtype)
         parts = 1 if microbatch is None else microbatch.count
@@ -255,9 +256,9 @@ class _Draw:
 _FAR = 1 << 40
 
 
-def _microbatch() -> steps.Microbatch | None:
+def _microbatch() -> Microbatch | None:
     step = steps.current()
-    return None if step is None else step.microbatch
+    return None if step is None else step.batch.microbatch
 
 
 def _later(counter: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:

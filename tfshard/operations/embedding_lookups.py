@@ -22,8 +22,9 @@ from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.embedding_tables import ids_of_a_device
 from tfshard.operations import layer_patch, rows
-from tfshard.storage import recomputing, steps, touched
+from tfshard.storage import recomputing, sparse_rows, steps
 from tfshard.storage.formats import TableRows
+from tfshard.storage.step_recorder import Step
 from tfshard.storage.variables import ShardedVariable
 
 # In the names of gradients of lookups.
@@ -88,7 +89,7 @@ def lookup(table: ShardedVariable, ids: tf.Tensor) -> tf.Tensor:
         return _looked_up(table, ids, step)
 
 
-def _looked_up(table: ShardedVariable, ids: tf.Tensor, step: steps.Step) -> tf.Tensor:
+def _looked_up(table: ShardedVariable, ids: tf.Tensor, step: Step) -> tf.Tensor:
     mesh, shape, width = table.mesh, tuple(ids.shape), table.layout.spec.shape[1]
     devices, count = axis_sizes(mesh).data_size, math.prod(shape)
     total = ids_of_a_device(shape, devices) * devices
@@ -123,14 +124,14 @@ def _looked_up(table: ShardedVariable, ids: tf.Tensor, step: steps.Step) -> tf.T
     return tf.custom_gradient(apply)(table.read_rows())
 
 
-def _check(table: ShardedVariable, ids: tf.Tensor, step: steps.Step) -> None:
+def _check(table: ShardedVariable, ids: tf.Tensor, step: Step) -> None:
     """Raises `StrategyError` if this cannot be looked up."""
     what = None
-    if step.is_part:
+    if step.is_microbatch:
         what = "in a step that takes its batch in microbatches. Set strategy.microbatches = 1"
     elif steps.here() is not step.graph:
         what = "in a loop, a branch or a function within a step. Look its rows up before it"
-    elif table.storage in step.row_updates or steps.state().updating:
+    elif table.storage in step.tables.updates or steps.open_update() is not None:
         what = "after its update in the same step. Look its rows up before it"
     elif not ids.shape.is_fully_defined():
         what = f"with ids of a shape that is not known while the step is traced: {ids.shape}. Give them a shape"
@@ -179,7 +180,7 @@ def owners(ids: tf.Tensor, format: TableRows, count: int) -> tuple[tf.Tensor, tf
 _NO_ROW = np.int64(np.iinfo(np.int32).max - 1)
 
 
-def _found(table: ShardedVariable, line: tf.Tensor, step: steps.Step) -> tf.Tensor:
+def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
     """The rows of ids, one behind the other, sharded like them."""
     mesh, format, width = table.mesh, table.storage.format, table.layout.spec.shape[1]
     assert isinstance(format, TableRows)
@@ -191,8 +192,8 @@ def _found(table: ShardedVariable, line: tf.Tensor, step: steps.Step) -> tf.Tens
         lists = exchanges.Lists.to(owner, each, mesh)
         # One more, since the lists end with zeros.
         asked = lists.sent(own + 1) - 1
-        given = touched.read(table.storage, tf.maximum(asked, 0))
-        step.note_rows_read(table.storage, given)
+        given = sparse_rows.read(table.storage, tf.maximum(asked, 0))
+        step.tables.note_rows(table.storage, given)
         found = tf.ensure_shape(tf.gather(lists.answered(given), where), (each, width))
         found = transfer.relayout(found, (None, None), mesh)
         return rows.leave(found, mesh) if devices > 1 else found

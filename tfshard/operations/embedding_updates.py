@@ -3,7 +3,7 @@
 The gradient of a table is sharded like the batch (`embedding_lookups`). Each device adds up what it has of each row and
 sends it to the device that has the row in the table (exchanges.py). The optimizer's own update function runs on each
 device on its own rows: what it reads of the table and of its slots are those rows, and so is what it writes
-(`Touched`).
+(`SparseRows`).
 
 Keras squares a sparse gradient as it is, so that what a row was given in several places is squared before it is added
 up. With `sparse="keras"` the devices send these sums of squares besides, which take the place of the square that the
@@ -27,7 +27,8 @@ from tfshard.layouts.embedding_tables import KERAS, LAZY
 from tfshard.operations import embedding_lookups, rows
 from tfshard.storage import optimizer_kinds, steps
 from tfshard.storage.formats import TableRows
-from tfshard.storage.touched import Touched, as_parted
+from tfshard.storage.sparse_rows import SparseRows, as_parted
+from tfshard.storage.step_recorder import Step
 from tfshard.storage.variables import ShardedVariable
 
 
@@ -113,34 +114,34 @@ def update(
         return None  # It is weight decay, of a table that has none.
     with rows.inside():
         if not args:
-            with steps.update_scope(touched=_touched(table, step, None)):
+            with steps.update_scope(rows=_rows_to_update(table, step, None)):
                 return fn(table)
         squares = not is_lazy and optimizer_kinds.squares(optimizer)
         own, sums = _brought(table, args[0], squares=squares)
         different, where = (None, own) if every else exchanges.distinct(own)
-        touched = _touched(table, step, different)
-        gradient, *squared = (tf.math.unsorted_segment_sum(each, where, touched.count) for each in sums)
-        with steps.update_scope(touched=touched), _squared(gradient, squared):
+        found = _rows_to_update(table, step, different)
+        gradient, *squared = (tf.math.unsorted_segment_sum(each, where, found.count) for each in sums)
+        with steps.update_scope(rows=found), _squared(gradient, squared):
             return fn(table, gradient, *args[1:])
 
 
-def _touched(table: ShardedVariable, step: steps.Step, different: tf.Tensor | None) -> Touched:
+def _rows_to_update(table: ShardedVariable, step: Step, different: tf.Tensor | None) -> SparseRows:
     """The rows that an update touches: all of a device's if `different` does not say which."""
-    found = step.row_updates.get(table.storage)
+    found = step.tables.updates.get(table.storage)
     if different is None:
         if found is None:
             format = table.storage.format
             assert isinstance(format, TableRows)
-            found = Touched(as_parted(tf.range(format.rows_of_a_device), table.mesh))
+            found = SparseRows(as_parted(tf.range(format.rows_of_a_device), table.mesh))
     elif found is None:
-        found = Touched(as_parted(different, table.mesh))
+        found = SparseRows(as_parted(different, table.mesh))
     else:
         raise StrategyError(
             f"Embedding table '{table.path}' is updated twice in a step, by the rows that were looked up. Update it "
             "once, or take it out of tables=."
         )
-    assert isinstance(found, Touched)
-    step.row_updates[table.storage] = found
+    assert isinstance(found, SparseRows)
+    step.tables.updates[table.storage] = found
     return found
 
 
@@ -176,7 +177,7 @@ def square(call: _private.Call) -> list[tf.Tensor] | None:
     return None if found is None else [found]
 
 
-def _check_here(table: ShardedVariable) -> steps.Step:
+def _check_here(table: ShardedVariable) -> Step:
     table.check_compiled()
     step = steps.current()
     if step is None or steps.here() is not step.graph:

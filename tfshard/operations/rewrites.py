@@ -38,6 +38,7 @@ from tfshard.operations import (
 )
 from tfshard.operations.row_operations import ROW_OPERATIONS
 from tfshard.storage import steps
+from tfshard.storage.write_log import Branch
 
 # What stands for the output of an operation, or None to leave the operation as it is.
 Exchange = Callable[[_private.Call], tf.Tensor | list[tf.Tensor] | None]
@@ -170,9 +171,9 @@ def exchanged(mesh: dtensor.Mesh) -> Iterator[None]:
         yield
 
 
-def _both_branches(fns: tuple[steps.Branch, steps.Branch], cond: Callable[[steps.Branch, steps.Branch], Any]) -> Any:
+def _both_branches(fns: tuple[Branch, Branch], cond: Callable[[Branch, Branch], Any]) -> Any:
     step = steps.current()
-    return cond(*fns) if step is None else step.both_branches(fns, cond)
+    return cond(*fns) if step is None else step.writes.both_branches(fns, cond)
 
 
 def _scattered(

@@ -121,7 +121,7 @@ def _activation(
     step = steps.current()
     if step is None or step.graph is None or steps.here() is not step.graph:
         return original(*args, **kwargs)
-    return version(functools.partial(step.together, mesh), original, *args, **kwargs)
+    return version(lambda tensors: step.tie(mesh, *tensors), original, *args, **kwargs)
 
 
 def _cross_entropy(

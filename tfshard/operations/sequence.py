@@ -28,6 +28,7 @@ from tfshard.layouts.layout_map import layer_dim
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import layer_patch
 from tfshard.storage import steps
+from tfshard.storage.step_recorder import Step
 from tfshard.storage.variables import ShardedVariable
 
 
@@ -112,7 +113,7 @@ def _recorded() -> Iterator[tuple[set[str], set[str]]]:
 
 # What has been gathered in the step that is open, by the tensor and the graph that it was gathered in; with the tensor,
 # so that its id stays its own.
-_gathered: "weakref.WeakKeyDictionary[steps.Step, dict[tuple[int, tf.Graph | None], tuple[tf.Tensor, tf.Tensor]]]"
+_gathered: "weakref.WeakKeyDictionary[Step, dict[tuple[int, tf.Graph | None], tuple[tf.Tensor, tf.Tensor]]]"
 _gathered = weakref.WeakKeyDictionary()
 
 

@@ -85,7 +85,7 @@ def _read_function(variable: keras.Variable, original: None) -> Callable[..., tf
 def _read_rows(variable: keras.Variable, ids: Any, name: str | None = None) -> tf.Tensor:
     """What `tf.gather(variable, ids)` calls (TensorFlow's protocol for resource variables)."""
     current = _private.backend_variable(variable)
-    inside = steps.current() is not None and not steps.state().updating
+    inside = steps.current() is not None and steps.open_update() is None
     if not inside or not isinstance(current, ShardedVariable) or not is_vocabulary_layout(current.layout.compute):
         # tf.gather then reads the whole variable.
         raise AttributeError("sparse_read")

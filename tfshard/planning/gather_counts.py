@@ -1,4 +1,4 @@
-"""How often a step gathers what rests sharded: by its graph, in which turns are arranged (`tfshard.storage.turns`)."""
+"""How often a step gathers each sharded value, counted in a graph with its unshard schedule (`unshard_schedule`)."""
 
 import collections
 import contextlib
@@ -13,7 +13,7 @@ from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout, itemsize
 from tfshard.planning import training_graph, variable_traffic
 from tfshard.planning.training_graph import TrainingGraph
-from tfshard.storage import turns
+from tfshard.storage import unshard_schedule
 
 
 def gathers_of(
@@ -49,7 +49,7 @@ def _of_list(gathered: Sequence[VariableLayout], placement: ModelPlacement) -> d
     reshard = placement.config.reshard
     units = variable_traffic.members_of(gathered)
     stored = {
-        name: turns.Stored(
+        name: unshard_schedule.StoredBuffer(
             key=name,
             bytes=variable_traffic.whole_bytes(members[0], placement.mesh_shape),
             itemsize=itemsize(members[0].spec.dtype),
@@ -58,7 +58,9 @@ def _of_list(gathered: Sequence[VariableLayout], placement: ModelPlacement) -> d
         for name, members in units.items()
     }
     forward = [[stored[variable_traffic.unit_name(each)]] for each in gathered]
-    begins = turns.begun(forward + forward[::-1], turns.kept_bytes_of(stored.values()), reshard.prefetch)
+    begins = unshard_schedule.unshards(
+        forward + forward[::-1], unshard_schedule.kept_bytes_of(stored.values()), reshard.prefetch
+    )
     return _of(units, collections.Counter(str(name) for names in begins for name in names), {})
 
 

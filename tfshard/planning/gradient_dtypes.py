@@ -12,7 +12,7 @@ from tfshard.graph.model_graph import trace
 from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.planning.variable_traffic import Reductions
-from tfshard.storage import turns
+from tfshard.storage import unshard_schedule
 
 
 def reductions_of(
@@ -50,7 +50,9 @@ def _dtypes(model: keras.Model, inputs: Any) -> dict[str, str]:
         return {}
     operations = graph.operations[0].graph.get_operations()
     tensors = {name: graph.operations[0].graph.get_tensor_by_name(name) for name in graph.variables}
-    values = turns.Values((spec.path, tensors[name]) for name, spec in graph.variables.items() if spec.trainable)
+    values = unshard_schedule.StoredValues(
+        (spec.path, tensors[name]) for name, spec in graph.variables.items() if spec.trainable
+    )
     found: dict[str, set[str]] = collections.defaultdict(set)
     for use in values.uses(operations):
         for path, numbers in use.numbers.items():

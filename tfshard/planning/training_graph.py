@@ -3,7 +3,7 @@
 What one device computes: the model's own operations on its share of a batch, traced as Keras traces them, with nothing
 allocated. What is stored stands in it as placeholders; gathers, reductions and updates are operations that stand for
 those of the step. Blocks are recomputed and turns arranged by what does it in a step (`recomputing.recompute`,
-`turns.arrange`).
+`unshard_schedule.arrange`).
 """
 
 import collections
@@ -29,7 +29,9 @@ from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout, itemsize
 from tfshard.operations import activations, blocks, cross_entropies, loops
 from tfshard.planning import local_shares, variable_traffic
-from tfshard.storage import recomputing, steps, turns, update_order
+from tfshard.storage import graph_edits, recomputing, steps, unshard_schedule, update_order
+from tfshard.storage.barrier import Barrier
+from tfshard.storage.step_record import Block
 
 # What gives its first input, and copies nothing.
 VIEWS = frozenset("Bitcast ExpandDims Identity PreventGradient Reshape Snapshot Squeeze StopGradient".split())
@@ -252,7 +254,7 @@ class _Trace:
             with tf.name_scope(_OURS):
                 for name, members in self._units.items():
                     self._store(name, members)
-            noted = stack.enter_context(steps.noting_blocks(self._graph))
+            noted = stack.enter_context(steps.recorded_blocks(self._graph))
             stack.enter_context(activations.with_derivatives(self._together))
             stack.enter_context(cross_entropies.of_one_device())
             stack.enter_context(loops.without_cudnn())
@@ -310,8 +312,8 @@ class _Trace:
             return tf.identity(value) if self._is_gathered(first) else value
 
     def _noting(self, name: str, layout: VariableLayout, value: tf.Tensor) -> tf.Tensor:
-        """The same value. Its gradient is reduced and cut where it is made (as by `gradient.both_ways`), or joins those
-        that are reduced as one; each use has its own."""
+        """Return the same value. Its gradient is reduced and sliced where it is computed (as by
+        `gradient.with_pinned_gradient`), or joins the gradients that are reduced as one. Each use has its own."""
         bytes_ = self._bytes(layout)
         self._reads[name] += 1
 
@@ -351,7 +353,7 @@ class _Trace:
         return {path: tf.convert_to_tensor(gradient) for path, gradient in found if gradient is not None}
 
     def _together(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """As `Step.together`."""
+        """As `Step.tie`."""
         made: list[tf.Tensor] = tf.raw_ops.IdentityN(input=[tf.compat.v1.placeholder(tf.float32, ()), *tensors])
         self._results.append(made[0])
         return made[1:]
@@ -365,7 +367,7 @@ class _Trace:
         self._costs[made.op] = Cost(kind=kind, output=output, temporary=int(temporary), **sent)
         return made
 
-    def _update(self, gradients: Mapping[str, tf.Tensor]) -> list[turns.Gradient]:
+    def _update(self, gradients: Mapping[str, tf.Tensor]) -> list[unshard_schedule.Gradient]:
         """Adds what becomes of gradients.
 
         Returns:
@@ -407,7 +409,7 @@ class _Trace:
         updated = {name: self._gathered_again(name, each) for name, each in updated.items()}
         self._results += updated.values()
         return [
-            turns.Gradient(
+            unshard_schedule.Gradient(
                 key=name,
                 tensor=tensor,
                 is_scattered=self._units[name][0].gradient != self._units[name][0].compute,
@@ -511,13 +513,12 @@ class _Trace:
 
     # --- turns ----------------------------------------------------------------------------------------
 
-    def _arrange(self, noted: Sequence[recomputing.Block], gradients: Sequence[turns.Gradient]) -> TrainingGraph:
-        def token() -> tf.Tensor:
-            return tf.compat.v1.placeholder(tf.float32, ())
-
-        again = recomputing.recompute(self._graph, noted, token, {each.ref() for each in self._stored.values()})
+    def _arrange(self, noted: Sequence[Block], gradients: Sequence[unshard_schedule.Gradient]) -> TrainingGraph:
+        barrier = Barrier(read_token=lambda: tf.compat.v1.placeholder(tf.float32, ()))
+        stored_values = {each.ref() for each in self._stored.values()}
+        operations = recomputing.recompute(self._graph, noted, barrier, stored_values)
         stored = {
-            name: turns.Stored(
+            name: unshard_schedule.StoredBuffer(
                 key=name,
                 bytes=variable_traffic.whole_bytes(members[0], self._mesh_shape),
                 itemsize=itemsize(members[0].spec.dtype),
@@ -527,14 +528,13 @@ class _Trace:
             for name, members in self._units.items()
         }
         reads = [(each, self._stored[name]) for name, each in stored.items()]
-        tokens = []
         if gradients or any(each.is_gathered for each in stored.values()):
-            tokens = turns.arrange(again.operations, reads, gradients, self._reshard, token)
+            unshard_schedule.arrange(operations, reads, gradients, self._reshard, barrier)
         self._results += [each.updated for each in gradients if each.updated is not None]
-        self._results += [*again.tokens, *tokens]
+        self._results += barrier.tokens
         return self._finished(stored)
 
-    def _finished(self, stored: Mapping[str, turns.Stored]) -> TrainingGraph:
+    def _finished(self, stored: Mapping[str, unshard_schedule.StoredBuffer]) -> TrainingGraph:
         name_of = {tensor.ref(): name for name, tensor in self._stored.items()}
         begun: dict[Hashable, str] = {}
         gathered: dict[Hashable, tf.Tensor] = {}
@@ -594,8 +594,8 @@ def _sums_samples(operation: tf.Operation) -> bool:
 
 def _replace(tensor: tf.Tensor, other: tf.Tensor) -> None:
     """Gives all that take a tensor another one."""
-    for slot in turns.users_of(tensor):
-        slot.fill(other)
+    for each in graph_edits.consumers(tensor):
+        each.replace(other)
 
 
 class _Reads(keras.StatelessScope):  # type: ignore[misc]

@@ -1,22 +1,37 @@
-"""How does a variable rest, how is it read and written?
+"""How is a variable stored, read and written?
 
-A *storage* is one DTensor variable; a group's members live in it together. A *step* defers writes to its end. Read
-`variables` first, then `steps`, whose note says why.
+A *storage* is one DTensor variable; the members of a group share it. A *step* defers writes to its end. Read
+`variables` and `access` first, then `steps`, whose note says why writes are deferred, then `passes`.
 
     formats            how a storage keeps its members: `Whole` in their own shape, `Flat` in a padded buffer
     initial_values     initial values that are not drawn before their place is known
     eight_bits         float32 elements as codes of 8 bits in blocks
     storage            `Storage`: a DTensor variable and the variables that live in it
-    writes             what a step has written, and what it writes to
-    steps              `Step`, which defers writes; the scopes of steps and updates
-    turns              gathers that wait for their turn, and are made again for a later one
-    recomputing        blocks that are computed again in the backward pass
-    traced_steps       steps that were traced, and what each writes
     variables          `ShardedVariable`: a Keras variable's view of its storage
+    access             how a variable is read and written in each context
     surface            what a `tf.Variable` does besides being read and written
     outside            variables in traced functions that belong to no step
-    gradient           gradients from the compute layout to the one in which a variable is updated
-    touched            the rows of an embedding table that a device updates in a step
+    gradient           gradients from the compute layout to the update layout
+
+    steps              the open step and the open update of a thread, and their scopes
+    step_recorder      `Step`, which records reads and writes while a step function is traced
+    write_log          the writes of a step, in its graph, its branches and its functions
+    writes             a recorded write, and the storage that it goes to
+    table_reads        the reads of embedding tables in a step
+    microbatch         the batch of a step, and its microbatch
+    microbatch_step    `MicrobatchStep`: the step of one microbatch
+    traced_steps       steps that were traced, and their writes
+
+    step_record        `StepRecord`: the data of a step
+    passes             the list of passes that change the graph of a step and end it
+    recomputing        pass: compute blocks again in the backward pass
+    unshard_schedule   pass: gather sharded values shortly before each use, and free them
+    update_order       passes: order updates, and free the values that they replace
+    commit             passes: write the values of a step
+    barrier            order operations of a step that no data connects
+    graph_edits        follow and replace the tensors of a traced graph
+
+    sparse_rows        the rows of an embedding table that a device updates in a step
     group_update       the updates of a group's members as one
     optimizer_kinds    which optimizers update element by element
 """

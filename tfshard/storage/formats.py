@@ -270,7 +270,7 @@ class Whole(StorageFormat):
 class TableRows(StorageFormat):
     """An embedding table or a slot of one: as many rows on each device, the last one's filled up with zeros.
 
-    A step reads and writes rows of it (`Touched`), and never all.
+    A step reads and writes rows of it (`SparseRows`), and never all.
     """
 
     direct = False

@@ -1,5 +1,4 @@
-"""Gradients of variables: how they come back from the compute layout to the one in which they are updated, and in which
-layout they are on the way."""
+"""Gradients of variables: bring them from the compute layout to the update layout, and find their layout in a graph."""
 
 import functools
 from collections.abc import Callable
@@ -15,32 +14,40 @@ from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 
 
-def both_ways(
+def with_pinned_gradient(
     value: tf.Tensor,
     *,
     forward: Axes,
     backward: Axes,
     mesh: dtensor.Mesh,
     note: Callable[[tf.Tensor], object] = lambda gradient: None,
-    own: Callable[[tf.Tensor], tf.Tensor | None] | None = None,
+    local_gradient: Callable[[tf.Tensor], tf.Tensor | None] | None = None,
     stored: Axes | None = None,
-    seen: Callable[[bool], object] = lambda is_sparse: None,
+    note_kind: Callable[[bool], object] = lambda is_sparse: None,
 ) -> tf.Tensor:
-    """`value` in the layout `forward`; its gradient is brought to the layout `backward` as soon as it exists.
+    """Return a value in one layout whose gradient has another layout as soon as it exists.
 
-    A sparse gradient (IndexedSlices) becomes dense here. `note` is told of the gradient in that layout. `stored` is the
-    layout of `value`, where it is known.
-    With `own` it stays what that makes of it: what each device has of it, not added up, or added up in another way. If
-    that gives None, it is as without. `seen` is told whether the gradient arrives as IndexedSlices.
+    A sparse gradient (IndexedSlices) becomes dense here.
+
+    Args:
+        value: The value.
+        forward: The layout of the result.
+        backward: The layout of the gradient.
+        mesh: The mesh.
+        note: Called with the gradient in the layout `backward`.
+        local_gradient: Returns the unreduced local gradient, or a custom reduction of it. If it returns None, DTensor
+            reduces the gradient as usual.
+        stored: The layout of `value`, if it is known.
+        note_kind: Called with whether the gradient arrives as IndexedSlices.
     """
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
         is_sparse = isinstance(upstream, tf.IndexedSlices)
-        seen(is_sparse)
+        note_kind(is_sparse)
         if not is_sparse and not upstream.shape.is_fully_defined():
-            # Of what was made of a tensor whose size depends on values TensorFlow may not know the shape.
+            # TensorFlow may not know the shape of a gradient by a tensor whose size depends on values.
             upstream = tf.raw_ops.EnsureShape(input=upstream, shape=value.shape)
-        made = None if own is None else own(upstream)
+        made = None if local_gradient is None else local_gradient(upstream)
         if made is not None:
             return made
         # Pinned to the forward layout first. The backward one alone would travel up into the operations that compute
@@ -121,15 +128,15 @@ def _without_identities(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | t
 
 
 def layout_of(tensor: tf.Tensor | tf.IndexedSlices) -> Axes | None:
-    """The layout of a gradient that an optimizer gets.
+    """Return the layout of a gradient that an optimizer receives.
 
-    In eager code a tensor has one. In a graph it has none yet: `both_ways` pins each gradient to one, and what is done
-    with it before the update (clipping, scaling, sums) works element by element, which DTensor computes in the layout
-    of the operands. Operands of the same shape are followed back to where they are pinned. One that is sharded makes
-    the result sharded.
+    In eager code a tensor has a layout. In a graph it has none yet: `with_pinned_gradient` pins each gradient to one.
+    Later operations (clipping, scaling, sums) work element by element, and DTensor computes them in the layout of
+    their operands. So the function follows operands of the same shape back to where they are pinned. A sharded operand
+    makes the result sharded.
 
     Returns:
-        The mesh axis of each dim. None where the operations pin nothing, or contradict each other.
+        The mesh axis of each dim. None if the operations pin no layout, or contradict each other.
     """
     if not isinstance(tensor, tf.Tensor):
         return None

@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import joins_reduction
-from tfshard.storage import optimizer_kinds, steps, update_order
+from tfshard.storage import optimizer_kinds, steps
+from tfshard.storage.step_record import JointUpdate
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.storage.writes import Recorded
@@ -43,7 +44,8 @@ class UpdateBatch:
         self._functions: dict[Storage, tuple[Callable[..., Any], keras.optimizers.Optimizer]] = {}
 
     def __enter__(self) -> "UpdateBatch":
-        self._outer, self._step.updates = self._step.updates, self
+        writes = self._step.writes
+        self._outer, writes.updates = writes.updates, self
         return self
 
     def __exit__(
@@ -54,17 +56,17 @@ class UpdateBatch:
             if exception_type is None:
                 for storage in list(self._pending):
                     self._run(storage)
-                self._step.write_postponed()
+                self._step.writes.write_postponed()
         finally:
-            self._step.updates = self._outer
+            self._step.writes.updates = self._outer
 
     def note(self, variable: ShardedVariable, tensor: tf.Tensor) -> None:
-        """Tells the step of an update whose gradient is reduced together with others."""
+        """Record an update whose gradient is reduced together with others."""
         if self.graph is None or self.graph is not self._step.graph:
-            return  # In a branch all is there, and given out at its end.
+            return  # The inputs of a branch exist when it begins.
         is_sum = tensor.op.type in ("AddN", "AddV2")
         if joins_reduction(variable.layout, axis_sizes(variable.mesh), is_sum=is_sum):
-            self._step.note_update(update_order.Update(storage=variable.storage, gradient=tensor, since=self._since))
+            self._step.note_update(JointUpdate(storage=variable.storage, gradient=tensor, since=self._since))
 
     def add(
         self,
@@ -91,7 +93,7 @@ class UpdateBatch:
 def open_here() -> UpdateBatch | None:
     """The step's UpdateBatch, if it was opened in the graph that is being built."""
     step = steps.current()
-    batch = None if step is None else step.updates
+    batch = None if step is None else step.writes.updates
     return batch if isinstance(batch, UpdateBatch) and batch.graph is steps.here() else None
 
 
@@ -111,12 +113,12 @@ def run_as_one(
     for update in updates:
         alike.setdefault(optimizer_kinds.update_key(optimizer, fn, update.variable), []).append(update)
     args = _pack_args(storage, updates)
-    after = steps.UpdatedWith(tensor=args[0], axes=storage.format.update) if args and _is_tensor(args[0]) else None
+    gradient = args[0] if args and _is_tensor(args[0]) else None
     family = [storage, *storage.slots.values()]
     before = {member: member.recorded() for member in family}
     results: dict[Storage, tf.Tensor] = {}
     for same in alike.values():
-        with steps.update_scope(packed=storage, after=after):
+        with steps.update_scope(packed=storage, gradient=gradient, axes=storage.format.update):
             fn(same[0].variable, *args)
         members = frozenset(update.variable.member for update in same)
         if members == everyone:
@@ -125,7 +127,7 @@ def run_as_one(
     step = steps.current()
     for written, value in results.items():
         assert step is not None
-        step.record_base(written, value)
+        step.writes.record_base(written, value)
 
 
 def _masked(
@@ -142,7 +144,7 @@ def _masked(
         if part.recorded() is recorded:
             continue
         after = part.update_value()
-        step.forget(part, recorded)
+        step.writes.forget(part, recorded)
         base = results.get(part)
         base = part.update_value() if base is None else base
         changed[part] = tf.where(storage.format.mask(members), after, base)

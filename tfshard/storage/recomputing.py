@@ -1,27 +1,31 @@
-"""Recomputation: what a block made in the forward pass is freed, and made again when the backward pass comes to it.
+"""Recomputation: free what a block of the forward pass computed, and compute it again in the backward pass.
 
-A step's graph is changed once it is traced. Where the backward pass takes a tensor that an operation of a block made,
-it is given one by a copy of that operation; copies work on copies, back to what came into the block. What comes in is
-tied by an IdentityN to the gradient of what the block gave: copies cannot start before that exists, nor be merged with
-the originals. The bits are the same, masks of dropout included, whose seeds are inputs. What a block writes (batch
-statistics, seeds) is not copied, so it happens once. (Chen et al. 2016, "Training Deep Nets with Sublinear Memory
-Cost"; of blocks, as Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".)
+The pass changes the graph of a step once it is traced. Where the backward pass takes a tensor that an operation of a
+block computed, it gets the tensor from a copy of the operation. Copies take the results of copies, back to the inputs
+of the block. A barrier ties these inputs to the gradient of the block's outputs: copies cannot start before the
+gradient exists, and TensorFlow cannot merge them with the originals. The bits are the same, masks of dropout included,
+since their seeds are inputs. Writes of the block (batch statistics, seeds) are not copied, so they happen once. (Chen
+et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; by blocks, as in Korthikanti et al. 2022, "Reducing
+Activation Recomputation in Large Transformer Models".)
 
-What is kept: what comes in, what the block gave or others use, what has state or draws numbers by it, loops and
-branches, and what `keeps` says.
+In memory stay the inputs of the block, its outputs, results of operations with state or random numbers, of loops and
+branches, and what `keeps` names.
 """
 
 import collections
-import dataclasses
-import itertools
-from collections.abc import Callable, Collection, Hashable, Sequence
+import contextlib
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.storage import turns
+from tfshard.devices import merges
+from tfshard.storage import unshard_schedule
+from tfshard.storage.barrier import Barrier
+from tfshard.storage.graph_edits import OpInput, ancestors
+from tfshard.storage.step_record import Block, StepRecord
 
-# The results of matrix products and convolutions: dear to make again.
+# Matrix products and convolutions are expensive to recompute.
 PRODUCTS = frozenset(
     (
         "BatchMatMul",
@@ -35,77 +39,98 @@ PRODUCTS = frozenset(
     )
 )
 
-# In the names of operations whose results stay: of what devices ask each other for.
+# The name scope of operations whose results stay in memory: rows that devices send each other.
 STAYS = "stays_in_memory"
 
 _NEVER = frozenset(("Const", "Placeholder", "ReadVariableOp"))
-# What is known of shapes, and constants.
-_KNOWN = turns.SIZES | {"BroadcastGradientArgs", "Const"}
+# Operations whose results are known when the step is traced.
+_KNOWN = unshard_schedule.SIZES | {"BroadcastGradientArgs", "Const"}
 _WITH_BODIES = ("Case", "If", "PartitionedCall", "While")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Block:
-    """A part of the forward pass.
+class BlockRecorder:
+    """Records the blocks of a graph while it is traced.
 
-    Attributes:
-        name: Of the block.
-        begin: The number of its first operation, in the order in which they were added to the graph.
-        end: One more than that of its last.
-        keeps: Types of operations whose results stay.
+    Args:
+        graph: The graph; None in eager code.
+        blocks: The list that blocks are added to.
     """
 
-    name: str
-    begin: int
-    end: int
-    keeps: frozenset[str] = frozenset()
+    def __init__(self, graph: tf.Graph | None, blocks: list[Block]):
+        self.blocks = blocks
+        self._graph = graph
+        self._is_open = False
+
+    @contextlib.contextmanager
+    def block(self, name: str, keeps: frozenset[str]) -> Iterator[None]:
+        """Make the operations that are added meanwhile to the recorder's own graph a block.
+
+        A block inside a block is part of it. Operations in other graphs, such as bodies of loops, are not recomputed.
+
+        Args:
+            name: The name of the block. If the block before has the same name, this one continues it.
+            keeps: Types of operations whose results stay in memory.
+        """
+        graph = self._graph
+        if graph is None or graph is not tf.compat.v1.get_default_graph() or _private.is_eager() or self._is_open:
+            yield
+            return
+        self._is_open = True
+        begin = len(graph.get_operations())
+        try:
+            yield
+        finally:
+            self._is_open = False
+        if self.blocks and self.blocks[-1].name == name:
+            begin = self.blocks.pop().begin
+        end = len(graph.get_operations())
+        self.blocks.append(Block(name=name, begin=begin, end=end, keeps=keeps))
+
+
+def recompute_blocks(record: StepRecord, barrier: Barrier) -> None:
+    """Compute the blocks of a step again in the backward pass (`StepRecord.operations` then has the copies)."""
+    if record.traced is not None:
+        merges.choose(record.mesh, record.traced)
+        read = {each.tensor.ref() for each in record.reads}
+        record.operations = recompute(record.traced, record.blocks, barrier, read)
 
 
 def recompute(
-    graph: tf.Graph, blocks: Sequence[Block], token: Callable[[], tf.Tensor], stored: Collection[Hashable] = ()
-) -> "Recomputed":
-    """Changes the graph of a step that was traced.
+    graph: tf.Graph, blocks: Sequence[Block], barrier: Barrier, stored: Collection[Hashable] = ()
+) -> list[tf.Operation]:
+    """Change a traced graph.
 
     Args:
         graph: The graph.
-        blocks: Which parts are to be computed again. They do not overlap.
-        token: Reads a variable: a number that nobody needs.
-        stored: References to what was read of variables. What is made of it on the way to a use has turns.
+        blocks: The blocks to compute again. They do not overlap.
+        barrier: Makes barriers.
+        stored: References to reads of variables. The unshard schedule copies what a use computes from them.
+
+    Returns:
+        All operations of the graph, in the order in which they should run.
     """
     operations = graph.get_operations()
     places: dict[tf.Operation, tuple[int, int]] = {operation: (n, 0) for n, operation in enumerate(operations)}
-    tokens = []
     captured, known = _private.captured_placeholders(graph), known_before(operations)
     with graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
         number_of = {operation: number for number, operation in enumerate(operations)}
-        # What tapes add (their name scope: `tf.GradientTape`). By a gradient of a model's own (`tf.custom_gradient`, as
-        # silu has) they add it without a name, but after something that has one.
+        # Tapes add operations in the name scope of `tf.GradientTape`. A gradient of the model's own
+        # (`tf.custom_gradient`, as in silu) adds operations without the scope, but behind one that has it.
         tapes = [number for operation, number in number_of.items() if "gradient_tape/" in operation.name]
         for block in blocks:
             backward = next((number for number in tapes if number >= block.end), len(operations))
             inside = operations[block.begin : block.end]
             found = _Recomputation(inside, block, number_of, stored, captured, known, backward)
             if found.needed:
-                tokens += found.carry_out(token, places)
-    return Recomputed(operations=sorted(places, key=lambda operation: places[operation]), tokens=tokens)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recomputed:
-    """A graph in which blocks are computed again.
-
-    Attributes:
-        operations: All of the graph, in the order in which they are to run.
-        tokens: Numbers that have to be used for something, so that nothing is taken for superfluous.
-    """
-
-    operations: list[tf.Operation]
-    tokens: list[tf.Tensor]
+                found.carry_out(barrier, places)
+    return sorted(places, key=lambda operation: places[operation])
 
 
 def known_before(operations: Sequence[tf.Operation]) -> frozenset[tf.Operation]:
-    """Those whose results are known before they run: of constants, and of shapes. They have to stay so: DTensor needs
-    some of them when it expands a step."""
+    """Return the operations whose results are known before they run: constants and shapes.
+
+    They must stay known: DTensor needs some of the results when it expands a step.
+    """
     found: set[tf.Operation] = set()
     for operation in operations:
         is_made = operation.inputs and all(each.op in found for each in operation.inputs)
@@ -115,10 +140,10 @@ def known_before(operations: Sequence[tf.Operation]) -> frozenset[tf.Operation]:
 
 
 class _Recomputation:
-    """Of one block.
+    """The recomputation of one block.
 
     Attributes:
-        needed: The inputs of operations of the backward pass that are to be made again: operation and number of each.
+        needed: The inputs of the backward pass that copies compute again, each with its tensor.
     """
 
     def __init__(
@@ -138,8 +163,8 @@ class _Recomputation:
         self._captured = captured
         self._known = known
         self._backward = backward
-        # What other blocks have added is no user: it has no number. It may read the token's variable, whose handle was
-        # captured in this block.
+        # Operations that other blocks have added have no number, and count as no users. They may read the token, whose
+        # handle was captured in this block.
         self._given = {
             output.ref()
             for operation in inside
@@ -147,7 +172,7 @@ class _Recomputation:
             if any(block.end <= number_of.get(user, -1) < backward for user in output.consumers())
         }
         users = [
-            (user, number, tensor)
+            (OpInput(operation=user, number=number), tensor)
             for operation in inside
             if self._is_copied(operation)
             for tensor in operation.outputs
@@ -158,18 +183,18 @@ class _Recomputation:
             if each is tensor
         ]
         self._gradient = None
-        self.needed: list[tuple[tf.Operation, int, tf.Tensor]] = []
+        self.needed: list[tuple[OpInput, tf.Tensor]] = []
         if users:
             self._gradient = self._gradient_before(
-                min((user for user, _, _ in users), key=lambda each: number_of[each])
+                min((user.operation for user, _ in users), key=number_of.__getitem__)
             )
         if self._gradient is not None:
             self.needed = users
 
     def _gradient_before(self, first: tf.Operation) -> tf.Tensor | None:
-        """The gradient that comes to an operation of the backward pass, or to what uses its result; None if none does.
+        """Return the gradient that an operation of the backward pass takes, or an operation that uses its result.
 
-        A gradient of a model's own may begin with operations on tensors of the block alone.
+        None if no gradient arrives: a gradient function of the model's own may begin with tensors of the block alone.
         """
         after, numbers = self._made_after(), range(self._backward, self._number_of[first])
         left, seen = collections.deque([first]), {first}
@@ -184,15 +209,16 @@ class _Recomputation:
                     left.append(user)
         return None
 
-    def carry_out(self, token: Callable[[], tf.Tensor], places: dict[tf.Operation, tuple[int, int]]) -> list[tf.Tensor]:
-        """Adds the copies, where the first of them is needed, and gives them to those that need them.
+    def carry_out(self, barrier: Barrier, places: dict[tf.Operation, tuple[int, int]]) -> None:
+        """Add the copies where the first of them is needed, and give them to the operations that need them.
 
-        Returns:
-            Tokens that have to be used.
+        Args:
+            barrier: Makes barriers.
+            places: The place of each operation in the order. New operations are added.
         """
         assert self._gradient is not None
         wanted: dict[tf.Operation, None] = {}
-        left = [tensor.op for _, _, tensor in self.needed]
+        left = [tensor.op for _, tensor in self.needed]
         while left:
             operation = left.pop()
             if operation not in wanted:
@@ -205,70 +231,67 @@ class _Recomputation:
             for each in operation.inputs
             if not self._is_made_again(each) and self._is_activation(each)
         }
-        first = min(self._number_of[user] for user, _, _ in self.needed)
+        first = min(self._number_of[user.operation] for user, _ in self.needed)
         gradient_users = [
-            (user, number)
+            OpInput(operation=user, number=number)
             for user in self._gradient.consumers()
             if self._number_of.get(user, -1) >= first
             for number, each in enumerate(user.inputs)
             if each is self._gradient
         ]
-        read = token()
-        tied = tf.raw_ops.IdentityN(input=[read, self._gradient, *incoming.values()])
-        made = dict(zip(incoming, tied[2:], strict=True))
+        read = barrier.read_token()
+        gradient, *tied = barrier.tie(self._gradient, *incoming.values(), read=read)
+        made = dict(zip(incoming, tied, strict=True))
         places[read.op] = (self._block.begin, -1)
-        added = [tied[0].op]
+        added = [gradient.op]
         for operation in order:
             outputs = _private.copied(operation, [made.get(each.ref(), each) for each in operation.inputs])
             added.append(outputs[0].op)
             made.update((old.ref(), new) for old, new in zip(operation.outputs, outputs, strict=True))
         places.update((operation, (first - 1, n)) for n, operation in enumerate(added, start=1))
-        for user, number, tensor in self.needed:
-            _private.update_input(user, number, made[tensor.ref()])
-        for user, number in gradient_users:
-            _private.update_input(user, number, tied[1])
-        kept_apart = [
-            self._keep_apart(tensor, read, places) for tensor in {t.ref(): t for _, _, t in self.needed}.values()
-        ]
-        return [tied[0], *itertools.chain(*kept_apart)]
+        for user, tensor in self.needed:
+            user.replace(made[tensor.ref()])
+        for user in gradient_users:
+            user.replace(gradient)
+        for tensor in {each.ref(): each for _, each in self.needed}.values():
+            self._keep_apart(tensor, read, barrier, places)
 
     def _keep_apart(
-        self, tensor: tf.Tensor, read: tf.Tensor, places: dict[tf.Operation, tuple[int, int]]
-    ) -> list[tf.Tensor]:
-        """Gives the forward pass its tensor through an IdentityN, each operation by an output of its own.
+        self, tensor: tf.Tensor, read: tf.Tensor, barrier: Barrier, places: dict[tf.Operation, tuple[int, int]]
+    ) -> None:
+        """Give each operation of the forward pass an output of its own of a barrier around the tensor.
 
-        With no other use left TensorFlow would fuse the operations before and behind it, or those behind it with each
-        other (a product with the sigmoid of the same), and round otherwise.
+        With no other use left TensorFlow would fuse the operations before and behind the tensor, or those behind it
+        with each other (a product with the sigmoid of the same tensor), and round otherwise.
         """
         users = [user for user in dict.fromkeys(tensor.consumers()) if user in self._inside]
         if not users or self._is_stored(tensor):
-            return []  # Each use of what is stored has a turn.
-        other, *apart = tf.raw_ops.IdentityN(input=[read, *[tensor] * len(users)])
-        places[other.op] = (self._number_of[tensor.op], 1)
-        for user, own in zip(users, apart, strict=True):
+            return  # The unshard schedule copies each use of a stored value.
+        apart = barrier.tie(*[tensor] * len(users), read=read)
+        places[apart[0].op] = (self._number_of[tensor.op], 1)
+        for user, separate in zip(users, apart, strict=True):
             for number, each in enumerate(user.inputs):
                 if each is tensor:
-                    _private.update_input(user, number, own)
-        return [other]
+                    _private.update_input(user, number, separate)
 
     def _is_stored(self, tensor: tf.Tensor) -> bool:
-        """Whether it is what was read of a variable, on its way to a use; not what was looked up in it for a batch."""
+        """Return whether a tensor is a read on its way to a use. Rows that were looked up for a batch are not."""
         while tensor.ref() not in self._stored:
             operation = tensor.op
             if operation.type == "IdentityN":
                 tensor = operation.inputs[tensor.value_index]
                 continue
-            if operation.type not in turns.ON_THE_WAY:
+            if operation.type not in unshard_schedule.ON_THE_WAY:
                 return False
-            # What is known is not followed back: the shape of an activation leads to all of the forward pass.
-            others = turns.ancestors(each for each in operation.inputs[1:] if each.op not in self._known)
+            # Known operations are not followed: the shape of an activation leads to all of the forward pass.
+            others = ancestors(each for each in operation.inputs[1:] if each.op not in self._known)
             if any(self._is_argument(each) for each in others):
                 return False
             tensor = operation.inputs[0]
         return True
 
     def _is_argument(self, operation: tf.Operation) -> bool:
-        """Whether a step is given what it gives, such as a batch."""
+        """Return whether an operation is an argument of the step, such as a batch."""
         return operation.type == "Placeholder" and operation.outputs[0].ref() not in self._captured
 
     def _is_copied(self, operation: tf.Operation) -> bool:
@@ -287,13 +310,13 @@ class _Recomputation:
         return tensor.op in self._inside and tensor.ref() not in self._given and self._is_copied(tensor.op)
 
     def _is_activation(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor that comes in is to be tied: not what is stored, nor a gather of it, and not a constant."""
+        """Return whether to tie an input of the block: not a stored value, its gather or a constant."""
         if tensor.op.type in _NEVER:
             return tensor.op.type == "Placeholder" and bool(tensor.dtype.is_floating)
         return tensor.op not in self._known and not self._is_stored(tensor)
 
     def _made_after(self) -> set[Hashable]:
-        """What is made of what the block gave."""
+        """Return the tensors computed from the outputs of the block."""
         after = set(self._given)
         left = collections.deque(user for ref in self._given for user in ref.deref().consumers())
         seen: set[tf.Operation] = set()

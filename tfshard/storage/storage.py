@@ -1,6 +1,5 @@
 """Storage: one DTensor variable on the mesh, and the variables that live in it."""
 
-import contextlib
 import functools
 import itertools
 import math
@@ -16,9 +15,11 @@ from tfshard import _private
 from tfshard.devices import host_meshes, messages, transfer
 from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
-from tfshard.storage import initial_values, steps, turns
+from tfshard.storage import barrier, initial_values, steps
 from tfshard.storage.formats import StorageFormat
+from tfshard.storage.graph_edits import OpInput, adding_to
 from tfshard.storage.initial_values import HostValue, InitialValue
+from tfshard.storage.step_recorder import Gathered
 from tfshard.storage.writes import Recorded
 
 # A slot of a variable: the id of its optimizer, and its number among that optimizer's slots of the variable.
@@ -230,73 +231,73 @@ class Storage:
         return differed
 
     def write(self, recorded: Recorded) -> None:
-        """Assigns the buffer now. For `Step` and eager code."""
-        self.write_at_rest(self.at_rest(recorded))
+        """Assign the recorded buffer now. For steps and eager code."""
+        self.write_stored(self.as_stored(recorded))
 
-    def at_rest(self, recorded: Recorded) -> tf.Tensor:
-        """What is recorded, as it is stored."""
+    def as_stored(self, recorded: Recorded) -> tf.Tensor:
+        """Return the recorded buffer, as it will be stored."""
         return self.format.at_rest(self._recorded_buffer(recorded))
 
-    def from_rest(self, value: tf.Tensor) -> tf.Tensor:
-        """Return what `at_rest` made, as a buffer that can be recorded."""
+    def from_stored(self, value: tf.Tensor) -> tf.Tensor:
+        """Return a result of `as_stored` as a buffer that a step can record."""
         return self.format.for_update(value) if self.format.is_encoded else value
 
-    def write_at_rest(self, value: tf.Tensor, users: Sequence[turns.Slot] = ()) -> None:
-        """Assigns the buffer what `at_rest` made. In a graph, `users` take it from there then (update_order.py)."""
+    def write_stored(self, value: tf.Tensor, takers: Sequence[OpInput] = ()) -> None:
+        """Assign a result of `as_stored` to the buffer. In a graph, `takers` then take it from the buffer."""
         if self.rests_on_host:
             value = host_meshes.copied(value, self.format.storage, self.mesh, self.format.rests_on)
         if _private.is_eager():
             self._set_pieces(value)
             return
-        if not users:
+        if not takers:
             self.buffer.assign(value, read_value=False)
             return
-        handle, value = tf.raw_ops.IdentityN(input=[self.buffer.handle, value])
-        written = tf.raw_ops.AssignVariableOp(resource=self.buffer.handle, value=value)
-        with tf.control_dependencies([written]):
-            read = tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)
-        for user in users:
-            user.fill(read)
+        read = barrier.write_then_read(self.buffer, value)
+        for taker in takers:
+            taker.replace(read)
 
     # --- values ------------------------------------------------------------------------------------------
 
     def recorded(self) -> Recorded | None:
-        """What the open step has written here."""
+        """Return the write that the open step has recorded for this storage."""
         step = steps.current()
-        return None if step is None else step.find(self)
+        return None if step is None else step.writes.find(self)
 
     def update_value(self) -> tf.Tensor:
-        """The buffer in the layout in which it is updated.
+        """Return the buffer in the update layout.
 
-        What an update has just written is not rounded to what will be stored: it goes on with its own numbers.
+        A value that an update has just written is not rounded to the storage dtype: the update continues with it.
         """
         return self.in_update(self.recorded())
 
     def in_update(self, recorded: Recorded | None) -> tf.Tensor:
-        """What is recorded of the buffer, else what is stored, in the layout in which it is updated."""
+        """Return the recorded buffer, or else the stored buffer, in the update layout."""
         if recorded is not None:
             return self.format.in_update(self._recorded_buffer(recorded))
         with steps.reading_scope():
-            stored, step = self._stored(tied=True), steps.current()
-            if step is not None and self._is_cut_for_update and step.note_cut(stored):
-                # Pinned, or DTensor would cut in front of what is put between.
+            stored, step, update = self._stored(for_update=True), steps.current(), steps.open_update()
+            gradient = None if update is None else update.gradient
+            if step is not None and self._is_sliced_for_update and step.note_slice(stored, gradient):
+                # Pinned, or DTensor would slice in front of the barrier.
                 stored = transfer.relayout(stored, self.format.storage, self.mesh)
             return self.format.for_update(stored)
 
     def handed_on(self, recorded: Recorded | None) -> tf.Tensor:
-        """The same, as a branch gives it out and a part hands it on: in the layout in which it rests, so that nothing
-        is gathered where nothing was written. What rests encoded stays in that of updates."""
+        """Return the same buffer, as a branch returns it and a microbatch passes it on.
+
+        The storage layout avoids a gather where nothing was written. An encoded buffer stays in the update layout.
+        """
         if self.format.is_encoded or self.rests_on_host:
             return self.in_update(recorded)
         if recorded is not None:
-            return self.at_rest(recorded)
+            return self.as_stored(recorded)
         with steps.reading_scope():
             return self.format.at_rest(self._stored())
 
     def read_stored(self) -> tf.Tensor:
-        """What is stored, about to be gathered."""
+        """Return the stored buffer, before a gather."""
         stored, step = self._stored(), steps.current()
-        return stored if step is None or self.rests_on_host else step.note_stored(self, stored)
+        return stored if step is None or self.rests_on_host else step.note_stored_read(self, stored)
 
     @property
     def rests_on_host(self) -> bool:
@@ -304,37 +305,38 @@ class Storage:
         return self.format.rests_on is not self.mesh
 
     @property
-    def rests_as_updated(self) -> bool:
-        """Whether what an update has made is what rests: on the devices, in the same layout and dtype."""
+    def is_stored_as_updated(self) -> bool:
+        """Whether the buffer is stored on the devices of the update, in the same layout and dtype."""
         return self.format.storage == self.format.update and not self.format.is_encoded and not self.rests_on_host
 
     @property
-    def _is_cut_for_update(self) -> bool:
-        """Whether it rests whole on the devices, and each updates a part."""
+    def _is_sliced_for_update(self) -> bool:
+        """Whether the devices store the full buffer, and each updates a slice."""
         return self.format.storage != self.format.update and not self.rests_on_host
 
     @property
     def updated_bytes(self) -> int:
-        """Of the buffer on a device, as it is updated."""
+        """The bytes of the buffer on a device, in the update layout."""
         sizes = axis_sizes(self.mesh)
         shares = math.prod(sizes[axis] for axis in self.format.update if axis is not None)
         itemsize: int = self.buffer.dtype.size
         return math.prod(self.format.shape) * itemsize // shares
 
-    def _stored(self, *, tied: bool = False) -> tf.Tensor:
-        """What is stored, on the mesh of steps. What rests on the host comes once in a step.
+    def _stored(self, *, for_update: bool = False) -> tf.Tensor:
+        """Return the stored buffer on the mesh of steps. An offloaded buffer comes from the host once in a step.
 
         Args:
-            tied: Whether it comes from the host when there is what the open update works on. Not what is gathered: that
-                may take an all-reduce, which DTensor would merge with the one that makes the gradient.
+            for_update: Whether the copy from the host waits for the gradient of the open update. A buffer that is
+                gathered must not wait: DTensor would merge an all-reduce of the gather with that of the gradient.
         """
         if not self.rests_on_host:
             return self.buffer.value()
-        key, cache = (self, "stored", tied), self._cache(steps.here())
+        key, cache = (self, "stored", for_update), self._cache(steps.here())
         if key not in cache:
             stored, step, host = self.buffer.value(), steps.current(), self.format.rests_on
-            if step is not None and tied:
-                stored = step.tied_on_host(stored, self.mesh, host)
+            update = steps.open_update()
+            if step is not None and update is not None and for_update:
+                stored = step.wait_on_host(stored, update.gradient, update.axes, self.mesh, host)
             cache[key] = (host_meshes.copied(stored, self.format.storage, host, self.mesh), None)
         return cache[key][0]
 
@@ -377,7 +379,7 @@ class Storage:
         base = None if recorded is None else recorded.base
         key = (self, None if base is None else id(base))
         if (key, member) not in cache:
-            with _building(graph):
+            with adding_to(graph):
                 if key not in cache:
                     stored = self.read_stored() if base is None else self.format.encode(base)
                     cache[key] = (self.format.gather(stored), base)
@@ -390,7 +392,7 @@ class Storage:
         cache = self._cache(graph)
         key = (self, member, id(value))
         if key not in cache:
-            with _building(graph):
+            with adding_to(graph):
                 cache[key] = (transfer.relayout(value, self.format.members[member].compute, self.mesh), value)
         return cache[key][0]
 
@@ -404,9 +406,9 @@ class Storage:
         return tf.compat.v1.get_default_graph() if step is None else step.graph
 
     @staticmethod
-    def _cache(graph: tf.Graph | None) -> steps.Gathered:
+    def _cache(graph: tf.Graph | None) -> Gathered:
         step = steps.current()
-        return {} if step is None else step.gathered(graph)
+        return {} if step is None else step.reads.gathered(graph)
 
 
 def spoil(handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> None:
@@ -428,14 +430,3 @@ def _set_zeros(handle: tf.Tensor, dtype: tf.DType, shape: list[int]) -> None:
     if shape:
         with tf.device(handle.device):
             tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros(shape, dtype), validate_shape=False)
-
-
-@contextlib.contextmanager
-def _building(graph: tf.Graph | None) -> Iterator[None]:
-    """Operations made here belong to `graph`, after nothing, and no tape sees them."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_private.stop_recording())
-        if graph is not None:
-            stack.enter_context(graph.as_default())
-            stack.enter_context(tf.control_dependencies(None))
-        yield

@@ -1,154 +1,167 @@
-"""In which order a step updates variables, and when what it replaces is freed.
+"""Passes that order the updates of a step, and free what updates replace.
 
-DTensor reduces all gradients that are not scattered as one, so that they come at once, and nothing orders what becomes
-of them. A device would hold what they were joined in until the last of them is cut out of it, while others are updated
-already; would update several variables at the same time; and would have a slot's old value besides its new one until a
-thread has time to assign it, which may be after the update where devices outnumber cores. Of large groups that is much
-of what a step holds, and differs from step to step. So the graph of a step is changed once it is traced:
+DTensor reduces all gradients that are not scattered as one, so that they arrive at once, and nothing orders the work
+that follows. A device would hold the buffer of the reduction until the last gradient is sliced out of it, while it
+updates other variables already. It would update several variables at the same time. It would hold a slot's old value
+beside the new one until a thread has time to assign the slot, which may be after the update where devices outnumber
+cores. This can be much of a step's memory, and it differs from step to step. So these passes change the traced graph:
 
-- No update begins before all gradients are cut out that its optimizer was given (`one_after_the_other`),
-- nor before the update in front of it has made a new value.
-- What uses a slot's new value takes it from the slot once it is written (`taking_over`): the old one is free by then.
-- At stages 1 and 2 a device's part of a variable is cut out when there is its gradient, not when the step begins
-  (`cut_when_used`).
+- `order_updates`: no update begins before all gradients of its optimizer are sliced out, nor before the update in front
+  of it has computed a new value.
+- `read_slots_after_write`: operations that use a slot's new value read it from the slot once it is written. The old
+  value is free by then.
+- `slice_with_gradient`: at stages 1 and 2 a device slices its shard of a variable when the gradient exists, not when
+  the step begins.
 
-DTensor sorts operations by their operands when it merges all-reduces, and a read without operands would move in front
-of the write (the note in steps.py). So the handle that is read goes through an IdentityN with what is written.
-
-No number changes: all operations that are added give what they take.
+No number changes.
 """
 
 import collections
-import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import tensorflow as tf
 
-from tfshard.storage.turns import Slot, is_made_of, users_of
+from tfshard.devices import merges
+from tfshard.storage import barrier as barriers
+from tfshard.storage.barrier import Barrier
+from tfshard.storage.graph_edits import OpInput, consumers, depends_on
+from tfshard.storage.step_record import JointUpdate, StepRecord
 from tfshard.storage.writes import Recorded, Writable
 
-# What is smaller on a device is not worth the operations.
+# Smaller tensors on a device are not worth the operations.
 LEAST_BYTES = 1 << 18
+_SMALL_BYTES = 1 << 20
 
-# What a new value goes through before it is written, if that is its layout already.
+# Operations between a new value and its write that leave a value of the right layout as it is.
 _SAME = frozenset(("Identity", "IdentityN", "Relayout"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Update:
-    """An update of a variable with a gradient that is reduced together with others.
+def slice_with_gradient(record: StepRecord, barrier: Barrier) -> None:
+    """Slice replicated reads for updates when the gradient exists."""
+    del barrier  # The read itself is the first input.
+    for each in record.sliced_reads:
+        wait_for_gradient(each.stored, each.gradient)
 
-    Attributes:
-        storage: What is updated: that of a group for each of its members.
-        gradient: As the optimizer was given it.
-        since: How many operations the graph had when the optimizer began.
+
+def wait_for_gradient(stored: tf.Tensor, gradient: tf.Tensor) -> None:
+    """Let the consumers of a read wait for the gradient of their update.
+
+    Args:
+        stored: The read of a variable.
+        gradient: The gradient.
     """
+    if gradient.shape.num_elements() * gradient.dtype.size < LEAST_BYTES:
+        return
+    slices = consumers(stored)
+    read, _ = barriers.hold(stored, (gradient, consumers(gradient)))
+    for each in slices:
+        each.replace(read)
 
-    storage: Writable
-    gradient: tf.Tensor
-    since: int
+
+def order_updates(record: StepRecord, barrier: Barrier) -> None:
+    """Let updates wait for the gradients that are reduced with theirs, and for each other."""
+    if not record.updates or not merges.happen(record.updates[0].storage.mesh):
+        return
+    mesh = record.updates[0].storage.mesh
+    storages = {update.storage for update in record.updates}
+    others = [
+        value
+        for storage, value in record.values.items()
+        if storage not in storages and storage.mesh is mesh and is_small_copy(storage, value)
+    ]
+    replaced = one_after_the_other(record.updates, record.updated, others, barrier)
+    for storage, each in record.updated.items():
+        record.updated[storage] = None if each is None else replaced.get(each.ref(), each)
+    for storage, value in record.values.items():
+        record.values[storage] = replaced.get(value.ref(), value)
+
+
+def one_after_the_other(
+    updates: Sequence[JointUpdate],
+    values: Mapping[Writable, tf.Tensor | None],
+    others: Sequence[tf.Tensor],
+    barrier: Barrier,
+) -> dict[Hashable, tf.Tensor]:
+    """Let updates wait for the gradients that arrive with theirs, and for each other.
+
+    Args:
+        updates: All updates of a step, in order.
+        values: The new value of each storage, in the update layout.
+        others: Other small values to write. Some, such as metrics of the loss, are reduced together with the gradients.
+            Values that do not depend on updates exist before them.
+        barrier: Makes barriers.
+
+    Returns:
+        The tensors to write in place of new values, by reference.
+    """
+    batches: dict[int, list[JointUpdate]] = collections.defaultdict(list)
+    for update in updates:
+        batches[update.since].append(update)
+    replaced: dict[Hashable, tf.Tensor] = {}
+    for since, batch in batches.items():
+        operations = batch[0].gradient.graph.get_operations()
+        begun = set(operations[since:])
+        users = [[each for each in consumers(update.gradient) if each.operation in begun] for update in batch]
+        given = list(zip((update.gradient for update in batch), users, strict=True))
+        updating = {each.operation for inputs in users for each in inputs}
+        known = [each for each in others if not depends_on(each, updating, begun.__contains__)]
+        tied = barrier.hold(*given, *((each, ()) for each in known))
+        replaced |= zip((each.ref() for each in known), tied[len(given) :], strict=True)
+        # A group is updated when the last of its members has come.
+        last: dict[Writable, list[OpInput]] = {}
+        for update, inputs in zip(batch, users, strict=True):
+            last.pop(update.storage, None)
+            last[update.storage] = inputs
+        large = [storage for storage in last if storage.updated_bytes >= LEAST_BYTES]
+        for before, storage in itertools.pairwise(large):
+            value, inputs = values.get(before), last[storage]
+            if value is None or not inputs:
+                continue
+            if depends_on(value, {each.operation for each in inputs}, begun.__contains__):
+                continue
+            made, _ = barrier.hold((value, consumers(value)), (inputs[0].tensor, inputs))
+            replaced[value.ref()] = made
+    return replaced
+
+
+def read_slots_after_write(record: StepRecord, barrier: Barrier) -> None:
+    """Find the operations that can take a new value from its storage once it is written (`StepRecord.takers`)."""
+    del barrier  # `Storage.write_stored` makes one.
+    record.takers = {
+        storage: takers_of(storage, record.updated[storage], value)
+        for storage, value in record.values.items()
+        if not is_small_copy(storage, value)
+    }
+
+
+def takers_of(storage: Writable, updated: tf.Tensor | None, value: tf.Tensor) -> list[OpInput]:
+    """Return the inputs that can take a new value from its storage, which has the same layout and dtype.
+
+    Args:
+        storage: The storage.
+        updated: The new value as the update computed it.
+        value: The same value as it is written.
+    """
+    is_traced = updated is not None and hasattr(updated, "graph")
+    if not is_traced or not storage.is_stored_as_updated or storage.updated_bytes < LEAST_BYTES:
+        return []
+    way: set[tf.Operation] = set()
+    while value is not updated:
+        if value.op.type not in _SAME:
+            return []
+        way.add(value.op)
+        value = value.op.inputs[value.value_index if value.op.type == "IdentityN" else 0]
+    return [each for each in consumers(value) if each.operation not in way]
 
 
 def new_value(storage: Writable, recorded: Recorded) -> tf.Tensor | None:
-    """What an update has made of all that a storage has; None if only of some of it."""
+    """Return the new value of a storage as an update computed it; None if the update wrote only some members."""
     if not recorded.written:
         return recorded.base
     return None if storage.is_group else recorded.written[0]
 
 
-def one_after_the_other(
-    updates: Sequence[Update],
-    values: Mapping[Writable, tf.Tensor | None],
-    others: Sequence[tf.Tensor],
-    token: Callable[[], tf.Tensor],
-) -> tuple[dict[Hashable, tf.Tensor], list[tf.Tensor]]:
-    """Lets updates wait for the gradients that come with theirs, and for each other.
-
-    Args:
-        updates: All of a step, in order.
-        values: New values of what is updated, in the layout of the update.
-        others: What else is to be written, and is small: some of it, as metrics of the loss, is made of what is reduced
-            with the gradients. What is not made of updates is there before them.
-        token: Reads a variable: a number that nobody needs.
-
-    Returns:
-        What has to be written in the place of new values, by their references, and numbers that have to be used for
-        something.
-    """
-    batches: dict[int, list[Update]] = collections.defaultdict(list)
-    for update in updates:
-        batches[update.since].append(update)
-    replaced: dict[Hashable, tf.Tensor] = {}
-    tokens: list[tf.Tensor] = []
-    for since, batch in batches.items():
-        operations = batch[0].gradient.graph.get_operations()
-        begun = set(operations[since:])
-        users = [[slot for slot in users_of(update.gradient) if slot.operation in begun] for update in batch]
-        given = list(zip((update.gradient for update in batch), users, strict=True))
-        updating = {slot.operation for slots in users for slot in slots}
-        known = [each for each in others if not is_made_of(each, updating, begun.__contains__)]
-        tied = _tied(token(), *given, *((each, ()) for each in known))
-        tokens.append(tied[0])
-        replaced |= zip((each.ref() for each in known), tied[1 + len(given) :], strict=True)
-        # That of a group runs when the last of its members has come.
-        last: dict[Writable, list[Slot]] = {}
-        for update, slots in zip(batch, users, strict=True):
-            last.pop(update.storage, None)
-            last[update.storage] = slots
-        large = [storage for storage in last if storage.updated_bytes >= LEAST_BYTES]
-        for before, storage in itertools.pairwise(large):
-            value, slots = values.get(before), last[storage]
-            if value is None or not slots or is_made_of(value, {slot.operation for slot in slots}, begun.__contains__):
-                continue
-            number, made, _ = _tied(token(), (value, users_of(value)), (slots[0].tensor, slots))
-            tokens.append(number)
-            replaced[value.ref()] = made
-    return replaced, tokens
-
-
-def cut_when_used(stored: tf.Tensor, gradient: tf.Tensor) -> None:
-    """Lets what is read whole be cut when there is the gradient that an update works on.
-
-    Args:
-        stored: What was read.
-        gradient: In the shape of what is cut.
-    """
-    if gradient.shape.num_elements() * gradient.dtype.size < LEAST_BYTES:
-        return
-    cuts = users_of(stored)
-    read, _ = _tied(stored, (gradient, users_of(gradient)))
-    for slot in cuts:
-        slot.fill(read)
-
-
-def _tied(read: tf.Tensor, *others: tuple[tf.Tensor, Sequence[Slot]]) -> list[tf.Tensor]:
-    """The same tensors, of which none is there before all are: what was read, and others, which their uses take then.
-
-    TensorFlow's dependency optimizer leaves an IdentityN alone if its first input is what was read of a variable.
-    """
-    tied: list[tf.Tensor] = tf.raw_ops.IdentityN(input=[read, *(tensor for tensor, _ in others)])
-    for (_, slots), tensor in zip(others, tied[1:], strict=True):
-        for slot in slots:
-            slot.fill(tensor)
-    return tied
-
-
-def taking_over(storage: Writable, made: tf.Tensor | None, value: tf.Tensor) -> list[Slot]:
-    """The uses of a new value that can take it from where it is written: there it has the same layout and dtype.
-
-    Args:
-        storage: Where it is written.
-        made: What an update has made.
-        value: The same, as it is written.
-    """
-    is_traced = made is not None and hasattr(made, "graph")
-    if not is_traced or not storage.rests_as_updated or storage.updated_bytes < LEAST_BYTES:
-        return []
-    way: set[tf.Operation] = set()
-    while value is not made:
-        if value.op.type not in _SAME:
-            return []
-        way.add(value.op)
-        value = value.op.inputs[value.value_index if value.op.type == "IdentityN" else 0]
-    return [slot for slot in users_of(value) if slot.operation not in way]
+def is_small_copy(storage: Writable, value: tf.Tensor) -> bool:
+    """Return whether a value is small and replicated, as counters, seeds, statistics and metrics are."""
+    return not any(storage.format.storage) and bool(value.shape.num_elements() * value.dtype.size < _SMALL_BYTES)

@@ -1,4 +1,4 @@
-"""ShardedVariable: rests sharded, is read whole, and is written once at the end of a step (why: steps.py)."""
+"""ShardedVariable: stored sharded, read unsharded, and written once at the end of a step (why: steps.py)."""
 
 import contextlib
 import functools
@@ -16,23 +16,23 @@ from tfshard.devices import clients, process_lock, transfer
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes, VariableLayout, is_added_up_by_replicas
-from tfshard.storage import gradient, outside, steps
+from tfshard.storage import access, gradient, steps
 from tfshard.storage.formats import StorageFormat
 from tfshard.storage.initial_values import HostValue
 from tfshard.storage.storage import SlotKey, Storage
 from tfshard.storage.surface import VariableSurface
-from tfshard.storage.writes import Recorded
 
 _serial = itertools.count()
 
 
 class ShardedVariable(VariableSurface):
-    """A `tf.Variable` of which each device holds a piece.
+    """A `tf.Variable` of which each device stores a shard.
 
-    It has the shape of the whole variable. Reading it (`value()`, any operation on it) gives the whole value
-    under the compute layout, with one all-gather when it rests sharded over the batch axis. Writing takes whole
-    values of any layout. In eager code outside of a step both happen at once, on the host; inside a step writes are
-    deferred (see the note at the top of steps.py).
+    It has the shape of the full variable. The access object of the current context reads and writes it (access.py). In
+    a step, a read (`value()`, any operation on the variable) gives the full value in the compute layout, by one
+    all-gather if the variable is stored sharded over the batch axis. A write takes full values of any layout, and is
+    deferred (see the note at the top of steps.py). In eager code outside of steps, reads and writes happen at once, on
+    the host.
 
     Attributes:
         path: The Keras path, for messages.
@@ -134,8 +134,7 @@ class ShardedVariable(VariableSurface):
 
     @property
     def shape(self) -> tf.TensorShape:
-        # TensorFlow asks it for `tf.ones_like(variable)`; an update that works on the buffer reads the buffer.
-        return tf.TensorShape(self.layout.update_shape if self._is_updated_as_buffer() else self.layout.spec.shape)
+        return tf.TensorShape(access.current().shape(self))
 
     def get_shape(self) -> tf.TensorShape:
         return self.shape
@@ -187,15 +186,11 @@ class ShardedVariable(VariableSurface):
 
     @property
     def handle(self) -> tf.Tensor:
-        """What a gradient tape differentiates with respect to."""
-        step = steps.current()
-        read = None if step is None else step.last_read(self)
-        if read is not None:
-            return read
-        if step is not None and self.layout.table is not None and not _private.is_eager():
-            return step.anchor(self.storage)  # It was not looked up: there is no gradient.
-        if outside.is_here() or (steps.is_outside() and not self.storage.read_by_eager_step):
-            return self.outside_handle
+        """The tensor or handle that gradient tapes differentiate with respect to."""
+        return access.current().handle(self)
+
+    def source(self) -> tf.Tensor:
+        """Return the tensor or handle that a gradient is taken with respect to, if no step has read the variable."""
         return self.buffer.handle if self._is_direct() else self.storage.whole(self.member)
 
     @functools.cached_property
@@ -204,7 +199,7 @@ class ShardedVariable(VariableSurface):
         return _private.resource_without_value(self.layout.spec.shape, self.dtype)
 
     def _is_direct(self) -> bool:
-        """Whether a read is one of the buffer itself."""
+        """Return whether a read reads the buffer itself."""
         return self.storage.format.direct and self.storage.recorded() is None
 
     def __repr__(self) -> str:
@@ -216,30 +211,11 @@ class ShardedVariable(VariableSurface):
     # --- reading ------------------------------------------------------------------------------------
 
     def value(self) -> tf.Tensor:
-        """The whole value under the compute layout; inside an update, in the layout of the slots.
+        """Return the value in the current context (access.py): in a step the full value in the compute layout."""
+        return access.current().read(self)
 
-        In eager code outside of `strategy.run`, a copy on the host: `model(x)` and callbacks work as on one device.
-        """
-        if steps.is_outside():
-            records = _private.could_record()
-            with _private.stop_recording():
-                value = tf.constant(self.numpy())
-            return outside.watched(self, value) if records else value
-        if outside.is_here():
-            if not outside.is_around_steps():
-                return outside.watched(self, outside.read(self))
-            with steps.step_scope(reads_only=True):
-                return transfer.whole(self.value(), self.mesh)
-        step = steps.current()  # Not by `:=`, which AutoGraph warns about.
-        if step is not None:
-            step.check_read(self)
-        if self.storage.waits and _private.in_symbolic_scope():
-            # Keras learns shapes there; it is never run.
-            return tf.compat.v1.placeholder(self.dtype, self.shape)
-        if self.layout.table is not None:
-            return self._table_value()
-        if self._is_updated_as_buffer():
-            return self.storage.update_value()
+    def full(self) -> tf.Tensor:
+        """Return the full value in the compute layout, as the current graph sees it."""
         if self._is_direct():
             return self._direct_value()
         whole = self.storage.whole(self.member)
@@ -248,27 +224,17 @@ class ShardedVariable(VariableSurface):
             _private.record_variable_access(self)
         compute = self.layout.compute
         with steps.scope_of(whole):
-            return gradient.both_ways(
+            return gradient.with_pinned_gradient(
                 whole,
                 forward=compute,
                 backward=compute,
                 mesh=self.mesh,
-                own=self._own_gradient(),
-                seen=self._note_kind(),
+                local_gradient=self._local_gradient(),
+                note_kind=self._note_kind(),
             )
 
-    def _table_value(self) -> tf.Tensor:
-        """What stands for all of an embedding table; in an update, the rows that are touched."""
-        touched, step = steps.state().touched, steps.current()
-        if touched is not None:
-            return touched.value(self.storage)
-        if step is None:
-            return tf.compat.v1.placeholder(self.dtype, self.shape)  # Keras learns shapes; it is never run.
-        self.check_compiled()
-        return step.stand_in(self.path, self.layout.spec.shape, self.dtype)
-
     def check_compiled(self) -> None:
-        """Raises `StrategyError` if an embedding table is used in an eager step."""
+        """Raise `StrategyError` if an embedding table is used in an eager step."""
         if _private.is_eager():
             raise StrategyError(
                 f"Embedding table '{self.path}' is used in an eager step, which would gather it. Compile the model "
@@ -276,74 +242,70 @@ class ShardedVariable(VariableSurface):
             )
 
     def read_rows(self) -> tf.Tensor:
-        """What the gradient of a lookup in an embedding table is taken with respect to, as read by this step."""
+        """Return the number that each lookup takes. The gradient of the table is taken with respect to it."""
         step = steps.current()
         assert step is not None, "Rows are read in steps."
-        anchor = step.anchor(self.storage)
+        source = step.tables.source(self.storage)
         if self._trainable:
-            step.note_read(self, anchor)
+            step.reads.note(self, source)
             _private.record_variable_access(self)
-        return anchor
+        return source
 
     def _note_read(self, tensor_or_handle: tf.Tensor) -> None:
         step = steps.current()
         if step is not None and self._trainable:
-            step.note_read(self, tensor_or_handle)
-
-    def _is_updated_as_buffer(self) -> bool:
-        """Whether an update is running that reads and writes the buffer, in the layout of the slots."""
-        state = steps.state()
-        if not state.updating:
-            return False
-        return not self.storage.format.packed or state.packed in (self.storage, self.storage.root)
+            step.reads.note(self, tensor_or_handle)
 
     def read_value(self) -> tf.Tensor:
         return self.value()
 
     def _direct_value(self) -> tf.Tensor:
-        """Reads the buffer where the tape can see it; the gradient comes back the way the value went."""
+        """Read the buffer where the tape sees it. The gradient returns by the layouts of the read."""
         layout = self.layout
         if _private.is_eager():
             self.storage.read_by_eager_step = True
         with steps.reading_scope():
             stored = self.storage.read_stored()
             self._note_read(self.buffer.handle)
-            # Stages 2 and 3: the gradient is scattered at once, so that nothing holds it whole.
+            # Stages 2 and 3 scatter the gradient at once, so that nothing holds it unsharded.
             step, note = steps.current(), {}
             if step is not None and layout.update != layout.compute:
                 is_scattered = layout.gradient != layout.compute
                 note = {"note": functools.partial(step.note_gradient, self.storage, is_scattered)}
-            return gradient.both_ways(
+            return gradient.with_pinned_gradient(
                 stored,
                 stored=layout.storage,
                 forward=layout.compute,
                 backward=layout.gradient,
                 mesh=self.mesh,
-                own=self._own_gradient(**note),
-                seen=self._note_kind(),
+                local_gradient=self._local_gradient(**note),
+                note_kind=self._note_kind(),
                 **note,
             )
 
-    def _own_gradient(
+    def _local_gradient(
         self, note: Callable[[tf.Tensor], object] = lambda gradient: None
     ) -> Callable[[tf.Tensor], tf.Tensor | None] | None:
-        """What makes of a gradient what each device has of it, in a part of a step that is reduced by others; or adds
-        it up in the step's own way, where it is compressed or there are replicas, and is noted then."""
+        """Return a function of an upstream gradient: the unreduced local gradient, or a custom reduction of it.
+
+        A microbatch whose reduction waits for the last one keeps the local gradient. With compression or replicas, the
+        step reduces gradients by its own function. Returns None if DTensor reduces the gradient.
+        """
         step = steps.current()
         if step is None or not self._trainable:
             return None
         own_way = self.layout.compression is not None or is_added_up_by_replicas(self.layout, axis_sizes(self.mesh))
-        if step.own_gradient is not None or step.add_up is None or not own_way:
-            return step.own_gradient
-        add_up = step.add_up
+        if step.local_gradient is not None or step.reduce_gradient is None or not own_way:
+            return step.local_gradient
+        reduce_gradient = step.reduce_gradient
 
-        def added_up(upstream: tf.Tensor) -> tf.Tensor | None:
-            made = add_up(upstream, self)
+        def reduced(upstream: tf.Tensor) -> tf.Tensor | None:
+            made = reduce_gradient(upstream, self)
             if made is not None and self.layout.compression is not None:
                 note(made)
             return made
 
-        return added_up
+        return reduced
 
     @contextlib.contextmanager
     def read_for_lookup(self) -> Iterator[None]:
@@ -427,64 +389,36 @@ class ShardedVariable(VariableSurface):
     def assign(
         self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> "ShardedVariable":
-        """Sets the whole value: from the host in eager code, recorded for the end of a step inside one."""
+        """Set the full value, as the current context does it (access.py): a step records it until its end."""
         del use_locking, name, read_value
-        on_mesh = transfer.is_dtensor(value) or isinstance(value, ShardedVariable)
-        if steps.is_outside() or (_private.is_eager() and not on_mesh):
-            host = transfer.host_view(value).astype(self.dtype.as_numpy_dtype, copy=False)
-            self._check_shape(host.shape, self.layout.spec.shape)
-            if steps.is_outside():
-                outside.warn_of_update(self)
-                with process_lock.held():
-                    self._set(host)
-                return self
-            value = transfer.host_to_mesh(host, self.layout.compute, self.mesh)
-        value = tf.cast(tf.convert_to_tensor(value), self.dtype)
-        if outside.is_here():
-            self._check_shape(value.shape, self.layout.spec.shape)
-            if outside.is_around_steps():
-                with steps.step_scope():
-                    return self.assign(value)
-            outside.write(self, value)
-            return self
-        if self.layout.table is not None:
-            return self._assign_rows(value)
-        as_buffer = self.storage.format.packed and self._is_updated_as_buffer()
-        self._check_shape(value.shape, self.layout.update_shape if as_buffer else self.layout.spec.shape)
-        step = steps.current()
-        if step is None:
-            written = {} if as_buffer else {self.member: value}
-            self.storage.write(Recorded(base=value if as_buffer else None, written=written))
-        elif as_buffer:
-            step.record_base(self.storage, value)
-        else:
-            step.record_member(self.storage, self.member, value)
+        access.current().write(self, value)
         return self
 
-    def _set(self, host: np.ndarray) -> None:
-        """Sets the whole value from the host, in eager code."""
+    def to_tensor(self, value: Any) -> tf.Tensor:
+        """Return a value to assign as a tensor of the variable's dtype; in eager code as a DTensor."""
+        if _private.is_eager() and not (transfer.is_dtensor(value) or isinstance(value, ShardedVariable)):
+            host = transfer.host_view(value).astype(self.dtype.as_numpy_dtype, copy=False)
+            self.check_shape(host.shape, self.layout.spec.shape)
+            value = transfer.host_to_mesh(host, self.layout.compute, self.mesh)
+        return tf.cast(tf.convert_to_tensor(value), self.dtype)
+
+    def set_from_host(self, host: np.ndarray) -> None:
+        """Set the full value from the host, in eager code."""
         if self._waits is not None and not _private.scope_callers():  # No layer is being built.
             waits, self._waits = self._waits, None
             waits(self)
         self.storage.set_again(self.member, host)
 
-    def _assign_rows(self, value: tf.Tensor) -> "ShardedVariable":
-        """Sets the rows that an update touches."""
-        touched = steps.state().touched
-        if touched is None:
-            raise StrategyError(
-                f"Embedding table '{self.path}' is assigned in a step, by something else than an optimizer's update of "
-                "its rows. Assign it outside of the step, or take it out of tables=."
-            )
-        touched.record(self.storage, value)
-        return self
-
     def _dense(self, sparse: tf.IndexedSlices | tf.Tensor) -> tf.Tensor:
-        if self.layout.table is None or steps.state().touched is None or not isinstance(sparse, tf.IndexedSlices):
+        update = steps.open_update()
+        updates_rows = update is not None and update.rows is not None
+        if self.layout.table is None or not updates_rows or not isinstance(sparse, tf.IndexedSlices):
             return super()._dense(sparse)
         return tf.math.unsorted_segment_sum(sparse.values, sparse.indices, tf.gather(tf.shape(self.value()), 0))
 
-    def _check_shape(self, shape: Any, expected: tuple[int, ...]) -> None:
+    def check_shape(self, shape: Any, expected: tuple[int, ...] | None = None) -> None:
+        """Raise `ValueError` if a value to assign does not have the expected shape, by default the variable's."""
+        expected = self.layout.spec.shape if expected is None else expected
         if not tf.TensorShape(shape).is_compatible_with(expected):
             raise ValueError(
                 f"The shape of the variable and of the value assigned to it must match. Variable '{self.path}': "

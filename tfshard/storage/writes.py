@@ -1,4 +1,4 @@
-"""What a step has written, and what it writes to: steps and storages meet here."""
+"""The writes that a step records, and the storages that it writes: steps and storages meet here."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -7,17 +7,17 @@ from typing import Protocol
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard.storage import turns
 from tfshard.storage.formats import StorageFormat
+from tfshard.storage.graph_edits import OpInput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Recorded:
-    """What a step has written to a storage.
+    """The writes that a step has recorded for a storage.
 
     Attributes:
-        base: The buffer that is to be stored, not encoded yet; None for what is stored already.
-        written: Whole values of members, by number, newer than `base`.
+        base: The new buffer, not encoded yet; None if the stored buffer is the base.
+        written: Full values of members, by number, newer than `base`.
     """
 
     base: tf.Tensor | None
@@ -25,7 +25,7 @@ class Recorded:
 
 
 class Writable(Protocol):
-    """What a step writes to: a `Storage`, as far as a step knows it."""
+    """A `Storage`, as far as a step knows it."""
 
     name: str
     mesh: dtensor.Mesh
@@ -33,41 +33,41 @@ class Writable(Protocol):
 
     @property
     def paths(self) -> list[str]:
-        """Of the variables that live in it."""
+        """The paths of its variables."""
 
     @property
     def is_group(self) -> bool:
-        """Whether several variables live in it."""
+        """Whether several variables share the storage."""
 
     @property
     def updated_bytes(self) -> int:
-        """Of the buffer on a device, as it is updated."""
+        """The bytes of the buffer on a device, in the update layout."""
 
     @property
-    def rests_as_updated(self) -> bool:
-        """Whether it rests where and as it is updated."""
+    def is_stored_as_updated(self) -> bool:
+        """Whether the buffer is stored on the devices of the update, in the same layout and dtype."""
 
     def in_update(self, recorded: Recorded | None) -> tf.Tensor:
-        """What is recorded of the buffer, else what is stored, in the layout in which it is updated."""
+        """Return the recorded buffer, or else the stored buffer, in the update layout."""
 
     def handed_on(self, recorded: Recorded | None) -> tf.Tensor:
-        """The same, as a branch gives it out and a part hands it on."""
+        """Return the same buffer, as a branch returns it and a microbatch passes it on."""
 
-    def at_rest(self, recorded: Recorded) -> tf.Tensor:
-        """What is recorded, as it is stored."""
+    def as_stored(self, recorded: Recorded) -> tf.Tensor:
+        """Return the recorded buffer, as it will be stored."""
 
-    def from_rest(self, value: tf.Tensor) -> tf.Tensor:
-        """Return what `at_rest` made, as a buffer that can be recorded."""
+    def from_stored(self, value: tf.Tensor) -> tf.Tensor:
+        """Return a result of `as_stored` as a buffer that a step can record."""
 
-    def write_at_rest(self, value: tf.Tensor, users: Sequence[turns.Slot] = ()) -> None:
-        """Assigns what `at_rest` made. In a graph, `users` take it from the buffer then."""
+    def write_stored(self, value: tf.Tensor, takers: Sequence[OpInput] = ()) -> None:
+        """Assign a result of `as_stored`. In a graph, `takers` take it from the buffer then."""
 
     def write(self, recorded: Recorded) -> None:
-        """Both, now."""
+        """Assign the recorded buffer now."""
 
     def equalize(self) -> bool:
-        """Gives devices of this client that should hold the same the value of the first. Eager only.
+        """Give devices of this client that should hold equal copies the value of the first. Eager only.
 
         Returns:
-            Whether they differed.
+            Whether the copies differed.
         """

@@ -18,7 +18,8 @@ from tfshard.layouts.layout_map import VariableSpec
 from tfshard.operations import assignments, compression, embedding_updates, partial_sums, rewrites
 from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.initial_values import HostValue, InitialValue
-from tfshard.storage.steps import AddUp, UpdatedWith, current, is_outside, step_scope, update_scope
+from tfshard.storage.step_recorder import ReduceGradient
+from tfshard.storage.steps import current, is_outside, step_scope, update_scope
 from tfshard.storage.variables import ShardedVariable
 from tfshard.training import births, datasets, microbatches, readiness
 from tfshard.training.attached_variables import create_slot
@@ -217,7 +218,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         callers = _private.scope_callers()
         inventory.note_optimizer(callers)
         step = current()
-        if step is not None and step.is_part:
+        if step is not None and step.is_microbatch:
             raise StrategyError(
                 f"Variable '{var.path}' is updated in a microbatch, by a step function or an optimizer whose `apply` "
                 "was replaced on the object. Override it in a class, or set strategy.microbatches = 1."
@@ -246,10 +247,8 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             return var.to_update(arg) if arg.shape.rank and arg.shape == var.shape else arg
 
         converted = [convert(arg) for arg in args]
-        after = None
-        if converted and _is_gradient(converted[0], var):
-            after = UpdatedWith(tensor=converted[0], axes=var.storage.format.members[var.member].update)
-        with update_scope(after=after):
+        gradient = converted[0] if converted and _is_gradient(converted[0], var) else None
+        with update_scope(gradient=gradient, axes=var.storage.format.members[var.member].update):
             return fn(var, *converted)
 
     # --- running
@@ -282,7 +281,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         with self.step():
             step = current()
             assert step is not None
-            step.note_batch((args, kwargs))
+            step.batch.note((args, kwargs))
             parts = microbatches.parts_of(
                 fn,
                 args,
@@ -469,7 +468,7 @@ class _ValueContext(tf.distribute.experimental.ValueContext):  # type: ignore[mi
         super().__init__(replica_id_in_sync_group=0, num_replicas_in_sync=1)
 
 
-def _adding_up(strategy: StrategyBase, *, exactly: bool) -> AddUp | None:
+def _adding_up(strategy: StrategyBase, *, exactly: bool) -> ReduceGradient | None:
     """How a traced step adds up gradients, if not all as DTensor does."""
     mesh, has_replicas = strategy.mesh, strategy.mesh_shape.replicas > 1
     compresses = strategy.config.compression is not None and not exactly

@@ -8,9 +8,9 @@ batch normalization has the statistics of a part. In float16 a sum over a part c
 the batch. Random numbers are those of the whole batch: every part begins with the same seeds, and draws its rows
 (`operations/draws.py`).
 
-The parts are turns of one `tf.while_loop`, whose body is a step of its own (`steps.part_scope`): it reads variables
-there, and what it writes (metrics, statistics, seeds) goes from part to part as variables of the loop. The step
-function is traced twice: once to learn what it writes and by what its losses are divided, once in the loop.
+A microbatch is an iteration of one `tf.while_loop`, whose body has its own step (`steps.microbatch_scope`). The body
+reads variables, and its writes (metrics, statistics, seeds) go from microbatch to microbatch as variables of the loop.
+The step function is traced twice: once to learn its writes and the divisors of its losses, once in the loop.
 """
 
 import collections
@@ -30,7 +30,9 @@ from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import compression, loops, partial_sums
-from tfshard.storage import steps, turns
+from tfshard.storage import graph_edits, steps
+from tfshard.storage.microbatch import Microbatch
+from tfshard.storage.microbatch_step import MicrobatchStep
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.storage.writes import Recorded, Writable
@@ -152,7 +154,7 @@ class _Learned:
     def is_state(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor depends on what is written, as results of metrics do."""
         state = {each.op for tensors in self.state.values() for each in tensors}
-        return not state.isdisjoint(turns.ancestors([tensor]))
+        return not state.isdisjoint(graph_edits.ancestors([tensor]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,8 +199,8 @@ class Microbatches:
     def _trace(self, given: Any, change: Callable[[_private.Reduced], tf.Tensor]) -> _Traced:
         updates: list[Update] = []
         step = steps.current()
-        assert step is not None
-        step.note_batch(given)
+        assert isinstance(step, MicrobatchStep)
+        step.batch.note(given)
 
         scaled: set[int] = set()
         count = self.parts.count
@@ -227,7 +229,7 @@ class Microbatches:
         return _Traced(outputs=outputs, structure=structure, updates=updates)
 
     @property
-    def _own_gradient(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
+    def _local_gradient(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
         return functools.partial(partial_sums.of_gradient, mesh=self.mesh) if self.reduce_once else None
 
     def _sums(self, update: Update) -> dict[_Summed, tf.Tensor]:
@@ -250,7 +252,7 @@ class Microbatches:
                 divisors.append(reduced.divisor)
             return reduced.loss
 
-        with graph.as_default(), steps.part_scope(graph, own_gradient=self._own_gradient) as step:
+        with graph.as_default(), steps.microbatch_scope(graph, local_gradient=self._local_gradient) as step:
             arguments = [
                 tf.compat.v1.placeholder(leaf.dtype, (self.parts.rows, *leaf.shape[1:]))
                 if self.parts.has_rows(leaf)
@@ -259,7 +261,7 @@ class Microbatches:
             ]
             traced = self._trace(tf.nest.pack_sequence_as(given, arguments), note)
             sums = [self._sums(update) for update in traced.updates]
-            state = {storage: step.reads_of(storage) for storage in step.written}
+            state = {storage: step.tensors_of(storage) for storage in step.writes.storages}
         return _Learned(graph=graph, arguments=arguments, traced=traced, sums=sums, divisors=divisors, state=state)
 
     def _totals(self, learned: _Learned, part_of: Callable[[tf.Tensor], list[Any]]) -> list[tf.Tensor]:
@@ -269,7 +271,7 @@ class Microbatches:
         """
         if not learned.divisors:
             return []
-        needed = turns.ancestors(learned.divisors)
+        needed = graph_edits.ancestors(learned.divisors)
         for operation in needed:
             if (
                 _private.is_stateful(operation)
@@ -333,8 +335,8 @@ class Microbatches:
                 storage: loops.made_here(first if _is_seed(storage) else value)
                 for storage, first, value in zip(learned.state, at_first, state, strict=True)
             }
-            with steps.part_scope(graph, carried, self._own_gradient) as part:
-                part.microbatch = steps.Microbatch(number=number, count=count, rows=self.parts.rows)
+            with steps.microbatch_scope(graph, carried, self._local_gradient) as part:
+                part.batch.microbatch = Microbatch(number=number, count=count, rows=self.parts.rows)
                 done = self._trace(tf.nest.pack_sequence_as(given, part_of(number)), Shares(count, totals))
                 added = [
                     {
@@ -350,7 +352,7 @@ class Microbatches:
                 waited: dict[Writable, tf.Tensor] = {
                     storage: each[storage, None] for storage, each in of_update.items()
                 }
-                written, used = part.close_part(waited)
+                written, used = part.finish_microbatch(waited)
                 for storage, each in of_update.items():
                     each[storage, None] = waited[storage]
             assert written.keys() == learned.state.keys(), "The same function writes the same."
@@ -386,9 +388,9 @@ class Microbatches:
                 transfer.zeros((), tf.float32, (), self.mesh),
             ),
         )
-        step.end_parts(token)
+        step.record.tokens.append(token)
         for storage, value in zip(learned.state, state, strict=True):
-            step.record(storage, Recorded(base=value, written={}))
+            step.writes.record(storage, Recorded(base=value, written={}))
         for update, keys, means in zip(learned.traced.updates, learned.sums, sums, strict=True):
             update.apply(dict(zip(keys, means, strict=True)))
         found = iter(outputs)

@@ -26,20 +26,20 @@ def main(argv):
 
     import tfshard
     from tfshard import _private
-    from tfshard.storage import steps
+    from tfshard.storage import barrier, commit, passes
 
     tfshard.initialize(num_devices=common.DEVICES, device_type="CPU")
-    small_copies_last, token = steps._small_copies_last, dict(steps._tokens)
+    all_passes, tokens = passes.PASSES, dict(barrier._tokens)
     ways = {}
     for name, watched in (("unwatched", False), ("watched", True)):
         if watched:
             _private.make_dtensor_synchronous()
-            steps._small_copies_last = small_copies_last
+            passes.PASSES = all_passes
         else:
             api.reset_dtensor_device(is_async=True)
-            steps._small_copies_last = lambda values: values
-        steps._tokens.clear()
-        steps._tokens.update(token)
+            passes.PASSES = tuple(each for each in all_passes if each is not commit.hold_small_copies)
+        barrier._tokens.clear()
+        barrier._tokens.update(tokens)
         strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=common.DEVICES), zero_stage=_ZERO_STAGE.value)
         keras.utils.set_random_seed(0)
         with strategy.scope():

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
-from tfshard.storage import turns
+from tfshard.storage import graph_edits
 
 # From x, y and sample weights on the host to the divisors of the losses, in the order in which Keras divides.
 Divisors = Callable[[Any, Any, Any], Sequence[tf.Tensor]]
@@ -41,7 +41,7 @@ def of_batch(model: keras.Model, *, training: bool) -> Divisors:
             predicted = model(x, training=training)
             _private.compute_loss(model, x, y, predicted, sample_weight, training=training)
         values = {stand_in.op for _, stand_in in mapping}
-        if not values.isdisjoint(turns.ancestors(found)):
+        if not values.isdisjoint(graph_edits.ancestors(found)):
             raise StrategyError(
                 "A loss is divided by what depends on the variables of the model, which is not known of the whole "
                 "batch before its microbatches are computed. Divide it by what depends on the batch alone."

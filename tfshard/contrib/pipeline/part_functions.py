@@ -20,6 +20,7 @@ from tfshard.devices import batching, transfer
 from tfshard.graph import inventory
 from tfshard.layouts.axes import axis_sizes
 from tfshard.storage import steps
+from tfshard.storage.microbatch import Microbatch
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.training import readiness
@@ -116,21 +117,21 @@ class PartFunctions:
         losses = self._losses()
         step = steps.current()
         assert step is not None
-        written = set(step.written)
+        written = set(step.writes.storages)
         kept = [_storage(each) in written for each in states]
         self._written = [each for each, keep in zip(states, kept, strict=True) if keep]
         values = [self._whole(each) for each, keep in zip(before, kept, strict=True) if keep]
-        return lambda: (gives, losses, values, step.token)
+        return lambda: (gives, losses, values, step.record.token)
 
     def _note_microbatch(self, takes: Sequence[Passed], number: tf.Tensor) -> None:
         """Make random operations draw the numbers of this microbatch's rows of the full batch."""
         step = steps.current()
         assert step is not None
-        step.note_batch([tensor for tensor, _ in takes])
-        if step.rows:
+        step.batch.note([tensor for tensor, _ in takes])
+        if step.batch.rows:
             # With several sizes, the largest: draws of other sizes then differ from one device, but no draw repeats.
-            step.microbatch = steps.Microbatch(
-                number=number[0], count=self._count, rows=max(step.rows), is_of_each_device=False
+            step.batch.microbatch = Microbatch(
+                number=number[0], count=self._count, rows=max(step.batch.rows), is_of_each_device=False
             )  # fmt: skip
 
     def _keep_seeds(self, number: tf.Tensor, before: Mapping[int, tf.Tensor]) -> None:
@@ -142,7 +143,7 @@ class PartFunctions:
         """
         step = steps.current()
         assert step is not None
-        written, is_last = set(step.written), tf.equal(number[0], self._count - 1)
+        written, is_last = set(step.writes.storages), tf.equal(number[0], self._count - 1)
         for variable, _ in inventory.owned_variables(self.part.model):
             if _private.is_seed_state(variable.path) and _storage(variable) in written:
                 first, new = before[id(variable)], tf.convert_to_tensor(variable)
@@ -240,13 +241,13 @@ class PartFunctions:
         }
         step = steps.current()
         assert step is not None
-        step.give_out(sums)
+        step.return_sums(sums)
         self.storages, self.update = list(sums), update
         of_takes = iter(found[len(variables) :])
         slopes = [None if each is None else self._slope(next(of_takes), each) for each in watched]
 
         def result() -> Any:
-            return slopes, list(sums.values()), step.token
+            return slopes, list(sums.values()), step.record.token
 
         return result
 
@@ -497,7 +498,7 @@ class RankFunctions:
             update.apply({(storage, None): each for storage, each in merged.items()})
         step = steps.current()
         assert step is not None
-        self.written = frozenset(step.written)
+        self.written = frozenset(step.writes.storages)
         return lambda: None
 
 

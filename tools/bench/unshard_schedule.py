@@ -1,10 +1,11 @@
-"""Time of a step whose gathers wait for their turn, beside one whose gathers DTensor starts all at once.
+"""Time of a step that follows the unshard schedule, beside a step whose gathers DTensor starts all at once.
 
-    python tools/bench/turns.py
-    python tools/bench/turns.py --model=mlp
+    python tools/bench/unshard_schedule.py
+    python tools/bench/unshard_schedule.py --model=mlp
 
-At stage 3 on four devices with Adam, in one process: both models are compiled, then they step by turns, so that other
-work on the machine meets both. The ratio is that of steps that follow each other; the median of all, and its quartiles.
+At stage 3 on four devices with Adam, in one process: both models are compiled, then they step alternately, so that
+other work on the machine meets both. The ratio is that of steps that follow each other; the median of all, and its
+quartiles.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ _MODEL = flags.DEFINE_enum("model", "gpt2", ["gpt2", "mlp"], "What is trained: a
 _PAIRS = flags.DEFINE_integer("pairs", 40, "Pairs of steps.", lower_bound=2)
 
 
-def compiled(in_turns: bool):
+def compiled(is_scheduled: bool):
     """A model at stage 3, with a batch."""
     import keras
     import numpy as np
@@ -27,7 +28,7 @@ def compiled(in_turns: bool):
     import tfshard
 
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=common.DEVICES))
-    if not in_turns:
+    if not is_scheduled:
         strategy.config = dataclasses.replace(strategy.config, reshard=None)
     with strategy.scope():
         if _MODEL.value == "mlp":
@@ -45,7 +46,7 @@ def main(argv):
     import tfshard
 
     tfshard.initialize(num_devices=common.DEVICES, device_type="CPU")
-    models = [compiled(in_turns) for in_turns in (False, True)]
+    models = [compiled(is_scheduled) for is_scheduled in (False, True)]
     for model, batch in models * 2:
         model.train_on_batch(*batch)
     pairs = []
@@ -61,8 +62,8 @@ def main(argv):
     milliseconds = [1e3 * statistics.median(pair[which] for pair in pairs) for which in (0, 1)]
     print(f"{common.origin()}, {_PAIRS.value} pairs of steps")
     print(f"{models[0][0].count_params():,} parameters")
-    print(f"all at once {milliseconds[0]:.0f} ms, by turns {milliseconds[1]:.0f} ms")
-    print(f"by turns / all at once: {middle:.2f} ({low:.2f} to {high:.2f})")
+    print(f"all at once {milliseconds[0]:.0f} ms, scheduled {milliseconds[1]:.0f} ms")
+    print(f"scheduled / all at once: {middle:.2f} ({low:.2f} to {high:.2f})")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""Gathers wait for their turn, and what was gathered is freed and gathered again: fewer bytes, the same bits."""
+"""The unshard schedule: values are gathered before each use, and freed: fewer bytes in memory, the same bits."""
 
-import functools
 import itertools
 import os
 
@@ -17,19 +16,21 @@ import tfshard
 from tfshard.devices import reductions
 from tfshard.layouts.config import ReshardPolicy
 from tfshard.planning import Link, Links
-from tfshard.storage import turns
+from tfshard.storage import unshard_schedule
+from tfshard.storage.barrier import Barrier
+from tfshard.storage.graph_edits import ancestors
 
 RS = np.random.RandomState(0)
 
 
 def stored(key, size=1, keeps=False):
-    return turns.Stored(key=key, bytes=size, keeps=keeps)
+    return unshard_schedule.StoredBuffer(key=key, bytes=size, keeps=keeps)
 
 
-def begun(text, kept_bytes=1, sizes=None, keeps="", prefetch=0):
-    """The turns of uses that are letters, as a text."""
+def unshards(text, kept_bytes=1, sizes=None, keeps="", prefetch=0):
+    """Return the unshards of uses that are letters, as a text."""
     uses = [[stored(key, (sizes or {}).get(key, 1), key in keeps) for key in use] for use in text.split()]
-    return " ".join("".join(begins) for begins in turns.begun(uses, kept_bytes, prefetch))
+    return " ".join("".join(begins) for begins in unshard_schedule.unshards(uses, kept_bytes, prefetch))
 
 
 @pytest.mark.parametrize(
@@ -52,12 +53,12 @@ def begun(text, kept_bytes=1, sizes=None, keeps="", prefetch=0):
         ("AB aB C C aB A", {"kept_bytes": 32, "sizes": {"A": 32, "B": 32, "C": 32, "a": 2}}, "AB a C  B A"),
     ],
 )
-def test_turns_begin_where_what_was_gathered_was_freed(uses, options, expected):
-    assert begun(uses, **options) == expected
+def test_a_use_gathers_what_was_freed(uses, options, expected):
+    assert unshards(uses, **options) == expected
 
 
 @hypothesis.given(st.text("abcd", min_size=1, max_size=9), st.integers(1, 3))
-def test_there_are_as_few_turns_as_can_be(uses, kept):
+def test_the_schedule_takes_the_fewest_gathers(uses, kept):
     def fewest(place, held):
         if place == len(uses):
             return 0
@@ -67,26 +68,27 @@ def test_there_are_as_few_turns_as_can_be(uses, kept):
         choices = [each for each in subsets if key in each]
         return (key not in held) + min(fewest(place + 1, each) for each in choices)
 
-    found = begun(" ".join(uses), kept)
+    found = unshards(" ".join(uses), kept)
     assert len(found.replace(" ", "")) == fewest(0, set())
 
 
 @pytest.mark.parametrize(("others", "waits"), [((), True), ((1 << 20,) * 10, False)])
 def test_what_makes_a_large_gradient_waits_for_the_last_use_of_the_variable(others, waits):
     def step(x):
-        token = functools.partial(tf.raw_ops.ReadVariableOp, resource=number.handle, dtype=tf.float32)
+        barrier = Barrier(read_token=lambda: tf.raw_ops.ReadVariableOp(resource=number.handle, dtype=tf.float32))
         reads = [tf.raw_ops.ReadVariableOp(resource=kernel.handle, dtype=tf.float32) for _ in range(1 + len(others))]
         by_y = tf.matmul(x, reads[0]) * 2
         by_x = tf.matmul(by_y, reads[0], transpose_b=True)
         by_kernel = tf.matmul(x, by_y, transpose_a=True)
         results = tf.reduce_sum(by_x), tf.reduce_sum(by_kernel), *(tf.reduce_sum(x @ each) for each in reads[1:])
-        gradient = turns.Gradient(key=0, tensor=results[1], is_scattered=False)
-        assert by_x.op not in turns.ancestors(results[1:2]), "premise"
-        stored = [turns.Stored(key=key, bytes=bytes_) for key, bytes_ in enumerate((1 << 20, *others))]
+        gradient = unshard_schedule.Gradient(key=0, tensor=results[1], is_scattered=False)
+        assert by_x.op not in ancestors(results[1:2]), "premise"
+        stored = [unshard_schedule.StoredBuffer(key=key, bytes=bytes_) for key, bytes_ in enumerate((1 << 20, *others))]
         operations = by_x.graph.get_operations()
-        tokens = turns.arrange(operations, list(zip(stored, reads, strict=True)), [gradient], ReshardPolicy(), token)
-        assert (by_x.op in turns.ancestors(results[1:2])) == waits
-        return *results, *tokens
+        reads = list(zip(stored, reads, strict=True))
+        unshard_schedule.arrange(operations, reads, [gradient], ReshardPolicy(), barrier)
+        assert (by_x.op in ancestors(results[1:2])) == waits
+        return *results, *barrier.tokens
 
     number, kernel = tf.Variable(0.0), tf.Variable(RS.normal(size=(4, 4)).astype("float32"))
     x = RS.normal(size=(2, 4)).astype("float32")
@@ -231,7 +233,7 @@ def run(name, *, mesh=None, stage=3, optimizer=lambda: keras.optimizers.Adam(1e-
 
 
 @pytest.mark.slow
-def test_an_update_that_reads_whole_weights_waits_for_no_turn_that_waits_for_it():
+def test_an_update_that_reads_full_weights_waits_for_no_unshard_that_waits_for_it():
     muon = {"optimizer": lambda: keras.optimizers.Muon(1e-2), "steps": 2}
     trained, reference = run("mlp", mesh={"batch": 4}, analyzer=None, **muon), run("mlp", **muon)
     np.testing.assert_allclose(trained.losses, reference.losses, rtol=1e-5)
@@ -268,7 +270,7 @@ def test_a_step_holds_a_layer_or_two_whole_and_not_all():
         model.compile("adam", "mse", strategy=strategy)
         count, profile = gathers(model, (np.ones((4, width), "f"), np.ones((4, width), "f")))
         assert profile.peak is not None and profile.peak.before >= 3 * layers * layer, "premise"
-        # The last layer's two uses are one turn, and no gradient goes into the first. And the biases.
+        # The last layer's two uses are one unshard, and no gradient goes into the first. And the biases.
         assert count == (2 * layers - 2 if again else layers) + 1
         added[again] = profile.peak.added / (4 * layer)
         assert not profile.peak.made.get("all-gather", 0) > 4 * layer * (3 if again else layers)
@@ -277,7 +279,7 @@ def test_a_step_holds_a_layer_or_two_whole_and_not_all():
     assert added[True] <= 6
 
 
-def test_kernels_of_convolutions_wait_for_their_turn_in_the_backward_pass():
+def test_kernels_of_convolutions_wait_for_their_unshard_in_the_backward_pass():
     """By a plan. Their gradients begin with the shape of the kernel, which waits for nothing."""
     layers = [keras.layers.Conv2D(64, 3, padding="same", activation="tanh", use_bias=False) for _ in range(8)]
     model = tfshard.as_distributed(keras.Sequential([keras.Input((4, 4, 64)), *layers]))
@@ -366,7 +368,7 @@ def test_gathers_send_the_compute_dtype(policy, mesh):
         batch = values.randint(0, vocabulary, (8, 16)), values.normal(size=(8, 512))
         with pytest.MonkeyPatch.context() as patch:
             if not narrow:
-                patch.setattr(turns, "sent_dtypes", lambda uses: {})
+                patch.setattr(unshard_schedule, "sent_dtypes", lambda uses: {})
             plan = strategy.plan(model)
             profile = tfshard.profile_step(model, batch)
         planned = [each for each in plan.collectives if each.kind == "all-gather"]

@@ -1,15 +1,15 @@
-"""Touched: the rows of an embedding table, and of its slots, that one device updates in a step.
+"""SparseRows: the rows of an embedding table, and of its slots, that one device updates in a step.
 
-Each device has other rows, and another number of them. They are read and written by operations on the resource of the
-device's own piece ("parted" layouts, devices/replicas.py), so that neither time nor memory depends on how many rows the
-table has.
+Each device updates other rows, and another number of rows. Operations on the resource of the device's local shard read
+and write them ("parted" layouts, devices/replicas.py), so that neither time nor memory depends on the size of the
+table.
 
-A step stays a pure function of what it reads: what is written is only recorded, and the write is the last that happens
-to the table. It waits for all that was read of it, since the indices that it takes are made of that: DTensor, which
-orders what a step does by operands, could put it before a read else.
+A step stays a pure function of its reads: a write is only recorded, and carried out as the last operation on the table.
+It waits for all reads of the table, since its indices are computed from them. Otherwise DTensor, which orders a step by
+operands, could move it in front of a read.
 
-The operations are those with index tuples. Of ResourceGather and ResourceScatterUpdate TensorFlow's compiler makes a
-read, an operation on tensors and an assignment (decompose_resource_ops.td), which copy all rows.
+The operations take index tuples. TensorFlow's compiler turns ResourceGather and ResourceScatterUpdate into a read, an
+operation on tensors and an assignment (decompose_resource_ops.td), which copy all rows.
 """
 
 import functools
@@ -22,11 +22,11 @@ from tfshard.devices import expansions, transfer
 from tfshard.storage.storage import Storage
 
 
-class Touched:
-    """Rows of a storage of `TableRows` and of those of its slots.
+class SparseRows:
+    """Rows of a table's storage (`TableRows`), and of the storages of its slots.
 
     Attributes:
-        rows: `(count,)`, int32: which of the device's own rows, each once.
+        rows: `(count,)`, int32: different rows of the local shard.
     """
 
     def __init__(self, rows: tf.Tensor):
@@ -36,31 +36,31 @@ class Touched:
 
     @property
     def count(self) -> tf.Tensor:
-        """How many there are: a number, int32."""
+        """The number of rows, an int32 scalar."""
         return tf.size(self.rows)
 
     def value(self, storage: Storage) -> tf.Tensor:
-        """`(count, width)`: what the rows of a storage have, with what was written."""
+        """Return `(count, width)`: the rows of a storage, with recorded writes."""
         if storage not in self._values:
             self._values[storage] = read(storage, self.rows)
         return self._values[storage]
 
     def record(self, storage: Storage, value: tf.Tensor) -> None:
-        """Takes note of new rows."""
+        """Record new rows."""
         self._values[storage] = value
         self._written[storage] = None
 
     def known(self) -> tf.Tensor:
-        """Zero, a float32 on the mesh, once the new rows are known."""
+        """Return zero, a float32 on the mesh, that exists once the new rows do."""
         mesh = next(iter(self._values)).mesh
         zero = _after(tf.minimum(self.count, 0), [self._values[each] for each in self._written])
         return transfer.relayout(tf.cast(zero, tf.float32), (), mesh)
 
     def write(self, reads: Sequence[tf.Tensor]) -> None:
-        """Writes what was recorded. Last in the step.
+        """Write the recorded rows. Last in the step.
 
         Args:
-            reads: What else was read of the table.
+            reads: Other reads of the table.
         """
         _allow()
         rows = tf.expand_dims(_after(self.rows, reads), -1)
@@ -69,11 +69,11 @@ class Touched:
 
 
 def read(storage: Storage, rows: tf.Tensor) -> tf.Tensor:
-    """`(..., width)`: rows of a device's own piece.
+    """Return `(..., width)`: rows of the local shard of a table.
 
     Args:
-        storage: Of `TableRows`.
-        rows: `(...)`, int32. One that a device does not have is an error of TensorFlow's on CPU, and zeros on GPU.
+        storage: The table's storage (`TableRows`).
+        rows: `(...)`, int32. A row outside of the shard is an error of TensorFlow's on CPU, and zeros on GPU.
     """
     _allow()
     places, dtype = tf.expand_dims(rows, -1), storage.buffer.dtype
@@ -86,12 +86,12 @@ def _allow() -> None:
 
 
 def _after(rows: tf.Tensor, reads: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The same rows, once all is read: nothing is added to them that TensorFlow could know not to be."""
+    """Return the same rows after the reads: adds zeros that TensorFlow cannot know to be zero."""
     for each in reads:
         rows += tf.minimum(tf.reduce_sum(tf.cast(tf.math.is_nan(each), rows.dtype)), 0)
     return rows
 
 
 def as_parted(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """A tensor of which each device has its own, where DTensor believes it to be the same on all."""
+    """Return a tensor whose values differ by device, in a layout that DTensor takes for equal on all devices."""
     return dtensor.relayout(tensor, transfer.layout((None,) * tensor.shape.rank, mesh).to_parted())

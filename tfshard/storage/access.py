@@ -1,0 +1,265 @@
+"""Access: how a variable is read and written in the current context.
+
+A variable has one rule: it asks the access object of the current context. `current` chooses the object:
+
+    | context                                             | access             | a read gives                          |
+    |-----------------------------------------------------|--------------------|---------------------------------------|
+    | eager code outside of steps and updates             | `OnHost`           | a copy on the host                    |
+    | a traced function that no strategy runs             | `InPlainFunction`  | an ordinary tensor on one device      |
+    | a traced function that runs steps, between them     | `AroundSteps`      | the full value on the mesh            |
+    | a step, or a graph where Keras only learns shapes   | `InStep`           | the full value in the compute layout  |
+    | an optimizer's update                               | `InUpdate`         | the buffer in the update layout       |
+    | an update of a packed buffer as one tensor          | `InPackedUpdate`   | the same, for its members and slots   |
+    | an update of an embedding table by rows             | `InRowUpdate`      | rows, for the table and its slots     |
+
+Branches of a `tf.cond`, called functions and recomputed blocks have no access of their own: in a step, the write log
+(write_log.py) follows the graph that is being built, and blocks only mark operations.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.devices import process_lock, transfer
+from tfshard.errors import StrategyError
+from tfshard.layouts.variable_layout import VariableLayout
+from tfshard.storage import outside, steps
+from tfshard.storage.step_record import RowUpdate
+from tfshard.storage.step_recorder import Step
+from tfshard.storage.storage import Storage
+from tfshard.storage.writes import Recorded
+
+
+class VariableView(outside.View, Protocol):
+    """A `ShardedVariable`, as far as its access knows it."""
+
+    layout: VariableLayout
+    mesh: dtensor.Mesh
+
+    @property
+    def dtype(self) -> tf.DType: ...
+
+    def numpy(self) -> np.ndarray: ...
+
+    def value(self) -> tf.Tensor: ...
+
+    def assign(self, value: Any) -> Any: ...
+
+    def set_from_host(self, host: np.ndarray) -> None:
+        """Set the full value from the host."""
+
+    def to_tensor(self, value: Any) -> tf.Tensor:
+        """Return a value to assign as a tensor of the variable's dtype."""
+
+    def check_shape(self, shape: Any, expected: tuple[int, ...] | None = None) -> None:
+        """Raise `ValueError` if a value to assign does not have the variable's shape."""
+
+    def check_compiled(self) -> None:
+        """Raise `StrategyError` if an embedding table is used in an eager step."""
+
+    def full(self) -> tf.Tensor:
+        """Return the full value in the compute layout, as the current graph sees it."""
+
+    def source(self) -> tf.Tensor:
+        """Return the tensor or handle that a gradient is taken with respect to, if no step has read the variable."""
+
+
+class Access(Protocol):
+    """Reads and writes variables in one context."""
+
+    def read(self, variable: VariableView) -> tf.Tensor:
+        """Return the value."""
+
+    def write(self, variable: VariableView, value: Any) -> None:
+        """Set or record the value."""
+
+    def shape(self, variable: VariableView) -> tuple[int, ...]:
+        """Return the shape of reads."""
+
+    def handle(self, variable: VariableView) -> tf.Tensor:
+        """Return the tensor or handle that gradient tapes differentiate with respect to."""
+
+
+def current() -> Access:
+    """Return the access of the current context."""
+    step, update = steps.current(), steps.open_update()
+    if step is None and _private.is_eager() and update is None:
+        return OnHost()
+    if outside.is_here():
+        return AroundSteps() if outside.is_around_steps() else InPlainFunction()
+    if update is None:
+        return InStep(step)
+    if update.rows is not None:
+        return InRowUpdate(step, update.rows)
+    if update.packed is not None:
+        return InPackedUpdate(step, update.packed)
+    return InUpdate(step)
+
+
+class OnHost:
+    """Eager code outside of steps: `model(x)` and callbacks work as on one device."""
+
+    def read(self, variable: VariableView) -> tf.Tensor:
+        records = _private.could_record()
+        with _private.stop_recording():
+            value = tf.constant(variable.numpy())
+        return outside.watched(variable, value) if records else value
+
+    def write(self, variable: VariableView, value: Any) -> None:
+        host = transfer.host_view(value).astype(variable.dtype.as_numpy_dtype, copy=False)
+        variable.check_shape(host.shape)
+        outside.warn_of_update(variable)
+        with process_lock.held():
+            variable.set_from_host(host)
+
+    def shape(self, variable: VariableView) -> tuple[int, ...]:
+        return variable.layout.spec.shape
+
+    def handle(self, variable: VariableView) -> tf.Tensor:
+        return variable.source() if variable.storage.read_by_eager_step else variable.outside_handle
+
+
+class InPlainFunction:
+    """A traced function that no strategy runs (outside.py)."""
+
+    def read(self, variable: VariableView) -> tf.Tensor:
+        return outside.watched(variable, outside.read(variable))
+
+    def write(self, variable: VariableView, value: Any) -> None:
+        tensor = variable.to_tensor(value)
+        variable.check_shape(tensor.shape)
+        outside.write(variable, tensor)
+
+    def shape(self, variable: VariableView) -> tuple[int, ...]:
+        return variable.layout.spec.shape
+
+    def handle(self, variable: VariableView) -> tf.Tensor:
+        return variable.outside_handle
+
+
+class AroundSteps(InPlainFunction):
+    """A traced function that runs steps: each read and each write between them is a step of its own."""
+
+    def read(self, variable: VariableView) -> tf.Tensor:
+        with steps.step_scope(reads_only=True):
+            return transfer.whole(variable.value(), variable.mesh)
+
+    def write(self, variable: VariableView, value: Any) -> None:
+        tensor = variable.to_tensor(value)
+        variable.check_shape(tensor.shape)
+        with steps.step_scope():
+            variable.assign(tensor)
+
+
+class InStep:
+    """A step, traced or eager. Without a step: a graph that is never run, or eager code inside an update."""
+
+    def __init__(self, step: Step | None):
+        self._step = step
+
+    def read(self, variable: VariableView) -> tf.Tensor:
+        if self._step is not None:
+            self._step.check_read(variable)
+        if variable.storage.waits and _private.in_symbolic_scope():
+            # Keras learns shapes there. The graph is never run.
+            return tf.compat.v1.placeholder(variable.dtype, self.shape(variable))
+        return self._read(variable) if variable.layout.table is None else self._read_table(variable)
+
+    def _read(self, variable: VariableView) -> tf.Tensor:
+        return variable.full()
+
+    def _read_table(self, variable: VariableView) -> tf.Tensor:
+        shape = self.shape(variable)
+        if self._step is None:
+            return tf.compat.v1.placeholder(variable.dtype, shape)  # Keras learns shapes. The graph is never run.
+        variable.check_compiled()
+        return self._step.tables.placeholder(variable.path, variable.layout.spec.shape, variable.dtype)
+
+    def write(self, variable: VariableView, value: Any) -> None:
+        tensor = variable.to_tensor(value)
+        if variable.layout.table is None:
+            self._write(variable, tensor)
+        else:
+            self._write_table(variable, tensor)
+
+    def _write(self, variable: VariableView, tensor: tf.Tensor) -> None:
+        variable.check_shape(tensor.shape)
+        if self._step is None:
+            variable.storage.write(Recorded(base=None, written={variable.member: tensor}))
+        else:
+            self._step.writes.record_member(variable.storage, variable.member, tensor)
+
+    def _write_table(self, variable: VariableView, tensor: tf.Tensor) -> None:
+        del tensor
+        raise StrategyError(
+            f"Embedding table '{variable.path}' is assigned in a step, by something else than an optimizer's update of "
+            "its rows. Assign it outside of the step, or take it out of tables=."
+        )
+
+    def shape(self, variable: VariableView) -> tuple[int, ...]:
+        return variable.layout.spec.shape
+
+    def handle(self, variable: VariableView) -> tf.Tensor:
+        read = None if self._step is None else self._step.reads.last(variable)
+        if read is not None:
+            return read
+        if self._step is not None and variable.layout.table is not None and not _private.is_eager():
+            return self._step.tables.source(variable.storage)  # No lookup took it: there is no gradient.
+        return variable.source()
+
+
+class InUpdate(InStep):
+    """An optimizer's update: variables are read and written in the update layout, unless a buffer packs them."""
+
+    def _is_buffer(self, storage: Storage) -> bool:
+        """Return whether a variable of the storage stands for the buffer."""
+        return not storage.format.packed
+
+    def _read(self, variable: VariableView) -> tf.Tensor:
+        if self._is_buffer(variable.storage):
+            return variable.storage.update_value()
+        return super()._read(variable)
+
+    def _write(self, variable: VariableView, tensor: tf.Tensor) -> None:
+        storage = variable.storage
+        if not (storage.format.packed and self._is_buffer(storage)):
+            super()._write(variable, tensor)
+            return
+        variable.check_shape(tensor.shape, variable.layout.update_shape)
+        if self._step is None:
+            storage.write(Recorded(base=tensor, written={}))
+        else:
+            self._step.writes.record_base(storage, tensor)
+
+    def shape(self, variable: VariableView) -> tuple[int, ...]:
+        # TensorFlow asks for it in `tf.ones_like(variable)`. An update of the buffer reads the buffer.
+        layout = variable.layout
+        return layout.update_shape if self._is_buffer(variable.storage) else layout.spec.shape
+
+
+class InPackedUpdate(InUpdate):
+    """An update of a packed buffer as one tensor: one member stands for the buffer, and its slots for theirs."""
+
+    def __init__(self, step: Step | None, packed: Any):
+        super().__init__(step)
+        self._packed = packed
+
+    def _is_buffer(self, storage: Storage) -> bool:
+        return super()._is_buffer(storage) or self._packed in (storage, storage.root)
+
+
+class InRowUpdate(InUpdate):
+    """An update of an embedding table: the table and its slots stand for the rows that a device updates."""
+
+    def __init__(self, step: Step | None, rows: RowUpdate):
+        super().__init__(step)
+        self._rows = rows
+
+    def _read_table(self, variable: VariableView) -> tf.Tensor:
+        return self._rows.value(variable.storage)
+
+    def _write_table(self, variable: VariableView, tensor: tf.Tensor) -> None:
+        self._rows.record(variable.storage, tensor)

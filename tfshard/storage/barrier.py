@@ -1,0 +1,135 @@
+"""Barriers: order operations of a step that no data connects.
+
+An optimization barrier is one `IdentityN`: none of its outputs exists before all of its inputs do. This module makes
+every barrier of the package. Elsewhere an `IdentityN` belongs to a custom gradient.
+
+# Note: why a barrier looks the way it does
+
+Four compilers rewrite a step's graph after tfshard, and each may drop or cross an order:
+
+- **DTensor** merges all-reduces, and then sorts all operations by their operands only
+  (dtensor_allreduce_combine_optimization.cc). Control edges do not survive, and a read, which has no operand but its
+  handle, may move in front of a write. So order is expressed by operands. The handle of a read that follows a write
+  goes through a barrier with the value that is written (`write_then_read`).
+- **MLIR** removes an output of an `IdentityN` that nothing uses, together with its input. So every output is used.
+- **Grappler** removes an `IdentityN` unless its first input is the read of a variable
+  (`DependencyOptimizer::SafeToRemoveIdentity`), and prunes outputs that lead to no result (ModelPruner). So the first
+  input is a read: of the tensor's own variable, or of the *token*. The token is a variable with one number, always
+  zero. A step sums the tokens that went through its barriers, and assigns the sum to the token's variable at its end.
+- **oneDNN** computes the gradients by a convolution's kernel and by its bias in one operation, if both take outputs of
+  one operation, even different outputs (mkl_layout_pass.cc). The results are then silently wrong. So no barrier gives
+  outputs to both, and callers leave gradients of convolutions alone.
+
+A barrier copies nothing and changes no number. It also keeps TensorFlow from fusing the operations before and behind
+it, and from merging equal operations on its two sides.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard.devices import transfer
+from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.variable_layout import Axes
+from tfshard.storage.graph_edits import OpInput
+
+# A tensor, and the inputs that take the tensor from behind a barrier.
+Held: TypeAlias = tuple[tf.Tensor, Sequence[OpInput]]
+
+
+def tie(read: tf.Tensor, *tensors: tf.Tensor) -> list[tf.Tensor]:
+    """Return the same tensors, of which none exists before all do. The caller must use every output.
+
+    Args:
+        read: The read of a variable.
+        *tensors: Other tensors of the same graph.
+    """
+    tied: list[tf.Tensor] = tf.raw_ops.IdentityN(input=[read, *tensors])
+    return tied
+
+
+def hold(read: tf.Tensor, *held: Held) -> list[tf.Tensor]:
+    """Tie tensors, and give each tied tensor to its consumers. Return all tied tensors, the read first."""
+    tied = tie(read, *(tensor for tensor, _ in held))
+    for (_, inputs), tensor in zip(held, tied[1:], strict=True):
+        for each in inputs:
+            each.replace(tensor)
+    return tied
+
+
+def write_then_read(variable: dtensor.DVariable, value: tf.Tensor) -> tf.Tensor:
+    """Assign a variable, and return a read that stays behind the assignment."""
+    handle, value = tf.raw_ops.IdentityN(input=[variable.handle, value])
+    written = tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+    with tf.control_dependencies([written]):
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Barrier:
+    """Makes the barriers of one step, whose first input is the token.
+
+    Attributes:
+        read_token: Reads the token.
+        tokens: The tokens that went through barriers. The step must use each of them.
+    """
+
+    read_token: Callable[[], tf.Tensor]
+    tokens: list[tf.Tensor] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def on(cls, mesh: dtensor.Mesh, tokens: list[tf.Tensor]) -> "Barrier":
+        """Return the barrier of a step on a mesh."""
+        return cls(read_token=lambda: read_token(mesh), tokens=tokens)
+
+    def tie(self, *tensors: tf.Tensor, read: tf.Tensor | None = None) -> list[tf.Tensor]:
+        """Return the same tensors, of which none exists before all do. The caller must use every output.
+
+        Args:
+            *tensors: Tensors of the same graph.
+            read: A token that was read already.
+        """
+        token, *tied = tie(self.read_token() if read is None else read, *tensors)
+        self.tokens.append(token)
+        return tied
+
+    def hold(self, *held: Held) -> list[tf.Tensor]:
+        """Tie tensors, give each tied tensor to its consumers, and return the tied tensors."""
+        token, *tied = hold(self.read_token(), *held)
+        self.tokens.append(token)
+        return tied
+
+
+def read_token(mesh: dtensor.Mesh, axes: Axes = ()) -> tf.Tensor:
+    """Return a read of the token of a mesh.
+
+    `DVariable.value` would tell gradient tapes and custom gradients that the step uses a variable.
+    """
+    return tf.raw_ops.ReadVariableOp(resource=_token(mesh, axes).handle, dtype=tf.float32)
+
+
+def use(mesh: dtensor.Mesh, tokens: Sequence[tf.Tensor], axes: Axes = ()) -> None:
+    """Assign the sum of tokens to the token of a mesh, so that no compiler drops their barriers.
+
+    Args:
+        mesh: The mesh.
+        tokens: Numbers, or vectors of one number for each shard over `axes`.
+        axes: The layout of the tokens.
+    """
+    _token(mesh, axes).assign(tf.add_n(list(tokens)), read_value=False)
+
+
+_tokens: dict[tuple[str, Axes], dtensor.DVariable] = {}
+
+
+def _token(mesh: dtensor.Mesh, axes: Axes) -> dtensor.DVariable:
+    key = mesh.to_string(), axes
+    if key not in _tokens:
+        shape = [axis_sizes(mesh)[axis] for axis in axes if axis is not None]
+        with tf.init_scope():
+            _tokens[key] = dtensor.DVariable(transfer.host_to_mesh(np.zeros(shape, np.float32), axes, mesh))
+    return _tokens[key]

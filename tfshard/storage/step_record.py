@@ -1,0 +1,158 @@
+"""The record of a step: data that the recorder collects while the step is traced, and that passes change afterwards."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard.layouts.config import ReshardPolicy
+from tfshard.layouts.variable_layout import Axes
+from tfshard.storage.graph_edits import OpInput
+from tfshard.storage.writes import Recorded, Writable
+
+
+class RowUpdate(Protocol):
+    """New rows of an embedding table and of its slots: a `SparseRows`, as far as a step knows it."""
+
+    def value(self, storage: Any) -> tf.Tensor:
+        """Return the rows of the table or of a slot."""
+
+    def record(self, storage: Any, value: tf.Tensor) -> None:
+        """Record new rows."""
+
+    def known(self) -> tf.Tensor:
+        """Return zero, a float32 on the mesh, that exists once the new rows do."""
+
+    def write(self, reads: Sequence[tf.Tensor]) -> None:
+        """Write the new rows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of the forward pass that the backward pass computes again.
+
+    Attributes:
+        name: The name of the block.
+        begin: The number of its first operation, in the order in which operations were added to the graph.
+        end: The number behind its last operation.
+        keeps: Types of operations whose results stay in memory.
+    """
+
+    name: str
+    begin: int
+    end: int
+    keeps: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StoredRead:
+    """A read of a stored value, in its storage layout."""
+
+    storage: Writable
+    tensor: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PendingGradient:
+    """A gradient that waits for an update in shards.
+
+    Attributes:
+        storage: The storage that is updated.
+        tensor: The gradient.
+        is_scattered: Whether the gradient is sharded while it waits.
+    """
+
+    storage: Writable
+    tensor: tf.Tensor
+    is_scattered: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class JointUpdate:
+    """An update whose gradient DTensor reduces together with others.
+
+    Attributes:
+        storage: The storage that is updated; a group has one update for each member.
+        gradient: The gradient as the optimizer received it.
+        since: How many operations the graph had when the optimizer began.
+    """
+
+    storage: Writable
+    gradient: tf.Tensor
+    since: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SlicedRead:
+    """A replicated read that an update slices.
+
+    Attributes:
+        stored: The read.
+        gradient: The gradient of the update, in the shape of the slice.
+    """
+
+    stored: tf.Tensor
+    gradient: tf.Tensor
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class StepRecord:
+    """What one step did in its own graph. Data only: `Step` fills it, and the passes change it.
+
+    Attributes:
+        graph: The step's own graph; None in eager code.
+        reshard: When to gather and free sharded values; None leaves both to DTensor.
+        reads: Reads of stored values, in order.
+        gradients: Gradients that wait for an update in shards.
+        updates: Updates whose gradients are reduced together, in order.
+        sliced_reads: Replicated reads that updates slice.
+        blocks: Blocks to compute again. They do not overlap.
+        rows_read: The rows that lookups read of each embedding table.
+        row_updates: The new rows of each embedding table.
+        tokens: Tokens that went through barriers (barrier.py).
+        host_tokens: Tokens on host meshes, by mesh and layout.
+        results: Sums of gradients that the step returns and does not write, by storage. Passes order them like values.
+        writes: The recorded write of each storage, in the order of first writes.
+        updated: The new buffer of each written storage, in the update layout; None for partial writes.
+        values: The new buffer of each written storage, as it will be stored.
+        operations: The operations of the graph, in the order in which they should run; None before a pass adds copies.
+        takers: The inputs that take a new value from its storage once it is written.
+        token: The sum of the tokens, for the caller to use, if the step writes nothing.
+    """
+
+    graph: tf.Graph | None
+    reshard: ReshardPolicy | None = None
+    reads: list[StoredRead] = dataclasses.field(default_factory=list)
+    gradients: list[PendingGradient] = dataclasses.field(default_factory=list)
+    updates: list[JointUpdate] = dataclasses.field(default_factory=list)
+    sliced_reads: list[SlicedRead] = dataclasses.field(default_factory=list)
+    blocks: list[Block] = dataclasses.field(default_factory=list)
+    rows_read: dict[Writable, list[tf.Tensor]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
+    row_updates: dict[Writable, RowUpdate] = dataclasses.field(default_factory=dict)
+    tokens: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    host_tokens: dict[tuple[dtensor.Mesh, Axes], list[tf.Tensor]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
+    results: dict[Writable, tf.Tensor] = dataclasses.field(default_factory=dict)
+    writes: dict[Writable, Recorded] = dataclasses.field(default_factory=dict)
+    updated: dict[Writable, tf.Tensor | None] = dataclasses.field(default_factory=dict)
+    values: dict[Writable, tf.Tensor] = dataclasses.field(default_factory=dict)
+    operations: list[tf.Operation] | None = None
+    takers: dict[Writable, list[OpInput]] = dataclasses.field(default_factory=dict)
+    token: tf.Tensor | None = None
+
+    @property
+    def mesh(self) -> dtensor.Mesh | None:
+        """The mesh of the step; None if the step neither reads nor writes a variable."""
+        storages = (*self.values, *self.results, *(read.storage for read in self.reads))
+        return storages[0].mesh if storages else None
+
+    @property
+    def traced(self) -> tf.Graph | None:
+        """The graph, if passes may change where its gathers and reductions run."""
+        return self.graph if self.reshard is not None and self.mesh is not None else None
