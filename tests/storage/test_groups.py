@@ -223,9 +223,9 @@ def test_a_custom_loop_groups_models_and_slots_born_in_scope():
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_models_born_around_others_share_their_group(monkeypatch, reverse):
-    found = _private.live_models
+    found = _private.models_under
     by_name = functools.partial(sorted, key=lambda model: model.name, reverse=reverse)
-    monkeypatch.setattr(_private, "live_models", lambda strategy: by_name(found(strategy)))
+    monkeypatch.setattr(_private, "models_under", lambda strategy: by_name(found(strategy)))
     chosen = strategy()
     with chosen.scope():
         x = keras.Input((8,))

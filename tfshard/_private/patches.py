@@ -125,7 +125,7 @@ SEARCHES = (
         reason="an assignment does not say that an optimizer makes it",
     ),
     Search(
-        function="tfshard.storage.variables:ShardedVariable._set",
+        function="tfshard.storage.variables:ShardedVariable.set_from_host",
         uses=_SCOPES,
         reason="a value that is set while a layer is being built is an initial value",
     ),
