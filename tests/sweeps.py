@@ -1,13 +1,12 @@
-"""Which tests and which cases an ordinary run takes. Every ordinary run takes the same; TFSHARD_SWEEP=1 takes all.
+"""Choose the tests and cases of an ordinary run. Every ordinary run takes the same; TFSHARD_SWEEP=1 takes all.
 
 - `table(name, arguments, cases, always=, sample=)` makes a parametrized test from a long table. An ordinary run takes
   the cases in `always` and `sample` others.
 - `@pytest.mark.sweep(n)` limits an ordinary run to `n` cases of a parametrized test.
 - `@pytest.mark.slow` leaves a test out of the ordinary run.
 
-The other cases are taken at even distances. A test that runs for `-m quick` always runs, and so does each case that
-tools/mutations.py names, unless the test is slow. Marks do not apply where tests are named (`-k`, `-m slow`,
-`file::test`).
+The other cases are taken at even distances. A quick test (`-m quick`) always runs. Cases that tools/mutations.py names
+always run, too, unless the test is slow. Marks do not apply to tests that are named (`-k`, `-m slow`, `file::test`).
 """
 
 import collections
@@ -19,7 +18,7 @@ import pytest
 
 SWEEP = os.environ.get("TFSHARD_SWEEP") == "1"
 
-# The files that take longest. They begin first when two processes share a run (tools/test.sh).
+# The slowest files. They start first when two processes share a run (tools/test.sh).
 LONGEST = [
     "test_docs.py",
     "launch/test_faults.py",

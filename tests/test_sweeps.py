@@ -1,4 +1,4 @@
-"""Which cases an ordinary run takes (sweeps.py)."""
+"""sweeps.py chooses the cases of an ordinary run."""
 
 import dataclasses
 import pathlib
@@ -12,7 +12,7 @@ TESTS = pathlib.Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """What sweeps.py asks of a test."""
+    """The attributes of a test that sweeps.py uses."""
 
     nodeid: str
     marks: tuple[pytest.Mark, ...] = ()
