@@ -117,7 +117,7 @@ def test_the_time_is_that_of_the_bytes(how, uses):
 
 
 def test_it_agrees_with_compression_pays():
-    """One kernel on a hybrid mesh: the bytes between hosts, by hand."""
+    """Computes the bytes between hosts by hand, for one kernel on a hybrid mesh."""
     advice = advise("int8", model=kernels(1))
     exact, int8 = on_hybrid(advice, None), on_hybrid(advice, "int8")
     kernel, chunk = 4 * 1024 * 1024, 1024 * 1024 // 4

@@ -568,7 +568,7 @@ def test_a_step_under_mixed_precision_reduces_what_was_planned(policy, mesh, sta
     strategy = planned_strategy(mesh, stage)
     keras.backend.clear_session()
     mixed(policy)
-    # So wide that the trace reports the bytes of a half-precision tensor.
+    # Wide enough for the trace to report the bytes of a half-precision tensor.
     model = tfshard.as_distributed(wide(width=200, outputs=4000))
     plan = strategy.plan(model, "adam")
     model.compile("adam", "mse", strategy=strategy)

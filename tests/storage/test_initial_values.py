@@ -1,4 +1,4 @@
-"""Initial values that are drawn later equal those of plain Keras bit for bit."""
+"""Initial values that are drawn later equal plain Keras's values bit for bit."""
 
 import keras
 import numpy as np

@@ -312,7 +312,7 @@ def test_wrong_blocks_are_refused(blocks, message):
 
 
 def test_a_tensor_of_a_block_that_others_use_stays():
-    """One of two outputs goes directly into the loss. The numbers match one device."""
+    """The loss takes one of two outputs directly. The numbers match one device."""
 
     class Two(keras.layers.Layer):
         def build(self, shape):

@@ -113,7 +113,7 @@ def mlp():
 
 
 def tied():
-    """Return a model whose embeddings also make the logits: the table is used first and last."""
+    """Return a model that also computes its logits from the embeddings: the table is used first and last."""
     inputs = keras.Input((6,), dtype="int32")
     table = keras.layers.ReversibleEmbedding(24, WIDTH)
     x = table(inputs)

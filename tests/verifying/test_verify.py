@@ -461,7 +461,7 @@ def test_10_a_padded_row_that_leaks(monkeypatch):
 
 
 def test_10_padding_of_a_flat_form_that_leaks():
-    """An optimizer is wrongly declared elementwise: its norm is that of the buffer."""
+    """An optimizer is wrongly declared elementwise: it takes the norm of the buffer."""
 
     class Norms(keras.optimizers.Lamb):
         tfshard_elementwise = True
