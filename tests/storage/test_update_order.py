@@ -106,7 +106,7 @@ def test_updates_of_gradients_that_come_at_once_are_one_after_the_other(devices)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("stage", "cut"), [(0, False), (1, True), (2, True), (3, False)])
 def test_a_part_of_a_variable_is_cut_when_there_is_its_gradient(stage, cut):
-    """At stage 3 shards are stored; at stage 0 full variables."""
+    """At stage 3 the storage holds shards already, and at stage 0 the update takes full variables."""
     waiting = []
     original = update_order.wait_for_gradient
 
