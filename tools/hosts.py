@@ -11,7 +11,7 @@ A `tfshard launch` runs on each host. Its output is printed after `[host 1]`. At
 interface sent and received are printed, and the network is removed, even after SIGINT, SIGTERM and SIGHUP. These
 signals are passed to the launchers; a second signal kills the launchers.
 
-The exit code is that of the launcher of host 0, or of the first other launcher that failed. It is 77 if the machine
+The exit code comes from the launcher of host 0, or from the first other launcher that failed. It is 77 if the machine
 cannot create such a network, which takes root, `ip`, `tc` and `setpriv`. tools/hosts.sh sets the environment up and
 calls this module.
 """

@@ -50,7 +50,7 @@ def test_the_list_is_the_table_of_the_design():
 
 
 def test_no_other_module_sets_attributes_of_what_is_not_its_own():
-    """The modules at the top of the package assign no patched attribute of foreign objects, and no instance dictionary."""
+    """The package's top-level modules assign no patched attribute of foreign objects, and no instance dictionary."""
     attributes = "|".join({change.attribute for change in layer_patch.CHANGES})
     assigned = re.compile(rf"(\.({attributes}) = )|(vars\([a-z_.]+\)\[.*\] = )|(object\.__setattr__)")
     for path in sorted((ROOT / "tfshard").glob("*.py")):
