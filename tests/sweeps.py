@@ -38,13 +38,13 @@ Case = TypeVar("Case")
 
 
 def spread(cases: Sequence[Case], count: int) -> list[Case]:
-    """Returns `count` of the cases, at even distances."""
+    """Return `count` of the cases, at even distances."""
     count = min(count, len(cases))
     return [cases[(2 * i + 1) * len(cases) // (2 * count)] for i in range(count)]
 
 
 def taken(name: str, cases: Iterable[Case], *, always: Iterable[Case] = (), sample: int = 0) -> list[Case]:
-    """Returns the cases of table `name` that this run takes, in their order: `always`, and `sample` others."""
+    """Return the cases of table `name` that this run takes, in their order: `always`, and `sample` others."""
     cases, always = list(cases), list(always)
     unknown = [case for case in always if case not in cases]
     assert not unknown, f"{unknown} are not in the table {name}."
@@ -55,7 +55,7 @@ def taken(name: str, cases: Iterable[Case], *, always: Iterable[Case] = (), samp
 
 
 def each_value(*arguments: Iterable) -> list[tuple]:
-    """Returns as few cells of the product of arguments as contain each value of each argument."""
+    """Return as few cells of the product of arguments as contain each value of each argument."""
     values = [list(argument) for argument in arguments]
     return [tuple(each[i % len(each)] for each in values) for i in range(max(map(len, values)))]
 
@@ -63,12 +63,12 @@ def each_value(*arguments: Iterable) -> list[tuple]:
 def table(
     name: str, arguments: str | tuple[str, ...], cases: Iterable, *, always: Iterable = (), sample: int = 0
 ) -> Callable:
-    """Returns `pytest.mark.parametrize` with the cases that this run takes."""
+    """Return `pytest.mark.parametrize` with the cases that this run takes."""
     return pytest.mark.parametrize(arguments, taken(name, cases, always=always, sample=sample))
 
 
 def left_out(items: Iterable[pytest.Item], named: Collection[str]) -> set[str]:
-    """Returns the names of the cases that an ordinary run does not take.
+    """Return the names of the cases that an ordinary run does not take.
 
     Args:
         items: All cases.
@@ -90,6 +90,6 @@ def left_out(items: Iterable[pytest.Item], named: Collection[str]) -> set[str]:
 
 
 def place(item: pytest.Item) -> int:
-    """Returns the place of a test's file in the order of a run. Tests of one file keep their order."""
+    """Return the place of a test's file in the order of a run. Tests of one file keep their order."""
     file = item.nodeid.partition("::")[0].removeprefix("tests/")
     return LONGEST.index(file) if file in LONGEST else len(LONGEST)

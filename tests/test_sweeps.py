@@ -22,7 +22,7 @@ class Item:
 
 
 def kept(*marks: pytest.MarkDecorator, quick: tuple[int, ...] = (), named: tuple[int, ...] = ()) -> list[int]:
-    """Returns which of 20 cases of a test an ordinary run takes."""
+    """Return which of 20 cases of a test an ordinary run takes."""
     own = tuple(mark.mark for mark in marks)
     items = [Item(f"a.py::test[{i}]", (*own, pytest.mark.quick.mark) if i in quick else own) for i in range(20)]
     out = sweeps.left_out(items, named={f"a.py::test[{i}]" for i in named})
