@@ -171,9 +171,7 @@ class Start:
         raise AssertionError("It was not killed.")
 
     def _list(self) -> None:
-        """Make the initial states of the cases, and the plan: case, client and point of each kill, and the state
-        it leaves.
-        """
+        """Make the initial states, and the plan: case, client and point of each kill, and the state it leaves."""
         (self.directory / "points").mkdir(parents=True, exist_ok=True)
         found: list[tuple] = []
         for name in CASES if self.here.count == 1 else LAUNCHED:

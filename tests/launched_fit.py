@@ -318,9 +318,7 @@ def resumed_parts(where: Sharded, directory: pathlib.Path) -> list[float]:
 
 
 def masks(strategy: tfshard.ShardedStrategy) -> dict:
-    """Return the output of a random layer for ones in two steps, and the weights that a model with this layer
-    learns.
-    """
+    """Return a random layer's output for ones in two steps, and the weights of a trained model with this layer."""
     keras.utils.set_random_seed(4)
     model = tfshard.Sequential([keras.Input((8,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse", strategy=strategy)

@@ -114,8 +114,9 @@ def fed(way: Way, model: keras.Model) -> dict[str, Any]:
 
 
 def train(way: Way, directory: pathlib.Path | None = None) -> dict[str, Any]:
-    """Return the results of `fit` and `predict`, and the weights. With `directory`, restores a save after further
-    steps.
+    """Return the results of `fit` and `predict`, and the weights.
+
+    With `directory`, saves a checkpoint, takes further steps, and restores it.
     """
     model = compiled(way)
     losses = model.fit(**fed(way, model), epochs=2, shuffle=False, verbose=0).history["loss"]

@@ -1,5 +1,6 @@
-"""The mutations of tools/mutations.py apply to the sources, and docs/testing.md lists them. tools/mutate.sh runs
-them.
+"""The mutations of tools/mutations.py apply to the sources, and docs/testing.md lists them.
+
+tools/mutate.sh runs them.
 """
 
 import ast

@@ -271,9 +271,7 @@ KERNEL = RS.normal(size=(6, 4)).astype("float32")
 
 @tf.autograph.experimental.do_not_convert
 def step(producer: str, consumers: dict[str, Callable], x: tf.Tensor, kernel: tf.Tensor) -> dict[str, tuple]:
-    """Return each consumer's result, and its gradients with respect to the batch and to a kernel before the
-    producer.
-    """
+    """Return each consumer's result, and its gradients by the batch and by a kernel before the producer."""
     found = {}
     with tf.GradientTape(persistent=True) as tape:
         tape.watch((x, kernel))

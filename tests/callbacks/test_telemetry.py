@@ -43,8 +43,9 @@ def fit(model: keras.Model, *callbacks, **options) -> dict[str, list[float]]:
 
 @pytest.fixture
 def ticking(monkeypatch):
-    """Fake a clock on which each step takes a second. Telemetry reads it when a step begins, and at the end of an
-    epoch.
+    """Fake a clock on which each step takes a second.
+
+    Telemetry reads the clock when a step begins, and at the end of an epoch.
     """
     clock = itertools.count()
     monkeypatch.setattr(telemetry.time, "perf_counter", lambda: float(next(clock)))

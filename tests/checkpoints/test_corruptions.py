@@ -84,8 +84,9 @@ def fields(data: object, above: tuple = ()) -> Iterator[tuple]:
 
 
 def manifests_that_were_edited(whole: Files, random: Random) -> Iterator[tuple[str, Files]]:
-    """Edit each field once, or one field of each kind. Yields edited manifests with the old and with a new
-    signature.
+    """Edit each field once, or one field of each kind.
+
+    Yields edited manifests with the old and with a new signature.
     """
     text = json.loads(whole[files.MANIFEST])
     kinds = collections.defaultdict(list)

@@ -231,9 +231,7 @@ def test_a_kill_of_one_of_two_clients_leaves_what_was_committed_with_its_values(
 
 
 def without_names(points: list[Change]) -> list[tuple[str, str]]:
-    """Return the changes without names that contain a time or a process, and without the order of directory
-    listings.
-    """
+    """Return the changes without names of a time or a process, and without the order of directory listings."""
     return [(point.what, "removed" if "removed" in point.path else point.path) for point in points]
 
 

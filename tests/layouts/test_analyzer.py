@@ -81,8 +81,9 @@ class ByHand:
         return math.ceil(self.end / self.devices)
 
     def with_(self, index: int, elements: int) -> "ByHand":
-        """Return the group with one more variable. It starts at a multiple of 64 bytes unless it is smaller than
-        that.
+        """Return the group with one more variable.
+
+        The variable starts at a multiple of 64 bytes, unless it is smaller than 64 bytes.
         """
         offset, align = self.end, 64 // self.itemsize
         if elements >= align:

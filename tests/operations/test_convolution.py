@@ -1,5 +1,6 @@
-"""Convolutions with kernels sharded over a model axis match one device. A pair of convolutions needs two
-all-reduces.
+"""Convolutions with kernels sharded over a model axis match one device.
+
+A pair of convolutions needs two all-reduces.
 """
 
 import keras
@@ -96,8 +97,9 @@ def test_outside_of_steps_and_without_a_layout_keras_convolves():
 
 
 def generator(*parts: keras.layers.Layer) -> keras.Model:
-    """Return a DCGAN generator: a Dense layer's columns become images, so the model axis shards the height of the
-    images.
+    """Return a DCGAN generator.
+
+    A Dense layer's columns become images, so the model axis shards the height of the images.
     """
     layers = [keras.Input((6,)), keras.layers.Dense(32, "tanh", name="wide"), keras.layers.Reshape((4, 4, 2)), *parts]
     return keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(2, name="head")])

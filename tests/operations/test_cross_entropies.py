@@ -166,8 +166,9 @@ def test_what_is_small_or_of_another_dtype_is_left_to_tensorflow(made, monkeypat
     ("options", "most"), [({"mesh": {"batch": 4}}, 1.01), ({"mesh": {"model": 4}, "layout_map": BY_CLASS}, 0.6)]
 )
 def test_a_step_holds_no_more_than_with_tensorflows_kernel(options, most, monkeypatch):
-    """The logits' buffer holds all intermediate results. With sharded classes, no one-hot vectors of that size
-    exist.
+    """The logits' buffer holds all intermediate results.
+
+    With sharded classes, no one-hot vectors of that size exist.
     """
     inputs = keras.Input((128, 6))
     x = keras.layers.Dense(16, "tanh", name="hidden")(inputs)

@@ -85,9 +85,7 @@ def reference(kind: str, *calls: str) -> parity.Run:
 
 
 def assert_moved(kind: str, calls: list[str], reference: parity.Run) -> None:
-    """Assert that training changed each weight by far more than the tolerance, or not at all (a bias before a
-    softmax).
-    """
+    """Assert that each weight changed by far more than the tolerance, or not at all (a bias before a softmax)."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     for before, after in zip(build(kind, calls).trainable_variables, reference.model.trainable_variables, strict=True):

@@ -135,9 +135,7 @@ def test_initial_values_are_those_of_the_unsharded_model(make: Callable, axes: s
 
 
 def dropout_masks(model: keras.Model, strategy: tfshard.ShardedStrategy) -> dict[str, tuple[tuple, list[np.ndarray]]]:
-    """Return the dropout masks of one training step, by Dropout layer: the layout, and the local shard of each
-    device.
-    """
+    """Return the dropout masks of one training step, by layer: the layout, and the local shard of each device."""
     kept = {}
 
     def recording(layer):

@@ -422,9 +422,7 @@ PLANNED = {
 
 
 def wide(width: int = 160, outputs: int = 3200) -> keras.Model:
-    """Return groups large enough for a trace to report their bytes, an ungrouped variable, and a column and row
-    pair.
-    """
+    """Return groups that are large enough for a trace, an ungrouped variable, and a column and row pair."""
     x = inputs = keras.Input((width,))
     for i in range(12):
         x = keras.layers.Dense(width, activation="tanh", name=f"narrow_{i}")(x)

@@ -1,5 +1,6 @@
-"""A storage format is one class: slots and parameters share it, and int32 is stored as int64 because GPUs lack
-int32.
+"""A storage format is one class, which slots and parameters share.
+
+On GPUs, which lack int32 variables, int32 is stored as int64.
 """
 
 import keras

@@ -62,8 +62,9 @@ def assert_sharded(model: keras.Model, kind: str) -> None:
 
 
 def used(model: keras.Model) -> tuple[list, list]:
-    """Use parts of a model and models around it three times, with training between. Returns results and final
-    weights.
+    """Use parts of a model and models around it three times, with training between.
+
+    Returns the results and the final weights.
     """
     traced, training = tf.function(model), tf.function(lambda x: model(x, training=True))
 

@@ -48,8 +48,9 @@ def batches(rows=ROWS):
 
 
 def trained(build, optimizer, strategy=None, *, data=None, seed=0):
-    """Return a model after a step with each batch, and the losses. Without a strategy: plain Keras with sparse
-    gradients.
+    """Return a model after a step with each batch, and the losses.
+
+    Without a strategy, the model is plain Keras, with sparse gradients.
     """
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)

@@ -24,8 +24,7 @@ def _check_in_python() -> None:
 
 
 class ShardedIterator:
-    """An iterator over the batches of a dataset. It puts each batch on the mesh, or leaves it on the host if `mesh` is
-    None.
+    """An iterator over the batches of a dataset, each put on the mesh. Without a mesh, batches stay on the host.
 
     Attributes:
         host: The iterator of the host dataset.
@@ -112,8 +111,9 @@ class ShardedDataset:
         self._next: Iterator[Any] | None = None
 
     def continue_with(self, host: Iterator[Any] | None) -> None:
-        """Let the next iterator continue at the position of `host`, an iterator of this dataset. With None, it
-        starts afresh.
+        """Let the next iterator continue at the position of `host`, an iterator of this dataset.
+
+        With None, the next iterator starts from the beginning.
         """
         self._next = host
 

@@ -28,9 +28,7 @@ from tfshard.training.strategy import ShardedStrategy
 
 
 def mixins(cls: type) -> tuple[type, ...]:
-    """Return the mixins that a model class needs in addition to `Distributed`: one for KerasHub models that
-    generate.
-    """
+    """Return additional mixins of a model class: one for KerasHub models that generate."""
     from_hub = any(base.__module__.partition(".")[0] == "keras_hub" for base in cls.__mro__)
     return (_Generates,) if from_hub and hasattr(cls, "generate_step") else ()
 

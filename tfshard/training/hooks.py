@@ -438,7 +438,10 @@ def _initial_value(given: Any, dtype: tf.DType | str | None) -> tuple[keras.Vari
 
 
 def _is_gradient(value: Any, variable: ShardedVariable) -> bool:
-    """Return whether `value` is a gradient: a tensor of the variable's shape. Averages that overwrite it are variables."""
+    """Return whether `value` is a gradient: a tensor of the variable's shape.
+
+    Averages that overwrite the variable are variables.
+    """
     is_tensor = tf.is_tensor(value) and not isinstance(value, (tf.Variable, keras.Variable))
     return bool(is_tensor and value.shape == variable.shape)
 

@@ -71,8 +71,9 @@ def counted_once(rows: int | None) -> Iterator[None]:
 
 
 def install(model: keras.Model) -> bool:
-    """Make the metrics of a model's losses count batches as Keras does. Returns False if the model has no such
-    metrics.
+    """Make the metrics of a model's losses count batches as Keras does.
+
+    Returns False if the model has no such metrics.
     """
     metrics = _private.output_losses(model)
     for metric in metrics:

@@ -11,8 +11,9 @@ from tfshard.errors import StrategyError, UnsupportedOperationError
 
 
 def check_process() -> None:
-    """Raise `UnsupportedOperationError` if `tf.debugging.enable_check_numerics` is on: DTensor cannot expand its
-    operations.
+    """Raise `UnsupportedOperationError` if `tf.debugging.enable_check_numerics` is on.
+
+    DTensor cannot expand the operations that it adds.
     """
     if _private.checks_all_numbers():
         raise UnsupportedOperationError(

@@ -254,8 +254,9 @@ class StepFunctions:
         return bool(positions * parameters <= CHEAP)
 
     def _note_full(self, batch: Any) -> None:
-        """Warn once about training batches that the batch axis does not divide. A single one is the last batch of
-        an epoch.
+        """Warn once about training batches that the batch axis does not divide.
+
+        A single such batch is the last batch of an epoch, and does not count.
         """
         if self._full_in_a_row is None or self._kind != "training step":
             return
@@ -381,9 +382,7 @@ def _positions(leaf: Any) -> int:
 
 
 def _capacity(shape: tuple[int, ...], opened: list[bool], itemsize: int) -> tuple[int, ...]:
-    """Return the padded shape of a tensor: each open dim grows to a power of two, and dims of small tensors grow
-    further.
-    """
+    """Return the padded shape of a tensor: open dims grow to powers of two, and in small tensors even further."""
     sizes = [1 << (size - 1).bit_length() if is_open else size for size, is_open in zip(shape, opened, strict=True)]
     dims = [dim for dim, is_open in enumerate(opened) if is_open]
     while dims and math.prod(sizes) * itemsize * 2 <= _SMALL_BYTES:

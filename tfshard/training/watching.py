@@ -40,8 +40,9 @@ class StepWatcher(abc.ABC):
 
 
 def check_can_write(callbacks: Sequence[keras.callbacks.Callback]) -> None:
-    """Raise `TelemetryError` if a callback needs a package that is not installed. Keras would only fail after an
-    epoch.
+    """Raise `TelemetryError` if a callback needs a package that is not installed.
+
+    Keras would only fail after an epoch.
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.TensorBoard) and not _has_tensorboard():

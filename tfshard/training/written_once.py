@@ -66,8 +66,9 @@ def _elsewhere(is_elsewhere: bool, path: str | os.PathLike[str]) -> Iterator[str
 
 @functools.cache
 def start() -> None:
-    """Make `tf.train.Checkpoint`, `tf.train.CheckpointManager` and `keras.saving.save_model` write on one client
-    only.
+    """Make checkpoints and models write on one client only.
+
+    Changes `tf.train.Checkpoint`, `tf.train.CheckpointManager` and `keras.saving.save_model` of the process.
     """
     _private.write_checkpoints_in(_checkpoint, _checkpoint_files, lambda: _here.writes, _is_written_at_once)
     _private.write_models_in(_model_file)
@@ -123,8 +124,9 @@ def _is_written_at_once(objects: Iterable[Any]) -> bool:
 
 @contextlib.contextmanager
 def _checkpoint_files(objects: Iterable[Any], prefix: str) -> Iterator[Any]:
-    """Surround the writing of a checkpoint's files. If several clients write to one path, only the first of them
-    writes.
+    """Surround the writing of a checkpoint's files.
+
+    If several clients write to one path, only the first of them writes.
     """
     if not _here.in_checkpoint or not any(map(_is_sharded, objects)):
         yield prefix
