@@ -1,6 +1,6 @@
-"""The built-in Keras layers, how each was tried, and what a ShardedStrategy makes of it.
+"""The built-in Keras layers, a trial of each, and the result under a ShardedStrategy.
 
-`python tests/built_in_layers.py` writes the table of docs/layers.md; tests/operations/test_layers.py proves it.
+`python tests/built_in_layers.py` writes the table of docs/layers.md; tests/operations/test_layers.py checks it.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ BATCH = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What a layer is tried on: the model's input, and whether a Dense layer comes before the layer under test.
+    """The model input for a layer under test, and whether a Dense stem comes before the layer.
 
-    With it, the gradient has to come back through the layer under test. `rate` is the learning rate.
+    With a stem, the gradient must flow back through the layer under test. `rate` is the learning rate.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ KINDS = {
     "features": Kind(shape=(6,)),
     "numbers": Kind(shape=(6,), stem=False),
     "sequence": Kind(shape=(5, 8)),
-    # For what has operations of its own for each step.
+    # For layers that add operations for each step.
     "short sequence": Kind(shape=(3, 8), rate=0.5),
     "image": Kind(shape=(8, 8, 4)),
     "volume": Kind(shape=(4, 4, 4, 4), rate=0.1),
@@ -55,8 +55,8 @@ KINDS = {
     "strings": Kind(shape=(1,), dtype="string", stem=False),
 }
 
-# kind -> calls, with `x` the input (after the stem) and `y` a second one of its shape.
-# The same losses and weights as on one device.
+# kind -> calls. `x` is the input (after the stem), `y` a second input of its shape.
+# The losses and weights equal those on one device.
 SAME = {
     "numbers": [
         "Discretization(bin_boundaries=[-0.5, 0.0, 0.5])(x)",
@@ -286,7 +286,7 @@ SAME = {
         "Hashing(4)(x)",
     ],
 }
-# The numbers of one device, drawn by rows.
+# Random layers: every device draws its rows of the numbers of one device.
 RANDOM = {
     "features": [
         "Dropout(0.5)(x)",
@@ -346,7 +346,7 @@ RANDOM = {
         "RandomZoom(0.2)(x)",
     ],
 }
-# UnsupportedLayerError.
+# Refused with UnsupportedLayerError.
 REFUSED = {
     "tokens": [
         "HashedCrossing(4)((x[:, :1], x[:, 1:2]))",
@@ -361,9 +361,9 @@ REFUSED = {
         "RandomElasticTransform()(x)",
     ],
 }
-# Not tried: they are no layers, abstract, every model has them, or they run another framework's code.
+# Not tried: no layers, abstract, part of every model, or layers that run another framework's code.
 NOT_LAYERS = {"Layer", "Wrapper", "InputSpec", "InputLayer", "JaxLayer", "FlaxLayer", "TorchModuleWrapper", "TFSMLayer"}
-# Not seen to fail: one hung while it was compiled, the others cannot be fed from numpy.
+# Not seen to fail: one hung while it was compiled, and NumPy arrays cannot feed the others.
 NOT_RETRIED = ("RandomElasticTransform", "StringLookup", "TextVectorization")
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "layers.md"
@@ -375,13 +375,13 @@ def pairs(*tables: dict[str, list[str]]) -> list[tuple[str, str]]:
 
 
 def layer_names(call: str) -> list[str]:
-    """The keras.layers classes in a call, the one under test first."""
+    """Return the keras.layers classes in a call, the layer under test first."""
     names = re.findall(r"[A-Za-z][A-Za-z0-9]*", call)
     return [name for name in names if isinstance(getattr(keras.layers, name, None), type)]
 
 
 def build(kind: str, calls: list[str]) -> keras.Model:
-    """A model with a branch for each call; the branches share nothing but the input."""
+    """Return a model with a branch for each call. The branches share only the input."""
     made_for = KINDS[kind]
     inputs = keras.Input(made_for.shape, dtype=made_for.dtype)
     outputs = []
@@ -398,7 +398,7 @@ def build(kind: str, calls: list[str]) -> keras.Model:
 
 
 def reason(kind: str, call: str) -> str:
-    """What the refusal of a layer says of it, or else of the first layer that is refused with it."""
+    """Return the error text for a refused layer, or for the first layer that is refused with it."""
     try:
         unsupported.check_layers(build(kind, [call]))
     except tfshard.errors.UnsupportedLayerError as error:
@@ -408,7 +408,7 @@ def reason(kind: str, call: str) -> str:
 
 
 def documented() -> str:
-    """The table of docs/layers.md."""
+    """Return the table of docs/layers.md."""
     rows = [(kind, call, "the numbers of one device") for kind, call in pairs(SAME, RANDOM)]
     rows += [(kind, call, f"**refused**: {reason(kind, call)}") for kind, call in pairs(REFUSED)]
     lines = ["| Layer | Tried as | On | Result |", "|---|---|---|---|"]

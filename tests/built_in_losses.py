@@ -1,7 +1,7 @@
-"""Keras's losses and metrics, how each was tried, and what a step under a ShardedStrategy makes of it.
+"""Keras's losses and metrics, a trial of each, and the result under a ShardedStrategy.
 
 `python tests/built_in_losses.py` tries them all and writes docs/losses.md; tests/training/test_losses.py and
-tests/training/test_metrics.py prove it.
+tests/training/test_metrics.py check it.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ L = keras.losses
 
 MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}, "model4": {"model": 4}}
 
-# The loss, what the model ends in, and labels.
+# The loss, the end of the model, and labels.
 LOSSES = {
     "BinaryCrossentropy": (L.BinaryCrossentropy, "sigmoid", YES_OR_NO),
     "BinaryFocalCrossentropy": (L.BinaryFocalCrossentropy, "sigmoid", YES_OR_NO),
@@ -54,14 +54,14 @@ LOSSES = {
 
 
 class MeanPrediction(keras.metrics.Mean):
-    """The mean of what is predicted, which takes labels as compiled metrics do."""
+    """The mean of the predictions. Takes labels as compiled metrics do."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         super().update_state(y_pred, sample_weight)
 
 
 class SumOfPredictions(keras.metrics.Sum):
-    """The same for the sum."""
+    """The sum of the predictions. Takes labels as compiled metrics do."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         super().update_state(y_pred, sample_weight)
@@ -72,11 +72,11 @@ class Kind:
     """A kind of model, and metrics that fit it.
 
     Attributes:
-        units: How many numbers it gives.
-        activation: What they come out of.
-        loss: Its name in Keras.
-        labels: (24, ...); (24, 3, ...) where the model has three timesteps, some of them masked.
-        metrics: Makes the metrics, new ones each time.
+        units: The number of outputs.
+        activation: The last activation.
+        loss: The name of the loss in Keras.
+        labels: (24, ...), or (24, 3, ...) for models with three timesteps, some of them masked.
+        metrics: Makes new metrics at each call.
     """
 
     units: int
@@ -91,7 +91,7 @@ class Kind:
 
 
 M = keras.metrics
-# Rows of the data of metrics: batches of 8, 8 and 5, which no batch axis divides.
+# Rows of the metrics' data: batches of 8, 8 and 5. No batch axis divides the last batch.
 ROWS = 21
 WEIGHTS = np.where(np.arange(24) % 5, RS.uniform(0.5, 2.0, 24), 0).astype("float32")
 # Timesteps of zeros are masked.
@@ -184,7 +184,7 @@ KINDS = {
 
 
 def strategy(mesh: str, *, classes: int) -> tfshard.ShardedStrategy:
-    """A model axis shards the classes, or where it cannot what is before the last layer."""
+    """Return a strategy with a model axis that shards the classes, or else the hidden layer."""
     layout_map = None
     if "model" in MESHES[mesh]:
         layout_map = tfshard.LayoutMap()
@@ -212,7 +212,7 @@ def model_for(ending: str | None) -> keras.Model:
 
 def train(name: str, mesh: str | None) -> parity.Run:
     loss, ending, labels = LOSSES[name]
-    # Classes beyond those of a timestep are rearranged before the loss.
+    # Three classes per timestep: the model axis shards the hidden layer.
     chosen = None if mesh is None else strategy(mesh, classes=3 if ending == "timesteps" else 4)
     return parity.train(
         lambda: model_for(ending), [(INPUTS[:8], labels[:8])], optimizer=lambda: keras.optimizers.SGD(0.1), loss=loss(),
@@ -226,7 +226,7 @@ def trained_on_one_device(name: str) -> parity.Run:
 
 
 def loss_outcome(name: str, mesh: str) -> str:
-    """`"right"`, or what is wrong, or with which words it was refused."""
+    """Return `"right"`, the difference, or the text of the refusal."""
     reference = trained_on_one_device(name)
     assert abs(reference.losses[1] - reference.losses[0]) > 1e-5, "premise: it trains"
     try:
@@ -235,7 +235,7 @@ def loss_outcome(name: str, mesh: str) -> str:
         return f"refused: {error}"
     assert set(MESHES[mesh]) >= parity.shard_axes(run.model) >= set(MESHES[mesh]) - {"batch"}
     try:
-        # Gradients of some are in the hundreds.
+        # Some gradients are in the hundreds.
         parity.assert_same(run, reference, rtol=1e-5, atol=2e-5)
     except AssertionError as error:
         return f"wrong: {error}"
@@ -246,18 +246,18 @@ def loss_outcome(name: str, mesh: str) -> str:
 
 
 def named(kind: str) -> dict[str, keras.metrics.Metric]:
-    """The metrics of a kind by their names, which Keras makes of their classes."""
+    """Return the metrics of a kind by name. Keras derives the names from the classes."""
     keras.backend.clear_session()
     return {metric.name: metric for metric in KINDS[kind].metrics()}
 
 
 def keras_class(metric: keras.metrics.Metric) -> str:
-    """The class of Keras's that a metric is of."""
+    """Return the name of the Keras class of a metric."""
     return next(each.__name__ for each in type(metric).__mro__ if vars(keras.metrics).get(each.__name__) is each)
 
 
 def weighted(kind: str, names: list[str]) -> list[keras.metrics.Metric]:
-    """Those of some names again, with names of their own."""
+    """Return new copies of the named metrics, with other names."""
     found = [metric for name, metric in named(kind).items() if name in names]
     for metric in found:
         metric.name = f"weighted_{metric.name}"
@@ -265,7 +265,7 @@ def weighted(kind: str, names: list[str]) -> list[keras.metrics.Metric]:
 
 
 def measured_model(kind: Kind) -> keras.Model:
-    """Two layers, for each timestep if there are any."""
+    """Return a model of two layers, which are applied to each timestep if the input has timesteps."""
     inputs = x = keras.Input((3, 5) if kind.is_masked else (5,))
     if kind.is_masked:
         x = keras.layers.Masking()(x)
@@ -274,7 +274,7 @@ def measured_model(kind: Kind) -> keras.Model:
 
 
 def fitted(kind: str, names: list[str], mesh: str | None) -> dict[str, np.ndarray]:
-    """What fit and evaluate report of metrics that are compiled into one model, without and with sample weights."""
+    """Return the metrics that fit and evaluate report for one model, with and without sample weights."""
     of_kind = KINDS[kind]
     again = weighted(kind, names)
     chosen = [metric for name, metric in named(kind).items() if name in names]
@@ -294,9 +294,9 @@ def fitted(kind: str, names: list[str], mesh: str | None) -> dict[str, np.ndarra
 
 
 def metric_outcomes(kind: str, names: list[str], mesh: str) -> dict[str, str]:
-    """Of each metric `"right"`, or what is wrong, or with which words it was refused.
+    """Return for each metric `"right"`, the difference, or the text of the refusal.
 
-    All are in one model, unless that is refused.
+    Tries all metrics in one model first, and one by one if that model is refused.
     """
     expected = fitted(kind, names, None)
     assert len(expected) == 2 + 4 * len(names), "premise: metrics, with weights and without, of fit and of evaluate"
@@ -323,12 +323,12 @@ MARK = "<!-- The tables below are written by python tests/built_in_losses.py -->
 
 
 def short(outcome: str) -> str:
-    """An outcome as docs/losses.md says it."""
+    """Shorten an outcome for docs/losses.md."""
     return re.sub(r"^refused: .*", "**refused**", outcome, flags=re.DOTALL)
 
 
 def documented() -> dict[str, list[str]]:
-    """What docs/losses.md says of each loss, and of each metric, `kind: name`, on each mesh."""
+    """Return the outcomes of docs/losses.md for each loss and for each metric (`kind: name`), by mesh."""
     rows = re.findall(r"^\| (.+?) \| (\S.*?) \|$", DOCS.read_text().partition(MARK)[2], re.MULTILINE)
     return {name: outcomes.split(" | ") for name, outcomes in rows if name not in ("Loss", "Metric", "---")}
 

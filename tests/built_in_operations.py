@@ -1,10 +1,10 @@
-"""The functions of keras.ops, how each was tried, and what a step under a ShardedStrategy makes of it.
+"""The functions of keras.ops, a trial of each, and the result in a step under a ShardedStrategy.
 
-Each is tried in the middle of a model: what it takes comes out of a Dense layer, what it gives goes into another one,
-and gradients go through all three.
+Each function is tried in the middle of a model: a Dense layer computes its arguments, another Dense layer takes its
+results, and gradients flow through all three.
 
-`python tests/built_in_operations.py` tries them all and writes docs/operations.md; with words as arguments, those calls
-in which one of the words is. tests/operations/test_operations.py proves it.
+`python tests/built_in_operations.py` tries them all and writes docs/operations.md. With words as arguments, it tries
+the calls that contain one of the words. tests/operations/test_operations.py checks it.
 """
 
 import functools
@@ -26,7 +26,7 @@ from tfshard.devices import transfer
 ops = keras.ops
 RS = np.random.RandomState(0)
 
-# What calls are made of: 8 samples each, the first dim sharded over the batch axis.
+# The arguments of calls: 8 samples each, with the first dim sharded over the batch axis.
 VALUES = {
     "x": RS.normal(size=(8, 6)).astype("float32"),
     "y": RS.normal(size=(8, 6)).astype("float32"),
@@ -65,7 +65,7 @@ _OF_I_AND_J = """bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_r
 floor_divide fmod gcd lcm mod"""
 _OF_M = "cholesky cholesky_inverse det eig eigh inv matrix_rank pinv qr svd slogdet logdet trace diagonal"
 
-# Functions that no line above has, and other arguments.
+# Functions that the lines above leave out, and other arguments.
 _MORE = """
 arccosh(1.0 + u)
 bitwise_invert(i)
@@ -346,7 +346,7 @@ image.scale_and_translate(image, (8, 4, 4, 3), [0.7, 0.7], [0.0, 0.5], (1, 2), '
 
 
 def calls() -> list[str]:
-    """Every case, as a call."""
+    """Return every case as a call."""
     found = []
     for names, arguments in (
         (_OF_X, "x"), (_OF_U, "u"), (_OF_N, "n"), (_OF_X_AND_Y, "x, y"), (_OF_I_AND_J, "i, j"), (_OF_M, "m"),
@@ -357,7 +357,7 @@ def calls() -> list[str]:
 
 
 def exists(call: str) -> bool:
-    """Whether this Keras has the function of a case: older ones have fewer."""
+    """Return whether this Keras has the function of a case. Older versions have fewer functions."""
     return function_of(call) is not None
 
 
@@ -375,8 +375,12 @@ def name_of(call: str) -> str:
 
 
 def compute(call: str, values: dict[str, tf.Tensor], kernels: dict[str, tf.Tensor]):
-    """Results that are tensors, what Dense layers make of them, and the gradients of the sum of the squares of that
-    with respect to the float values that are used and the kernels of the layers before."""
+    """Compute a call between Dense layers.
+
+    Returns the tensors of the result, the outputs of the Dense layer after the call, and the gradients of the sum of
+    their squares. The gradients are with respect to the float values used and the kernels of the layers before the
+    call.
+    """
     used = [name for name in values if re.search(rf"\b{name}\b", call)]
     if name_of(call).startswith("image."):
         used = [*(name for name in used if name != "image"), "image"]
@@ -398,7 +402,7 @@ def compute(call: str, values: dict[str, tf.Tensor], kernels: dict[str, tf.Tenso
 
 
 def _dense(tensor: tf.Tensor) -> tf.Tensor:
-    """What a Dense layer of three units makes of a result; the real part of complex numbers."""
+    """Apply a Dense layer of three units to a result, or to the real part of a complex result."""
     features = tf.cast(tf.math.real(tensor) if tensor.dtype.is_complex else tensor, tf.float32)
     if features.shape.rank in (0, 1):
         features = ops.expand_dims(features, -1)
@@ -435,7 +439,7 @@ class _Image:
         return self.value * other
 
 
-# Of the layer before: it keeps the values, so that those in a range stay there. (One that is no number would spread.)
+# Kernels of the layer before. They keep the values in their range; a NaN would spread.
 KERNELS = {
     name: np.eye(value.shape[-1], dtype="float32")
     for name, value in VALUES.items()
@@ -454,7 +458,7 @@ MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}}
 
 
 def on_mesh(call: str, mesh: str) -> list[np.ndarray]:
-    """What a step finds; the batch axis shards the first dim, and a model axis the last one that it divides."""
+    """Run a call in a step. The batch axis shards the first dim; a model axis shards the last dim if it divides it."""
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), zero_stage=0)
     values = {}
     for name, value in VALUES.items():
@@ -472,7 +476,7 @@ def on_mesh(call: str, mesh: str) -> list[np.ndarray]:
 
 
 def outcome(call: str, mesh: str) -> str:
-    """`"right"`, or what is wrong, or with which words it was refused."""
+    """Return `"right"`, the difference, or the text of the refusal."""
     try:
         expected = on_one_device(call)
     except Exception as error:
@@ -488,7 +492,7 @@ def outcome(call: str, mesh: str) -> str:
     for ours, theirs in zip(found, expected, strict=True):
         if ours.shape != theirs.shape:
             return f"wrong: shape {ours.shape} in place of {theirs.shape}"
-        # On a mesh of several axes devices draw from seeds of their own.
+        # On a mesh of several axes, devices draw from different seeds.
         largest = np.max(np.abs(theirs).astype(float), initial=1.0, where=np.isfinite(theirs))
         if "seed=" not in call and not np.allclose(ours, theirs, rtol=2e-5, atol=1e-5 * largest, equal_nan=True):
             return f"wrong: off by {np.max(np.abs(ours - theirs))}"
@@ -503,7 +507,7 @@ HEAD = "| Function | Tried as | On four devices | On two by two |\n|---|---|---|
 
 
 def short(outcome: str) -> str:
-    """An outcome as docs/operations.md says it."""
+    """Shorten an outcome for docs/operations.md."""
     if outcome.startswith("not in plain Keras"):
         return "not in plain Keras"
     if not outcome.startswith("refused: "):
@@ -520,13 +524,13 @@ def row(call: str, outcomes: dict[str, str]) -> str:
 
 
 def documented() -> dict[str, dict[str, str]]:
-    """What docs/operations.md says: for each call, the outcome on each mesh."""
+    """Return the outcomes of docs/operations.md for each call, by mesh."""
     rows = re.findall(r"^\| \S+ \| `(.*?)` \| (.*?) \| (.*?) \|$", DOCS.read_text().partition(MARK)[2], re.MULTILINE)
     return {call: dict(zip(MESHES, outcomes, strict=True)) for call, *outcomes in rows}
 
 
 def try_all(chosen: list[str]) -> dict[str, dict[str, str]]:
-    """The outcomes of calls, each tried in a process of its own where the one of many died of it."""
+    """Return the outcomes of calls. If a process dies, the failing call is tried again in a separate process."""
     found: dict[str, dict[str, str]] = {}
     while left := [call for call in chosen if call not in found]:
         child = subprocess.Popen([sys.executable, __file__, "--child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -1,7 +1,7 @@
-"""Counts the pairs of collectives that the graphs which a device runs leave in no order.
+"""Count the pairs of collectives without a fixed order in the graphs of a device.
 
-NCCL matches collectives of several processes by the order in which each device comes to them. So each graph has to
-order all of its own, also those of one iteration of a loop and those of the next.
+NCCL matches the collectives of several processes by the order in which each device reaches them. Each graph must
+therefore order all its collectives, including collectives of successive loop iterations.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ from tensorflow.python.eager import context
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """What one device runs of a function.
+    """The graph of a function on one device.
 
     Attributes:
         collectives: The names of its collectives.
-        unordered: Pairs of them of which neither waits for the other; in a loop also those of which the second, in the
-            next iteration, does not wait for the first.
+        unordered: Pairs of collectives that do not wait for each other. In a loop, also pairs in which the second, in
+            the next iteration, does not wait for the first.
     """
 
     collectives: tuple[str, ...]
@@ -29,7 +29,7 @@ class Graph:
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[Graph]]:
-    """A context: a list of the graphs with collectives that ran in it, when it has ended."""
+    """Yield a list that holds, after the context, the graphs with collectives that ran in it."""
     found: list[Graph] = []
     context.context().enable_graph_collection()
     context.context().export_run_metadata()
@@ -43,12 +43,12 @@ def collected() -> Iterator[list[Graph]]:
 
 
 def of_nodes(nodes: Iterable[tf.compat.v1.NodeDef]) -> Graph:
-    """The collectives of a graph, in which loops and branches are those of TensorFlow 1 (Switch, Merge, ...)."""
+    """Return the collectives of a graph with loops and branches of TensorFlow 1 (Switch, Merge, ...)."""
     by_name = {node.name: node for node in nodes}
     inputs = {name: [each for each in map(_parsed, node.input) if each[0] in by_name] for name, node in by_name.items()}
     order = _topological(by_name, inputs)
     collectives = [name for name in order if by_name[name].op.startswith("Collective")]
-    # What a node waits for, as bits: collectives, and behind them the first nodes of an iteration.
+    # The dependencies of a node, as bits: collectives, followed by the first nodes of an iteration.
     marked = [*collectives, *(name for name in order if _is_next(by_name, name))]
     bit = {name: 1 << number for number, name in enumerate(marked)}
     before: dict[str, int] = {}
@@ -74,7 +74,7 @@ def of_nodes(nodes: Iterable[tf.compat.v1.NodeDef]) -> Graph:
     for first, second in itertools.product(collectives, repeat=2):
         if not frames[first] or frames[first] != frames[second] or _exclude(taken[first], taken[second]):
             continue
-        # One of an iteration, and one of the next.
+        # The first is in one iteration, the second in the next.
         ways = [
             merges[name]
             for name in order
@@ -86,13 +86,13 @@ def of_nodes(nodes: Iterable[tf.compat.v1.NodeDef]) -> Graph:
 
 
 def _is_next(by_name: dict[str, tf.compat.v1.NodeDef], name: str) -> bool:
-    """Whether an iteration begins here."""
+    """Return whether an iteration starts at a node."""
     sources = [by_name.get(_parsed(each)[0]) for each in by_name[name].input]
     return any(source is not None and source.op == "NextIteration" for source in sources)
 
 
 def _parsed(given: str) -> tuple[str, int]:
-    """The node and the output of an input; -1 for a control edge."""
+    """Return the node and the output of an input; -1 for a control edge."""
     if given.startswith("^"):
         return given[1:], -1
     name, _, output = given.partition(":")
@@ -124,7 +124,7 @@ def _topological(by_name: dict, inputs: dict[str, list[tuple[str, int]]]) -> lis
 def _branches(
     node: tf.compat.v1.NodeDef, sources: list[tuple[str, int]], by_name: dict, inputs: dict, taken: dict
 ) -> dict[str, frozenset[int]]:
-    """The branches that a node is in: which values of each predicate have it run."""
+    """Return the branches of a node: for each predicate, the values with which the node runs."""
     if node.op == "Merge" and sources:
         # It runs in each of the branches that meet here.
         options = [_through(source, by_name, inputs, taken) for source in sources]
@@ -147,5 +147,5 @@ def _through(source: tuple[str, int], by_name: dict, inputs: dict, taken: dict) 
 
 
 def _exclude(first: dict[str, frozenset[int]], second: dict[str, frozenset[int]]) -> bool:
-    """Whether two nodes never both run."""
+    """Return whether two nodes never both run."""
     return any(name in second and not values & second[name] for name, values in first.items())

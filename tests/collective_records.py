@@ -1,7 +1,7 @@
-"""Runs steps in every way, for tests that read TensorFlow's log of collectives.
+"""Run steps in every way, for tests that read TensorFlow's log of collectives.
 
-Started with `TF_CPP_VMODULE=collective_ops=1`, TensorFlow writes a line for each collective that runs, and another one
-if it keeps a record of the collective for the step. `BEGIN` and `END` in the same stream say whose lines they are. Each
+With `TF_CPP_VMODULE=collective_ops=1`, TensorFlow logs a line for each collective that runs, and another line if it
+keeps a record of the collective for the step. `BEGIN` and `END` in the same stream mark the lines of each way. Each
 way warms up before `BEGIN`: DTensor compiles a step up to twice, and a compiled step runs once before its collectives
 are renamed.
 """
@@ -17,7 +17,7 @@ import tensorflow as tf
 import tfshard
 
 RS = np.random.RandomState(0)
-# Batches of 8, 8 and 5: the last one is whole on every device.
+# Batches of 8, 8 and 5: the last batch is replicated.
 X, Y = RS.normal(size=(21, 8)).astype("float32"), RS.randint(0, 4, 21).astype("int32")
 IDS = RS.randint(0, 33, (21, 3)).astype("int32")
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -46,7 +46,7 @@ def said(word: str, way: str) -> None:
 
 
 def twice(way: str, run: Callable[[], object]) -> None:
-    """Runs it twice to warm up, and once more between `BEGIN` and `END`."""
+    """Call `run` twice to warm up, and once more between `BEGIN` and `END`."""
     run()
     run()
     said("BEGIN", way)
@@ -96,7 +96,7 @@ def pipeline(mesh: dict[str, int]) -> None:
 
 
 def custom(way: str) -> None:
-    """A loop of one's own: a step that `strategy.run` runs in eager code, compiled or not, or in a function."""
+    """Run a custom loop: `strategy.run` in eager code with a plain or compiled step, or inside a function."""
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), analyzer=None)
     keras.utils.set_random_seed(0)
     with strategy.scope():

@@ -1,4 +1,4 @@
-"""Which tests a run takes, and a clean process for each. (The devices of all tests: the conftest.py above.)"""
+"""Choose the tests of a run, and clean the process up between tests. (The conftest.py above sets up the devices.)"""
 
 import gc
 import importlib.util
@@ -24,7 +24,10 @@ def pytest_report_header():
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With `-m quick`, files without a quick test are not imported, nor those that need KerasHub where it is not."""
+    """With `-m quick`, import only files with a quick test.
+
+    Also skips files that need KerasHub if it is not installed.
+    """
     if config.option.markexpr != "quick" or not collection_path.name.startswith("test_"):
         return None
     missing = "\nimport keras_hub\n" in collection_path.read_text() and not importlib.util.find_spec("keras_hub")
@@ -47,15 +50,18 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What was imported stays: garbage is no longer looked for among half a million of its objects."""
+    """Exclude the imported objects, half a million, from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def no_kept_gradients():
-    """TensorFlow keeps each custom gradient that is traced, and with it the graph of the step, for as long as a process
-    lives: some megabytes for a test, which each collection of garbage looks through."""
+    """Drop the custom gradients that a test registered.
+
+    TensorFlow keeps each traced custom gradient, and with it the graph of the step, for the life of the process. That
+    is some megabytes per test, which each garbage collection would look through.
+    """
     yield
     entries = ops.gradient_registry._registry
     for name in [name for name in entries if name.startswith("CustomGradient-")]:
@@ -64,7 +70,7 @@ def no_kept_gradients():
 
 @pytest.fixture(autouse=True)
 def numbers_of_its_own(request):
-    """A test draws the same numbers whichever ran before it."""
+    """Reseed the module's random states, so that a test draws the same numbers in any order of tests."""
     for value in vars(request.module).values():
         if isinstance(value, np.random.RandomState):
             value.seed(0)
@@ -72,7 +78,7 @@ def numbers_of_its_own(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def heap(request):
-    """What a file of tests leaves behind is not looked through in later ones; the models that it caches are freed."""
+    """Free the models that a file of tests caches, and exclude all other remains from later garbage collections."""
     yield
     for value in vars(request.module).values():
         if getattr(value, "__module__", None) == request.module.__name__ and hasattr(value, "cache_clear"):

@@ -1,11 +1,11 @@
-"""What a save does to the disk, one change after the other, and a kill at any of them.
+"""Record the disk changes of a save, one by one, and kill the save at any of them.
 
-`Disk` stands before the functions of `os` that change files and the two operations with which TensorFlow writes
-tensors: each call below its folder is a point at which a process can be killed. A write, and a write of tensors, has
-further points within: half of the bytes are there, or the data and no index. At a point, the process is really killed;
-or it only seems to be: `Killed` is raised, and whatever handles it can no longer change the disk.
+`Disk` wraps the functions of `os` that change files, and the two operations with which TensorFlow writes tensors. Each
+call below its folder is a point at which a process can be killed. A write, and a write of tensors, has further points
+within: half of the bytes are written, or the data without the index. At a point the process is either killed by a
+signal, or only appears to be: `Killed` is raised, and its handlers can no longer change the disk.
 
-`Watch` asks the system (inotify) what changes, so that a change that does not go through one of these points is seen.
+`Watch` asks the system (inotify) for changes, to find changes that do not go through one of these points.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from unittest import mock
 
 import tensorflow as tf
 
-# What TensorFlow adds to the name of a file while it writes it.
+# The suffix that TensorFlow adds to the name of a file while it writes the file.
 TORN = ".tempstate1"
 
 
@@ -36,9 +36,9 @@ class Change:
     Attributes:
         what: `"mkdir"`, `"create"`, `"write"`, `"fsync"`, `"fsync directory"`, `"rename"`, `"unlink"`, `"rmdir"`,
             `"save tensors"` or `"merge tensors"`.
-        path: Of what is changed, below the folder; for tensors the prefix of their files.
+        path: The changed path below the folder; for tensors the prefix of their files.
         to: The new name.
-        within: How much of it is done at this point; empty: nothing yet.
+        within: The finished part of the change at this point; empty before the change.
     """
 
     what: str
@@ -51,21 +51,21 @@ class Change:
 
 
 class Disk:
-    """A context in which the changes below a folder are noted, until the process is killed at one of them.
+    """Record the changes below a folder in this context, and kill the process at one of them.
 
     Args:
-        folder: Changes elsewhere are not looked at.
-        kill: The client that is killed, and at which of its points, from 0; None: none is.
-        really: Whether the process is killed by SIGKILL.
-        all_at_once: Whether the other clients are killed at the same moment; else they go on until they wait.
-        watch: Whether the system is asked what changes.
-        power: Whether it is noted what a power loss would leave.
-        client: Which client calls.
+        folder: Changes outside this folder are ignored.
+        kill: The client to kill, and the number of its point, from 0. None kills no client.
+        really: True to kill the process by SIGKILL.
+        all_at_once: True to kill the other clients at the same moment. Otherwise they run on until they wait.
+        watch: True to ask the system for changes.
+        power: True to record the files that would survive a power loss.
+        client: Returns the calling client.
 
     Attributes:
-        points: Of each client, in order.
-        unexplained: Changes that the system saw, and that were no point.
-        durable: What a power loss would leave.
+        points: The points of each client, in order.
+        unexplained: Changes that the system saw, but that were no points.
+        durable: The files that would survive a power loss.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Disk:
         self._all_at_once = all_at_once
         self._client = client
         self._killed: set[int] = set()
-        # Descriptors of files that were made or written.
+        # Descriptors of files that were created or written.
         self._open: set[int] = set()
-        # One client after the other changes the disk.
+        # Only one client at a time changes the disk.
         self._lock = threading.RLock()
         self._tearing = False
         self._patches: list = []
@@ -101,7 +101,7 @@ class Disk:
         return bool(self._killed)
 
     def stop_if_killed(self) -> None:
-        """What a client comes to that waits for one that was killed: the launcher kills it, too."""
+        """End a client that waits for a killed client. The launcher would kill it, too."""
         if self._killed:
             self._killed.add(self._client())
             raise Killed
@@ -116,7 +116,7 @@ class Disk:
             tf.raw_ops, "MergeV2Checkpoints",
             self._writing(tf.raw_ops.MergeV2Checkpoints, "merge tensors", "destination_prefix", _TORN_MERGE),
         )  # fmt: skip
-        # A thread that ends by a kill says nothing.
+        # A thread that ends by a kill prints nothing.
         told = threading.excepthook
         self._replace(threading, "excepthook", lambda args: args.exc_type is Killed or told(args))
         return self
@@ -128,14 +128,14 @@ class Disk:
     def __exit__(self, *error: object) -> None:
         for patch in reversed(self._patches):
             patch.stop()
-        # As when a process ends: with the file that it had locked, the lock is given back.
+        # As at the end of a process: closing a locked file releases the lock.
         for descriptor in self._open:
             os.close(descriptor)
         if self._watch is not None:
             self.unexplained += self._watch.changes()
             self._watch.close()
 
-    # --- what is called instead
+    # --- the replaced functions
 
     def _changing(self, real: Callable, what: str) -> Callable:
         def call(path, *args, **kwargs):
@@ -187,7 +187,7 @@ class Disk:
         return call
 
     def _below(self, path: object, directory: int | None) -> str | None:
-        """A path below the folder, from a path or a descriptor; None for another."""
+        """Return a path relative to the folder, from a path or a descriptor; None for a path outside."""
         if self._tearing:
             return None
         if isinstance(path, int):
@@ -245,7 +245,7 @@ _CALLS = {
 }
 
 
-# --- what TensorFlow leaves behind when it is killed while it writes (seen with strace): it writes the data under a
+# --- files that TensorFlow leaves if it is killed while it writes (seen with strace): it writes the data under a
 # temporary name, renames them, and does the same with the index
 
 
@@ -285,7 +285,7 @@ def _one_data_file(merge: Callable, kwargs: dict) -> None:
 
 
 def _half_of_the_merged_index(merge: Callable, kwargs: dict) -> None:
-    # Under its own name, and before those of the parts are deleted.
+    # Under its final name, before the indices of the parts are deleted.
     merge(**kwargs)
     _, index = _files(kwargs["destination_prefix"])
     _halve(index, index)
@@ -304,11 +304,11 @@ _TORN_MERGE = {
 
 
 class Durable:
-    """What of a folder is there after a power loss: contents and names that were synced, or there at first."""
+    """The files in a folder after a power loss: names and contents that were synced, or that existed from the start."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
-        # By the number of an inode; the system gives that of one that was deleted to the next.
+        # By inode number. The system reuses the number of a deleted inode.
         self._numbers: dict[int, int] = {}
         self._contents: dict[int, bytes] = {}
         self._names: dict[int, dict[str, int]] = {}
@@ -319,7 +319,7 @@ class Durable:
             self._synced(path)
 
     def note(self, change: Change) -> None:
-        """A change was made."""
+        """Record a change."""
         path = self._folder / change.path
         if change.what in ("mkdir", "create"):
             self._made(path)
@@ -349,7 +349,7 @@ class Durable:
         return self._numbers[path.stat().st_ino]
 
     def without_what_was_not_synced(self, to: pathlib.Path) -> None:
-        """The worst: every name and content is lost that was not synced."""
+        """Write the worst case: every name and content that was not synced is lost."""
         self._lay(self._number(self._folder), to)
 
     def _lay(self, number: int, to: pathlib.Path) -> None:
@@ -361,7 +361,7 @@ class Durable:
             self._lay(below, to / name)
 
     def with_all_names(self, to: pathlib.Path) -> None:
-        """The other way round: names were written before what is in the files."""
+        """Write the opposite case: all names are on the disk, but only synced contents."""
         for path in [self._folder, *sorted(self._folder.rglob("*"))]:
             at = to / path.relative_to(self._folder)
             if path.is_dir():
@@ -371,7 +371,7 @@ class Durable:
 
 
 class Watch:
-    """What the system says of changes in a folder and the folders in it: names, until they are asked for."""
+    """The changes of names in a folder and its subfolders, as the system reports them."""
 
     # Of inotify(7): modified, moved away and here, created, deleted.
     _MASK = 0x2 | 0x40 | 0x80 | 0x100 | 0x200
@@ -391,7 +391,7 @@ class Watch:
         self._folders[number] = path
 
     def changes(self) -> list[str]:
-        """What was changed since the last call."""
+        """Return the changes since the last call."""
         found = []
         for number, mask, name in self._events():
             if mask & self._MASK:

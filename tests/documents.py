@@ -1,7 +1,7 @@
-"""What the documents show: blocks of Python, which run, and commands, which exist.
+"""The code in the documents: blocks of Python, which run, and commands, which exist.
 
-A block that cannot run has `<!-- not run: REASON -->` in the line above it. What a page takes for granted, such as data
-of the reader's own, is made in a comment that is not shown, and which is run where it stands:
+A block that cannot run has `<!-- not run: REASON -->` in the line above it. An invisible comment defines names that a
+page assumes, such as the reader's data. The comment runs at its place in the page:
 
     <!-- setup
     x, y = ...
@@ -25,7 +25,7 @@ _BLOCK = re.compile(
     r"|^<!-- setup\n(?P<setup>.*?)^-->$",
     re.MULTILINE | re.DOTALL,
 )
-# Programs that are not ours, and end ours where a line has both.
+# Foreign programs. They end a command of ours on the same line.
 _SHELL = {"sudo", "export", "srun", "pip", "python", "python3"}
 
 
@@ -35,8 +35,8 @@ class Block:
 
     Attributes:
         line: The number of its first line in the page, from 1.
-        code: Without the page's indentation.
-        reason: Why it is not run; None if it is.
+        code: The code without the page's indentation.
+        reason: The reason why it is not run; None if it is run.
     """
 
     line: int
@@ -45,7 +45,7 @@ class Block:
 
 
 def python_blocks(text: str) -> list[Block]:
-    """The blocks of a page, in order, with what is set up between them."""
+    """Return the blocks of a page, including setup comments, in order."""
     found = []
     for block in _BLOCK.finditer(text):
         name = "setup" if block["setup"] is not None else "code"
@@ -56,7 +56,7 @@ def python_blocks(text: str) -> list[Block]:
 
 
 def program(text: str) -> str:
-    """The blocks of a page that run as one program, each in the lines in which it is in the page."""
+    """Return the runnable blocks of a page as one program. Each block keeps its line numbers."""
     lines: list[str] = []
     for block in python_blocks(text):
         if block.reason is None:
@@ -66,21 +66,21 @@ def program(text: str) -> str:
 
 
 def plain_lines(text: str) -> list[str]:
-    """The lines of blocks that are not marked as Python, indented ones too."""
+    """Return the lines of blocks that are not marked as Python, and of indented blocks."""
     blocks = [block for block in _BLOCK.finditer(text) if block["language"] in ("", "bash")]
     lines = [line for block in blocks for line in (block["code"] or "").splitlines()]
     return lines + re.findall(r"^    (\S.*)$", _BLOCK.sub("", text), re.MULTILINE)
 
 
 def shown_code(text: str) -> list[str]:
-    """The lines of blocks that are not marked as Python, and what stands in backticks in a line."""
+    """Return the lines of blocks that are not marked as Python, and the inline code."""
     # A command may be broken over two lines of a paragraph.
     in_lines = re.findall(r"(?<!`)`([^`]+)`(?!`)", _BLOCK.sub("", text))
     return plain_lines(text) + [" ".join(each.split()) for each in in_lines]
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """The commands of this repository in a page: its program or `tfshard <command>`, and the flags that it is given."""
+    """Return this repository's commands in a page: the program or `tfshard <command>`, and its flags."""
     found = []
     for line in shown_code(text):
         try:
@@ -101,7 +101,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 
 def _split(name: str, words: list[str]) -> list[tuple[str, list[str]]]:
-    """A command that starts another one has that one's flags behind it."""
+    """Split a command that starts another command, with the flags of each."""
     for i, word in enumerate(words):
         if re.fullmatch(r"examples/\w+\.py|train\.py", word) or word == "--module" or word.endswith("=--module"):
             mine = [each for each in words[:i] if each.startswith("--")]
@@ -118,9 +118,9 @@ def _plain(words: list[str]) -> tuple[str, list[str]]:
 
 
 def flags_of(name: str) -> set[str] | None:
-    """The flags that a program takes; None where there is no such program.
+    """Return the flags that a program takes, or None if the program does not exist.
 
-    They are read in its text and in what it imports or starts of tools/ and examples/.
+    Reads them from the program's source, and from the files of tools/ and examples/ that it imports or starts.
     """
     if name.startswith("tfshard "):
         command = command_line.COMMANDS.get(name.split()[1])
@@ -152,7 +152,7 @@ def _flags_in(path: pathlib.Path, seen: set[pathlib.Path]) -> set[str]:
 
 
 def _imported(path: pathlib.Path, tree: ast.Module) -> list[str]:
-    """The files that a program may import of tools/, examples/ and its own folder."""
+    """Return the files of tools/, examples/ and its folder that a program may import."""
     found = []
     here = str(path.parent.relative_to(ROOT))
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Small models of each family, with a batch for each and what one device makes of it; shared by several tests."""
+"""Small models of each family, with a batch and a single-device training for each; shared by several tests."""
 
 import functools
 
@@ -23,7 +23,7 @@ def mlp(widths: tuple[int, ...] = (12, 16)) -> keras.Model:
 
 
 def odd() -> keras.Model:
-    """No dim of it divides by 2 or 4: shards are padded, and a model axis finds nothing to shard."""
+    """Return a model with dims that 2 and 4 do not divide: shards are padded, and a model axis shards nothing."""
     return mlp((11, 13))
 
 
@@ -50,7 +50,7 @@ def attention() -> keras.Model:
 
 
 def with_logits(backbone: keras.Model) -> keras.Model:
-    """A language model: logits tied to the token embedding, or from a table of its own."""
+    """Return a language model: logits from the token embedding, or from a separate table."""
     outputs = backbone.output
     if isinstance(outputs, dict):
         outputs = outputs.get("decoder_sequence_output", outputs.get("sequence_output"))
@@ -58,7 +58,7 @@ def with_logits(backbone: keras.Model) -> keras.Model:
 
 
 def spread(model: keras.Model) -> keras.Model:
-    """Larger initial weights than KerasHub's: at this size, its gradients would be too small to move a weight."""
+    """Enlarge KerasHub's initial weights: in a model of this size, gradients would be too small to move a weight."""
     for variable in (v for v in model.trainable_variables if len(v.shape) > 1):
         variable.assign(np.random.RandomState(sum(map(ord, variable.path))).normal(size=variable.shape) * 0.4)
     return model
@@ -121,8 +121,8 @@ TOLERANCE = 5e-6
 
 
 def optimizer() -> keras.optimizers.Optimizer:
-    # Epsilon above the rounding of gradients that are zero in exact arithmetic (a key projection's bias, what comes
-    # before a normalization): at 1e-7 Adam makes full steps of either sign of them, on any two machines.
+    # Epsilon is above the rounding of gradients that are zero in exact arithmetic (a key projection's bias, a layer
+    # before a normalization): with 1e-7, Adam makes full steps of either sign, on any two machines.
     return keras.optimizers.Adam(1e-2, epsilon=1e-3)
 
 
@@ -132,7 +132,7 @@ def train(name: str, strategy: tfshard.ShardedStrategy | None = None) -> parity.
 
 @functools.cache
 def reference(name: str) -> parity.Run:
-    """What one device makes of it: five steps, which move weights by about 0.04."""
+    """Train a model on one device: five steps, which move weights by about 0.04."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     initial = {v.path: np.array(v.numpy()) for v in BUILDERS[name]().weights}

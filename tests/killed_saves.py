@@ -1,12 +1,12 @@
-"""Saves that are killed: what is saved and must be found again; and, run as a program, kills by SIGKILL.
+"""Saves that are killed: the states to save and to find again. As a program, kills saves by SIGKILL.
 
     python tests/killed_saves.py DIRECTORY SAMPLE
     tfshard launch --num_processes=2 --max_restarts=1000 tests/killed_saves.py DIRECTORY SAMPLE
 
-Its first start makes what each case begins with, and lists the points where a save can be killed (tests/disk.py). Each
-start looks at what the one before left: the last committed checkpoint loads with its values, and the next save commits.
-Then it begins the save of another case and is killed in it. Launched, the launcher starts it again; alone, it forks a
-process for each start, before TensorFlow has started a thread.
+The first start makes the initial state of each case, and lists the points where a save can be killed (tests/disk.py).
+Each start checks the result of the start before: the last committed checkpoint loads with its values, and the next
+save commits. Then it starts the save of another case, and is killed in it. In a launched run the launcher restarts the
+program. Without a launcher, the program forks a process for each start, before TensorFlow has started a thread.
 """
 
 import dataclasses
@@ -34,10 +34,10 @@ class Case:
     """A save that is killed.
 
     Attributes:
-        before: Step and number of the values of what is saved before it, in order.
-        step: Which step it saves.
+        before: Step and number of the values of each earlier save, in order.
+        step: The step it saves.
         keep: How many steps it keeps.
-        wait: Whether the main thread writes.
+        wait: True if the main thread writes.
     """
 
     before: tuple[tuple[int, int], ...] = ()
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def last(self) -> tuple[int, int] | None:
-        """What was committed last before it."""
+        """The last commit before the save."""
         return self.before[-1] if self.before else None
 
 
@@ -59,14 +59,14 @@ CASES = {
     "the same again, by a thread": Case(before=((1, 1), (1, 2)), step=1, wait=False),
     "one that deletes others": Case(before=((1, 1), (2, 2)), step=3, keep=1),
 }
-# What several processes take: in each of them every kind of point is met, and each start takes its time.
+# The cases for several processes. They contain every kind of point; each start takes its time.
 LAUNCHED = ("the first, by a thread", "the same again", "one that deletes others")
-# The number of the values that a killed save has, and the next save.
+# The number of the values in a killed save, and in the next save.
 SAVED, NEXT = 5, 6
 
 
 def build() -> keras.Model:
-    """A model with a group, a flat form of its own, slots, counters and the state of a seed generator; not trained."""
+    """Return an untrained model with a group, a separate flat form, slots, counters and a seed generator's state."""
     keras.backend.clear_session()
     layers = [keras.layers.Dense(5), keras.layers.Dropout(0.5), keras.layers.Dense(4)]
     model = tfshard.Sequential([keras.Input((3,)), *layers])
@@ -77,7 +77,7 @@ def build() -> keras.Model:
 
 
 def elements(used: int):
-    """An iterator of which so many elements were used, in an order that its state holds."""
+    """Return an iterator that has used a number of elements, in an order that its state contains."""
     found = iter(tf.data.Dataset.range(20).shuffle(20, seed=3))
     for _ in range(used):
         next(found)
@@ -90,10 +90,10 @@ def save(manager: tfshard.CheckpointManager, model: keras.Model, step: int, numb
 
 
 def check(root: pathlib.Path, model: keras.Model, expected: tuple[int, int] | None) -> None:
-    """A restart finds the values of the last committed checkpoint, to the bit, or is told that there is none.
+    """Check that a restart finds the bits of the last committed checkpoint, or an error if nothing was committed.
 
-    Those before it are whole, too, if they are there. The first client deletes what the killed save was to delete, and
-    looks at the others after that; another client may find one that is about to go.
+    Earlier checkpoints must be complete if they exist. The first client deletes the steps that the killed save was to
+    delete, and checks the others after that; another client might find one that is about to be deleted.
     """
     manager = tfshard.CheckpointManager(root)
     for step in manager.steps() if clients.here().rank == 0 else ():
@@ -114,18 +114,18 @@ def check(root: pathlib.Path, model: keras.Model, expected: tuple[int, int] | No
 
 
 def commit(points: list[Change], step: int) -> int:
-    """The number of the point before the rename that commits a step."""
+    """Return the number of the point before the rename that commits a step."""
     name = files.name_of(step, 0)
     (found,) = [i for i, p in enumerate(points) if p.what == "rename" and pathlib.PurePath(p.to).stem == name]
     return found
 
 
 def expected(case: Case, points: list[Change], at: tuple[int, int]) -> tuple[int, int] | None:
-    """Step and number of what was committed last when a client was killed at one of its points.
+    """Return step and number of the last commit when a client is killed at one of its points.
 
     Args:
         case: The save.
-        points: Of the first client, which commits.
+        points: The points of the first client, which commits.
         at: The client, and the number of the point.
     """
     client, number = at
@@ -136,7 +136,7 @@ def expected(case: Case, points: list[Change], at: tuple[int, int]) -> tuple[int
 
 
 class Start:
-    """A start of the program: how often it was started before is its number."""
+    """A start of the program. Its number counts the starts before it."""
 
     def __init__(self, directory: pathlib.Path, sample: int, number: int):
         tfshard.initialize(num_devices=None if clients.here().is_launched else 2, device_type="CPU")
@@ -171,7 +171,7 @@ class Start:
         raise AssertionError("It was not killed.")
 
     def _list(self) -> None:
-        """Makes what the cases begin with, and the plan: case, client, point of each kill, and what is there then."""
+        """Make the initial states, and the plan: case, client and point of each kill, and the state it leaves."""
         (self.directory / "points").mkdir(parents=True, exist_ok=True)
         found: list[tuple] = []
         for name in CASES if self.here.count == 1 else LAUNCHED:
@@ -197,7 +197,7 @@ class Start:
         self.here.barrier("a plan")
 
     def _copy(self, name: str) -> None:
-        """What a case begins with, to where it is saved."""
+        """Copy the initial state of a case to the place where it is saved."""
         self.here.barrier("what was there")
         if self.here.rank == 0:
             shutil.rmtree(self.directory / "work", ignore_errors=True)

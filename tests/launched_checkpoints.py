@@ -18,7 +18,7 @@ def build() -> keras.Model:
 
 
 def main(directory: pathlib.Path) -> None:
-    """Saves after each epoch, and says whether what each save gave is what the model had."""
+    """Save after each epoch, and report whether each save contains the values of the model."""
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2))
     model = build()
     model.compile(keras.optimizers.Adam(0.01), "mse", strategy=strategy)
@@ -30,7 +30,7 @@ def main(directory: pathlib.Path) -> None:
     for number in range(SAVES):
         model.fit(x, x[:, :1], batch_size=8, verbose=0)
         weights = model.get_weights()
-        # A thread would save it later, on each client: it is saved at once.
+        # A thread would save it later on each client, so it is saved at once.
         paths.append(manager.save(options=tf.train.CheckpointOptions(enable_async=number % 2 == 1)))
         plain = build()
         tf.train.Checkpoint(model=plain).restore(paths[-1]).expect_partial()

@@ -65,7 +65,7 @@ def check_mistakes() -> None:
 
 
 def check_barrier() -> None:
-    """Client 1 is late: both are told, and both go on."""
+    """Check a barrier with client 1 late: both clients get an error, and both continue."""
     time.sleep(3.0 * c.rank())
     try:
         c.barrier(timeout=1.0)

@@ -1,4 +1,4 @@
-"""Scripts of launched runs that end with an error, each after what works; run by test_launched_failures.py."""
+"""Scripts of launched runs that work first, and then end with an error; run by test_launched_failures.py."""
 
 import pathlib
 import sys
@@ -27,7 +27,7 @@ def image_model() -> keras.Model:
 
 
 def fit_augmented(directory=None, stop_after: int | None = None) -> list[float]:
-    """The recipe of docs/checkpoints.md; the losses of its steps."""
+    """Run the recipe of docs/checkpoints.md, and return the losses of its steps."""
     model = image_model()
     augment = keras.Sequential([keras.layers.RandomFlip("horizontal"), keras.layers.RandomRotation(0.2)])
     dataset = tf.data.Dataset.from_tensor_slices((IMAGES, np.arange(24.0))).shuffle(24, seed=0).batch(4)
@@ -52,7 +52,7 @@ def fit_augmented(directory=None, stop_after: int | None = None) -> list[float]:
 
 
 def check_augmented_resume(directory: pathlib.Path) -> None:
-    """A run that was interrupted in its second epoch goes on with the batches of one that never was."""
+    """Check that a run interrupted in its second epoch continues with the batches of an uninterrupted run."""
     whole = fit_augmented()
     assert len(set(whole)) == 12
     assert fit_augmented(directory, stop_after=9) == whole[:9]
@@ -61,7 +61,7 @@ def check_augmented_resume(directory: pathlib.Path) -> None:
 
 
 def model_first(directory: pathlib.Path) -> None:
-    """A model before anything of tfshard; then what client 0 does alone."""
+    """Make a model before calling tfshard; then call functions on client 0 alone."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dropout(0.5)])
     started = tfshard.initialize(num_devices=4)
     print(
@@ -84,7 +84,7 @@ def model_first(directory: pathlib.Path) -> None:
 
 
 def parts(directory: pathlib.Path) -> None:
-    """Clients with one part of the batch feed different rows; then the rows of client 1 make its kernels fail."""
+    """Feed clients with one part of the batch different rows; then make the kernels of client 1 fail."""
     del directory
     layout_map = tfshard.LayoutMap({".*kernel": (None, "model"), ".*bias": ("model",)})
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(model=2, batch=2), layout_map, already_sharded=True)
@@ -102,7 +102,7 @@ def parts(directory: pathlib.Path) -> None:
     print(f"WENT ON {model.train_on_batch(good, y)}", flush=True)
 
     class Check(keras.layers.Layer):
-        """Fails for what is not a number."""
+        """Fails on NaN."""
 
         def call(self, x):
             return tf.debugging.check_numerics(x, "not a number in the batch")
@@ -110,14 +110,14 @@ def parts(directory: pathlib.Path) -> None:
     checked = tfshard.Sequential([keras.Input((4,)), Check(), keras.layers.Dense(3)])
     checked.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
     bad = good.copy()
-    bad[6] = np.nan  # The last rows are client 1's.
+    bad[6] = np.nan  # The last rows belong to client 1.
     x = np.concatenate([good, bad, good])
     checked.fit(x, np.zeros((24, 3)), batch_size=8, shuffle=False, verbose=0)
     print("NOT NOTICED", flush=True)
 
 
 def last_save(directory: pathlib.Path) -> None:
-    """The last thing is an asynchronous save, which fails on the last client."""
+    """End with an asynchronous save that fails on the last client."""
     tfshard.initialize(num_devices=4)
     model = tfshard.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy())
@@ -134,7 +134,7 @@ def last_save(directory: pathlib.Path) -> None:
 
 
 def alone(directory: pathlib.Path) -> None:
-    """A model, and no strategy."""
+    """Compile a model without a strategy."""
     del directory
     keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]).compile("sgd", "mse")
 

@@ -1,7 +1,7 @@
-"""Trains, measures, predicts and saves in every way: launched, on a mesh of all clients; imported, on one device.
+"""Train, measure, predict and save in every way: launched, on a mesh of all clients; imported, on one device.
 
-What is done to a model stands here once. `Sharded` compiles it with a strategy, and `Plain` as Keras does: the numbers
-that test_launched_fit.py compares with are those of plain Keras.
+Both use the same code for the model. `Sharded` compiles the model with a strategy, and `Plain` as Keras does:
+test_launched_fit.py compares the results with plain Keras.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from tfshard.checkpoints import training_state
 from tfshard.devices import clients
 
 RANDOM = np.random.RandomState(0)
-# Batches of 8, 8 and 5: the last one is whole on every device.
+# Batches of 8, 8 and 5: the last batch is replicated.
 X, Y = RANDOM.randn(21, 8).astype("float32"), RANDOM.randint(0, 3, 21)
 ARRAYS = {"x": X, "y": Y, "batch_size": 8}
-# Mesh and stage; the clients' devices are numbered one after the other, the last axis first.
+# Mesh and stage. The clients' devices are numbered consecutively, the last axis first.
 MESHES = {
     "batch, stage 3": ({"batch": 4}, 3),
     "batch, stage 1": ({"batch": 4}, 1),
@@ -32,7 +32,7 @@ MESHES = {
     "model within a client, stage 3": ({"batch": 2, "model": 2}, 3),
     "model across clients, stage 2": ({"model": 2, "batch": 2}, 2),
 }
-# On this one everything is measured.
+# All measurements are made on this mesh.
 WHOLE = "batch, stage 3"
 
 
@@ -81,7 +81,8 @@ def build() -> keras.Model:
         [
             keras.Input((8,)),
             keras.layers.Dense(12, "tanh", name="up"),
-            # Without a bias, which the normalization would take away: its gradient would be rounding, and Adam's step.
+            # Without a bias, which the normalization would remove: its gradient would be rounding, and so would Adam's
+            # step.
             keras.layers.Dense(8, use_bias=False, name="down"),
             keras.layers.BatchNormalization(),
             keras.layers.Dense(3, name="head"),
@@ -95,7 +96,7 @@ def compiled(where: Plain) -> keras.Model:
 
 
 def kernels(model: keras.Model) -> list[str]:
-    """How the kernels rest, if they are on a mesh."""
+    """Return how the kernels are stored, if they are on a mesh."""
     layouts = [getattr(weight.value, "layout", None) for weight in model.trainable_weights if len(weight.shape) == 2]
     return [str(layout.storage) for layout in layouts if layout is not None]
 
@@ -105,7 +106,7 @@ def values(model: keras.Model) -> list:
 
 
 def fitted(model: keras.Model, **how) -> dict:
-    """What `fit` returns and leaves behind."""
+    """Run `fit`, and return its history, the weights before and after, and how the kernels are stored."""
     start = values(model)
     history = model.fit(**{"epochs": 2, "verbose": 0, "shuffle": False, **how}).history
     return {"kernels": kernels(model), "start": start, "history": history, "weights": values(model)}
@@ -115,7 +116,7 @@ def fitted(model: keras.Model, **how) -> dict:
 
 
 def train(where: Plain, whole: bool = True) -> dict:
-    """A shuffled fit; what is measured in it and after it, or only what it predicts for one batch."""
+    """Run a shuffled fit. Returns all measurements during and after it, or only the predictions for one batch."""
     model = compiled(where)
     if not whole:
         return {**fitted(model, **ARRAYS, shuffle=True), "predict": model.predict_on_batch(X[:5]).tolist()}
@@ -129,7 +130,7 @@ def train(where: Plain, whole: bool = True) -> dict:
 
 
 class Subclassed(keras.Model):
-    """Without a graph of layers."""
+    """A model without a graph of layers."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +150,7 @@ def generator():
 
 
 def _way(build=dense, optimizer=None, fits=({},), **options) -> Callable[[Plain], dict]:
-    """A model that is trained by some `fit`s, one after the other, whose arguments may be made by functions."""
+    """Return a function that trains a model by several `fit`s. Functions may make the arguments of a `fit`."""
 
     def run(where: Plain) -> dict:
         keras.utils.set_random_seed(1)
@@ -161,7 +162,7 @@ def _way(build=dense, optimizer=None, fits=({},), **options) -> Callable[[Plain]
 
 
 def _only(**how) -> dict:
-    """Arguments of `fit` in place of arrays."""
+    """Return arguments of `fit` that replace the arrays."""
     return {"y": None, "batch_size": None, **how}
 
 
@@ -174,10 +175,10 @@ def callbacks() -> list:
 
 
 def tf_data(where: Plain) -> dict:
-    """Shuffled; then single batches, which no `fit` counts."""
+    """Train on a shuffled dataset, then on single batches outside `fit`."""
     keras.utils.set_random_seed(1)
     model = where.compile(dense(), keras.optimizers.Adam(1e-2))
-    # Under a strategy, whichever, Keras looks into a dataset before it trains: shuffled anew, epochs would be others.
+    # Under any strategy, Keras looks into a dataset before it trains: reshuffling would change the epochs.
     shuffled = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(21, seed=3, reshuffle_each_iteration=False)
     found = fitted(model, x=shuffled.batch(8))
     found["on_batch"] = [model.train_on_batch(X[:5], Y[:5]), model.predict_on_batch(X[:5]).tolist()]
@@ -185,7 +186,7 @@ def tf_data(where: Plain) -> dict:
 
 
 def loop(where: Plain) -> dict:
-    """A custom training loop, its step compiled within `run` and outside of it."""
+    """Run a custom training loop with the step compiled inside `run` and outside it."""
     strategy = where.strategy or tf.distribute.get_strategy()
     with strategy.scope():
         keras.utils.set_random_seed(2)
@@ -240,24 +241,24 @@ WAYS = {
 
 
 def rows_of_part(part: tfshard.devices.InputShard) -> tf.data.Dataset:
-    """The rows that a part has of two global batches of 8."""
+    """Return a part's rows of two global batches of 8."""
     rows = np.concatenate([np.split(np.arange(i, i + 8), part.count)[part.index] for i in range(0, 16, 8)])
     return tf.data.Dataset.from_tensor_slices((X[rows], Y[rows])).batch(8 // part.count)
 
 
 def part_of_each(where: Plain) -> dict:
-    """Each client is given its own rows; one device has all of them."""
+    """Feed each client its part of the rows, and one device all rows."""
     part = where.strategy.input_shard if where.strategy else tfshard.devices.InputShard(index=0, count=1)
     model = compiled(where)
     found = fitted(model, x=rows_of_part(part))
     return {**found, "predict": model.predict(rows_of_part(part), verbose=0).tolist()}
 
 
-# --- what has no counterpart on one device ----------------------------------------------------------------
+# --- without a counterpart on one device --------------------------------------------------------------------
 
 
 def files(where: Sharded, directory: pathlib.Path) -> str:
-    """What is written together is read by plain Keras, and has the same values."""
+    """Check that plain Keras reads the jointly written files with the same values."""
     model = compiled(where)
     checkpoint = keras.callbacks.ModelCheckpoint(str(directory / "best.keras"), monitor="loss", save_best_only=True)
     model.fit(**ARRAYS, shuffle=False, verbose=0, callbacks=[checkpoint])
@@ -289,7 +290,7 @@ def assert_same_weights(ours: keras.Model, theirs: keras.Model) -> None:
 
 
 def checkpoints(where: Sharded, directory: pathlib.Path) -> list:
-    """Saves and restores, also at another stage; returns what the last checkpoint has to hold."""
+    """Save and restore, also at another stage. Returns the values that the last checkpoint must hold."""
     model = compiled(where)
     model.train_on_batch(X[:8], Y[:8])
     manager = tfshard.CheckpointManager(directory)
@@ -307,7 +308,7 @@ def checkpoints(where: Sharded, directory: pathlib.Path) -> list:
 
 
 def resumed_parts(where: Sharded, directory: pathlib.Path) -> list[float]:
-    """Each client goes on in its own part of the data; returns the losses after that."""
+    """Resume each client in its part of the data. Returns the losses after that."""
     for epochs in (1, 2):
         saving = tfshard.CheckpointCallback(directory, every_steps=1)
         how = {"epochs": epochs, "verbose": 0, "shuffle": False, "callbacks": [saving]}
@@ -317,7 +318,7 @@ def resumed_parts(where: Sharded, directory: pathlib.Path) -> list[float]:
 
 
 def masks(strategy: tfshard.ShardedStrategy) -> dict:
-    """What a random layer does to ones: the rows of two steps, and what a model that has one learns."""
+    """Return a random layer's output for ones in two steps, and the weights of a trained model with this layer."""
     keras.utils.set_random_seed(4)
     model = tfshard.Sequential([keras.Input((8,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse", strategy=strategy)
@@ -332,7 +333,7 @@ def masks(strategy: tfshard.ShardedStrategy) -> dict:
 
 
 def main(options: dict) -> Iterable[tuple[str, object]]:
-    """What a client finds, by name, as far as the options ask for it."""
+    """Yield a client's results by name, as far as the options ask for them."""
     started = tfshard.initialize(device_type="CPU")
     directory = pathlib.Path(options["directory"])
     first = Sharded.on("batch, stage 3")

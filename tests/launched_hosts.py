@@ -1,4 +1,4 @@
-"""Trains at some stages: launched, on hosts with a network between them; imported, on one device."""
+"""Train at some stages: launched, on hosts with a network between them; imported, on one device."""
 
 import json
 
@@ -12,7 +12,7 @@ from tools.host_runs import network
 
 DEVICES = 4
 STEPS = 6
-# What is sent once has been sent before these steps.
+# One-time messages were sent before these steps.
 COUNTED = 4
 # Stage, and whether variables share a buffer.
 WAYS = {"stage 0": (0, True), "stage 3": (3, True), "stage 3, alone": (3, False)}
@@ -21,33 +21,33 @@ BATCH = RANDOM.randn(8, 256).astype("float32"), RANDOM.randn(8, 256).astype("flo
 
 
 def build() -> keras.Sequential:
-    """Of 1 MiB, beside which heartbeats are little."""
+    """Return a model of 1 MiB. Compared to that, heartbeats send little."""
     keras.utils.set_random_seed(1)
     return keras.Sequential([keras.Input((256,)), keras.layers.Dense(512, "tanh"), keras.layers.Dense(256)])
 
 
 def plain() -> list[float]:
-    """The losses of plain Keras."""
+    """Return the losses of plain Keras."""
     model = build()
     model.compile(parity.dense_gradients(keras.optimizers.Adam(1e-3)), "mse", jit_compile=False)
     return [float(model.train_on_batch(*BATCH)) for _ in range(STEPS)]
 
 
 def sent_in_a_ring(kind: str, size: int) -> float:
-    """Bytes that each device sends to the next one for a collective of a plan."""
+    """Return the bytes that each device sends to the next device for a collective of a plan."""
     share = (DEVICES - 1) / DEVICES * size
-    # A CPU reduces all before it scatters.
+    # A CPU completes the reduction before it scatters.
     return share if kind == "all-gather" else 2 * share
 
 
 def sent_so_far() -> int:
-    """What this host has sent, once all clients have got what they wait for."""
+    """Return the bytes that this host has sent, once all clients have received everything."""
     tfshard.collectives.barrier()
     return network.own_traffic().sent
 
 
 def train(stage: int, grouped: bool) -> dict:
-    """Losses, what this host sent in a step, and what it should by the plan, in bytes."""
+    """Return the losses, the bytes that this host sent in a step, and the planned bytes."""
     options = {} if grouped else {"analyzer": None}
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=DEVICES), zero_stage=stage, **options)
     model = tfshard.as_distributed(build())
@@ -62,8 +62,10 @@ def train(stage: int, grouped: bool) -> dict:
 
 
 def values() -> dict[str, float]:
-    """What each host sends for a value of 1 MiB, over what it should: its own rows or piece to the other host, or a
-    ring of the two clients."""
+    """Return the bytes that each host sends for a value of 1 MiB, relative to the expected bytes.
+
+    A host sends its rows or local shard to the other host, or takes part in a ring of the two clients.
+    """
     value = RANDOM.randn(512, 512).astype("float32")
     mesh = tfshard.create_mesh(model=2, batch=2)
     sharded = {axes: transfer.host_to_mesh(value, axes, mesh) for axes in (("batch", "model"), (None, "model"))}
@@ -71,7 +73,7 @@ def values() -> dict[str, float]:
         "all_reduce": lambda: tfshard.collectives.all_reduce(value),
         "all_gather": lambda: tfshard.collectives.all_gather(value),
         "broadcast": lambda: tfshard.collectives.broadcast(value),
-        # Both devices of a client send what it has, or what it has gathered.
+        # Both devices of a client send their local shard, or the gathered value.
         **{f"to host from {axes}": lambda tensor=tensor: transfer.to_host(tensor) for axes, tensor in sharded.items()},
     }
     found = {}
@@ -84,7 +86,7 @@ def values() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    # Before a strategy chooses how steps gather.
+    # Run before a strategy chooses how steps gather.
     print(f"FOUND {json.dumps(['values', values()])}", flush=True)
     for name, way in WAYS.items():
         print(f"FOUND {json.dumps([name, train(*way)])}", flush=True)

@@ -1,7 +1,7 @@
-"""Trains, gathers and saves with more clients than ten, whose tasks TensorFlow does not order by their numbers.
+"""Train, gather and save with more than ten clients. TensorFlow does not order their tasks by number.
 
-Launched, on meshes of all clients; imported, by plain Keras on one device; called with a number of devices, in one
-process that has as many.
+Launched: on meshes of all clients. Imported: by plain Keras on one device. With a number of devices as argument: in one
+process with this many devices.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ class Way:
     """A mesh, and how a model is trained on it.
 
     Attributes:
-        axes: Of the mesh; None for plain Keras.
-        options: Of the strategy.
-        parts: Of a pipeline; None without one.
+        axes: The axes of the mesh; None for plain Keras.
+        options: The options of the strategy.
+        parts: The number of pipeline stages; None without a pipeline.
     """
 
     axes: dict[str, int] | None
@@ -39,7 +39,7 @@ class Way:
 
 
 PLAIN = Way(None)
-# By the number of clients, of a device each. Of those of 11, an ordinary run takes the first two.
+# By the number of clients with one device each. An ordinary run takes the first two ways with 11 clients.
 WAYS = {
     11: {
         "flat": Way({"batch": 11}),
@@ -66,12 +66,12 @@ WAYS = {
         "pipeline": Way({"pipeline": 4, "batch": 4}, parts=4),
     },
 }
-# Its gradients are rounded, alike in one process of so many devices.
+# Its gradients are rounded as in one process with as many devices.
 COMPRESSED = "compressed"
 
 
 def build() -> keras.Model:
-    """Its hidden dims are divided by each model axis."""
+    """Return a model with hidden dims that each model axis divides."""
     keras.utils.set_random_seed(1)
     inputs = keras.Input((3,), dtype="int32")
     x = keras.layers.Flatten()(keras.layers.Embedding(64, 8, name="items")(inputs))
@@ -103,7 +103,7 @@ def compiled(way: Way) -> keras.Model:
 
 
 def fed(way: Way, model: keras.Model) -> dict[str, Any]:
-    """What `fit` is given: everything, or this client's rows of each batch."""
+    """Return the data arguments of `fit`: all rows, or this client's rows of each batch."""
     if not way.options.get("already_sharded"):
         return {"x": X, "y": Y, "batch_size": BATCH}
     part = model.distribute_strategy.input_shard
@@ -114,7 +114,10 @@ def fed(way: Way, model: keras.Model) -> dict[str, Any]:
 
 
 def train(way: Way, directory: pathlib.Path | None = None) -> dict[str, Any]:
-    """What `fit` and `predict` give, and the weights; saved to `directory`, and restored from it after other steps."""
+    """Return the results of `fit` and `predict`, and the weights.
+
+    With `directory`, saves a checkpoint, takes further steps, and restores it.
+    """
     model = compiled(way)
     losses = model.fit(**fed(way, model), epochs=2, shuffle=False, verbose=0).history["loss"]
     variables = [*model.trainable_variables, *model.optimizer.variables]
@@ -136,7 +139,7 @@ def train(way: Way, directory: pathlib.Path | None = None) -> dict[str, Any]:
 
 
 def gathered() -> dict[str, Any]:
-    """What the collectives of clients give."""
+    """Return the results of the clients' collectives."""
     rank, size = collectives.rank(), collectives.world_size()
     return {
         "all_gather": collectives.all_gather(np.array([rank])).tolist(),
@@ -150,7 +153,7 @@ def main(directory: pathlib.Path, names: list[str]) -> None:
     for name in names:
         way = WAYS[collectives.world_size()][name]
         found[name] = train(way, directory / "checkpoints" if name == "flat" else None)
-    # Not to the output, into whose lines TensorFlow may write.
+    # Not to the output: TensorFlow may write into its lines.
     (directory / f"found {collectives.rank()}.json").write_text(json.dumps(found))
 
 

@@ -22,7 +22,7 @@ def resident(what: str = "VmRSS") -> int:
 
 
 def held_after_freeing() -> dict[str, int]:
-    """Bytes above the start while many tensors live, and after all but the last are freed."""
+    """Return the bytes above the start while many tensors live, and after all but the last are freed."""
     with tf.device("CPU:0"):
         start = resident()
         tensors = [tf.fill((BLOCK // 4,), float(i)) for i in range(BLOCKS)]
@@ -33,7 +33,7 @@ def held_after_freeing() -> dict[str, int]:
 
 def main() -> None:
     tfshard.initialize(device_type="CPU")
-    held_after_freeing()  # Loads what the first kernel loads.
+    held_after_freeing()  # Loads the libraries that the first kernel loads.
     found = {"environment": {name: os.environ.get(name) for name in VARIABLES}, "held": held_after_freeing()}
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2))
     model = tfshard.Sequential([keras.Input((512,)), keras.layers.Dense(512), keras.layers.Dense(512)])
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def train() -> None:
-    """Trains a larger model, and tells the most that was held, and what the plan says."""
+    """Train a larger model, and report the peak memory and the planned peak."""
     tfshard.initialize(device_type="CPU")
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2))
     model = tfshard.Sequential([keras.Input((1536,)), *(keras.layers.Dense(1536, "relu") for _ in range(8))])

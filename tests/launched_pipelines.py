@@ -1,4 +1,4 @@
-"""Clients train pipelines over meshes of all kinds, and say what they find."""
+"""Train pipelines in several clients over meshes of all kinds, and report the results."""
 
 import json
 import pathlib
@@ -18,8 +18,8 @@ STEPS = 3
 X = RANDOM.randint(0, 32, (16 * STEPS, 6)).astype("int32")
 Y = RANDOM.randint(0, 32, (16 * STEPS, 6))
 
-# Axes, parts and schedule, by name. With two clients of two devices: a place of the pipeline axis is a client; each
-# client has a device of each place; two places are in each client; a client has two parts of each place.
+# Axes, stages and schedule, by name. With two clients of two devices: each pipeline rank is a client; each client has a
+# device of each rank; each client has two ranks; a client has two stages of each rank.
 MESHES = {
     "a client each": ({"pipeline": 2, "batch": 2}, 2, "1f1b"),
     "across clients": ({"batch": 2, "pipeline": 2}, 2, "gpipe"),
@@ -29,7 +29,7 @@ MESHES = {
 
 
 def build() -> keras.Model:
-    """A table that is also the last matrix: it is on two places of the pipeline axis."""
+    """Return a model with a table that is also the last matrix: the table is on two pipeline ranks."""
     keras.utils.set_random_seed(1)
     inputs = keras.Input((6,), dtype="int32")
     table = keras.layers.ReversibleEmbedding(32, 16, name="table")
@@ -59,7 +59,7 @@ def compiled(where: tuple[dict[str, int], int, str] | None) -> keras.Model:
 
 
 def found_of(model: keras.Model) -> dict:
-    """What fit, evaluate and predict give, and the weights."""
+    """Return the results of fit, evaluate and predict, and the weights."""
     history = model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
     return {
         "fit": {name: values[-1] for name, values in history.history.items()},
@@ -69,16 +69,16 @@ def found_of(model: keras.Model) -> dict:
     }
 
 
-# What clients can send each other; bits that are no number arrive, too.
+# The dtypes that clients can send each other. NaN bits arrive, too.
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "int8", "uint8", "uint16", "bool")
 
 
 def sent_and_received() -> dict[str, bool]:
-    """What a tensor of each dtype is on the other mesh, there and back again: whether it has the same bytes."""
+    """Return for each dtype whether a tensor keeps its bytes on the way to another mesh and back."""
     meshes = mesh.rank_meshes(tfshard.create_mesh(pipeline=2, batch=2))
     found = {}
     for dtype in DTYPES:
-        # Each byte another number, among them those of NaNs.
+        # Each byte is different; some form NaNs.
         value = np.arange(48, dtype="uint8") % 2 if dtype == "bool" else 255 - np.arange(48, dtype="uint8")
         rows = value.view(tf.as_dtype(dtype).as_numpy_dtype).reshape(2, -1)
         there = between_meshes.handed_over(transfer.host_to_mesh(rows, ("batch", None), meshes[0]), meshes[1])
@@ -94,7 +94,7 @@ def sent_and_received() -> dict[str, bool]:
 
 
 def flat_loss() -> float:
-    """Of a step of a model on a mesh of all clients, which have compiled other functions by then."""
+    """Return the loss of a step on a mesh of all clients, after the clients compiled different functions."""
     model = tfshard.as_distributed(build())
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), strategy=strategy)
@@ -102,8 +102,10 @@ def flat_loss() -> float:
 
 
 def numbers_of_collectives() -> list[list[int]]:
-    """What each client would number its next collective by, when one of them has compiled five more; and behind
-    `count_alike`."""
+    """Return each client's number for its next collective, when one client has compiled five more functions.
+
+    Returns the numbers before and after `count_alike`.
+    """
     if tfshard.collectives.rank() == 0:
         instances._compile_unused(5)
     before = messages.of_all(instances._compile_unused(1))
@@ -113,7 +115,7 @@ def numbers_of_collectives() -> list[list[int]]:
 
 def main(directory: pathlib.Path, names: list[str]) -> None:
     def tell(name: str, found: object) -> None:
-        """In a file: what TensorFlow says may come into the middle of a long line of the output."""
+        """Write to a file: TensorFlow's messages may break a long line of the output."""
         (directory / f"found {tfshard.collectives.rank()} {name}.json").write_text(json.dumps(found))
 
     tell("messages", sent_and_received())

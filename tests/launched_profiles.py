@@ -1,4 +1,4 @@
-"""A client that profiles many steps, by itself and in a fit; run by test_launched_profiles.py."""
+"""A client that profiles many steps, separately and in a fit; run by test_launched_profiles.py."""
 
 import json
 
@@ -14,8 +14,10 @@ X = np.random.RandomState(0).randn(8, 32).astype("float32")
 
 
 def compiled() -> keras.Model:
-    """Each kernel and each bias is gathered and reduced by itself: the more collectives a step has, the more of its
-    trace is of several threads."""
+    """Return a model that gathers and reduces each kernel and each bias separately.
+
+    The more collectives a step has, the more threads its trace has.
+    """
     keras.utils.set_random_seed(1)
     model = tfshard.Sequential([keras.Input((32,)), *[keras.layers.Dense(32, "tanh") for _ in range(LAYERS)]])
     strategy = tfshard.ShardedStrategy(

@@ -1,4 +1,4 @@
-"""A client that asks for other roles than the others, then trains on axes of other names; run by test_axes.py."""
+"""A client that asks for different roles than the others, then trains on axes of other names; run by test_axes.py."""
 
 import json
 
@@ -11,7 +11,7 @@ ROLES = {"outer": "data", "inner": "tensor"}
 
 
 def train(*, devices: int | None = None) -> list[float]:
-    """The losses of some steps."""
+    """Return the losses of some steps."""
     tfshard.initialize(num_devices=devices, device_type="CPU")
     keras.utils.set_random_seed(0)
     layout_map = tfshard.LayoutMap({"up/kernel": (None, "inner"), "down/kernel": ("inner", None)})

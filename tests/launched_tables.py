@@ -1,5 +1,7 @@
-"""Clients train an embedding table; one is killed, or has time to lose its host, and the run goes on from the last
-checkpoint."""
+"""Train an embedding table in clients.
+
+One client is killed, or loses its host, and the run resumes from a checkpoint.
+"""
 
 import json
 import os
@@ -38,7 +40,7 @@ def compiled(strategy: tfshard.ShardedStrategy | None) -> keras.Model:
 
 
 class Killed(keras.callbacks.Callback):
-    """Client 1 ends, once, when a step is about to begin, in which the other one then waits for it."""
+    """End client 1 once, before a step in which the other client then waits for it."""
 
     def __init__(self, directory: pathlib.Path):
         super().__init__()
@@ -51,7 +53,7 @@ class Killed(keras.callbacks.Callback):
 
 
 class Slow(keras.callbacks.Callback):
-    """A second a step, in which a cable can be pulled."""
+    """Make each step take a second, to leave time to pull a cable."""
 
     def on_train_batch_end(self, batch, logs=None):
         print(f"step {batch + 1} done", flush=True)

@@ -1,4 +1,4 @@
-"""Trains one model on one device and under a strategy, from the same weights on the same batches."""
+"""Train one model on one device and under a strategy, from the same weights on the same batches."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import tfshard
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a training run left behind."""
+    """The result of a training run."""
 
     model: keras.Model
     losses: list[float]
@@ -28,10 +28,10 @@ class Run:
 
 
 def dense_gradients(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """The reference's embedding gradients made dense, which is what they mean under the strategy.
+    """Make the embedding gradients of a reference optimizer dense, as they are under the strategy.
 
-    On one device Keras's TensorFlow backend hands an optimizer `IndexedSlices` for an untied embedding and
-    squares them per occurrence; Keras on JAX and tfshard add the occurrences of a row up first.
+    On one device, Keras's TensorFlow backend gives an optimizer `IndexedSlices` for an untied embedding, and squares
+    them per occurrence. Keras on JAX and tfshard add up the occurrences of a row first.
     """
     apply = optimizer.apply
 
@@ -54,7 +54,7 @@ def train(
     seed: int = 0,
     eager: bool = False,
 ) -> Run:
-    """`steps` calls of train_on_batch, going round `batches`; `eager` ones are quicker for a few on one device."""
+    """Call train_on_batch `steps` times, cycling through `batches`. Eager steps are quicker for a few on one device."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
     model = build()
@@ -68,14 +68,14 @@ def train(
 
 
 def assert_same(run: Run, reference: Run, *, rtol: float, atol: float, slots: bool = True) -> None:
-    """Losses, weights and slots agree."""
+    """Assert that losses, weights and slots agree."""
     np.testing.assert_allclose(run.losses, reference.losses, rtol=rtol, atol=atol, err_msg="losses")
     expected = reference.weights
     assert run.weights.keys() == expected.keys()
     for path, value in run.weights.items():
         np.testing.assert_allclose(value, expected[path], rtol=rtol, atol=atol, err_msg=path)
     if slots:
-        # A gradient may be zero but for rounding, as of a bias of keys: the largest slot of a kind is the measure.
+        # A gradient may be only rounding, as for a bias of keys: compare with the largest slot of its kind.
         kinds = [variable.name.rpartition("_")[2] for variable in reference.model.optimizer.variables]
         largest = dict.fromkeys(kinds, 0.0)
         for kind, theirs in zip(kinds, reference.slots, strict=True):
@@ -86,7 +86,7 @@ def assert_same(run: Run, reference: Run, *, rtol: float, atol: float, slots: bo
 
 
 def derivatives_of(function: Callable[[tf.Tensor], tf.Tensor], order: int) -> Callable[[tf.Tensor], tuple]:
-    """A step: a function and its derivatives up to an order, each of a loss that depends on all elements."""
+    """Return a step that computes a function and its derivatives up to an order, each of a loss over all elements."""
 
     def derivatives(x, order):
         if not order:
@@ -101,26 +101,26 @@ def derivatives_of(function: Callable[[tf.Tensor], tf.Tensor], order: int) -> Ca
 
 
 def shard_axes(model: keras.Model) -> set:
-    """The mesh axes over which any trainable variable of the model rests sharded."""
+    """Return the mesh axes that shard the storage of any trainable variable of the model."""
     return {axis for v in model.trainable_variables for axis in v.value.layout.storage if axis is not None}
 
 
 def sharded_share(model: keras.Model, axis: str) -> float:
-    """Of the bytes of the trainable variables, those of variables that rest sharded over the mesh axis."""
+    """Return the share of the trainable bytes in variables that the mesh axis shards."""
     sizes = {v.path: int(np.prod(v.shape)) * v.value.dtype.size for v in model.trainable_variables}
     sharded = [v.path for v in model.trainable_variables if axis in v.value.layout.storage]
     return sum(sizes[path] for path in sharded) / sum(sizes.values())
 
 
 def assert_moved(reference: Run, initial: dict[str, np.ndarray], *, tolerance: float, share: float = 0.9) -> None:
-    """Premise: of the trainable elements, nearly all are of variables that moved by 100 times the tolerance."""
+    """Premise: nearly all trainable elements are in variables that moved by 100 times the tolerance."""
     sizes = {v.path: int(np.prod(v.shape)) for v in reference.model.trainable_variables}
     moved = [p for p in sizes if np.abs(reference.weights[p] - initial[p]).max() >= 100 * tolerance]
     assert sum(sizes[p] for p in moved) >= share * sum(sizes.values()), sizes.keys() - set(moved)
 
 
 def held_bytes(variables: list[keras.Variable]) -> int:
-    """Bytes that the fullest device holds of variables, counted in what lies on it; a shared buffer counts once."""
+    """Return the bytes of variables on the fullest device, measured on the devices. A shared buffer counts once."""
     buffers = {id(v.value.buffer): v.value.buffer for v in variables}
     pieces = [[piece.numpy().nbytes for piece in dtensor.unpack(b.value())] for b in buffers.values()]
     assert all(len(sizes) == 4 for sizes in pieces), "premise: a piece for each of four devices"

@@ -1,6 +1,6 @@
-"""Every public name of tfshard with what it takes, a line each: public_api.txt, which test_public_api.py compares.
+"""List every public name of tfshard with its parameters in public_api.txt, which test_public_api.py compares.
 
-`python tests/public_api.py` writes it again. What that changes is for the changelog.
+`python tests/public_api.py` rewrites the file. Its changes belong in the changelog.
 """
 
 import inspect
@@ -14,7 +14,7 @@ SNAPSHOT = pathlib.Path(__file__).parent / "public_api.txt"
 
 
 def signature(of: object) -> str:
-    """Names, kinds and defaults of parameters; without annotations, which may get better at any time."""
+    """Return the names, kinds and defaults of parameters. Leaves annotations out, which may improve at any time."""
     try:
         found = inspect.signature(of, follow_wrapped=False)
     except (TypeError, ValueError):
@@ -24,7 +24,7 @@ def signature(of: object) -> str:
 
 
 def of_class(name: str, cls: type) -> Iterator[str]:
-    """A class, what makes one, and what tfshard gives it: methods and properties."""
+    """Yield a class, its constructor, and its methods and properties from tfshard."""
     yield f"class {name}{signature(cls)}"
     for member in sorted(dir(cls)):
         owner = next((each for each in cls.__mro__ if member in vars(each)), object)
@@ -40,7 +40,7 @@ def of_class(name: str, cls: type) -> Iterator[str]:
 
 
 def lines() -> Iterator[str]:
-    """Of `tfshard`, and of those of its modules that are public."""
+    """Yield the lines for `tfshard` and its public modules."""
     modules = {"tfshard": tfshard}
     for name in tfshard.__all__:
         value = getattr(tfshard, name)

@@ -1,7 +1,7 @@
-"""The quick tests: `pytest -m quick`. A few of each wing, all cheap; the list stands here and nowhere else.
+"""The quick tests: `pytest -m quick`. A few cheap tests of each subpackage, listed only here.
 
-A file with `None` takes part with all its tests; else with those named, a parametrized one with the case that is
-named or with all of them.
+A file with `None` takes part with all its tests; otherwise with the named tests. A parametrized test takes part with
+the named case, or with all its cases.
 """
 
 QUICK = {
@@ -54,7 +54,7 @@ QUICK = {
         "test_prices_are_those_with_which_steps_take_what_they_took",
     ),
     "test_simulation.py": ("test_slow_links_between_hosts_are_used_once_for_each_replica",),
-    # measure; and the report in test_memory.py and test_groups.py
+    # measure; its report is tested in test_memory.py and test_groups.py
     "test_verify.py": ("test_what_is_no_sharded_model_is_refused",),
     # callbacks
     "test_telemetry.py": ("test_wrong_arguments_are_refused", "test_a_clock_without_steps_knows_nothing"),
@@ -87,6 +87,6 @@ QUICK = {
 
 
 def is_quick(file: str, test: str, case: str) -> bool:
-    """Whether a test is in the list: its file, its name, and its name with the case in brackets."""
+    """Return whether a test is in the list, by its file and its name, or its name with the case in brackets."""
     names = QUICK.get(file, ())
     return names is None or test in names or case in names

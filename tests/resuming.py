@@ -1,4 +1,4 @@
-"""A training script that can be stopped: run whole, or in two parts."""
+"""A training script that can be stopped: run in full, or in two parts."""
 
 import dataclasses
 import zlib
@@ -15,7 +15,7 @@ X, Y = RS.normal(size=(44, 13)).astype("float32"), RS.normal(size=(44, 3)).astyp
 
 
 class Batches(keras.utils.PyDataset):
-    """The first batches of 8 of arrays."""
+    """The first `count` batches of 8 of arrays."""
 
     def __init__(self, x, y, count: int):
         super().__init__()
@@ -33,7 +33,7 @@ class Stopped(Exception):
 
 
 class Steps(keras.callbacks.Callback):
-    """Notes the loss after each step, and interrupts the script after some."""
+    """Record the loss after each step, and interrupt the script after some steps."""
 
     def __init__(self, stop_after: int | None):
         super().__init__()
@@ -48,7 +48,7 @@ class Steps(keras.callbacks.Callback):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a script left behind: values by key, and losses; None where it was interrupted."""
+    """The result of a script: values by key, and losses. `history` is None if the script was interrupted."""
 
     model: keras.Model
     values: dict[str, np.ndarray]
@@ -57,13 +57,13 @@ class Run:
 
 
 def values(model: keras.Model) -> dict[str, np.ndarray]:
-    """Every variable of a training run, by its key in a checkpoint."""
+    """Return every variable of a training run, by its key in a checkpoint."""
     found = training_state.collect(model)
     return {variable.key: np.array(variable.value.numpy()) for variable in found if variable.value is not None}
 
 
 def drawn(model: keras.Model, number: int) -> dict[str, np.ndarray]:
-    """Values number `number` of all variables of a training run, by key: the same in any layout."""
+    """Return the values number `number` of all variables of a training run by key, the same in any layout."""
     found = {}
     for each in training_state.collect(model):
         random = np.random.RandomState(zlib.crc32(f"{number} {each.key}".encode()))
@@ -72,7 +72,7 @@ def drawn(model: keras.Model, number: int) -> dict[str, np.ndarray]:
 
 
 def fill(model: keras.Model, number: int) -> None:
-    """Sets all variables of a training run to values number `number`."""
+    """Set all variables of a training run to the values number `number`."""
     given = drawn(model, number)
     for each in training_state.collect(model):
         each.value.assign(given[each.key])
@@ -98,14 +98,14 @@ def build() -> keras.Model:
 
 
 def dataset(kind: str):
-    """Arguments of `fit` for data of a kind."""
+    """Return arguments of `fit` for data of a kind."""
     samples = tf.data.Dataset.from_tensor_slices((X, Y))
     if kind == "arrays":
         return {"x": X, "y": Y, "batch_size": 8}
     if kind == "tf.data":
         return {"x": samples.shuffle(30, seed=7).batch(8).prefetch(2), "shuffle": False}
     if kind == "tf.data in one order":
-        # In every epoch, and whoever makes the iterators.
+        # In every epoch, and for all iterators.
         return {"x": samples.shuffle(30, seed=7, reshuffle_each_iteration=False).batch(8).prefetch(2), "shuffle": False}
     if kind == "tf.data of unknown length":
         return {"x": samples.filter(lambda x, y: x[0] > -1e9).shuffle(30, seed=7).batch(8), "shuffle": False}
@@ -117,7 +117,7 @@ def script(
     kind: str, directory=None, *, stop_after=None, epochs: int = 2, every_steps: int = 2,
     strategy=lambda: tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), **options,
 ) -> Run:  # fmt: skip
-    """Trains from the beginning or, where the directory has checkpoints, from the last one."""
+    """Train from the start, or from the last checkpoint in the directory."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(5)
     model = build()
@@ -142,7 +142,7 @@ def compiled(
     keras.utils.set_random_seed(seed)
     model, layout_map = build(), tfshard.LayoutMap()
     if even:
-        # The model axis has to divide what it shards.
+        # The model axis must divide the dims that it shards.
         hidden = [keras.layers.Dense(16, name="wide"), keras.layers.Dropout(0.5)]
         model = tfshard.Sequential([keras.Input((13,)), *hidden, keras.layers.Dense(3, name="narrow")])
     if "model" in axes:
@@ -155,7 +155,7 @@ def compiled(
 
 
 def filled(number: int = 1, **kwargs) -> keras.Model:
-    """A model with slots and values, as after training, and without its time."""
+    """Return a model with slots and values as after training, without the time for it."""
     model = compiled(**kwargs)
     training_state.build_optimizer(model)
     fill(model, number)
@@ -163,7 +163,7 @@ def filled(number: int = 1, **kwargs) -> keras.Model:
 
 
 def assert_unchanged(model: keras.Model, expected: dict) -> None:
-    """Keras may have built the optimizer since."""
+    """Assert that the expected values are unchanged. Keras may have built the optimizer since."""
     found = values(model)
     assert_same_bits({key: found[key] for key in expected}, expected)
 

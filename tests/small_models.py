@@ -1,10 +1,10 @@
-"""Models that tests of several wings train."""
+"""Models that tests of several subpackages train."""
 
 import keras
 
 
 def attention() -> keras.Model:
-    """Two transformer layers over six tokens of 24, and four classes."""
+    """Return a model with two transformer layers over six tokens of 24, and four classes."""
     inputs = keras.Input((6,), dtype="int32")
     x = keras.layers.Embedding(24, 16)(inputs)
     for _ in range(2):

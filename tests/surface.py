@@ -42,7 +42,7 @@ def compiled(distribute: bool, optimizer=keras.optimizers.Adam, **kwargs) -> ker
 
 
 def both(fn, **kwargs):
-    """`fn(model)` on one device and under a strategy, with the models."""
+    """Return the results of `fn(model)` under a strategy and on one device, and compare the models' weights."""
     reference, model = compiled(False, **kwargs), compiled(True, **kwargs)
     expected, result = fn(reference), fn(model)
     assert parity.shard_axes(model) == {"batch"}

@@ -1,13 +1,12 @@
-"""Which tests and which cases an ordinary run takes. Every ordinary run takes the same; TFSHARD_SWEEP=1 takes all.
+"""Choose the tests and cases of an ordinary run. Every ordinary run takes the same; TFSHARD_SWEEP=1 takes all.
 
 - `table(name, arguments, cases, always=, sample=)` makes a parametrized test from a long table. An ordinary run takes
   the cases in `always` and `sample` others.
 - `@pytest.mark.sweep(n)` limits an ordinary run to `n` cases of a parametrized test.
 - `@pytest.mark.slow` leaves a test out of the ordinary run.
 
-The other cases are taken at even distances. A test that runs for `-m quick` always runs, and so does each case that
-tools/mutations.py names, unless the test is slow. Marks do not apply where tests are named (`-k`, `-m slow`,
-`file::test`).
+The other cases are taken at even distances. A quick test (`-m quick`) always runs. Cases that tools/mutations.py names
+always run, too, unless the test is slow. Marks do not apply to tests that are named (`-k`, `-m slow`, `file::test`).
 """
 
 import collections
@@ -19,7 +18,7 @@ import pytest
 
 SWEEP = os.environ.get("TFSHARD_SWEEP") == "1"
 
-# The files that take longest. They begin first when two processes share a run (tools/test.sh).
+# The slowest files. They start first when two processes share a run (tools/test.sh).
 LONGEST = [
     "test_docs.py",
     "launch/test_faults.py",
@@ -39,13 +38,13 @@ Case = TypeVar("Case")
 
 
 def spread(cases: Sequence[Case], count: int) -> list[Case]:
-    """Returns `count` of the cases, at even distances."""
+    """Return `count` of the cases, at even distances."""
     count = min(count, len(cases))
     return [cases[(2 * i + 1) * len(cases) // (2 * count)] for i in range(count)]
 
 
 def taken(name: str, cases: Iterable[Case], *, always: Iterable[Case] = (), sample: int = 0) -> list[Case]:
-    """Returns the cases of table `name` that this run takes, in their order: `always`, and `sample` others."""
+    """Return the cases of table `name` that this run takes, in their order: `always`, and `sample` others."""
     cases, always = list(cases), list(always)
     unknown = [case for case in always if case not in cases]
     assert not unknown, f"{unknown} are not in the table {name}."
@@ -56,7 +55,7 @@ def taken(name: str, cases: Iterable[Case], *, always: Iterable[Case] = (), samp
 
 
 def each_value(*arguments: Iterable) -> list[tuple]:
-    """Returns as few cells of the product of arguments as contain each value of each argument."""
+    """Return as few cells of the product of arguments as contain each value of each argument."""
     values = [list(argument) for argument in arguments]
     return [tuple(each[i % len(each)] for each in values) for i in range(max(map(len, values)))]
 
@@ -64,12 +63,12 @@ def each_value(*arguments: Iterable) -> list[tuple]:
 def table(
     name: str, arguments: str | tuple[str, ...], cases: Iterable, *, always: Iterable = (), sample: int = 0
 ) -> Callable:
-    """Returns `pytest.mark.parametrize` with the cases that this run takes."""
+    """Return `pytest.mark.parametrize` with the cases that this run takes."""
     return pytest.mark.parametrize(arguments, taken(name, cases, always=always, sample=sample))
 
 
 def left_out(items: Iterable[pytest.Item], named: Collection[str]) -> set[str]:
-    """Returns the names of the cases that an ordinary run does not take.
+    """Return the names of the cases that an ordinary run does not take.
 
     Args:
         items: All cases.
@@ -91,6 +90,6 @@ def left_out(items: Iterable[pytest.Item], named: Collection[str]) -> set[str]:
 
 
 def place(item: pytest.Item) -> int:
-    """Returns the place of a test's file in the order of a run. Tests of one file keep their order."""
+    """Return the place of a test's file in the order of a run. Tests of one file keep their order."""
     file = item.nodeid.partition("::")[0].removeprefix("tests/")
     return LONGEST.index(file) if file in LONGEST else len(LONGEST)

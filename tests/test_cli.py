@@ -56,7 +56,7 @@ def test_plan_prints_json_for_a_mesh_larger_than_the_machine(script):
 
 @pytest.mark.slow
 def test_a_model_that_is_compiled_is_planned_and_simulated_with_its_optimizer(tmp_path):
-    """As `tfshard verify` takes it."""
+    """The model is compiled, as for `tfshard verify`."""
     script = tmp_path / "compiled.py"
     compiled = "model = made()\n    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), 'mse')\n    return model"
     script.write_text(f"{MODEL.replace('def build', 'def made')}\n\ndef build():\n    {compiled}\n")
@@ -95,7 +95,7 @@ def test_doctor_trains_on_two_devices_and_agrees_with_one():
 
 
 def run(*arguments) -> int:
-    """In this process, without absl."""
+    """Run the command in this process, without absl."""
     with pytest.raises(SystemExit) as exit_:
         cli._main(["tfshard", *arguments])
     return exit_.value.code
@@ -140,7 +140,7 @@ def test_help_behind_a_launched_program_belongs_to_the_program():
     [(("--version",), f"tfshard {tfshard.__version__}"), (("plan", "--help"), "Usage: tfshard plan MODULE:FUNCTION")],
 )
 def test_help_and_version_import_no_tensorflow(arguments, text):
-    """As `python -m tfshard`, and as the installed script."""
+    """Checks `python -m tfshard` and the installed script."""
     imported = "import atexit, sys; atexit.register(lambda: print('imported', 'tensorflow' in sys.modules)); "
     script = f"{imported} sys.argv[0] = 'bin/tfshard'; from tfshard.command_line import main; main()"
     as_script = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
@@ -181,7 +181,7 @@ REFUSED = {
 
 
 def test_a_wrong_command_line_is_refused_without_importing_tensorflow(script):
-    """As the installed script: `import tfshard` looks at the command line, too."""
+    """Runs as the installed script: `import tfshard` reads the command line, too."""
     lines = [["bin/tfshard", *(each.replace("SCRIPT", str(script)) for each in line)] for line in REFUSED]
     program = f"""
 import sys
@@ -262,7 +262,7 @@ def test_sizes_are_written_with_units(text, bytes_):
 )
 def test_bad_input_is_one_line_and_exit_code_2(script, capsys, arguments, message):
     plain = script.with_name("plain_models.py")
-    # Without flags, which a process can define once.
+    # Without flags, which a process can define only once.
     plain.write_text(MODEL.replace("from absl import flags", "").replace("MESH = ", "# ").replace("assert MESH", "# "))
     assert run(*(argument.replace("SCRIPT", str(plain)) for argument in arguments)) == 2
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The package is built as docs/design.md says: wings, each on those above it; no cycle; private names in one place."""
+"""The package follows docs/design.md: layered subpackages, no import cycles, and private names in one place."""
 
 import ast
 import dataclasses
@@ -29,7 +29,7 @@ MODULES = {
     ".".join(("tfshard", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-# Where a library is wanted only if it is there.
+# Libraries that are imported only if they are installed.
 OPTIONAL = {"keras_hub", "matplotlib", "scipy"}
 
 
@@ -39,7 +39,7 @@ def wing(module: str) -> str:
 
 @functools.cache
 def imported(module: str) -> frozenset[str]:
-    """The modules of the package that a module imports, for types only too, and inside functions."""
+    """Return the modules of the package that a module imports, also for types only and inside functions."""
     found = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tfshard":
@@ -88,7 +88,7 @@ def test_each_extension_has_a_readme_of_ten_lines():
 
 
 def test_no_modules_import_each_other():
-    """Also not through others, nor for their types only. A wing's `__init__` hands on what its modules have."""
+    """Includes indirect imports and imports for types. A subpackage's `__init__` only re-exports its modules' names."""
     edges = {name: set(imported(name)) - {name.rpartition(".")[0]} for name in MODULES}
     while leaves := [name for name, targets in edges.items() if not targets & set(edges)]:
         for name in leaves:
@@ -117,7 +117,7 @@ def test_private_names_are_imported_in_one_wing_only(module):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_is_stored_on_objects_under_names_of_ours(module):
-    """Graphs, tensors and functions belong to TensorFlow. What is changed on layers and metrics is a `LayerPatch`."""
+    """Graphs, tensors and functions belong to TensorFlow. Changes of layers and metrics are `LayerPatch`es."""
     assert not re.search(r"\._tfshard\w* = |setattr\([^)]*\"_tfshard", MODULES[module].read_text())
 
 
@@ -128,14 +128,14 @@ DOORS = {
 
 
 def settings() -> set[str]:
-    """The names of all settings: what a user types, and the fields of the config and its policies."""
+    """Return the names of all settings: user options, and the fields of the config and its policies."""
     typed = set(inspect.signature(tfshard.ShardedStrategy.__init__).parameters) - {"self", "mesh"}
     policies = (ShardingConfig, ZeroStage, ReshardPolicy, Precision, Microbatches, Offload, GroupPolicy)
     return typed | {field.name for policy in policies for field in dataclasses.fields(policy)}
 
 
 def functions(module: str) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """The functions and methods of a module, with their qualified names."""
+    """Yield the functions and methods of a module with their qualified names."""
     tree = ast.parse(MODULES[module].read_text())
     for node in ast.walk(tree):
         for child in ast.iter_child_nodes(node):
@@ -145,7 +145,7 @@ def functions(module: str) -> Iterator[tuple[str, ast.FunctionDef]]:
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "tfshard.layouts.config"])
 def test_only_the_doors_list_settings(module):
-    """All other functions take the whole `ShardingConfig`, so that a new setting is one field and its use."""
+    """All other functions take the full `ShardingConfig`, so a new setting needs one field and its use."""
     known, lists = settings(), {}
     for name, function in functions(module):
         parameters = [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
@@ -157,7 +157,7 @@ def test_only_the_doors_list_settings(module):
 def test_each_setting_is_one_field():
     policies = (ShardingConfig, ReshardPolicy, Precision, Microbatches, Offload, GroupPolicy)
     names = [field.name for policy in policies for field in dataclasses.fields(policy)]
-    grouped = {"reshard", "precision"}  # The names of policies, whose fields are listed beside them.
+    grouped = {"reshard", "precision"}  # The names of policies. Their fields are listed separately.
     assert sorted(set(names) - grouped) == sorted(name for name in names if name not in grouped)
 
 

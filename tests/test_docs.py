@@ -1,4 +1,4 @@
-"""The documentation: it is built without a broken link, has every public name, and what it shows runs."""
+"""The documentation builds without broken links, lists every public name, and shows code that runs."""
 
 import html
 import importlib
@@ -25,9 +25,9 @@ from tools.site import doctests, pictures, troubleshooting
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("**/*.md"))
-# Pages whose blocks take ten seconds.
+# Pages with blocks that take ten seconds.
 SLOW = {"pipelines", "planning", "recipes"}
-# Of this, what is no name: `_private` and what users do not import.
+# Subpackages that users do not import.
 INNER = {"command_line", "_private", "cli", "operations", "tables"}
 
 
@@ -35,7 +35,7 @@ INNER = {"command_line", "_private", "cli", "operations", "tables"}
 
 
 def build(out: pathlib.Path, config: pathlib.Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess:
-    """With no way out: a build that fetched something would fail."""
+    """Build the site without network access: a build that fetched something would fail."""
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "http_proxy": "http://127.0.0.1:9"}
     environment["https_proxy"] = environment["http_proxy"]
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", f"--config-file={config}", f"--site-dir={out}"]
@@ -51,7 +51,7 @@ def site(tmp_path_factory):
 
 
 def shown(page: pathlib.Path, site: pathlib.Path) -> pathlib.Path:
-    """Where a page is in the site."""
+    """Return where a page is in the site."""
     return site / page.relative_to(DOCS).with_suffix(".html")
 
 
@@ -66,7 +66,7 @@ def test_every_page_is_built_and_fetches_nothing(site):
 
 
 def test_blocks_tables_and_lists_are_rendered(site):
-    """What GitHub takes for a block, a table or a list and Python-Markdown does not."""
+    """Finds blocks, tables and lists that GitHub renders and Python-Markdown does not."""
     raw = {}
     for path in PAGES:
         text = path.read_text()
@@ -92,7 +92,7 @@ def test_a_broken_link_is_an_error(tmp_path, link, complaint):
     docs.mkdir()
     (docs / "index.md").write_text(f"# A\n\n{link}\n")
     (docs / "other.md").write_text("# B\n\n## A place\n")
-    # All of ours but what needs the package and the pages.
+    # The config of this repository, without the plugins that need the package and the pages.
     config = (ROOT / "mkdocs.yml").read_text().partition("\nplugins:")[0].replace("docs_dir: docs", f"docs_dir: {docs}")
     (tmp_path / "mkdocs.yml").write_text(config)
     done = build(tmp_path / "out", tmp_path / "mkdocs.yml")
@@ -106,7 +106,7 @@ def test_a_broken_link_is_an_error(tmp_path, link, complaint):
 
 
 def resolved(name: str) -> object:
-    """What a dotted name stands for."""
+    """Return the object with a dotted name."""
     value: object = tfshard
     for part in name.split(".")[1:]:
         value = getattr(value, part)
@@ -114,7 +114,7 @@ def resolved(name: str) -> object:
 
 
 def public() -> dict[str, object]:
-    """What users take from tfshard and its wings: `__all__`; of a module without, the functions and classes in it."""
+    """Return the public names of tfshard and its subpackages: `__all__`, or a module's functions and classes."""
     found = {f"tfshard.{name}": getattr(tfshard, name) for name in tfshard.__all__}
     for info in pkgutil.iter_modules(tfshard.__path__, "tfshard."):
         wing = info.name.rpartition(".")[2]
@@ -134,7 +134,7 @@ PUBLIC = public()
 
 
 def documented() -> set[int]:
-    """The identities of all that reference.md names, and of what is in the modules that it names."""
+    """Return the ids of all objects that reference.md names, including the objects in the modules it names."""
     found = set()
     for name in re.findall(r"^::: (\S+)$", (DOCS / "reference.md").read_text(), re.MULTILINE):
         value = resolved(name)
@@ -154,13 +154,13 @@ def test_every_public_name_is_in_the_reference():
 
 
 def members(value: object) -> list[str]:
-    """The methods and properties that a public class has itself."""
+    """Return the methods and properties that a public class defines."""
     own = vars(value).items() if inspect.isclass(value) else []
     return [name for name, each in own if not name.startswith("_") and (callable(each) or isinstance(each, property))]
 
 
 def test_every_public_name_has_a_docstring():
-    """Methods and properties too."""
+    """Includes methods and properties."""
     without = [name for name, value in PUBLIC.items() if not inspect.getdoc(value)]
     for name, value in PUBLIC.items():
         without += [f"{name}.{each}" for each in members(value) if not inspect.getdoc(getattr(value, each))]
@@ -174,29 +174,29 @@ def test_examples_of_docstrings_are_blocks(site):
     assert ">>>" not in page
 
 
-# --- what is shown -----------------------------------------------------------------------------------
+# --- blocks of code --------------------------------------------------------------------------------------
 
 
 def run(path: pathlib.Path, folder: pathlib.Path) -> None:
-    """Runs the blocks of a page as one program, from a file with the page's lines: TensorFlow reads sources."""
+    """Run the blocks of a page as one program. The file keeps the page's lines, because TensorFlow reads sources."""
     file = folder / f"{path.stem}.py"
     file.write_text(documents.program(path.read_text()))
     with warnings.catch_warnings():
-        # What Keras says of itself: layers that it does not quantize, `shuffle` of a dataset.
+        # Keras's warnings: layers that it does not quantize, `shuffle` of a dataset.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"keras\.")
         runpy.run_path(str(file), run_name=path.stem)
 
 
 @pytest.fixture
 def plain_keras():
-    """What a block changes for its process is as before for the next one."""
+    """Undo the process-wide changes of a block."""
     policy = keras.mixed_precision.dtype_policy()
     yield
     keras.mixed_precision.set_dtype_policy(policy)
 
 
 def test_every_block_of_python_runs(subtests, tmp_path, monkeypatch, plain_keras):
-    """Those of a page one after the other, in one namespace, in an empty folder. Of the slow pages a run takes one."""
+    """Runs each page in one namespace and an empty folder. An ordinary run takes one of the slow pages."""
     pages = [path for path in documents.PAGES if documents.python_blocks(path.read_text())]
     assert len(pages) >= 15
     quick = [path for path in pages if path.stem not in SLOW]
@@ -209,7 +209,7 @@ def test_every_block_of_python_runs(subtests, tmp_path, monkeypatch, plain_keras
 
 
 def test_few_blocks_are_not_run(subtests):
-    """Printed with their reasons at the end of a run: as skipped."""
+    """The end of a run lists the blocks and the reasons as skipped tests."""
     left_out = {
         f"{path.name}:{block.line}": block.reason
         for path in documents.PAGES
@@ -223,7 +223,7 @@ def test_few_blocks_are_not_run(subtests):
 
 
 def test_python_is_in_blocks_that_run():
-    """Not indented, where it would be shown and not run."""
+    """An indented block would be shown but not run."""
     python = re.compile(r"(?:import|from|with|for) \w|\w+ = \w+[.(]")
     indented = {
         path.name: [line for line in documents.plain_lines(path.read_text()) if python.match(line)]
@@ -264,7 +264,7 @@ def test_commands_are_found(line, name, flags):
     assert documents.flags_of("tools/no_such_program.py") is None
 
 
-# --- what is written by programs ---------------------------------------------------------------------
+# --- pages that programs write -----------------------------------------------------------------------------
 
 
 def test_every_error_is_explained_by_an_example():
@@ -275,7 +275,7 @@ def test_every_error_is_explained_by_an_example():
 
 
 def test_errors_say_what_the_page_says():
-    """`python -m tools.site.troubleshooting --write` writes the page. The launched example is run in the sweep."""
+    """`python -m tools.site.troubleshooting --write` writes the page. The sweep runs the launched example."""
     page = troubleshooting.PAGE.read_text()
     messages = {}
     for example in troubleshooting.EXAMPLES:
@@ -315,7 +315,7 @@ def test_the_readme_is_short_and_has_a_picture():
 
 
 def test_every_claim_of_the_readme_has_its_proof():
-    """Links of the page are checked when the site is built."""
+    """Building the site checks the links of the page."""
     readme = " ".join((ROOT / "README.md").read_text().split())
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", (DOCS / "claims.md").read_text(), re.MULTILINE)[1:]
     assert len(rows) > 25
@@ -331,7 +331,7 @@ def test_every_claim_of_the_readme_has_its_proof():
 
 
 def test_links_of_the_front_pages_are_not_broken(site):
-    """Those of docs/ are checked when the site is built."""
+    """Building the site checks the links in docs/."""
     broken, seen = [], 0
     for name in ("README.md", "CONTRIBUTING.md"):
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)", (ROOT / name).read_text()):
@@ -346,7 +346,7 @@ def test_links_of_the_front_pages_are_not_broken(site):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_runs(path, tmp_path, monkeypatch, plain_keras):
-    """Its cells of code, one after the other in one process."""
+    """Runs the code cells one after the other in one process."""
     cells = json.loads(path.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert len(code) > 5

@@ -1,4 +1,4 @@
-"""Bad input: a typed error with fault, choices and fix, before any device work; the process goes on."""
+"""Bad input raises a typed error with fault, choices and fix before any device work, and the process can go on."""
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ def build() -> keras.Model:
 
 
 def strategy(layout_map=None, stage=3, **axes) -> tfshard.ShardedStrategy:
-    """Under a map that allows all it does not shard to stay whole over the model axis."""
+    """Return a strategy with a layout map that replicates all other variables over the model axis."""
     if layout_map is None or isinstance(layout_map, dict):
         layout_map = tfshard.LayoutMap(layout_map)
         layout_map.whole(".*")

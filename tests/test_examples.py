@@ -1,4 +1,4 @@
-"""The example scripts run, each in a process of its own, with tiny settings."""
+"""The example scripts run, each in a separate process, with tiny settings."""
 
 import pathlib
 import re
@@ -33,7 +33,7 @@ def test_example_runs_and_reports(name):
     assert done.returncode == 0, done.stderr[-4000:]
     assert "total parameters" in done.stdout
     if script == "train_lm.py":
-        # Not on a terminal: lines and no bar. The summary has a row for each block.
+        # Lines instead of a progress bar without a terminal. The summary has a row for each block.
         assert re.search(r"^step +3  loss \S+  bits/byte \S+  tokens/s [\d,]+$", done.stdout, re.MULTILINE)
         assert "\x1b" not in done.stdout and "\r" not in done.stdout
         assert re.search(r"^ block_0 +16 ", done.stdout, re.MULTILINE)

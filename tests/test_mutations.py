@@ -1,4 +1,7 @@
-"""The mutations of tools/mutations.py can be made, and docs/testing.md lists them. tools/mutate.sh makes them."""
+"""The mutations of tools/mutations.py apply to the sources, and docs/testing.md lists them.
+
+tools/mutate.sh runs them.
+"""
 
 import ast
 import collections

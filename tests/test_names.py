@@ -1,4 +1,4 @@
-"""Every module, file and name that documents, docstrings and comments mention in backticks exists."""
+"""Every module, file and name in backticks in documents, docstrings and comments exists."""
 
 import ast
 import builtins
@@ -21,11 +21,11 @@ import tfshard
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDERS = ("tfshard", "tests", "tools", "examples")
-# What has changed is told in the names of then.
+# The changelog uses the names of its time.
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")} - {ROOT / "CHANGELOG.md"})
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 LIBRARIES = {"tfshard": tfshard, "keras": keras, "tf": tf, "np": np}
-# Of libraries and programs that are not imported here, variables of formulas, and names made up for an example.
+# Names of libraries and programs that are not imported here, variables of formulas, and names of examples.
 ELSEWHERE = {
     *(
         "Operation._inbound_nodes",
@@ -40,14 +40,14 @@ ELSEWHERE = {
     *("fully_shard", "mics_shard_size"),
     *("dense_kernel_momentum", "block3", "block_3", "train.py"),
     "test_adam_matches_one_device_when_dim_does_not_divide",
-    # In TensorFlow's C++ code, and functions inside of TensorFlow's functions.
+    # In TensorFlow's C++ code, and functions nested in TensorFlow's functions.
     *("FillPhiloxRandom", "FillCollectiveParams", "ShouldFoldInput", "_read_variable_op"),
     *("eager_pure_optimization", "custom_gradient._graph_mode_decorator"),
 }
 
 
 def modules() -> dict[str, object]:
-    """The modules of the package by the last part of their names."""
+    """Return the modules of the package by the last part of their names."""
     found = {}
     for info in pkgutil.walk_packages(tfshard.__path__, "tfshard."):
         if not info.name.endswith("__main__"):
@@ -66,7 +66,7 @@ CLASSES = {
 
 @functools.cache
 def identifiers() -> set[str]:
-    """Every name in the code, and every word of its texts that are not prose."""
+    """Return every name in the code, and every word of its non-prose strings."""
     known = [builtins, keras, keras.layers, keras.ops, keras.Model, keras.Layer, keras.Variable, keras.optimizers]
     known += [keras.models, keras.optimizers.Optimizer, keras.distribution, tf, tf.raw_ops, tf.errors, tf.data]
     known += [tf.data.Dataset, tf.Variable, tf.distribute, tf.distribute.Strategy, tf.distribute.StrategyExtended]
@@ -102,10 +102,10 @@ def identifiers() -> set[str]:
 
 
 def prose(path: pathlib.Path) -> str:
-    """What is meant to be read: a document without its blocks of code, or docstrings and comments."""
+    """Return the prose of a file: a document without its blocks of code, or docstrings and comments."""
     text = path.read_text()
     if path.suffix == ".md":
-        if path.name == "coming_from.md":  # In the first column are the names of others.
+        if path.name == "coming_from.md":  # The first column has names of other libraries.
             text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
         return re.sub(r"^ *```.*?^ *```|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
@@ -114,7 +114,7 @@ def prose(path: pathlib.Path) -> str:
 
 
 def exists(mention: str) -> bool:
-    """Whether something in backticks names a file or a name that there is; True for what is neither."""
+    """Return whether a text in backticks names an existing file or name. True for other texts."""
     if re.fullmatch(r"[\w./-]+\.(py|sh|md|cfg|toml|txt|yml)", mention):
         names = [mention, *(f"{folder}/{mention}" for folder in ("tfshard", "docs", "tools", "tests"))]
         return any((ROOT / name).exists() for name in names) or any(path.name == mention for path in SOURCES)
@@ -127,7 +127,7 @@ def exists(mention: str) -> bool:
     if first in CLASSES and rest:
         return rest[0] in members(CLASSES[first])
     if first in MODULES and rest:
-        # `strategy.report`: also of an object that is called like its module.
+        # `strategy.report`: also an attribute of an object that is called like its module.
         module = MODULES[first]
         classes = [each for each in vars(module).values() if isinstance(each, type)]
         return hasattr(module, rest[0]) or any(rest[0] in members(each) for each in classes)
@@ -142,7 +142,7 @@ def exists(mention: str) -> bool:
 
 
 def members(cls: type) -> set[str]:
-    """What an object of a class has, as far as its text tells."""
+    """Return the attributes of an object of a class, as far as the source shows them."""
     found = set(dir(cls))
     for each in cls.__mro__:
         found |= set(getattr(each, "__annotations__", ()))

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works where the repository is not."""
+"""The wheel: its contents, and that it works without the repository."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ import pytest
 import tfshard
 
 ROOT = pathlib.Path(__file__).parent.parent
-# What setup.cfg packs, and what it reads.
+# The files that setup.cfg packs and reads.
 SOURCES = ("tfshard", "docs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -28,26 +28,26 @@ def run(*command, **options) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy: setuptools writes beside the sources."""
+    """Build the wheel from a copy, because setuptools writes next to the sources."""
     sources = tmp_path_factory.mktemp("sources")
     for name in SOURCES:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, sources / name)
     out = pathlib.Path(os.environ.get("TFSHARD_WHEEL_DIR") or tmp_path_factory.mktemp("wheel"))
-    # Without another environment for the build, which would be fetched: setuptools is in this one, or in Python's own.
+    # No build isolation, which would fetch packages: setuptools is in this environment, or in Python's.
     script = "from setuptools import build_meta; import sys; print(build_meta.build_wheel(sys.argv[1]))"
     return out / run(sys.executable, "-c", script, out, cwd=sources).splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
-    """A Python that has the wheel, and all of this environment but tfshard: its editable install is a .pth file."""
+    """Return a Python with the wheel, and this environment without tfshard: its editable install is a .pth file."""
     place = tmp_path_factory.mktemp("environment")
     venv.create(place, symlinks=True)
     purelib = sysconfig.get_path("purelib", vars={"base": place, "platbase": place})
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(purelib)
-    # Added at the end of the path, and without its own .pth files.
+    # Added at the end of the path, without the .pth files in it.
     others = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (pathlib.Path(purelib) / "others.pth").write_text("".join(f"{other}\n" for other in others))
     return place / "bin" / "python"
@@ -92,7 +92,7 @@ def test_readmes_first_example_runs_from_the_wheel(python, environment, tmp_path
 
 @pytest.mark.slow
 def test_doctor_runs_from_the_wheel(python, environment, tmp_path):
-    # What the entry point calls.
+    # The code of the entry point.
     out = run(python, "-c", "import sys; from tfshard.cli import main; sys.exit(main())", "doctor", cwd=tmp_path,
               env=environment)  # fmt: skip
     assert re.search(rf"tfshard +{tfshard.__version__}\n", out)

@@ -1,4 +1,4 @@
-"""Every process-wide replacement in TensorFlow and Keras is listed, and so is every search of objects or frames."""
+"""The package lists every process-wide replacement in TensorFlow and Keras, and every search of objects or frames."""
 
 import ast
 import os
@@ -75,14 +75,14 @@ def test_every_patch_that_stays_after_a_training_is_listed():
 
 
 def _searches(module):
-    """The functions of a module that search, with what they use."""
+    """Yield the functions of a module that search, with the names they use."""
 
     def visit(node, place):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef):
                 yield from visit(child, f"{child.name}.")
             elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                # A function in a function belongs to the outer one.
+                # A nested function belongs to the outer function.
                 yield from visit(child, place if place and not place.endswith(".") else f"{place}{child.name}")
             else:
                 if isinstance(child, ast.Call) and ast.unparse(child.func) in _SEARCHES:

@@ -1,4 +1,4 @@
-"""The public names and what they take are those of public_api.txt: a change of them is made on purpose."""
+"""The public names and their parameters match public_api.txt, so changes are made on purpose."""
 
 import difflib
 

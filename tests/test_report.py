@@ -1,4 +1,4 @@
-"""What tools/report.sh writes of what was measured, and the models that it trains."""
+"""The texts that tools/report.sh writes from measurements, and the models that it trains."""
 
 import json
 import os
@@ -88,7 +88,7 @@ def test_epochs_of_two_processes_are_compared_in_turn():
     with serving_process() as training, serving_process() as base:
         base.ask("epoch")
         found = report.compared(training, base)
-    # 1, 2, 3 beside 2, 3, 4.
+    # 1, 2, 3 compared with 2, 3, 4.
     assert found == {"first": 0.5, "step": 2.0, "steps": [1.0, 2.0, 3.0], "ratios": [1 / 2, 2 / 3, 3 / 4]}
 
 

@@ -1,4 +1,4 @@
-"""Which cases an ordinary run takes (sweeps.py)."""
+"""sweeps.py chooses the cases of an ordinary run."""
 
 import dataclasses
 import pathlib
@@ -12,7 +12,7 @@ TESTS = pathlib.Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """What sweeps.py asks of a test."""
+    """The attributes of a test that sweeps.py uses."""
 
     nodeid: str
     marks: tuple[pytest.Mark, ...] = ()
@@ -22,7 +22,7 @@ class Item:
 
 
 def kept(*marks: pytest.MarkDecorator, quick: tuple[int, ...] = (), named: tuple[int, ...] = ()) -> list[int]:
-    """Returns which of 20 cases of a test an ordinary run takes."""
+    """Return which of 20 cases of a test an ordinary run takes."""
     own = tuple(mark.mark for mark in marks)
     items = [Item(f"a.py::test[{i}]", (*own, pytest.mark.quick.mark) if i in quick else own) for i in range(20)]
     out = sweeps.left_out(items, named={f"a.py::test[{i}]" for i in named})

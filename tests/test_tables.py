@@ -1,4 +1,4 @@
-"""Plans and reports as text: totals first, like variables in one row, no line too long."""
+"""Plans and reports as text: totals first, similar variables in one row, no overlong line."""
 
 import math
 import re
@@ -33,7 +33,7 @@ def folded(*names: str) -> list[tuple[str, int]]:
         ([f"block{i}_up" for i in (0, 1, 2, 5, 7, 8)], [("block{0..2,5,7,8}_up", 6)]),
         (["up", "up_1", "up_2", "up_7"], [("up{,_1,_2,_7}", 4)]),
         (["up3", "up_4", "up"], [("up3", 1), ("up{,_4}", 2)]),
-        # Not every combination: nothing is claimed that is not there.
+        # Incomplete combinations are not folded.
         (["a_0/b_0", "a_1/b_1"], [("a_0/b_0", 1), ("a_1/b_1", 1)]),
         (["a_0/b_0", "a_0/b_1", "a_1/b_0"], [("a_{0,1}/b_0", 2), ("a_0/b_1", 1)]),
         (["dense/kernel", "dense/bias", "up/kernel"], [("dense/kernel", 1), ("dense/bias", 1), ("up/kernel", 1)]),
@@ -92,7 +92,7 @@ def test_a_plan_of_a_gpt2_is_short_and_narrow_and_whole_with_detail():
     # Count and shape of a row.
     assert len(re.findall(r" 1  +\(", detail)) == len(plan.variables) + len(plan.slots) > 600
     assert detail.count("all-gather") == sum(each.kind == "all-gather" for each in plan.collectives)
-    # The bytes of activations are not known without a batch.
+    # The bytes of activations are unknown without a batch.
     assert any(line[-2:] == ["24", "?"] for line in lines if line)
 
 

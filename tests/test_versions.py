@@ -1,4 +1,4 @@
-"""The private names on which tfshard stands, and the versions with which it runs."""
+"""The private names that tfshard uses, and the versions with which it runs."""
 
 import ast
 import pathlib
@@ -14,7 +14,7 @@ LIBRARIES = re.compile(r"keras\.src|tensorflow\.(python|dtensor|tsl)\b")
 
 
 def names_used(path: pathlib.Path) -> set[str]:
-    """What a module takes from the private modules of the libraries, and private attributes, those of its own apart."""
+    """Return a module's names from private library modules, and the private attributes of other modules."""
     tree = ast.parse(path.read_text())
     found, modules = set(), set()
     for node in ast.walk(tree):
@@ -37,7 +37,7 @@ def test_the_names_are_where_the_table_says():
 
 def test_the_table_has_every_private_name_that_is_used():
     known = {name.path.rpartition(".")[2] for name in names.NAMES}
-    # Our own, on objects of ours.
+    # Attributes of our objects.
     own = {"_epochs", "_KINDS"}
     for path in PRIVATE.glob("*.py"):
         assert names_used(path) - own <= known, path.name

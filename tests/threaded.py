@@ -1,4 +1,4 @@
-"""Trains, evaluates and predicts in several threads of one process, and says what each has found."""
+"""Train, evaluate and predict in several threads of one process, and report the results of each."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def build(strategy: tfshard.ShardedStrategy | None) -> keras.Model:
 
 
 class Predicting(keras.callbacks.Callback):
-    """Predicts within `fit`, in its thread."""
+    """Predict within `fit`, in its thread."""
 
     def on_train_batch_end(self, batch, logs=None):
         self.model.predict(X[:8], verbose=0)
@@ -37,7 +37,7 @@ def fit(model: keras.Model) -> list[float]:
 
 
 def loop(model: keras.Model) -> list[float]:
-    """A loop of one's own, which reads what it gets."""
+    """Run a custom loop that reads its results."""
     strategy = model.distribute_strategy
 
     def step(x, y):
@@ -58,7 +58,7 @@ def predict(model: keras.Model) -> list[float]:
 
 
 def fed(model: keras.Model) -> list[float]:
-    """The data are made by a model, in the threads of tf.data."""
+    """Train on data that a model makes in the threads of tf.data."""
     teacher = build(model.distribute_strategy)
 
     def batches():

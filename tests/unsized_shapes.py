@@ -1,4 +1,4 @@
-"""What makes tensors whose shape depends on values, what is done with them, and one step of training with both."""
+"""Producers and consumers of tensors with shapes that depend on values, and a training step with both."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ VALUES = RS.normal(size=(16, 6)).astype("float32")
 BOXES = RS.uniform(size=(16, 4)).astype("float32")
 BOXES = np.concatenate([BOXES[:, :2], BOXES[:, :2] + 0.3 + BOXES[:, 2:]], axis=1)
 
-# Of `(h, x)`: h is a matrix that the step has computed, x the batch. Each gives a tensor of floats.
+# Functions of `(h, x)`: h is a matrix that the step has computed, x the batch. Each returns a tensor of floats.
 PRODUCERS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "boolean_mask": lambda h, x: tf.boolean_mask(h, x[:, 0] > 0),
     "boolean_mask of elements": lambda h, x: tf.boolean_mask(h, x[:, :4] > 0),
@@ -46,11 +46,11 @@ def _zeros(z):
 
 
 def _matrix(use):
-    """A function of matrices, for vectors, too."""
+    """Extend a function of matrices to vectors."""
     return lambda z: use(z if z.shape.rank == 2 else z[:, None] * tf.constant([[1.0, -0.5, 0.3, 2.0]]))
 
 
-# What is done with such a tensor z: each gives a number, and its gradient is taken.
+# Functions of such a tensor z. Each returns a number, and its gradient is taken.
 CONSUMERS: dict[str, dict[str, Callable[[tf.Tensor], tf.Tensor]]] = {
     "reductions": {
         "mean": tf.reduce_mean,
@@ -218,7 +218,7 @@ CONSUMERS: dict[str, dict[str, Callable[[tf.Tensor], tf.Tensor]]] = {
     },
 }  # fmt: skip
 
-# Layers, with what they are given.
+# Layers, with functions that make their inputs.
 LAYERS: dict[str, dict[str, tuple[Callable[[], keras.Layer], Callable[[tf.Tensor], tf.Tensor]]]] = {
     "dense": {
         "Dense": (lambda: keras.layers.Dense(3, activation="relu"), _matrix(lambda z: z)),
@@ -271,7 +271,7 @@ KERNEL = RS.normal(size=(6, 4)).astype("float32")
 
 @tf.autograph.experimental.do_not_convert
 def step(producer: str, consumers: dict[str, Callable], x: tf.Tensor, kernel: tf.Tensor) -> dict[str, tuple]:
-    """Of each consumer what it makes, and the gradients with respect to the batch and to a kernel before it."""
+    """Return each consumer's result, and its gradients by the batch and by a kernel before the producer."""
     found = {}
     with tf.GradientTape(persistent=True) as tape:
         tape.watch((x, kernel))
@@ -289,7 +289,7 @@ def on_one_device(producer: str, consumers: dict[str, Callable]) -> dict[str, li
 
 
 def on_mesh(producer: str, consumers: dict[str, Callable], mesh: str) -> dict[str, list[np.ndarray]]:
-    """The same in a step: the batch axis shards the batch, and a model axis the kernel's columns."""
+    """Run `step` on a mesh: the batch axis shards the batch, and a model axis the kernel's columns."""
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), zero_stage=0)
     x = transfer.host_to_mesh(VALUES, ("batch", None), strategy.mesh)
     kernel = transfer.host_to_mesh(KERNEL, (None, "model" if "model" in MESHES[mesh] else None), strategy.mesh)
@@ -299,7 +299,7 @@ def on_mesh(producer: str, consumers: dict[str, Callable], mesh: str) -> dict[st
 
 
 def differences(ours: dict[str, list[np.ndarray]], theirs: dict[str, list[np.ndarray]]) -> list[str]:
-    """The names of what differs. The mean of nothing is no number on one device either."""
+    """Return the names of differing results. The mean of an empty tensor is NaN on one device, too."""
     return [
         name
         for name, expected in theirs.items()
@@ -311,7 +311,7 @@ def differences(ours: dict[str, list[np.ndarray]], theirs: dict[str, list[np.nda
 
 
 class _Model(keras.Model):
-    """Dense, a producer, and layers; the loss of a step is the sum of `reduce` of what they make."""
+    """Dense, a producer, and layers. The loss of a step is the sum of `reduce` over the layers' outputs."""
 
     def __init__(self, producer: str, layers: dict[str, tuple[Callable, Callable]], reduce: Callable) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ def _mean_and_mean_of_squares(z: tf.Tensor) -> tf.Tensor:
     return tf.reduce_mean(tf.square(z)) + tf.reduce_mean(z)
 
 
-# Losses whose gradients have sizes that TensorFlow does not know on its own.
+# Losses with gradients of sizes that TensorFlow cannot infer.
 LOSSES: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
     "mean": tf.reduce_mean,
     "sum": tf.reduce_sum,
@@ -355,7 +355,7 @@ def trained(
     producer: str, layers: dict[str, tuple[Callable, Callable]], mesh: str | None,
     reduce: Callable[[tf.Tensor], tf.Tensor] = _mean_and_mean_of_squares,
 ) -> dict:  # fmt: skip
-    """The loss of a step and the weights after it, by their paths; on one device without a mesh."""
+    """Return the loss of a step and the weights after it by path, on a mesh or on one device."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     model = _Model(producer, layers, reduce)

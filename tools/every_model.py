@@ -1,17 +1,16 @@
-"""Trains every model of keras.applications and every KerasHub backbone on one device and under a ShardedStrategy.
+"""Train every model of keras.applications and every KerasHub backbone on one device and under a ShardedStrategy.
 
     python tools/every_model.py --suite=applications
     python tools/every_model.py --suite=keras_hub --keras_hub=CHECKOUT
     python tools/every_model.py --suite=keras_hub --keras_hub=CHECKOUT --only=vit,clip
     python tools/every_model.py --suite=applications --write      # and writes the table of docs/models.md
     python tools/every_model.py --suite=keras_hub --keras_hub=CHECKOUT --layout_map=auto --write
-    python tools/every_model.py --suite=applications --results=FILE       # goes on where it was interrupted
+    python tools/every_model.py --suite=applications --results=FILE       # continues an interrupted run
 
-KerasHub's wheel has no tests; a checkout of its repository has them, and in each test of a backbone a small
-configuration and an input, which are what is used here. Each model has a process of its own. Dropout is off. A
-head sums each output to a few numbers; three steps of SGD. Where losses differ
-by more than 1e-4, as where batch normalization of few values enlarges rounding, the model is trained in float64 as
-well.
+KerasHub's wheel has no tests, but a checkout of its repository has them. Each test of a backbone contains a small
+configuration and an input, which this tool uses. Each model runs in a separate process, without dropout. A head sums
+each output to a few numbers, and training takes three steps of SGD. If losses differ by more than 1e-4, for example
+because batch normalization of few values amplifies rounding, the model is also trained in float64.
 """
 
 import concurrent.futures
@@ -41,7 +40,7 @@ _CHILD = flags.DEFINE_string("child", None, "Of this tool's own: the model that 
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "models.md"
 BATCH, STEPS, DEVICES = 8, 3, 4
-SAME = 1e-4  # Relative, of losses.
+SAME = 1e-4  # Relative tolerance of losses.
 
 # A family of keras.applications, its smallest model, and the size of its images.
 APPLICATIONS = {
@@ -52,7 +51,7 @@ APPLICATIONS = {
 
 
 def application(name: str):
-    """A model, an input for it, and its configuration in words."""
+    """Return a model, an input for it, and a description of its configuration."""
     import keras
     import numpy as np
 
@@ -67,7 +66,7 @@ class _Captured(Exception):
 
 
 def keras_hub_test(path: str) -> dict:
-    """What a test of KerasHub calls `run_backbone_test` with."""
+    """Return the arguments with which a test of KerasHub calls `run_backbone_test`."""
     from keras_hub.src.tests.test_case import TestCase
 
     found: dict = {}
@@ -107,7 +106,7 @@ def keras_hub_backbone(path: str):
     vocabulary = options.get("vocabulary_size", 0)
 
     def varied(name: str, value):
-        """As many samples as a batch has, each another one."""
+        """Return a batch of different samples."""
         value = np.array(keras.ops.convert_to_numpy(value))
         value = np.concatenate([value] * BATCH)[:BATCH]
         if value.dtype.kind == "f" and "mask" not in name:
@@ -123,7 +122,7 @@ def keras_hub_backbone(path: str):
 
 
 def head(model, data):
-    """The model with a few numbers for each sample of it, from all that it returns for samples."""
+    """Return the model with a few numbers per sample as output, computed from all per-sample outputs."""
     import keras
 
     flat = []
@@ -140,7 +139,7 @@ def head(model, data):
 
 
 def still(model) -> None:
-    """Without what is random."""
+    """Turn off all random layers."""
     for layer in model._flatten_layers():
         for rate in ("rate", "drop_path_rate", "_dropout", "dropout", "dropout_rate", "attention_dropout"):
             if isinstance(getattr(layer, rate, None), int | float):
@@ -158,7 +157,7 @@ def strategy(model, data):
 
 
 def share(model) -> float:
-    """The share of a sharded model's parameters that the model axis shards."""
+    """Return the share of a sharded model's parameters that the model axis shards."""
     import math
 
     sizes = [(math.prod(v.shape), "model" in v.value.layout.storage) for v in model.trainable_variables]
@@ -197,7 +196,7 @@ def train(name: str, *, sharded: bool) -> dict:
 
 
 def child(name: str) -> dict:
-    """What came of a model: where rounding is enlarged, what comes of it in float64 as well."""
+    """Return the result of a model, including its result in float64 if rounding is amplified."""
     import keras
 
     import tfshard
@@ -232,7 +231,7 @@ def compare(name: str) -> dict:
     if _LAYOUT_MAP.value == "auto":
         found["share"] = ours["share"]
     found |= {"sharded": ours["losses"], "sharded_first": ours["first"], "sharded_step": ours["step"]}
-    # Finite: a configuration of a test may give none at all.
+    # The configuration of a test may give non-finite losses.
     if not np.all(np.isfinite(plain["losses"])):
         return found | {"result": "not tried", "why": "plain Keras: the loss is not finite"}
     apart = np.abs(np.subtract(ours["losses"], plain["losses"])) / np.abs(plain["losses"])

@@ -1,15 +1,15 @@
-"""Brings faults about in launched runs, and checks that each ends everywhere in time, with an error that names it.
+"""Cause faults in launched runs, and check that each ends all processes in time, with an error that names the fault.
 
     python -m tools.faults                              # each fault three times, on two clients
     python -m tools.faults --runs=20
     python -m tools.faults --only=kill_1,stop --num_processes=4
     python -m tools.faults --bare                       # clients without TensorFlow: seconds for all of them
     python -m tools.faults --calm_minutes=10            # no fault, both cores loaded: no false alarm
-    python -m tools.faults --recoveries=5               # a kill, and how long it takes until training goes on
+    python -m tools.faults --recoveries=5               # a kill, and the time until training continues
 
-A time goes from the fault to the end of the last process of the run, launchers and clients; after it no port of theirs
-is held. Random moments come from `--seed`, which is printed. Nothing else may be run beside it on a small machine: the
-limits are seconds of wall time.
+A time goes from the fault to the end of the last process of the run, launchers and clients. After that, no process
+holds any of the run's ports. Random moments come from `--seed`, which is printed. Run nothing else at the same time on
+a small machine: the limits are seconds of wall time.
 """
 
 import collections
@@ -38,19 +38,19 @@ _RECOVERIES = flags.DEFINE_integer("recoveries", 0, "How often to kill a client 
 
 
 def run_fault(name: str, num_processes: int, *, seed: str, bare: bool = False) -> float:
-    """Brings a fault about and checks what follows.
+    """Cause a fault, and check the result.
 
     Args:
-        name: Of the fault.
-        num_processes: Clients, if there is one host; else one on each.
-        seed: Of its random moments.
-        bare: Launchers and clients without TensorFlow.
+        name: The name of the fault.
+        num_processes: The number of clients on a single host. With several hosts, each host has one client.
+        seed: The seed of random moments.
+        bare: True for launchers and clients without TensorFlow.
 
     Returns:
-        The seconds from the fault until the last process of the run had ended.
+        The seconds from the fault to the end of the run's last process.
 
     Raises:
-        AssertionError: Something else followed.
+        AssertionError: The result is not as expected.
     """
     fault = faults(num_processes)[name]
     assert fault.bare or not bare, f"Without TensorFlow there is no fault {name}."
@@ -81,7 +81,7 @@ def run_fault(name: str, num_processes: int, *, seed: str, bare: bool = False) -
 
 
 def run_calm(minutes: float, num_processes: int) -> None:
-    """Trains with all cores loaded; nothing may be taken for a fault, and all clients go on, and end, together."""
+    """Train with all cores loaded. Nothing may be taken for a fault, and all clients must continue and end together."""
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         with running(
@@ -100,7 +100,7 @@ def run_calm(minutes: float, num_processes: int) -> None:
 
 
 def check_calm(run: Run, num_processes: int) -> None:
-    """All clients did the same steps without a pause, and the launcher had nothing to say; prints their rate."""
+    """Check that all clients did the same steps without a pause or a launcher message, and print their rate."""
     assert run.launchers[0].returncode == 0, (run.launchers[0].returncode, run.text)
     assert "tfshard launch:" not in run.said, run.said
     assert [line for line in run.lines if re.match(r"\[client +0\] (pid|begins)", line)][1:] == ["[client 0] begins"]
@@ -125,7 +125,7 @@ def check_calm(run: Run, num_processes: int) -> None:
 
 
 def run_recovery(num_processes: int, seed: str) -> tuple[float, int]:
-    """Kills a client; returns the seconds until the next step after the restart, and how many steps are done again."""
+    """Kill a client. Returns the seconds until the next step after the restart, and the number of repeated steps."""
     every_steps = 5
     with tempfile.TemporaryDirectory() as state:
         command = [f"--num_processes={num_processes}", "--max_restarts=1", CLIENT, f"--state={state}"]

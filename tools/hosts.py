@@ -1,18 +1,19 @@
-"""Launches a script on several hosts, which are network namespaces of this machine with links of one rate.
+"""Launch a script on several hosts, which are network namespaces of this machine with links of one rate.
 
     python -m tools.hosts --rate=1gbit examples/train_lm.py --mesh=batch:4 --steps=20
     python -m tools.hosts --num_hosts=4 --devices_per_process=1 --rate=100mbit examples/train_lm.py --mesh=batch:4
     python -m tools.hosts --launch_flags=--module tfshard profile-network
-    python -m tools.hosts --down=1@40 examples/train_lm.py --mesh=batch:4       # the link of host 1, after 40 s
-    python -m tools.hosts --down=1@40+3 examples/train_lm.py --mesh=batch:4     # and 3 s later it is up again
-    python -m tools.hosts --clean                                               # what dead runs left
+    python -m tools.hosts --down=1@40 examples/train_lm.py --mesh=batch:4       # cuts the link of host 1 after 40 s
+    python -m tools.hosts --down=1@40+3 examples/train_lm.py --mesh=batch:4     # and restores it 3 s later
+    python -m tools.hosts --clean                                               # removes the remains of dead runs
 
-A `tfshard launch` runs on each host, with everything that it says behind `[host 1]`. At the end it is printed what each
-host's interface sent and received. Nothing of the network is left then, also after SIGINT, SIGTERM and SIGHUP, which
-go to the launchers; a second one kills them.
+A `tfshard launch` runs on each host. Its output is printed after `[host 1]`. At the end, the bytes that each host's
+interface sent and received are printed, and the network is removed, even after SIGINT, SIGTERM and SIGHUP. These
+signals are passed to the launchers; a second signal kills the launchers.
 
-The exit code is that of the launcher of host 0, or of the first other one that failed; 77 where there cannot be such a
-network. It takes root, `ip`, `tc` and `setpriv`. tools/hosts.sh sets the environment up and calls this.
+The exit code comes from the launcher of host 0, or from the first other launcher that failed. It is 77 if the machine
+cannot create such a network, which takes root, `ip`, `tc` and `setpriv`. tools/hosts.sh sets the environment up and
+calls this module.
 """
 
 import dataclasses
@@ -40,16 +41,16 @@ _CLEAN = flags.DEFINE_boolean("clean", False, "Take away what dead runs left, an
 
 flags.register_validator("rate", network.RATE.fullmatch, "It is a number and kbit, mbit or gbit, such as 1gbit.")
 
-# The exit code where there cannot be such a network.
+# The exit code if the machine cannot create such a network.
 UNAVAILABLE = 77
-# How long launchers may take to end, once they were asked to, in s.
+# The time in s that launchers may take to end after a signal.
 _ENDING_SECONDS = 30.0
 _LOOK_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
 class Change:
-    """A link that goes up or down, so many seconds after the start."""
+    """A link that goes up or down, `at` seconds after the start."""
 
     at: float
     host: int
@@ -57,10 +58,10 @@ class Change:
 
 
 def changes(text: str, num_hosts: int) -> list[Change]:
-    """What `--down` says.
+    """Parse an argument of `--down`.
 
     Raises:
-        UsageError: Something else than a host and seconds.
+        UsageError: The text is not a host and seconds.
 
     >>> for change in changes("1@20+5", 2):
     ...     print(change)
@@ -80,7 +81,7 @@ def say(text: str) -> None:
 
 
 class _Launcher:
-    """The launcher of a host; what it says is printed."""
+    """The launcher of a host. Its output is printed."""
 
     def __init__(self, host: int, command: tuple[str, ...], environment: dict[str, str]):
         self.host = host
@@ -101,12 +102,12 @@ class _Launcher:
             print(f"[host {self.host}] {line}", end="", flush=True)
 
     def drain(self) -> None:
-        """Until all that it said is printed."""
+        """Wait until all output is printed."""
         self._reader.join(2.0)
 
 
 def commands(hosts: Network, arguments: list[str]) -> list[tuple[str, ...]]:
-    """What runs on each host."""
+    """Return the command of each host."""
     launch = (
         sys.executable, "-m", "tfshard", "launch", f"--hosts={','.join(hosts.addresses)}",
         f"--num_processes={_NUM_PROCESSES.value}", f"--devices_per_process={_DEVICES.value}", *_LAUNCH_FLAGS.value,
@@ -115,13 +116,13 @@ def commands(hosts: Network, arguments: list[str]) -> list[tuple[str, ...]]:
 
 
 def watch(hosts: Network, launchers: list[_Launcher], planned: list[Change], received: list[int]) -> list[int]:
-    """Until all launchers have ended; returns their exit codes.
+    """Wait until all launchers have ended, and return their exit codes.
 
     Args:
-        hosts: Where they run.
-        launchers: One on each host.
-        planned: What happens to the links.
-        received: The signals that this process got so far.
+        hosts: The network of the hosts.
+        launchers: The launcher of each host.
+        planned: The changes of the links.
+        received: The signals that this process has received so far.
     """
     begin, codes = time.monotonic(), {}
     asked, passed_on, cut = None, 0, None
@@ -152,7 +153,7 @@ def watch(hosts: Network, launchers: list[_Launcher], planned: list[Change], rec
 
 
 def run(arguments: list[str], received: list[int]) -> int:
-    """Launches on all hosts, and takes them away; returns the exit code."""
+    """Launch on all hosts, remove the hosts, and return the exit code."""
     planned = sorted(change for text in _DOWN.value for change in changes(text, _NUM_HOSTS.value))
     environment = {**os.environ, "TFSHARD_SECRET": os.urandom(32).hex()}
     with network.connected(_NUM_HOSTS.value, _RATE.value) as hosts:
@@ -187,6 +188,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # What stands behind the script is the script's.
+    # Arguments after the script belong to the script.
     flags.FLAGS.set_gnu_getopt(False)
     app.run(main)

@@ -1,7 +1,7 @@
-"""Breaks one function of tfshard at a time, in a copy of the tree, and checks that the test that guards it fails.
+"""Break one function of tfshard at a time in a copy of the tree, and check that the test that guards it fails.
 
-tools/mutations.py lists the faults and the test that has to fail for each. The tests run on the unbroken copy first,
-where all have to pass. tools/mutate.sh sets up the environment and calls this module.
+tools/mutations.py lists the faults, and the test that must fail for each. The tests run on the unbroken copy first,
+where all must pass. tools/mutate.sh sets up the environment and calls this module.
 """
 
 import os
@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def copy_tree(to: pathlib.Path) -> None:
-    """Copies the files that git knows, and those that it does not ignore."""
+    """Copy the files that git tracks or does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -41,7 +41,7 @@ def copy_tree(to: pathlib.Path) -> None:
 
 
 def run_tests(tree: pathlib.Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs tests as the ordinary run would: without the sweep."""
+    """Run tests as in an ordinary run, without the sweep."""
     environment = {key: value for key, value in os.environ.items() if key != "TFSHARD_SWEEP"}
     environment |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
@@ -52,7 +52,7 @@ def run_tests(tree: pathlib.Path, tests: list[str]) -> subprocess.CompletedProce
 
 
 def is_killed(mutation: Mutation, tree: pathlib.Path) -> bool:
-    """Breaks the copy, runs the test, and mends the copy."""
+    """Break the copy, run the test, and restore the copy."""
     path = tree / mutation.file
     text = path.read_text()
     path.write_text(mutation.applied(text))
@@ -63,7 +63,7 @@ def is_killed(mutation: Mutation, tree: pathlib.Path) -> bool:
         return False
     finally:
         path.write_text(text)
-    # 1: tests ran and failed. Others are errors of pytest's or of a broken import.
+    # 1: tests ran and failed. Other codes are errors of pytest or of a broken import.
     if done.returncode == 1 and re.search(r"^(FAILED|ERROR) ", done.stdout, re.MULTILINE):
         return True
     print(f"{mutation.title}: NOT KILLED, pytest ended with {done.returncode}:\n{done.stdout[-3000:]}", flush=True)

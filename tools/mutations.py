@@ -1,7 +1,7 @@
 """Faults that tools/mutate.sh puts into tfshard one at a time, and the test that fails for each.
 
-A mutation names a function and a behaviour. So the function may move within its file, and text elsewhere in the file may
-look the same.
+A mutation names a function and a behaviour. The function may therefore move within its file, and the same text may
+occur elsewhere in the file.
 """
 
 import ast
@@ -50,7 +50,7 @@ class Mutation:
         return f"{path}/__init__.py" if (ROOT / path).is_dir() else f"{path}.py"
 
     def applied(self, text: str) -> str:
-        """Returns the file's text with the fault.
+        """Return the file's text with the fault.
 
         Args:
             text: The text of the file without the fault.
@@ -66,7 +66,7 @@ class Mutation:
 
 @functools.lru_cache(maxsize=16)
 def _spans(text: str) -> dict[str, list[tuple[int, int]]]:
-    """Returns the first and the last character of each definition by its qualified name.
+    """Return the first and the last character of each definition by its qualified name.
 
     A name with several definitions, such as a property with a setter, has several spans.
     """
@@ -95,7 +95,7 @@ def _spans(text: str) -> dict[str, list[tuple[int, int]]]:
 
 
 def table(mutations: list[Mutation]) -> str:
-    """Returns the table of docs/testing.md."""
+    """Return the table of docs/testing.md."""
     lines = ["| Area | Function | Wrong behaviour | Test that fails |", "|---|---|---|---|"]
     for mutation in mutations:
         test = mutation.killed_by.replace("|", "\\|")

@@ -32,7 +32,7 @@ TRAININGS = {
 
 
 def build() -> keras.Model:
-    """A small transformer with a head for sequences."""
+    """Return a small transformer with a head for sequences."""
     keras.utils.set_random_seed(0)
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = keras.layers.Embedding(TOKENS, WIDTH, name="tokens")(tokens)

@@ -1,4 +1,4 @@
-"""Telemetry: it changes nothing, and what it tells is true."""
+"""Telemetry changes no training, and reports correct numbers."""
 
 import csv
 import itertools
@@ -36,14 +36,17 @@ def sharded(**options) -> tfshard.ShardedStrategy:
 
 
 def fit(model: keras.Model, *callbacks, **options) -> dict[str, list[float]]:
-    """A `fit` of batches of 8, 8, 8 and 6."""
+    """Fit batches of 8, 8, 8 and 6 rows."""
     how = {"x": X, "y": Y, "batch_size": 8, "epochs": 3, "verbose": 0, "shuffle": False, **options}
     return model.fit(callbacks=list(callbacks), **how).history
 
 
 @pytest.fixture
 def ticking(monkeypatch):
-    """A clock on which each step takes a second: it is looked at when steps begin, and at the end of an epoch."""
+    """Fake a clock on which each step takes a second.
+
+    Telemetry reads the clock when a step begins, and at the end of an epoch.
+    """
     clock = itertools.count()
     monkeypatch.setattr(telemetry.time, "perf_counter", lambda: float(next(clock)))
 
@@ -64,7 +67,7 @@ def test_a_fit_has_the_same_bits_with_it(microbatches):
 
 def test_rates_are_those_of_steps_that_did_not_compile(ticking):
     history = fit(compiled(sharded()), tfshard.callbacks.Telemetry(profile_every=None), validation_data=(X, Y))
-    # The first epoch compiles a step for 8 and one for 6.
+    # The first epoch compiles a step for 8 rows and a step for 6 rows.
     assert history["samples_per_second"] == [8.0, 7.5, 7.5]
     assert history["step_seconds_p50"] == history["step_seconds_p99"] == [1.0, 1.0, 1.0]
     assert history["tokens_per_second"] == history["restarts"] == [0.0, 0.0, 0.0]
@@ -74,7 +77,7 @@ def test_rates_are_those_of_steps_that_did_not_compile(ticking):
 def test_steps_that_keras_does_at_once_share_their_time(ticking):
     model = compiled(sharded(), steps_per_execution=2)
     history = fit(model, tfshard.callbacks.Telemetry(profile_every=None), x=X[:24], y=Y[:24])
-    # An execution of two steps takes a second; the third step is one by itself.
+    # An execution of two steps takes a second; the third step is an execution alone.
     assert history["samples_per_second"][1:] == [12.0, 12.0]
     assert history["step_seconds_p50"][1:] == [0.75, 0.75]
 
@@ -114,7 +117,7 @@ def test_what_a_step_sends_holds_and_computes_is_that_of_plan_report_and_profile
     assert history["device_bytes"] == [held] * 3
     flops = tfshard.planning.training_flops(model, X[:8]) / 8
     for rate, samples in zip(history["flops_per_second"], history["samples_per_second"], strict=True):
-        # Every step was profiled: none is timed.
+        # Every step was profiled, so none is timed.
         assert math.isnan(rate) and math.isnan(samples)
     history = fit(model, tfshard.callbacks.Telemetry(profile_every=1000))
     for rate, samples in zip(history["flops_per_second"], history["samples_per_second"], strict=True):
@@ -129,7 +132,7 @@ def test_the_peak_is_what_rests_and_what_a_step_adds():
     history = fit(model, tfshard.callbacks.Telemetry(), x=x, y=x)
     held = strategy.report(model).bytes_per_device()
     assert held >= 2 * 512 * 512 * 4 / 4, "premise: a quarter of two kernels rests"
-    # A gathered kernel, and at most all that a step could have at once.
+    # A gathered kernel, and at most everything that a step could hold at once.
     assert all(held + 512 * 512 * 4 <= peak < 8 * 512 * 512 * 4 for peak in history["device_peak_bytes"])
 
 
@@ -141,7 +144,7 @@ def test_the_profiled_step_is_one_that_trains_and_of_those_that_are_due(monkeypa
     )
     model = compiled(sharded())
     history = fit(model, tfshard.callbacks.Telemetry(profile_every=4), x=X[:24], y=Y[:24], epochs=4)
-    # Of 12 steps the first compiles; of the 11 others the first, the fifth and the ninth are profiled.
+    # The first of 12 steps compiles. The first, fifth and ninth of the 11 other steps are profiled.
     assert len(traces) == 3
     for trace in traces:
         assert any(":Collective" in event.name for event in trace)
@@ -176,7 +179,7 @@ def test_a_step_in_which_another_profiler_runs_is_not_profiled(tmp_path):
 def test_files_hold_what_the_history_has(tmp_path):
     log, board = tmp_path / "run.csv", tmp_path / "board"
     history: dict[str, list[float]] = {name: [] for name in NAMES}
-    for _ in range(2):  # As a run that is restarted.
+    for _ in range(2):  # As in a restarted run.
         found = fit(
             compiled(sharded()), tfshard.callbacks.Telemetry(log, board), keras.callbacks.CSVLogger(tmp_path / "k")
         )
@@ -248,7 +251,7 @@ def test_a_file_with_other_columns_is_refused_before_training(tmp_path):
 def test_scalars_are_written_without_tensorboard_and_its_callback_is_refused_before_training(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ImportError):
-        import tensorboard  # noqa: F401, PLC0415  # The premise.
+        import tensorboard  # noqa: F401, PLC0415  # Premise: the import fails.
     model = compiled(sharded())
     with pytest.raises(tfshard.errors.TelemetryError, match="needs the package tensorboard.*pip install tensorboard"):
         fit(model, keras.callbacks.TensorBoard(tmp_path))

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, on any mesh, and checked before they are used."""
+"""Checkpoints are complete or absent, fit any mesh, and are checked before use."""
 
 import shutil
 import threading
@@ -83,7 +83,7 @@ def test_what_several_clients_wrote_is_put_together_and_refused_when_a_piece_is_
             manifest.decode_parts(parts, "here")
 
 
-# --- what is saved ----------------------------------------------------------------------------------------
+# --- contents ---------------------------------------------------------------------------------------------
 
 
 def test_state_of_every_kind_comes_back(tmp_path):

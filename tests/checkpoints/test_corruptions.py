@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, or made to do harm: found before a variable changes."""
+"""Damaged and malicious checkpoints are found before a variable changes."""
 
 import collections
 import functools
@@ -24,7 +24,7 @@ def read(path: pathlib.Path) -> Files:
 
 
 def write(path: pathlib.Path, wanted: Files) -> None:
-    """Makes the files of a directory those that are wanted."""
+    """Make a directory contain exactly the wanted files."""
     found = read(path)
     for name in found.keys() - wanted.keys():
         (path / name).unlink()
@@ -34,7 +34,7 @@ def write(path: pathlib.Path, wanted: Files) -> None:
 
 
 def flips(whole: Files, count: int, random: Random) -> Iterator[tuple[str, Files]]:
-    """One bit each: of the first and last byte of each file, and of bytes that lie evenly over all files."""
+    """Flip single bits: in the first and last byte of each file, and in bytes spread evenly over all files."""
     total = sum(map(len, whole.values()))
     edges = [round(total * number / count) for number in range(count + 1)]
     places = {random.randrange(begin, end) for begin, end in zip(edges, edges[1:], strict=False)}
@@ -49,7 +49,7 @@ def flips(whole: Files, count: int, random: Random) -> Iterator[tuple[str, Files
 
 
 def files_that_are_wrong(whole: Files, random: Random) -> Iterator[tuple[str, Files]]:
-    """Each file missing, cut, longer, or with zeros; each two exchanged; files that do not belong there."""
+    """Yield each file missing, cut, longer, or with zeros; each pair of files swapped; and foreign files."""
     for name, content in sorted(whole.items()):
         yield f"{name} is missing", {other: whole[other] for other in whole if other != name}
         for size in {0, random.randrange(1, len(content) - 1), len(content) - 1}:
@@ -67,7 +67,7 @@ def files_that_are_wrong(whole: Files, random: Random) -> Iterator[tuple[str, Fi
 
 
 def edited(value: object) -> object:
-    """Another value of the same kind."""
+    """Return another value of the same type."""
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int):
@@ -76,7 +76,7 @@ def edited(value: object) -> object:
 
 
 def fields(data: object, above: tuple = ()) -> Iterator[tuple]:
-    """The path of every field of a manifest, and of every piece's parts."""
+    """Yield the path of every field of a manifest, including the fields of local shards."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
         yield (*above, key)
@@ -84,7 +84,10 @@ def fields(data: object, above: tuple = ()) -> Iterator[tuple]:
 
 
 def manifests_that_were_edited(whole: Files, random: Random) -> Iterator[tuple[str, Files]]:
-    """Each field once, where there are many of a kind one of them; and such that were signed anew."""
+    """Edit each field once, or one field of each kind.
+
+    Yields edited manifests with the old and with a new signature.
+    """
     text = json.loads(whole[files.MANIFEST])
     kinds = collections.defaultdict(list)
     for path in fields(text):
@@ -105,13 +108,13 @@ def manifests_that_were_edited(whole: Files, random: Random) -> Iterator[tuple[s
     for paths in kinds.values():
         path = random.choice(paths)
         yield f"the manifest's {path} is edited", changed(path, False)
-    # What a checkpoint is for; the rest of a manifest is for information.
+    # The fields that restore uses. The other fields of a manifest are only information.
     for key in sorted(text["content"]["variables"]):
         path = ("content", "variables", key, "pieces", 0, 2)
         yield f"the manifest's {path} is edited and signed", changed(path, True)
     for path in (("content", "step"), ("content", "generation"), *(p for p in kinds if p[1:2] == ("files",) and p[3:])):
         yield f"the manifest's {path} is edited and signed", changed(path, True)
-    # Pieces of one shape: only their values tell.
+    # Shards of one shape: only their values differ.
     edit = json.loads(whole[files.MANIFEST])
     variables = edit["content"]["variables"]
     one, other = (variables[f"optimizer/sequential_dense_kernel_{slot}"] for slot in ("momentum", "velocity"))
@@ -121,7 +124,7 @@ def manifests_that_were_edited(whole: Files, random: Random) -> Iterator[tuple[s
 
 
 def test_200_corruptions_are_found_before_a_variable_changes_and_training_goes_on(tmp_path):
-    """Of each byte's neighbourhood, of each file and of each field of the manifest; no two are the same."""
+    """The corruptions cover each file, bytes of all regions, and each field of the manifest. No two are equal."""
     model = filled()
     manager = tfshard.CheckpointManager(tmp_path)
     path = manager.save(model, 6, iterator=iter(tf.data.Dataset.range(9).batch(2)))
@@ -200,7 +203,7 @@ def test_a_hostile_manifest_is_refused(content, tmp_path):
 
 
 def test_a_signed_manifest_cannot_lead_out_or_claim_more_than_there_is(tmp_path):
-    """Whoever edits a manifest can compute its checksum."""
+    """Anyone who edits a manifest can compute its checksum."""
     model = compiled()
     manager = tfshard.CheckpointManager(tmp_path)
     path = manager.save(model, 6)

@@ -1,4 +1,4 @@
-"""Keras's own files: written and read a variable at a time, and never believed."""
+"""Keras's files are written and read one variable at a time, and never trusted."""
 
 import io
 import os
@@ -58,7 +58,7 @@ def test_plain_keras_loads_an_export_and_import_gives_it_back_on_another_mesh(ex
     assert_same_weights(other, model)
     assert not other.optimizer.built or int(other.optimizer.iterations.numpy()) == 0
     other.train_on_batch(X[:8], Y[:8])
-    # What plain Keras wrote comes in too.
+    # A file of plain Keras can be imported, too.
     plain.save(tmp_path / "p.keras") if extension == "keras" else plain.save_weights(tmp_path / "p.weights.h5")
     other = compiled(seed=2)
     tfshard.import_weights(other, tmp_path / f"p.{extension}")
@@ -84,7 +84,7 @@ def test_memory_is_bounded_by_the_largest_variable(extension, tmp_path):
             tracemalloc.stop()
 
     path = tmp_path / f"m.{extension}"
-    tfshard.export(model, tmp_path / f"first.{extension}")  # What is imported once is not counted.
+    tfshard.export(model, tmp_path / f"first.{extension}")  # Modules are imported before the measurement.
     assert peak(lambda: tfshard.export(model, path)) < 3 * largest
     tfshard.import_weights(model, path)
     assert peak(lambda: tfshard.import_weights(model, path)) < 5 * largest
@@ -138,7 +138,7 @@ def test_every_mismatch_is_named_at_once_and_nothing_is_changed(model, tmp_path)
 
 
 class Payload:
-    """Creates a file when it is unpickled."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, victim):
         self.victim = str(victim)
@@ -148,7 +148,7 @@ class Payload:
 
 
 def rewritten(path, edit) -> None:
-    """A `.keras` archive with its members changed: `edit` gets them as a dict, and more of `ZipFile.writestr`."""
+    """Rewrite a `.keras` archive: `edit` gets its members as a dict. Values may be arguments of `ZipFile.writestr`."""
     with zipfile.ZipFile(path) as archive:
         members = {info.filename: archive.read(info) for info in archive.infolist()}
     edit(members)
@@ -161,7 +161,7 @@ def rewritten(path, edit) -> None:
 
 
 def weights(edit):
-    """Changes the file of weights inside."""
+    """Return an edit that changes the weights file in the archive."""
 
     def change(members):
         buffer = io.BytesIO(members["model.weights.h5"])
@@ -273,7 +273,7 @@ def test_a_damaged_archive_is_refused(model, tmp_path):
 
 
 def test_nothing_in_an_archive_is_run(model, tmp_path, monkeypatch):
-    """A Lambda layer that would run on loading, and a pickle, in an archive whose weights fit."""
+    """The archive has fitting weights, but also a Lambda layer that would run on loading, and a pickle."""
     monkeypatch.chdir(tmp_path)
     path = tfshard.export(model, tmp_path / "m.keras")
     lambda_model = keras.Sequential(

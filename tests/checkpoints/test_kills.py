@@ -1,4 +1,4 @@
-"""A process is killed at each change that a save makes to the disk: what was committed last loads with its values."""
+"""If a process is killed at any disk change of a save, the last committed checkpoint loads with its values."""
 
 import collections
 import dataclasses
@@ -35,7 +35,7 @@ KINDS = {"mkdir", "create", "write", "fsync", "fsync directory", "rename", "unli
 
 @pytest.fixture(scope="module")
 def model() -> keras.Model:
-    """What is restored."""
+    """The model to restore into."""
     found = killed_saves.build()
     layouts = [variable.value.layout for variable in found.trainable_variables]
     assert any("batch" in layout.storage for layout in layouts)
@@ -44,14 +44,14 @@ def model() -> keras.Model:
 
 @pytest.fixture(scope="module")
 def saved() -> keras.Model:
-    """What is saved, and killed: it has the values number `SAVED`."""
+    """The model of the killed saves, with the values number `SAVED`."""
     found = killed_saves.build()
     fill(found, SAVED)
     return found
 
 
 def killed(disk: Disk, saved: keras.Model, root: pathlib.Path, case: killed_saves.Case) -> None:
-    """The save of a case by one client, until it is killed or done."""
+    """Save a case by one client, until it is killed or done."""
     with disk:
         manager = tfshard.CheckpointManager(root, keep=case.keep)
         try:
@@ -61,11 +61,11 @@ def killed(disk: Disk, saved: keras.Model, root: pathlib.Path, case: killed_save
             pass
 
 
-# --- several clients, of which each is a thread here
+# --- several clients, each a thread of this process
 
 
 class Client(clients.Alone):
-    """One of two clients that meet at a barrier."""
+    """A client of two that meet at a barrier."""
 
     count = 2
 
@@ -81,7 +81,7 @@ class Client(clients.Alone):
 
 
 def killed_together(disk: Disk, saved: keras.Model, root: pathlib.Path, case: killed_saves.Case) -> None:
-    """The save of a case by two clients, each with half of the pieces, until they are killed or done."""
+    """Save a case by two clients, each with half of the shards, until they are killed or done."""
     variables = training_state.collect(saved)
     position = Position(epoch=0, step=None, consumed=0, num_batches=None, fresh=False, clients=1)
     states = [datasets.iterator_state(elements(SAVED))]
@@ -90,7 +90,7 @@ def killed_together(disk: Disk, saved: keras.Model, root: pathlib.Path, case: ki
     failures = []
 
     def run(writing: Writing, snapshot: Snapshot) -> None:
-        """As CheckpointManager does."""
+        """Run a save as CheckpointManager does."""
         try:
             try:
                 writing.begin([variable.key for variable in variables])
@@ -125,7 +125,7 @@ def number_of_thread() -> int:
 
 @pytest.fixture
 def two(monkeypatch):
-    """A function that makes a Disk of two clients; who waits for a client that was killed is killed."""
+    """Return a function that makes a Disk of two clients. A client that waits for a killed client is killed, too."""
     disks: list[Disk] = []
 
     def sleep(seconds: float) -> None:
@@ -145,7 +145,7 @@ def two(monkeypatch):
 
 @pytest.fixture(scope="module")
 def templates(model, tmp_path_factory) -> dict[str, pathlib.Path]:
-    """What each case begins with."""
+    """The initial directory of each case."""
     found = {}
     for number, (name, case) in enumerate(CASES.items()):
         found[name] = tmp_path_factory.mktemp(f"case-{number}")
@@ -163,7 +163,7 @@ def again(template: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 def left_and_next(
     root: pathlib.Path, model: keras.Model, case: killed_saves.Case, then: tuple[int, int] | None
 ) -> None:
-    """What a kill left: what was committed, with its values; and nothing that hinders the next save, or stays."""
+    """Check a killed save: the last commit has its values, the next save works, and no temporary files stay."""
     check(root, model, then)
     manager = tfshard.CheckpointManager(root, keep=case.keep)
     manager.save(model, case.step + 1)
@@ -189,7 +189,7 @@ def test_a_kill_at_each_change_of_the_disk_leaves_what_was_committed_with_its_va
         killed(disk, saved, disk.folder / "run", case)
         assert disk.was_killed and without_names(disk.points[0]) == without_names(points[: number + 1])
         if number <= commit(points, case.step):
-            # Nothing is deleted before.
+            # Nothing is deleted before the commit.
             assert tfshard.CheckpointManager(disk.folder / "run").steps() == sorted({step for step, _ in case.before})
         try:
             left_and_next(disk.folder / "run", model, case, expected(case, points, (0, number)))
@@ -205,7 +205,10 @@ def test_a_kill_at_each_change_of_the_disk_leaves_what_was_committed_with_its_va
 def test_a_kill_of_one_of_two_clients_leaves_what_was_committed_with_its_values(
     name, model, saved, templates, two, tmp_path
 ):
-    """The other goes on until it waits, or is killed at the same moment: in turn, or both with TFSHARD_SWEEP=1."""
+    """The other client runs on until it waits, or is killed at the same moment.
+
+    An ordinary run alternates between the two; TFSHARD_SWEEP=1 runs both.
+    """
     case = CASES[name]
     whole = two(again(templates[name], tmp_path / "run"))
     killed_together(whole, saved, whole.folder / "run", case)
@@ -228,15 +231,15 @@ def test_a_kill_of_one_of_two_clients_leaves_what_was_committed_with_its_values(
 
 
 def without_names(points: list[Change]) -> list[tuple[str, str]]:
-    """What is done, without names that time and process go into, and in which order a directory is listed."""
+    """Return the changes without names of a time or a process, and without the order of directory listings."""
     return [(point.what, "removed" if "removed" in point.path else point.path) for point in points]
 
 
-# --- that the points are all, and in an order that a power loss does not matter to
+# --- the points are complete, and their order survives a power loss
 
 
 def test_every_change_of_the_disk_is_a_point(saved, tmp_path):
-    """What the system sees happens in them; and it sees what does not."""
+    """The system sees no change outside the points, and it does see a foreign change."""
     root = tmp_path / "above" / "run"
     kinds = set()
     for name in ("the first", "one that deletes others"):
@@ -252,7 +255,7 @@ def test_every_change_of_the_disk_is_a_point(saved, tmp_path):
 
 
 def tree(folder: pathlib.Path) -> frozenset:
-    """Names and contents."""
+    """Return names and contents."""
     return frozenset(
         (str(path.relative_to(folder)), path.read_bytes() if path.is_file() else None) for path in folder.rglob("*")
     )
@@ -267,10 +270,10 @@ def tree(folder: pathlib.Path) -> frozenset:
 def test_a_power_loss_at_each_change_of_the_disk_leaves_what_was_committed(
     name, together, model, saved, templates, two, tmp_path
 ):
-    """Whatever was not synced is gone, or the contents of files only."""
+    """All changes that were not synced are lost, or only the contents of files."""
     case, run, make = CASES[name], killed_together if together else killed, two if together else Disk
     whole = make(again(templates[name], tmp_path / "run"))
-    # Directories above that are new have to be there, too.
+    # New parent directories must be durable, too.
     below = pathlib.Path("run") if case.before else pathlib.Path("above", "run")
     run(whole, saved, whole.folder / below, case)
     points = whole.points[0]
@@ -279,7 +282,7 @@ def test_a_power_loss_at_each_change_of_the_disk_leaves_what_was_committed(
         i for i, p in enumerate(points) if i > committed and (p.what, p.path) == ("fsync directory", str(below))
     )
     checked = set()
-    # Last when the save has ended, and nobody was killed.
+    # The last round is after the save, without a kill.
     for number, point in enumerate([*points, Change(what="the end", path="")]):
         if point.within:
             continue
@@ -289,7 +292,7 @@ def test_a_power_loss_at_each_change_of_the_disk_leaves_what_was_committed(
             shutil.rmtree(tmp_path / "lost", ignore_errors=True)
             getattr(disk.durable, lost)(tmp_path / "lost")
             then = (case.step, SAVED) if number > since else case.last
-            # Mostly it is as before.
+            # Most changes leave the same files.
             if (found := (tree(tmp_path / "lost"), then)) in checked:
                 continue
             checked.add(found)
@@ -300,14 +303,14 @@ def test_a_power_loss_at_each_change_of_the_disk_leaves_what_was_committed(
     assert len(checked) > 4
 
 
-# --- fit, which saves when it ends
+# --- fit, which saves at its end
 
 
 def fit(model: keras.Model, directory: pathlib.Path, seen: list | None = None) -> None:
-    """Two epochs of a step each, from the beginning or from where the last run was killed."""
+    """Run two epochs of one step each, from the start or from the last committed save."""
 
     class Begin(keras.callbacks.Callback):
-        """Notes the values with which training begins."""
+        """Record the values at the start of training."""
 
         def on_epoch_begin(self, epoch, logs=None):
             if seen is not None and not seen:
@@ -323,7 +326,7 @@ def fit(model: keras.Model, directory: pathlib.Path, seen: list | None = None) -
 
 @pytest.mark.filterwarnings("ignore:Nothing was trained")
 def test_a_fit_that_is_killed_in_its_last_save_goes_on_from_what_was_committed(saved, tmp_path):
-    """At each point of the save at its end, which a thread writes; the next fit ends with the same bits."""
+    """Kills each point of the save that a thread writes at the end of fit. The next fit ends with the same bits."""
     model, begins = killed_saves.build(), drawn(saved, 3)
 
     def begin(into: pathlib.Path) -> pathlib.Path:
@@ -362,7 +365,7 @@ def test_a_fit_that_is_killed_in_its_last_save_goes_on_from_what_was_committed(s
 
 
 def run_killed(directory: pathlib.Path, sample: int, *launcher: str) -> str:
-    """Runs killed_saves.py; what it printed."""
+    """Run killed_saves.py, and return its output."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
     command = [sys.executable, *launcher, str(HERE / "killed_saves.py"), str(directory), str(sample)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -372,20 +375,20 @@ def run_killed(directory: pathlib.Path, sample: int, *launcher: str) -> str:
 
 
 def counts(said: str) -> tuple[int, int, int]:
-    """Kills that were planned, that there are, and restarts that found all as it has to be."""
+    """Return the numbers of planned kills, of points, and of restarts that passed."""
     ((planned, points),) = re.findall(r"PLAN (\d+) of (\d+)", said)
     return int(planned), int(points), int(re.findall(r"PASSED (\d+)", said)[-1])
 
 
 def test_kill_minus_9_at_points_of_saves_leaves_what_was_committed_with_its_values(tmp_path):
-    """A sample of the points; with TFSHARD_SWEEP=1, each."""
+    """An ordinary run kills at a sample of the points; TFSHARD_SWEEP=1 kills at each."""
     planned, points, passed = counts(run_killed(tmp_path, 2))
     assert planned == passed == (points if sweeps.SWEEP else 2) and points > 100
 
 
 @pytest.mark.slow
 def test_kill_minus_9_of_a_launched_client_leaves_what_was_committed_with_its_values(tmp_path):
-    """A sample of the points of both clients; with TFSHARD_SWEEP=1, each."""
+    """An ordinary run kills at a sample of both clients' points; TFSHARD_SWEEP=1 kills at each."""
     options = ("--num_processes=2", "--devices_per_process=1", "--max_restarts=1000")
     said = run_killed(tmp_path, 1, "-m", "tfshard", "launch", *options)
     planned, points, passed = counts(said)
@@ -424,7 +427,7 @@ for step in itertools.count(first):
 
 @pytest.mark.slow
 def test_kill_minus_9_at_random_moments_of_saving_leaves_the_last_committed_step(tmp_path):
-    """Overwriting and asynchronous saves in a loop, with kills within what TensorFlow does, too."""
+    """Overwriting and asynchronous saves run in a loop. Kills also hit TensorFlow's writing."""
     kills = 100
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TF_CPP_MIN_LOG_LEVEL": "3"}
     rs = np.random.RandomState(0)
@@ -447,7 +450,7 @@ def test_kill_minus_9_at_random_moments_of_saving_leaves_the_last_committed_step
         lines += [line.split() for line in rest.splitlines() if line.split()[1:]]
         if committed is not None:
             assert lines[0][0] == "restored", errors
-            # What was committed, or what was committed after it was said.
+            # The step that was committed, or that was committed after the last message.
             assert committed <= int(lines[0][1]) <= committed + 1
             restored += 1
         committed = max(int(line[1]) for line in lines)

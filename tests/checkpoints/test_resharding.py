@@ -1,4 +1,4 @@
-"""Checkpoints restore on any mesh, at any stage and in any groups, bit for bit."""
+"""Checkpoints restore bit for bit on any mesh, at any stage and in any groups."""
 
 import functools
 import itertools
@@ -50,7 +50,7 @@ BY_NAME = {name_of(layout): layout for layout in [*LAYOUTS, *EVEN_LAYOUTS]}
 
 
 def cycle(layouts: list[dict], step: int) -> list[tuple[str, str]]:
-    """Each to another: each is once restored from, and once restored to."""
+    """Pair each layout with another: each is saved once and restored once."""
     return [(name_of(each), name_of(layouts[(i + step) % len(layouts)])) for i, each in enumerate(layouts)]
 
 
@@ -68,7 +68,7 @@ def of_layout(name: str) -> keras.Model:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A function: the checkpoints that a model in a layout left."""
+    """A function that returns the checkpoints of a model in a layout."""
 
     @functools.cache
     def save(name: str) -> tfshard.CheckpointManager:
@@ -99,7 +99,7 @@ def test_a_layout_restores_bit_for_bit_in_another_slots_included(source, target,
 
 
 def test_the_next_steps_on_any_mesh_have_the_losses_and_weights_of_one_device(tmp_path):
-    """Plain Keras trains, saves and goes on; what restores it on a mesh goes on with its numbers."""
+    """Plain Keras trains, saves and continues. A model restored on a mesh continues with the same numbers."""
 
     def make(stage=0, **axes):
         keras.backend.clear_session()

@@ -1,4 +1,4 @@
-"""CheckpointCallback: a run goes on where it was interrupted, with the bits of one that never was."""
+"""CheckpointCallback resumes an interrupted run with the bits of an uninterrupted run."""
 
 import functools
 import shutil
@@ -24,7 +24,8 @@ from resuming import (
 )
 from tfshard.training import datasets
 
-# Where a run of each kind is interrupted: after each checkpoint but the last. Two epochs of six steps, or of four.
+# The steps at which a run of each kind is interrupted: after each checkpoint but the last. Two epochs of six steps, or
+# of four.
 KINDS = {
     "arrays": range(2, 12, 2),
     "tf.data": range(2, 12, 2),
@@ -35,7 +36,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A function: an uninterrupted run of a kind, and the checkpoints that it left."""
+    """A function that returns an uninterrupted run of a kind, and its checkpoints."""
 
     @functools.cache
     def run(kind: str) -> tuple[resuming.Run, tfshard.CheckpointManager]:
@@ -48,7 +49,7 @@ def whole(tmp_path_factory):
 @pytest.mark.sweep(1)
 @sweeps.table(
     "runs interrupted after a checkpoint", ("kind", "at"), [(kind, at) for kind in KINDS for at in KINDS[kind]],
-    # At 4 the first epoch's data were read to their end, ahead of training.
+    # At 4, the input pipeline had read the first epoch's data to their end, ahead of training.
     always=[
         ("arrays", 4), ("tf.data", 4), ("tf.data", 8), ("tf.data of unknown length", 6),
         ("tf.data with steps_per_epoch", 4),
@@ -84,7 +85,7 @@ def test_the_callback_changes_nothing_and_saves_the_end(tmp_path):
 
 
 def test_a_run_that_goes_on_on_another_mesh_has_the_losses_and_weights_of_one_device(tmp_path):
-    """Of plain Keras that is not interrupted, dropout included."""
+    """Compares with plain Keras without interruption, including dropout."""
     plain = script("tf.data in one order", strategy=lambda: None)
     first = script("tf.data in one order", tmp_path, stop_after=9)
     at = tfshard.CheckpointManager(tmp_path).open()
@@ -102,7 +103,7 @@ def test_a_run_that_goes_on_on_another_mesh_has_the_losses_and_weights_of_one_de
     for key in found:
         np.testing.assert_allclose(resumed.values[key], plain.values[key], rtol=1e-4, atol=2e-5, err_msg=key)
         if key.startswith("model/"):
-            # The steps since the checkpoint moved it by far more.
+            # The steps after the checkpoint moved the weight by far more than the tolerance.
             assert np.abs(plain.values[key] - at.read(key)).max() > 2e-3, key
 
 

@@ -1,4 +1,4 @@
-"""SketchedDense: the formula, a Keras layer like others, and the numbers of one device under tensor parallelism."""
+"""SketchedDense: its formula, its behavior as a Keras layer, and parity with one device under tensor parallelism."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ INPUTS, HIDDEN = 24, 32
 
 
 def build() -> keras.Model:
-    """A feed-forward pair of sketched layers between Dense layers, on sequences."""
+    """Return a feed-forward pair of sketched layers between Dense layers, on sequences."""
     inputs = keras.Input((3, INPUTS))
     x = keras.layers.Dense(INPUTS, name="stem")(inputs)
     x = SketchedDense(HIDDEN, sketch_size=2, num_sketches=2, activation="tanh", seed=3, name="up")(x)

@@ -1,4 +1,4 @@
-"""What a process does as one of several clients, without starting any: `clients.replaced` says who is here."""
+"""The behavior of a process as one of several clients. `clients.replaced` pretends that it is one."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from tfshard.training import datasets
 
 
 class Second(clients.Alone):
-    """Client 1 of two, which notes what is agreed on and done. The devices are those of this process."""
+    """Client 1 of two. Records all agreements and messages, and has the devices of this process."""
 
     rank = 1
     count = 2
@@ -131,11 +131,11 @@ def test_each_client_saves_its_iterator_where_each_feeds_its_own_part(second):
     assert datasets.iterator_savers(strategy) == 2
 
 
-# --- what a launched client tells its launcher -----------------------------------------------------------
+# --- messages of a launched client to its launcher -------------------------------------------------------
 
 
 class Channel:
-    """A control channel whose launcher says yes to everything."""
+    """A control channel to a launcher that agrees to everything."""
 
     def __init__(self):
         self.sent: list[dict] = []

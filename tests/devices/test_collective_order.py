@@ -1,4 +1,4 @@
-"""Every graph that a device runs has all its collectives in one order, as NCCL needs between processes."""
+"""All collectives in every graph of a device have one order, as NCCL needs between processes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,12 +23,12 @@ CLASSES = (TOKENS * 7) % 64
 
 @pytest.fixture(autouse=True)
 def every_gradient_by_replicas(monkeypatch):
-    """And compressed, also those of small kernels."""
+    """Reduce gradients by replicas and compress them for small kernels, too."""
     monkeypatch.setattr(variable_layout, "LEAST_BY_REPLICAS_BYTES", 200)
 
 
 def block() -> keras.Model:
-    """What a transformer has in one block."""
+    """Return a transformer block."""
     inputs = keras.Input((8,), dtype="int32")
     x = keras.layers.Embedding(64, 32, name="items")(inputs)
     y = keras.layers.LayerNormalization(name="first")(x)
@@ -41,7 +41,7 @@ def block() -> keras.Model:
 
 @keras.saving.register_keras_serializable("test_collective_order")
 class Looped(keras.layers.Layer):
-    """Two products in each turn of a loop, whose rows a model axis shards, and others in branches."""
+    """Two products in each iteration of a loop, with rows that a model axis shards, and other products in branches."""
 
     def build(self, shape):
         for name in ("left", "right"):
@@ -80,17 +80,17 @@ def images() -> keras.Model:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is trained, and how.
+    """A training.
 
     Attributes:
         mesh: Sizes of its axes.
         strategy: Options of the strategy; `layout_map` may be a function that makes one.
         build: Makes the model.
         optimizer: Makes the optimizer.
-        recompute: Whether its blocks are recomputed.
-        parts: Of a pipeline.
+        recompute: True to recompute its blocks.
+        parts: The number of pipeline stages.
         policy: The dtype policy.
-        bodies: Whether it has collectives in loops or branches, which are put in an order on GPUs of several processes.
+        bodies: True if loops or branches contain collectives, which are ordered on GPUs of several processes.
     """
 
     mesh: dict[str, int]
@@ -198,7 +198,7 @@ def compiled(case: Case) -> keras.Model:
 @sweeps.table("collectives in an order", "name", CASES, always=["model", "hybrid, int8"], sample=1)
 def test_collectives_of_a_step_are_in_an_order(name, monkeypatch):
     if CASES[name].bodies:
-        monkeypatch.setattr(control_flow_util_v2, "maybe_set_lowering_attr", None)  # What it was comes back.
+        monkeypatch.setattr(control_flow_util_v2, "maybe_set_lowering_attr", None)  # To restore it afterwards.
         startup._keep_order(of_bodies=True)
     model = compiled(CASES[name])
     steps = {
@@ -209,7 +209,7 @@ def test_collectives_of_a_step_are_in_an_order(name, monkeypatch):
     for kind, step in steps.items():
         with collective_order.collected() as graphs:
             step()
-        least = 1 if name == "flat, stage 0" else 2  # There all gradients are reduced at once.
+        least = 1 if name == "flat, stage 0" else 2  # There, all gradients are reduced at once.
         assert kind != "train" or any(len(graph.collectives) >= least for graph in graphs), "premise"
         for graph in graphs:
             assert not graph.unordered, f"{kind}: {len(graph.unordered)} pairs, as {graph.unordered[0]}"

@@ -1,4 +1,4 @@
-"""Collectives: single-process checks here, between clients in processes of their own (launched_collectives.py)."""
+"""Collectives in a single process, and between clients in separate processes (launched_collectives.py)."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""The devices of a mesh are in the order in which TensorFlow ranks them, or the mesh is refused."""
+"""A mesh has its devices in TensorFlow's order of ranks, or is refused."""
 
 import re
 
@@ -18,7 +18,7 @@ def test_names_of_the_clients_tasks_are_in_the_order_of_the_clients(count):
     names = [f"/job:worker/replica:0/task:{tasks.of_client(client, count)}" for client in range(count)]
     assert names == sorted(names)
     assert [tasks.client_of(tasks.of_client(client, count), count) for client in range(count)] == list(range(count))
-    # Each client is the one whose task TensorFlow finds at its place in the list of addresses.
+    # TensorFlow finds the task of each client at the client's place in the list of addresses.
     addresses = [f"client {client}" for client in range(count)]
     by_task = tasks.by_task(addresses, count)
     assert [by_task[tasks.of_client(client, count)] for client in range(count)] == addresses
@@ -31,7 +31,7 @@ def test_up_to_ten_clients_are_the_tasks_of_their_numbers():
 
 
 def permuted(places, **sizes) -> dtensor.Mesh:
-    """A mesh whose devices are in another order than TensorFlow's."""
+    """Return a mesh with its devices in a different order than TensorFlow's."""
     axes, local = MeshAxes.of(sizes, roles_of(sizes, None)), dtensor.local_devices("CPU")
     numbers = np.arange(len(places)).reshape(list(axes.values()))
     devices = [local[place] for place in places]

@@ -1,4 +1,4 @@
-"""Gathers over one axis of a mesh and over several at once: whole values, whichever dims were sharded."""
+"""Gathers over one axis or several axes of a mesh give full values, for any sharded dims."""
 
 import itertools
 import os
@@ -43,7 +43,7 @@ def test_what_two_axes_shard_is_whole_after_one_gather(shape):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int32"])
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 2)], ids=str)
 def test_the_data_axis_is_gathered_by_one_collective_beside_model_axes(shape, dtype):
-    """Whichever dims the two axes shard; the model axis stays, and nothing is added up."""
+    """The two axes may shard any dims. The model axis stays sharded, and nothing is added up."""
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), zero_stage=0)
     mesh = strategy.mesh
     value = tf.cast(np.arange(np.prod(shape)).reshape(shape), dtype).numpy()
@@ -63,7 +63,7 @@ def test_the_data_axis_is_gathered_by_one_collective_beside_model_axes(shape, dt
 
 
 def pieces(tensor) -> list[np.ndarray]:
-    """What each device has."""
+    """Return the local shard of each device."""
     found = [piece.numpy() for piece in dtensor.unpack(tensor)]
     assert len(found) == 4
     return found

@@ -1,4 +1,4 @@
-"""Tensors of arrays: every bit, and no copy besides."""
+"""Tensors made from arrays keep every bit, and need no extra copy."""
 
 import tracemalloc
 
@@ -30,7 +30,7 @@ def test_a_tensor_has_every_bit_of_an_array_and_nothing_of_what_becomes_of_it(dt
 def test_a_cut_of_an_array_is_copied_once():
     array = np.ones((512, 512), np.float32)
     piece = array[:, :128]
-    host_memory.tensor_of(piece)  # What is imported once is not counted.
+    host_memory.tensor_of(piece)  # Modules are imported before the measurement.
     tracemalloc.start()
     try:
         tensor = host_memory.tensor_of(piece)
@@ -38,12 +38,12 @@ def test_a_cut_of_an_array_is_copied_once():
         _ = host_memory.view(tensor)
     finally:
         tracemalloc.stop()
-    # NumPy's memory. The tensor's is TensorFlow's.
+    # This counts NumPy's memory. TensorFlow's memory holds the tensor.
     assert peak < piece.nbytes / 10
 
 
 class AcceleratorMesh:
-    """A mesh that says its devices are none of the host's."""
+    """A mesh that claims to have devices other than the host's."""
 
     def __init__(self, mesh):
         self.mesh = mesh

@@ -1,4 +1,4 @@
-"""Starting DTensor, in processes of their own: TensorFlow fixes its devices once."""
+"""Start DTensor in separate processes, because TensorFlow fixes its devices once."""
 
 import os
 import subprocess
@@ -69,7 +69,7 @@ def test_dtensor_that_ran_operations_before_is_refused_because_its_failures_woul
     [
         ("", {}, "3"),
         ("tf.config.threading.set_intra_op_parallelism_threads(5)", {}, "5"),
-        ("", {"TF_NUM_INTRAOP_THREADS": "7"}, "0"),  # As TensorFlow says where it takes the number from there.
+        ("", {"TF_NUM_INTRAOP_THREADS": "7"}, "0"),  # TensorFlow reports 0 if the number comes from the environment.
     ],
 )
 def test_operations_of_logical_devices_share_the_cores(before, environment, threads):

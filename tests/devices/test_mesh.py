@@ -1,4 +1,4 @@
-"""Which meshes of several clients have places on a pipeline axis that DTensor can be told of."""
+"""Meshes of several clients: the pipeline ranks that DTensor accepts."""
 
 import math
 
@@ -13,7 +13,7 @@ from tfshard.layouts.axes import MeshAxes
     "axes", [{"pipeline": 2, "batch": 4}, {"batch": 3, "pipeline": 2}, {"pipeline": 6}, {"pipeline": 3, "batch": 2}]
 )
 def test_places_with_as_many_devices_of_each_of_their_clients_can_be(axes):
-    """With two devices of each client."""
+    """Each client has two devices."""
     mesh.check_ranks(MeshAxes.of(axes), num_clients=math.prod(axes.values()) // 2)
 
 

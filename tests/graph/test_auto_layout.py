@@ -1,4 +1,4 @@
-"""auto_layout_map: layouts found in what a model computes."""
+"""auto_layout_map finds layouts in a model's computation."""
 
 import itertools
 import re
@@ -17,13 +17,13 @@ MESHES = {"model4": {"model": 4}, "batch2_model2": {"batch": 2, "model": 2}}
 
 
 def rules(model, mesh=None) -> dict:
-    """Pattern to kind or axes."""
+    """Map each pattern to its kind or axes."""
     found = tfshard.auto_layout_map(model, mesh or {"model": 4})
     return {p: rule.axes if rule.kind == "axes" else rule.kind for p, rule in found.items()}
 
 
 def block(x: keras.KerasTensor, kind: str, i: int) -> keras.KerasTensor:
-    """Feed-forward and attention blocks that users write of Dense and EinsumDense."""
+    """Return a feed-forward or attention block as users write it of Dense and EinsumDense."""
     normed = keras.layers.LayerNormalization(name=f"norm_{i}")(x)
     if kind == "dense":
         y = keras.layers.Dense(64, activation="gelu", name=f"expand_{i}")(normed)
@@ -105,7 +105,7 @@ def test_what_a_normalization_needs_whole_stays_whole_and_the_map_says_why():
     assert found["first/kernel"].axes == ()
     assert "needs all of the sharded dim" in found["first/kernel"].reason
     assert "whole (" in repr(found)
-    # An explicit entry: compile does not complain of it.
+    # With an explicit entry, compile does not warn.
     model = tfshard.as_distributed(model)
     model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(model=4), found))
 
@@ -145,10 +145,11 @@ def test_fewer_key_and_value_heads_than_devices_stay_whole():
 def test_parameters_of_a_transformer_are_shared_out_evenly():
     model = tfshard.abstract_model(lambda: gpt2(hidden_dim=256, intermediate_dim=1024, vocabulary_size=8192))
     plan = tfshard.plan(model, {"model": 4}, "auto", zero_stage=0)
-    # By hand: the table; query, key and value with biases, what mixes heads, and the two of the feed-forward block.
+    # Counted by hand: the table; query, key and value with biases, the output projection, and the two feed-forward
+    # kernels.
     layer = 3 * (256 * 256 + 256) + 256 * 256 + (256 * 1024 + 1024) + 1024 * 256
     sharded = 8192 * 256 + 2 * layer
-    # Biases behind row layers, two normalizations a layer and one at the end, and eight positions.
+    # Biases of row layers, two normalizations per layer and one at the end, and eight positions.
     whole = 2 * (2 * 256 + 2 * 2 * 256) + 2 * 256 + 8 * 256
     assert plan.bytes_on_one_device("parameter") == 4 * (sharded + whole)
     assert plan.bytes_per_device("parameter") == 4 * (sharded // 4 + whole)
@@ -258,7 +259,7 @@ def test_a_bitcast_keeps_a_sharded_dim_if_elements_keep_their_size(dtype, to):
     assert (outcome.outputs[0][1] if isinstance(outcome, dim_rules.Flow) else None) == to
 
 
-# --- What a step sends -----------------------------------------------------------------------------------
+# --- The communication of a step -------------------------------------------------------------------------
 
 WIDTH, LENGTH, BATCH, LAYERS, VOCABULARY = 128, 128, 32, 2, 2048
 HUB = {"vocabulary_size": VOCABULARY, "num_layers": LAYERS, "hidden_dim": WIDTH, "intermediate_dim": 512}
@@ -276,7 +277,7 @@ def language_model(family: str) -> keras.Model:
 
 
 def batch_of(family: str) -> tuple:
-    # Large enough for a trace to tell the bytes of each activation: 256 KiB in a ring's chunk and more.
+    # Large enough for a trace to report the bytes of each activation: 256 KiB and more in a ring's chunk.
     tokens = np.random.RandomState(0).randint(0, VOCABULARY, (BATCH, LENGTH))
     inputs = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
     if family == "bart":
@@ -298,11 +299,11 @@ def test_a_step_sends_the_activations_that_were_planned(family, mesh, stage):
     batch = batch_of(family)
     plan, profile = strategy.plan(model, inputs=batch[0]), tfshard.profile_step(model, batch)
     tfshard.measure.assert_matches_plan(profile, plan)
-    if len(MESHES[mesh]) == 1:  # On several axes gathers are all-reduces.
+    if len(MESHES[mesh]) == 1:  # On several axes, gathers are all-reduces.
         planned = sum(c.count * c.bytes for c in plan.collectives if c.kind != "all-gather")
         assert profile.bytes("all-reduce") == pytest.approx(planned, rel=0.05)
     if (family, mesh) == ("gpt2", "model4"):
-        # Megatron's count, with loss and metrics in the rest; and nothing as large as whole logits.
+        # Megatron's count, with loss and metrics in the remainder; and no collective is as large as the full logits.
         assert len(profile.collectives) == profile.count("all-reduce") <= 4 * LAYERS + 6
         assert max(c.bytes or 0 for c in profile.collectives) < BATCH * LENGTH * VOCABULARY * 4 / 8
 
@@ -318,7 +319,7 @@ def test_auto_that_finds_nothing_to_shard_is_an_error_as_a_written_map_is():
     text = "found nothing to shard over it.*Leave the axis out of the mesh.*layout_map={'.*': .*up/kernel': dim 0"
     with pytest.raises(tfshard.errors.LayoutError, match="'model'.*" + text):
         odd(tfshard.ShardedStrategy(mesh, "auto"))
-    # As much as a model that its first step builds.
+    # The same holds for a model that its first step builds.
     late = tfshard.Sequential([keras.layers.Dense(7, name="up"), keras.layers.Dense(3)])
     late.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(mesh, "auto"))
     late.build((None, 6))
@@ -326,7 +327,7 @@ def test_auto_that_finds_nothing_to_shard_is_an_error_as_a_written_map_is():
         late.fit(np.ones((8, 6)), np.ones((8, 3)), verbose=0)
     (finding,) = tfshard.lint(odd(tfshard.ShardedStrategy(mesh, {".*": ()})), mesh, "auto")
     assert (finding.kind, finding.is_error, finding.where) == ("left whole", True, "axis 'model'")
-    # Without such an axis there is nothing to find.
+    # Without a model axis nothing needs a layout.
     odd(tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), "auto"))
 
 

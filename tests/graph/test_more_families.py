@@ -1,4 +1,4 @@
-"""Automatic layouts of more of KerasHub's families: what is sharded, and the numbers of one device."""
+"""Automatic layouts of more KerasHub families: the sharded variables, and parity with one device."""
 
 import functools
 import itertools
@@ -69,7 +69,7 @@ FAMILIES = {
     "pali_gemma": lambda: MODELS.PaliGemmaBackbone(**GROUPED, image_size=16, head_dim=4, **VISION),
 }  # fmt: skip
 
-# Of the trainable bytes, how many the model axis shards at least; and patterns that have to be there.
+# The least share of trainable bytes that the model axis shards, and required patterns.
 SHARED = {
     "clip": 0.65, "siglip": 0.7, "dinov2": 0.6, "whisper": 0.5, "pali_gemma": 0.7, "smollm3": 0.7, "phi3": 0.7,
 }  # fmt: skip
@@ -78,7 +78,7 @@ MESHES = {"model2": {"model": 2}, "batch2_model2": {"batch": 2, "model": 2}}
 
 
 def build(family: str) -> keras.Model:
-    """The family's model with a few numbers for each sample, from all of its outputs."""
+    """Return the family's model with a few numbers for each sample, computed from all outputs."""
     backbone = FAMILIES[family]()
     for layer in backbone._flatten_layers():
         for rate in ("rate", "dropout", "_dropout", "dropout_rate", "attention_dropout", "drop_path_rate"):
@@ -86,7 +86,7 @@ def build(family: str) -> keras.Model:
                 setattr(layer, rate, 0.0)
     outputs = []
     for number, output in enumerate(backbone.outputs):
-        # Of a contrastive model: a number for each pair of samples.
+        # A contrastive model returns a number for each pair of samples.
         output = keras.ops.expand_dims(output, -1) if output.shape[-1] is None else output
         flat = keras.layers.Dense(4, activation="tanh", name=f"head_{number}")(output)
         outputs.append(keras.layers.GlobalAveragePooling1D()(flat) if len(flat.shape) == 3 else flat)

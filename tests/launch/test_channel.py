@@ -1,4 +1,4 @@
-"""The control channel: authenticated messages, and what is refused."""
+"""The control channel authenticates its messages, and refuses all others."""
 
 import contextlib
 import hashlib
@@ -54,7 +54,7 @@ def test_a_wrong_secret_is_refused_before_a_message_is_looked_at(server):
 
 
 def test_a_recorded_conversation_cannot_be_played_again(server):
-    """Through a proxy that records what a client sends."""
+    """A proxy records the client's messages."""
     recorded = []
     proxy = socket.create_server(("127.0.0.1", 0))
 
@@ -123,7 +123,7 @@ def test_private_addresses_are_taken(host):
 
 
 def conversation(server_nonce: bytes, nonce: bytes) -> bytes:
-    """What a client sends: the protocol, written down a second time."""
+    """Return the bytes that a client sends: an independent implementation of the protocol."""
     key = hmac.digest(SECRET.encode(), b"to server" + nonce + server_nonce, hashlib.sha256)
     sent = b"tfshard1" + nonce
     for number, message in enumerate(MESSAGES):
@@ -138,25 +138,25 @@ LENGTH = len(conversation(bytes(32), bytes(32)))
 
 
 def corruptions() -> Iterator[tuple[int, int]]:
-    """Each byte of a conversation once, and what it is changed by."""
+    """Yield each byte position of a conversation once, with a change of the byte."""
     drawn = random.Random("corruptions")
     yield from ((place, drawn.randrange(1, 256)) for place in range(LENGTH))
 
 
 def say(sock: socket.socket, place: int | None, change: int = 0) -> None:
-    """Sends a conversation, one byte of it changed, and that there is no more."""
+    """Send a conversation with one changed byte, and close the sending side."""
     nonce = os.urandom(32)
     server_nonce = sock.recv(OPENING, socket.MSG_WAITALL)[8:]
     sent = bytearray(conversation(server_nonce, nonce))
     if place is not None:
         sent[place] ^= change
-    with contextlib.suppress(OSError):  # It may be refused before its end.
+    with contextlib.suppress(OSError):  # The server may refuse it before its end.
         sock.sendall(sent)
         sock.shutdown(socket.SHUT_WR)
 
 
 def received(place: int | None, change: int = 0) -> Iterator[dict]:
-    """The messages that a connection takes of it."""
+    """Yield the messages that a connection accepts from the conversation."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         stranger = socket.create_connection(listening.getsockname())
         inner, _ = listening.accept()

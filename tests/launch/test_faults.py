@@ -1,4 +1,4 @@
-"""Every fault of a launched run ends everywhere with its cause, and what can go on goes on (tools/faults.py)."""
+"""Every fault of a launched run ends all processes with its cause, or the run recovers (tools/faults.py)."""
 
 import concurrent.futures
 import os
@@ -21,9 +21,9 @@ from tools.fault_runs import model, watched
 from tools.fault_runs.table import DEATH_LIMIT
 
 FAULTS = faults.faults(2)
-# Each waits most of its time.
+# Each mostly waits.
 AT_ONCE = 6
-# Of losses; of those with gradients in codes of 8 bits.
+# Tolerances of losses; the second is for gradients in 8-bit codes.
 TOLERANCE = 1e-4
 COMPRESSED = 1e-3
 
@@ -34,7 +34,7 @@ def path(monkeypatch):
 
 
 def test_every_fault_that_needs_no_tensorflow_ends_everything_in_time_and_is_named():
-    """The package's own launchers and clients; only what a client computes is left out."""
+    """Uses the package's launchers and clients, and only leaves out the clients' computation."""
     names = [name for name, fault in FAULTS.items() if fault.bare]
     assert len(names) >= 28
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
@@ -49,7 +49,7 @@ def test_a_port_that_no_process_has_and_that_is_held_is_told_from_one_that_anoth
         assert watched.is_given_up(port)
         sender, receiver = socket.socketpair()
         with sender, receiver:
-            # On its way to another process, a socket is nobody's.
+            # A socket that is sent to another process has no owner on the way.
             socket.send_fds(sender, [b"-"], [server.fileno()])
             server.close()
             assert not watched.is_given_up(port)
@@ -84,7 +84,7 @@ def test_a_run_is_restarted_and_a_client_that_does_not_come_back_is_left_out():
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("restarts", "elastic"), [(0, 1), (3, 2)])
 def test_a_run_ends_with_the_code_of_the_failure_that_it_cannot_go_on_from(restarts, elastic):
-    """Without a restart left; with fewer clients left than asked for."""
+    """The run has no restart left, or fewer clients than requested."""
     flags = ["--num_processes=2", f"--max_restarts={restarts}", f"--elastic_min={elastic}"]
     program = [watched.BARE_CLIENT, "--fault=gone,gone,gone,gone", "--steps=4"]
     with watched.running(*flags, *program, launch=watched.BARE_LAUNCH, num_clients=2) as run:
@@ -94,7 +94,7 @@ def test_a_run_ends_with_the_code_of_the_failure_that_it_cannot_go_on_from(resta
 
 
 def test_a_host_that_is_lost_is_left_out():
-    """Two launchers on two addresses of this machine; the one that does not lead is killed."""
+    """Two launchers run on two addresses of this machine. The follower is killed."""
     flags = [
         "--hosts=127.0.0.1,127.0.0.2", f"--port={watched.free_port()}", "--num_processes=1", "--max_restarts=1",
         "--elastic_min=1", "--registration_timeout=2", "--step_timeout=20",
@@ -114,7 +114,7 @@ def test_a_host_that_is_lost_is_left_out():
 
 
 def test_the_launcher_of_another_host_ends_its_clients_when_the_first_one_is_silent():
-    """That of host 0 is stopped: its connections stay open. When it goes on, it ends too."""
+    """The launcher of host 0 is stopped, but its connections stay open. When it continues, it ends, too."""
     flags = ["--hosts=127.0.0.1,127.0.0.2", f"--port={watched.free_port()}", "--num_processes=1"]
     environment = {"TFSHARD_SECRET": os.urandom(32).hex()}
     first = [*flags, "--host_index=0", watched.BARE_CLIENT]
@@ -137,7 +137,7 @@ def test_the_launcher_of_another_host_ends_its_clients_when_the_first_one_is_sil
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("system", ["SLURM", "Kubernetes"])
 def test_launchers_find_each_other_by_the_variables_of_a_cluster(system):
-    """Two addresses of this machine are the two hosts."""
+    """Two addresses of this machine act as two hosts."""
     flags, variables, index = [f"--port={watched.free_port()}", "--num_processes=1"], {}, "JOB_COMPLETION_INDEX"
     if system == "SLURM":
         variables, index = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.[1-2]"}, "SLURM_PROCID"
@@ -158,7 +158,7 @@ def test_launchers_find_each_other_by_the_variables_of_a_cluster(system):
 @pytest.mark.slow
 @sweeps.table("restarts from a checkpoint", "how", ["no", ""], always=["no"])
 def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_commit_with_the_numbers_of_one_device(how, tmp_path):
-    """Client 1 is killed when it has written its pieces, and does not come back."""
+    """Client 1 is killed after it has written its shards, and does not come back."""
     flags = ["--num_processes=2", "--devices_per_process=2", "--max_restarts=2", "--elastic_min=1"]
     program = [
         watched.CLIENT, "--fault=save_written,gone", "--at_step=4", "--steps=6", f"--state={tmp_path}",
@@ -174,12 +174,12 @@ def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_commit_with_the_n
     assert resumed == ["None", "2"]
     found = run.steps(0)
     done = max(step for step, _, clients in found if clients == 2)
-    # A save that is due is made before the next step, or goes on beside it.
+    # A save that is due is made before the next step, or runs at the same time as the step.
     assert done == 4 if how == "no" else done >= 4
     again = [(step, 2) for step in range(1, done + 1)] + [(step, 1) for step in range(3, 7)]
     assert [(step, clients) for step, _, clients in found] == again
     expected = launched.plain_losses(6)
-    # What is said tells whether each step before it was done.
+    # The losses show whether each earlier step was done.
     assert abs(expected[5] - launched.plain_losses(6, rate=0.0)[5]) > 100 * TOLERANCE * expected[5]
     for step, loss, _ in found:
         np.testing.assert_allclose(float(loss), expected[step - 1], rtol=TOLERANCE, err_msg=f"step {step}")
@@ -187,8 +187,10 @@ def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_commit_with_the_n
 
 
 def assert_goes_on(flag: str, clients: int, directory: pathlib.Path) -> None:
-    """Client 1 is killed after a step of a run with this flag, and comes back or does not: the losses of all steps are
-    those of one device."""
+    """Check a run with `flag` that kills client 1 after a step. The client comes back or not.
+
+    The losses of all steps must match one device.
+    """
     flags = ["--num_processes=2", "--devices_per_process=2", f"--max_restarts={3 - clients}", "--elastic_min=1"]
     program = [
         watched.CLIENT, f"--fault={'kill' if clients == 2 else 'kill,gone'}", "--at_step=5", "--steps=8",
@@ -205,7 +207,7 @@ def assert_goes_on(flag: str, clients: int, directory: pathlib.Path) -> None:
     found = run.steps(0)
     before, after = found[:-4], found[-4:]
     assert [(step, count) for step, _, count in after] == [(step, clients) for step in range(5, 9)]
-    # The other client may end before it has said that it did the step.
+    # The other client may end before it reports the step.
     assert [step for step, _, _ in before] in ([1, 2, 3, 4], [1, 2, 3, 4, 5])
     expected = launched.plain_losses(8)
     assert abs(expected[7] - launched.plain_losses(8, rate=0.0)[7]) > 100 * TOLERANCE * expected[7], "premise"
@@ -238,7 +240,7 @@ def test_a_pipeline_that_was_killed_goes_on_as_one_and_on_a_flat_mesh(ranks, cli
 def test_a_compressed_run_that_was_killed_goes_on_with_the_same_bits_and_without_compression(
     replicas, tmp_path, monkeypatch
 ):
-    """Client 1 is killed, comes back, is killed again and is left out; the other one goes on with exact sums."""
+    """Client 1 is killed, comes back, is killed again and is left out. The other client continues with exact sums."""
     flags = ["--num_processes=2", "--devices_per_process=2", "--max_restarts=3", "--elastic_min=1"]
     program = [
         watched.CLIENT, "--fault=kill,kill,gone", "--at_step=5,7", "--steps=10", f"--state={tmp_path}",
@@ -255,12 +257,12 @@ def test_a_compressed_run_that_was_killed_goes_on_with_the_same_bits_and_without
     assert any("What devices had not sent of those of 3 variables" in line for line in run.lines), run.text
     ended = [when for line, when in zip(run.lines, run.times, strict=True) if re.search(r"restart \d of 3", line)]
     for step, when in zip((5, 7), ended, strict=False):
-        # Its last word may still have been under way.
+        # Its last message may still have been under way.
         last = [at for line, at in zip(run.lines, run.times, strict=True) if f"[client 1] step {step - 1} " in line]
         assert when - last[-1] < DEATH_LIMIT, f"step {step}"
     compressed = [(step, loss) for step, loss, clients in run.steps(0) if clients == 2]
     exact = [(step, loss) for step, loss, clients in run.steps(0) if clients == 1]
-    # The other client may end before it has said that it did the step.
+    # The other client may end before it reports the step.
     assert [step for step, _ in compressed] in (
         [*range(1, first + 1), *range(5, second + 1)] for first in (4, 5) for second in (6, 7)
     )
@@ -272,7 +274,7 @@ def test_a_compressed_run_that_was_killed_goes_on_with_the_same_bits_and_without
     expected = launched.plain_losses(10)
     assert abs(expected[9] - launched.plain_losses(10, rate=0.0)[9]) > 100 * COMPRESSED * expected[9], "premise"
     assert any(abs(a - b) > 1e-6 * b for a, b in zip(alone, expected, strict=True)), "premise: codes lose something"
-    # With what was not sent before the kill: a run that had lost it would have other bits from step 5 on.
+    # With the error-feedback residual from before the kill: without it, the bits would differ from step 5 on.
     for step, loss in compressed:
         assert loss == f"{alone[step - 1]:.9g}", f"step {step}"
     for step, loss in exact:

@@ -1,4 +1,4 @@
-"""Hosts with a network between them: numbers of one device, bytes by the plan, and cables that are pulled."""
+"""Hosts with a network between them: parity with one device, planned bytes, and pulled cables."""
 
 import os
 import re
@@ -22,26 +22,26 @@ from tools.fault_runs import watched
 from tools.fault_runs.table import DEATH_LIMIT
 from tools.host_runs import network
 
-# Of losses.
+# Tolerance of losses.
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
 def machine() -> None:
-    """One that can have such a network."""
+    """Skip tests on machines that cannot create such a network."""
     if (why := network.missing()) is not None:
         pytest.skip(f"no network of hosts: {why}")
 
 
 def namespaces(pid: int) -> list[str]:
-    """What the runs of a process have."""
+    """Return the network namespaces of a process's runs."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if line.startswith(f"tfshard-{pid}-")]
 
 
 @pytest.fixture(scope="module")
 def run(machine) -> subprocess.CompletedProcess:
-    """Of launched_hosts.py, on two hosts of two devices."""
+    """Run launched_hosts.py on two hosts of two devices."""
     done = launched.run("-m", "tools.hosts", "--rate=1gbit", str(launched.HERE / "launched_hosts.py"))
     assert done.returncode == 0, done.stdout
     return done
@@ -49,7 +49,7 @@ def run(machine) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def found(run) -> list[dict]:
-    """What its clients found, but for the values: by way."""
+    """Return the clients' results by way, without the values."""
     clients = launched.found(run, 2)
     assert [list(client) for client in clients] == [["values", *launched_hosts.WAYS]] * 2
     return [{name: client[name] for name in launched_hosts.WAYS} for client in clients]
@@ -75,7 +75,7 @@ def test_hosts_send_what_is_planned(found):
 
 @pytest.mark.slow
 def test_values_are_sent_once(run):
-    """As collectives, and to the host from a mesh of two axes, of which one is within a client."""
+    """By collectives, and to the host from a mesh with two axes, one of them within a client."""
     for client in launched.found(run, 2):
         assert len(client["values"]) == 5
         for name, ratio in client["values"].items():
@@ -104,7 +104,7 @@ def test_links_are_told_apart_and_replicas_are_proposed_for_them(machine, tmp_pa
     assert links.devices_per_host == 2
     for kind in ("all-gather", "all-reduce"):
         for link in (links.between[kind], links.across[kind]):
-            # 100 Mbit/s are 12.5 MB/s, shared by the two devices of a host; a bucket of tc's is free.
+            # 100 Mbit/s are 12.5 MB/s, shared by the two devices of a host. The token bucket of tc allows a burst.
             assert 8e6 < link.bandwidth < 20e6, (kind, link)
         assert links.inside[kind].bandwidth > 5 * links.between[kind].bandwidth
     kernels = [VariableSpec(path=f"dense_{i}/kernel", shape=(1024, 1024)) for i in range(8)]
@@ -127,7 +127,7 @@ def test_a_cable_that_is_pulled_ends_all_launchers_with_the_cause_and_one_that_i
             time.sleep(1)
             while run.take(0.0) is not None:
                 pass
-            # Clients agree in each step, so nobody goes on alone.
+            # Clients agree in each step, so no client continues alone.
             done = len(run.steps(0))
             assert run.take(0.5) is None
             hosts.set_link(1, up=True)
@@ -149,7 +149,7 @@ CABLES = {
 
 
 def pulled(*program, after: str) -> watched.Run:
-    """A run of two hosts of two devices whose cable is pulled after a line: it has ended on both, with the cause."""
+    """Run two hosts of two devices, and pull the cable after a line. Checks that both ended with the cause."""
     with network.connected(2, "1gbit") as hosts:
         flags = [f"--hosts={','.join(hosts.addresses)}", "--num_processes=1", "--devices_per_process=2"]
         environment = {"TFSHARD_SECRET": os.urandom(32).hex(), "PYTHONPATH": str(launched.ROOT)}
@@ -171,7 +171,7 @@ def pulled(*program, after: str) -> watched.Run:
 @pytest.mark.slow
 @sweeps.table("cables", "feature", CABLES, sample=1)
 def test_a_run_whose_cable_is_pulled_ends_with_the_cause_and_goes_on_on_a_flat_mesh(machine, feature, tmp_path):
-    """Its host that is left goes on from the last checkpoint, with exact sums and the losses of one device."""
+    """The remaining host continues from the last checkpoint, with exact sums and the losses of one device."""
     steps = 12
     program = [f"--steps={steps}", f"--state={tmp_path}", "--every_steps=2"]
     run = pulled(watched.CLIENT, *program, "--step_seconds=1", *CABLES[feature], after="CLIENT step 5 ")

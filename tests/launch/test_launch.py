@@ -1,4 +1,4 @@
-"""What is launched: options, hosts, agreements, and an example of a script; see also the files beside this one."""
+"""The launcher's options, hosts and agreements, and an example script. The other files of this folder test more."""
 
 import re
 
@@ -33,7 +33,7 @@ def test_the_language_model_example_trains_launched_as_alone(clients, mesh):
         np.testing.assert_allclose([float(figure) for figure in re.findall(FIGURES, said)], expected, atol=2e-4)
 
 
-# --- what is launched ----------------------------------------------------------------------------------------
+# --- launched scripts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What goes wrong in launched runs is told by object and remedy, after what has to work. A run serves several tests."""
+"""Failures of launched runs name the object and the remedy, after working calls. A run serves several tests."""
 
 import json
 import pathlib
@@ -30,7 +30,7 @@ def model_first(tmp_path_factory):
 
 def test_a_script_that_builds_its_model_first_trains_launched(model_first):
     done, directory = model_first
-    # In the script's own environment, as without a launcher.
+    # In the script's environment, as without a launcher.
     expected = f"2 clients, argv {['model_first', str(directory)]}, main __main__, path {launched.HERE}"
     assert said(done, "STARTED") == [expected] * 2, done.stderr
     losses = said(done, "TRAINED")

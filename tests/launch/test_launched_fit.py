@@ -1,4 +1,4 @@
-"""Clients train to the numbers of plain Keras on one device (launched_fit.py). A launched run serves many tests."""
+"""Clients train with the numbers of plain Keras on one device (launched_fit.py). A launched run serves many tests."""
 
 import dataclasses
 import functools
@@ -16,16 +16,16 @@ import sweeps
 import tfshard
 from launched_fit import MESHES, WAYS
 
-# Of losses, metrics, weights and predictions.
+# The tolerance of losses, metrics, weights and predictions.
 TOLERANCE = 2e-5
-# Four clients have the mesh of both axes.
+# Four clients test the mesh of both axes.
 MESH_CASES = {"always": ["batch, stage 3"], "sample": 1}
 WAY_CASES = {"always": [next(iter(WAYS)), "averaged weights"], "sample": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A run: what its clients found, and the directory that they wrote to."""
+    """A run: the results of its clients, and the directory with its files."""
 
     clients: list[dict]
     directory: pathlib.Path
@@ -50,7 +50,7 @@ def two(tmp_path_factory) -> Launched:
 
 @functools.cache
 def plain(name: str) -> dict:
-    """The same with plain Keras."""
+    """Return the results of plain Keras."""
     where = launched_fit.Plain()
     if name in MESHES:
         return launched_fit.train(where, whole=name == launched_fit.WHOLE)
@@ -58,7 +58,7 @@ def plain(name: str) -> dict:
 
 
 def numbers(value, name: str = "") -> dict[str, float]:
-    """The numbers of nested dicts and lists, by where they stand."""
+    """Return the numbers in nested dicts and lists, by their paths."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {place: number for key, item in items for place, number in numbers(item, f"{name}/{key}").items()}
@@ -66,10 +66,10 @@ def numbers(value, name: str = "") -> dict[str, float]:
 
 
 def assert_plain(run: Launched, num_clients: int, name: str, axis: str | None) -> None:
-    """Every client found what one device finds; kernels rested sharded over `axis`, and have moved."""
+    """Assert that every client matches one device, that `axis` shards the kernels, and that the kernels moved."""
     expected = dict(plain(name))
     assert expected.pop("kernels") == []
-    # One that is built by its first step has no values before.
+    # A model that is built by its first step has no values before.
     start = expected["start"] or [np.zeros_like(value) for value in expected["weights"]]
     moved = [np.max(np.abs(np.subtract(*pair))) for pair in zip(start, expected["weights"], strict=True)]
     assert all(far >= 100 * TOLERANCE for far, value in zip(moved, start, strict=True) if np.ndim(value) == 2)
@@ -102,7 +102,7 @@ def test_every_way_to_train_has_the_numbers_of_one_device(two, way):
 def test_clients_that_feed_their_own_rows_train_to_the_numbers_of_one_device(two):
     assert_plain(two, 2, "parts", "batch")
     for client in two.clients:
-        # The second epoch again, in another process of training.
+        # Another training process repeats the second epoch.
         assert client["resumed"] == client["parts"]["history"]["loss"][1:]
 
 
@@ -110,7 +110,7 @@ def test_random_masks_are_those_of_one_process_and_another_one_for_each_row_and_
     expected = launched_fit.masks(tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
     for client in two.clients:
         first, second = client["masks"]["rows"]
-        # Half of it is dropped, and the rest is twice as large.
+        # Half of the values are dropped, and the others are doubled.
         assert {number for row in first + second for number in row} == {0.0, 2.0}
         assert first != second and len({tuple(row) for row in first}) >= 7
         assert client["masks"]["rows"] == expected["rows"]
@@ -132,7 +132,7 @@ def test_files_that_clients_wrote_together_are_read_by_one_process(two):
 
 @pytest.mark.slow
 def test_four_clients_exchange_over_both_axes_of_a_mesh(tmp_path):
-    """Each has one device: what a model axis and a batch axis shard, no client has whole."""
+    """Each client has one device. No client has the full value of a variable that a model or batch axis shards."""
     mesh = "model across clients, stage 2"
     run = launch(tmp_path, 4, meshes=[mesh])
     assert_plain(run, 4, mesh, None)

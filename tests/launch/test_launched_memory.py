@@ -1,4 +1,4 @@
-"""A client returns freed memory to the system, unless TensorFlow's allocator is asked for (launched_memory.py)."""
+"""A client returns freed memory to the system, unless it uses TensorFlow's allocator (launched_memory.py)."""
 
 import pathlib
 import subprocess
@@ -66,7 +66,7 @@ def test_variables_that_a_user_has_set_keep_their_value(monkeypatch):
     assert "GLIBC_TUNABLES" not in allocators.environment_of_system_allocator()
 
 
-# What other tests have left free in the heap of this process would serve the blocks.
+# Free memory in this process's heap, left by other tests, would serve the blocks.
 FREES_BLOCKS = """
 import ctypes, sys
 

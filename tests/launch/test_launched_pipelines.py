@@ -1,4 +1,4 @@
-"""Pipelines over the clients of a launched run have the numbers of one device (launched_pipelines.py)."""
+"""Pipelines over the clients of a launched run match one device (launched_pipelines.py)."""
 
 import functools
 import json
@@ -63,7 +63,7 @@ def assert_plain(clients: list[dict], name: str) -> None:
 
 
 def assert_goes_to_other_meshes(directory: pathlib.Path, name: str) -> None:
-    """What the clients saved, in this process: on a flat mesh, and by plain Keras."""
+    """Restore the clients' checkpoint in this process: on a flat mesh, and in plain Keras."""
     _, model = plain()
     flat = tfshard.as_distributed(launched_pipelines.build())
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)
@@ -82,7 +82,7 @@ def assert_goes_to_other_meshes(directory: pathlib.Path, name: str) -> None:
 @sweeps.table("meshes of launched pipelines", "name", MESHES, sample=2)
 def test_a_pipeline_over_two_clients_has_the_numbers_of_one_device(name, two):
     clients, directory = two
-    # Devices of each place on the pipeline axis that a client has, of each storage.
+    # For each storage, the number of devices of each pipeline rank that a client has.
     devices = [client[name]["devices"] for client in clients]
     expected = {
         "a client each": [[2, 0], [0, 2]],
@@ -121,7 +121,7 @@ def test_clients_number_collectives_alike(two):
 
 @pytest.mark.slow
 def test_a_model_on_a_mesh_of_all_clients_trains_behind_pipelines(two):
-    """They have compiled other functions by then."""
+    """The clients compiled different functions before."""
     clients, _ = two
     model = launched_pipelines.compiled(None)
     expected = float(model.train_on_batch(launched_pipelines.X[:16], launched_pipelines.Y[:16])[0])
@@ -131,7 +131,7 @@ def test_a_model_on_a_mesh_of_all_clients_trains_behind_pipelines(two):
 
 @pytest.mark.slow
 def test_places_of_several_clients_each(tmp_path):
-    """Four clients of one device: two have one place on the pipeline axis, and two the other."""
+    """Four clients of one device: two clients for each of the two pipeline ranks."""
     clients = launch(tmp_path, 4, ["a client each"])
     assert [client["a client each"]["devices"] for client in clients] == [[1, 0], [1, 0], [0, 1], [0, 1]], "premise"
     assert_plain(clients, "a client each")

@@ -1,4 +1,4 @@
-"""A launched run with an embedding table: killed, restarted, with the numbers of one device (launched_tables.py)."""
+"""A killed and restarted run with an embedding table matches one device (launched_tables.py)."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Eleven clients and more train to the numbers of plain Keras on one device (launched_many.py)."""
+"""Eleven and more clients match plain Keras on one device (launched_many.py)."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ TOLERANCE = 2e-5
 
 
 def launch(directory: pathlib.Path, num_clients: int, names: list[str]) -> list[dict]:
-    """What each client found."""
+    """Launch a run, and return the results of each client."""
     done = launched.launch(
         f"--num_processes={num_clients}", "--devices_per_process=1", "--registration_timeout=300",
         str(launched.HERE / "launched_many.py"), str(directory), *names,
@@ -32,7 +32,7 @@ def plain() -> dict:
 
 
 def alone(num_devices: int, name: str) -> dict:
-    """The same in one process."""
+    """Return the results of one process."""
     done = launched.run(str(launched.HERE / "launched_many.py"), "alone", str(num_devices), name)
     assert done.returncode == 0, done.stderr
     return json.loads(launched.said(done, "FOUND ")[0])

@@ -1,4 +1,4 @@
-"""Who is to blame: clients' messages and times go in, failures come out."""
+"""The watchdog finds the cause of failures from the clients' messages and times."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tfshard.launch.watchdog import Failure, Watchdog, WatchedClient
 
 
 class Run:
-    """Two clients that have registered, and what the launcher would do with them."""
+    """Two registered clients, and the launcher's reactions to them."""
 
     def __init__(self, **options):
         self.clock = Clock()
@@ -30,7 +30,7 @@ class Run:
         self.watchdog.begin(self.clients[client], number, label, limit=None, digest=digest)
 
     def wait(self, seconds: float, silent: tuple[int, ...] = ()) -> Failure | None:
-        """Lets time pass, with heartbeats, until something is wrong."""
+        """Let time pass, with heartbeats, until a failure is found."""
         for _ in range(int(seconds * 10)):
             self.clock.now += 0.1
             for client in self.clients:

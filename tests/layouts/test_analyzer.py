@@ -1,4 +1,4 @@
-"""Groups: every variable in exactly one place, within the limits, the same for the same input."""
+"""Groups hold every variable exactly once, stay within the limits, and are deterministic."""
 
 import dataclasses
 import math
@@ -56,7 +56,7 @@ def cases(draw) -> Case:
     )
     analyzer = tfshard.ParameterAnalyzer(
         group_threshold_bytes=draw(st.integers(0, 8000)),
-        # Small ones too, so that groups are closed by it.
+        # Includes small limits that close a group.
         max_group_bytes=draw(st.integers(0, 2000) | st.integers(0, 20000)),
     )
     return Case(specs=specs, mesh=mesh, stage=draw(st.integers(0, 3)), analyzer=analyzer)
@@ -67,7 +67,7 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclasses.dataclass(kw_only=True)
 class ByHand:
-    """A group that is filled by the rules of the README and of docs/design.md, worked out here from shapes."""
+    """A group that is filled by the rules of the README and docs/design.md, computed here from shapes."""
 
     devices: int
     shards: int
@@ -81,7 +81,10 @@ class ByHand:
         return math.ceil(self.end / self.devices)
 
     def with_(self, index: int, elements: int) -> "ByHand":
-        """The group with one more, whose elements begin at a multiple of 64 bytes unless they are fewer than that."""
+        """Return the group with one more variable.
+
+        The variable starts at a multiple of 64 bytes, unless it is smaller than 64 bytes.
+        """
         offset, align = self.end, 64 // self.itemsize
         if elements >= align:
             offset = math.ceil(offset / align) * align
@@ -94,11 +97,11 @@ class ByHand:
 
 
 def by_hand(case: "Case") -> list[ByHand]:
-    """Which variables share a buffer and where in it each begins: in the order of the input, as long as they fit."""
+    """Return the groups of variables, with their offsets: variables join in the order of the input while they fit."""
     latest: dict[tuple, int] = {}
     groups: list[ByHand] = []
     for index, spec in enumerate(case.specs):
-        # Variables that are not trained would need a group of a mebibyte, which no case has.
+        # Frozen variables would need a group of a mebibyte, which no case has.
         if spec.dtype not in ITEMSIZE or not spec.trainable:
             continue
         itemsize, sharded = ITEMSIZE[spec.dtype], spec.path.startswith(("rows", "columns"))
@@ -118,7 +121,7 @@ def by_hand(case: "Case") -> list[ByHand]:
 
 
 def members(grouped) -> dict[int, list[VariableLayout]]:
-    """The members of each group, in the order of the input."""
+    """Return the members of each group, in the order of the input."""
     found: dict[int, list[VariableLayout]] = {}
     for layout in grouped:
         if layout.group is not None:
@@ -135,7 +138,7 @@ def test_every_variable_is_in_exactly_one_place(case):
     for group in members(grouped).values():
         form = group[0].flat
         assert len(group) == len(form.members) >= 2
-        # Each place of the buffer once, in the order of the input.
+        # Each member of the buffer occurs once, in the order of the input.
         assert [layout.member for layout in group] == list(range(len(group)))
         for layout in group:
             assert layout.flat == form and layout.grouped and layout.sharded is None
@@ -175,7 +178,7 @@ def test_a_buffer_gives_back_its_members(case):
     for group in members(case.grouped()).values():
         values = [np.random.default_rng(v.member).normal(size=v.spec.shape) for v in group]
         buffer = variable_layout.flatten_host_values(values, np.dtype(np.float64), group[0].flat)
-        # What lies in the buffer, counted: each element once, the rest is zeros.
+        # Count the elements in the buffer: each occurs once, and zeros fill the gaps.
         assert np.count_nonzero(buffer) == sum(value.size for value in values)
         np.testing.assert_array_equal(
             np.sort(buffer[buffer != 0]), np.sort(np.concatenate([v.ravel() for v in values]))

@@ -1,4 +1,4 @@
-"""Roles of mesh axes: what an axis is for does not depend on what it is called."""
+"""The role of a mesh axis does not depend on its name."""
 
 import copy
 import json
@@ -151,7 +151,7 @@ def build() -> keras.Model:
 
 def batches() -> list:
     rs = np.random.RandomState(0)
-    # One whose size the data axis does not divide.
+    # The data axis does not divide the last size.
     return [(rs.randint(0, 16, (size, 6)), rs.randint(0, 5, size)) for size in (8, 8, 5)]
 
 
@@ -201,7 +201,7 @@ def test_a_model_trains_on_axes_of_other_names_as_on_one_device(stage: int, opti
         assert renamed(expected.storage) == found.storage and renamed(expected.compute) == found.compute
         assert renamed(variable.value.gradient_layout) == gradients[variable.path]
     parity.assert_same(run, reference, rtol=1e-4, atol=1e-5)
-    # The same step under other names: to the last bit.
+    # The same step with other names is bit-identical.
     assert run.losses == usual.losses
     for path, value in usual.weights.items():
         np.testing.assert_array_equal(run.weights[path], value, err_msg=path)

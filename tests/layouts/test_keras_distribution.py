@@ -1,4 +1,4 @@
-"""keras.distribution objects: KerasHub's own layout maps are accepted, and a plan becomes one for Keras on JAX."""
+"""keras.distribution objects: KerasHub's layout maps are accepted, and a plan exports a layout map for Keras on JAX."""
 
 import itertools
 import pickle
@@ -82,7 +82,7 @@ def test_a_backbone_trains_under_its_own_layout_map_as_on_one_device(family: str
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     build = language_model(FAMILIES[family][0])
     reference = parity.train(build, batches(), optimizer=keras.optimizers.Adam, loss=loss, steps=3)
-    # The mesh is the one of the layout map.
+    # The layout map has the mesh.
     strategy = tfshard.ShardedStrategy(layout_map=own_map(family), zero_stage=stage)
     assert strategy.mesh_shape == {"batch": 2, "model": 2}
     run = parity.train(build, batches(), optimizer=keras.optimizers.Adam, loss=loss, steps=3, strategy=strategy)
@@ -91,7 +91,7 @@ def test_a_backbone_trains_under_its_own_layout_map_as_on_one_device(family: str
 
 
 def test_model_parallel_is_accepted_whatever_its_axes_are_called():
-    """The axis that shards data is our batch axis; the others keep their names and order."""
+    """The axis that shards data becomes our batch axis. The other axes keep their names and order."""
     given = keras.distribution.ModelParallel(
         layout_map=own_map("gemma", names=("tensor", "data")), batch_dim_name="data"
     )
@@ -188,6 +188,6 @@ def test_a_layout_map_is_made_of_the_mesh_as_keras_distributions_is():
             layout_map.column(".*other", axis="modle")
     renamed = tfshard.LayoutMap(devices)
     renamed["up/kernel"] = ("data", "model")
-    assert renamed["up/kernel"].axes == ("batch", "model")  # The axis that shards the data, by the name it has here.
+    assert renamed["up/kernel"].axes == ("batch", "model")  # The axis that shards the data, by its name here.
     with pytest.raises(tfshard.errors.LayoutError, match="Received: 3"):
         tfshard.LayoutMap(3)

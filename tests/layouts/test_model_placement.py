@@ -1,4 +1,4 @@
-"""A model's placement is made once, and plan, lint, report and the strategy go by it: plan and deed cannot diverge."""
+"""A model's placement is made once, and plan, lint, report and the strategy share it."""
 
 import collections
 
@@ -21,7 +21,7 @@ X, Y = RS.normal(size=(8, 16)).astype("float32"), RS.normal(size=(8, 3)).astype(
 
 
 def build() -> keras.Model:
-    """Small variables, which are grouped, and one of a MiB, which is not."""
+    """Return a model with small variables, which are grouped, and a variable of a MiB, which is not."""
     inputs = keras.Input((16,))
     x = keras.layers.Dense(1 << 14, activation="relu", name="large")(inputs)
     x = keras.layers.Dense(8, name="small")(x)
@@ -33,7 +33,7 @@ def strategy(**options) -> tfshard.ShardedStrategy:
 
 
 class Counts:
-    """How often variables were planned, by path, and values were cut into pieces for the mesh, by their shape."""
+    """Count how often variables were planned, by path, and how often values were split for the mesh, by shape."""
 
     def __init__(self, monkeypatch):
         self.planned: collections.Counter = collections.Counter()
@@ -70,12 +70,12 @@ def test_compile_plans_each_variable_once_and_moves_it_once(way, monkeypatch):
     model.compile("sgd", "mse", strategy=chosen)
     paths = [variable.path for variable in model.trainable_variables]
     assert len(paths) == 6 and len(storages(model)) == 2
-    # One that is born under the scope is planned at its birth, before its model is known.
+    # A variable created under the scope is planned before its model is known.
     assert {path: counts.planned[path] for path in paths} == dict.fromkeys(paths, 2 if way == "scope" else 1)
     for storage in storages(model).values():
         assert counts.cut[tuple(storage.format.shape)] == 1
-    assert sum(counts.cut[tuple(v.shape)] for v in model.trainable_variables) == 1  # The large one.
-    # From the host to their group; nothing came back from the mesh.
+    assert sum(counts.cut[tuple(v.shape)] for v in model.trainable_variables) == 1  # The large variable.
+    # Values go from the host to their group, and none comes back from the mesh.
     assert sorted(moved) == (sorted(set(paths) - {"large/kernel"}) if way == "scope" else [])
     before = counts.planned.copy()
     chosen.plan(model), chosen.report(model), model.compile("sgd", "mse", strategy=chosen)

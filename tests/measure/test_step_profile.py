@@ -1,4 +1,4 @@
-"""What `profile_step` trains on: each form of a batch that a dataset for `fit` can hold."""
+"""`profile_step` accepts each form of batch that a dataset for `fit` can hold."""
 
 import keras
 import numpy as np
@@ -17,7 +17,7 @@ def one(data):
 
 
 def pair(data):
-    x, y = data  # As the trainer of Keras's guide says it; three values are an error here.
+    x, y = data  # As in Keras's guide to custom trainers; three values are an error here.
     return x, y, None
 
 

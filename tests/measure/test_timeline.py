@@ -1,4 +1,4 @@
-"""The timeline of a step: each device's operations and collectives, and how much of these is hidden."""
+"""The timeline of a step: each device's operations and collectives, and the hidden share of the collectives."""
 
 import json
 
@@ -15,7 +15,7 @@ def work(begin, end, met=None, lane=0, kind="MatMul"):
 
 
 def test_hidden_is_the_share_of_collectives_in_which_the_device_computes():
-    # Of 4 + 2 s in collectives 1 + 1 s beside operations; what overlaps counts once.
+    # 4 + 2 s of collectives overlap 1 + 1 s of operations. Overlapping collectives count once.
     first = DeviceTimeline(
         operations=(work(0.0, 1.0), work(0.5, 3.0, lane=1), work(6.0, 7.0)), collectives=(work(2, 4), work(3, 6))
     )
@@ -31,7 +31,7 @@ def test_hidden_is_the_share_of_collectives_in_which_the_device_computes():
 
 
 def test_waiting_for_other_devices_is_told_from_sending():
-    # It waits for 2 s, in one of which it computes; while another collective sends it does not wait.
+    # It waits for 2 s and computes during one of them. It does not wait while another collective sends.
     alone = DeviceTimeline(operations=(work(0.0, 1.0),), collectives=(work(0.0, 3.0, met=2.0),))
     assert Timeline(devices=(alone,)).waiting_seconds == pytest.approx(1.0)
     beside = DeviceTimeline(operations=(), collectives=(work(0.0, 3.0, met=2.0), work(0.5, 1.5)))

@@ -1,4 +1,4 @@
-"""Activations whose derivative is made in the forward pass."""
+"""Activations that compute their derivative in the forward pass."""
 
 from unittest import mock
 
@@ -40,14 +40,14 @@ def test_derivatives_of_any_order_are_those_of_one_device(activation, order):
         ours = [transfer.to_host(each) for each in strategy.run(step(activation, order), args=(placed,))]
     assert made.called == (order > 0), "premise: with its derivative, where there is a tape"
     for our, their in zip(ours, step(activation, order)(tf.constant(x)), strict=True):
-        # A third power of 1e4 has no more digits than that.
+        # A third power of 1e4 has no more digits.
         np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-6)
     if order:
         assert np.abs(ours[1]).max() > 1, "premise"
 
 
 def blocks(activation):
-    """Blocks with a wide activation of 4 MiB a device each."""
+    """Return blocks with a wide activation of 4 MiB per device."""
     inputs = keras.Input((256, 64))
     x = inputs
     for number in range(6):
@@ -61,7 +61,7 @@ def blocks(activation):
 @pytest.mark.parametrize("mesh", [{"batch": 4}, {"replica": 2, "batch": 2}], ids=["batch4", "replicas"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_two_tensors_of_each_wait_for_the_backward_pass(stage, mesh, activation):
-    """A ReLU keeps its result, these their derivative besides. It was a tensor more or two, on each device others."""
+    """A ReLU keeps its result; these keep their derivative, too. Before, devices kept one or two more tensors."""
     added = []
     for function in (keras.activations.relu, ACTIVATIONS[activation]):
         model, x = blocks(function)

@@ -1,4 +1,4 @@
-"""Batch normalization by each device's own moments."""
+"""Batch normalization by the local moments of each device."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ RS = np.random.RandomState(0)
 
 
 def image_batch(shape: tuple[int, ...]) -> np.ndarray:
-    # Far from zero: a variance by the mean of squares would lose four of the seven digits here.
+    # Far from zero: a variance from the mean of squares would lose four of the seven digits.
     return RS.normal(70.0, 1.0, shape).astype("float32")
 
 

@@ -1,4 +1,4 @@
-"""Candidate classes are drawn alike on all devices, as one device draws them."""
+"""All devices draw the same candidate classes as one device."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def step_of(loss: str, sampler: str, seed: int | None):
 
 
 def results(step, mesh: str) -> list[list[tf.Tensor]]:
-    """What two runs of a step give on a mesh."""
+    """Return the results of two runs of a step on a mesh."""
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), zero_stage=0)
     arguments = [transfer.host_to_mesh(each, ("batch", None), strategy.mesh) for each in (ROWS, LABELS)]
     assert dtensor.fetch_layout(arguments[0]).num_shards(0) == MESHES[mesh]["batch"], "premise"
@@ -71,7 +71,7 @@ def test_losses_over_drawn_classes_match_one_device(loss: str, sampler: str, mes
 @pytest.mark.parametrize("seed", [None, 1])
 def test_all_devices_draw_the_same_classes(seed: int | None, monkeypatch):
     if seed is None:
-        # Then a kernel would choose a seed by itself.
+        # Without a seed, each kernel would choose one.
         monkeypatch.setattr(tf.random, "log_uniform_candidate_sampler", _unseeded)
     drawn = [dtensor.unpack(found[0]) for found in results(step_of("sampled softmax", "log uniform", seed), "batch4")]
     assert all(len(pieces) == 4 for pieces in drawn), "premise"

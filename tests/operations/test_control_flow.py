@@ -1,4 +1,4 @@
-"""Loops and branches in steps: results and gradients of one device, and any number of steps that have them."""
+"""Loops and branches in steps match one device in results and gradients, in any number of steps."""
 
 import collections
 import contextlib
@@ -112,7 +112,7 @@ def test_steps_that_are_alike_are_compiled_one_after_the_other_and_run_again(nam
                 np.testing.assert_allclose(transfer.to_host(mine), theirs, rtol=2e-5, atol=1e-6)
 
     check()
-    # TensorFlow makes what runs anew, from the functions that it still has.
+    # TensorFlow recreates the running functions from the remaining ones.
     tf.compat.v1.reset_default_graph()
     keras.backend.clear_session()
     check()
@@ -216,7 +216,7 @@ LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def most_compiled(since: set[str]) -> int:
-    """How often that of the functions was compiled that was the most often."""
+    """Return how often the most compiled function was compiled."""
     made = [name for name in set(context.context().list_function_names()) - since if "step" in name]
     return max(collections.Counter(name.partition("__func_")[0] for name in made if "__func_" in name).values())
 
@@ -225,7 +225,7 @@ def most_compiled(since: set[str]) -> int:
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_loops_of_steps_that_dtensor_compiles_again_train_as_on_one_device(steps_per_execution: int):
     rs = np.random.RandomState(0)
-    # Batches of 10, which are whole on all devices, and of 8.
+    # Batches of 10, which are replicated, and of 8.
     x, labels = rs.normal(size=(48, 5, 4)).astype("float32"), rs.randint(0, 3, 48)
     runs, before = [], set(context.context().list_function_names())
     for strategy in (None, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))):
@@ -246,7 +246,7 @@ def test_loops_of_a_custom_step_that_dtensor_compiles_again_train_as_on_one_devi
     rs = np.random.RandomState(0)
     x, labels = rs.normal(size=(42, 5, 4)).astype("float32"), rs.randint(0, 3, 42)
     dataset = tf.data.Dataset.from_tensor_slices((x, labels)).batch(9)
-    # Of 9 rows and of 6 in turn, which are whole on all devices; or of 9, and at last of 6.
+    # Alternately 9 and 6 rows, which are replicated; or 9 rows, and 6 at the end.
     batches = dataset if inside else [(x[:n], labels[start : start + n]) for start in range(5) for n in (9, 6)]
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
     losses, before = [], set(context.context().list_function_names())

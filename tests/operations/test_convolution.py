@@ -1,4 +1,7 @@
-"""Convolutions with kernels sharded over a model axis: the numbers of one device, and a pair's two all-reduces."""
+"""Convolutions with kernels sharded over a model axis match one device.
+
+A pair of convolutions needs two all-reduces.
+"""
 
 import keras
 import numpy as np
@@ -48,7 +51,7 @@ def test_sums_of_products_are_tensorflows_convolution(size, kernel, strides, dil
 
 
 def residual() -> keras.Model:
-    """A bottleneck as in a residual network: the pair's input is trained and goes on beside it."""
+    """Return a residual bottleneck: the pair's input is trained, and added to the pair's output."""
     inputs = keras.Input((8, 8, 3))
     x = keras.layers.Conv2D(16, 3, padding="same", strides=2, name="stem")(inputs)
     y = keras.layers.Conv2D(32, 3, padding="same", use_bias=False, name="expand")(x)
@@ -80,7 +83,7 @@ def test_a_residual_network_matches_one_device(mesh, stage):
     parity.assert_same(run, parity.train(residual, batches, **settings), rtol=0, atol=2e-5)
     if mesh == "model4":
         profile = tfshard.profile_step(run.model, batches[0])
-        # Forward behind the row kernel, backward in front of the column kernel.
+        # One in the forward pass after the row kernel, one in the backward pass before the column kernel.
         assert len(profile.collectives) == profile.count("all-reduce") == 2
 
 
@@ -94,7 +97,10 @@ def test_outside_of_steps_and_without_a_layout_keras_convolves():
 
 
 def generator(*parts: keras.layers.Layer) -> keras.Model:
-    """As in a DCGAN: columns of a Dense layer are reshaped to images, so that the model axis shards their height."""
+    """Return a DCGAN generator.
+
+    A Dense layer's columns become images, so the model axis shards the height of the images.
+    """
     layers = [keras.Input((6,)), keras.layers.Dense(32, "tanh", name="wide"), keras.layers.Reshape((4, 4, 2)), *parts]
     return keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(2, name="head")])
 

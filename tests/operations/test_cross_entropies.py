@@ -1,4 +1,4 @@
-"""Cross entropy of logits with integer labels, by operations of which each device does its part."""
+"""Cross entropy of logits with integer labels, by operations on local shards."""
 
 from unittest import mock
 
@@ -12,7 +12,7 @@ from tests import parity
 from tfshard.devices import transfer
 from tfshard.operations import cross_entropies
 
-# Classes are sharded here though it sends more.
+# These tests shard classes although that sends more.
 pytestmark = pytest.mark.filterwarnings("ignore:transposed")
 CLASSES = 24
 RS = np.random.RandomState(0)
@@ -153,7 +153,7 @@ def test_what_is_small_or_of_another_dtype_is_left_to_tensorflow(made, monkeypat
 
     run("float16")
     assert not made.called
-    monkeypatch.setattr(cross_entropies, "LEAST_ELEMENTS", 2 * CLASSES + 1)  # Of a device.
+    monkeypatch.setattr(cross_entropies, "LEAST_ELEMENTS", 2 * CLASSES + 1)  # On a device.
     run("float32")
     assert not made.called
     monkeypatch.setattr(cross_entropies, "LEAST_ELEMENTS", 2 * CLASSES)
@@ -166,7 +166,10 @@ def test_what_is_small_or_of_another_dtype_is_left_to_tensorflow(made, monkeypat
     ("options", "most"), [({"mesh": {"batch": 4}}, 1.01), ({"mesh": {"model": 4}, "layout_map": BY_CLASS}, 0.6)]
 )
 def test_a_step_holds_no_more_than_with_tensorflows_kernel(options, most, monkeypatch):
-    """All is computed where the logits were; with sharded classes, there are no one-hot vectors of that size."""
+    """The logits' buffer holds all intermediate results.
+
+    With sharded classes, no one-hot vectors of that size exist.
+    """
     inputs = keras.Input((128, 6))
     x = keras.layers.Dense(16, "tanh", name="hidden")(inputs)
     added = []

@@ -1,4 +1,4 @@
-"""Random numbers of a step are those of one device, on every mesh, and each device draws its own rows."""
+"""Random numbers of a step match one device on every mesh, and each device draws only its rows."""
 
 import contextlib
 import functools
@@ -69,7 +69,7 @@ def test_a_draw_that_begins_later_is_a_part_of_the_whole_draw(type: str, dtype: 
 
 # --- Every generator -------------------------------------------------------------------------------------
 
-# Of `x`, `(n, 12)`. There are shapes of which a device begins between two counts.
+# Functions of `x`, `(n, 12)`. For some shapes a device starts between two counts.
 DRAWS = {
     "normal": lambda x, n: random.normal(tf.shape(x), 1.0, 2.0, seed=1),
     "float16": lambda x, n: random.normal((n, 5), dtype="float16", seed=1),
@@ -89,7 +89,7 @@ DRAWS = {
     "line": lambda x, n: random.uniform((n,), seed=1),
     "more rows": lambda x, n: random.normal((5 * n, 3), seed=1),
 }
-# Every device draws all of these.
+# Every device draws all numbers of these.
 WHOLE = {
     "categorical": lambda x, n: random.categorical(x, 3, seed=1),
     "shuffle": lambda x, n: random.shuffle(x, seed=1),
@@ -104,7 +104,7 @@ WHOLE = {
     "weights": lambda x, n: x @ random.normal((12, 12), seed=1),
     "number": lambda x, n: x * random.normal((), seed=1),
 }
-# All but these stay sharded, too: what is computed from them is shared out.
+# All others stay sharded, and so do computations on them.
 SHARDED = {*DRAWS, *WHOLE} - {"stateless shuffle", "time first"}
 
 
@@ -183,7 +183,7 @@ def on_one_device_graph(name: str) -> list[tf.Tensor]:
     return [operation.outputs[0] for operation in used_draws(graph)]
 
 
-# --- Which dim is the batch's ----------------------------------------------------------------------------
+# --- The dim of the batch --------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(3)
@@ -211,7 +211,7 @@ def test_a_draw_of_the_batch_is_told_from_one_of_weights(shape: tuple[int, ...],
 
 
 def test_what_is_computed_from_noise_is_shared_out():
-    """The generator of a GAN takes what was drawn: each device computes its rows."""
+    """The generator of a GAN takes random numbers: each device computes its rows."""
     strategy = strategy_of("batch")
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -259,7 +259,7 @@ LAYERED = [(name, mesh) for name in LAYERS for mesh in ("batch", "batch x model"
 
 
 def outputs_of(layer: keras.Layer, x: np.ndarray, strategy: tfshard.ShardedStrategy | None) -> list[np.ndarray]:
-    """What a layer gives in two steps of training."""
+    """Return the outputs of a layer in two training steps."""
     if strategy is None:
         call = tf.function(lambda x: layer(x, training=True), jit_compile=False)
         return [call(x).numpy() for _ in range(2)]
@@ -288,7 +288,7 @@ def test_a_layer_draws_what_it_draws_on_one_device(name: str, mesh: str):
 
 
 class Block(keras.Model):
-    """Attention and a pair of Dense layers, with dropout wherever there can be some, and noise of its own."""
+    """Attention and a pair of Dense layers, with all possible dropout and additional noise."""
 
     def __init__(self):
         super().__init__(name="block")
@@ -375,7 +375,7 @@ def test_a_model_with_dropout_trains_as_on_one_device(way: str):
 
 
 def test_without_the_rows_of_each_device_training_differs(monkeypatch):
-    """Premise of the table: masks decide the numbers."""
+    """Premise of the table: the masks decide the numbers."""
     monkeypatch.setattr(draws, "_later", lambda counter, counts: counter)
     run = trained.__wrapped__("stage 0", SAMPLES, "float32")
     assert abs(run.losses[0] / trained(None, SAMPLES, "float32").losses[0] - 1) > 1e-3
@@ -444,7 +444,7 @@ def test_a_pipeline_draws_what_one_device_draws(mesh: dict[str, int]):
 
 
 def test_microbatches_draw_no_numbers_twice():
-    """Nor where the batch is another dim, or a generator takes a seed only."""
+    """Also if the batch is another dim, or if a generator takes only a seed."""
 
     class Drawing(layers.Layer):
         def __init__(self):
@@ -468,7 +468,7 @@ def test_microbatches_draw_no_numbers_twice():
 
 
 class Seen(keras.metrics.Metric):
-    """The predictions of eight samples, by microbatches of four."""
+    """The predictions of eight samples, in microbatches of four."""
 
     def __init__(self):
         super().__init__(name="seen")

@@ -1,5 +1,7 @@
-"""Rows of a batch that are joined, cut or reordered, and convolutions of batches that every device holds, match one
-device whatever follows."""
+"""Joined, cut or reordered rows of a batch match one device, with any operation after them.
+
+Convolutions of batches that every device holds match, too.
+"""
 
 import itertools
 
@@ -97,7 +99,7 @@ def loop(t, matrix):
     return states[1]
 
 
-# Of (rows, matrix, kernel).
+# Functions of (rows, matrix, kernel).
 AFTERS = {
     "nothing": lambda t, m, k: t,
     "dense": lambda t, m, k: t @ m,
@@ -120,7 +122,7 @@ AFTERS = {
 
 
 def assert_matches(function, batch: np.ndarray, others: list[np.ndarray], mesh: str) -> list[tf.Tensor]:
-    """Compares what a step gives, and its gradients, with one device; returns what it gives on the mesh."""
+    """Compare the results and gradients of a step with one device, and return the results on the mesh."""
 
     def step(batch, *others):
         with tf.GradientTape() as tape:
@@ -225,7 +227,7 @@ def test_training_on_two_views_matches_one_device(name: str):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-# Of images that every device holds.
+# Functions of images that every device holds.
 WHOLE = {
     "flipped": lambda i: tf.reverse(i, [0]),
     "gathered": lambda i: tf.gather(i, tf.argsort(i[:, 0, 0, 0])),

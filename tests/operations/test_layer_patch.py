@@ -1,4 +1,4 @@
-"""What tfshard changes on objects of a user's model: applied once, listed, taken back, and not inherited by copies."""
+"""Patches on objects of a user's model are applied once, listed, undone, and not inherited by copies."""
 
 import copy
 import pathlib
@@ -50,11 +50,11 @@ def test_the_list_is_the_table_of_the_design():
 
 
 def test_no_other_module_sets_attributes_of_what_is_not_its_own():
-    """No module assigns a method of an object that is not its own, or writes an instance dictionary."""
+    """The package's top-level modules assign no patched attribute of foreign objects, and no instance dictionary."""
     attributes = "|".join({change.attribute for change in layer_patch.CHANGES})
     assigned = re.compile(rf"(\.({attributes}) = )|(vars\([a-z_.]+\)\[.*\] = )|(object\.__setattr__)")
     for path in sorted((ROOT / "tfshard").glob("*.py")):
-        if path.stem in ("layer_patch", "subject"):  # `subject` puts plain variables in the place of sharded ones.
+        if path.stem in ("layer_patch", "subject"):  # `subject` puts plain variables in the place of sharded variables.
             continue
         for line in path.read_text().splitlines():
             assert not assigned.search(line) or "self." in line.partition("=")[0], f"{path.name}: {line}"
@@ -106,7 +106,7 @@ def test_copies_have_no_patches(how, tmp_path):
     model = compiled(metrics=["accuracy", metric_by_function()], sequence_parallel=True)
     assert ("update_state", "by_function") in changes(model)
     if how == "clone":
-        model.compiled = False  # A clone of a compiled model is compiled, and sharded, itself.
+        model.compiled = False  # A clone of a compiled model would be compiled, and sharded, too.
         other = keras.models.clone_model(model)
     elif how == "file":
         model.save(tmp_path / "model.keras")
@@ -150,7 +150,7 @@ def test_a_patch_on_a_patch_is_taken_back_in_any_order():
 
 
 def test_a_metric_of_whole_predictions_sends_nothing_though_something_of_their_size_is_sharded():
-    """The predictions have 64 classes, and so has the hidden layer, which is sharded."""
+    """The predictions have 64 classes, and so has the sharded hidden layer."""
     layout_map = tfshard.LayoutMap()
     layout_map.column("up")
     layout_map.row("down")
@@ -166,6 +166,6 @@ def test_a_metric_of_whole_predictions_sends_nothing_though_something_of_their_s
         batch = np.ones((8, 16), "float32"), np.arange(8)
         counts[len(metrics)] = [(c.kind, c.bytes) for c in tfshard.profile_step(model, batch).collectives]
         assert model.get_layer("up").kernel.value.layout.compute == (None, "model")
-    # The premise: the patch is on both metrics.
+    # Premise: both metrics have the patch.
     assert sum(patch.change is METRIC_UPDATE for patch in layer_patch.patches_of(model)) == 2
     assert counts[2] == counts[0]

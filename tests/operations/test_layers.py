@@ -1,4 +1,4 @@
-"""Which built-in Keras layers train under a ShardedStrategy: what tests/built_in_layers.py says of each."""
+"""The built-in Keras layers that train under a ShardedStrategy, as tests/built_in_layers.py lists them."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ from built_in_layers import (
 from sweeps import table
 from tfshard.operations import unsupported
 
-# The models end in Flatten, after a layer that makes a mask too.
+# Some models end in Flatten after a layer that makes a mask.
 pytestmark = pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask attached to it:UserWarning")
 
 
@@ -37,7 +37,7 @@ TOLERANCE = 1e-5
 
 
 def loss(target, prediction):
-    """The sum of the branches' mean squared errors, so that each branch trains as it would alone."""
+    """Return the sum of the branches' mean squared errors, so each branch trains as it would alone."""
     return keras.ops.sum(keras.ops.square(prediction - target), axis=-1) / 2
 
 
@@ -46,7 +46,7 @@ def strategy() -> tfshard.ShardedStrategy:
 
 
 def with_sharded_features() -> tfshard.ShardedStrategy:
-    """The layer under test gets features that a model axis shards, from the layer before it."""
+    """Return a strategy that gives the layer under test features sharded over a model axis."""
     layout_map = tfshard.LayoutMap()
     layout_map.column("stem_.*", axis="model")
     layout_map.whole("(?!stem_).*")
@@ -85,7 +85,7 @@ def reference(kind: str, *calls: str) -> parity.Run:
 
 
 def assert_moved(kind: str, calls: list[str], reference: parity.Run) -> None:
-    """Training changed each weight by far more than the tolerance; or not at all, as a bias in front of a softmax."""
+    """Assert that each weight changed by far more than the tolerance, or not at all (a bias before a softmax)."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     for before, after in zip(build(kind, calls).trainable_variables, reference.model.trainable_variables, strict=True):
@@ -124,7 +124,7 @@ def test_random_layers_draw_what_they_draw_on_one_device(kind):
 
 
 class AlwaysTraining(keras.Model):
-    """A random layer that is random in predict too."""
+    """A random layer that is random in predict, too."""
 
     def __init__(self, layer):
         super().__init__()
@@ -151,7 +151,7 @@ def test_embedding_matches_the_sparse_gradients_of_one_device_with_sgd():
     for sharded in (False, True):
         keras.utils.set_random_seed(0)
         model = tfshard.as_distributed(build("tokens", ["Embedding(7, 6)(x)"]))
-        # Not parity.train, which makes the reference's gradient dense.
+        # parity.train would make the reference's gradient dense.
         model.compile(keras.optimizers.SGD(0.1), "mse", **({"strategy": strategy()} if sharded else {}))
         for _ in range(2):
             model.train_on_batch(tokens, targets)
@@ -177,7 +177,7 @@ def test_refusal_names_every_layer_and_its_remedy():
     assert message.endswith("See: tfshard docs layers")
 
 
-# --- each layer alone, as docs/layers.md says ---------------------------------------------------------
+# --- each layer alone, as in docs/layers.md -----------------------------------------------------------
 
 
 @pytest.mark.sweep(1)
@@ -211,6 +211,6 @@ def test_refused_layer_does_fail(kind, call, monkeypatch):
 
 
 def test_the_docs_say_what_is_in_the_tables():
-    """Each row of docs/layers.md is one that the tests above train or see refused, with the reason that is given."""
+    """The tests above train or refuse each row of docs/layers.md, for the given reason."""
     found = DOCS.read_text().partition(MARK)[2].strip()
     assert found == documented().strip(), "Write the table again: python tests/built_in_layers.py"

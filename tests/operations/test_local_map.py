@@ -1,4 +1,4 @@
-"""Functions of local shards with communication of their own match plain Keras on one device."""
+"""Functions of local shards that call collectives match plain Keras on one device."""
 
 import keras
 import numpy as np
@@ -18,13 +18,13 @@ MESHES = {
 
 
 def axes_of(mesh: str) -> tuple[str, str | None]:
-    """The data axis and the model axis of a mesh."""
+    """Return the data axis and the model axis of a mesh."""
     names = MESHES[mesh]
     return ("dp" if "dp" in names else "batch"), next((name for name in ("model", "tp") if name in names), None)
 
 
 def normalized(data: str, model: str | None, seen: list):
-    """A product whose inner dim the model axis shards, divided by its norm over the whole batch."""
+    """Return a function that divides a product by its norm over the full batch. The model axis shards the inner dim."""
 
     def of_shards(x, w, b):
         seen.append((x.shape.as_list(), w.shape.as_list()))
@@ -37,7 +37,7 @@ def normalized(data: str, model: str | None, seen: list):
 
 
 def derivatives(function):
-    """A step that returns results, and derivatives of the first and the second order by all arguments."""
+    """Return a step with results, and first- and second-order derivatives by all arguments."""
 
     def step(*arguments):
         with tf.GradientTape() as outer:
@@ -70,7 +70,7 @@ def test_results_and_two_orders_of_derivatives_match_one_device(mesh, rows):
 
 
 class OwnDense(keras.layers.Layer):
-    """A row-parallel Dense layer of the user's own, whose output is normalized over the batch."""
+    """A custom row-parallel Dense layer with an output that is normalized over the batch."""
 
     def __init__(self, units: int, axes: tuple[str, str | None], **options):
         super().__init__(**options)
@@ -134,7 +134,7 @@ def test_microbatches_take_local_map_too():
 
 
 class Squared(keras.layers.Layer):
-    """By rows alone, so that microbatches change nothing."""
+    """Works on rows alone, so microbatches change nothing."""
 
     def call(self, x):
         return tfshard.local_map(lambda x: x * x, [("batch",)], [("batch",)])(x)

@@ -1,4 +1,4 @@
-"""Lookups of integers in steps: those of the layer's table."""
+"""Lookups of integers in steps match the layer's table."""
 
 import keras
 import numpy as np
@@ -33,4 +33,4 @@ def test_a_step_looks_up_what_the_table_has(name):
     tfshard.as_distributed(model).compile("sgd", "mse", strategy=strategy)
     found = model.predict(tokens, batch_size=8, verbose=0)
     np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(np.array(model(tokens)), expected)  # And outside of a step.
+    np.testing.assert_array_equal(np.array(model(tokens)), expected)  # Also outside a step.

@@ -1,4 +1,4 @@
-"""KerasHub's mixtures of experts: two steps, with gradients through top_k, give the numbers of one device."""
+"""KerasHub's mixtures of experts match one device in two steps, with gradients through top_k."""
 
 import keras
 import keras_hub

@@ -1,4 +1,4 @@
-"""Which functions of keras.ops a step computes: what docs/operations.md says of each."""
+"""A step computes the functions of keras.ops as docs/operations.md says."""
 
 import types
 
@@ -8,7 +8,7 @@ import pytest
 from built_in_operations import MESHES, calls, documented, name_of, outcome, short
 from sweeps import table
 
-# They are no functions of tensors in a step: classes, settings, and what needs an array of numpy.
+# No functions of tensors in a step: classes, settings, and functions of NumPy arrays.
 NOT_TRIED = {"convert_to_numpy", "device_scope"}
 
 
@@ -19,7 +19,7 @@ def functions(module: types.ModuleType, prefix: str = "") -> set[str]:
 def test_every_function_of_keras_ops_is_tried():
     names = functions(keras.ops) | functions(keras.ops.image, "image.")
     tried = {name_of(call) for call in calls()}
-    # The same function may have several names: of `keras.ops` itself, or of `keras.ops.numpy`.
+    # A function may have several names, in `keras.ops` and in `keras.ops.numpy`.
     missing = {name for name in names - tried - NOT_TRIED if f"image.{name}" not in tried}
     assert not missing
 

@@ -1,5 +1,7 @@
-"""Products of integers of 8 bits are exact, however their operands are sharded, and gather no kernel; products of
-samples with samples are those of one device."""
+"""Products of 8-bit integers are exact for any sharding of their operands, and gather no kernel.
+
+Products of samples with samples match one device.
+"""
 
 import itertools
 
@@ -58,7 +60,7 @@ def test_a_product_of_integers_is_that_of_one_device(mesh: str, way: str, transp
 
 
 class Contrastive(keras.Model):
-    """Pictures beside texts, each with all of the batch, as CLIP is trained."""
+    """Pictures and texts, each compared with the full batch, as in CLIP's training."""
 
     def __init__(self, product: str):
         super().__init__()
@@ -66,7 +68,7 @@ class Contrastive(keras.Model):
         self.pictures = keras.Sequential([keras.Input((6, 6, 2)), keras.layers.Conv2D(4, 3), keras.layers.Flatten()])
         self.pictures.add(dense(16, "relu", name="picture_up"))
         self.pictures.add(dense(8, name="picture_down"))
-        # By its layouts DTensor fails at the products; with a GELU, whose derivative is made with it, it would not.
+        # DTensor's layouts fail at the products with CELU. A GELU computes its derivative with it, and would not fail.
         self.texts = keras.Sequential(
             [keras.Input((5,)), dense(16, "celu", name="text_up"), dense(8, name="text_down")]
         )
@@ -79,7 +81,7 @@ class Contrastive(keras.Model):
         pictures, texts = keras.ops.normalize(pictures), keras.ops.normalize(texts)
         if self.product == "einsum":
             return 5 * keras.ops.einsum("nd,md->nm", pictures, texts)
-        if self.product == "views":  # Of other numbers of samples.
+        if self.product == "views":  # The numbers of samples differ.
             return 5 * keras.ops.matmul(pictures, keras.ops.transpose(keras.ops.concatenate([texts, -texts], 0)))
         return 5 * keras.ops.matmul(pictures, keras.ops.transpose(texts))
 
@@ -145,7 +147,7 @@ def each_with_each(x):
     return tf.reduce_sum(tf.abs(x[:, None] - x[None]), -1)
 
 
-# Of (samples, kernel).
+# Functions of (samples, kernel).
 PRODUCTS = {
     "m @ m": lambda x, m: x @ (m @ m),
     "m @ m @ m": lambda x, m: x @ (m @ m @ m),
@@ -167,7 +169,7 @@ POINTS = RS.normal(size=(16, 6)).astype("float32")
 
 
 def assert_matches(function, axes):
-    """Compares a function of samples and a kernel, and its gradients, with one device."""
+    """Compare a function of samples and a kernel, and its gradients, with one device."""
 
     @tf.autograph.experimental.do_not_convert
     def step(x, m, read=lambda m: m):
@@ -184,7 +186,7 @@ def assert_matches(function, axes):
         transfer.host_to_mesh(POINTS, ("batch", None), strategy.mesh),
         transfer.host_to_mesh(SQUARE, axes, strategy.mesh),
     )
-    # As a variable is read.
+    # With the kernel read as a variable.
     found = strategy.run(
         tf.function(lambda x, m: step(x, m, lambda m: transfer.relayout(m, axes, strategy.mesh)), autograph=False),
         args=given,
@@ -196,7 +198,7 @@ def assert_matches(function, axes):
 
 @table(
     "products of a tensor with itself", ("name", "axes"),
-    # DTensor refuses the gradient of one, behind a row kernel (docs/limits.md).
+    # DTensor refuses one gradient after a row kernel (docs/limits.md).
     [
         case
         for case in itertools.product(PRODUCTS, [(None, "model"), ("model", None), (None, None)])

@@ -1,4 +1,4 @@
-"""`tf.random`'s own generators in a step: numbers of their distribution, others each time, by Keras's seed."""
+"""`tf.random`'s generators in a step draw from their distribution, differently each time, seeded by Keras's seed."""
 
 import keras
 import numpy as np
@@ -23,7 +23,7 @@ X = np.zeros((8, COUNT // 8), "float32")
 
 
 def drawn(draw, sizes, steps=2):
-    """What each step drew, whole."""
+    """Return the full numbers that each step drew."""
     keras.utils.set_random_seed(3)
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**sizes))
     function = tf.function(lambda x: strategy.run(draw, args=(x,)))

@@ -1,4 +1,4 @@
-"""Slices and slice updates in steps, which DTensor by itself expands to wrong numbers or not at all; eager steps."""
+"""Slices and slice updates in steps and eager steps. DTensor alone expands them to wrong numbers or not at all."""
 
 import itertools
 import threading
@@ -36,7 +36,7 @@ SLICES = {
     "t[..., -2::-2]": lambda t: t[..., -2::-2],
     "t[2:0:-1, None, ..., ::-1]": lambda t: t[2:0:-1, None, ..., ::-1],
 }
-# Those that are taken in eager steps too, in an ordinary run.
+# The slices that an ordinary run also takes in eager steps.
 EAGER = ("t[1]", "t[:, -1, 2:]", "t[..., 1]", "t[:, None]", "t[:, None, 1, ..., None]", "t[2:0:-1, None, ..., ::-1]")
 LAYOUTS = [(None, None, None, None), ("batch", None, None, None), ("batch", None, None, "model"),
            ("batch", None, "model", None), (None, None, "model", None), ("model", None, None, "batch")]  # fmt: skip
@@ -96,7 +96,7 @@ RANGES = {
     "t[1:, i, None, 4:1:-2]": lambda t, i: t[1:, i, None, 4:1:-2],
     "t[:2, ..., None, 1:, i]": lambda t, i: t[:2, ..., None, 1:, i],
 }
-# Ranges of a known size, the first of which is a tensor, as a crop at random takes.
+# Ranges of a known size that start at a tensor, as in a random crop.
 CROPS = {
     "t[:, :, i : i + 2]": lambda t, i: t[:, :, i : i + 2],
     "t[i : 1 + i, :, 1:3]": lambda t, i: t[i : 1 + i, :, 1:3],
@@ -166,7 +166,7 @@ def test_other_threads_and_what_comes_after_an_eager_step_are_left_alone():
         thread.start()
         thread.join()
         assert tf.config.functions_run_eagerly()
-        # A function that was traced before would not be in terms of what is exchanged.
+        # A function that was traced before would contain no rewritten operations.
         return traced(t)
 
     traced = tf.function(lambda t: t[:, 1])
@@ -181,7 +181,7 @@ def test_other_threads_and_what_comes_after_an_eager_step_are_left_alone():
 
 
 def test_an_eager_step_trains_with_the_numbers_of_one_device_with_dropout_of_equal_masks():
-    """Of what layers take from outside of the mesh, such as a constant, every device has all."""
+    """Every device has the full value of tensors from outside the mesh, such as constants."""
 
     def build():
         inputs = keras.Input((6, 4))
@@ -206,7 +206,7 @@ def test_an_eager_step_trains_with_the_numbers_of_one_device_with_dropout_of_equ
 
 
 def test_dtensor_by_itself_gives_wrong_numbers_for_a_slice_before_a_sharded_dim():
-    """Why the slices are exchanged. When this fails, TensorFlow has mended it."""
+    """The reason for the rewrite rules for slices. If this test fails, TensorFlow has fixed it."""
     mesh = strategy().mesh
     sharded = transfer.host_to_mesh(value(), ("batch", None, "model", None), mesh)
     sliced = tf.function(lambda t: t[:, 1])(sharded)
@@ -215,7 +215,7 @@ def test_dtensor_by_itself_gives_wrong_numbers_for_a_slice_before_a_sharded_dim(
 
 
 def test_a_random_crop_is_a_crop_and_another_one_each_time():
-    """keras.layers.RandomCrop takes a range that begins at a tensor."""
+    """keras.layers.RandomCrop takes a range that starts at a tensor."""
     chosen, images = strategy(), value((4, 8, 8, 3))
     layer = keras.layers.RandomCrop(5, 6, seed=3)
     with chosen.scope():

@@ -1,4 +1,4 @@
-"""Functions of TensorFlow that each device calls with its own rows."""
+"""TensorFlow functions that each device calls with its local rows."""
 
 import keras
 import numpy as np

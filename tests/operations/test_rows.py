@@ -1,4 +1,4 @@
-"""What each device computes with its own rows: operations, dilated convolutions, loops of recurrent layers."""
+"""Operations, dilated convolutions and loops of recurrent layers on the local rows of each device."""
 
 import functools
 import importlib
@@ -33,7 +33,7 @@ def colors(i):
     return i[..., :3]
 
 
-# The types of operations that are shown, and the function of (images, matrices).
+# The tested operation types, and the function of (images, matrices).
 CASES = {
     "average pooling": (("AvgPoolGrad",), lambda i, m: tf.nn.avg_pool2d(i, 2, 2, "SAME")),
     "average pooling of volumes": (("AvgPool3DGrad",), lambda i, m: tf.nn.avg_pool3d(i[..., None], 2, 2, "SAME")),
@@ -115,7 +115,7 @@ CASES = {
 
 
 def step(function, images, matrices):
-    """Results and gradients."""
+    """Return results and gradients."""
     with tf.GradientTape() as tape:
         tape.watch([images, matrices])
         results = function(images, matrices)
@@ -190,7 +190,7 @@ def test_a_function_of_rows_draws_no_random_numbers():
 
 
 class Memory(keras.layers.Layer):
-    """A cell of a user: it has a matrix, and looks at a tensor that comes from the batch."""
+    """A user's cell with a matrix that looks at a tensor of the batch."""
 
     def __init__(self, units):
         super().__init__()
@@ -205,7 +205,7 @@ class Memory(keras.layers.Layer):
 
 
 class LookingMemory(Memory):
-    """A cell that looks at something of each sample, which comes from outside of the loop."""
+    """A cell that looks at a per-sample tensor from outside the loop."""
 
     def call(self, inputs, states):
         return super().call(inputs + keras.ops.tanh(self.seen), states)

@@ -1,4 +1,4 @@
-"""Scatters and gathers with sharded operands are those of one device, in compiled and eager steps."""
+"""Scatters and gathers with sharded operands match one device, in compiled and eager steps."""
 
 import keras
 import numpy as np
@@ -12,9 +12,9 @@ RANDOM = np.random.RandomState(0)
 # Two rows of the batch go to the same place, and one place gets none.
 ROWS = np.array([[5], [0], [3], [3]])
 PAIRS = np.array([[[0, 1], [6, 2]], [[3, 0], [3, 0]], [[1, 1], [2, 2]], [[4, 0], [5, 1]]])
-# No place twice: the last of two updates is not defined.
+# No place twice: the order of two updates is undefined.
 SINGLE = np.array([[5], [0], [3], [1]])
-# What is computed of (tensor, indices, updates): of shapes, and whether the batch axis shards the tensor's first dim.
+# The function of (tensor, indices, updates), their shapes, and whether the batch axis shards the tensor's first dim.
 CASES = {
     "scatter_nd of rows": (lambda t, i, u: tf.scatter_nd(i, u, (7, 3)), (4, 2), ROWS, (4, 3)),
     "scatter_nd of elements": (lambda t, i, u: tf.scatter_nd(i, u, (7, 3)), (4, 2), PAIRS, (4, 2)),
@@ -35,7 +35,7 @@ CASES = {
     "take_along_axis": (lambda t, i, u: keras.ops.take_along_axis(t, i % 3, axis=1) * u, (4, 3), ROWS, (4, 1)),
     "unsorted_segment_sum": (lambda t, i, u: tf.math.unsorted_segment_sum(u, i[:, 0], 7), (4, 2), ROWS, (4, 3)),
 }  # fmt: skip
-# Which axis shards the first dim of (tensor, indices, updates), and which the last dim of tensor and updates.
+# The axis that shards the first dim of (tensor, indices, updates), and the axis of the last dim of tensor and updates.
 LAYOUTS = [
     ((None, None, None), None),
     (("batch", "batch", "batch"), None),
@@ -58,7 +58,7 @@ def on_mesh(value: np.ndarray, first: str | None, last: str | None, mesh) -> tf.
     if value.ndim > 1 and value.shape[-1] % 2 == 0:
         axes[-1] = last
     tensor = transfer.host_to_mesh(value, tuple(axes), mesh)
-    # Really sharded.
+    # Premise: the tensor is sharded.
     assert tf.experimental.dtensor.fetch_layout(tensor).num_shards(0) == (1 if axes[0] is None else 2)
     return tensor
 
@@ -84,7 +84,7 @@ def test_a_scatter_or_gather_and_its_gradients_are_those_of_one_device(name: str
     for number, (firsts, last) in enumerate(LAYOUTS):
         lasts = last, None, last
         sharded = [on_mesh(v, *axes, chosen.mesh) for v, *axes in zip(values, firsts, lasts, strict=True)]
-        # Eager steps, of which each operation is compiled by itself, in one layout of each kind.
+        # Eager steps compile each operation separately. Tries one layout of each kind.
         for run in [tf.function(step)] + [step] * (number in (1, 5)):
             with chosen.extended.results_stay_sharded():
                 results = chosen.run(run, args=tuple(sharded))

@@ -1,4 +1,4 @@
-"""Sequence parallelism: activations between blocks are sharded along the sequence; the numbers stay."""
+"""Sequence parallelism shards activations between blocks along the sequence, and keeps the numbers."""
 
 import keras
 import numpy as np
@@ -28,7 +28,7 @@ def test_families_match_one_device(family, mesh, stage):
     run = families.train(family, strategy(mesh, stage))
     assert parity.sharded_share(run.model, "model") > 0.5
     parity.assert_same(run, families.reference(family), rtol=0, atol=families.TOLERANCE)
-    # What lies between blocks is gathered in front of each: two blocks of one layer, and the logits.
+    # Activations between blocks are gathered before each block: two blocks of one layer, and the logits.
     size = MESHES[mesh]["model"]
     gathers = sum(c.count for c in tfshard.profile_step(run.model, families.batches(family)[0]).collectives
                   if "AllGather" in c.name and c.group_size == size)  # fmt: skip

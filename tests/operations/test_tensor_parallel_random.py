@@ -1,4 +1,4 @@
-"""Random numbers under tensor parallelism: initial values are one device's, dropout masks are independent or equal."""
+"""Under tensor parallelism, initial values match one device, and dropout masks are independent or equal as needed."""
 
 import functools
 import itertools
@@ -37,14 +37,14 @@ def strategy_of(mesh: dict, stage: int = 0) -> tfshard.ShardedStrategy:
 
 
 class Block(keras.Model):
-    """Embedding, attention, a pair of Dense layers, an EinsumDense; built when it is first called, or by `build`."""
+    """Embedding, attention, a pair of Dense layers, an EinsumDense. Built by its first call, or by `build`."""
 
     def __init__(self, dropout: float = 0.0):
         super().__init__(name="block")
         self.embedding = keras.layers.Embedding(32, WIDTH, name="embedding")
         self.attention = keras.layers.MultiHeadAttention(HEADS, WIDTH // HEADS, dropout=dropout, name="attention")
-        # DTensor expands operations in the order of their names. These come after "attention" and "hidden", which both
-        # axes shard: in this order it would reuse their seeds.
+        # DTensor expands operations in the order of their names. These names follow "attention" and "hidden", which
+        # both axes shard: in this order DTensor would reuse their seeds.
         self.residual_attention = keras.layers.Dropout(dropout, name="residual_attention")
         self.up = keras.layers.Dense(4 * WIDTH, bias_initializer="normal", name="up")
         self.hidden = keras.layers.Dropout(dropout, name="hidden")
@@ -126,7 +126,7 @@ def test_initial_values_are_those_of_the_unsharded_model(make: Callable, axes: s
         assert any(f"{layer}/" in path for path in sharded), layer
     actual = weights_by_path(model)
     for path, value in expected.items():
-        # A step that changes no weight still counts seeds on.
+        # A step that changes no weight still advances the seeds.
         if "seed_generator_state" not in path or make is not built_by_the_first_step:
             np.testing.assert_array_equal(actual[path], value, err_msg=path)
 
@@ -135,7 +135,7 @@ def test_initial_values_are_those_of_the_unsharded_model(make: Callable, axes: s
 
 
 def dropout_masks(model: keras.Model, strategy: tfshard.ShardedStrategy) -> dict[str, tuple[tuple, list[np.ndarray]]]:
-    """What one step in training mode keeps, for each Dropout layer: the mask's layout and its piece on each device."""
+    """Return the dropout masks of one training step, by layer: the layout, and the local shard of each device."""
     kept = {}
 
     def recording(layer):
@@ -143,7 +143,7 @@ def dropout_masks(model: keras.Model, strategy: tfshard.ShardedStrategy) -> dict
 
         def recorded(inputs, training=False):
             outputs = call(inputs, training=training)
-            # A row that is zero before dropout would count as dropped.
+            # A zero before dropout would count as dropped.
             kept[layer.name] = tf.cast(outputs / inputs, tf.float32)
             return outputs
 
@@ -170,7 +170,7 @@ def dropout_masks(model: keras.Model, strategy: tfshard.ShardedStrategy) -> dict
 
 
 def assert_independent(one: np.ndarray, other: np.ndarray) -> None:
-    """Two masks agree as often as chance says, to five standard deviations."""
+    """Assert that two masks agree as often as by chance, within five standard deviations."""
     agree, expected = np.mean(one == other), RATE**2 + (1 - RATE) ** 2
     assert abs(agree - expected) < 5 * np.sqrt(expected * (1 - expected) / one.size), agree
 
@@ -189,14 +189,14 @@ def block_masks(mesh: dict):
         model = Block(RATE)
         model.build((None, STEPS))
     masks = dropout_masks(model, strategy)
-    assert masks.keys() == {"dropout", "residual_attention", "hidden", "residual_down"}  # "dropout": of the attention.
+    assert masks.keys() == {"dropout", "residual_attention", "hidden", "residual_down"}  # "dropout": in attention.
     return strategy, masks
 
 
 def test_dropout_on_a_model_axis_is_independent_on_shards_and_equal_on_replicas():
     _, masks = block_masks({"model": 4})
     unsharded = dtensor.UNSHARDED
-    # Of attention scores (batch, heads, queries, keys) the heads are sharded.
+    # Attention scores (batch, heads, queries, keys) have sharded heads.
     assert masks["dropout"][0] == (unsharded, "model", unsharded, unsharded)
     assert masks["hidden"][0] == (unsharded, unsharded, "model")
     for name in ("dropout", "hidden"):
@@ -245,14 +245,14 @@ def test_devices_agree_after_training_with_dropout_on_a_mesh_of_two_axes(stage: 
     losses = [float(model.train_on_batch(*batch())) for _ in range(3)]
     assert np.isfinite(losses).all() and "model" in parity.shard_axes(model)
     strategy.check_consistency(model)
-    # The model was built by its first step: its slots rest like its parameters too.
+    # The model was built by its first step. Its slots are stored like its parameters.
     slots = {slot.path: slot.value.layout.storage for slot in model.optimizer.variables}
     momentum = next(storage for path, storage in slots.items() if path.endswith("block_up_kernel_momentum"))
     assert "model" in momentum
 
 
 def test_dtensor_by_itself_gives_replicas_different_masks():
-    """Why operations/draws.py exists. When this fails, TensorFlow has mended it."""
+    """The reason for operations/draws.py. If this test fails, TensorFlow has fixed it."""
     strategy = strategy_of({"batch": 2, "model": 2})
     ones = np.ones((BATCH, STEPS, WIDTH), "float32")
     both, batch_only = ("batch", None, "model"), ("batch", None, None)
@@ -284,6 +284,6 @@ def test_the_same_seed_gives_the_same_masks_and_the_next_step_others():
 
     first = run(3)
     assert run(3) == first
-    # The weights stay as they are: only the masks make the losses differ.
+    # The weights do not change, so only the masks change the losses.
     assert len(set(first)) == 3
     assert run(4) != first

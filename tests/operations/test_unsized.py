@@ -1,4 +1,4 @@
-"""Tensors whose size depends on values, and stacks of open length, in the middle of a step: numbers of one device."""
+"""Tensors with sizes that depend on values, and stacks of open length, match one device within a step."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ def test_what_is_made_of_a_tensor_of_unknown_size_and_its_gradients_match_one_de
 
 @table(
     "layers of tensors whose size depends on values", ("mesh", "producer", "group"),
-    # Recurrent layers of such a tensor are refused where a model axis shards their kernels (docs/limits.md).
+    # Recurrent layers refuse such tensors if a model axis shards their kernels (docs/limits.md).
     [
         (mesh, producer, group)
         for mesh, producer, group in itertools.product(MESHES, PRODUCERS, LAYERS)
@@ -69,7 +69,7 @@ def test_the_producers_give_sizes_that_tensorflow_does_not_know():
 
 
 def _in_a_step(function, mesh):
-    """What a step makes of a sharded matrix and its gradient, and what one device makes of it."""
+    """Return the result and gradient of a function of a sharded matrix in a step, and on one device."""
 
     @tf.autograph.experimental.do_not_convert
     def step(x):
@@ -160,7 +160,7 @@ def _by_writes(t):
 
 
 def _growing(t):
-    """A loop that makes its list longer, so that nothing tells how long it gets."""
+    """Return a stack from a loop that grows its list, so the length is unknown."""
     array = tf.TensorArray(tf.float32, size=0, dynamic_size=True, element_shape=(8, 4))
     array = tf.while_loop(lambda i, _: i < 5, lambda i, a: (i + 1, a.write(i, tf.tanh(t[:, i]))), (0, array))[1]
     return tf.transpose(array.stack(), (1, 0, 2))
@@ -283,7 +283,7 @@ def test_the_gradient_of_a_loop_in_a_loop_is_refused_before_dtensor_ends_the_pro
 
 
 def test_the_stack_of_a_list_of_known_length_is_shared_out():
-    """What Dense makes of it is sharded over the batch axis, as what it makes of other tensors."""
+    """The output of a Dense layer on the stack is sharded over the batch axis, as for other tensors."""
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
     sharded = transfer.host_to_mesh(SEQUENCES, ("batch", None, None), strategy.mesh)
 
@@ -317,7 +317,7 @@ def test_a_slice_that_ends_at_a_tensor_matches_one_device(count):
 
 
 class MappedRows(keras.layers.Layer):
-    """Computes each row by itself, as for gradients of single samples."""
+    """Computes each row separately, as for per-sample gradients."""
 
     def __init__(self, mapped):
         super().__init__()
@@ -340,7 +340,7 @@ MAPS = {
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", MAPS)
 def test_a_layer_that_gives_each_row_a_new_axis_trains_as_on_one_device(name):
-    """DTensor ended the process: each device maps its local rows."""
+    """DTensor alone would end the process, so each device maps its local rows."""
 
     def history(**options):
         keras.utils.set_random_seed(0)

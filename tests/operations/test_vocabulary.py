@@ -1,4 +1,4 @@
-"""Vocabulary parallelism: tables, logits, losses and metrics stay sharded, and the numbers are those of one device."""
+"""Vocabulary parallelism keeps tables, logits, losses and metrics sharded, and matches one device."""
 
 import itertools
 import pathlib
@@ -79,7 +79,7 @@ def dense_metrics() -> list:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", ["sparse", "one-hot"])
 def test_metrics_match_one_device_and_gather_nothing(kind, mesh):
-    # Rounded weights, so that logits tie: the first of several highest ones counts.
+    # Rounded weights give equal logits: the first of several highest logits counts.
     metrics, labels = (sparse_metrics, LABELS) if kind == "sparse" else (dense_metrics, ONE_HOT)
     loss = (keras.losses.SparseCategoricalCrossentropy if kind == "sparse" else keras.losses.CategoricalCrossentropy)(
         from_logits=True
@@ -101,7 +101,7 @@ def test_metrics_match_one_device_and_gather_nothing(kind, mesh):
     assert len(ours) == len(metrics()) + 1
     for name, value in theirs.items():
         np.testing.assert_allclose(ours[name], value, rtol=1e-5, err_msg=name)
-    # More right at these labels than by chance, so that the metrics tell something.
+    # These labels agree with the predictions more than by chance, which makes the metrics meaningful.
     predicted = np.argmax(reference.predict(TOKENS, verbose=0), -1)
     picked = np.where(RS.rand(*LABELS.shape) < 0.5, predicted, LABELS)
     picked = picked if kind == "sparse" else np.eye(VOCABULARY, dtype="float32")[picked]
@@ -112,7 +112,7 @@ def test_metrics_match_one_device_and_gather_nothing(kind, mesh):
 
 
 def largest_allocation(model: keras.Model, batch: tuple) -> int:
-    """Bytes of the largest tensor that any device allocates in a step, of those a trace tells of (256 KiB and more)."""
+    """Return the bytes of a step's largest tensor on any device, as far as a trace reports them (256 KiB and more)."""
     model.train_on_batch(*batch)
     with tempfile.TemporaryDirectory() as directory:
         with tf.profiler.experimental.Profile(directory, tf.profiler.experimental.ProfilerOptions(host_tracer_level=3)):
@@ -133,7 +133,7 @@ def test_no_device_holds_or_sends_whole_logits():
     profile = tfshard.profile_step(model, (tokens, labels))
     assert profile.count("all-gather") == 0
     assert max(c.bytes or 0 for c in profile.collectives) < whole / 16
-    # The premise: a share of the logits is among what the trace tells of.
+    # Premise: the trace reports a share of the logits.
     assert whole / 4 <= largest_allocation(model, (tokens, labels)) < whole / 2
 
 
@@ -203,7 +203,7 @@ def einsum_dense(x, kernel):
 @pytest.mark.parametrize("sharded", ["vocabulary", "width", "nothing"])
 @pytest.mark.parametrize("head", [dense, dense_of_sequences, tied_logits, einsum_dense])
 def test_whether_predictions_are_sharded_is_read_off_the_graph(head, sharded, batch):
-    """Of logits of the same size each time; also where the size of the batch is not known."""
+    """The logits have the same size each time. Also works if the batch size is unknown."""
     mesh = tfshard.create_mesh(batch=2, model=2)
     dims = ["width", "vocabulary"] if head is not tied_logits else ["vocabulary", "width"]
     sizes = {"width": WIDTH, "vocabulary": VOCABULARY}

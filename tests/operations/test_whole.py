@@ -1,4 +1,4 @@
-"""Operations that every device computes whole: shapes that depend on values, orders, counts, segments, diagonals."""
+"""Operations that every device computes in full: shapes that depend on values, orders, counts, segments, diagonals."""
 
 import keras
 import numpy as np
@@ -14,7 +14,7 @@ IDS = np.array([0, 3, 1, 1, 2, 5, 4, 3])
 BOXES = np.concatenate([VALUES[:, :2], VALUES[:, :2] + 0.5], axis=1)
 
 
-# The types of operations that are shown, and the function of (values, ids, boxes).
+# The tested operation types, and the function of (values, ids, boxes).
 CASES = {
     "boolean_mask, summed": (("Where",), lambda v, i, b: tf.reduce_sum(tf.boolean_mask(v, v > 0.5))),
     "boolean_mask, averaged": (("Where",), lambda v, i, b: tf.reduce_mean(tf.boolean_mask(v, v[:, 0] > 0.5))),
@@ -161,7 +161,7 @@ def test_an_operation_and_its_gradient_are_those_of_one_device(name: str):
     assert set(types) <= {operation.type for operation in plain.graph.get_operations()}
     expected = [np.asarray(tf.convert_to_tensor(each)) for each in tf.nest.flatten(plain(VALUES, IDS, BOXES))]
     sharded = [on_mesh(value, strategy.mesh) for value in (VALUES, IDS, BOXES)]
-    # In a compiled step, and in an eager one: there, DTensor expands most of these, or runs them on the host.
+    # In a compiled step and in an eager step, where DTensor expands most operations, or runs them on the host.
     for run in (tf.function(step), step) if SWEEP or "Where" in types or not types else (tf.function(step),):
         with strategy.extended.results_stay_sharded():
             results = tf.nest.flatten(strategy.run(run, args=tuple(sharded)))
@@ -171,7 +171,7 @@ def test_an_operation_and_its_gradient_are_those_of_one_device(name: str):
 
 
 def on_mesh(value: np.ndarray, mesh) -> tf.Tensor:
-    """The value with its first dim really sharded."""
+    """Put a value on the mesh with its first dim sharded."""
     tensor = transfer.host_to_mesh(value, ("batch",) + (None,) * (value.ndim - 1), mesh)
     assert tf.experimental.dtensor.fetch_layout(tensor).num_shards(0) == 4
     return tensor

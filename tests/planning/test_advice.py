@@ -1,4 +1,4 @@
-"""tfshard.advise: the smallest stage and the mesh that fit, with numbers worked out by hand."""
+"""tfshard.advise finds the smallest stage and mesh that fit; the expected numbers are computed by hand."""
 
 import re
 
@@ -12,16 +12,16 @@ MEBI = 1 << 20
 
 
 def kernels(count: int) -> list[VariableSpec]:
-    """Each of 4 MiB in float32."""
+    """Return kernels of 4 MiB in float32."""
     return [VariableSpec(path=f"dense_{i}/kernel", shape=(1024, 1024)) for i in range(count)]
 
 
 def advise(memory: int, **kwargs) -> tfshard.planning.Advice:
-    """For P = 32 MiB of parameters and Adam."""
+    """Advise for P = 32 MiB of parameters and Adam."""
     return tfshard.advise(kernels(8), 4, memory * MEBI, **{"batch": 32} | kwargs)
 
 
-# More than the count of steps, the learning rate and the sample of which products are made take.
+# More than the step counter, the learning rate and the batch need.
 SMALL_BYTES = 64 << 10
 
 
@@ -44,11 +44,11 @@ def test_the_peak_is_the_sum_of_its_parts():
             for c in advise(100, **options).candidates
         ]
 
-    # In MiB: P=32, a quarter is 8, a variable 4. At stage 0 gradients are joined in a buffer to be reduced as one. At
-    # stages 1 and 2 two gradients are there while the first is reduced; at stage 3 a gradient, which is made once the
-    # variable was used, is reduced while the next one is there.
+    # In MiB: P=32, a quarter is 8, a variable 4. At stage 0, gradients are joined in a buffer and reduced at once. At
+    # stages 1 and 2, two gradients exist while the first is reduced. At stage 3, a gradient is computed after its
+    # variable was used, and reduced while the next gradient exists.
     assert parts() == [(96, 0, 32, 32, 0), (48, 0, 8, 3, 0), (48, 0, 8, 3, 0), (24, 4, 4, 3, 0)]
-    # All gradients wait, as shards; the last is whole, and being reduced.
+    # All gradients wait as shards. The last gradient is full and being reduced.
     clipped = keras.optimizers.Adam(global_clipnorm=1.0)
     assert parts(optimizer=clipped)[3] == (24, 0, 14, 3, 0)
     assert parts(reshard_after_forward=False)[3][1] == 24
@@ -67,7 +67,7 @@ def test_the_optimizer_is_that_which_the_model_was_compiled_with():
 def test_when_nothing_fits_the_missing_bytes_are_told():
     advice = advise(33)
     assert advice.recommended is None
-    # The peak of 35 MiB, 2 MiB, and what reductions take that run at once.
+    # The peak of 35 MiB, 2 MiB, and the buffers of simultaneous reductions.
     best = advice.candidates[3]
     assert advice.shortfall_bytes == best.needed_bytes - 33 * MEBI
     assert best.needed_bytes - best.overlap_bytes == pytest.approx((35 + 2) * MEBI, abs=SMALL_BYTES)
@@ -150,7 +150,7 @@ def test_advice_can_find_the_layouts_itself():
 
 
 def blocks(count: int) -> keras.Model:
-    """Blocks of which each makes 2 MiB of activations a sample of 1024, and little weights."""
+    """Return blocks with few weights. Each makes 2 MiB of activations per sample of 1024."""
     inputs = keras.Input((1024, 16))
     x = inputs
     for i in range(count):
@@ -163,7 +163,7 @@ def test_recomputation_is_recommended_where_that_is_what_fits():
     candidates = tfshard.advise(model, 4, 1 << 40, 4).candidates
     kept, again = candidates[3:]
     assert (kept.zero_stage, kept.recompute, again.zero_stage, again.recompute) == (3, False, 3, True)
-    # What gradients of small weights are made of waits to the end: in one group, no turn needs them.
+    # Inputs of small weights' gradients wait to the end: the weights are in one group, and no later use needs them.
     assert again.activation_bytes < kept.activation_bytes * 2 / 3
     advice = tfshard.advise(model, 4, (kept.peak_bytes + again.peak_bytes) // 2, 4)
     assert advice.recommended == again.__class__(
@@ -176,7 +176,7 @@ def test_recomputation_is_recommended_where_that_is_what_fits():
 def test_activations_are_found_in_the_graph_for_a_devices_share_of_the_batch():
     small, large = (tfshard.advise(blocks(2), 4, 1 << 40, samples).candidates[3] for samples in (4, 8))
     assert large.activation_bytes == pytest.approx(2 * small.activation_bytes, rel=0.1)
-    # Two blocks with at least the result of a product of 512 columns each.
+    # Two blocks with at least the output of a product of 512 columns each.
     assert small.activation_bytes >= 2 * 4 * 1024 * 512
     assert "Activations" not in " ".join(tfshard.advise(blocks(2), 4, 1 << 40, 4).reasons)
 

@@ -1,4 +1,4 @@
-"""What `advise` says of a compression of gradients, by the links."""
+"""`advise` recommends gradient compression depending on the links."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ HYBRID = {"replica": 2, "batch": 2}
 
 
 def links(between: float, **encoding: float) -> Links:
-    """Hosts of two devices, with so many bytes a second between them."""
+    """Return links of hosts with two devices, and the given bandwidth in bytes per second between the hosts."""
     slow = Link(latency=0.0, bandwidth=between)
     return Links.of(devices_per_host=2, inside=FAST, between=slow, encoding={**ENCODING, **encoding})
 
@@ -31,7 +31,7 @@ def kernels(count: int = 4, side: int = 1024) -> list[VariableSpec]:
 
 
 def dense(uses: int = 1, width: int = 256) -> keras.Model:
-    """A layer that is used so often."""
+    """Return a model that uses a layer several times."""
     inputs = keras.Input((width,))
     layer, out = keras.layers.Dense(width, use_bias=False), inputs
     for _ in range(uses):
@@ -90,7 +90,7 @@ def test_over_a_fast_link_it_says_by_how_much_one_does_not_pay():
 
 
 def test_what_pays_by_a_little_or_is_hidden_for_its_half_is_left_out():
-    """Encoding takes three quarters of what the link is spared: a gain, if nothing was hidden behind computing."""
+    """Encoding takes three quarters of the time saved on the link: a gain only if nothing overlaps with computation."""
     exact, int8 = (on_hybrid(advise("int8"), how) for how in (None, "int8"))
     spared = exact.collective_seconds - int8.collective_seconds
     slower = links(12.5e6, int8=ENCODING["int8"] * 0.75 * spared / int8.encode_seconds)
@@ -105,7 +105,7 @@ def test_what_pays_by_a_little_or_is_hidden_for_its_half_is_left_out():
 @pytest.mark.parametrize("how", ["bfloat16", "int8", tfshard.PowerSGD(rank=4)], ids=str)
 @pytest.mark.parametrize("uses", [1, 2])
 def test_the_time_is_that_of_the_bytes(how, uses):
-    """On a flat mesh a device encodes each gradient whole, once for each use of its layer."""
+    """On a flat mesh, a device encodes each gradient in full, once for each use of its layer."""
     flat = {"batch": 4}
     advice = advise(how, model=dense(uses))
     found = next(c for c in advice.candidates if (c.mesh_shape, c.zero_stage, c.compression) == (flat, 3, how))
@@ -117,12 +117,12 @@ def test_the_time_is_that_of_the_bytes(how, uses):
 
 
 def test_it_agrees_with_compression_pays():
-    """One kernel, hybrid: what goes between hosts, by hand."""
+    """Computes the bytes between hosts by hand, for one kernel on a hybrid mesh."""
     advice = advise("int8", model=kernels(1))
     exact, int8 = on_hybrid(advice, None), on_hybrid(advice, "int8")
     kernel, chunk = 4 * 1024 * 1024, 1024 * 1024 // 4
     codes = 2 * (chunk + 4 * chunk // 256)
-    # Two devices of a host send: an all-reduce twice a half of a piece, codes a half to and fro.
+    # Two devices of a host send: an all-reduce sends half of a shard twice, codes go half to and half from.
     gain = compression_pays(
         exact_bytes=2 * kernel // 2,
         compressed_bytes=2 * (codes // 2 + codes // 2),
@@ -182,6 +182,6 @@ def test_the_network_profile_measures_encoding_and_old_files_have_none(tmp_path)
     del values["encoding"]
     (tmp_path / "old.json").write_text(json.dumps(values))
     assert Links.load(tmp_path / "old.json") == dataclasses.replace(found, encoding={})
-    # In proportion to a rank above the measured one.
+    # Proportional to the rank above the measured rank.
     times = [found.encode_seconds(tfshard.PowerSGD(rank=rank), 1000) for rank in (2, 4, 8)]
     assert times[0] == times[1] and times[2] == pytest.approx(2 * times[1])

@@ -1,4 +1,4 @@
-"""Whether a compression pays: bytes that a link is spared against the time to encode."""
+"""Compression pays if the bytes saved on a link outweigh the time to encode."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Links between devices, and the mesh that `advise` proposes for them."""
+"""Links between devices, and the mesh that `advise` recommends for them."""
 
 import json
 
@@ -20,7 +20,7 @@ FLAT, HYBRID = {"batch": 4}, {"replica": 2, "batch": 2}
 
 
 def kernels(count: int = 8) -> list[VariableSpec]:
-    """Each of 4 MiB in float32."""
+    """Return kernels of 4 MiB in float32."""
     return [VariableSpec(path=f"dense_{i}/kernel", shape=(1024, 1024)) for i in range(count)]
 
 
@@ -33,7 +33,7 @@ def of(advice, mesh_shape, stage):
 
 
 def sent(kind, axis, mesh, links=HOSTS, bytes_=MEBI):
-    """Seconds of a collective without its latency, in bytes over the bandwidth of the slow link."""
+    """Return the seconds of a collective without its latency, in units of a MiB over the slow link."""
     collective = Collective(kind=kind, what="", axis=axis, count=1, bytes=bytes_, formula="")
     return (links.seconds(collective, mesh) - FAST.latency) * SLOW.bandwidth / MEBI
 
@@ -44,16 +44,16 @@ def sent(kind, axis, mesh, links=HOSTS, bytes_=MEBI):
         # In one ring through both hosts.
         ("all-gather", "batch", FLAT, 3 / 4),
         ("all-reduce", "batch", FLAT, 2 * 3 / 4),
-        # A CPU reduces all and cuts.
+        # A CPU reduces everything, and then cuts.
         ("reduce-scatter", "batch", FLAT, 2 * 3 / 4),
-        # In a host, ten times as fast.
+        # Within a host, ten times as fast.
         ("all-gather", "batch", HYBRID, 1 / 2 / 10),
         ("all-to-all", "batch", HYBRID, 1 / 2 / 10),
         # Each of the two devices of a host sends to the other host.
         ("all-reduce", "replica", HYBRID, 2 * (2 * 1 / 2)),
-        # DTensor's, of all devices.
+        # DTensor's all-reduce over all devices.
         ("all-reduce", "batch", HYBRID, 2 * 3 / 4),
-        # The last axis lies within a host, the first one across hosts; gathers over model axes are reductions there.
+        # The last axis lies within a host, the first one across hosts. Gathers over model axes are reductions there.
         ("all-reduce", "model", {"batch": 2, "model": 2}, 1 / 10),
         ("all-gather", "batch", {"batch": 2, "model": 2}, 2 * 1 / 2),
         ("all-gather", "model", {"model": 2, "batch": 2}, 2 * (2 * 1 / 2)),
@@ -82,7 +82,7 @@ def test_replicas_are_proposed_where_links_between_hosts_are_slow():
     )
     assert " sends," in str(advice) and "…" not in str(advice), "no column is cut off"
     assert "replica=2 x batch=2" in str(advice)
-    # At stage 3 a step between hosts sends a quarter.
+    # At stage 3, a step sends a quarter of the bytes between hosts.
     ratio = of(advice, HYBRID, 3).collective_seconds / of(advice, FLAT, 3).collective_seconds
     assert 0.2 < ratio < 0.5
 
@@ -183,7 +183,7 @@ def test_links_are_measured_for_each_kind_and_each_group_of_devices():
 
 
 def test_small_messages_that_a_network_lets_pass_do_not_make_it_faster():
-    """As a shaped link does: 64 KiB at once, and what follows at its rate."""
+    """Like a shaped link: 64 KiB pass at once, and further bytes at its rate."""
     rows = [
         network_profile.Measurement(
             kind="all-to-all", bytes=2 * sent, seconds=1e-3 + max(0, sent - (1 << 16)) / 1e7, devices=2, over="between"
@@ -196,7 +196,7 @@ def test_small_messages_that_a_network_lets_pass_do_not_make_it_faster():
 
 
 def test_a_link_is_fitted_to_its_times():
-    # All-reduces between hosts, of two devices each: a host sends twice what a device does.
+    # All-reduces between hosts of two devices each: a host sends twice the bytes of a device.
     link = Link(latency=2e-4, bandwidth=1e8)
     rows = [
         network_profile.Measurement(
@@ -221,6 +221,6 @@ def test_a_link_is_fitted_to_its_times():
     np.testing.assert_allclose(
         [found.between["all-reduce"].latency, found.between["all-reduce"].bandwidth], [2e-4, 1e8], rtol=1e-6
     )
-    # A gather of as many bytes sends half as much as a reduction.
+    # A gather sends half the bytes of a reduction of the same size.
     np.testing.assert_allclose(found.between["all-gather"].bandwidth, 1e8 / 2, rtol=1e-6)
     np.testing.assert_allclose(found.inside["all-reduce"].bandwidth, 1e8 / 2, rtol=1e-6)

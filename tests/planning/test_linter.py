@@ -1,4 +1,4 @@
-"""The layout linter: each mistake is found before a step runs, with its fix."""
+"""The layout linter finds each mistake before a step runs, and names its fix."""
 
 import re
 
@@ -24,7 +24,7 @@ def mlp() -> keras.Model:
 
 
 def column_row(**rules) -> tfshard.LayoutMap:
-    """A correct map for `mlp`, or with another rule for a layer."""
+    """Return a correct map for `mlp`, with other rules for some layers."""
     layout_map = tfshard.LayoutMap()
     for layer, kind in {"up": "column", "down": "row", "head/kernel": "whole", **rules}.items():
         if kind is not None:
@@ -128,7 +128,7 @@ def test_a_model_axis_that_no_rule_names_is_warned_of_at_the_users_line():
     with pytest.warns(tfshard.errors.LayoutWarning, match=r"axis 'outer': .* roles={'outer': 'data'}") as record:
         tfshard.as_distributed(mlp()).compile("sgd", "mse", strategy=strategy)
     assert record[0].filename == __file__, "the warning points to the line that compiles"
-    # With the role that its name says, or that is given, the axis takes the batch.
+    # With the role of its name, or with a given role, the axis takes the batch.
     assert tfshard.lint(mlp(), MeshAxes.of(mesh, {"outer": "data"}), layout_map) == ()
 
 
@@ -177,7 +177,7 @@ def test_a_model_axis_that_nothing_uses_is_an_error_in_a_deep_model_too():
         return keras.Sequential([keras.Input((8,)), *layers])
 
     mesh = {"batch": 2, "model": 2}
-    # Each kernel has 64 of the 60 * 72 elements: none is large by itself (2% of the bytes).
+    # Each kernel has 64 of the 60 * 72 elements: a single one is not large (2% of the bytes).
     assert 64 / (60 * 72) < auto_layout.LARGE_SHARE == 0.02
     plan = tfshard.plan(tfshard.abstract_model(build), mesh)
     (refused,) = plan.refused
@@ -196,7 +196,7 @@ def test_a_column_after_a_column_warns_that_a_row_saves_a_collective():
     assert "layout_map.row('down')" in finding.message
     with pytest.warns(tfshard.errors.LayoutWarning, match="column after column: down/kernel"):
         model = compile_with(wrong)
-    # It runs, and the row rule does save collectives.
+    # The model runs, and the row rule saves collectives.
     batch = np.ones((4, 32)), np.ones((4, 5))
     columns, pair = (tfshard.profile_step(each, batch) for each in (model, compile_with(column_row())))
     assert len(columns.collectives) > len(pair.collectives)
@@ -222,7 +222,7 @@ def test_two_rules_for_one_weight_are_an_error():
 
 
 class Borrowed(keras.layers.Layer):
-    """Logits from another layer's table."""
+    """Computes logits from another layer's table."""
 
     def __init__(self, weight, **kwargs):
         super().__init__(**kwargs)
@@ -288,7 +288,7 @@ def test_a_sharded_convolution_that_cannot_be_is_an_error_before_dtensor_refuses
     assert "only Conv2D and Conv3D" in tfshard.auto_layout_map(model, MESH)["conv/kernel"].reason
 
 
-# --- What is refused whatever the layout map --------------------------------------------------------------
+# --- errors with any layout map ----------------------------------------------------------------------------
 
 
 def elastic() -> keras.Model:
@@ -321,7 +321,7 @@ def test_lint_and_plan_say_what_compile_and_the_first_step_refuse(kind):
     with pytest.raises(tfshard.ShardingError, match=re.escape(text[2] or text[0])):
         tfshard.as_distributed(model).compile(optimizer, "mse", strategy=strategy, jit_compile=jit_compile)
         model.fit(np.ones((8, 8)), np.ones((8, 8)), verbose=0)
-    # Of a model for planning only, too.
+    # Also for a model that is only planned.
     if kind == "cannot be expanded":
         assert tfshard.lint(tfshard.abstract_model(elastic), mesh)[0].kind == kind
 

@@ -1,4 +1,4 @@
-"""What is counted of the lists that a loop fills."""
+"""The counted memory of lists that a loop fills."""
 
 import keras
 import pytest
@@ -12,7 +12,7 @@ ONE_LIST = TURNS * ROWS * UNITS * 4
 
 
 def loops_of(make):
-    """The forward loop of a layer and that of its gradient."""
+    """Return the forward loop of a layer and its gradient loop."""
     layer = make()
     layer.build((ROWS, TURNS, UNITS))
     graph = _private.func_graph("loops")
@@ -30,9 +30,9 @@ def loops_of(make):
 @pytest.mark.parametrize(
     ("make", "kept"),
     [
-        # Three gates, what is added, the new state, its tanh, and the output.
+        # Three gates, the candidate, the new state, its tanh, and the output.
         (lambda: keras.layers.LSTM(UNITS), 7),
-        # Its output.
+        # The output.
         (lambda: keras.layers.SimpleRNN(UNITS), 1),
     ],
 )
@@ -43,7 +43,7 @@ def test_each_tensor_that_turns_keep_is_counted_once(make, kept):
     filled = [each.bytes for each in results if (each.bytes or 0) >= ONE_LIST]  # Others are of scalars.
     assert filled == [ONE_LIST] * kept
     lists = [each for each, output in zip(results, forward.outputs, strict=True) if output.dtype == tf.variant]
-    # The output of a turn is what the next one is given; what a turn reads of the batch is in a list that was there.
+    # The next iteration gets the output of the previous one. A list from before the loop holds the rows of the batch.
     assert any(each.same is not None for each in lists) and any(each.given is not None for each in lists)
 
 

@@ -1,4 +1,4 @@
-"""What a machine takes for the work of a step, by hand; and the files that describe one."""
+"""The time of a step's work on a machine, computed by hand; and the files that describe a machine."""
 
 import dataclasses
 import sys
@@ -43,7 +43,7 @@ def placed(specs, mesh: dict[str, int], stage: int, layout_map=None, groups: Gro
 
 
 def traced(mesh: dict[str, int], *, stage: int = 3, layout_map=None, rows: int = ROWS, count: int = 2, dtype=None):
-    """A step of Dense layers without biases, and what its placement writes."""
+    """Trace a step of Dense layers without biases. Returns the step and the bytes that its update writes."""
     names = ["first", *(f"layer_{i}" for i in range(count - 2)), "last"]
     hidden = [keras.layers.Dense(WIDTH, use_bias=False, name=name, dtype=dtype) for name in names]
     model = keras.Sequential([keras.Input((WIDTH,)), *hidden])
@@ -59,12 +59,12 @@ def traced(mesh: dict[str, int], *, stage: int = 3, layout_map=None, rows: int =
 
 def test_the_work_of_a_step_is_what_its_layers_multiply():
     step, updated = traced({"batch": 4})
-    # On a device: two products of the forward pass, and three of the backward pass, since the input needs no gradient.
+    # On a device: two products in the forward pass, and three in the backward pass, since the input needs no gradient.
     one = 2 * (ROWS // 4) * WIDTH * WIDTH
     assert step.total.product_flops == 5 * one
     assert step.total.convolution_flops == 0
     kernels, activations = 5 * WIDTH * WIDTH, 10 * (ROWS // 4) * WIDTH
-    # Of each product its two operands and its result.
+    # The two operands and the result of each product.
     assert step.total.product_bytes == pytest.approx(4 * (kernels + activations), rel=0.01)
     # Adam's shard of a kernel, and its two slots.
     assert updated == 3 * 2 * 4 * WIDTH * WIDTH / 4
@@ -86,7 +86,7 @@ def test_a_model_axis_shares_the_work_out():
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_axis_shares_products_out_in_any_dtype(stage, dtype):
-    """What is gathered in bfloat16 is sent by its bits, as float16."""
+    """Bfloat16 tensors are gathered as bits of float16."""
     columns = {".*first/kernel": (None, "model"), ".*last/kernel": ("model", None)}
     step, _ = traced({"batch": 2, "model": 2}, layout_map=columns, stage=stage, dtype=dtype)
     alone, _ = traced({"batch": 2}, stage=stage, dtype=dtype)
@@ -97,7 +97,7 @@ def step_of(
     layers: list[keras.layers.Layer], shape: tuple[int, ...], groups: GroupPolicy | None = None, *,
     mesh: dict[str, int] | None = None, layout_map=None, stage: int = 3
 ) -> Work:  # fmt: skip
-    """The work of a step of two samples on one device."""
+    """Return the work of a step of two samples on one device."""
     model = keras.Sequential([keras.Input(shape), *layers])
     placement = placed(model_specs.specs_of(model), mesh or {"batch": 2}, stage, layout_map, groups)
     return TracedStep.of(
@@ -109,22 +109,22 @@ def test_loops_are_worth_all_their_turns():
     short, long = (step_of([keras.layers.LSTM(16)], (length, 8), stage=0) for length in (10, 20))
     assert long.turned_operations == 2 * short.turned_operations > 500
     assert long.product_flops == pytest.approx(2 * short.product_flops, rel=0.05)
-    assert long.product_bytes == short.product_bytes  # What is small is in the cache, where the turn before left it.
+    assert long.product_bytes == short.product_bytes  # Small tensors are in the cache since the previous iteration.
     short, long = (step_of([keras.layers.LSTM(600)], (length, 8), stage=0) for length in (10, 20))
     kernel = 4 * 600 * 4 * 600
-    # The recurrent kernel is read in both passes, and its gradient written.
+    # Both passes read the recurrent kernel, and its gradient is written.
     assert (long.product_bytes - short.product_bytes) / 10 == pytest.approx(3 * kernel, rel=0.05)
 
 
 def test_a_weight_that_is_cut_out_of_its_group_is_not_the_group():
-    """Else the bytes of a step would grow with the square of its depth."""
+    """Otherwise the bytes of a step would grow with the square of its depth."""
 
     def bytes_of(count: int) -> float:
         return step_of([keras.layers.Dense(32, "relu") for _ in range(count)], (32,), GroupPolicy()).bytes
 
     two, four, eight = bytes_of(2), bytes_of(4), bytes_of(8)
     assert eight - four == pytest.approx(2 * (four - two), rel=0.05)
-    # Each weight is read and written as often as there are copies of it, and the activations are small.
+    # Each weight is read and written once per copy, and the activations are small.
     assert 2 * 4 * 32 * 33 <= (four - two) / 2 < 20 * 4 * 32 * 33
 
 
@@ -160,7 +160,7 @@ def test_exponentials_and_depthwise_convolutions_are_work_of_their_own():
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("layer", [keras.layers.BatchNormalization, keras.layers.LayerNormalization])
 def test_a_layer_executes_as_many_operations_as_predicted(layer):
-    """Counted in traces of steps of two and of six layers; TensorFlow takes a few away, and adds reductions."""
+    """Counts operations in traces of steps of two and six layers. TensorFlow removes a few, and adds reductions."""
 
     def counted(count: int) -> tuple[float, float]:
         model = tfshard.Sequential(
@@ -289,7 +289,7 @@ def test_something_else_is_no_machine():
 
 
 def test_prices_are_those_with_which_steps_take_what_they_took(monkeypatch):
-    """Of steps whose times follow from a machine, calibration finds that machine."""
+    """Calibration on step times that follow from a machine finds that machine."""
     from tfshard import calibration
 
     truth = machine(convolution_flops=2e11, update_bandwidth=3e9, product_bandwidth=4e10, operation_seconds=2e-5)
@@ -331,7 +331,7 @@ def test_calibration_measures_this_machine(monkeypatch):
     assert len(tf.config.list_logical_devices("CPU")) >= 4, "premise"
     assert (found.links.devices_per_host, found.links.device_type) == (4, "CPU")
     assert found.cores and found.cores >= 1
-    # A CPU does something between a mega- and a hundred teraflops; what no model has costs nothing.
+    # A CPU does between 1e6 and 1e14 operations per second. Work that no model does costs nothing.
     assert found.product_flops > 1e6 and found.convolution_flops > 1e15
     assert set(found.links.inside) == {"all-gather", "all-reduce", "all-to-all"}
 

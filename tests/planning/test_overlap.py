@@ -1,4 +1,4 @@
-"""How much of what a step sends is hidden: predicted on paper, and in the trace of a step."""
+"""The hidden share of a step's communication: predicted, and in the trace of a step."""
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ def products() -> keras.Model:
 
 
 def predict(seconds_of_kernel: float, *, compute_seconds=1.0, stage=3, mesh=None, analyzer=ALONE, **options):
-    """For links over which a gather of a kernel takes so long, and a reduction twice that."""
+    """Predict for links with the given time to gather a kernel, and twice that time to reduce it."""
     link = Link(latency=0.0, bandwidth=3 / 4 * KERNEL / seconds_of_kernel)
     links = Links.of(devices_per_host=4, inside=link)
     mesh = mesh or {"batch": 4}
@@ -36,7 +36,7 @@ def test_what_is_sent_beside_computing_is_hidden():
     for each in (fast, slow):
         assert each.compute_seconds == pytest.approx(1.0)
         assert max(1.0, each.collective_seconds) <= each.seconds <= 1.0 + each.collective_seconds
-        # What runs is one, the other, or both.
+        # At any time, computing, communication, or both run.
         assert each.seconds <= 1.0 + (1 - each.hidden) * each.collective_seconds + 1e-6
 
 

@@ -1,4 +1,4 @@
-"""The predicted peak of a step is that of the allocator's trace, and gathers of recomputed blocks are counted."""
+"""The predicted peak of a step matches the allocator's trace, and counts gathers of recomputed blocks."""
 
 import ctypes
 import dataclasses
@@ -22,16 +22,17 @@ def config_of(stage: int) -> ShardingConfig:
 
 
 def products(width=1024):
-    """Four layers of 4 MiB each, and next to no activations."""
+    """Return four layers of 4 MiB each, with few activations."""
     hidden = [keras.layers.Dense(width, activation="relu", use_bias=False) for _ in range(4)]
     return keras.Sequential([keras.Input((width,)), *hidden]), np.zeros((16, width), "float32")
 
 
 def blocks(count=8, activation="tanh"):
-    """Blocks with a wide activation of 4 MiB a device each.
+    """Return blocks with a wide activation of 4 MiB per device.
 
-    At the peak one more or one less of them lives, by the order in which TensorFlow compiled the step (it differs from
-    one compilation to the next): of few blocks that is more than a tenth."""
+    At the peak, one activation more or less lives. This depends on the order in which TensorFlow compiled the step,
+    which differs between compilations. For few blocks it is more than a tenth.
+    """
     inputs = keras.Input((256, 128))
     x = inputs
     for i in range(count):
@@ -41,18 +42,18 @@ def blocks(count=8, activation="tanh"):
 
 
 def gelus():
-    """The same with an activation that is made with its derivative."""
+    """Return blocks with an activation that computes its derivative."""
     return blocks(6, activation="gelu")
 
 
 def recurrent(units=128, turns=16):
-    """What a backward pass needs of each turn is in lists that the forward pass fills: 256 KiB a device and more."""
+    """Return a model with 256 KiB and more per device in lists, which the forward pass fills for the backward pass."""
     layers = [keras.layers.LSTM(units, return_sequences=True) for _ in range(2)]
     return keras.Sequential([keras.Input((turns, units)), *layers]), np.zeros((2048, turns, units), "float32")
 
 
 def narrow():
-    """Blocks whose weights are in one group, and so small that their gradients wait for nothing but the end."""
+    """Return blocks with weights in one group, so small that their gradients wait only for the end."""
     inputs = keras.Input((1024, 16))
     x = inputs
     for i in range(8):
@@ -61,7 +62,7 @@ def narrow():
 
 
 def tied():
-    """A table of 8 MiB, used twice, and logits of it."""
+    """Return a table of 8 MiB, used twice: for embeddings and for logits."""
     inputs = keras.Input((4,), dtype="int32")
     table = keras.layers.ReversibleEmbedding(4096, 512)
     return keras.Model(inputs, table(table(inputs), reverse=True)), np.zeros((8, 4), "int32")
@@ -81,7 +82,7 @@ def trained(make, *, stage=3, recompute=False, mesh=None, layout_map=None, analy
 
 
 def measured(model, batch):
-    """Bytes of the fullest device; and the profile."""
+    """Return the bytes of the fullest device, and the profile."""
     profile = tfshard.profile_step(model, batch)
     assert profile.peak is not None and len(profile.variable_bytes) == 4, "premise"
     return max(profile.variable_bytes.values()) + profile.peak.device_added, profile
@@ -108,7 +109,7 @@ def measured(model, batch):
 def test_the_predicted_peak_is_the_measured_one(make, options):
     strategy, model, x = trained(make, **options)
     predicted = strategy.plan(model, inputs=x).peak
-    # On a busy machine a device waits for the others, and what it is to reduce lives longer: one of some steps.
+    # On a busy machine a device waits for the others, and its unreduced gradients live longer: try several steps.
     peaks = (measured(model, (x, x))[0] for _ in range(10))
     assert any(predicted.peak_bytes == pytest.approx(peak, rel=0.1) for peak in peaks)
     assert (predicted.activation_bytes > 4 * MEBI) == (make is not products), "premise"
@@ -116,8 +117,11 @@ def test_the_predicted_peak_is_the_measured_one(make, options):
 
 @pytest.mark.slow
 def test_gradients_that_nothing_waits_for_are_made_last():
-    """TensorFlow's executor goes on with the last operation that another makes ready, and comes back to the others when
-    it waits: with all weights in one group never, so that what the gradients are made of is kept to the end."""
+    """Inputs of gradients live until the end if no weight waits for the gradients.
+
+    TensorFlow's executor continues with the last operation that another makes ready, and returns to the others when it
+    waits. With all weights in one group, it never waits.
+    """
     predicted, found = [], []
     for analyzer in (None, tfshard.ParameterAnalyzer()):
         strategy, model, x = trained(narrow, recompute=True, analyzer=analyzer)
@@ -138,7 +142,7 @@ def test_gathers_of_recomputed_blocks_are_counted(recompute):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_each_use_of_a_table_has_a_gradient_of_its_own(stage):
-    """As a plan has it, which a step is compared with in tests/planning/test_planning.py."""
+    """As in a plan, which tests/planning/test_planning.py compares with a step."""
     model, tokens = tied()
     placement = ModelPlacement.of(model_specs.specs_of(model), config_of(stage), mesh_shape={"batch": 4})
     inputs = tf.TensorSpec(tokens.shape, tf.int32)
@@ -151,7 +155,7 @@ def test_each_use_of_a_table_has_a_gradient_of_its_own(stage):
 
 
 def test_the_buffer_of_joined_gradients_is_there_with_the_first():
-    """At stage 0, beside activations that are largest when the loss is there."""
+    """At stage 0, next to activations that are largest at the loss."""
 
     def peak(stage):
         model, x = blocks(4)
@@ -165,7 +169,7 @@ def test_the_buffer_of_joined_gradients_is_there_with_the_first():
 
 
 def test_in_parts_the_buffer_of_joined_gradients_comes_with_the_first_of_them():
-    """Not with the loss: the table is gone by then, of which logits were made and their gradient."""
+    """Not with the loss: by then, the table for the logits and its gradient are freed."""
 
     def peak(parts):
         tokens = keras.Input((128,), dtype="int32")
@@ -185,7 +189,7 @@ def test_in_parts_the_buffer_of_joined_gradients_comes_with_the_first_of_them():
 
 
 def convolutions():
-    """Nine kernels of 2.25 MiB each, next to small pictures."""
+    """Return nine kernels of 2.25 MiB each, with small pictures."""
     model = keras.Sequential([keras.Input((4, 4, 256), name="pictures"), *convolved()], name="net")
     return model, np.zeros((8, 4, 4, 256), "float32")
 
@@ -199,8 +203,10 @@ def convolved():
 
 @pytest.mark.slow
 def test_gradients_are_freed_as_they_are_joined():
-    """At stage 0 those of convolutions: each is written to the buffer when it is made, since devices wait for each
-    other in batch normalization."""
+    """At stage 0, each convolution gradient is written to the buffer when it is computed.
+
+    Devices wait for each other in batch normalization.
+    """
     strategy, model, x = trained(convolutions, stage=0)
     kernels = 9 * 9 * 256 * 256 * 4
     placement = ModelPlacement.of(model_specs.specs_of(model), config_of(0), mesh_shape={"batch": 4})
@@ -261,7 +267,7 @@ def test_losses_are_given_labels_that_they_take(loss, shape):
     ],
 )
 def test_an_update_holds_one_new_slot_at_a_time_and_in_a_branch_all(make, cut, updated):
-    """So the peak is where gradients are cut out of what they were reduced in; a branch has all values at its end."""
+    """The peak is where gradients are cut out of their reduction buffer. A branch holds all values at its end."""
     model = tfshard.Sequential([keras.Input((256,)), keras.layers.Dense(2048, use_bias=False)])
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
     model.compile(make(), "mse", strategy=strategy)
@@ -270,12 +276,12 @@ def test_an_update_holds_one_new_slot_at_a_time_and_in_a_branch_all(make, cut, u
     assert peak.activation_bytes < kernel // 8, "premise"
     assert peak.gradient_bytes + peak.reduced_bytes == cut * kernel
     assert peak.updated_bytes == updated * kernel
-    if not isinstance(model.optimizer, keras.optimizers.SGD):  # Where devices are busy, room for one more.
+    if not isinstance(model.optimizer, keras.optimizers.SGD):  # Room for one more on busy devices.
         assert peak.overlap_bytes + peak.activation_bytes >= kernel
 
 
 def address_of(tensor):
-    """Where a tensor is in memory, which is the first field of what DLPack gives."""
+    """Return the memory address of a tensor, the first field of its DLPack capsule."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     tensor = pointer(tf.experimental.dlpack.to_dlpack(tensor), b"dltensor")
@@ -296,7 +302,7 @@ def address_of(tensor):
     ],
 )
 def test_a_part_is_a_copy_where_it_is_one_in_tensorflow(shape, begin, size):
-    """A group is freed when its last member was cut out, if it was copied."""
+    """If the last member was copied out of a group, the group is freed."""
     end = [first + count for first, count in zip(begin, size, strict=True)]
     cuts = [lambda x: tf.slice(x, begin, size), lambda x: tf.strided_slice(x, begin, end)]
     whole = tf.random.normal(shape)

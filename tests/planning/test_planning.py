@@ -1,4 +1,4 @@
-"""Plans: exact for what they count, and made without allocating anything."""
+"""Plans count exactly, and allocate nothing."""
 
 import collections
 import itertools
@@ -39,7 +39,7 @@ def build() -> keras.Model:
 
 
 def kernels(count: int, **kwargs) -> list[VariableSpec]:
-    """Each of 4 MiB in float32."""
+    """Return kernels of 4 MiB in float32."""
     return [VariableSpec(path=f"dense_{i}/kernel", shape=(1024, 1024), **kwargs) for i in range(count)]
 
 
@@ -57,7 +57,7 @@ def test_an_abstract_model_has_the_variables_of_a_real_one_and_no_values():
     real = build()
     expected = [(v.path, tuple(v.shape), v.dtype, v.trainable) for v in real.variables]
     found = [(spec.path, spec.shape, spec.dtype, spec.trainable) for spec in model_specs.specs_of(abstract)]
-    # In the order of the layers, where Keras has the trained ones first; the seed generator is the dropout's.
+    # In the order of the layers, while Keras lists trained variables first. The seed generator is the dropout's.
     assert sorted(found) == sorted(expected) and len(found) == 11
     assert all(_private.backend_variable(variable) is None for variable in abstract.variables)
 
@@ -71,7 +71,7 @@ def test_reading_calling_and_training_an_abstract_model_are_errors():
     with pytest.raises(tfshard.errors.StrategyError, match="has no value"):
         model(np.zeros((1, 12, 12, 3)))
     model.compile("sgd", "mse")
-    # Keras wraps the error in one of its own, which keeps the message.
+    # Keras wraps the error, but keeps the message.
     with pytest.raises(ValueError, match="has no value"):
         model.fit(np.zeros((2, 12, 12, 3)), np.zeros((2, 10)), verbose=0)
 
@@ -102,7 +102,7 @@ def test_an_abstract_model_may_be_compiled_and_is_planned_with_its_optimizer(pol
     assert int(model.optimizer.iterations) == 0
     sizes = [tfshard.plan(each, {"batch": 2}).bytes_per_device("slot") for each in (model, build())]
     assert sizes[0] == sizes[1] > 0
-    # Nothing of it goes on afterwards.
+    # Afterwards, variables have values again.
     assert keras.Variable("zeros", shape=(2,)).numpy().tolist() == [0, 0]
 
 
@@ -209,7 +209,7 @@ OPTIMIZERS = [
     *("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adamax", "Nadam", "Adadelta", "Lion", "Ftrl"),
     *("Adafactor", "Lamb", "Muon"),
 ]
-# Keras numbers variables without a name of their own, as Nadam's and Adafactor's, through the process.
+# Keras numbers unnamed variables, such as Nadam's and Adafactor's, through the process.
 SCALARS = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 
 
@@ -284,7 +284,7 @@ def test_without_groups_the_plan_is_what_the_devices_hold(stage, axes):
     assert plan.bytes_per_device("parameter") == parity.held_bytes(model.trainable_variables)
     assert plan.bytes_per_device("slot") == parity.held_bytes(slots)
     assert plan.bytes_on_one_device("slot") == sum(np.array(v.numpy()).nbytes for v in slots)
-    # The report tells the same of them.
+    # The report has the same numbers.
     report = strategy.report(model)
     assert report.world_size == 4 and not report.misplaced
     assert report.bytes_per_device("parameter") == parity.held_bytes(model.trainable_variables)
@@ -298,7 +298,7 @@ def test_without_groups_the_plan_is_what_the_devices_hold(stage, axes):
 )  # fmt: skip
 def test_bytes_of_large_variables_follow_the_stage(stage, parameter, gradient, slot):
     plan = tfshard.plan(kernels(2), {"batch": 4}, zero_stage=stage, optimizer="adam")
-    scalars = 8 + 4  # The count of steps (int64) and the learning rate.
+    scalars = 8 + 4  # The step counter (int64) and the learning rate.
     assert not plan.groups
     assert plan.bytes_per_device("parameter") == parameter
     assert plan.bytes_per_device("gradient") == gradient
@@ -394,7 +394,7 @@ def test_wrong_meshes_stages_patterns_and_analyzers_are_refused():
 def test_each_large_variable_and_each_group_is_predicted(stage, expected):
     plan = tfshard.plan(kernels(2) + biases(4), {"batch": 4}, zero_stage=stage)
     assert [(each.kind, each.what, each.bytes) for each in plan.collectives] == expected
-    # The first kernel is gathered again for the backward pass, which begins with the second; what is small stays.
+    # The first kernel is gathered again for the backward pass, which begins with the second. Small variables stay.
     again = ["dense_0/kernel"] if stage == 3 else []
     assert [each.what for each in plan.collectives for _ in range(each.count - 1)] == again
     assert plan.collective_count() == len(expected) + len(again)
@@ -412,7 +412,7 @@ def test_nothing_is_sent_over_a_batch_axis_of_one():
     assert tfshard.plan(kernels(1) + biases(2), {"batch": 1, "model": 4}).collectives == ()
 
 
-# --- what a step sends -------------------------------------------------------------------------------
+# --- communication of a step ------------------------------------------------------------------------
 
 PLANNED = {
     "batch4": ({"batch": 4}, None),
@@ -422,7 +422,7 @@ PLANNED = {
 
 
 def wide(width: int = 160, outputs: int = 3200) -> keras.Model:
-    """Groups above what a trace tells the bytes of, a variable that stands alone, and a column and row pair."""
+    """Return groups that are large enough for a trace, an ungrouped variable, and a column and row pair."""
     x = inputs = keras.Input((width,))
     for i in range(12):
         x = keras.layers.Dense(width, activation="tanh", name=f"narrow_{i}")(x)
@@ -456,7 +456,7 @@ def test_a_step_sends_what_was_planned(mesh, stage):
     batch = np.ones((8, 160)), np.ones((8, 3200))
     profile = tfshard.profile_step(model, batch)
     tfshard.measure.assert_matches_plan(profile, plan)
-    # Not for want of bytes in the trace.
+    # The trace reports all bytes.
     gathered = [c.bytes for c in profile.collectives if c.kind == "all-gather"]
     assert None not in gathered
     assert profile.variable_bytes["CPU:0"] == pytest.approx(
@@ -467,7 +467,7 @@ def test_a_step_sends_what_was_planned(mesh, stage):
 
 
 def test_a_model_with_large_recurrent_kernels_is_planned():
-    """They are read in a loop."""
+    """A loop reads them."""
     inputs = keras.Input((5, 256))
     x = keras.layers.LSTM(256, return_sequences=True)(inputs)
     model = keras.Model(inputs, keras.layers.GRU(256)(x))
@@ -497,7 +497,7 @@ NORMALIZING = ("first", "second", "beside")
 
 
 def normalized(**options):
-    """Two layers that normalize by the batch, one behind the other, and one beside them."""
+    """Return two layers that normalize by the batch in sequence, and one in parallel."""
     inputs = keras.Input((8, 8, 4))
     x = keras.layers.Conv2D(8, 3, padding="same")(inputs)
     x = keras.layers.Activation("relu")(keras.layers.BatchNormalization(name="first", **options)(x))
@@ -513,7 +513,7 @@ def normalized(**options):
     always=[("batch4", 3, ""), ("replica2_batch2", 0, "scale"), ("batch4", 2, "trainable")],
 )  # fmt: skip
 def test_a_step_sends_of_batch_statistics_what_is_planned(mesh, stage, options):
-    """Of each layer a gather and a reduction, of which gradients of scale and offset are made; of a frozen one none."""
+    """Each layer gathers and reduces once to compute the gradients of scale and offset. A frozen layer does neither."""
     mesh_shape = {"batch": 4} if mesh == "batch4" else {"replica": 2, "batch": 2}
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh_shape), zero_stage=stage)
     keras.backend.clear_session()
@@ -536,7 +536,7 @@ def test_beside_model_axes_what_batch_statistics_send_is_unknown():
 
 @pytest.fixture
 def mixed():
-    """Sets a dtype policy for what a test makes."""
+    """Set a dtype policy for a test."""
     yield keras.config.set_dtype_policy
     keras.config.set_dtype_policy("float32")
 
@@ -550,7 +550,7 @@ def test_batch_statistics_are_planned_in_the_dtype_in_which_they_are_taken(polic
     assert gather.bytes == 4 * 2 * 8 * size
 
 
-# In what a gradient is added up, by the policy; bfloat16 in float32.
+# The dtype in which gradients are reduced, by policy; bfloat16 in float32.
 ADDED_BYTES = {"mixed_bfloat16": 4, "mixed_float16": 2}
 
 
@@ -562,11 +562,11 @@ ADDED_BYTES = {"mixed_bfloat16": 4, "mixed_float16": 2}
             ("mixed_bfloat16", "batch2_model2", 0), ("mixed_float16", "model4", 3)],
 )  # fmt: skip
 def test_a_step_under_mixed_precision_reduces_what_was_planned(policy, mesh, stage, mixed):
-    """With a loss scale under float16, whose step has a branch: on several axes each reduction is alone."""
+    """Under float16 with a loss scale, the step has a branch: on several axes, no reductions are merged."""
     strategy = planned_strategy(mesh, stage)
     keras.backend.clear_session()
     mixed(policy)
-    # So wide that the trace tells the bytes of half of float32.
+    # Wide enough for the trace to report the bytes of a half-precision tensor.
     model = tfshard.as_distributed(wide(width=200, outputs=4000))
     plan = strategy.plan(model, "adam")
     model.compile("adam", "mse", strategy=strategy)
@@ -600,7 +600,7 @@ def test_gradients_of_layers_that_compute_in_float32_are_reduced_in_it(mixed):
     model = keras.Sequential([keras.Input((64,)), *layers], name="net")
     plan = tfshard.plan(model, {"batch": 4}, zero_stage=0, optimizer="adam")
     found = {each.what: each.bytes for each in plan.collectives}
-    # LayerNormalization brings its scale and offset from float16 back to float32.
+    # LayerNormalization converts its scale and offset from float16 to float32.
     assert found == {
         "float32 gradients": 4 * (64 + 64 + 64 * 64 + 64), "float16 gradients": 2 * (64 * 64 + 64)
     }  # fmt: skip

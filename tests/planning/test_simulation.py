@@ -1,4 +1,4 @@
-"""Steps on clusters of any size, on paper."""
+"""Simulated steps on clusters of any size."""
 
 import json
 
@@ -29,7 +29,7 @@ def simulate(devices=(8,), batch=4096, machine=None, model=None, **options):
 
 
 def test_a_step_on_one_host_is_what_advise_says_of_it():
-    """The same peak and the same time as of the mesh that is traced by itself."""
+    """The peak and the time equal the results for the mesh alone."""
     machine = Machine.from_dict(DESCRIBED)
     best = simulate().best[8]
     advice = tfshard.advise(

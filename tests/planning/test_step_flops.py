@@ -1,4 +1,4 @@
-"""`training_flops`: those of layers whose formulas are known."""
+"""`training_flops` matches the formulas of layers."""
 
 import keras
 import numpy as np

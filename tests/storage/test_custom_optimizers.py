@@ -1,4 +1,4 @@
-"""Optimizers of custom loops, and those that are attributes of a model: saved, restored and reported."""
+"""Optimizers of custom loops and in attributes of a model are saved, restored and reported."""
 
 import shutil
 
@@ -14,7 +14,7 @@ X, Y = RS.normal(size=(16, 6)).astype("float32"), RS.normal(size=(16, 3)).astype
 
 
 class Loop:
-    """A custom training loop; its optimizer is not the model's own."""
+    """A custom training loop with an optimizer outside the model."""
 
     def __init__(self, strategy: tfshard.ShardedStrategy | None, optimizer=keras.optimizers.Adam):
         keras.backend.clear_session()
@@ -48,12 +48,12 @@ def slots(optimizer) -> dict[str, np.ndarray]:
 
 
 def axes_of(variables) -> list[set]:
-    """The mesh axes that shard what the devices hold of each."""
+    """Return the mesh axes that shard the storage of each variable."""
     return [set(variable.value.buffer.layout.sharding_specs) & {"batch"} for variable in variables]
 
 
 def assert_like_one_device(losses, expected) -> None:
-    """The same losses, of steps that each change them by far more than the tolerance."""
+    """Assert equal losses. Premise: each step changes the loss by far more than the tolerance."""
     tolerance = 2e-6
     steps = np.abs(np.diff(np.asarray(expected), axis=0)) / np.abs(expected[1:])
     assert steps.min() > 100 * tolerance
@@ -62,7 +62,7 @@ def assert_like_one_device(losses, expected) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A loop that was saved after four steps and trained on, with the losses of the steps since."""
+    """A loop that was saved after four steps and trained on, with the losses of the later steps."""
     loop = Loop(strategy())
     loop.train(4)
     manager = tfshard.CheckpointManager(tmp_path_factory.mktemp("loop"))
@@ -85,7 +85,7 @@ def test_a_custom_loop_resumes_with_the_bits_of_one_that_was_never_interrupted(r
 
 
 def test_a_custom_loop_resumes_on_another_mesh_and_plain(run, tmp_path):
-    """The reference is one device, plain Keras."""
+    """The reference is plain Keras on one device."""
     expected = Loop(None).train(7)
     manager = tfshard.CheckpointManager(tmp_path)
     whole = Loop(strategy())
@@ -106,9 +106,9 @@ def test_the_report_counts_the_slots_of_a_custom_loop(run):
     loop, _, _ = run
     report = loop.strategy.report(loop.model)
     parameters = report.bytes_on_one_device("parameter")
-    # Two slots of Adam for each parameter, the count of steps and the learning rate.
+    # Two slots of Adam for each parameter, the step counter and the learning rate.
     assert report.bytes_on_one_device("slot") == 2 * parameters + 8 + 4
-    # A quarter, and what fills the rows.
+    # A quarter, and the padding of rows.
     assert report.bytes_per_device("slot") < 0.3 * report.bytes_on_one_device("slot")
     loop.strategy.check_consistency(loop.model)
 
@@ -167,7 +167,7 @@ def test_an_optimizer_that_compile_replaced_is_not_in_the_checkpoint(tmp_path):
 
 
 class GAN(keras.Model):
-    """Two networks, each with an optimizer of its own."""
+    """Two networks with an optimizer each."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ class GAN(keras.Model):
 
 
 def make_gan(chosen, *, late: bool = False) -> GAN:
-    """A GAN whose optimizers are given to `compile`, or set after it."""
+    """Return a GAN. Its optimizers are arguments of `compile`, or set after `compile`."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     gan = GAN()
@@ -209,7 +209,7 @@ def make_gan(chosen, *, late: bool = False) -> GAN:
 
 
 def fit_gan(gan: GAN, epochs: int, directory=None, *, done: int = 0) -> list[tuple[float, float]]:
-    """The losses of the steps, two an epoch, after the epochs that are done or in the checkpoint."""
+    """Return the losses of two steps per epoch, after the epochs that are done or in the checkpoint."""
     losses: list[tuple[float, float]] = []
     note = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: losses.append((float(logs["d"]), float(logs["g"])))

@@ -1,4 +1,4 @@
-"""Codes of 8 bits: the map of the paper, and what optimizers need of it."""
+"""8-bit codes: the map of the paper, and the properties that optimizers need."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ BLOCKS = {name: values.astype(np.float32) for name, values in BLOCKS.items()}
 
 
 def dynamic_map(signed: bool) -> np.ndarray:
-    """As the authors make it (create_dynamic_map of bitsandbytes): the middles of the places of seven decades."""
+    """Compute the map as create_dynamic_map of bitsandbytes does: the midpoints of the intervals of seven decades."""
     found = [0.0]
     for decade in range(7):
         bounds = np.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
@@ -40,7 +40,7 @@ def test_the_map_is_that_of_the_paper_with_an_exact_largest(signed):
     stored = np.concatenate([np.arange(256)[None].repeat(256, 0), scale], -1).astype(np.uint8)
     found = np.unique(eight_bits.decode(tf.constant(stored)).numpy())
     paper = dynamic_map(signed)
-    # The place at each end is told by its end, which is 1: the paper has the middle, and 1 besides.
+    # The outermost code stands for the end of its interval, 1. The paper has the midpoint and 1.
     ends = [-1.0, 1.0] if signed else [1.0]
     middles = paper[(np.abs(paper) < 0.98) if signed else (paper < 0.996)]
     np.testing.assert_allclose(found, np.unique([*middles, *ends]), rtol=1e-6)
@@ -51,7 +51,7 @@ def test_an_element_becomes_one_near_it(name):
     values = BLOCKS[name]
     largest = np.abs(values).max(-1, keepdims=True)
     signed = values.min(-1, keepdims=True) < 0
-    # Half of a place of its decade; at the upper end, and below the lowest decade, a whole one.
+    # Half an interval of its decade; at the upper end, and below the lowest decade, a full interval.
     share = np.abs(values) / np.maximum(largest, 1e-30)
     decade = np.clip(np.floor(np.log10(np.maximum(share, 1e-30)) + 1e-4) + 7, 0, 6)
     place = 0.9 / 2 ** (decade + ~signed) * 10 ** (decade - 6)

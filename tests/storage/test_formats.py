@@ -1,4 +1,7 @@
-"""A way of storing is one class: parameters in that of slots, bfloat16; int32, where GPUs have none, in int64."""
+"""A storage format is one class, which slots and parameters share.
+
+On GPUs, which lack int32 variables, int32 is stored as int64.
+"""
 
 import keras
 import numpy as np
@@ -49,7 +52,7 @@ def test_a_format_that_stores_bfloat16_is_one_class(options, found, monkeypatch,
 
 
 class Counting(keras.layers.Layer):
-    """Adds to what it is given how often each of its columns was positive, and by how many rows it was called."""
+    """Adds to its input how often each column was positive, and the number of rows it was called with."""
 
     def build(self, shape):
         self.seen = self.add_weight(shape=shape[1:], dtype="int32", initializer="zeros", trainable=False)
@@ -69,7 +72,7 @@ def test_integers_that_devices_have_no_variables_of_rest_in_longer_ones(options,
 
     def train(strategy):
         keras.utils.set_random_seed(0)
-        # Adafactor has slots of int32, too.
+        # Adafactor has int32 slots, too.
         layers = [keras.layers.Dense(16, "relu"), Counting(name="counting"), keras.layers.Dense(3)]
         model = keras.Sequential([keras.Input((12,)), *layers])
         extra = {} if strategy is None else {"strategy": strategy}
@@ -84,7 +87,7 @@ def test_integers_that_devices_have_no_variables_of_rest_in_longer_ones(options,
     np.testing.assert_allclose(ours, losses, rtol=1e-5)
     np.testing.assert_allclose(outputs, predicted, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(counting.seen.numpy(), counted.seen.numpy())
-    # A function of no step reads and writes, too.
+    # A function outside steps reads and writes, too.
     np.testing.assert_allclose(tf.function(model)(x), tf.function(expected)(x), rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(counting.seen.numpy(), counted.seen.numpy())
     assert int(counting.rows.numpy()) == int(counted.rows.numpy()) > 0

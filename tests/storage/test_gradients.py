@@ -1,4 +1,4 @@
-"""Gradients: in which layout they come to an optimizer, what devices hold of them, and what the report says of both."""
+"""The layouts of gradients in an optimizer, their bytes on devices, and their rows in the report."""
 
 import functools
 import pathlib
@@ -18,7 +18,7 @@ from tfshard.devices import transfer
 from tfshard.storage import gradient
 
 MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}}
-# Above this a variable stands alone.
+# Larger variables stand alone.
 ALONE = tfshard.ParameterAnalyzer(group_threshold_bytes=256)
 RS = np.random.RandomState(0)
 X, Y = RS.normal(size=(24, 16)).astype("float32"), RS.normal(size=(24, 3)).astype("float32")
@@ -26,7 +26,7 @@ BATCHES = [(X[i : i + 8], Y[i : i + 8]) for i in (0, 8, 16)]
 
 
 def build() -> keras.Model:
-    """Two kernels that stand alone, the first with a dim that the batch axis divides; the others are small."""
+    """Return two kernels that stand alone, and small variables. The batch axis divides a dim of the first kernel."""
     inputs = keras.Input((16,))
     x = keras.layers.Dense(18, activation="tanh", name="cut")(inputs)
     x = keras.layers.Dense(5, activation="tanh", name="odd")(x)
@@ -43,7 +43,7 @@ def strategy(mesh: str, stage: int) -> tfshard.ShardedStrategy:
 
 
 class Watched(keras.optimizers.Adam):
-    """Keeps the gradients as they came out of the backward pass, and as the update gets them."""
+    """Keeps the gradients of the backward pass, and the gradients that the update gets."""
 
     tfshard_elementwise = True
 
@@ -58,7 +58,7 @@ class Watched(keras.optimizers.Adam):
 
 
 def watch_step(model: keras.Model, chosen: tfshard.ShardedStrategy) -> tuple[dict, dict]:
-    """Trains a step, and returns its gradients as the devices hold them: as they came, and in the update."""
+    """Train a step. Returns its gradients on the devices, from the backward pass and in the update."""
 
     def step(data):
         model.train_step(data)
@@ -74,12 +74,12 @@ def watch_step(model: keras.Model, chosen: tfshard.ShardedStrategy) -> tuple[dic
 
 
 def piece(tensor: tf.Tensor) -> tuple[int, ...]:
-    """The shape of what each of the devices holds."""
+    """Return the shape of the local shards."""
     (shape,) = {tuple(part.shape) for part in dtensor.unpack(tensor)}
     return shape
 
 
-# What a device holds of the gradient of each kernel that stands alone: whole over the batch axis, and cut.
+# The local shard of each ungrouped kernel's gradient: full over the batch axis, and cut.
 WHOLE = {"batch4": {"cut": (16, 18), "odd": (18, 5)}, "batch2_model2": {"cut": (16, 9), "odd": (9, 5)}}
 CUT = {"batch4": {"cut": (4, 18), "odd": (18, 5)}, "batch2_model2": {"cut": (8, 9), "odd": (9, 5)}}
 
@@ -99,12 +99,12 @@ def test_gradients_come_in_shards_from_stage_2_on_and_the_report_measures_it(mes
     grouped = [path for path in came if rows[path].group is not None]
     assert len(grouped) >= 3
 
-    # As they come out of the backward pass.
+    # From the backward pass.
     expected = (CUT if stage >= 2 else WHOLE)[mesh]
     assert {name: piece(came[f"{name}/kernel"]) for name in expected} == expected
     assert all("batch" not in dtensor.fetch_layout(came[path]).sharding_specs for path in grouped)
 
-    # As the update gets them: a group, and a kernel that is padded, as a matrix with a row for each device.
+    # In the update: a group, and a padded kernel, as a matrix with a row for each device.
     size = MESHES[mesh]["batch"]
     rests = updates["cut/kernel"]
     assert piece(rests) == (CUT if stage >= 1 else WHOLE)[mesh]["cut"]
@@ -119,7 +119,7 @@ def test_gradients_come_in_shards_from_stage_2_on_and_the_report_measures_it(mes
     assert {"batch" in row.storage_layout for row in slots} == {stage >= 1}
     assert {"batch" in rows[path].storage_layout for path in came} == {stage == 3}
 
-    # The report says what was seen on the devices.
+    # The report matches the devices.
     held = {path: 4 * int(np.prod(piece(tensor))) for path, tensor in came.items()}
     assert {path: rows[path].gradient_bytes_per_device for path in came} == held
     assert report.gradient_bytes_per_device == sum(held.values())
@@ -128,7 +128,7 @@ def test_gradients_come_in_shards_from_stage_2_on_and_the_report_measures_it(mes
         specs = dtensor.fetch_layout(tensor).sharding_specs
         assert rows[path].gradient_layout == tuple(None if axis == dtensor.UNSHARDED else axis for axis in specs)
 
-    # Before the step it says that nothing was measured.
+    # Before the step, the report has no measurement.
     assert before.gradients_reduce_scattered is None and before.gradient_bytes_per_device is None
     assert before.to_dict()["totals"]["gradient"]["bytes_per_device"] is None
     assert "none has run yet" in str(before) and "none has run yet" not in str(report)
@@ -154,29 +154,29 @@ def test_the_report_follows_a_gradient_to_where_it_is_used(way):
 
 
 class Waits(keras.Sequential):
-    """No device updates anything before all devices have all gradients."""
+    """No device updates before all devices have all gradients."""
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
         gradients = tape.gradient(loss, self.trainable_variables)
-        # With the loss, which may be reduced in one buffer with the gradients.
+        # Includes the loss, which may be reduced in one buffer with the gradients.
         norm = loss + tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in gradients])
         with tf.name_scope("all_have_come"):
-            # Each device adds its rows, so that the sum waits for all of them.
+            # Each device adds its rows, so the sum waits for all devices.
             factor = tf.math.rsqrt(1.0 + tf.reduce_sum(tf.square(x) * norm))
         self.optimizer.apply([gradient * factor for gradient in gradients], self.trainable_variables)
         return {"loss": loss}
 
 
 def live_bytes(model: keras.Model, batch: tuple, operation: str) -> int | None:
-    """What a step has allocated and not freed, on all devices, when an operation begins for the first time.
+    """Return the bytes that a step has allocated and not freed, on all devices, when an operation first starts.
 
-    Without the pieces of variables that are read. None if the allocator does not report (oneDNN's does, pieces from
-    256 KiB on).
+    Excludes local shards of variables that are read. Returns None if the allocator does not report (oneDNN's does, for
+    blocks from 256 KiB on).
     """
-    for _ in range(3):  # The second step instantiates its functions anew.
+    for _ in range(3):  # The second step instantiates its functions again.
         model.train_on_batch(*batch)
     with tempfile.TemporaryDirectory() as directory:
         with tf.profiler.experimental.Profile(directory, tf.profiler.experimental.ProfilerOptions(host_tracer_level=3)):
@@ -226,7 +226,7 @@ def test_devices_hold_shards_of_gradients_from_stage_2_on(mesh):
         report = chosen.report(model)
         assert report.bytes_on_one_device("parameter") == 2 * kernel
         assert report.gradient_bytes_per_device == kernels * kernel, stage
-        # Nothing else that a step makes is alive then. Four devices share an allocator.
+        # No other result of the step is alive then. Four devices share an allocator.
         assert found == pytest.approx(4 * kernels * kernel, rel=0.02), stage
 
 
@@ -242,7 +242,7 @@ def accumulated_on_one_device(steps: int) -> parity.Run:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("mesh", "stage"), [("batch4", 2), ("batch2_model2", 3)])
 def test_accumulated_gradients_are_sharded_and_match_one_device(mesh, stage):
-    # Also of a kernel that is padded: its accumulated gradient rests in a form of its own.
+    # Includes a padded kernel, for which the accumulated gradient is stored in another form.
     run = parity.train(build, BATCHES, optimizer=accumulating, loss="mse", strategy=strategy(mesh, stage), steps=6)
     accumulators = run.model.optimizer._accumulated_gradients
     assert len(accumulators) == 6
@@ -259,7 +259,7 @@ def test_accumulated_gradients_are_gathered_by_no_step():
     model = tfshard.as_distributed(keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH, use_bias=False)]))
     model.compile(keras.optimizers.SGD(1e-3, gradient_accumulation_steps=2), "mse", strategy=chosen)
     x = np.ones((8, WIDTH), np.float32)
-    # Of two steps a profile is of the second, which updates. After one more it is of one that only adds.
+    # The profile of the second of two steps contains an update. After one more step, the profile only accumulates.
     updates = tfshard.profile_step(model, (x, x))
     model.train_on_batch(x, x)
     adds = tfshard.profile_step(model, (x, x))
@@ -281,7 +281,7 @@ AFTER_A_PRODUCT = {
 
 @pytest.mark.parametrize("case", AFTER_A_PRODUCT)
 def test_what_comes_after_a_product_is_done_on_the_shards_of_its_gradient(case):
-    """So DTensor reduce-scatters it: as it reduces the gradient of a table that is transposed for the logits."""
+    """DTensor then reduce-scatters the gradient, as for a table that is transposed for the logits."""
     shape, dim, rearrange, made = AFTER_A_PRODUCT[case]
     mesh = tfshard.create_mesh(batch=4)
     left, right = RS.normal(size=(16, shape[0])).astype("float32"), RS.normal(size=(16, shape[1])).astype("float32")
@@ -298,7 +298,7 @@ def test_what_comes_after_a_product_is_done_on_the_shards_of_its_gradient(case):
     found = run(*(transfer.host_to_mesh(each, ("batch", None), mesh) for each in (left, right)))
     assert piece(found) == tuple(size // 4 if each == dim else size for each, size in enumerate(made))
     np.testing.assert_allclose(transfer.to_host(found), rearrange(left.T @ right), rtol=1e-5)
-    # What was rearranged before is not used, and TensorFlow takes it away.
+    # TensorFlow removes the unused rearrangement of the full tensor.
     assert "Relayout" in traced["users"]
 
 

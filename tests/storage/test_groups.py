@@ -1,4 +1,4 @@
-"""Groups: small variables share a buffer, and nothing about them changes."""
+"""Small variables share a buffer in groups, and behave as before."""
 
 import contextlib
 import functools
@@ -37,7 +37,7 @@ def adam() -> keras.optimizers.Optimizer:
 
 
 def check(build=build, optimizer=adam, stage=3, **kwargs) -> parity.Run:
-    """Trains both, and asserts that all trained variables were one group."""
+    """Train with and without a strategy. Asserts that all trained variables form one group."""
     run = parity.train(build, BATCHES, optimizer=optimizer, loss="mse", strategy=strategy(stage, **kwargs))
     assert len(storages(run.model.trainable_variables)) == 1
     parity.assert_same(run, parity.train(build, BATCHES, optimizer=optimizer, loss="mse"), rtol=0, atol=2e-5)
@@ -101,7 +101,7 @@ def test_an_optimizer_that_is_not_elementwise_is_right_in_a_group():
 
 @keras.saving.register_keras_serializable("test_groups")
 class SomeWithoutGradient(keras.Model):
-    """Only the second layer is trained by its step."""
+    """Its step trains only the second layer."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ class SomeWithoutGradient(keras.Model):
 
 @keras.saving.register_keras_serializable("test_groups")
 class UpdatedInAFunction(keras.Model):
-    """Its step updates in a function of its own, which is a graph in the graph of the step."""
+    """Its step updates in a function, which is a nested graph of the step."""
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -208,7 +208,7 @@ def test_a_custom_loop_groups_models_and_slots_born_in_scope():
         with tf.GradientTape() as tape:
             loss = keras.ops.mean(keras.ops.square(model(x) - y))
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-        # A read after the write sees it.
+        # A read after the write sees the new value.
         return loss, keras.ops.sum(keras.ops.abs(model.trainable_variables[0]))
 
     for x, y in BATCHES:
@@ -315,7 +315,7 @@ def test_sync_stats_tell_the_groups():
 def test_check_consistency_names_the_variable_that_differs():
     from tensorflow.experimental import dtensor
 
-    # The model axis holds copies. (DTensor copies the first piece of a small tensor that is the same everywhere.)
+    # The model axis holds copies. (DTensor copies the first shard of a small replicated tensor.)
     chosen = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), {".*": ()}, analyzer=None)
     model = tfshard.as_distributed(build())
     model.compile("adam", "mse", strategy=chosen)

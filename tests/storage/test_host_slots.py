@@ -1,4 +1,4 @@
-"""Slots that rest on another mesh than that of steps, as on the host of GPUs: here, on other CPU devices."""
+"""Slots are stored on another mesh than the steps', as on the host of GPUs. Here it has other CPU devices."""
 
 import contextlib
 
@@ -30,13 +30,13 @@ def mlp():
 
 @pytest.fixture(autouse=True, scope="module")
 def another_mesh():
-    """DTensor has used another mesh before, as in a process with several strategies."""
+    """Use another mesh first, as in a process with several strategies."""
     transfer.host_to_mesh(np.zeros(4, "float32"), ("batch",), tfshard.create_mesh(batch=4))
 
 
 @contextlib.contextmanager
 def offloading(**options):
-    """A strategy on two devices whose slots rest on two others."""
+    """A strategy on two devices, with slots stored on two other devices."""
     mesh = tfshard.create_mesh(batch=2)
     host = dtensor.create_mesh([("batch", 2)], devices=HOST, device_type="CPU")
     with host_meshes.replaced(mesh, host):
@@ -142,7 +142,7 @@ def test_a_slot_comes_once_and_not_before_the_gradient(options):
     to_host = [each for each in copies if is_on_host(each)]
     to_devices = [each for each in copies if each not in to_host]
     numbers = [each for each in to_host if each.inputs[0].shape == (2,)]
-    # What goes back is a slot each, and a slot that waits has a number that was sent for it.
+    # Each slot is copied back, and a waiting slot has a barrier token that was sent for it.
     assert slots == 12 and len(to_devices) == slots
     assert len(to_host) == slots + len(run.model.trainable_variables)
     backward = {"microbatches": "While"}.get(next(iter(options)), "MatMul")

@@ -1,4 +1,4 @@
-"""Initial values that wait to be drawn: bit for bit those of plain Keras, whenever that is."""
+"""Initial values that are drawn later equal plain Keras's values bit for bit."""
 
 import keras
 import numpy as np
@@ -41,7 +41,7 @@ def test_one_number_takes_no_memory():
 
 
 class Own(keras.initializers.RandomNormal):
-    """A user's, which may do anything."""
+    """A user's initializer, which may do anything."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sharded means sharded: what the devices' own tensors hold."""
+"""Sharded variables take only their share of the devices' memory."""
 
 import gc
 import pathlib
@@ -16,7 +16,7 @@ from tfshard import _private
 
 
 def held(model) -> dict[str, list[int]]:
-    """Bytes on each device, of parameters and of slots."""
+    """Return the bytes of parameters and slots on each device."""
     kinds = {"parameter": model.trainable_variables, "slot": model.optimizer.variables}
     sums = {}
     for kind, variables in kinds.items():
@@ -65,7 +65,7 @@ def test_stages_shard_what_they_say(stage, parameters, slots):
     model.fit(np.zeros((8, 301)), np.zeros((8, 10)), batch_size=8, verbose=0)
     data = strategy.report(model).to_dict()
     assert data["world_size"] == 4 and data["zero_stage"] == stage
-    # All variables are in one group, whose gradients are reduced whole (others: test_gradients.py).
+    # All variables are in one group with unsharded gradients (others: test_gradients.py).
     assert data["gradients_reduce_scattered"] is False
     assert data["totals"]["gradient"]["bytes_per_device"] == data["totals"]["parameter"]["bytes_on_one_device"]
     shards = {
@@ -77,7 +77,7 @@ def test_stages_shard_what_they_say(stage, parameters, slots):
 
 
 def anonymous() -> int:
-    """Bytes of memory of this process that are not pages of files."""
+    """Return the bytes of this process's memory that are not pages of files."""
     status = pathlib.Path("/proc/self/status")
     if not status.exists():
         pytest.skip("Linux only.")
@@ -98,12 +98,12 @@ def test_one_more_variable_costs_its_elements_and_no_program_of_its_own():
     kept = make(2)
     before = anonymous()
     kept += make(150)
-    # 0.2 MiB each while DTensor compiled a program for each name.
+    # They took 0.2 MiB each while DTensor compiled a program for each name.
     assert anonymous() - before < 10 << 20
 
 
 def allocated() -> int:
-    """Bytes in use of TensorFlow's CPU allocator, read from a trace."""
+    """Return the bytes in use by TensorFlow's CPU allocator, read from a trace."""
     keras.backend.clear_session()
     gc.collect()
     with tempfile.TemporaryDirectory() as directory:
@@ -126,7 +126,7 @@ def test_nothing_but_the_pieces_stays_allocated_after_a_step():
     for _ in range(2):
         model.train_on_batch(np.ones((8, 1024)), np.ones((8, 1024)))
     copy = sum(int(np.prod(v.shape)) * 4 for v in model.trainable_variables)
-    # The parameters and the two slots of Adam, once over all devices. Views of whole gradients made it 5.5.
+    # The parameters and the two slots of Adam, once over all devices. Views of full gradients made it 5.5.
     assert (allocated() - before) / copy < 1.2 * 3
 
 
@@ -141,7 +141,7 @@ def test_no_operation_of_a_step_is_asked_for_a_description_of_its_own(monkeypatc
     monkeypatch.setattr(tf.Operation, "op_def", property(op_def), raising=False)
     with tf.Graph().as_default():
         assert tf.constant(1.0).op.op_def.name == "Const"
-    assert asked_by == [__name__]  # The premise: it is told.
+    assert asked_by == [__name__]  # Premise: calls are recorded.
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(512), keras.layers.Dense(8)])
     tfshard.as_distributed(model)

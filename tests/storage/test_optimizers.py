@@ -1,4 +1,4 @@
-"""Every optimizer, on every mesh, at every stage, with groups and without: the numbers of one device, plain Keras."""
+"""Every optimizer matches plain Keras on one device, on every mesh, at every stage, with and without groups."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ from tfshard.storage.formats import Whole
 
 MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}, "model4": {"model": 4}}
 STAGES = (0, 1, 2, 3)
-# Which of the model's variables are in groups. Mixed: the one kernel of more than a kibibyte stands alone.
+# The analyzers decide which variables are in groups. Mixed: only the kernel of more than a kibibyte stands alone.
 ANALYZERS = {
     "grouped": tfshard.ParameterAnalyzer(),
     "alone": None,
@@ -24,7 +24,7 @@ ANALYZERS = {
 }
 KERNEL = "up/kernel"
 opt = keras.optimizers
-# The rates are such that each variable moves far in few steps.
+# With these rates each variable moves far in few steps.
 OPTIMIZERS = {
     "sgd": lambda: opt.SGD(0.1),
     "sgd_momentum": lambda: opt.SGD(0.1, momentum=0.9, nesterov=True),
@@ -51,22 +51,23 @@ OPTIMIZERS = {
     "adam_loss_scale": lambda: opt.LossScaleOptimizer(opt.Adam(0.01), initial_scale=4.0),
 }
 WITHOUT_SLOTS = ("sgd", "sgd_weight_decay")
-# Two updates from accumulated gradients and two overwritten averages, and a step after the last of them.
+# Two updates from accumulated gradients, two overwritten averages, and one more step.
 STEPS = 5
-# Of a weight. Float32's rounding, which Newton-Schulz iterations (Muon) and normed updates (Adafactor) make larger.
+# The tolerance of a weight: rounding of float32, which Newton-Schulz iterations (Muon) and normed updates (Adafactor)
+# amplify.
 TOLERANCE = 5e-6
-# Of a slot's largest element, because many slots are smaller than the tolerance of a weight.
+# Relative to a slot's largest element, because many slots are smaller than the tolerance of a weight.
 SLOT_TOLERANCE = 2e-5
 
 
 @pytest.fixture(autouse=True)
 def small_updates_are_in_order(monkeypatch):
-    """As large ones are."""
+    """Order small updates like large ones."""
     monkeypatch.setattr(update_order, "LEAST_BYTES", 0)
 
 
 def build() -> keras.Model:
-    """A matrix, a kernel and a vector that 4 does not divide, and a pair for column and row."""
+    """Return a matrix, a kernel and a vector that 4 does not divide, and a column and row pair."""
     tokens = keras.Input((5,), dtype="int32")
     x = keras.layers.Embedding(7, 6, name="embed")(tokens)
     x = keras.layers.Dense(12, activation="tanh", name="up")(keras.layers.Flatten()(x))
@@ -112,11 +113,11 @@ def strategy(mesh: str, stage: int, grouping: str, **options) -> tfshard.Sharded
 
 
 def chosen_cases():
-    """The cells that each run takes, so few that every two of an optimizer, a mesh, a stage and a grouping meet.
+    """Yield the cells that each run takes: few cells that cover all pairs of optimizer, mesh, stage and grouping.
 
-    The stages differ on meshes with a batch axis only. So an optimizer meets stages 1, 2 and 3 there, each with
-    another grouping, and model4 at stage 0. Adam, Muon and Lamb meet stage 0 with a batch axis, too, and another one on
-    model4. `test_the_chosen_cases_cover_all_pairs` says what this comes to.
+    The stages differ only on meshes with a batch axis. An optimizer therefore meets stages 1, 2 and 3 there, each with
+    another grouping, and model4 at stage 0. Adam, Muon and Lamb also meet stage 0 with a batch axis, and another stage
+    on model4. `test_the_chosen_cases_cover_all_pairs` checks the pairs.
     """
     groupings = list(ANALYZERS)
     for number, name in enumerate(OPTIMIZERS):
@@ -126,7 +127,7 @@ def chosen_cases():
     for number, name in enumerate(("adam", "muon", "lamb")):
         yield name, list(MESHES)[number % 2], 0, groupings[number]
         yield name, "model4", 1 + number, groupings[(number + 1) % 3]
-    # A table that is sharded in its second dim, which an update takes whole: it is gathered in another order.
+    # An update needs the full table, which is sharded in its second dim: it is gathered in another order.
     yield "muon", "batch2_model2", 3, "alone"
 
 
@@ -138,7 +139,7 @@ def test_the_chosen_cases_cover_all_pairs():
     arguments = [OPTIMIZERS, MESHES, STAGES, ANALYZERS]
     for i, j in itertools.combinations(range(4), 2):
         assert {(case[i], case[j]) for case in CHOSEN} == set(itertools.product(arguments[i], arguments[j]))
-    # Of those with a batch axis.
+    # The cases with a batch axis.
     sharded = [case for case in CHOSEN if case[1] != "model4"]
     assert {case[:1] + case[2:3] for case in sharded} >= set(itertools.product(OPTIMIZERS, (1, 2, 3)))
     assert {case[:1] + case[3:] for case in sharded} == set(itertools.product(OPTIMIZERS, ANALYZERS))
@@ -149,7 +150,7 @@ def test_the_chosen_cases_cover_all_pairs():
 
 
 def moved(name: str) -> dict[str, float]:
-    """How far the weight that moves furthest does, by variable."""
+    """Return the largest movement of a weight for each variable."""
     return {path: np.abs(value - initial()[path]).max() for path, value in reference(name).weights.items()}
 
 
@@ -161,12 +162,12 @@ def test_every_variable_moves_by_a_hundred_times_the_tolerance(name):
 
 
 def axes_of(variable: keras.Variable) -> set:
-    """The mesh axes that shard what the devices hold of it."""
+    """Return the mesh axes that shard a variable's storage."""
     return {axis for axis in variable.value.buffer.layout.sharding_specs if axis in ("batch", "model")}
 
 
 def check_placement(model: keras.Model, name: str, mesh: str, stage: int, grouping: str) -> None:
-    """The variables are in groups, alone, or both; they and their slots are sharded as the stage says."""
+    """Check that variables are in groups or alone, and that they and their slots are sharded as the stage says."""
     expected = {"model"} if "model" in MESHES[mesh] else set()
     if stage == 3 and "batch" in MESHES[mesh]:
         expected.add("batch")
@@ -203,7 +204,7 @@ def test_training_matches_one_device(name, mesh, stage, grouping):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_variables_that_stand_alone_are_updated_in_pieces(stage):
-    """One gather for each variable, before its use or after its update, and none for its slots."""
+    """Each variable is gathered once, before its use or after its update. Slots are never gathered."""
     keras.backend.clear_session()
     model = tfshard.as_distributed(build())
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -214,7 +215,7 @@ def test_variables_that_stand_alone_are_updated_in_pieces(stage):
 
 
 def test_averages_of_weights_are_made_of_shards():
-    """What stands alone is not gathered for it: as many gathers as without."""
+    """Ungrouped variables are not gathered for averages: the number of gathers stays the same."""
     counts = []
     for use_ema in (False, True):
         keras.backend.clear_session()

@@ -1,4 +1,4 @@
-"""Parts of a distributed model, and models around one, used as ordinary Keras models: functions of no step."""
+"""Parts of a distributed model, and models around it, work as ordinary Keras models outside steps."""
 
 import functools
 
@@ -38,7 +38,7 @@ def compiled(chosen: tfshard.ShardedStrategy | None, model: keras.Model | None =
         hidden = keras.layers.Dense(8, "tanh", name="up")(inputs)
         hidden = keras.layers.BatchNormalization(name="norm")(hidden)
         model = keras.Model(inputs, keras.layers.Dense(4, name="down")(hidden))
-    # XLA takes longer to compile the reference than it to train.
+    # XLA takes longer to compile the reference than the reference to train.
     tfshard.as_distributed(model).compile(keras.optimizers.Adam(0.02), "mse", strategy=chosen, jit_compile=False)
     return model
 
@@ -62,7 +62,10 @@ def assert_sharded(model: keras.Model, kind: str) -> None:
 
 
 def used(model: keras.Model) -> tuple[list, list]:
-    """Parts of a model and models around it, three times, training in between; and the weights that it then has."""
+    """Use parts of a model and models around it three times, with training between.
+
+    Returns the results and the final weights.
+    """
     traced, training = tf.function(model), tf.function(lambda x: model(x, training=True))
 
     @tf.function
@@ -78,7 +81,7 @@ def used(model: keras.Model) -> tuple[list, list]:
     results = []
     for _ in range(3):
         results += [cut.predict(X, verbose=0), wrapped.predict(X, verbose=0), wrapped(X), traced(X), saliency(X)]
-        results += [training(X), model.get_layer("norm").moving_mean.numpy()]  # It writes, too.
+        results += [training(X), model.get_layer("norm").moving_mean.numpy()]  # This writes, too.
         results += [wrapped.evaluate(X, Y, verbose=0)]
         results += fit(model)
     return results, model.get_weights()
@@ -92,7 +95,7 @@ def plain() -> tuple[list, list]:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cut_and_wrapped_models_predict_with_the_values_of_that_moment(kind):
-    """Three times, training in between, with functions that were traced at first."""
+    """The functions are traced at first, and used three times with training between."""
 
     model = compiled(strategy(kind))
     (ours, weights), (theirs, expected) = used(model), plain()
@@ -118,7 +121,7 @@ def around_one(chosen: tfshard.ShardedStrategy | None, way: str = "") -> tuple:
         assert "strategy" in type(outer).compile.__annotations__, "born under the scope"
     else:
         outer = compiled(chosen, around())
-    # In turn: what one trains, the other and the models around them see, also where they were traced before.
+    # Alternately train one model, and check that the other sees the result in functions traced before.
     for _ in range(2):
         results += [*fit(outer, Z), *fit(model), outer.train_on_batch(X[:8], Z[:8])]
         results += [outer.predict(X, verbose=0), model.predict(X, verbose=0), cut.predict(X, verbose=0)]
@@ -150,7 +153,7 @@ def test_a_model_that_was_traced_before_its_variables_were_sharded_sees_them_and
     after = cut.predict(X, verbose=0)
     assert np.abs(before - after).max() > 1e-3
     np.testing.assert_allclose(after, model.layers[1](X), atol=1e-6)
-    # It holds on to the variables that were there: an error, not their old values.
+    # The function holds the old variables: it raises an error instead of using their old values.
     with pytest.raises(tf.errors.InvalidArgumentError):
         traced(X)
 
@@ -177,7 +180,7 @@ def test_an_update_outside_of_a_step_is_refused_by_name_and_a_frozen_model_train
 
 
 def test_plain_models_around_it_are_not_compiled_by_xla():
-    """Where there is a GPU, Keras has XLA compile models that allow it: it takes no variables of other devices."""
+    """On GPUs, Keras compiles supporting models with XLA, which cannot use variables of other devices."""
     model = compiled(strategy())
     assert_sharded(model, "grouped")
     assert model_supports_jit(compiled(None)), "premise"

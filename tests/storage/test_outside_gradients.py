@@ -1,4 +1,4 @@
-"""Gradients that are taken where no strategy runs the step: Grad-CAM, saliency, integrated gradients, by weights."""
+"""Gradients outside a strategy's step: Grad-CAM, saliency, integrated gradients, gradients by weights."""
 
 import functools
 
@@ -83,11 +83,11 @@ def compiled(kind: str, mesh: str | None) -> keras.Model:
 
 
 def parts(model: keras.Model) -> keras.Model:
-    """The outputs of the first layer, and of the model."""
+    """Return a model with the outputs of the first layer and of the model."""
     return keras.Model(model.input, [model.layers[1].output, model.output])
 
 
-# --- ways to take a gradient: each is given a model and a batch, and gives numbers
+# --- ways to take a gradient: functions of a model and a batch that return numbers
 
 
 def by_activation(model, x):
@@ -102,7 +102,7 @@ def by_activation_in_a_function(model, x):
 
 
 def layer_by_layer(model, x):
-    """With the tape open from one layer on only, and a function that computes what comes after."""
+    """Open the tape after the first layer, and compute the later layers in a function."""
     head = keras.Model(model.layers[1].output, model.output)
     hidden = tf.function(model.layers[1])(x)
     with tf.GradientTape(persistent=True) as tape:
@@ -140,7 +140,7 @@ def forward(model, x):
 
 
 def integrated(model, x):
-    """Integrated gradients of what the first layer gives."""
+    """Return integrated gradients of the first layer's output."""
     head = keras.Model(model.layers[1].output, model.output)
     end = model.layers[1](x)
     total = tf.zeros_like(end)
@@ -164,14 +164,17 @@ def by_input(model, x):
 
 
 def by_weights(model, x):
-    """In eager code, in a function and with tf.gradients; twice the same layers; of watched ones; of an eager loss by
-    a function's weights."""
+    """Return gradients by weights.
+
+    They are taken in eager code, in a function and with tf.gradients; of the same layers twice; of watched weights; and
+    of an eager loss by a function's weights.
+    """
     weights = [weight.value for weight in model.trainable_variables]
 
     def found(x):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(x) ** 2) + tf.reduce_mean(model(x))
-        # Keras leaves what it freezes trainable to TensorFlow.
+        # To TensorFlow, frozen weights of Keras stay trainable.
         assert {id(weight) for weight in weights} <= {id(variable) for variable in tape.watched_variables()}
         return [
             tf.convert_to_tensor(g)

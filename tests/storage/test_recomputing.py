@@ -1,4 +1,4 @@
-"""Blocks that are computed again in the backward pass: the same bits, and less in memory."""
+"""Blocks that are recomputed in the backward pass give the same bits, and use less memory."""
 
 import contextlib
 
@@ -45,7 +45,7 @@ def recurrent():
 
 
 class Attention(keras.layers.Layer):
-    """A transformer layer, which writes how often it was called."""
+    """A transformer layer that counts its calls."""
 
     def build(self, shape):
         self.attention = keras.layers.MultiHeadAttention(2, 8, dropout=0.1, seed=1)
@@ -79,7 +79,7 @@ MESHES = {
 
 
 def run(name, mesh, stage, *, recompute=None, scope=None):
-    """Losses, weights, and how many tensors were made again."""
+    """Return losses, weights, and the number of recomputed tensors."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     build, x = MODELS[name]
@@ -109,7 +109,7 @@ def run(name, mesh, stage, *, recompute=None, scope=None):
 
 @contextlib.contextmanager
 def blocks_recomputed():
-    """While this is open, each model that is attached to a strategy recomputes its blocks."""
+    """Make each model that is attached to a strategy recompute its blocks in this context."""
     original = attached_model.AttachedModel.attach
 
     def attach(self):
@@ -131,7 +131,7 @@ def test_losses_keep_their_bits(name, mesh, stage):
     for keep_products in (False, True):
         again = run(name, MESHES[mesh], stage, recompute={"keep_products": keep_products})
         assert again[2] > 0 or name == "recurrent", "premise: operations were copied"
-        # Sums of two are the same in any order. Of four, all-reduces that are merged otherwise add otherwise.
+        # Sums of two are the same in any order. With four devices, differently merged all-reduces add in another order.
         assert again[0][0] == losses[0]
         if mesh in ("batch2", "batch2_model2"):
             assert again[0] == losses
@@ -145,7 +145,7 @@ def test_losses_keep_their_bits(name, mesh, stage):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("mode", ["full", "activations", "larger_than", "list_of_layers"])
 def test_layers_made_under_a_remat_scope_are_blocks(mode):
-    """Keras's own fails on TensorFlow: its custom gradient takes no keyword arguments in a graph."""
+    """Keras's RematScope fails on TensorFlow: its custom gradient takes no keyword arguments in a graph."""
     options = {"larger_than": {"output_size_threshold": 4}, "list_of_layers": {"layer_names": ["block0_dense"]}}
     losses, _, _ = run("dense", MESHES["batch2"], 3)
     scope = keras.RematScope(mode=mode, **options.get(mode, {}))
@@ -172,9 +172,9 @@ def test_a_remat_scope_and_one_device_are_the_same():
     [("gelu", 1.9, False, 0.7), ("mish", 3, True, 0.3), ("silu", 1.9, False, 0.7)],
 )
 def test_activations_of_blocks_are_freed(activation, kept, keep_products, saved):
-    """By the allocator's trace: what a step adds, without what it adds with next to no samples.
+    """Compares the allocator's peaks of steps, minus the peak of a step with almost no samples.
 
-    `tf.nn.silu` has a gradient of its own, which a tape gives no name scope.
+    `tf.nn.silu` has a custom gradient, to which a tape gives no name scope.
     """
     rows, width, blocks = 512, 512, 12
 
@@ -194,15 +194,15 @@ def test_activations_of_blocks_are_freed(activation, kept, keep_products, saved)
         return profile.peak.added
 
     all_kept, freed, none = added(4 * rows, False), added(4 * rows, True), added(4, False)
-    # Each block of a device has so many activations of a MiB, with what goes into it, but for a few.
+    # On a device, each block has this many activations of a MiB, plus its input, except for a few.
     assert all_kept - none >= 4 * blocks * kept * 4 * rows * width, "premise"
-    # What goes into a block stays.
+    # The inputs of blocks stay.
     inputs = 4 * (blocks + 1) * 4 * rows * width
     assert freed - none - inputs <= (1 - saved) * (all_kept - none - inputs)
 
 
 def test_what_was_looked_up_is_tied_to_the_gradient(monkeypatch):
-    """It is made of a table and of a batch: a block that begins with it is not computed again at once."""
+    """The lookup depends on a table and a batch: a block that starts with it must not be recomputed at once."""
     tied = []
     original = recomputing.recompute
 
@@ -226,7 +226,7 @@ def test_what_was_looked_up_is_tied_to_the_gradient(monkeypatch):
 
 
 def test_what_is_known_when_a_step_is_traced_stays_known():
-    """How often heads are repeated, as in Llama's attention, is made of constants; the gradient takes it, too."""
+    """The number of repeated heads, as in Llama's attention, comes from constants. The gradient uses it, too."""
 
     class Repeated(keras.layers.Layer):
         def build(self, shape):
@@ -252,7 +252,7 @@ def test_what_is_known_when_a_step_is_traced_stays_known():
 
 
 def test_a_block_behind_another_may_be_the_only_one_with_gelu():
-    """What is read for it is captured in its block, and read again for the block before."""
+    """Its block captures the inputs of the GELU, and reads them again for the block before."""
 
     def build():
         kinds = ("softplus", "gelu", "softplus")
@@ -312,7 +312,7 @@ def test_wrong_blocks_are_refused(blocks, message):
 
 
 def test_a_tensor_of_a_block_that_others_use_stays():
-    """Two outputs, one of which the loss takes as it is: the numbers of one device."""
+    """The loss takes one of two outputs directly. The numbers match one device."""
 
     class Two(keras.layers.Layer):
         def build(self, shape):

@@ -1,4 +1,4 @@
-"""Optimizer slots that rest in bfloat16 or in codes of 8 bits: fewer bytes, near the numbers of float32."""
+"""Optimizer slots stored in bfloat16 or in 8-bit codes take fewer bytes, and stay close to float32."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ RS = np.random.RandomState(0)
 X, Y = RS.normal(size=(32, 96)).astype("float32"), RS.normal(size=(32, 3)).astype("float32")
 ANALYZERS = {"groups": tfshard.ParameterAnalyzer(), "alone": None}
 STORED = {"bfloat16": tf.bfloat16, "int8": tf.uint8}
-# A kernel whose dims four devices do not divide, and others whose first or second one they do.
+# A kernel with dims that four devices do not divide, and kernels with a divisible first or second dim.
 WIDTHS = (66, 64, 65)
 
 
@@ -100,17 +100,17 @@ def test_an_eager_step_is_a_traced_one():
     np.testing.assert_allclose(losses[True], losses[False], rtol=1e-5)
 
 
-# --- which elements share a block ---------------------------------------------------------------------
+# --- elements of a block ------------------------------------------------------------------------------
 
 
 def in_blocks(values: np.ndarray) -> np.ndarray:
-    """What one device holds, rounded in blocks."""
+    """Round a local shard in blocks."""
     line = np.pad(values.reshape(-1), (0, -values.size % 256)).reshape(-1, 256)
     return eight_bits.decode(eight_bits.encode(tf.constant(line))).numpy().reshape(-1)[: values.size]
 
 
 def rounded(value: np.ndarray, axes: tuple, sizes: dict) -> np.ndarray:
-    """A slot that rests alone in a layout, rounded shard by shard."""
+    """Round an ungrouped slot shard by shard."""
     result = value.copy()
     for location in itertools.product(*(range(size) for size in sizes.values())):
         box = boxes.shard_box(value.shape, axes, sizes, dict(zip(sizes, location, strict=True)))
@@ -119,7 +119,7 @@ def rounded(value: np.ndarray, axes: tuple, sizes: dict) -> np.ndarray:
 
 
 def doubled(slot) -> None:
-    """Outside of a step: the stored form is put together, decoded, encoded, and cut."""
+    """Double a slot outside a step: the stored form is gathered, decoded, encoded, and cut."""
     slot.assign(2 * slot.value())
 
 
@@ -135,7 +135,7 @@ SHARDED = {
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("mesh", SHARDED)
 def test_blocks_are_of_what_a_device_holds(mesh, stage):
-    """What is set from the host is what each device encodes by itself, and what a step reads."""
+    """Values set from the host equal the values that each device encodes separately, and that a step reads."""
     sizes, layout_map = SHARDED[mesh], tfshard.LayoutMap()
     if sizes.get("model"):
         layout_map.column("net/hidden_66")
@@ -146,7 +146,7 @@ def test_blocks_are_of_what_a_device_holds(mesh, stage):
     assert len(slots) == 3, "premise"
     layouts = {slot.layout.spec.shape: slot.layout.update for slot in slots.values() if slot.layout.flat is None}
     if mesh == "batch2_model2" and stage == 3:
-        # Of the column kernel both dims are sharded, in both orders; of the row kernel too.
+        # The column kernel has both dims sharded, in both orders, and so has the row kernel.
         assert layouts == {(96, 66): ("batch", "model"), (66, 64): ("model", "batch"), (64, 65): ("batch", None)}
     random = np.random.RandomState(1)
     values = {
@@ -176,7 +176,7 @@ def test_blocks_are_of_what_a_device_holds(mesh, stage):
 
 
 def test_updates_are_those_of_one_device_whose_slots_are_rounded_after_each():
-    """An update takes what it has just computed, and the next one what was stored."""
+    """An update uses the unrounded new slots, and the next update uses the stored slots."""
     model, _, losses = train("int8", OPTIMIZERS["adam"])
     assert sum(is_narrow(each, "int8") for each in model.optimizer.variables) == 6, "premise"
     axes = {tuple(each.shape): each.value.layout.update for each in model.optimizer.variables if is_moment(each)}
@@ -191,7 +191,7 @@ def test_updates_are_those_of_one_device_whose_slots_are_rounded_after_each():
             if is_narrow(slot, "int8"):
                 slot.assign(rounded(np.array(slot), axes[tuple(slot.shape)], {"batch": 4}))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    # An element between two codes may be rounded to the one or the other.
+    # An element between two codes may be rounded to either.
     ours, theirs = ([np.array(each) for each in of.optimizer.variables] for of in (model, plain))
     for our, their, slot in zip(ours, theirs, model.optimizer.variables, strict=True):
         same = np.isclose(our, their, rtol=1e-3, atol=1e-4 * np.abs(their).max())
@@ -199,7 +199,7 @@ def test_updates_are_those_of_one_device_whose_slots_are_rounded_after_each():
 
 
 def test_gradients_of_all_sizes_never_divide_by_a_second_moment_of_zero():
-    """Inputs of 1e-8 to 1e2, next to each other in a block, give second moments of 20 decades."""
+    """Inputs of 1e-8 to 1e2 in one block give second moments of 20 decades."""
     inputs = (RS.normal(size=(32, 256)) * 10 ** RS.permutation(np.linspace(-8, 2, 256))).astype("float32")
     moved, velocities = {}, {}
     for dtype in (None, "int8"):
@@ -219,12 +219,12 @@ def test_gradients_of_all_sizes_never_divide_by_a_second_moment_of_zero():
     blocks = velocities[None].reshape(-1, 256)
     assert np.median(blocks.max(-1) / blocks.min(-1)) > 1e10, "premise"
     assert velocities["int8"].min() > 0
-    # Ten steps of Adam move a weight by about ten times the rate at most.
+    # Ten steps of Adam move a weight by at most about ten times the rate.
     assert moved[None].max() < 1.5e-2, "premise"
     assert moved["int8"].max() < 1.5e-2
 
 
-# --- bytes, checkpoints, what is refused --------------------------------------------------------------
+# --- bytes, checkpoints, refusals ---------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_slots_take_fewer_bytes(slot_dtype, share, grouping):
         rows = strategy.report(model).variables
         moments = {each.path for each in model.optimizer.variables if is_narrow(each, slot_dtype)}
         held[dtype] = sum(row.bytes_per_device for row in rows if row.kind == "slot" and row.path in moments)
-    # The last block of a device's piece is filled up.
+    # The last block of a local shard is padded.
     assert share * held[None] - 16 <= held[slot_dtype] <= share * held[None] + 6 * 260
     groups = {each.value.storage for each in model.optimizer.variables if each.value.storage.is_group}
     if slot_dtype == "int8" and grouping == "groups":

@@ -1,4 +1,4 @@
-"""Stock DTensor loses the order of a write and the read that follows it; our variables do not.
+"""Stock DTensor loses the order of a write and the following read. Sharded variables do not.
 
 When the first test fails, TensorFlow has fixed the defect, and deferred writes can be reconsidered.
 """
@@ -27,7 +27,7 @@ class Result:
 
 
 def adagrad_steps(make, x, scope) -> Result:
-    """Two Adagrad steps that write each slot and read it again."""
+    """Run two Adagrad steps that write each slot and read it again."""
     rs = np.random.RandomState(1)
     weights = [make(rs.randn(8, 8).astype("float32")) for _ in range(LAYERS)]
     slots = [make(np.zeros((8, 8), "float32")) for _ in range(LAYERS)]
@@ -83,7 +83,7 @@ def run(kind: str) -> Result:
 
 def test_stock_dtensor_reads_stale_values(monkeypatch):
     assert len(tf.config.list_logical_devices("CPU")) >= DEVICES
-    # The defect needs merged all-reduces; a step of an earlier test may have switched them off for itself.
+    # The defect needs merged all-reduces. A step of an earlier test may have switched them off.
     monkeypatch.delenv(merges.SWITCH, raising=False)
     # A race, which a run may win.
     expected = run("plain")

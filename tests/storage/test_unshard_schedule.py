@@ -113,7 +113,7 @@ def mlp():
 
 
 def tied():
-    """The embeddings make the logits: used first and last."""
+    """Return a model that also computes its logits from the embeddings: the table is used first and last."""
     inputs = keras.Input((6,), dtype="int32")
     table = keras.layers.ReversibleEmbedding(24, WIDTH)
     x = table(inputs)
@@ -123,7 +123,7 @@ def tied():
 
 
 def shared():
-    """A layer that comes again between others."""
+    """Return a model with a layer that is used repeatedly between others."""
     inputs = keras.Input((WIDTH,))
     x, again = inputs, keras.layers.Dense(WIDTH, activation="tanh")
     for _ in range(3):
@@ -142,7 +142,7 @@ def convolutions():
 
 
 def biased_convolutions():
-    """oneDNN makes one operation of the gradients by a kernel and by the bias behind it: both or none may wait."""
+    """oneDNN fuses the gradients of a kernel and of the bias after it: both or none may wait."""
     inputs = keras.Input((8, 8, 4))
     x = inputs
     for _ in range(2):
@@ -159,7 +159,7 @@ def recurrent():
 
 
 class Chosen(keras.layers.Layer):
-    """One of two kernels, by a value."""
+    """A choice between two kernels by a value."""
 
     def build(self, shape):
         self.first = self.add_weight(shape=(WIDTH, WIDTH), name="first")
@@ -176,7 +176,7 @@ def branches():
 
 
 class OfWeights(keras.layers.Layer):
-    """A kernel made of weights: a product of two, by the norm of a third."""
+    """A kernel computed from weights: a product of two, divided by the norm of a third."""
 
     def build(self, shape):
         self.a = self.add_weight(shape=(WIDTH, 8), name="a")
@@ -194,7 +194,7 @@ def of_weights():
 
 
 class Twice(keras.Model):
-    """A step of two tapes, with penalties of the gradient by the input."""
+    """A step with two tapes, and penalties on the gradient with respect to the input."""
 
     def train_step(self, data):
         x, y, _ = data
@@ -252,14 +252,14 @@ def test_losses_are_the_same_bits_with_and_without_gathering_again_and_those_of_
 
 
 def gathers(model, batch):
-    """Of a step: how often each variable is gathered, and the profile."""
+    """Return how often a step gathers each variable, and the profile."""
     profile = tfshard.profile_step(model, batch)
     return profile.count("all-gather"), profile
 
 
 @pytest.mark.on_cpu("the trace of their allocator")
 def test_a_step_holds_a_layer_or_two_whole_and_not_all():
-    """By the allocator's trace: eight layers of 4 MiB each, on four devices."""
+    """Checks the allocator's trace: eight layers of 4 MiB each, on four devices."""
     layers, width = 8, 1024
     layer = 4 * width * width
     added = {}
@@ -270,17 +270,17 @@ def test_a_step_holds_a_layer_or_two_whole_and_not_all():
         model.compile("adam", "mse", strategy=strategy)
         count, profile = gathers(model, (np.ones((4, width), "f"), np.ones((4, width), "f")))
         assert profile.peak is not None and profile.peak.before >= 3 * layers * layer, "premise"
-        # The last layer's two uses are one unshard, and no gradient goes into the first. And the biases.
+        # The last layer's two uses share one unshard, and no gradient goes into the first layer. The biases add one.
         assert count == (2 * layers - 2 if again else layers) + 1
         added[again] = profile.peak.added / (4 * layer)
         assert not profile.peak.made.get("all-gather", 0) > 4 * layer * (3 if again else layers)
     assert added[False] >= layers
-    # Two gathered layers, a gradient, the buffers of its reduction; devices may be a layer apart.
+    # Two gathered layers, a gradient, the buffers of its reduction. Devices may be a layer apart.
     assert added[True] <= 6
 
 
 def test_kernels_of_convolutions_wait_for_their_unshard_in_the_backward_pass():
-    """By a plan. Their gradients begin with the shape of the kernel, which waits for nothing."""
+    """Checks a plan. The gradients start with the shape of the kernel, which waits for nothing."""
     layers = [keras.layers.Conv2D(64, 3, padding="same", activation="tanh", use_bias=False) for _ in range(8)]
     model = tfshard.as_distributed(keras.Sequential([keras.Input((4, 4, 64)), *layers]))
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), analyzer=None)
@@ -307,7 +307,7 @@ def test_variables_that_are_gathered_again_are_chosen_by_their_paths(patterns, a
 
 @pytest.mark.on_cpu("equal bits: GPUs add in any order")
 def test_prefetch_hides_reductions_behind_one_more_layer_and_takes_its_memory():
-    """In the backward pass of layers that are alike, by a plan; with the numbers of one that waits."""
+    """Checks the plan of a backward pass through equal layers. The numbers equal those without prefetch."""
     links = Links.of(devices_per_host=4, inside=Link(latency=0.0, bandwidth=1e9))
     x = np.random.RandomState(0).normal(size=(16, 256)).astype("float32")
     losses, overlaps, peaks = [], [], []
@@ -324,7 +324,7 @@ def test_prefetch_hides_reductions_behind_one_more_layer_and_takes_its_memory():
     assert losses[0] == losses[1]
     assert overlaps[0].collective_seconds == pytest.approx(overlaps[1].collective_seconds), "premise"
     assert overlaps[1].hidden > overlaps[0].hidden + 0.1 and overlaps[1].seconds < overlaps[0].seconds
-    # One more gradient, and what it is reduced in.
+    # One more gradient, and its reduction buffer.
     assert peaks[0] < peaks[1] <= peaks[0] + 2 * 4 * 256 * 256
 
 
@@ -347,7 +347,7 @@ def test_wrong_prefetch_is_refused(wrong):
 @pytest.mark.parametrize("mesh", [{"batch": 4}, {"batch": 2, "model": 2}], ids=str)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_gathers_send_the_compute_dtype(policy, mesh):
-    """Half the bytes, as planned; masters, slots and losses are those without it."""
+    """Half the bytes are sent, as planned. Masters, slots and losses stay the same."""
     sent, losses, vocabulary = {}, {}, 3000
     for name, narrow in (("float32", False), (policy, False), (policy, True)):
         keras.config.set_dtype_policy(name)
@@ -386,7 +386,7 @@ def test_gathers_send_the_compute_dtype(policy, mesh):
 
 
 class CastBack(keras.layers.Dense):
-    """Its kernel is cast to the compute dtype and back, as norms of KerasHub's cast their scales."""
+    """Casts its kernel to the compute dtype and back, as KerasHub's norms cast their scales."""
 
     def call(self, inputs):
         return tf.cast(tf.matmul(tf.cast(inputs, "float32"), tf.cast(self.kernel, "float32")), self.compute_dtype)
@@ -395,7 +395,7 @@ class CastBack(keras.layers.Dense):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_what_is_cast_back_is_sent_in_the_compute_dtype(policy):
-    """As plain Keras on one device."""
+    """As in plain Keras on one device."""
     losses, batch = {}, (RS.normal(size=(8, 256)).astype("float32"), RS.normal(size=(8, 256)))
     kernels = [0.1 * RS.normal(size=(256, 256)) for _ in range(3)]
     for is_sharded in (False, True):

@@ -1,6 +1,6 @@
-"""Updates run one after the other, and what they replace is freed: the peak of an update, the numbers of one device.
+"""Updates run one after the other and free the replaced values: the peak of an update, and parity with one device.
 
-tests/storage/test_optimizers.py trains all optimizers with updates in order whatever they are of.
+tests/storage/test_optimizers.py trains all optimizers with ordered updates of any size.
 """
 
 import itertools
@@ -22,7 +22,7 @@ X = np.random.RandomState(0).normal(size=(16, WIDTH)).astype("float32")
 
 
 def build():
-    """Kernels of 4 MiB, and small activations."""
+    """Return kernels of 4 MiB, with small activations."""
     hidden = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS)]
     return keras.Sequential([keras.Input((WIDTH,)), *hidden])
 
@@ -37,7 +37,7 @@ def adam():
 
 
 def profile(stage):
-    """Of a step of a model that is one group: what it adds on a device, as multiples of the variables' bytes."""
+    """Return the memory that a step of a one-group model adds on a device, as a multiple of the variables' bytes."""
     model = tfshard.as_distributed(build())
     chosen = strategy(stage)
     model.compile(adam(), "mse", strategy=chosen)
@@ -48,7 +48,7 @@ def profile(stage):
     peaks = [tfshard.profile_step(model, (X, X)).peak for _ in range(3)]
     if peaks[0] is None:
         pytest.skip("This TensorFlow's CPU allocator does not report what it holds (no oneDNN).")
-    # The thread that ends a reduction lets go of what it has reduced when it runs next.
+    # The thread that ends a reduction frees the reduced tensor when it next runs.
     return min(each.device_added for each in peaks) / (4 * model.count_params())
 
 
@@ -56,13 +56,15 @@ def profile(stage):
 @pytest.mark.on_cpu("the trace of their allocator")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_step_holds_gradients_and_what_they_were_joined_in(stage):
-    """Gradients, cut out of a buffer of the same size. The update adds nothing to that: of new slots one at a time."""
+    """A step holds gradients, cut out of a buffer of the same size. The update adds only one new slot at a time."""
     assert 1.9 < profile(stage) < 2.2
 
 
 def written(stage, mesh=None):
-    """What a step with kernels that stand alone has written: the storage, its new value, and the uses that take it from
-    there."""
+    """Return the writes of a step with ungrouped kernels.
+
+    For each: the storage, its new value, and the uses that read the value from the storage.
+    """
     seen = []
     original = update_order.takers_of
 
@@ -88,7 +90,7 @@ def test_what_uses_a_new_slot_takes_it_from_the_slot(stage):
         assert read.type == "ReadVariableOp"
         (write,) = (each for each in read.control_inputs if each.type == "AssignVariableOp")
         handle, value = read.inputs[0].op, write.inputs[1]
-        # Else DTensor would put the read in front of the write.
+        # Otherwise DTensor would put the read before the write.
         assert handle is value.op and handle.type == "IdentityN"
         assert _depends(value, made)
 
@@ -104,7 +106,7 @@ def test_updates_of_gradients_that_come_at_once_are_one_after_the_other(devices)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("stage", "cut"), [(0, False), (1, True), (2, True), (3, False)])
 def test_a_part_of_a_variable_is_cut_when_there_is_its_gradient(stage, cut):
-    """At stage 3 parts rest, at stage 0 there are none."""
+    """At stage 3 the storage holds shards already, and at stage 0 the update takes full variables."""
     waiting = []
     original = update_order.wait_for_gradient
 
@@ -136,7 +138,7 @@ def test_training_is_that_of_one_device(stage, threshold):
 
 
 def test_two_optimizers_in_one_step_of_which_one_uses_what_the_other_has_made():
-    """As in adversarial training: gradients of the second are made of what the first has updated."""
+    """As in adversarial training: the second gradients depend on the first update."""
 
     def step(first, second, optimizers, x):
         for model, optimizer in zip((first, second), optimizers, strict=True):

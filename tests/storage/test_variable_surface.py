@@ -1,4 +1,4 @@
-"""A sharded variable does what a tf.Variable and a keras.Variable do, tried side by side."""
+"""A sharded variable behaves like a tf.Variable and a keras.Variable in the same calls."""
 
 import copy
 import math
@@ -60,7 +60,7 @@ WRITES = {
 
 
 def outcome(function, variable):
-    """What it gives, as plain data; for an exception, that there was one."""
+    """Return the result of a function as plain data, or a note that it raised an exception."""
     try:
         result = function(variable)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError, tf.errors.OpError):

@@ -1,4 +1,4 @@
-"""LoRA, alone and on quantized layers, trained to the numbers of one device on every mesh."""
+"""LoRA, alone and on quantized layers, trains like one device on every mesh."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ X = RS.normal(size=(8, 1024)).astype("float32")
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 MESHES = {"batch": {"batch": 4}, "batch x model": {"batch": 2, "model": 2}, "model": {"model": 4}}
 
-# What is done with each layer, in this order.
+# The changes of each layer, in this order.
 WAYS = {
     "LoRA": ("lora",),
     "LoRA, then int8": ("lora", "int8"),
@@ -31,7 +31,7 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def small_kernels_are_sharded(monkeypatch):
-    """As those of a large model are."""
+    """Shard small kernels, as in a large model."""
     monkeypatch.setattr(variable_layout, "WHOLE_BELOW_BYTES", 64)
 
 
@@ -44,7 +44,7 @@ def prepared(model: keras.Model, way: str) -> keras.Model:
 
 
 def network(way: str) -> keras.Model:
-    """Two blocks, of two and of three dims a kernel, and logits."""
+    """Return two blocks, with kernels of two and of three dims, and logits."""
     layers = keras.layers
     inputs = keras.Input((6,), dtype="int32")
     x = layers.Embedding(32, 16, name="embed")(inputs)
@@ -87,7 +87,7 @@ def assert_same(run: parity.Run, reference: parity.Run) -> None:
     for path, weight in reference.weights.items():
         ours = run.weights[path]
         assert ours.dtype == weight.dtype, path
-        # A rounding that falls the other way, of one activation in thousands, is seen in what it trains.
+        # A single rounding that differs, in thousands of activations, shows in the trained weights.
         exact = weight.dtype == np.int8
         np.testing.assert_allclose(ours, weight, rtol=0, atol=0 if exact else 5e-5, err_msg=path)
 
@@ -154,7 +154,7 @@ def test_integers_are_gathered_in_a_quarter_of_the_bytes_and_no_kernel_is_reduce
     for way in ("LoRA", "LoRA, then int8"):
         profile, plan = profiled(way)
         tfshard.measure.assert_matches_plan(profile, plan)
-        large = [each for each in profile.collectives if each.bytes]  # The trace leaves out what is small.
+        large = [each for each in profile.collectives if each.bytes]  # The trace leaves small collectives out.
         assert {each.kind for each in large} == {"all-gather"}, "no gradient of a kernel is reduced"
         sent[way] = {each.bytes for each in large}
     assert sent["LoRA"] == {4 << 20}, "premise: a kernel each"
@@ -259,5 +259,5 @@ def test_advice_counts_integers_as_bytes_and_trains_adapters_only():
         needed[way] = {each.zero_stage: each.stored_bytes for each in advice.candidates if not each.recompute}
     assert {0, 3} <= set(needed["LoRA"]), "premise"
     saved = {stage: needed["LoRA"][stage] - needed["LoRA, then int8"][stage] for stage in (0, 3)}
-    bytes_ = 2 * 3 * 1024 * 1024 - 2 * 4 * 1024  # Three of four of each element, and the scales that come.
+    bytes_ = 2 * 3 * 1024 * 1024 - 2 * 4 * 1024  # Three of four bytes of each element, minus the added scales.
     assert saved == {0: bytes_, 3: bytes_ // 4}

@@ -1,5 +1,7 @@
-"""Batches that are sparse, and become dense on their way to the mesh, or have None for an optional input; and how
-datasets are iterated."""
+"""Sparse batches, which become dense on their way to the mesh, and batches with None for an optional input.
+
+Also how datasets are iterated.
+"""
 
 import keras
 import numpy as np

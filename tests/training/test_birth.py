@@ -1,4 +1,4 @@
-"""Models that are born sharded: the host holds one variable at a time, and the values are those of one device."""
+"""Models created under the scope are sharded: the host holds one variable at a time, and values match one device."""
 
 import contextlib
 import weakref
@@ -26,7 +26,7 @@ def strategy(way: str, **options) -> tfshard.ShardedStrategy:
 
 
 def mlp() -> keras.Model:
-    """Variables of 2, 3, 1.5, 1.5 and 1.5 MiB, and small ones."""
+    """Return variables of 2, 3, 1.5, 1.5 and 1.5 MiB, and small ones."""
     keras.utils.set_random_seed(0)
     units = (1024, 768, 512, 768, 512)
     layers = [keras.layers.Dense(number, activation="relu", name=f"dense_{i}") for i, number in enumerate(units)]
@@ -34,7 +34,7 @@ def mlp() -> keras.Model:
 
 
 def gpt2() -> keras.Model:
-    """A table of 2 MiB; the other variables are small."""
+    """Return a GPT-2 with a table of 2 MiB and small variables."""
     keras.utils.set_random_seed(0)
     return keras_hub.models.GPT2Backbone(
         vocabulary_size=4096, num_layers=2, num_heads=4, hidden_dim=128, intermediate_dim=512, max_sequence_length=16,
@@ -51,10 +51,10 @@ def largest_two(model: keras.Model) -> int:
 
 @contextlib.contextmanager
 def watched():
-    """Notes bytes of whole values on the host: those that were drawn and are still there, and those that wait.
+    """Record the bytes of full values on the host: values that were drawn and are still alive, and waiting values.
 
     Yields:
-        The most of them at once, `"drawn"` and `"waiting"`, and how often a value was drawn, `"draws"`.
+        The maximum of both, `"drawn"` and `"waiting"`, and the number of drawn values, `"draws"`.
     """
     found = {"drawn": 0, "waiting": 0, "draws": 0}
     live = {"drawn": 0}
@@ -115,7 +115,7 @@ def test_a_file_of_weights_goes_to_the_devices_one_variable_after_the_other(name
         model = BUILDERS[name]()
         model.load_weights(tmp_path / "file.weights.h5")
         groups = {v.value.storage for v in model.variables if v.value.storage.is_group}
-    # A group is packed when all its members are there.
+    # A group is packed once all its members are there.
     members = [sum(4 * int(np.prod(v.shape)) for v in group.members.values()) for group in groups]
     assert found["waiting"] <= largest_two(model) + max(members)
     for ours, theirs in zip(model.variables, plain.variables, strict=True):

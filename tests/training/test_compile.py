@@ -1,4 +1,4 @@
-"""`compile(strategy=)` of models as they come, without `as_distributed`: the numbers of one device."""
+"""`compile(strategy=)` works on models without `as_distributed`, and matches one device."""
 
 import types
 
@@ -35,7 +35,7 @@ class Plain(keras.Model):
 
 
 class OwnCompile(Plain):
-    """As KerasHub's tasks are compiled: with an argument of its own, and those of Keras handed on."""
+    """Compiled like KerasHub's tasks: takes an additional argument, and passes Keras's arguments on."""
 
     def compile(self, optimizer="auto", *, temperature=1.0, **kwargs):
         self.temperature = temperature
@@ -87,11 +87,11 @@ def test_what_is_no_strategy_is_refused():
     assert np.isfinite(model.train_on_batch(X, Y))
 
 
-# --- Classes with a `compile` of their own ---------------------------------------------------------------
+# --- Classes that override `compile` ---------------------------------------------------------------------
 
 
 class GanCompile(keras.Model):
-    """A GAN's pattern: `compile` takes what it knows, and nothing else."""
+    """A GAN's pattern: `compile` takes only the arguments it knows."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ class GanCompile(keras.Model):
 
 
 class Derived(GanCompile):
-    """Inherits it."""
+    """Inherits `compile`."""
 
 
 @pytest.mark.sweep(1)

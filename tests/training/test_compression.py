@@ -1,4 +1,4 @@
-"""Gradients that devices add up compressed: what NumPy makes of the parts of each device, with error feedback."""
+"""Compressed gradient reductions match a NumPy reference with error feedback."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ LOW_RANK = tfshard.PowerSGD(rank=2, warm_up_steps=1)
 
 
 def title(value):
-    """Of a case."""
+    """Return the title of a case."""
     if isinstance(value, tfshard.PowerSGD):
         return "powersgd"
     if isinstance(value, dict):
@@ -36,18 +36,18 @@ def title(value):
 
 @pytest.fixture(autouse=True)
 def kernels_of_small_models(monkeypatch):
-    """Their gradients are compressed, and not those of biases."""
+    """Compress the gradients of small kernels, but not of biases."""
     monkeypatch.setattr(variable_layout, "LEAST_BY_REPLICAS_BYTES", 200)
 
 
 def mlp():
-    """Its kernels are cut in dim 1, in dim 0, in dim 0 and in none."""
+    """Return kernels that are sharded in dim 1, in dim 0, in dim 0, and not at all."""
     layers = [keras.layers.Dense(units, activation="tanh") for units in (8, 12, 7)]
     return keras.Sequential([keras.Input((10,)), *layers, keras.layers.Dense(9)])
 
 
 def tied():
-    """A table that is used twice, and a kernel of three dims."""
+    """Return a table that is used twice, and a kernel of three dims."""
     inputs = keras.Input((6,), dtype="int32")
     table = keras.layers.ReversibleEmbedding(24, 16)
     x = table(inputs)
@@ -80,7 +80,7 @@ def on_one_device(build=mlp, optimizer=sgd, steps=4):
 
 
 def kept(model):
-    """What is kept of each compressed gradient, by the place of the variable and the name."""
+    """Return the compression state of each compressed gradient, by the index of the variable and the name."""
     return {
         (number, name): each.numpy()
         for number, variable in enumerate(model.trainable_variables)
@@ -92,7 +92,7 @@ def kept(model):
 
 
 def rounded(chunks, compression):
-    """What is left of lines once they were sent."""
+    """Return lines of values after compression and decompression."""
     if compression == "bfloat16":
         return tf.cast(tf.cast(chunks, tf.bfloat16), tf.float32).numpy()
     lines, elements = chunks.shape
@@ -103,7 +103,7 @@ def rounded(chunks, compression):
 
 
 class Reference:
-    """Adds up parts of a gradient as replicas and devices are said to, and keeps what was not sent."""
+    """Reduces local gradients as replicas and devices do, and keeps the error-feedback residuals."""
 
     def __init__(self, shape, dim, mesh, compression):
         self.shape, self.dim, self.compression = shape, dim, compression
@@ -118,7 +118,7 @@ class Reference:
         elements, count = math.prod(self.shape), self.exchanging
         if self.dim is not None:  # Chunks are the shards.
             parts = np.moveaxis(parts, 1 + self.dim, 1)
-        # Added up in a replica: pieces, one behind the other.
+        # Added up within a replica: shards, concatenated.
         lines = parts.reshape(count, self.adders, elements).sum(1)
         piece = -(-elements // self.adders)
         pieces = np.pad(lines, [[0, 0], [0, self.adders * piece - elements]]).reshape(count, self.adders, piece)
@@ -157,7 +157,7 @@ class Reference:
 
 
 def reference(mesh, stage, compression, steps=4):
-    """Losses and weights of one device that adds up the gradients of the rows of each device like that."""
+    """Return losses and weights of one device that reduces per-device gradients with `Reference`."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     model = mlp()
@@ -197,7 +197,7 @@ CASES = [
 
 
 def assert_same_codes(weights, expected):
-    """But for an element here and there, which lies between two codes. Each is one code off then."""
+    """Assert equal weights, except for a few elements between two codes, which may be one code off."""
     ours, theirs = (np.concatenate([each.ravel() for each in given]) for given in (weights, expected))
     assert np.mean(np.isclose(ours, theirs, rtol=0, atol=5e-6)) >= 0.98
     np.testing.assert_allclose(ours, theirs, atol=0.01)
@@ -208,7 +208,7 @@ def assert_same_codes(weights, expected):
 def test_a_step_adds_up_what_the_reference_does(mesh, stage, compression):
     trained = run(mesh, stage, compression)
     losses, weights = reference(mesh, stage, compression)
-    with pytest.raises(AssertionError):  # Premise: it is not what exact sums give.
+    with pytest.raises(AssertionError):  # Premise: exact sums give other numbers.
         assert_same_codes(trained.model.get_weights(), on_one_device().model.get_weights())
     assert_same_codes(trained.model.get_weights(), weights)
     np.testing.assert_allclose(trained.losses, losses, rtol=1e-4)
@@ -229,7 +229,7 @@ def test_codes_are_rounded_to_the_nearest(compression):
     assert not np.isfinite(decoded[0, 5]) and not np.isfinite(decoded[2, 700]) and np.isfinite(decoded[1]).all()
 
 
-# --- with whatever else a step does
+# --- combined with other features of a step
 
 ADAM = functools.partial(keras.optimizers.Adam, 1e-2)
 SETTINGS = {
@@ -275,7 +275,7 @@ def test_variables_that_are_used_twice_and_kernels_of_three_dims_are_compressed(
     trained = run(mesh, compression=compression, build=tied, x=TOKENS, optimizer=ADAM, steps=6)
     exact = on_one_device(tied, ADAM, 6)
     np.testing.assert_allclose(trained.losses, exact.losses, rtol=0.1 if compression == LOW_RANK else 0.01)
-    # PowerSGD leaves the table; it is that of all kernels of the attention.
+    # PowerSGD leaves the table uncompressed, and compresses all kernels of the attention.
     assert len({number for number, _ in kept(trained.model)}) == (4 if compression == LOW_RANK else 5)
 
 
@@ -327,7 +327,7 @@ def test_verify_compares_exact_sums(mesh, stage):
         np.testing.assert_array_equal(value, before[key])
 
 
-# --- what is sent and stored
+# --- communication and storage
 
 
 def large_model(strategy):
@@ -405,15 +405,15 @@ def restored(manager, mesh=FLAT, stage=3, compression="int8"):
 
 
 def totals(model, mesh, compression):
-    """What all devices together have not sent of each gradient."""
+    """Return the sum over all devices of the unsent part of each gradient."""
     pieces = 2 if mesh == HYBRID and compression != LOW_RANK else 1
     found = {}
     for (number, name), kept_ in kept(model).items():
         shape = tuple(model.trainable_variables[number].shape)
         elements = math.prod(shape)
-        if name == "error":  # Of each replica or device its pieces one behind the other.
+        if name == "error":  # The shards of each replica or device are concatenated.
             found[number] = kept_.reshape(len(kept_) // pieces, -1).sum(0)[:elements].reshape(shape)
-        if name == "sum_error":  # Of each piece its chunks one behind the other.
+        if name == "sum_error":  # The chunks of each shard are concatenated.
             chunks = [kept_[piece::pieces].reshape(-1)[: -(-elements // pieces)] for piece in range(pieces)]
             found[number] = found[number] + np.concatenate(chunks)[:elements].reshape(shape)
     return found

@@ -1,4 +1,4 @@
-"""Models of keras.io whose train_step calls the models inside of them, and that cannot be called: a VAE and a GAN."""
+"""Models of keras.io that cannot be called, and have a train_step that calls their inner models: a VAE and a GAN."""
 
 import keras
 import numpy as np
@@ -132,7 +132,7 @@ def fit(model: keras.Model) -> dict:
     return model.fit(dataset, epochs=2, shuffle=False, verbose=0).history
 
 
-# Each way with one of them, and one of them twice.
+# Each way with one of the models, and one way twice.
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "ways"), [(vae, ("scope", "Model")), (gan, ("as_distributed", "scope"))])
 def test_a_model_of_models_trains_as_on_one_device_through_all_ways(build, ways):
@@ -154,14 +154,14 @@ def test_a_model_of_models_trains_as_on_one_device_through_all_ways(build, ways)
             np.testing.assert_allclose(history[key], values, atol=2e-5, err_msg=f"{way} {key}")
         for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
             np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=way)
-        # A part by itself, by Keras's own predict, with the values of that moment.
+        # A part alone, by Keras's predict, uses the current values.
         np.testing.assert_allclose(getattr(model, part).predict(NOISE, verbose=0), expected_part, atol=2e-5)
         getattr(model, part).set_weights([0 * weight for weight in getattr(model, part).get_weights()])
         assert np.all(getattr(model, part).predict(NOISE, verbose=0) == 0)
 
 
 def test_an_encoder_that_draws_predicts_by_itself():
-    """Its seed generator is on the mesh, and is written by Keras's own predict."""
+    """Keras's predict writes its seed generator, which is on the mesh."""
 
     class Sampling(layers.Layer):
         def __init__(self, **kwargs):

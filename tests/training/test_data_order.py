@@ -1,4 +1,4 @@
-"""Shuffled data come in the order of plain Keras: the same losses, epoch by epoch, from the same seed."""
+"""Shuffled data keep the order of plain Keras: the losses of each epoch match for the same seed."""
 
 import functools
 
@@ -58,7 +58,7 @@ DATA = {
 
 
 def losses(kind: str, *, sharded: bool, rate: float = 0.05) -> list[float]:
-    """Of three epochs of `fit`, and of two more of a second `fit`. The first step builds the model."""
+    """Return the losses of three epochs of `fit`, and two more of a second `fit`. The first step builds the model."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
@@ -84,6 +84,6 @@ def test_fit_sees_the_batches_of_plain_keras(kind):
 
 
 def test_another_order_has_other_losses():
-    """Which the test above would see."""
+    """The test above would notice another order."""
     for kind, other in (("tf.data", "tf.data with a seed"), ("PyDataset", "PyDataset, shuffled")):
         assert np.max(np.abs(np.subtract(plain(kind), plain(other)))) > 100 * TOLERANCE * np.max(plain(kind))

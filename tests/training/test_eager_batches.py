@@ -39,7 +39,7 @@ def accuracy(x, net):
     return metric.result()
 
 
-# What eager code does with a batch; `net` is a model under the strategy.
+# Uses of a batch in eager code. `net` is a model under the strategy.
 USES = {
     "numpy": lambda x, net: x.numpy(),
     "np.asarray": lambda x, net: np.asarray(x),
@@ -155,7 +155,7 @@ def test_an_iterator_gives_its_batches_as_optional_values():
 
 
 def trained(chosen: tfshard.ShardedStrategy | None, signature: bool = False) -> list:
-    """A loop of TensorFlow's and Keras's guides, in which only the strategy is another."""
+    """Run a loop of TensorFlow's and Keras's guides, in which only the strategy differs."""
     chosen = chosen or tf.distribute.OneDeviceStrategy("CPU:0")
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8, drop_remainder=signature)
     with chosen.scope():
@@ -188,7 +188,7 @@ def trained(chosen: tfshard.ShardedStrategy | None, signature: bool = False) -> 
             loss, logits = step(inputs)
             total += chosen.reduce(tf.distribute.ReduceOp.SUM, loss, axis=None)
             logits = chosen.gather(logits, axis=0)
-            # By a metric and a model in eager code, beside the batch.
+            # A metric and a model in eager code take the batch.
             held.update_state(inputs[1], net(inputs[0]))
             results += [logits, tf.reduce_mean(tf.cast(tf.argmax(logits, 1) == inputs[1], tf.float32))]
         results += [float(total) / 2, seen.result(), held.result()]
@@ -203,7 +203,7 @@ def test_a_loop_for_mirrored_strategy_trains_with_only_the_strategy_changed(sign
 
 
 def test_a_function_gets_a_batch_where_its_step_takes_it():
-    """On the mesh, if it runs a step; else from the host, also beside tensors of the host."""
+    """A function that runs a step gets the batch on the mesh. Others get it on the host, together with host tensors."""
     chosen = strategy()
     (batch,) = chosen.experimental_distribute_dataset(tf.data.Dataset.from_tensors(X))
     seen = []

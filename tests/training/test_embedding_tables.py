@@ -1,4 +1,4 @@
-"""Embedding tables that rest sharded by rows: looked up and updated by rows, with the numbers of one device."""
+"""Embedding tables sharded by rows are looked up and updated by rows, with the numbers of one device."""
 
 import dataclasses
 import re
@@ -34,7 +34,7 @@ def model(rows=ROWS, width=WIDTH, **options):
 
 
 def batches(rows=ROWS):
-    """Ids that differ; of which one comes again and again; of one device only; and rows that four does not divide."""
+    """Return ids that differ; of which one repeats often; of one device only; and rows that four does not divide."""
     rs = np.random.RandomState(0)
     ids = [
         rs.permutation(rows)[:24].reshape(8, 3),
@@ -48,7 +48,10 @@ def batches(rows=ROWS):
 
 
 def trained(build, optimizer, strategy=None, *, data=None, seed=0):
-    """A model after a step with each batch, and the losses. Without a strategy: plain Keras, with its own gradients."""
+    """Return a model after a step with each batch, and the losses.
+
+    Without a strategy, the model is plain Keras, with sparse gradients.
+    """
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
     made = build()
@@ -69,7 +72,7 @@ def assert_same(ours, theirs, *, rtol=1e-5, atol=2e-6):
 
 
 def assert_is_table(made, rows=ROWS, devices=4):
-    """Premise: the table and its slots are in pieces of as many rows on each device."""
+    """Premise: the table and its slots have equally many rows on each device."""
     table = made.get_layer("items").embeddings.value
     slots = list(table.slots.values())
     for each in (table, *slots):
@@ -100,13 +103,13 @@ def test_a_table_has_the_numbers_of_plain_keras_on_one_device(name):
     keras.utils.set_random_seed(0)
     before = model().get_layer("items").embeddings.numpy()
     assert np.abs(theirs[0].get_layer("items").embeddings.numpy() - before).max() > 1e-2
-    # A square root of little in RMSprop makes much of the last bit.
+    # In RMSprop, the square root of a small number amplifies the last bit.
     assert_same(ours, theirs, atol=2e-5 if name == "RMSprop" else 2e-6)
 
 
 @pytest.mark.slow
 def test_squares_are_those_of_each_place_in_which_a_row_was_looked_up(monkeypatch):
-    """Keras's meaning of a sparse gradient; premise: added up before they are squared, the numbers would be others."""
+    """Keras squares a sparse gradient per occurrence. Premise: summing before squaring would give other numbers."""
     theirs = trained(model, OPTIMIZERS["Adagrad"])
     monkeypatch.setattr(embedding_updates.optimizer_kinds, "squares", lambda optimizer: False)
     monkeypatch.setattr(embedding_updates.optimizer_kinds, "is_known_sparse", lambda optimizer: True)
@@ -128,7 +131,7 @@ def test_a_table_is_sharded_at_every_stage(stage):
 @pytest.mark.parametrize("layout_map", ["auto", "by hand"])
 @pytest.mark.parametrize("mesh", [{"batch": 2, "model": 2}, {"batch": 1, "model": 4}], ids=str)
 def test_a_table_on_a_mesh_with_a_model_axis(mesh, layout_map):
-    rows = 36  # So that "auto" would shard them over the model axis.
+    rows = 36  # A size that "auto" would shard over the model axis.
     if layout_map == "by hand":
         layout_map = {".*hidden/kernel": (None, "model"), ".*hidden/bias": ("model",), ".*out/kernel": ("model", None)}
 
@@ -151,7 +154,7 @@ def test_a_table_on_a_mesh_with_a_model_axis(mesh, layout_map):
 
 
 def several_lookups(dtype="int64"):
-    """A table that is looked up with ids of two shapes, with negative ids, for all samples alike, and with a mask."""
+    """Return a table that is looked up with ids of two shapes, negative ids, equal ids for all samples, and a mask."""
     inputs = keras.Input((3,), dtype=dtype)
     one = keras.layers.Lambda(lambda x: x[:, 0] - 2)(inputs)
     table = keras.layers.Embedding(ROWS, WIDTH, name="items", mask_zero=True)
@@ -206,11 +209,11 @@ def test_mixed_precision():
     assert_same(ours, theirs, rtol=2e-2, atol=1e-2)
 
 
-# --- Only what was looked up -----------------------------------------------------------------------------
+# --- Only the looked-up rows -----------------------------------------------------------------------------
 
 
 def lazy_adam(table, gradient_of, steps, rate=0.02, beta_1=0.9, beta_2=0.999, epsilon=1e-7):
-    """Adam (Kingma and Ba 2015) of those rows that a step has looked up, in float64: a row's gradients are added up."""
+    """Run Adam (Kingma and Ba 2015) in float64 on the rows that a step looks up, with each row's gradients summed."""
     m, v = np.zeros_like(table), np.zeros_like(table)
     for step, ids in enumerate(steps, start=1):
         rows, gradient = np.unique(ids), np.zeros_like(table)
@@ -223,7 +226,7 @@ def lazy_adam(table, gradient_of, steps, rate=0.02, beta_1=0.9, beta_2=0.999, ep
 
 
 def summing(rows=ROWS):
-    """The loss is the mean over samples of half the squared length of each row looked up, so the gradient is known."""
+    """Return a model with half the squared length of the looked-up rows as its loss, so the gradient is known."""
     inputs = keras.Input((3,), dtype="int32")
     x = keras.layers.Embedding(rows, WIDTH, name="items")(inputs)
     return keras.Model(inputs, keras.ops.sum(x**2, axis=(1, 2))[:, None] / 2)
@@ -276,7 +279,7 @@ def test_kerass_meaning_touches_no_more_where_one_device_does_not(name):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("name", "sparse"), [("SGD", "keras"), ("Adagrad", "keras"), ("Adam", "lazy")])
 def test_a_step_allocates_nothing_that_grows_with_the_table(name, sparse):
-    """On CPU the trace tells of what is larger than 256 KiB."""
+    """On CPU, the trace reports allocations above 256 KiB."""
     rows = 400_000
     made, _ = trained(lambda: model(rows), OPTIMIZERS[name], strategy(sparse=sparse), data=batches(rows)[:1])
     piece = rows * WIDTH
@@ -287,14 +290,14 @@ def test_a_step_allocates_nothing_that_grows_with_the_table(name, sparse):
 
 
 def allocated(made, batch):
-    """The bytes of each allocation of a step with this batch, of which one was before."""
+    """Return the bytes of each allocation in the second step with a batch."""
     made.train_on_batch(*batch)
     with step_profile.traced() as trace:
         made.train_on_batch(*batch)
     return [event.stats["requested_bytes"] for event in trace.events() if event.name == "MemoryAllocation"]
 
 
-# --- What is sent ----------------------------------------------------------------------------------------
+# --- Communication ---------------------------------------------------------------------------------------
 
 
 def looking_up(rows, width):
@@ -309,7 +312,7 @@ BATCH = 1024
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("name", "sparse"), [("SGD", "keras"), ("Adagrad", "keras"), ("Adam", "lazy")])
 def test_a_step_sends_at_most_a_hundredth_of_a_dense_gradient(name, sparse):
-    """The trace tells of what is larger than 256 KiB, so rows are wide here; how many there are does not matter."""
+    """The trace reports only collectives above 256 KiB, so rows are wide here. Their number does not matter."""
     width = 512
     rows = BATCH * 20
     rs = np.random.RandomState(0)
@@ -327,10 +330,10 @@ def test_a_step_sends_at_most_a_hundredth_of_a_dense_gradient(name, sparse):
         told = [each.bytes for each in profile.collectives if each.kind == "all-to-all" and each.bytes]
         assert len(told) == 2, "premise: rows and their gradients are told, ids are too few"
         if is_most:
-            # All in the rows of one device, and all different.
+            # All ids are in the rows of one device, and all are different.
             assert sum(told) == planned - 2 * 4 * BATCH
         else:
-            # Evenly: each list is about a quarter of the longest there can be.
+            # Evenly spread ids: each list has about a quarter of the maximum length.
             assert sum(told) < planned / 2
     same = tfshard.profile_step(made, (np.full_like(x, 7), y))
     assert not same.bytes("all-to-all"), "what is looked up often is sent once"
@@ -363,7 +366,7 @@ def test_a_plan_of_tables_tells_bytes_at_rest_and_sent():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_table_changes_no_group_of_others(stage):
-    """Of untrained variables that together are worth a gather at stage 3 only."""
+    """Includes untrained variables that together are worth a gather only at stage 3."""
     others = [VariableSpec(path=f"mean_{i}", shape=(100_000,), trainable=False) for i in range(4)]
     others.append(VariableSpec(path="kernel", shape=(1024, 1024)))
     table = VariableSpec(path="items/embeddings", shape=(ROWS, WIDTH))
@@ -384,7 +387,7 @@ def test_capacities_grow_by_an_eighth_and_end_with_all():
         assert len(found) < 9 + 8 * np.log2(ids + 1)
 
 
-# --- The model besides -----------------------------------------------------------------------------------
+# --- Other parts of the model ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -448,7 +451,7 @@ def test_checkpoints_go_to_other_meshes_and_to_strategies_without_tables(name, d
         np.testing.assert_allclose(again[:2], again[2:], rtol=1e-5)
 
 
-# --- What is refused -------------------------------------------------------------------------------------
+# --- Refusals --------------------------------------------------------------------------------------------
 
 
 def test_ids_that_are_none_are_the_error_of_one_device_and_change_nothing():
@@ -467,7 +470,7 @@ def test_ids_that_are_none_are_the_error_of_one_device_and_change_nothing():
 
 
 def test_a_failing_step_of_a_model_of_tables_only_counts_on_no_device():
-    """Its iterations depend on nothing else that could fail."""
+    """Nothing else in the step depends on an operation that could fail."""
 
     def build():
         inputs = keras.Input((2,), dtype="int32")
@@ -596,7 +599,7 @@ def test_verify_agrees():
 
 
 def test_what_a_step_reads_is_from_before_its_update_also_what_the_update_does_not_depend_on():
-    """Beside reductions that DTensor merges, which is when it orders by operands only."""
+    """DTensor merges reductions next to the read, and then orders operations only by their operands."""
     made = tfshard.as_distributed(model())
     chosen = strategy(zero_stage=0, analyzer=None)
     optimizer = opt.Adagrad(1.0)
@@ -622,7 +625,7 @@ def test_what_a_step_reads_is_from_before_its_update_also_what_the_update_does_n
 
 
 class Block(keras.layers.Layer):
-    """A lookup and a layer, which are computed again."""
+    """A lookup and a layer that are recomputed."""
 
     def __init__(self, **options):
         super().__init__(**options)

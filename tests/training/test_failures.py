@@ -1,4 +1,4 @@
-"""A step that fails on the devices fails in Python, at that step, and leaves the model as it was."""
+"""A step that fails on the devices raises in Python at that step, and leaves the model unchanged."""
 
 import functools
 import pathlib
@@ -19,7 +19,7 @@ RS = np.random.RandomState(0)
 X = RS.normal(size=(16, 6)).astype("float32")
 Y = RS.normal(size=(16, 2)).astype("float32")
 IDS = RS.randint(0, 10, (16, 6))
-# Of the fourth device's rows.
+# In the fourth device's rows.
 NAN = np.where(np.arange(96).reshape(16, 6) == 92, np.nan, X).astype("float32")
 BAD_IDS = np.where(np.arange(96).reshape(16, 6) == 92, 77, IDS)
 
@@ -51,7 +51,7 @@ def checked() -> keras.Model:
 
 
 def checked_first() -> keras.Model:
-    """No collective comes before the operation that fails, at stage 0."""
+    """Return a model with no collective before the failing operation at stage 0."""
     return keras.Sequential([keras.Input((6,)), Finite(name="finite"), keras.layers.Dense(2)])
 
 
@@ -106,7 +106,7 @@ def test_a_failing_kernel_raises_what_plain_keras_raises_and_training_goes_on(ki
     model.train_on_batch(good, Y)
     assert stage == 0 or parity.shard_axes(model) == {"batch"}
     for name, call in CALLS.items():
-        # All of them for one kind: `fit` runs the function of `train_on_batch`.
+        # All calls for one kind of failure: `fit` runs the function of `train_on_batch`.
         if name == "fit in steps of two" or (kind == "id" and name not in ("train_on_batch", "predict")):
             continue
         before = state(model)
@@ -115,10 +115,10 @@ def test_a_failing_kernel_raises_what_plain_keras_raises_and_training_goes_on(ki
         with pytest.raises(tf.errors.InvalidArgumentError, match=words) as raised:
             call(model, bad)
         assert "finite" in str(raised.value) if kind == "check_numerics" else "table" in str(raised.value), name
-        # Metrics are reset at the beginning of fit and evaluate.
+        # Metrics are reset at the start of fit and evaluate.
         assert_as_before(model, before, without=("total", "count", "loss"))
     model.optimizer.learning_rate = reference.optimizer.learning_rate = 0.01
-    # The reference's counters went on in its failed steps, or did not: only from here on they are compared.
+    # The reference's counters may have advanced in its failed steps. Compare them only from here on.
     reference.set_weights(model.get_weights())
     for ours, theirs in zip(model.optimizer.variables, reference.optimizer.variables, strict=True):
         theirs.assign(ours.numpy())
@@ -147,7 +147,7 @@ def test_the_message_names_the_layer_and_the_line():
 
 
 def mapped(y_true, y_pred):
-    """Makes its operation in a function that optree calls."""
+    """Create the operation in a function that optree calls."""
     return keras.tree.map_structure(lambda x: tf.debugging.check_numerics(x * np.nan, "mapped"), [y_pred])[0]
 
 
@@ -200,8 +200,8 @@ def test_variables_that_a_failed_step_may_have_written_are_named():
     listed = message.partition("may have been written: ")[2]
     assert "kernel" in listed and "Load a checkpoint" in listed
     assert "early" not in listed
-    # Kernels that are reduced by themselves are updated when their gradient is there. All others are small copies or
-    # wait for them; the first of the others is the early layer's.
+    # Separately reduced kernels are updated when their gradients are there. All other variables are small copies or
+    # wait for them; the first of these is the early layer's.
     assert_as_before(model, before, without=("late", "last"))
     strategy.check_consistency(model)
 
@@ -253,7 +253,7 @@ def test_an_eager_step_that_fails_raises_and_leaves_the_model():
 
 
 def test_the_first_steps_of_a_process_may_fail():
-    """TensorFlow forms the groups of its collectives at the first one: cancelled then, they would stay so."""
+    """TensorFlow forms its collective groups at the first collective. A cancelled group would stay cancelled."""
     code = (
         "import tfshard; tfshard.initialize(4, 'CPU')\nimport numpy as np, tensorflow as tf, test_failures as t\n"
         "m = t.compiled(t.checked_first, 0)\n"
@@ -278,7 +278,7 @@ def test_tags_are_found_in_messages_that_have_a_program_in_them():
     with _private.quickly_parsed():
         assert error_interpolation.parse_message is not plain
         assert error_interpolation.parse_message(message) == expected
-        text, *tags = error_interpolation.parse_message(message + program)  # TensorFlow's own takes hours.
+        text, *tags = error_interpolation.parse_message(message + program)  # TensorFlow's function takes hours.
     assert (text, tags) == (expected[0] + program, list(expected[1:]))
     assert error_interpolation.parse_message is plain
 

@@ -38,7 +38,7 @@ def llama() -> keras.Model:
 
 
 def gemma() -> keras.Model:
-    """Multi-query attention: its one key and value head is whole on every device."""
+    """Return a model with multi-query attention: its single key and value head is replicated."""
     backbone = keras_hub.models.GemmaBackbone(
         vocabulary_size=VOCABULARY, num_layers=1, num_query_heads=4, num_key_value_heads=1, hidden_dim=16,
         intermediate_dim=64, head_dim=8,
@@ -54,7 +54,7 @@ def strategy_of(mesh: dict, stage: int = 3) -> tfshard.ShardedStrategy:
 
 
 def made(build: Callable) -> keras.Model:
-    """A model with large weights, so that no two tokens are about equally likely."""
+    """Return a model with large weights, so no two tokens are about equally likely."""
     model = build()
     for variable in (v for v in model.trainable_variables if len(v.shape) > 1):
         rs = np.random.RandomState(SEED + sum(map(ord, variable.path)))
@@ -63,7 +63,7 @@ def made(build: Callable) -> keras.Model:
 
 
 def prompts(rows: int = 4) -> dict[str, np.ndarray]:
-    """Prompts of three tokens, the second of five."""
+    """Return prompts of three tokens; the second has five."""
     mask = np.zeros((rows, LENGTH), bool)
     mask[:, :3] = mask[1, :5] = True
     tokens = np.random.RandomState(0).randint(1, VOCABULARY, (rows, LENGTH))
@@ -84,7 +84,7 @@ def on_one_device(build: Callable, sampler: Callable = lambda: "greedy", stop: i
 
 @functools.cache
 def greedy(build: Callable, mesh: str) -> keras.Model:
-    """On a mesh: several tests use one, which none of them trains."""
+    """Return a greedy model on a mesh. Several tests share it, and none trains it."""
     model = tfshard.as_distributed(made(build))
     model.compile(sampler="greedy", strategy=strategy_of(MESHES[mesh]))
     return model
@@ -136,7 +136,7 @@ def test_a_seeded_sampler_draws_the_tokens_of_one_device(name: str):
 
 def test_a_batch_that_the_batch_axis_does_not_divide_is_generated_on_every_device():
     model = greedy(llama, "batch x model")
-    # Rows do not depend on each other, but generation begins after the shortest prompt.
+    # Rows are independent, but generation starts after the shortest prompt.
     assert_same(generated(model, rows=3), {name: value[:3] for name, value in on_one_device(llama).items()})
 
 

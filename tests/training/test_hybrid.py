@@ -1,4 +1,4 @@
-"""Hybrid sharding: an axis of replicas beside the batch axis. The numbers are those of one device."""
+"""Hybrid sharding with a replica axis and a batch axis matches one device."""
 
 import functools
 import itertools
@@ -65,7 +65,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def every_gradient_by_replicas(monkeypatch):
-    """Also those of these small models."""
+    """Reduce the gradients of these small models by replicas, too."""
     monkeypatch.setattr(variable_layout, "LEAST_BY_REPLICAS_BYTES", 0)
 
 
@@ -89,7 +89,7 @@ def on_one_device(name, optimizer=adam):
 
 
 def kept_by_a_device(model):
-    """Bytes of the variables that are trained, and of their slots."""
+    """Return the bytes of the trained variables and their slots on the fullest device."""
     held = {}
     variables = [*model.trainable_variables, *(v for v in model.optimizer.variables if len(v.shape))]
     for storage in {variable.value.storage for variable in variables}:
@@ -190,7 +190,7 @@ def test_a_step_sends_what_is_planned_and_gathers_in_replicas_only(stage):
 
 
 def test_an_own_gradient_is_added_up_over_all_devices():
-    """Each device has another one, which DTensor does not know."""
+    """Each device has another local gradient, unknown to DTensor."""
     mesh = tfshard.create_mesh(**HYBRID)
     rows = transfer.host_to_mesh(RS.normal(size=(4, 3)).astype("float32"), ("batch", None), mesh)
 
@@ -270,7 +270,7 @@ print(json.dumps(by_replicas))
 
 @pytest.mark.slow
 def test_three_axes_train_as_one_device_and_add_up_kernels_by_replicas():
-    """On eight devices, in a process of its own. Kernels that the model axis shards, of Dense and EinsumDense."""
+    """Uses eight devices in a separate process. The model axis shards kernels of Dense and EinsumDense."""
     here = pathlib.Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": f"{pathlib.Path(tfshard.__file__).parents[1]}{os.pathsep}{here}"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Models that get variables after `compile`, and variables that are not on the mesh when a step reads them."""
+"""Models that get variables after `compile`, and variables outside the mesh when a step reads them."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ def strategy(layout_map=None, **axes: int) -> tfshard.ShardedStrategy:
 
 
 def build(way: str, chosen: tfshard.ShardedStrategy | None) -> keras.Model:
-    """A model without variables, compiled: on one device, or in one of the README's three ways."""
+    """Return a compiled model without variables: on one device, or in one of the README's three ways."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
     layers = [Dense(8, "tanh", name="up"), Dense(4, name="down")]
@@ -52,7 +52,7 @@ LATE = {
 
 
 def trained(model: keras.Model) -> tuple[dict, list]:
-    # 10 rows are not divided by 4 devices, nor are the 6 of the last batch.
+    # 4 devices do not divide 10 rows, and not the 6 rows of the last batch.
     history = model.fit(X, Y, batch_size=10, epochs=2, shuffle=False, verbose=0).history
     return history, model.get_weights()
 
@@ -77,7 +77,7 @@ def changed(model: keras.Model, late: str) -> keras.Model:
 
 @functools.cache
 def plain(late: str) -> tuple[dict, list]:
-    """What one device makes of it, whatever the way."""
+    """Return the result of one device, which is the same for all ways."""
     return trained(changed(build("", None), late))
 
 
@@ -133,7 +133,7 @@ def test_a_model_around_one_that_was_traced_leaves_its_variables_where_the_trace
     outer = tfshard.as_distributed(keras.Sequential([keras.Input((6,)), inner, Dense(4)]))
     outer.compile(keras.optimizers.SGD(0.5), "mse", strategy=chosen)
     outer.fit(X, Y, epochs=2, verbose=0)
-    # Evaluated by the function that was traced at first, and anew.
+    # Evaluate by the function that was traced first, and by a new one.
     after = inner.evaluate(X, Y, verbose=0)
     hidden = X @ inner.get_weights()[0] + inner.get_weights()[1]
     outputs = hidden @ inner.get_weights()[2] + inner.get_weights()[3]

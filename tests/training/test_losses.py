@@ -1,4 +1,4 @@
-"""Keras's losses in steps: docs/losses.md says what they do, and they do it."""
+"""Keras's losses in steps behave as docs/losses.md says."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Steps leave nothing behind in the memory of the host: no records of collectives, no compiled operations."""
+"""Steps leave nothing in host memory: no records of collectives, no compiled operations."""
 
 import os
 import re
@@ -16,14 +16,14 @@ import launched
 import parity
 import tfshard
 
-# Each way in which a step runs takes some seconds: an ordinary run takes those with something of their own.
+# Each way to run a step takes some seconds. An ordinary run takes the most distinct ways.
 ALONE = ("stage 3", "loops", "eager steps", "run in a function, of one batch")
 SWEPT = (*collective_records.COMPILED, "pipeline", *collective_records.CUSTOM)
 LOGGED = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "collective_ops=1"}
 
 
 def counted(log: str) -> dict[str, tuple[int, int]]:
-    """Of each run between `BEGIN` and `END`: collectives that ran, and those of which a record was kept."""
+    """Count, for each run between `BEGIN` and `END`, the collectives that ran, and those with a record."""
     found = {}
     for way, lines in re.findall(r"^BEGIN (.*?)$(.*?)^END ", log, re.DOTALL | re.MULTILINE):
         ran = len(re.findall(r"Collective\w+ group_size", lines))
@@ -63,7 +63,7 @@ def mlp() -> keras.Model:
 
 
 class Annealed(keras.Model):
-    """The loss of each step has another weight, a number of Python's."""
+    """Each step's loss has another weight, a Python number."""
 
     def __init__(self):
         super().__init__()

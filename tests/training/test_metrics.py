@@ -1,4 +1,4 @@
-"""Keras's metrics in steps: fit and evaluate give the values of plain Keras; what is refused is refused by name."""
+"""Keras's metrics in steps: fit and evaluate match plain Keras, and refusals name the metric."""
 
 import itertools
 
@@ -11,17 +11,17 @@ import sweeps
 import tfshard
 from built_in_losses import INPUTS, KINDS, MESHES, documented, fitted, keras_class, metric_outcomes, named
 
-# What DTensor by itself refuses of them.
+# Metrics that DTensor alone refuses.
 ORDINARY = [
     ("yes or no", name)
     for name in ("auc", "auc_at", "precision_at_recall", "sensitivity_at_specificity", "binary_io_u")
 ] + [("one of four, by number", "mean_io_u")]
-# Those that are counted without gathering what a model axis shards, whose masks our functions have to keep.
+# Metrics that are computed without gathering what a model axis shards. Our functions must keep their masks.
 MASKED = ("masked, one of four, by number", ("sparse_categorical_accuracy", "sparse_top_k_categorical_accuracy"))
 
 
 ALL = [(kind, name) for kind in KINDS for name in named(kind)]
-# The latter is Keras's, of weights for metrics that count.
+# Keras raises the second warning for weights of counting metrics.
 IGNORED = ("ignore:.*:tfshard.errors.LayoutWarning", "ignore:You are passing weight as `float`:UserWarning")
 TAKEN = sweeps.taken("metrics", ALL, always=ORDINARY, sample=3)
 
@@ -33,7 +33,7 @@ TAKEN = sweeps.taken("metrics", ALL, always=ORDINARY, sample=3)
     always={(kind, "batch4") for kind, _ in TAKEN} | {("yes or no", "model4")}, sample=1,
 )  # fmt: skip
 def test_metrics_of_fit_and_evaluate_are_those_of_plain_keras(kind: str, mesh: str):
-    """Also with sample weights, with a last batch that the batch axis does not divide, and with masks."""
+    """Includes sample weights, masks, and a last batch that the batch axis does not divide."""
     names = [name for of_kind, name in TAKEN if of_kind == kind] or list(named(kind))[:4]
     assert metric_outcomes(kind, names, mesh) == dict.fromkeys(names, "right")
 
@@ -90,7 +90,7 @@ class Calling(keras.layers.Layer):
 
 
 def by_time(x):
-    """Of the time of day, which DTensor does not expand."""
+    """Depend on the time of day, which DTensor does not expand."""
     return tf.reduce_sum(x) * tf.cast(tf.timestamp(), tf.float32)
 
 

@@ -1,4 +1,4 @@
-"""A step that takes its batch in parts has the numbers of the whole batch on one device."""
+"""A step in microbatches matches the full batch on one device."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +19,7 @@ RS = np.random.RandomState(0)
 WIDTH = 16
 X = RS.normal(size=(16, WIDTH)).astype("float32")
 TOKENS = RS.randint(1, 24, (16, 6)).astype("int32")
-# Each part has another number of tokens, and one sample has none.
+# Each microbatch has another number of tokens, and one sample has none.
 TOKENS[:, 3:] *= RS.uniform(size=(16, 3)) > np.linspace(0.1, 0.9, 16)[:, None]
 TOKENS[5] = 0
 CLASSES = (np.arange(16) % 4).astype("int32")
@@ -66,7 +66,7 @@ def convolutions():
 
 
 class Chooses(keras.layers.Layer):
-    """One of two kernels for all samples: by a weight, so that it is the same in each part."""
+    """Chooses between two kernels for all samples by a weight, so all microbatches choose the same."""
 
     def build(self, shape):
         self.first = self.add_weight(shape=(WIDTH, WIDTH), name="first")
@@ -82,7 +82,7 @@ def branches():
 
 
 class OwnStep(keras.Model):
-    """Adds a loss of its own, which is a mean."""
+    """Adds a custom loss, which is a mean."""
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -213,7 +213,7 @@ def test_a_step_that_overflows_is_skipped_as_on_one_device():
     def overflowing():
         return opt.LossScaleOptimizer(opt.SGD(1e-2), initial_scale=2.0**24, dynamic_growth_steps=100)
 
-    # Sums over a part may overflow where classes cancel out in the batch: so each part has all of them.
+    # Sums over a microbatch may overflow where classes cancel out in the batch, so each microbatch has all classes.
     classes = np.arange(16) // 4 + np.arange(16) % 4
     batches = ((X, classes % 4),)
     case = Case(policy="mixed_float16", optimizer=overflowing, steps=8, tolerance=2e-3, batches=batches)
@@ -227,12 +227,12 @@ def test_a_step_that_overflows_is_skipped_as_on_one_device():
 
 
 class OneByOne(keras.Model):
-    """The same parts on one device, by hand: each with statistics of its own, and one update."""
+    """Takes the same microbatches on one device by hand, with separate statistics and one update."""
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         total = None
-        for part in (np.arange(16) % 4 < 2, np.arange(16) % 4 >= 2):  # Of each of four devices' four rows, two.
+        for part in (np.arange(16) % 4 < 2, np.arange(16) % 4 >= 2):  # Two of the four rows of each of four devices.
             xs, ys = tf.boolean_mask(x, part), tf.boolean_mask(y, part)
             with tf.GradientTape() as tape:
                 loss = self.compute_loss(xs, ys, self(xs, training=True))
@@ -341,7 +341,8 @@ def test_a_part_holds_the_activations_of_a_part():
         layers = [keras.layers.Dense(512, activation="tanh") for _ in range(4)]
         model = tfshard.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(64)])
         model.compile("sgd", "mse", strategy=strategy(count=count, analyzer=None))
-        # The least of several: on a busy machine a part may begin while another's tensors are not freed yet.
+        # Take the minimum of several runs: on a busy machine, a microbatch may start before another's tensors are
+        # freed.
         peaks = [tfshard.profile_step(model, (x, x)).peak for _ in range(6)]
         if any(peak is None for peak in peaks):
             pytest.skip("This TensorFlow's CPU allocator does not report what it holds (no oneDNN).")
@@ -361,7 +362,7 @@ def test_parts_are_equal_and_no_larger_than_asked_for(rows, count, expected):
     assert (parts.count, parts.rows * parts.count) == (expected, rows)
 
 
-# --- What cannot be done in parts ------------------------------------------------------------------------
+# --- Steps that cannot run in microbatches ---------------------------------------------------------------
 
 
 def own_loop(function):
@@ -414,7 +415,7 @@ def test_other_numbers_of_parts_are_refused(count):
         strategy(count=count)
 
 
-# --- What is planned -------------------------------------------------------------------------------------
+# --- Plans -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

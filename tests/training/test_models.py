@@ -1,4 +1,4 @@
-"""Whole models: five Adam steps under the strategy give the numbers of one device."""
+"""Full models match one device in five Adam steps under the strategy."""
 
 import itertools
 
@@ -13,8 +13,8 @@ from families import BUILDERS, FAMILIES, SMALL, TOLERANCE, batches, reference, t
 from sweeps import table
 
 MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}, "model4": {"model": 4}}
-# Of the bytes, what the model axis shards: at least this much. In a ViT of this size a third is the kernel of its
-# patches, which stays whole.
+# The minimal share of the bytes that the model axis shards. In a ViT of this size, the kernel of the patches is a
+# third, and stays replicated.
 SHARES = {"vit": 0.4}
 # Without a batch axis the stages are the same.
 CASES = [
@@ -24,9 +24,9 @@ CASES = [
 
 
 def always() -> list[tuple[str, str, int]]:
-    """Each model, each mesh at each stage, and each kind of model on two meshes.
+    """Return each model, each mesh at each stage, and each kind of model on two meshes.
 
-    Kinds are what is alike to tfshard: encoders, decoders with and without gates, encoders with decoders.
+    Models of one kind look alike to tfshard: encoders, decoders with and without gates, encoders with decoders.
     """
     kinds = (
         ("mlp", "odd"), ("cnn", "attention"), ("bert", "roberta"), ("gpt2", "opt"), ("llama", "mistral"),
@@ -36,7 +36,7 @@ def always() -> list[tuple[str, str, int]]:
     for number, (one, other) in enumerate(kinds):
         cells |= {(one, "batch4", number % 4), (other, "batch2_model2", (number + 2) % 4)}
     cells |= {(name, "model4", 0) for name in ("cnn", "gpt2", "llama")}
-    # The quick tests have it.
+    # The quick tests contain this case.
     return sorted(cells | {("mlp", "batch4", 3)}, key=CASES.index)
 
 
@@ -47,7 +47,7 @@ def test_the_cells_that_are_always_taken_cover_what_they_say():
     assert {(mesh, stage) for _, mesh, stage in cells} == expected
 
 
-# T5's attention layers pass no mask on and say so, on one device as well.
+# T5's attention layers pass no mask on and warn about it, even on one device.
 @pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("ignore:.*does not support masking:UserWarning")
 @table("models", ("name", "mesh", "stage"), CASES, always=always(), sample=1)
@@ -66,7 +66,7 @@ def test_model_matches_one_device(name, mesh, stage):
 
 
 def assert_sharded(run: parity.Run, name: str, axes: dict[str, int], stage: int) -> None:
-    """Premise: most of the model rests as mesh and stage say."""
+    """Premise: most of the model is stored as mesh and stage say."""
     assert run.model.trainable_variables[0].value.mesh.size == 4
     if name == "odd":
         assert not any(dim % 2 == 0 for v in run.model.trainable_variables for dim in v.shape)
@@ -84,7 +84,7 @@ def assert_sharded(run: parity.Run, name: str, axes: dict[str, int], stage: int)
 
 @pytest.mark.slow
 def test_kerashub_task_with_its_own_compile():
-    """KerasHub's `compile` chooses optimizer, loss and metrics: the same as on one device."""
+    """KerasHub's `compile` chooses the same optimizer, loss and metrics as on one device."""
 
     def fit(strategy):
         keras.backend.clear_session()
@@ -100,7 +100,7 @@ def test_kerashub_task_with_its_own_compile():
     task, _, history = fit(tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
     plain, before, expected = fit(None)
     assert parity.sharded_share(task, "batch") >= 0.9
-    # Its own rate is 2e-5, for three steps.
+    # The default rate is 2e-5, for three steps.
     moved = np.concatenate([np.abs(a - b).ravel() for a, b in zip(plain.get_weights(), before, strict=True)])
     assert np.median(moved) > 100 * 2e-7
     assert history.keys() == expected.keys() and len(history) == 2

@@ -1,4 +1,4 @@
-"""Loops over many batch sizes and sequence lengths: the numbers of one device, few compilations, bounded memory."""
+"""Loops over many batch sizes and sequence lengths match one device, compile rarely, and use bounded memory."""
 
 import gc
 import types
@@ -18,14 +18,14 @@ L = keras.layers
 
 
 class BatchMean(keras.layers.Layer):
-    """Subtracts the mean over the batch: a row depends on all rows."""
+    """Subtracts the mean over the batch: each row depends on all rows."""
 
     def call(self, x):
         return x - keras.ops.mean(x, axis=0, keepdims=True)
 
 
 class ManyOperations(keras.layers.Layer):
-    """Functions of single elements."""
+    """Applies elementwise functions."""
 
     def call(self, x):
         ops = keras.ops
@@ -42,13 +42,13 @@ class ManyOperations(keras.layers.Layer):
 
 
 def contrastive(y_true, y_pred):
-    """A loss over pairs of the samples of a batch."""
+    """Return a loss over pairs of the samples of a batch."""
     near = keras.ops.matmul(y_pred, keras.ops.transpose(y_pred))
     return -keras.ops.diagonal(keras.ops.log_softmax(near, axis=-1))
 
 
 class OwnSteps(keras.Model):
-    """A `train_step` and a `test_step` of its own, with a loss of the batch's mean."""
+    """Custom `train_step` and `test_step`, with a loss of the batch's mean."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ def labels_from_logits():
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-# A model, its loss, and a batch of so many samples, which may be so long.
+# A model, its loss, and a function that makes a batch of a given number and length of samples.
 CASES = {
     "dense": (
         lambda: sequential((4,), L.Dense(8, activation="relu"), L.Dense(1)),
@@ -207,7 +207,7 @@ def compiled(case: str, strategy: tfshard.ShardedStrategy | None) -> keras.Model
 
 
 def functions_of(model: keras.Model, kind: str = "train") -> step_functions.StepFunctions:
-    """What a model's step function keeps."""
+    """Return the step functions of a model."""
     waiting = [getattr(model, f"{kind}_function")]
     while waiting:
         function = waiting.pop()
@@ -225,7 +225,7 @@ def logs_of(model: keras.Model, call: str, *batch) -> dict[str, np.ndarray]:
 
 
 def compare_shapes(case: str, shapes: list[tuple[int, int]], strategy: tfshard.ShardedStrategy) -> keras.Model:
-    """Trains, tests and predicts batches of these sizes and lengths, as on one device."""
+    """Train, test and predict on batches of these sizes and lengths, and compare with one device."""
     random = np.random.default_rng(0)
     models = [compiled(case, each) for each in (strategy, None)]
     for size, length in shapes:
@@ -293,7 +293,7 @@ def test_dropout_of_a_shape_that_is_not_among_the_first_draws_the_masks_of_one_d
     for strategy in (zero_stage_3(), None):
         keras.utils.set_random_seed(0)
         model = sequential((4,), L.Dense(16, activation="relu"), L.Dropout(0.5, seed=3), L.Dense(1))
-        optimizer = keras.optimizers.SGD(0.0)  # Masks of the first shapes are not those of one device.
+        optimizer = keras.optimizers.SGD(0.0)  # Masks of the first shapes differ from one device.
         if strategy is None:
             model.compile(optimizer, "mse", jit_compile=False)
         else:
@@ -326,7 +326,7 @@ def test_fit_evaluate_and_predict_of_batches_of_many_shapes_match_one_device():
 
 
 def test_a_model_whose_operations_were_not_tried_keeps_few_functions_frees_the_others_and_warns(monkeypatch):
-    """A recurrent layer: its loop is not among the operations that an open function may have."""
+    """An open function may not contain the loop of a recurrent layer."""
     monkeypatch.setattr(step_functions, "MOST", 4)
     monkeypatch.setattr(step_functions, "MANY", 7)
     random = np.random.default_rng(0)
@@ -356,7 +356,7 @@ def test_a_model_whose_operations_were_not_tried_keeps_few_functions_frees_the_o
 
 
 def trained_on(sizes: list[int]) -> step_functions.StepFunctions:
-    """The step functions of a model that was trained on batches of these sizes."""
+    """Return the step functions of a model that was trained on batches of these sizes."""
     model, random = compiled("dense", zero_stage_3()), np.random.default_rng(0)
     for size in sizes:
         model.train_on_batch(*CASES["dense"][2](random, size, 0))

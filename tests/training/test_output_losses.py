@@ -1,4 +1,4 @@
-"""History of the losses of several outputs, with batches of several sizes: Keras's numbers."""
+"""The history of several outputs' losses matches Keras for batches of several sizes."""
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ import tfshard
 
 RS = np.random.RandomState(0)
 X = RS.randn(22, 6).astype("float32")
-# Later samples have larger losses, so that it shows how much the remainder counts.
+# Later samples have larger losses, so the weight of the remainder shows.
 P, Q = RS.randint(0, 3, 22), (X[:, :2] * np.linspace(1, 9, 22)[:, None]).astype("float32")
 WEIGHTS = np.linspace(0.5, 2, 22).astype("float32")
 LOSSES = {"p": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "q": "mse"}
@@ -32,7 +32,7 @@ def arrays(model, **options):
     return model.fit(X, {"p": P, "q": Q}, batch_size=8, shuffle=False, verbose=0, **options).history
 
 
-# Each is given a compiled model, and gives numbers.
+# Functions of a compiled model that return numbers.
 RUNS = {
     "remainder": lambda m: [arrays(m, epochs=2), m.evaluate(X, {"p": P, "q": Q}, batch_size=8, verbose=0)],
     "no remainder": lambda m: m.fit(X[:16], {"p": P[:16], "q": Q[:16]}, batch_size=8, shuffle=False, verbose=0).history,

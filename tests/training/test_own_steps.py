@@ -1,5 +1,6 @@
-"""Models with steps of their own, in which they are built: what a step gives to the model, its losses and metrics is
-not what the dataset gives. Keras builds all of it where the step uses it, on one device.
+"""Models with custom steps that build them, and that pass other data to the model, losses and metrics than the dataset.
+
+On one device, Keras builds all of them where the step uses them.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ def updated(model, tape, loss, part):
 
 
 class InsideOnly(keras.Model):
-    """No call; the loss and a metric are on what a part gives."""
+    """Has no call. The loss and a metric use the output of a part."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +46,7 @@ class InsideOnly(keras.Model):
 
 
 class OnPartOfTheData(keras.Model):
-    """The model is called on another shape than that of the data; one part of it is not called by it."""
+    """Calls the model on another shape than the data's. The call does not use one part of the model."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +71,7 @@ class OnPartOfTheData(keras.Model):
 
 
 class TargetsInParts(keras.Model):
-    """Targets that the step makes of several: with a copy of the network, as in deep Q-learning."""
+    """Makes its targets from several inputs with a copy of the network, as in deep Q-learning."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +95,7 @@ class TargetsInParts(keras.Model):
 
 
 class Patches(keras.Model):
-    """The call gives something else than the loss takes, as in a masked autoencoder."""
+    """The call returns something else than the loss takes, as in a masked autoencoder."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +121,7 @@ class Patches(keras.Model):
 
 
 MODELS = [InsideOnly, OnPartOfTheData, TargetsInParts, Patches]
-# As in keras.io's examples: a metric that is a global name, and nobody's attribute.
+# As in keras.io's examples: a metric in a global variable, and in no attribute.
 global_loss = keras.metrics.Mean(name="loss")
 
 
@@ -136,7 +137,7 @@ class GlobalMetric(InsideOnly):
 
 
 class LateMetrics(InsideOnly):
-    """The property names attributes that `compile` sets after Keras's own."""
+    """The property names attributes that `compile` sets after Keras's `compile`."""
 
     def compile(self, *args, **kwargs):
         super().compile(*args, **kwargs)
@@ -153,7 +154,7 @@ class LateMetrics(InsideOnly):
 
 
 class TrainsByItself(layers.Layer):
-    """A layer with an optimizer of its own (Hinton 2022, Forward-Forward)."""
+    """A layer with a separate optimizer (Hinton 2022, Forward-Forward)."""
 
     def __init__(self, units, size):
         super().__init__()
@@ -226,7 +227,7 @@ def test_attribute_optimizers_leave_out_those_of_compiled_parts_but_not_shared_o
     found = inventory.attribute_optimizers(model)
     assert list(found.values()) == [part.optimizers[0] for part in model.parts]
     assert list(found) == list(inventory.attribute_optimizers(ByLayers()))
-    model.shared = model.teacher.optimizer  # As a GAN that trains with the optimizer of its compiled discriminator.
+    model.shared = model.teacher.optimizer  # Like a GAN that trains with the optimizer of its compiled discriminator.
     assert inventory.attribute_optimizers(model)["shared"] is model.teacher.optimizer
 
 
@@ -258,14 +259,14 @@ def test_a_model_that_its_step_builds_trains_as_on_one_device(cls, mesh):
 
 
 def test_an_optimizer_that_makes_a_number_of_its_own_is_built_by_a_step():
-    """Nadam's product of momenta begins as a constant, which is in the graph of the step."""
+    """Nadam's product of momenta starts as a constant in the graph of the step."""
     plain, model = (compiled(OnPartOfTheData, mesh, keras.optimizers.Nadam) for mesh in (None, MESHES["batch"]))
     assert not model.optimizer.built, "premise"
     assert_same(fit(model), fit(plain))
 
 
 def test_what_a_step_builds_is_there_before_training_begins():
-    """So that a run can go on from a checkpoint."""
+    """A run can then continue from a checkpoint."""
     seen = []
     begin = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: seen.extend(model.inner.weights))
     model = compiled(InsideOnly, MESHES["batch"])
@@ -302,7 +303,7 @@ def test_batches_of_every_kind_build_a_model(data):
             return [model.train_on_batch(*batch, return_dict=True)["loss"] for batch in batches]
         if data == "generator":
             return model.fit((each for each in batches), steps_per_epoch=4, shuffle=False, verbose=0).history["loss"]
-        # Sizes of batches are not known before they come.
+        # Sizes of batches are unknown before they are read.
         dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
         return model.fit(dataset, epochs=2, shuffle=False, verbose=0).history["loss"]
 
@@ -321,7 +322,7 @@ def test_a_model_is_built_by_its_evaluation_first():
 
 
 def test_an_optimizer_that_no_step_uses_gets_no_slots():
-    """Keras gives a model one that was compiled without, as many a GAN is."""
+    """Keras gives an optimizer to a model that was compiled without one, as many GANs are."""
 
     class Own(InsideOnly):
         def __init__(self):
@@ -355,7 +356,7 @@ def test_training_goes_on_after_the_step_that_built_a_model_has_failed():
             return logs
 
     model = compiled(Checked, MESHES["batch"])
-    kinds = tf.TensorSpec((None, 16)), tf.TensorSpec((None, 3))  # Only the first step says how many samples.
+    kinds = tf.TensorSpec((None, 16)), tf.TensorSpec((None, 3))  # Only the first step tells the number of samples.
     large = tf.data.Dataset.from_generator(lambda: [(1e4 * X[:16], Y[:16])], output_signature=kinds)
     with pytest.raises(tf.errors.InvalidArgumentError, match="x < y"):
         model.fit(large, shuffle=False, verbose=0)
@@ -388,7 +389,7 @@ def test_an_error_of_a_step_is_the_users():
 
 
 def test_a_built_model_is_predicted_with_before_and_after_training():
-    """What its functions read moves when small variables come to their group."""
+    """The variables that its functions read move when small variables join their group."""
     results = []
     for mesh in (MESHES["batch"], None):
         keras.utils.set_random_seed(2)
@@ -431,7 +432,7 @@ def test_a_loop_whose_first_step_builds_its_model_goes_on_when_others_are_born(t
 
 
 def test_a_function_that_reads_what_has_moved_fails():
-    """Without elements, TensorFlow's gather would read beyond what is there."""
+    """If the old variables had no elements, TensorFlow's gather would read out of bounds."""
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
     with strategy.scope():
         model = mlp(24, 3)

@@ -1,4 +1,4 @@
-"""random_map: random Keras layers in an input pipeline, the same in every run. Launched: test_launched_failures.py."""
+"""random_map gives the same random layers in an input pipeline in every run. Launched: test_launched_failures.py."""
 
 import keras
 import numpy as np
@@ -34,7 +34,7 @@ def test_what_is_drawn_depends_on_seed_epoch_and_place_only():
     for epoch in epochs:
         np.testing.assert_array_equal(read(parallel), epoch)
     assert not np.array_equal(read(augmented(seed=2)), epochs[0])
-    # The samples of a batch, and the layers, draw numbers of their own.
+    # The samples of a batch and the layers draw different numbers.
     same = tf.data.Dataset.from_tensors(np.repeat(X[:1], 24, axis=0)).unbatch().batch(24)
     layers = [keras.layers.RandomBrightness(0.2, value_range=(0, 1)) for _ in range(2)]
     drawn = next(iter(tfshard.random_map(same, lambda x: [layer(x, training=True) for layer in layers], seed=1)))

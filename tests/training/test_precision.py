@@ -1,4 +1,4 @@
-"""Mixed precision: losses, weights, slots and the loss scale are those of one device; so are skipped steps."""
+"""Mixed precision: losses, weights, slots, loss scale and skipped steps match one device."""
 
 import contextlib
 import dataclasses
@@ -18,13 +18,14 @@ RS = np.random.RandomState(0)
 ROWS, RATE = 8, 0.25
 X = RS.normal(size=(ROWS, 8)).astype("float32")
 Y = RS.normal(size=(ROWS, 4)).astype("float32")
-# An overflow in the last row, which is the fourth device's of four.
+# An overflow in the last row, which belongs to the last of four devices.
 OVERFLOW = np.where(np.arange(X.size).reshape(X.shape) == X.size - 3, 3e5, X).astype("float32")
-# What the layers of `build` with a poison look at: beyond what a batch has.
+# Input for poisoned layers of `build`: outside the range of ordinary batches.
 POISONED = np.where(np.arange(X.size).reshape(X.shape) == X.size - 3, 100.0, X).astype("float32")
 
 GROWTH, SCALE = 2, 8.0
-# One step in seven overflows; scales after each step, by Keras's rule: doubled after two steps, halved by an overflow.
+# One step in seven overflows. The scales after each step, by Keras's rule: doubled after two steps, halved by an
+# overflow.
 STEPS = (X, X, X, OVERFLOW, X, X, X)
 SKIPPED = 3
 SCALES = [8.0, 16.0, 16.0, 8.0, 8.0, 16.0, 16.0]
@@ -35,7 +36,7 @@ EPSILON = {"mixed_float16": np.finfo(np.float16).eps, "mixed_bfloat16": ml_dtype
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """What there is after a step; arrays in the order of Keras's lists."""
+    """The state after a step. Arrays are in the order of Keras's lists."""
 
     loss: float
     weights: list[np.ndarray]
@@ -43,7 +44,7 @@ class Step:
 
 
 class Poisoned(keras.layers.Dense):
-    """The gradient of one element of its kernel is infinite where an input is above 50; what it computes is finite."""
+    """The gradient of one kernel element is infinite if an input is above 50. The output is finite."""
 
     def call(self, inputs):
         @tf.custom_gradient
@@ -64,7 +65,7 @@ def build(policy: str, first: type = keras.layers.Dense) -> keras.Model:
 
 
 def trained(policy: str, inputs: tuple, strategy: tfshard.ShardedStrategy | None, **options) -> tuple:
-    """The model after a step on each of `inputs`, what there was before, and after each step."""
+    """Return the model after a step on each of `inputs`, and the state before and after each step."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(1)
     model = tfshard.as_distributed(build(policy, **options))
@@ -81,7 +82,7 @@ def trained(policy: str, inputs: tuple, strategy: tfshard.ShardedStrategy | None
 
 
 def noted(model: keras.Model, loss: float) -> Step:
-    # Under its place in the list: several variables have the same path.
+    # Keyed by the index in the list: several variables have the same path.
     state = {f"{i} {v.path}": np.array(v.numpy()) for i, v in enumerate(model.optimizer.variables)}
     return Step(loss=float(loss), weights=[np.array(w) for w in model.get_weights()], optimizer=state)
 
@@ -106,7 +107,7 @@ def strategy_of(mesh: str, stage: int, grouped: bool) -> tfshard.ShardedStrategy
 
 
 def assert_sharded(model: keras.Model, mesh: str, stage: int, grouped: bool) -> None:
-    """Premise."""
+    """Premise: the policy and the sharding are as expected."""
     assert model.layers[1].compute_dtype in ("float16", "bfloat16")
     layouts = {v.path: v.value.layout for v in model.trainable_variables}
     assert all(("batch" in layout.storage) == (stage == 3) for layout in layouts.values())
@@ -119,12 +120,12 @@ def assert_sharded(model: keras.Model, mesh: str, stage: int, grouped: bool) -> 
 
 
 def assert_close(ours: list[Step], theirs: list[Step], policy: str) -> None:
-    """Losses, weights and slots agree, to what rounding in the policy's format may make of them.
+    """Assert that losses, weights and slots agree within the rounding of the policy's format.
 
-    A gradient is a sum over devices of pieces that are rounded to the format, and the sum is rounded: where plain
-    Keras rounds once, this is off by at most epsilon times the largest element, and the next steps see other
-    weights by as much again. So a weight may be off by twice epsilon times the way that the variable's weights went
-    (the sum over steps of the largest change), and must have gone much further.
+    A gradient is a sum over devices of rounded terms, and the sum is rounded, too, while plain Keras rounds once. The
+    sum is therefore off by at most epsilon times the largest element, and the next steps see weights that are off by as
+    much again. A weight may be off by twice epsilon times the path length of the variable's weights (the sum over steps
+    of the largest change), and must have moved much further.
     """
     epsilon = EPSILON[policy]
     for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
@@ -143,7 +144,7 @@ def assert_close(ours: list[Step], theirs: list[Step], policy: str) -> None:
 
 
 def assert_skipped(before: Step, after: Step) -> None:
-    """To the bit: weights, slots, the count of steps and the rate; of the loss scale's own, the counter is at zero."""
+    """Assert bit-identical weights, slots, step count and rate. The counter of the loss scale is at zero."""
     for ours, theirs in zip(after.weights, before.weights, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     for name, value in after.optimizer.items():
@@ -159,7 +160,7 @@ def counters(step: Step) -> dict[str, float]:
 
 
 CASES = list(itertools.product(EPSILON, (0, 2, 3), (True, False), MESHES))
-# Each two of precision, stage, groups and mesh meet.
+# The cases cover each pair of precision, stage, groups and mesh.
 ALWAYS = [
     ("mixed_float16", 0, True, "batch4"), ("mixed_float16", 2, False, "batch2_model2"),
     ("mixed_float16", 3, True, "batch2_model2"), ("mixed_bfloat16", 0, False, "batch2_model2"),
@@ -170,7 +171,7 @@ ALWAYS = [
 @pytest.mark.sweep(1)
 @sweeps.table("mixed precision", ("policy", "stage", "grouped", "mesh"), CASES, always=ALWAYS, sample=1)
 def test_mixed_precision_trains_as_on_one_device(policy: str, stage: int, grouped: bool, mesh: str):
-    """With a loss scale, one step in between overflows in one device's rows."""
+    """With a loss scale, one middle step overflows in one device's rows."""
     inputs = "overflow" if policy == "mixed_float16" else "plain"
     model, steps = trained(policy, INPUTS[inputs], strategy_of(mesh, stage, grouped))
     expected = reference(policy, inputs)
@@ -179,7 +180,7 @@ def test_mixed_precision_trains_as_on_one_device(policy: str, stage: int, groupe
     assert [counters(step) for step in steps] == [counters(step) for step in expected]
     if policy == "mixed_float16":
         assert [counters(step)["dynamic_scale"] for step in steps[1:]] == SCALES
-        # The loss is finite, as tanh is bounded.
+        # The loss is finite, because tanh is bounded.
         assert_skipped(steps[SKIPPED], steps[SKIPPED + 1])
         assert not np.array_equal(steps[SKIPPED + 2].weights[0], steps[SKIPPED + 1].weights[0]), "the next one trains"
     assert counters(steps[-1])["iteration"] == 6

@@ -1,4 +1,4 @@
-"""Models after `quantize`, with and without LoRA, trained to the numbers of one device."""
+"""Models after `quantize`, with and without LoRA, match one device in training."""
 
 import itertools
 import pathlib
@@ -15,7 +15,7 @@ RS = np.random.RandomState(0)
 X = RS.normal(size=(16, 6, 16)).astype("float32")
 Y = RS.normal(size=(16, 3)).astype("float32")
 
-# How a model is quantized, whether LoRA is added before, and the dtype in which a kernel rests then.
+# The quantization, whether LoRA is added before, and the dtype in which a kernel is stored then.
 WAYS = {
     "int8": ("int8", False, "int8"),
     "int8 and LoRA": ("int8", True, "int8"),

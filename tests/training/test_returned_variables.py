@@ -27,7 +27,7 @@ def strategy(kind: str, **options) -> tfshard.ShardedStrategy:
 
 
 class Telling(keras.Model):
-    """Returns variables from its steps, in many forms."""
+    """Returns variables from its steps in many forms."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ def built(chosen: tfshard.ShardedStrategy | None, *, only_after_the_update: bool
 
 
 def told(model: Telling) -> list:
-    """What each step told, and predictions."""
+    """Return the logs of each step, and predictions."""
     steps = []
 
     def note(number, logs):
@@ -121,7 +121,7 @@ def told(model: Telling) -> list:
     if model.only_after_the_update:
         return steps
     model.evaluate(X, Y, batch_size=16, verbose=0, callbacks=[callback])
-    if model.steps_per_execution == 1:  # Else Keras tells the last value for all steps of an execution.
+    if model.steps_per_execution == 1:  # Otherwise, Keras reports the last value for all steps of an execution.
         steps.append(model.predict(X, batch_size=8, verbose=0))
     return steps
 
@@ -187,7 +187,7 @@ def test_what_is_computed_of_an_optimizers_counter_after_the_update_is_refused_i
 
 
 class Loop:
-    """A loop of the user's own: variables, a step and what runs it, with a strategy or without."""
+    """A custom loop: variables, a step and functions that run it, with or without a strategy."""
 
     def __init__(self, chosen: tfshard.ShardedStrategy | None):
         self.strategy = chosen
@@ -208,7 +208,7 @@ class Loop:
         variables = self.model.trainable_variables
         self.optimizer.apply(tape.gradient(loss, variables), variables)
         self.count.assign_add(1.0)
-        self.table.assign(self.table + other)  # An all-reduce, which DTensor merges with that of the loss.
+        self.table.assign(self.table + other)  # An all-reduce, which DTensor merges with the loss's.
         return loss
 
     def run(self, function, *args):
@@ -253,7 +253,7 @@ def twice(loop):
 
 
 def overwritten(loop):
-    """The second write needs no all-reduce, and the first one does."""
+    """The first write needs an all-reduce, and the second does not."""
 
     @tf.function
     def train(x):

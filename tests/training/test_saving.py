@@ -1,4 +1,4 @@
-"""What leaves a strategy is plain Keras: files, clones, copies, exports; and goes on training sharded."""
+"""Files, clones, copies and exports of a strategy's model are plain Keras, and the model continues to train sharded."""
 
 import contextlib
 import pickle
@@ -25,7 +25,7 @@ def test_keras_file_and_weights_go_both_ways(tmp_path):
     other.load_weights(tmp_path / "model.weights.h5")
     for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    # The other way round: a plain file, its optimizer included, goes on training sharded.
+    # Reversed: a model from a plain file, including its optimizer, continues to train sharded.
     resumed = tfshard.as_distributed(keras.models.load_model(tmp_path / "model.keras"))
     resumed.compile(resumed.optimizer, LOSS, metrics=["accuracy"], strategy=strategy())
     plain.compile(plain.optimizer, LOSS, metrics=["accuracy"], jit_compile=False)
@@ -124,7 +124,7 @@ def test_what_is_pickled_and_saved_for_serving_is_a_plain_model(tmp_path):
     tf.saved_model.save(model, tmp_path / "saved")
     (served,) = tf.saved_model.load(tmp_path / "saved").signatures["serving_default"](tf.constant(X)).values()
     np.testing.assert_allclose(served, expected, atol=1e-6)
-    # It goes on, sharded.
+    # The model continues to train sharded.
     assert parity.shard_axes(model) == {"batch"}
     fits = [m.fit(X, Y, batch_size=8, shuffle=False, verbose=0) for m in (model, plain)]
     assert_same_history(*fits)
@@ -154,7 +154,7 @@ def test_an_asynchronous_checkpoint_has_the_values_of_its_step(by, tmp_path):
     }[by]
     with pytest.warns(UserWarning, match="enable_async=True has no effect"):
         path = save()
-    assert tf.train.load_checkpoint(path)  # It is complete.
+    assert tf.train.load_checkpoint(path)  # The checkpoint is complete.
     model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
     checkpoint.sync()
     plain = build()

@@ -1,4 +1,4 @@
-"""What TensorFlow, Keras and KerasTuner call of a strategy is there, and is called as that of other strategies."""
+"""The strategy has all members that TensorFlow, Keras and KerasTuner call, with the parameters of other strategies."""
 
 import inspect
 
@@ -18,7 +18,7 @@ INTERFACES = {
     "replica context": (hooks._ReplicaContext, (tf.distribute.ReplicaContext,)),
     "value context": (hooks._ValueContext, (tf.distribute.experimental.ValueContext,)),
 }
-# Members of MirroredStrategy's own work, and of TensorFlow 1's sessions and input functions.
+# Members for MirroredStrategy's internal work, and for TensorFlow 1's sessions and input functions.
 INTERNAL = {
     "_get_cross_device_ops",
     "_get_variable_creator_initial_value",
@@ -67,7 +67,7 @@ def test_each_member_of_tensorflows_strategies_is_there_and_is_called_alike():
 
 
 def differences(where: str, theirs, ours) -> list[str]:
-    """What can be called of a method of TensorFlow's and not of ours."""
+    """Return the calls that a method of TensorFlow accepts and ours does not."""
     if inspect.unwrap(ours) is inspect.unwrap(theirs):
         return []
     expected, found = (inspect.signature(each).parameters for each in (theirs, ours))
@@ -137,7 +137,7 @@ def test_the_context_of_a_replica_reduces_gathers_and_updates():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_keras_tuner_searches_with_a_strategy(tmp_path):
-    """A search with `distribution_strategy=`, and one whose models are compiled with `strategy=`."""
+    """Searches with `distribution_strategy=`, and with models compiled with `strategy=`."""
     keras_tuner = pytest.importorskip("keras_tuner")
     chosen = strategy()
     x = np.random.RandomState(0).normal(size=(32, 4)).astype("float32")

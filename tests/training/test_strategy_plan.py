@@ -1,4 +1,4 @@
-"""What `strategy.plan` says is what the strategy then stores, whatever its settings are."""
+"""The strategy stores what `strategy.plan` says, for all settings."""
 
 import contextlib
 import inspect
@@ -10,7 +10,7 @@ from tensorflow.experimental import dtensor
 import tfshard
 from tfshard.devices import host_meshes
 
-# For each setting of a strategy, another value than the default, and more settings with which it shows.
+# For each setting of a strategy, a value other than the default, and further settings that make it visible.
 MODEL_AXIS = {"hidden/kernel": (None, "model"), "out/kernel": ("model", None), ".*": ()}
 SETTINGS = {
     "layout_map": (MODEL_AXIS, {}),
@@ -82,7 +82,7 @@ def test_each_setting_of_a_strategy_is_in_the_table():
 @pytest.mark.on_cpu("logical devices")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_strategy_stores_what_it_planned(setting):
-    """Before the model is compiled, after it, and as if it were compiled anew once a layer is frozen."""
+    """Plans before and after the model is compiled, and as if compiled again after a layer was frozen."""
     with strategy_with(setting) as strategy:
         model, optimizer = tfshard.as_distributed(build()), keras.optimizers.Adam()
         before = strategy.plan(model, "adam")
@@ -97,7 +97,7 @@ def test_a_strategy_stores_what_it_planned(setting):
             for kind in ("slot", "state"):
                 assert found.pop(kind) == pytest.approx(held[kind], abs=64), kind
             assert found == {name: value for name, value in held.items() if name not in ("slot", "state")}
-        # Another model of the same variables, frozen, under the same strategy.
+        # Another model with the same variables, frozen, under the same strategy.
         model.get_layer("out").trainable = False
         again = strategy.plan(model, "adam")
         other = tfshard.as_distributed(build())

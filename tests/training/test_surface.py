@@ -26,7 +26,7 @@ def test_remainder_batch_costs_at_most_one_more_trace():
 
     class Counting(keras.layers.Dense):
         def call(self, inputs, training=None):
-            if not tf.distribute.in_cross_replica_context():  # Not Keras's own symbolic build.
+            if not tf.distribute.in_cross_replica_context():  # Excludes Keras's symbolic build.
                 traces.append(inputs.shape)
             return super().call(inputs)
 
@@ -40,7 +40,7 @@ def test_remainder_batch_costs_at_most_one_more_trace():
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("size", [1, 7])
 def test_any_batch_size_matches_one_device(size):
-    # SGD: the bias before a batch normalization has a gradient of rounding errors only, which Adam would blow up.
+    # SGD: the bias before a batch normalization has only rounding errors as its gradient, which Adam would amplify.
     result, expected = both(
         lambda m: m.fit(X, Y, batch_size=size, epochs=1, shuffle=False, verbose=0), optimizer=keras.optimizers.SGD
     )
@@ -84,7 +84,7 @@ def generator():
 
 
 def test_inputs_of_every_kind_match_one_device():
-    """One model, as it takes one after the other."""
+    """The same model takes all kinds one after the other."""
 
     def fit(model):
         dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
@@ -249,7 +249,7 @@ def used(model: keras.Model) -> dict:
 
 @functools.cache
 def plain() -> dict:
-    """What plain Keras makes of it."""
+    """Return the results of plain Keras."""
     model = compiled(False)
     return {"initial": model.get_weights(), **used(model)}
 
@@ -346,7 +346,7 @@ GROUPED = tfshard.ParameterAnalyzer()
     (0, "one", GROUPED), (1, "several", None), (2, "one", GROUPED), (3, "one", None), (3, "several", GROUPED),
 ])  # fmt: skip
 def test_swapped_ema_weights_are_those_of_one_device(stage, optimizer, analyzer):
-    """Three swaps back and forth: after each step the averages are others (a swap that reads old values shows)."""
+    """Swaps three times back and forth. After each step the averages differ, so a swap that reads old values shows."""
 
     chosen = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=stage, analyzer=analyzer)
     (model, result), (reference, expected) = with_ema(optimizer, chosen), plain_with_ema(optimizer)
@@ -383,7 +383,7 @@ def test_no_data_is_what_it_is_in_keras():
 
 @pytest.mark.slow
 def test_batches_of_many_sizes_go_through_reshapes_and_slices_as_on_one_device():
-    """Keras traces a step with a batch size that is not known once it has seen two."""
+    """Keras traces a step with unknown batch size once it has seen two sizes."""
 
     class Parts(keras.layers.Layer):
         def call(self, inputs):

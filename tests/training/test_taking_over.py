@@ -1,4 +1,4 @@
-"""A model that is compiled under one strategy, then under another: it goes there, and trains on as on one device."""
+"""A model compiled under a second strategy moves to that strategy, and continues to train as on one device."""
 
 import functools
 
@@ -22,12 +22,12 @@ STRATEGIES = {
     "replicas": lambda: tfshard.ShardedStrategy(tfshard.create_mesh(replica=2, batch=2), zero_stage=2),
     "two devices": lambda: tfshard.ShardedStrategy(tfshard.create_mesh(batch=2), slot_dtype="bfloat16"),
 }
-# Each strategy is left once and taken once.
+# Each strategy is left once and entered once.
 ROUNDS = list(zip(STRATEGIES, [*list(STRATEGIES)[1:], next(iter(STRATEGIES))], strict=True))
 
 
 class Mean(keras.Model):
-    """Has a metric of its own, and a model inside."""
+    """Has a custom metric and an inner model."""
 
     def __init__(self):
         super().__init__(name="outer")
@@ -47,12 +47,12 @@ class Mean(keras.Model):
 
 
 def run(before, after, *, again: bool) -> tuple[keras.Model, list]:
-    """Two epochs under each: the model; what `fit` says, and the weights.
+    """Train two epochs under each strategy. Returns the model, the logs of `fit`, and the weights.
 
     Args:
-        before: The first strategy; None: plain Keras.
-        after: The second.
-        again: Whether the second has the optimizer and the metric of the first.
+        before: The first strategy; None for plain Keras.
+        after: The second strategy.
+        again: True to give the second strategy the optimizer and the metric of the first.
     """
     keras.utils.set_random_seed(1)
     model, told = Mean(), []
@@ -104,7 +104,7 @@ X, Y = np.ones((8, 6), np.float32), np.zeros((8, 4), np.float32)
 
 
 def test_a_strategy_like_the_one_before_moves_nothing():
-    """As when a cell of a notebook is run again."""
+    """Happens when a notebook cell is run again."""
     model = small(STRATEGIES["stage 3"]())
     model.train_on_batch(X, Y)
     rests = [variable.value.storage for variable in model.variables]

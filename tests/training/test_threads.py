@@ -1,4 +1,4 @@
-"""Threads of one process train and predict at the same time, with the numbers that each has alone, and end."""
+"""Threads of one process train and predict at the same time with the numbers of separate runs, and end."""
 
 import json
 import threading
@@ -51,20 +51,20 @@ def test_a_step_in_another_thread_of_a_client_of_several_is_refused():
 
 
 class Calls:
-    """Calls of one tf.function in two threads: the first is being traced when the second begins.
+    """Calls of one tf.function in two threads: the second call starts while the first is traced.
 
     Attributes:
-        results: What the calls returned, or raised.
+        results: The results or errors of the calls.
     """
 
     def __init__(self, monkeypatch):
-        # Threads that would wait for each other for ever keep it.
+        # Deadlocked threads would keep the lock for ever.
         monkeypatch.setattr(process_lock, "_lock", threading.RLock())
         self.results: dict[str, object] = {}
         self.is_traced, self.ended, self.waits = threading.Event(), threading.Event(), True
 
     def trace(self) -> None:
-        """What the function does while it is traced: waits until the other thread has come to its lock."""
+        """Wait during the trace until the other thread has reached its lock."""
         if self.waits:
             self.waits = False
             self.is_traced.set()
@@ -123,7 +123,7 @@ def test_threads_that_trace_one_function_do_not_wait_for_each_other(traced_by, m
         return total() + 0
 
     def in_turn():
-        with process_lock.held():  # As what a step calls.
+        with process_lock.held():  # As a step's calls do.
             return total()
 
     calls.run(TRACED_BY[traced_by](total, nested), in_turn)
@@ -146,7 +146,7 @@ def test_a_concrete_function_with_a_step_waits_for_its_turn():
 
 
 def ends_while_the_lock_is_held(call) -> bool:
-    """Whether a call in another thread ends while this one holds the process's lock."""
+    """Return whether a call in another thread ends while this thread holds the process lock."""
     thread = threading.Thread(target=call, daemon=True)
     with process_lock.held():
         thread.start()

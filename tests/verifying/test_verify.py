@@ -1,4 +1,4 @@
-"""tfshard.verify: a sharded step that is right is called so, and a defect in it is found and its place named."""
+"""tfshard.verify accepts correct sharded steps, and finds and locates defects."""
 
 import contextlib
 import dataclasses
@@ -64,7 +64,7 @@ class Attention(tfshard.Model):
 
 
 class OwnStep(keras.Model):
-    """A train_step of its own: two losses, two optimizers, and a metric that it returns itself."""
+    """A custom train_step: two losses, two optimizers, and a metric that the step returns."""
 
     def __init__(self):
         super().__init__(name="net")
@@ -97,7 +97,7 @@ def bits(model: keras.Model) -> dict[str, bytes]:
     return {name: np.array(variable.numpy()).tobytes() for name, variable in found.items()}
 
 
-# --- Steps that are right ------------------------------------------------------------------------------
+# --- Correct steps -------------------------------------------------------------------------------------
 
 
 def check_healthy(model: keras.Model, batch: tuple, *, named: str | None = None) -> tfshard.verifying.Verification:
@@ -112,7 +112,7 @@ def check_healthy(model: keras.Model, batch: tuple, *, named: str | None = None)
     return result
 
 
-# Other models are verified at stages 1 and 2 too.
+# Other models are verified at stages 1 and 2, too.
 @pytest.mark.sweep(1)
 @sweeps.table("verified stages", "stage", [0, 1, 2, 3], always=[0, 3])
 def test_a_model_with_random_layers_state_and_sample_weights_is_right_at_each_stage(stage: int):
@@ -161,7 +161,7 @@ def test_a_train_step_with_two_optimizers():
         model.compile(keras.optimizers.Adam(0.01), "mse")
         model(X)
     result = check_healthy(model, (X, Y))
-    # The slots of the second optimizer were made by verify's step.
+    # verify's step created the slots of the second optimizer.
     assert len(model.other_optimizer.variables) == 4
     assert not any(np.any(slot.numpy()) for slot in model.other_optimizer.variables[2:])
     assert int(model.other_optimizer.iterations.numpy()) == 0
@@ -264,7 +264,7 @@ def check_found(model: keras.Model, batch: tuple, kind: str, place: str, *words:
 
 
 def without_exchanges(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    """As if tfshard did not exchange the operations with this word in their name."""
+    """Disable tfshard's rewrite rules for operations with `word` in their name."""
     for name in ("replaced_outputs", "exchanged_operations"):
         original = getattr(_private, name, None)
         if original is not None:
@@ -311,7 +311,7 @@ def test_2_a_wrong_slice(monkeypatch):
 
 
 class Scattering(keras.layers.Layer):
-    """Its rows in another order."""
+    """Returns its rows in reverse order."""
 
     def call(self, x):
         return tf.tensor_scatter_nd_update(x, [[i] for i in reversed(range(BATCH))], x)
@@ -323,7 +323,7 @@ def test_3_a_wrong_scatter(monkeypatch):
     original = rewrites._SCATTERS["TensorScatterUpdate"]
 
     def wrong(call, mesh):
-        """As if the rows were numbered from 0 on each device."""
+        """Number the rows from 0 on each device."""
         tensor, indices, updates = call.inputs
         return original(dataclasses.replace(call, inputs=(tensor, indices % 2, updates)), mesh=mesh)
 
@@ -339,7 +339,7 @@ class Gathering(keras.layers.Layer):
 
 
 def test_3_a_scatter_of_a_gradient_that_has_the_numbers_of_the_whole_batch(monkeypatch):
-    """As DTensor expands it: the kernel fails on a device that has a part of the batch."""
+    """As in DTensor's expansion: the kernel fails on a device with a part of the batch."""
     without_exchanges(monkeypatch, "Scatter")
     without_exchanges(monkeypatch, "Gather")
     model = compiled(sequential(Gathering(name="gathering")))
@@ -385,7 +385,7 @@ def test_5_a_dropped_gradient_of_a_group(monkeypatch):
 
 
 def test_6_a_wrong_mask(monkeypatch):
-    """Each device draws the rows of the first (tests/operations/test_draws.py)."""
+    """Each device draws the rows of the first device (tests/operations/test_draws.py)."""
     layout_map = {".*first/kernel": (None, "model"), ".*first/bias": ("model",), ".*last/kernel": ("model", None)}
 
     def build() -> keras.Model:
@@ -399,7 +399,7 @@ def test_6_a_wrong_mask(monkeypatch):
 
 
 def summed(y_true, y_pred):
-    """A loss of a user who thinks of replicas that are added up."""
+    """A user's loss that expects replicas to be added up."""
     squares = tf.reduce_mean(tf.square(y_true - y_pred), -1)
     return tf.reduce_sum(squares) if tf.distribute.has_strategy() else tf.reduce_mean(squares)
 
@@ -447,7 +447,7 @@ def test_9_a_failing_kernel():
 
 
 def test_10_a_padded_row_that_leaks(monkeypatch):
-    """A remainder batch filled up to what the axis divides."""
+    """A remainder batch is padded to a size that the axis divides."""
     original = batching.to_mesh
 
     def padded(value, mesh, already_sharded=False):
@@ -461,7 +461,7 @@ def test_10_a_padded_row_that_leaks(monkeypatch):
 
 
 def test_10_padding_of_a_flat_form_that_leaks():
-    """An optimizer that is called elementwise, and is not: its norm is that of the buffer."""
+    """An optimizer is wrongly declared elementwise: it takes the norm of the buffer."""
 
     class Norms(keras.optimizers.Lamb):
         tfshard_elementwise = True
@@ -542,7 +542,7 @@ def test_a_batch_without_targets_and_a_dataset_are_refused(name, function):
 
 
 class Unsupervised(tfshard.Model):
-    """A loss of its own, which needs no targets."""
+    """A custom loss that needs no targets."""
 
     def __init__(self):
         super().__init__(name="net")

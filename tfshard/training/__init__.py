@@ -1,24 +1,24 @@
-"""How does Keras reach us?
+"""The Keras side of the package: strategies, `compile(strategy=...)` and step functions.
 
-Read `models` first, where `compile(strategy=...)` is, then `strategy`.
+Start with `models`, which defines `compile(strategy=...)`. Then read `strategy`.
 
     models        `as_distributed`, `Model`, `Sequential`
     mesh_step     `MeshStep`: the step functions that Keras calls
-    strategy      `ShardedStrategy`: what a user calls
+    strategy      `ShardedStrategy`: the public strategy class
     strategy_base `StrategyBase`: the settings of a strategy on a mesh, and its models
-    attached_model  `AttachedModel`: a model whose variables a strategy shards
+    attached_model  `AttachedModel`: a model with variables that a strategy shards
     attached_variables  variables of optimizers and metrics
     births        models that are built under `strategy.scope()`
     hooks         the methods that tf.distribute and Keras call on a strategy
     step_functions  the step functions of a model, by the shapes of batches
     microbatches  a training step that takes its batch in microbatches
     readiness     checks on the process and on the arguments of a step
-    reshard       variables brought to their places, and moved
-    watching      callbacks that are told what each step is run on
-    output_losses how much a batch counts in the metrics of several outputs' losses
-    failures      a step that failed: where it came from, and what it left behind
+    reshard       moves variables to the mesh and from layout to layout
+    watching      tells callbacks which batches each step runs on
+    output_losses weights of batches in the loss metrics of models with several outputs
+    failures      errors of failed steps: the operation, and the variables that may have changed
     written_once  files that the clients of a launched run write together
-    datasets      datasets whose batches are on the mesh; the position in them
+    datasets      datasets with batches on the mesh; saved positions in them
     pipelines     random Keras layers in an input pipeline
     generation    KerasHub's `generate()` on a sharded model
 """

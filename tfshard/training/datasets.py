@@ -1,4 +1,4 @@
-"""Datasets whose batches are on the mesh; the position in them."""
+"""Datasets with batches on the mesh, and the saved position in them."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -24,11 +24,11 @@ def _check_in_python() -> None:
 
 
 class ShardedIterator:
-    """The batches of a dataset, each put on the mesh; on the host, without one.
+    """An iterator over the batches of a dataset, each put on the mesh. Without a mesh, batches stay on the host.
 
     Attributes:
-        host: The iterator of the dataset.
-        exhausted: Whether it has come to its end.
+        host: The iterator of the host dataset.
+        exhausted: True if `host` has reached its end.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ShardedIterator:
         """Return the next batch.
 
         Raises:
-            tf.errors.OutOfRangeError: There is none.
+            tf.errors.OutOfRangeError: The data have ended.
         """
         try:
             return next(self)
@@ -81,7 +81,7 @@ class ShardedIterator:
         return _specs(self._element_spec, self._mesh)
 
     def is_at_end(self) -> bool:
-        """Whether there is no further batch. To know that, the next one is read."""
+        """Return whether the data have ended. Reads the next batch to find out."""
         if not self._ahead and not self.exhausted:
             try:
                 self._ahead.append(next(self.host))
@@ -93,14 +93,14 @@ class ShardedIterator:
 
 
 class ShardedDataset:
-    """An iterable over the batches of a dataset, each put on the mesh.
+    """An iterable over the batches of a dataset, with each batch on the mesh.
 
-    Iterate it in eager Python code; each batch is the whole (global) batch. Without a mesh, as for a pipeline, batches
+    Iterate it in eager Python code. Each batch is the full (global) batch. Without a mesh, as for a pipeline, batches
     stay on the host.
 
     Attributes:
         host: The dataset.
-        current: The iterator that was made last, or None.
+        current: The latest iterator, or None.
     """
 
     def __init__(self, dataset: Iterable[Any], mesh: dtensor.Mesh | None, already_sharded: bool = False):
@@ -111,7 +111,10 @@ class ShardedDataset:
         self._next: Iterator[Any] | None = None
 
     def continue_with(self, host: Iterator[Any] | None) -> None:
-        """The next iterator of this dataset goes on where `host`, one of its iterators, is; None: it begins anew."""
+        """Let the next iterator continue at the position of `host`, an iterator of this dataset.
+
+        With None, the next iterator starts from the beginning.
+        """
         self._next = host
 
     def __iter__(self) -> ShardedIterator:
@@ -133,7 +136,7 @@ class ShardedDataset:
         return _specs(self.host.element_spec, self._mesh)
 
     def cardinality(self) -> tf.Tensor:
-        """Return how many batches the dataset has, or what TensorFlow says where it does not know."""
+        """Return the number of batches, or TensorFlow's negative constant if the number is infinite or unknown."""
         count: tf.Tensor = self.host.cardinality()
         return count
 
@@ -143,7 +146,7 @@ def _specs(element_spec: Any, mesh: dtensor.Mesh | None) -> Any:
 
 
 class NextBatch(tf.experimental.Optional):  # type: ignore[misc]  # TensorFlow has no types.
-    """A batch, or none at the end of the data: what `get_next_as_optional` returns."""
+    """The result of `get_next_as_optional`: a batch, or nothing at the end of the data."""
 
     def __init__(self, element_spec: Any, batches: tuple[Any, ...]):
         self._element_spec = element_spec
@@ -169,10 +172,10 @@ class NextBatch(tf.experimental.Optional):  # type: ignore[misc]  # TensorFlow h
 
 
 def without_tuning(dataset: Iterable[Any]) -> Iterable[Any]:
-    """A dataset that Keras made of arrays, whose iterators end at once; any other as it is.
+    """Return a dataset that Keras made of arrays with autotuning off; return any other dataset unchanged.
 
     An iterator of `tf.data` that tunes itself may sleep when it is dropped, as at the end of each epoch
-    (docs/measurements.md, "Ends of epochs"). To take rows of arrays there is little to tune.
+    (docs/measurements.md, "Ends of epochs"). Slicing rows of arrays leaves little to tune.
     """
     if not _private.is_of_arrays(dataset):
         return dataset
@@ -182,32 +185,32 @@ def without_tuning(dataset: Iterable[Any]) -> Iterable[Any]:
     return quick
 
 
-# What counts the steps of the epochs of a model's `fit`: Keras's epoch iterator.
+# Keras's epoch iterator of each model's `fit`. It counts the steps of the epochs.
 _epochs: weakref.WeakKeyDictionary[keras.Model, weakref.ref[object]] = weakref.WeakKeyDictionary()
 
 
 def note_epochs(model: keras.Model, epochs: object) -> None:
-    """Remembers the epoch iterator of the `fit` that begins."""
+    """Record the epoch iterator of a `fit` that begins."""
     _epochs[model] = weakref.ref(epochs)
 
 
 def epochs_of(model: keras.Model) -> object | None:
-    """The epoch iterator of the `fit` that began last, or None."""
+    """Return the epoch iterator of the latest `fit`, or None."""
     found = _epochs.get(model)
     return None if found is None else found()
 
 
 def iterator_savers(strategy: tf.distribute.Strategy | None) -> int:
-    """Return how many clients save the state of their iterator: all if each feeds its own rows, otherwise one."""
-    config = getattr(strategy, "config", None)  # Another strategy has none.
+    """Return how many clients save the state of their iterator: all clients if `already_sharded`, otherwise one."""
+    config = getattr(strategy, "config", None)  # Other strategies have no config.
     return clients.here().count if isinstance(config, ShardingConfig) and config.already_sharded else 1
 
 
 def host_iterator(iterator: object) -> tf.data.Iterator:
-    """The `tf.data` iterator under an iterator over sharded batches.
+    """Return the `tf.data` iterator under an iterator over sharded batches.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: The iterator is not based on a `tf.data` iterator.
     """
     host = iterator.host if isinstance(iterator, ShardedIterator) else iterator
     if not isinstance(host, tf.data.Iterator):
@@ -219,14 +222,14 @@ def host_iterator(iterator: object) -> tf.data.Iterator:
 
 
 def iterator_state(iterator: object, *, ignore_random: bool = False) -> tf.Tensor:
-    """Where an iterator is, with what it has read ahead and the order in which it shuffles.
+    """Return the state of an iterator, including elements read ahead and the shuffle order.
 
     Args:
-        iterator: What `host_iterator` takes.
-        ignore_random: Whether random operations in the dataset's functions may go on from another state.
+        iterator: As for `host_iterator`.
+        ignore_random: True if random operations in the dataset's functions may continue from another state.
 
     Raises:
-        CheckpointError: The dataset runs Python code or random operations whose state TensorFlow does not know.
+        CheckpointError: The dataset runs Python code, or random operations with a state that TensorFlow cannot save.
     """
     host = host_iterator(iterator)
     try:

@@ -1,14 +1,14 @@
-"""A step that failed on the devices: which operation of which layer it was, and what the step left behind.
+"""Errors of a step that failed on the devices: the operation, its layer, and the variables that may have changed.
 
-# Note: what a failed step leaves behind
+# Note: the state after a failed step
 
-DTensor runs synchronously (`_private.make_dtensor_synchronous`), so the exception comes from the call that ran the
-step. The devices that did not fail are stopped at their next collective. A variable is written when its new value is
-there (steps.py): one whose value depends on the operation that failed keeps its old value, on every device, because the
-dependence goes through a collective or is on the device itself. Gradients, and so weights and slots, depend on all of
-the forward pass. Counters, seeds and metrics are written after all others. What is left are variables whose values were
-complete before the failure, such as those of late layers when the gradient of an early one fails: `not_as_before`
-finds them in the graph, and the message names them.
+DTensor runs synchronously (`_private.make_dtensor_synchronous`), so the call that ran the step raises the exception.
+The healthy devices are stopped at their next collective. A variable is written when its new value is ready (steps.py).
+If the new value depends on the failed operation, the variable keeps its old value on every device: the dependence
+goes through a collective or lies on the device itself. Gradients depend on the full forward pass, and so do
+weights and slots. Counters, seeds and metrics are written after all other variables. Only variables with values that
+were complete before the failure may have changed, such as the variables of late layers when the gradient of an early
+layer fails. `not_as_before` finds these variables in the graph, and the message names them.
 """
 
 import contextlib
@@ -34,19 +34,19 @@ _MEMORY = (
 
 @contextlib.contextmanager
 def explained(step: str) -> Iterator[None]:
-    """Adds to the exception of a step that failed on the devices where it came from and what it left behind.
+    """Add to the exception of a failed step where it came from, and which variables may have changed.
 
-    The exception is the one that TensorFlow raises in plain Keras, such as `InvalidArgumentError`.
+    The exception keeps the type that plain Keras raises, such as `InvalidArgumentError`.
 
     Args:
-        step: What was run, for the message.
+        step: The name of the step, for the message.
     """
     try:
         yield
     except tf.errors.OpError as error:
         found = _find(str(error.message))
         remedy = [_MEMORY] if isinstance(error, tf.errors.ResourceExhaustedError) else []
-        if isinstance(error.__cause__, tf.errors.OpError):  # Explained already, further in.
+        if isinstance(error.__cause__, tf.errors.OpError):  # An inner `explained` has already explained it.
             raise
         if found is None:
             if not remedy:
@@ -61,7 +61,7 @@ def explained(step: str) -> Iterator[None]:
             lines.append(
                 "Variables are as before the step, apart from these, which may have been written: " + ", ".join(names)
             )
-            # A launched run ends here: its clients load the checkpoint together.
+            # A launched run ends here: its clients load a checkpoint together.
             differing = [storage.name for storage in storages if not clients.here().is_launched and storage.equalize()]
             if differing:
                 lines.append(
@@ -74,7 +74,7 @@ def explained(step: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Failed:
-    """The operation that failed, in the graph of its step."""
+    """The failed operation in the graph of its step."""
 
     graph: tf.Graph
     operation: tf.Operation
@@ -90,7 +90,7 @@ class _Failed:
         return f"It was operation {self.operation.type}{where}{line}"
 
     def not_as_before(self) -> list[Writable]:
-        """What the step may have written: storages whose new values do not depend on this operation."""
+        """Return the storages that the step may have written: their new values do not depend on this operation."""
         reached, waiting = set(), [self.operation]
         while waiting:
             operation = waiting.pop()
@@ -103,15 +103,15 @@ class _Failed:
 
 
 def _find(message: str) -> _Failed | None:
-    """The operation that an error message names, among the steps that were traced."""
+    """Find the operation that an error message names, in the traced steps."""
     nodes = re.findall(r"\{\{node ([^}]+)\}\}", message)
     numbers = [int(number) for number in re.findall(r"\{\{function_node __inference_\w*?_(\d+)(?:__|\}\})", message)]
-    # The last one that was traced before the function was made.
+    # The last graph that was traced before the function was made.
     graphs = sorted(traced, key=lambda graph: traced[graph].number, reverse=True)
     graphs = [graph for graph in graphs if not numbers or traced[graph].number < numbers[0]]
     for graph in graphs:
         for node in nodes:
-            # DTensor puts the names of its own calls in front.
+            # DTensor prefixes the names of its calls.
             parts = node.split("/")
             for begin in range(len(parts)):
                 try:
@@ -126,10 +126,10 @@ _LOST_PEER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.Canc
 
 @contextlib.contextmanager
 def translated_errors(step: str) -> Iterator[None]:
-    """Names the operation that DTensor could not expand, instead of its compiler's text.
+    """Replace DTensor's compiler error by an error that names the operation which DTensor could not expand.
 
     Args:
-        step: What was being run, for the message.
+        step: The name of the step, for the message.
     """
     try:
         yield
@@ -141,11 +141,11 @@ def translated_errors(step: str) -> Iterator[None]:
             "strategy.scope(), or make it an attribute of the model before compile."
         ) from error
     except tf.errors.OpError as error:
-        # A client that lost another one is told in the words of the operation that was running.
+        # A client that lost a peer gets an error of the operation that was running.
         if "dtensor" not in str(error).lower() or isinstance(error, _LOST_PEER):
             raise
         first = str(error).partition("\n")[0]
-        # The operation that is refused, or the one that was being expanded.
+        # The refused operation, or the operation that DTensor was expanding.
         found = re.search(r"'tf\.(\w+)' op|\"tf\.(\w+)\"\(", str(error))
         operation = (found.group(1) or found.group(2)) if found else "?"
         places = origins.find(operation)

@@ -1,8 +1,8 @@
-"""KerasHub's `generate()` on a sharded model: each forward pass runs on the mesh, the loop over tokens in Python.
+"""KerasHub's `generate()` on a sharded model: forward passes run on the mesh, and the loop over tokens runs in Python.
 
-DTensor cannot expand the `tf.while_loop` in which KerasHub generates. Outside of a `tf.function` TensorFlow runs the
-same loop in Python, so KerasHub's own `generate_step` and samplers do the rest on the host, with the numbers of one
-device.
+DTensor cannot expand the `tf.while_loop` of KerasHub's generation. Outside a `tf.function`, TensorFlow runs the same
+loop in Python. KerasHub's `generate_step` and samplers then do all other work on the host, and give the same numbers
+as on one device.
 """
 
 import threading
@@ -28,7 +28,7 @@ from tfshard.training.strategy import ShardedStrategy
 
 
 def mixins(cls: type) -> tuple[type, ...]:
-    """What a model class gets besides a `compile` with `strategy=`: those of KerasHub that generate, a mixin."""
+    """Return additional mixins of a model class: one for KerasHub models that generate."""
     from_hub = any(base.__module__.partition(".")[0] == "keras_hub" for base in cls.__mro__)
     return (_Generates,) if from_hub and hasattr(cls, "generate_step") else ()
 
@@ -40,14 +40,14 @@ class _Active(threading.local):
 _active = _Active()
 
 
-# So that mypy takes the `super()` of a mixin for the Keras model that comes after it.
+# Makes mypy take the `super()` of a mixin for the Keras model that follows in the bases.
 _KerasModel: Any = object
 
 
 class _Generates(_KerasModel):  # type: ignore[misc]  # KerasHub has no types.
-    """Mixed into a KerasHub model's class: `generate` works when the model is sharded."""
+    """Mixed into a KerasHub model's class, to make `generate` work on a sharded model."""
 
-    generate_function: Any  # KerasHub's: what `generate` calls, or None while there is none.
+    generate_function: Any  # KerasHub's: the function that `generate` calls, or None.
 
     def make_generate_function(self) -> Any:
         strategy = _private.distribute_strategy(self)
@@ -59,7 +59,7 @@ class _Generates(_KerasModel):  # type: ignore[misc]  # KerasHub has no types.
             attached_model.attached(self, strategy).refresh()
             before, _active.generating = _active.generating, self
             try:
-                # What is not a forward pass is arithmetic on the host, also on a machine with accelerators.
+                # All other operations are arithmetic on the host, even on a machine with accelerators.
                 with tf.device("CPU:0"):
                     inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
                     return self.generate_step(inputs, stop_token_ids=stop_token_ids)
@@ -70,9 +70,10 @@ class _Generates(_KerasModel):  # type: ignore[misc]  # KerasHub has no types.
         return generate
 
     def call_with_cache(self, token_ids: Any, cache: Any, cache_update_index: Any, *args: Any, **kwargs: Any) -> Any:
-        """KerasHub's forward pass with a cache of keys and values; within `generate` it runs on the mesh.
+        """Run KerasHub's forward pass with a cache of keys and values. Within `generate` it runs on the mesh.
 
-        The cache stays there between calls, sharded over the batch axis and, if the key projections are, by heads.
+        The cache stays on the mesh between calls. It is sharded over the batch axis, and by heads if the key
+        projections are.
         """
         forward = super().call_with_cache
         if _active.generating is not self or not _private.is_eager():
@@ -89,7 +90,7 @@ class _Generates(_KerasModel):  # type: ignore[misc]  # KerasHub has no types.
                 _steps[self], args=(token_ids, cache, np.int32(cache_update_index), *args), kwargs=kwargs
             )
         if token_ids.shape[1] == 1:
-            # One position's, for the sampler. Those of the prompt, which are many, are not used.
+            # The sampler reads the logits of one position. The many logits of the prompt are not used.
             logits = tf.constant(transfer.to_host(logits))
         return logits, tf.constant(transfer.to_host(hidden_states)), cache
 
@@ -99,18 +100,18 @@ _steps: weakref.WeakKeyDictionary[keras.Model, Callable[..., Any]] = weakref.Wea
 
 
 def _forward_step(model: keras.Model, forward: types.MethodType, mesh: dtensor.Mesh) -> Callable[..., Any]:
-    """The method `forward` of a model as a step for `strategy.run`, which does not keep the model alive."""
+    """Return a model's `forward` as a step for `strategy.run`. The step does not keep the model alive."""
     reference, function = weakref.ref(model), forward.__func__
 
     def pin(cache: tf.Tensor) -> tf.Tensor:
         return transfer.relayout(cache, _cache_axes(reference(), tuple(cache.shape), mesh), mesh)
 
     def pinned(call: _private.Call) -> list[tf.Tensor]:
-        assert call.outputs is not None  # What rewrites.exchanged has made of it.
+        assert call.outputs is not None  # Set by `rewrites.exchanged`.
         return [pin(output) for output in call.outputs]
 
     def step(*args: Any, **kwargs: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        # Left to propagation, a model's own transposes may meet layouts that DTensor cannot transpose.
+        # Layout propagation alone may lead to layouts that DTensor cannot transpose in the model's transposes.
         with _private.exchanged_operations({"XlaDynamicUpdateSlice": pinned}):
             logits, hidden_states, cache = function(reference(), *args, **kwargs)
         return logits, hidden_states, pin(cache)
@@ -120,7 +121,7 @@ def _forward_step(model: keras.Model, forward: types.MethodType, mesh: dtensor.M
 
 
 def _cache_axes(model: keras.Model, shape: tuple[int, ...], mesh: dtensor.Mesh) -> Axes:
-    """The layout of a cache of shape (batch, ..., heads, head size)."""
+    """Return the layout of a cache of shape (batch, ..., heads, head size)."""
     axes = list(batching.batch_axes(shape, mesh))
     if len(shape) >= 4:
         axes[-2] = _heads_axis(model, shape[-2])
@@ -128,7 +129,7 @@ def _cache_axes(model: keras.Model, shape: tuple[int, ...], mesh: dtensor.Mesh) 
 
 
 def _heads_axis(model: keras.Model, heads: int) -> str | None:
-    """The axis that shards the heads of the model's key projections."""
+    """Return the mesh axis that shards the heads of the model's key projections."""
     for variable, layer in inventory.owned_variables(model):
         current = _private.backend_variable(variable)
         is_key = isinstance(layer, keras.layers.EinsumDense) and variable.path.endswith("key/kernel")
@@ -140,7 +141,7 @@ def _heads_axis(model: keras.Model, heads: int) -> str | None:
 
 
 def _check_can_generate(model: keras.Model) -> None:
-    """Raises `UnsupportedOperationError` for models and samplers of another kind."""
+    """Raise `UnsupportedOperationError` for other models and for samplers that reorder the cache."""
     from keras_hub.models import CausalLM, Seq2SeqLM
     from keras_hub.samplers import Sampler
 

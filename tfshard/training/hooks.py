@@ -27,13 +27,13 @@ from tfshard.training.strategy_base import StrategyBase
 
 
 class _ReplicaContext(tf.distribute.ReplicaContext):  # type: ignore[misc]  # TensorFlow has no types.
-    """The context of a step: there is one, and it sees the whole batch."""
+    """The replica context of a step. The only replica sees the full batch."""
 
     def __init__(self, strategy: tf.distribute.Strategy):
         super().__init__(strategy, replica_id_in_sync_group=0)
 
     def all_reduce(self, reduce_op: object, value: Any, options: object = None) -> Any:
-        """Values are global already; gradients were reduced where they came to be."""
+        """Return `value`: values are global, and gradients were reduced when they were computed."""
         del reduce_op, options
         return value
 
@@ -44,13 +44,13 @@ class _ReplicaContext(tf.distribute.ReplicaContext):  # type: ignore[misc]  # Te
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Keras's optimizers update in here, so that a group's members can be updated as one."""
+        """Collect the updates of Keras's optimizers, so that all members of a group are updated at once."""
         with group_update.UpdateBatch():
             return merge_fn(self.strategy, *args, **(kwargs or {}))
 
 
 class _Run(threading.local):
-    """How the steps of this thread are run."""
+    """The settings of the steps of this thread."""
 
     results_stay_sharded = False
     adds_up_exactly = False
@@ -64,13 +64,13 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         self._run = _Run()
 
     def _strategy(self) -> StrategyBase:
-        """The strategy, as far as its hooks know it."""
+        """Return the strategy, typed as the base class that the hooks need."""
         strategy: StrategyBase = self._container_strategy()
         return strategy
 
     @contextlib.contextmanager
     def results_stay_sharded(self) -> Iterator[None]:
-        """In this context `run` returns results in the layouts in which they were computed."""
+        """Make `run` return results in the layouts in which they were computed."""
         self._run.results_stay_sharded = True
         try:
             yield
@@ -78,12 +78,12 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             self._run.results_stay_sharded = False
 
     def to_user(self, results: Any) -> Any:
-        """Return what eager code of a user's gets as the results of a step."""
+        """Return results of a step in the form that a user's eager code gets."""
         return results if self._run.results_stay_sharded or not is_outside() else mesh_tensors.wrapped(results)
 
     @contextlib.contextmanager
     def adding_up_exactly(self) -> Iterator[None]:
-        """What is traced in this context compresses no gradients."""
+        """Compress no gradients in steps that are traced in this context."""
         self._run.adds_up_exactly = True
         try:
             yield
@@ -95,7 +95,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
     def _create_variable(self, next_creator: object, **kwargs: Any) -> ShardedVariable:
         del next_creator
         is_traced = current() is not None and not _private.is_eager()
-        # A step function may build its optimizer while it is traced: variables are made outside of the graph.
+        # A step function may build its optimizer while it is traced. The variables must be made outside the graph.
         with process_lock.held(), tf.init_scope():
             return self._create_sharded(is_traced=is_traced, **kwargs)
 
@@ -128,10 +128,10 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             inventory.note_optimizer(callers)
             return create_slot(host, spec, reference, optimizer, strategy, name=name, options=options)
         layout = strategy.plan_variable(spec)
-        # A large one goes to its place now. A small one waits for its group: until the scope ends, or it is used.
+        # A large variable is placed now. A small one waits for its group, until the scope ends or the variable is used.
         waits = strategy.may_move(layout)
         if waits and isinstance(host, np.ndarray):
-            host = np.array(host)  # It is a view.
+            host = np.array(host)  # Copy the view.
         born = ShardedVariable(
             host, layout=layout, mesh=strategy.mesh, trainable=spec.trainable, name=name, options=options,
             waits=functools.partial(births.move_waiting, strategy=strategy) if waits else None,
@@ -143,7 +143,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: object) -> Iterator[None]:
-        """Where an optimizer of this strategy makes its slots: `optimizer.build` needs no scope after compile."""
+        """Let an optimizer of this strategy create slots, so that `optimizer.build` needs no scope after compile."""
         strategy = self._container_strategy()
         with contextlib.ExitStack() as stack:
             if tf.distribute.get_strategy() is not strategy:
@@ -171,7 +171,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Runs `fn(*args, **kwargs)`: there is one replica."""
+        """Run `fn(*args, **kwargs)` for the only replica."""
         del colocate_with, group
         return fn(*args, **(kwargs or {}))
 
@@ -181,7 +181,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         return self.update_non_slot(colocate_with, fn, args, kwargs, group)
 
     def _replica_ctx_all_reduce(self, reduce_op: object, value: Any, options: object = None) -> Any:
-        """Values are global already."""
+        """Return `value`, which is global."""
         del reduce_op, options
         return value
 
@@ -203,16 +203,16 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Runs `fn(var, *args)` with gradient, slots and parameter in one layout.
+        """Run `fn(var, *args)` with gradient, slots and parameter in one layout.
 
-        Where the optimizer's arithmetic is elementwise, a variable in a flat form is updated in it, and a group at
-        once when its members have come (group_update.py).
+        If the optimizer's arithmetic is elementwise, a variable in a flat form is updated in that form. A group is
+        updated at once when updates of all its members have come (group_update.py).
         """
         del group
         if not isinstance(var, ShardedVariable):
             return fn(var, *args, **(kwargs or {}))
         if is_outside():
-            # A callback, or the end of fit: variables are read and set on the host, and so is what comes with them.
+            # In a callback or at the end of fit, variables and arguments are read and set on the host.
             args, kwargs = transfer.map_tensors(transfer.eager_on_host, (args, kwargs or {}))
             return fn(var, *args, **kwargs)
         callers = _private.scope_callers()
@@ -243,7 +243,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         def convert(arg: Any) -> Any:
             if not tf.is_tensor(arg) or isinstance(arg, (tf.Variable, keras.Variable)):
                 return arg
-            # A sparse gradient (IndexedSlices) is one leaf here: to_update makes it dense.
+            # A sparse gradient (IndexedSlices) is one leaf here: `to_update` makes it dense.
             return var.to_update(arg) if arg.shape.rank and arg.shape == var.shape else arg
 
         converted = [convert(arg) for arg in args]
@@ -261,7 +261,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """In this context a step is run, or traced."""
+        """Open a step in this context, to run or to trace it."""
         strategy = self._container_strategy()
         mesh_tensors.note_step()
         with (
@@ -276,7 +276,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if isinstance(tf.distribute.get_replica_context(), _ReplicaContext):
-            return fn(*args, **(kwargs or {}))  # From within merge_call: the step is open.
+            return fn(*args, **(kwargs or {}))  # Called from within `merge_call`: the step is open.
         strategy = self._container_strategy()
         with self.step():
             step = current()
@@ -304,7 +304,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         return self.call_for_each_replica(fn, args, kwargs)
 
     def make_whole(self, value: Any) -> Any:
-        """A result of a step, the same on every device, so that `.numpy()` and the next step can use it."""
+        """Replicate a result of a step, so that `.numpy()` and the next step can use it."""
         if not isinstance(value, tf.Tensor) or value.shape.rank is None:
             return value
         return transfer.whole(value, self._strategy().mesh)
@@ -319,7 +319,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         return replica_id
 
     def broadcast_to(self, tensor: Any, destinations: object) -> Any:
-        """Return a value as it is: all devices see it."""
+        """Return `tensor`: all devices see it."""
         del destinations
         return tensor
 
@@ -327,7 +327,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         return self.broadcast_to(tensor, destinations)
 
     def _gather_to(self, value: Any, destinations: object, axis: int, options: object = None) -> Any:
-        """Return a value as it is: values are global already."""
+        """Return `value`, which is global."""
         del destinations, axis, options
         return value
 
@@ -364,7 +364,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             context = tf.distribute.InputContext(num_input_pipelines=part.count, input_pipeline_id=part.index)
         return datasets.ShardedDataset(dataset_fn(context), strategy.mesh, strategy.config.already_sharded)
 
-    # --- what it is
+    # --- properties
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -403,7 +403,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         return True
 
     def _in_multi_worker_mode(self) -> bool:
-        """Return False: to Keras and tf.data one worker feeds the whole batch, also in a launched run."""
+        """Return False: to Keras and tf.data one worker feeds the full batch, even in a launched run."""
         return False
 
     @property
@@ -416,8 +416,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
 
 
 def _initial_value(given: Any, dtype: tf.DType | str | None) -> tuple[keras.Variable | None, HostValue]:
-    """The Keras variable that is being made, if TensorFlow is given one's initializer, and its value, or what that will
-    be."""
+    """Return the Keras variable behind an initial value, if any, and the value or its initializer."""
     found = _private.initializer_of(given)
     owner = None
     if found is not None:
@@ -425,12 +424,12 @@ def _initial_value(given: Any, dtype: tf.DType | str | None) -> tuple[keras.Vari
         value = InitialValue.of(initializer, tuple(owner.shape), _private.variable_dtype(owner))
         if value is not None:
             return owner, value
-    # Initializers run on the host, as on one device, so that they draw the same numbers.
+    # Initializers run on the host as on one device, to draw the same numbers.
     with tf.device("CPU:0"):
         value = given() if callable(given) else given
         if not transfer.is_dtensor(value):
             value = tf.convert_to_tensor(value, dtype=dtype)
-    # A number that Keras has put into the graph of a step, as Nadam does when it is built there.
+    # A constant that Keras put into the graph of a step, as Nadam does if it is built there.
     constant = tf.get_static_value(value) if hasattr(value, "graph") else None
     host = transfer.host_view(value) if constant is None else np.asarray(constant)
     if dtype is not None:
@@ -439,13 +438,16 @@ def _initial_value(given: Any, dtype: tf.DType | str | None) -> tuple[keras.Vari
 
 
 def _is_gradient(value: Any, variable: ShardedVariable) -> bool:
-    """Whether an update is given a tensor of the variable's shape. Averages that overwrite it are variables."""
+    """Return whether `value` is a gradient: a tensor of the variable's shape.
+
+    Averages that overwrite the variable are variables.
+    """
     is_tensor = tf.is_tensor(value) and not isinstance(value, (tf.Variable, keras.Variable))
     return bool(is_tensor and value.shape == variable.shape)
 
 
 def _warn_of_sparse(variable: ShardedVariable, optimizer: keras.optimizers.Optimizer) -> None:
-    """Warn once of an embedding whose sparse gradient Keras on one device would square row by row."""
+    """Warn once about an embedding with a sparse gradient: Keras on one device would square it per lookup."""
     if not variable.pop_sparse() or optimizer_kinds.adds_up_rows(optimizer) or variable.told_of_sparse:
         return
     variable.told_of_sparse = True
@@ -462,7 +464,7 @@ def _warn_of_sparse(variable: ShardedVariable, optimizer: keras.optimizers.Optim
 
 
 class _ValueContext(tf.distribute.experimental.ValueContext):  # type: ignore[misc]  # TensorFlow has no types.
-    """What `experimental_distribute_values_from_function` tells its function: there is one replica."""
+    """The context of `experimental_distribute_values_from_function`, with one replica."""
 
     def __init__(self) -> None:
         super().__init__(replica_id_in_sync_group=0, num_replicas_in_sync=1)

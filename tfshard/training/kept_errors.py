@@ -1,4 +1,4 @@
-"""What the compression of gradients keeps between steps: made when a model is adopted, next to its variables."""
+"""Error-feedback residuals and PowerSGD factors, which gradient compression keeps between steps."""
 
 from collections.abc import Iterator
 
@@ -14,8 +14,10 @@ from tfshard.storage.variables import ShardedVariable
 
 
 def make(model: keras.Model, mesh: dtensor.Mesh) -> None:
-    """Gives each variable of a model whose gradients are compressed what that keeps, if it does not have it yet: zeros,
-    and the first factor of PowerSGD."""
+    """Create the compression state of each variable with compressed gradients, unless the variable already has it.
+
+    Residuals start at zero, and PowerSGD starts with its first factor.
+    """
     for current in _compressed(model):
         form = compressed_form.of(current.layout, axis_sizes(mesh))
         if form is None or current.kept:
@@ -29,7 +31,7 @@ def make(model: keras.Model, mesh: dtensor.Mesh) -> None:
 
 
 def of_model(model: keras.Model) -> Iterator[tuple[keras.Variable, str, ShardedVariable]]:
-    """All that is kept for a model: variable, name, and what is kept."""
+    """Yield each variable of a model that has compression state, with the name of each state and the state."""
     for variable, _ in inventory.owned_variables(model):
         current = _private.backend_variable(variable)
         if isinstance(current, ShardedVariable):

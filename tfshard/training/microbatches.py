@@ -1,16 +1,16 @@
-"""Microbatches: a training step that takes its batch in parts, one after the other, and updates once.
+"""Microbatches: a training step takes its batch in microbatches, one after the other, and updates once.
 
-A step's activations are those of a part. Its numbers are those of the whole batch: gradients are added up, as they are
-updated (in shards, and for a group in its buffer), and optimizers get their mean, so clipping, averages of weights and
-the scale of losses are as without parts. A loss that is divided by what is not masked, or by the sum of weights, is
-divided by that of the whole batch. What depends on a batch by more than a mean differs as it does with a smaller batch:
-batch normalization has the statistics of a part. In float16 a sum over a part can overflow where it cancels out over
-the batch. Random numbers are those of the whole batch: every part begins with the same seeds, and draws its rows
-(`operations/draws.py`).
+A step holds the activations of one microbatch, but computes the numbers of the full batch. It adds up the gradients in
+the layout of their update: in shards, and for a group in its buffer. Optimizers get the mean gradient, so clipping,
+averages of weights and loss scaling work as without microbatches. A loss that is divided by the unmasked elements, or
+by the sum of weights, is divided by their number or sum over the full batch. Everything that depends on the batch by
+more than a mean differs, as with a smaller batch: batch normalization uses the statistics of a microbatch. In float16,
+a sum over a microbatch can overflow that cancels out over the batch. Random numbers match the full batch: every
+microbatch starts from the same seeds, and draws its rows (`operations/draws.py`).
 
-A microbatch is an iteration of one `tf.while_loop`, whose body has its own step (`steps.microbatch_scope`). The body
-reads variables, and its writes (metrics, statistics, seeds) go from microbatch to microbatch as variables of the loop.
-The step function is traced twice: once to learn its writes and the divisors of its losses, once in the loop.
+The microbatches are the iterations of a `tf.while_loop`. The loop's body has its own step (`steps.microbatch_scope`).
+The body reads variables, and its writes (metrics, statistics, seeds) go from microbatch to microbatch as variables of
+the loop. The step function is traced twice: once to learn its writes and the divisors of its losses, once in the loop.
 """
 
 import collections
@@ -37,7 +37,7 @@ from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.storage.writes import Recorded, Writable
 
-# What gradients are added up for: a storage, or one of its members.
+# A gradient sum belongs to a storage, or to one of its members.
 _Summed: TypeAlias = tuple[Storage, int | None]
 
 
@@ -47,9 +47,9 @@ class Update:
 
     Attributes:
         optimizer: The optimizer.
-        gradients: Of each variable; None if it has none.
-        variables: Keras's.
-        share: What is added up of a gradient: the share of the part in the batch, unless its loss was scaled by it.
+        gradients: The gradient of each variable, or None.
+        variables: The variables of Keras.
+        share: The factor of the gradients in the sum: the microbatch's share of the batch, or 1 if the loss was scaled.
     """
 
     optimizer: keras.optimizers.Optimizer
@@ -58,8 +58,10 @@ class Update:
     share: float
 
     def sums(self, mesh: dtensor.Mesh, *, reduced: bool) -> "dict[_Summed, tf.Tensor]":
-        """What is added up of the gradients: as they are updated, for storages, or, if they are not reduced, what each
-        device has, for members."""
+        """Return the terms that the gradients add to the sums.
+
+        Reduced gradients are in the layout of the update, by storage. Unreduced ones are local gradients, by member.
+        """
         sums: dict[_Summed, tf.Tensor] = {}
         members: dict[Storage, dict[int, tf.Tensor]] = collections.defaultdict(dict)
         for variable, gradient in self._present():
@@ -75,7 +77,7 @@ class Update:
         return {key: each if self.share == 1 else each * self.share for key, each in sums.items()}
 
     def apply(self, sums: "Mapping[_Summed, tf.Tensor]") -> None:
-        """Updates with what became of the gradients."""
+        """Update the variables with the summed gradients."""
         gathered = {
             storage: storage.format.gather(each)
             for (storage, member), each in sums.items()
@@ -99,7 +101,7 @@ class Update:
 
 
 def _reduced(stacked: tf.Tensor, variable: ShardedVariable) -> tf.Tensor:
-    """The gradient of a variable, of what each device has added up of it."""
+    """Return the gradient of a variable, reduced from the sums of the devices."""
     if variable.layout.compression is None:
         return variable.reduced(partial_sums.total(stacked))
     with _private.stop_recording():
@@ -118,12 +120,12 @@ def sharded_of(variable: keras.Variable | tf.Variable) -> ShardedVariable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Traced:
-    """What a step function did with a part of the batch.
+    """The result of a step function on a microbatch.
 
     Attributes:
-        outputs: The tensors that it returned, the same on every device, and whatever else, variables included.
-        structure: Of what it returned.
-        updates: Updates that it asked for.
+        outputs: The returned leaves: replicated tensors, and any other objects, such as variables.
+        structure: The structure that the function returned.
+        updates: The updates that the function asked for.
     """
 
     outputs: list[Any]
@@ -133,15 +135,15 @@ class _Traced:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Learned:
-    """What a step function does, learned from a part in a graph that is thrown away.
+    """The behaviour of a step function, learned from one microbatch in a graph that is thrown away.
 
     Attributes:
         graph: The graph.
-        arguments: Of the part: placeholders, and what has no rows.
-        traced: What it did.
-        sums: What the gradients of each update are added to, as those of one part.
-        divisors: What its losses were divided by.
-        state: By storage what was read of it and written to it, for each that was written.
+        arguments: The arguments of the microbatch: placeholders, and arguments without rows.
+        traced: The result of the step function.
+        sums: The terms that each update's gradients add to the sums.
+        divisors: The divisors of the losses.
+        state: The tensors read from and written to each storage that was written.
     """
 
     graph: tf.Graph
@@ -152,21 +154,21 @@ class _Learned:
     state: dict[Writable, list[tf.Tensor]]
 
     def is_state(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor depends on what is written, as results of metrics do."""
+        """Return whether a tensor depends on written state, as results of metrics do."""
         state = {each.op for tensors in self.state.values() for each in tensors}
         return not state.isdisjoint(graph_edits.ancestors([tensor]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Microbatches:
-    """A step function that is done in parts.
+    """A step function that runs in microbatches.
 
     Attributes:
         fn: The step function.
-        parts: How its batch is taken apart.
+        parts: The split of its batch.
         mesh: The mesh.
-        reduce_once: Whether gradients are added up on each device, and reduced when all parts have ended.
-        is_kerases: Whether the step is that of `keras.Model`, which looks at no gradient before it is reduced.
+        reduce_once: True to add up gradients on each device, and reduce them after the last microbatch.
+        is_kerases: True for the step of `keras.Model`, which looks at no gradient before it is reduced.
     """
 
     fn: Callable[..., Any]
@@ -176,17 +178,16 @@ class Microbatches:
     is_kerases: bool = True
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the function does with a batch. Inside a step that is traced.
+        """Run the function on a batch, inside a step that is traced.
 
         Raises:
-            StrategyError: Gradients are to be reduced once, and a step of the user's own that trains may look at them
-                before that.
+            StrategyError: Gradients are to be reduced once, but a custom training step might look at them before.
         """
         learned = self._learn((args, kwargs))
         if not learned.traced.updates:
-            return self.fn(*args, **kwargs)  # It does not train.
+            return self.fn(*args, **kwargs)  # The function does not train.
         for update in learned.traced.updates:
-            if not update.optimizer.built:  # Until then a loss is scaled by a constant.
+            if not update.optimizer.built:  # An unbuilt optimizer scales a loss by a constant.
                 update.optimizer.build(list(update.variables))
         leaves = tf.nest.flatten((args, kwargs))
         split = [self.parts.split(leaf) for leaf in leaves]
@@ -218,7 +219,7 @@ class Microbatches:
             step.update_later(map(sharded_of, [*variables, *own]))
 
         def scale(optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
-            # Gradients of float16 overflow where they do with the whole batch.
+            # Float16 gradients overflow where they do with the full batch.
             scaled.add(id(optimizer))
             return loss / tf.cast(count, loss.dtype)
 
@@ -236,12 +237,12 @@ class Microbatches:
         return update.sums(self.mesh, reduced=not self.reduce_once)
 
     def _axes(self, key: _Summed, rank: int) -> Axes:
-        """The layout of what is added up."""
+        """Return the layout of a gradient sum."""
         storage, member = key
         return storage.format.update if member is None else (axis_sizes(self.mesh).data, *(None,) * (rank - 1))
 
     def _whole(self, value: Any) -> Any:
-        # A variable is read when the step has ended, with what the update made of it.
+        # A variable is read when the step has ended, after the update.
         return transfer.whole(value, self.mesh) if isinstance(value, tf.Tensor) else value
 
     def _learn(self, given: Any) -> _Learned:
@@ -265,9 +266,9 @@ class Microbatches:
         return _Learned(graph=graph, arguments=arguments, traced=traced, sums=sums, divisors=divisors, state=state)
 
     def _totals(self, learned: _Learned, part_of: Callable[[tf.Tensor], list[Any]]) -> list[tf.Tensor]:
-        """What the losses of the whole batch are divided by: the sum over its parts.
+        """Return the divisors of the losses of the full batch: the sums over its microbatches.
 
-        What makes them of a part is little, such as a mask of the tokens that are not zero: it is copied.
+        Copies the operations that compute a divisor, which are few, such as a mask of nonzero tokens.
         """
         if not learned.divisors:
             return []
@@ -303,7 +304,7 @@ class Microbatches:
         return list(self._while(body, zeros))
 
     def _while(self, body: Callable[..., Any], variables: Sequence[Any]) -> Sequence[Any]:
-        """The variables of a loop over the parts, once it has ended."""
+        """Run a loop over the microbatches, and return its final variables."""
         given = (tf.constant(0), *variables)
         ended: list[Any]
         _, *ended = tf.while_loop(lambda number, *_: number < self.parts.count, body, given, parallel_iterations=1)
@@ -329,7 +330,7 @@ class Microbatches:
             outputs: list[tf.Tensor],
             token: tf.Tensor,
         ) -> tuple[Any, ...]:
-            del token  # That of the last part will do.
+            del token  # The token of the last microbatch suffices.
             graph = tf.compat.v1.get_default_graph()
             carried = {
                 storage: loops.made_here(first if _is_seed(storage) else value)
@@ -368,7 +369,7 @@ class Microbatches:
                 self._whole(used),
             )
 
-        # Each part draws from the same seeds: its rows of what the whole batch draws.
+        # Each microbatch starts from the same seeds, and draws its rows of the full batch's random numbers.
         at_first = [storage.handed_on(None) for storage in learned.state]
         state, sums, outputs, token = self._while(
             body,
@@ -407,8 +408,9 @@ def parts_of(
     reduce_once: bool,
     mesh: dtensor.Mesh,
 ) -> Microbatches | None:
-    """How a step function is done in parts; None if it is not: in eager code, for a model's evaluation and
-    predictions, or if its batch cannot be cut.
+    """Return the microbatches of a step function.
+
+    Returns None in eager code, for a model's evaluation and predictions, and if the batch cannot be split.
 
     Raises:
         StrategyError: The tensors of the batch have different numbers of rows.
@@ -425,16 +427,16 @@ def parts_of(
 
 
 def _is_seed(storage: Writable) -> bool:
-    """Whether a storage is the state of a `keras.random.SeedGenerator`."""
+    """Return whether a storage is the state of a `keras.random.SeedGenerator`."""
     return _private.is_seed_state(storage.name)
 
 
 class Shares:
-    """Makes losses of a part, divided by what the part has, such that their mean over the parts is that of the batch.
+    """Scale the losses of microbatches so that their mean is the loss of the full batch.
 
     Args:
-        count: How many parts.
-        totals: What the losses of the whole batch are divided by, in the order in which they are asked for.
+        count: How many microbatches.
+        totals: The divisors of the losses of the full batch, in the order of the losses.
     """
 
     def __init__(self, count: int, totals: Sequence[tf.Tensor]):
@@ -452,8 +454,10 @@ class Shares:
 
 
 def _is_mean(learned: _Learned, output: tf.Tensor) -> bool:
-    """Whether an output of the step function is the mean of those of parts, such as a loss. Else it is the last: the
-    result of a metric that was updated by all."""
+    """Return whether an output of the step function is the mean over microbatches, such as a loss.
+
+    Otherwise the output is the last microbatch's: a result of a metric that all microbatches updated.
+    """
     if learned.is_state(output):
         return False
     if output.dtype.is_floating and output.shape.rank == 0:

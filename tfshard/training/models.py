@@ -1,4 +1,4 @@
-"""The ways into a sharded model: as_distributed, tfshard.Model, tfshard.Sequential."""
+"""Make sharded models: `as_distributed`, `tfshard.Model` and `tfshard.Sequential`."""
 
 import contextlib
 import functools
@@ -30,31 +30,31 @@ from tfshard.training.mesh_step import MeshStep
 from tfshard.training.step_functions import StepFunction
 from tfshard.training.strategy import ShardedStrategy
 
-# So that mypy takes the `super()` of a mixin for the Keras model that comes after it.
+# Makes mypy take the `super()` of a mixin for the Keras model that follows in the bases.
 _KerasModel: Any = object
 
 
 class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
-    """Mixed into a Keras model's class: `compile` takes `strategy=`, and steps take their batches to the mesh."""
+    """Mixed into a Keras model's class: `compile` takes `strategy=`, and steps move their batches to the mesh."""
 
-    # Keras's: a step function, or None while there is none.
+    # Attributes of Keras: a step function, or None.
     train_function: Any
     test_function: Any
     predict_function: Any
 
     def compile(self, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> None:
-        """Keras's own `compile`, with one more argument.
+        """Compile the model as Keras does, with one more argument.
 
         Args:
             *args: As in `keras.Model.compile`.
-            strategy: A `tfshard.ShardedStrategy`. The model's variables, and those of the optimizer and the
-                metrics, are resharded in place, keeping their values, also where another ShardedStrategy had them.
-                With None a model that is not sharded is compiled as plain Keras, and one that is stays under its
-                strategy.
+            strategy: A `tfshard.ShardedStrategy`. Reshards the variables of the model, the optimizer and the metrics in
+                place, and keeps their values, even if another ShardedStrategy held them. With None, a sharded model
+                stays under its strategy, and any other model is compiled as in plain Keras.
             **kwargs: As in `keras.Model.compile`.
 
         Raises:
-            StrategyError: Not a ShardedStrategy, the model belongs to one that is none, or `jit_compile=True`.
+            StrategyError: `strategy` is not a ShardedStrategy, the model belongs to a strategy of another kind, or
+                `jit_compile=True`.
             LayoutError: The layout map does not fit the model.
             UnsupportedLayerError: The model has a layer that DTensor cannot expand.
         """
@@ -70,14 +70,14 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         if clone is None or strategy is None:
             return super().get_compile_config()
         if not isinstance(clone, keras.Model) or not self._prepares(clone):
-            # Of a subclassed model, which Keras makes from its config: not compiled rather than not sharded.
+            # Keras makes a subclassed model's clone from its config: leave the clone uncompiled rather than unsharded.
             return None
-        # What follows is clone.compile_from_config(), which shards it.
+        # Keras then calls clone.compile_from_config(), which shards the clone.
         _private.set_distribute_strategy(clone, strategy)
         return super().get_compile_config()
 
     def _prepares(self, clone: keras.Model) -> bool:
-        """Makes of a clone what is compiled as this model is; False if that cannot be."""
+        """Give a clone the `compile` of this model. Returns False if that is impossible."""
         as_distributed(clone)
         return True
 
@@ -86,7 +86,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         if own.__func__ is not keras.Model.compile_from_config:
             own(config)
             return
-        # Keras's own does nothing for a class with another `compile`.
+        # Keras's method does nothing for a class that overrides `compile`.
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.built and self.optimizer is not None:
             strategy = _private.distribute_strategy(self)
@@ -96,7 +96,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         if isinstance(_private.distribute_strategy(self), ShardedStrategy):
             readiness.check_process()
-        # Where Keras shows the model what counts the steps of its epochs (callback.py).
+        # Keras passes the iterator that counts the steps of the epochs here (callback.py).
         if iterator is not None:
             datasets.note_epochs(self, iterator)
         if own_steps.has_own_steps(self):
@@ -106,22 +106,22 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         if iterator is None:
             build(data_batch=data_batch)
             return
-        # Keras has an Optional where a generator yields None.
+        # Keras has an `OptionalSpec` where a generator yields None.
         spec = tf.nest.map_structure(
             lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf,
             _private.EpochIterator(iterator).dataset.element_spec,
         )
         if _is_known(spec):
-            # Not from a batch, as Keras would: training would see the data as after an epoch, shuffled once more.
+            # Keras would read a batch. Training would then see the data as after an epoch, shuffled once more.
             build(data_batch=spec)
             return
         try:
             build(iterator=iterator)
-        except StopIteration:  # No data: what follows says so as Keras does. Metrics are built all the same.
+        except StopIteration:  # No data: the caller reports it as Keras does. Build the metrics anyway.
             build(data_batch=spec)
 
     def _note_batch(self, iterator: Any, data_batch: Any) -> None:
-        """For a model with steps of its own, which build what they use when its step functions are made."""
+        """Record the batch of a model with custom steps, which is built when its step functions are made."""
         if iterator is None:
             own_steps.note_batch(self, data_batch)
         else:
@@ -129,7 +129,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
             own_steps.note_batch(self, epochs.dataset.element_spec, epochs.batch_size)
         strategy = _private.distribute_strategy(self)
         if inventory.has_no_call(self) or not isinstance(strategy, ShardedStrategy):
-            return  # Many have optimizers of their own, and never use the one that Keras gives them.
+            return  # Many such models have custom optimizers, and never use the optimizer that Keras gives them.
         is_built = all(layer.built for layer in _private.flatten_layers(self))
         if is_built and self.optimizer is not None and not self.optimizer.built:
             with process_lock.held(), strategy.scope():
@@ -204,7 +204,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
             super().export(filepath, *args, **kwargs)
             return
         with written_once.file(self, "export", filepath) as path:
-            # What serves is not sharded.
+            # Export an unsharded model.
             _plain_copy(self).export(path, *args, **kwargs)
 
     @functools.wraps(keras.Model.get_weights)
@@ -215,7 +215,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         if save_type == "savedmodel" and isinstance(_private.distribute_strategy(self), ShardedStrategy):
-            # tf.saved_model.save: what serves is not sharded. It asks more than once, and means the same children.
+            # Called by tf.saved_model.save, to save an unsharded model. Repeated calls must return the same children.
             cache = kwargs.get("cache")
             known = cache if isinstance(cache, dict) else {}
             if (self, "tfshard") not in known:
@@ -224,7 +224,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         return super()._trackable_children(save_type, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is unpickled is a plain model, as what is loaded from a file.
+        # Unpickle as a plain model, as loading from a file does.
         reduced: Any = super().__reduce__()
         return _private.unpickle_model, reduced[1]
 
@@ -238,14 +238,16 @@ def _quiet(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _is_known(spec: Any) -> bool:
-    """Whether the specs of a dataset's elements say enough to build a model: dense tensors, each of a known rank, or
-    None."""
+    """Return whether the specs of a dataset's elements suffice to build a model.
+
+    They do if each is None, or a dense tensor of known rank.
+    """
     leaves = [leaf for leaf in tf.nest.flatten(spec) if leaf is not None]
     return all(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank is not None for leaf in leaves)
 
 
 def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
-    """The ShardedStrategy whose scope is open, or the one the model is under."""
+    """Return the ShardedStrategy with an open scope, or else the strategy of the model."""
     for strategy in (tf.distribute.get_strategy(), _private.distribute_strategy(model)):
         if isinstance(strategy, ShardedStrategy):
             return strategy
@@ -253,16 +255,16 @@ def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
 
 
 def _plain_copy(model: keras.Model) -> keras.Model:
-    """The same model with whole weights on the host, under no strategy."""
+    """Return a copy of a model with full weights on the host, under no strategy."""
     compiled, model.compiled = model.compiled, False
     try:
         copy = keras.models.clone_model(model)  # Without an optimizer and its slots.
     finally:
         model.compiled = compiled
-    # A subclassed model is built by its first call, and Keras exports none that was not called.
+    # A subclassed model is built by its first call, and Keras exports only called models.
     signature = _private.input_signature(model)
     copy(*keras.tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), signature))
-    # By path: a layer that was quantized after it was built has its variables in another order.
+    # Match by path: a layer that was quantized after it was built has its variables in another order.
     values = {variable.path: variable for variable in model.weights}
     by_path = len(values) == len(model.weights) and values.keys() == {ours.path for ours in copy.weights}
     for ours, theirs in zip(copy.weights, model.weights, strict=True):
@@ -294,7 +296,7 @@ def _on_mesh(
 
 
 def _predict_function(model: Distributed) -> StepFunction:
-    """What Keras makes for predictions."""
+    """Return a new prediction step function of Keras."""
     mine = model.predict_function
     try:
         super(Distributed, model).make_predict_function(force=True)
@@ -306,9 +308,9 @@ def _predict_function(model: Distributed) -> StepFunction:
 
 @functools.cache
 def _distributed_class(cls: type) -> type:
-    """The subclass of a Keras model class that `as_distributed` gives a model.
+    """Return the subclass of a Keras model class that `as_distributed` gives a model.
 
-    It has the name and module of its parent, so that what is saved loads in a plain Keras process.
+    The subclass has the name and module of its parent, so that a saved model loads in a plain Keras process.
     """
     bases = (Distributed, *generation.mixins(cls), cls)
     created = type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
@@ -317,10 +319,10 @@ def _distributed_class(cls: type) -> type:
 
 
 def as_distributed(model: keras.Model) -> keras.Model:
-    """Gives a Keras model a `compile` that takes `strategy=`, and steps that take batches to the mesh.
+    """Give a Keras model a `compile` that takes `strategy=`, and steps that move batches to the mesh.
 
-    `keras.Model.compile(strategy=)` does so itself. Call it first where a class has a `compile` of its own that takes
-    no arguments that it does not know, as many a GAN's: all that is made there is born on the mesh then.
+    `keras.Model.compile(strategy=)` calls this function itself. Call it first if the model's class overrides `compile`
+    without `**kwargs`, as many GANs do: variables that such a `compile` creates are then created on the mesh.
 
     Args:
         model: Any `keras.Model`: Sequential, functional, subclassed, or from KerasHub, built or not.
@@ -343,7 +345,7 @@ def as_distributed(model: keras.Model) -> keras.Model:
     if not isinstance(model, keras.Model):
         raise StrategyError(f"as_distributed takes a keras.Model. Received: {model!r} (of type {type(model)})")
     if not isinstance(model, Distributed):
-        cls: Any = type(model)  # A type is hashable, which mypy does not know of every one.
+        cls: Any = type(model)  # A type is hashable, but mypy does not know that.
         model.__class__ = _distributed_class(cls)
     return model
 
@@ -376,8 +378,10 @@ def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[[], Non
 
 
 def _with_strategy(own: Callable[..., None]) -> Callable[..., None]:
-    """Keras's `compile`, which gives a model what `as_distributed` does where there is a strategy. A class's `compile`
-    that hands on arguments which it does not know comes here, too, with the model's own part of it done."""
+    """Return a `keras.Model.compile` that calls `as_distributed` if it gets a strategy.
+
+    A class's `compile` that passes unknown arguments to `super().compile` also ends here, after its other work.
+    """
 
     @functools.wraps(own)
     def compile_(self: keras.Model, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> None:
@@ -395,7 +399,7 @@ _private.add_to_compile(_with_strategy)
 
 
 def _let_take_strategy(cls: type) -> None:
-    """Let the `compile` that a class defines take `strategy=`, if Python would refuse the argument."""
+    """Make the `compile` that a class defines take `strategy=`, unless it takes the argument already."""
     own: Any = vars(cls)["compile"]
     if not inspect.isfunction(own) or issubclass(cls, Distributed):
         return
@@ -416,7 +420,7 @@ _private.add_to_own_compiles(_let_take_strategy)
 
 
 class Model(Distributed, keras.Model):  # type: ignore[misc]  # Keras has no types.
-    """`keras.Model` whose `compile` takes `strategy=`, for functional and subclassed models.
+    """A `keras.Model` with a `compile` that takes `strategy=`, for functional and subclassed models.
 
     >>> import keras, tfshard
     >>> inputs = keras.Input((8,))
@@ -433,14 +437,14 @@ class Model(Distributed, keras.Model):  # type: ignore[misc]  # Keras has no typ
     def __init__(self, *args: Any, **kwargs: Any):
         functional = _private.functional_init_arguments(args, kwargs)
         if functional and not isinstance(self, _private.Functional):
-            # Keras would put Functional among the bases of this class, for every model that derives from it.
+            # Keras would add Functional to the bases of this class, for every model that derives from it.
             cls: Any = type(self)
             self.__class__ = _functional_subclass(cls)
         super().__init__(*args, **kwargs)
 
 
 class _Functional(Model, _private.Functional):  # type: ignore[misc]  # Keras has no types.
-    """What `tfshard.Model(inputs, outputs)` makes."""
+    """The class of `tfshard.Model(inputs, outputs)`."""
 
 
 _Functional.__name__ = _Functional.__qualname__ = _private.Functional.__name__
@@ -455,7 +459,7 @@ def _functional_subclass(cls: type) -> type:
 
 
 class Sequential(Distributed, keras.Sequential):  # type: ignore[misc]  # Keras has no types.
-    """`keras.Sequential` whose `compile` takes `strategy=`.
+    """A `keras.Sequential` with a `compile` that takes `strategy=`.
 
     >>> import keras, tfshard
     >>> model = tfshard.Sequential([keras.Input((8,)), keras.layers.Dense(4)])

@@ -1,8 +1,8 @@
-"""Metrics of the losses of several outputs: how much a batch counts in them.
+"""The weight of a batch in the loss metrics of a model with several outputs.
 
-Keras weighs a batch by its size where its traced step knows the size, and else counts it once: `fit` on arrays with a
-remainder, a dataset without `drop_remainder=True`, `train_on_batch` from the second size on. Steps on the mesh know all
-sizes. So the step is told what Keras would know.
+Keras weights a batch by its size if the traced step knows the size. Otherwise Keras counts the batch once: in `fit` on
+arrays with a remainder, for a dataset without `drop_remainder=True`, and in `train_on_batch` from the second size on.
+A step on the mesh knows all sizes. This module therefore tells the step which sizes Keras would know.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ class KnownSizes:
         self._has_open = False
 
     def is_known(self, size: int | None) -> bool:
-        """Whether Keras's function for batches of this size knows it.
+        """Return whether Keras's function for batches of this size knows the size.
 
         Args:
-            size: The size, or None where the dataset does not tell.
+            size: The size, or None if the dataset does not tell it.
         """
         if size is None or (size not in self._traced and (self._traced or self._has_open)):
             self._has_open = True
@@ -39,11 +39,11 @@ class KnownSizes:
 
 
 def size_of(batches: Any, batch: Any) -> int | None:
-    """Return the size that Keras knows of a batch before it is there, or None.
+    """Return the size that Keras knows before it reads a batch, or None.
 
     Args:
-        batches: What Keras gave to its step function: an iterator over a dataset, or batches.
-        batch: The next of them.
+        batches: The argument of Keras's step function: an iterator over a dataset, or batches.
+        batch: The next batch.
     """
     specs = getattr(batches, "element_spec", batch)
     shapes = [tf.TensorShape(leaf.shape) for leaf in tf.nest.flatten(specs) if hasattr(leaf, "shape")]
@@ -52,7 +52,7 @@ def size_of(batches: Any, batch: Any) -> int | None:
 
 
 class _Counting(threading.local):
-    """Of how many rows is the batch that counts once; None: batches count by their rows."""
+    """The rows of a batch that counts once. None if batches count by their rows."""
 
     rows: int | None = None
 
@@ -62,7 +62,7 @@ _counting = _Counting()
 
 @contextlib.contextmanager
 def counted_once(rows: int | None) -> Iterator[None]:
-    """A context in which a batch of this many rows counts once; None: by its rows."""
+    """Count a batch of `rows` rows once in this context. With None, batches count by their rows."""
     _counting.rows, before = rows, _counting.rows
     try:
         yield
@@ -71,7 +71,10 @@ def counted_once(rows: int | None) -> Iterator[None]:
 
 
 def install(model: keras.Model) -> bool:
-    """Let the metrics of a model's losses count batches as Keras does. Returns whether it has some."""
+    """Make the metrics of a model's losses count batches as Keras does.
+
+    Returns False if the model has no such metrics.
+    """
     metrics = _private.output_losses(model)
     for metric in metrics:
         layer_patch.apply(layer_patch.OUTPUT_LOSS, metric, _counted)
@@ -82,7 +85,7 @@ def _counted(update: layer_patch.Method) -> layer_patch.Method:
     @functools.wraps(update)
     def update_state(values: Any, sample_weight: Any = None) -> Any:
         if _counting.rows is not None and sample_weight is not None:
-            sample_weight = sample_weight / _counting.rows  # Of a microbatch, its share of the batch.
+            sample_weight = sample_weight / _counting.rows  # A microbatch counts by its share of the batch.
         return update(values, sample_weight=sample_weight)
 
     return update_state

@@ -1,8 +1,8 @@
-"""Models whose class has a `train_step` or `test_step` of its own, which need not call the model on its data.
+"""Build models of classes that override `train_step` or `test_step`, and that may not call the model on its data.
 
-Keras builds a model under a strategy before the first step by calling it, and its losses and metrics, on what the
-dataset gives. On one device it builds all of them where the step uses them, and so does this: the step is traced once
-for what it makes, which comes to its place on the mesh before the step is traced to run.
+Under a strategy, Keras builds a model before the first step: it calls the model, the losses and the metrics on the
+data. On one device, a custom step builds each of them at its first use. This module does the same: it traces the step
+once to create the variables, moves them to the mesh, and only then traces the step that runs.
 """
 
 import weakref
@@ -16,30 +16,30 @@ from tfshard.graph import inventory
 from tfshard.training import attached_model, failures
 from tfshard.training.strategy import ShardedStrategy
 
-# Of each model: what a batch of its data looks like.
+# The specs of a batch of each model's data.
 _batches: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
-# Its layers, as they were when a step was traced for them.
+# The layers of each model when a step was traced to build them.
 _traced: weakref.WeakKeyDictionary[keras.Model, dict[str, object]] = weakref.WeakKeyDictionary()
 
 
 def has_own_steps(model: keras.Model) -> bool:
-    """Whether a model's class says itself what a step does with its data."""
+    """Return whether the class of a model overrides a step, or has no `call`."""
     cls, keras_model = type(model), keras.Model
     own = cls.train_step is not keras_model.train_step or cls.test_step is not keras_model.test_step
     return own or inventory.has_no_call(model)
 
 
 def note_batch(model: keras.Model, batch: Any, size: int | None = None) -> None:
-    """Remembers what a batch looks like.
+    """Record the specs of a batch.
 
     Args:
         model: The model.
         batch: Arrays, or the specs of a dataset's elements.
-        size: The number of samples, where specs do not say it.
+        size: The number of samples, if the specs do not contain it.
     """
 
     def spec(leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, tf.OptionalSpec):  # Keras has the latter where a generator yields None.
+        if leaf is None or isinstance(leaf, tf.OptionalSpec):  # For generators that yield None.
             return None
         if not hasattr(leaf, "shape") or isinstance(leaf, tf.SparseTensorSpec | tf.RaggedTensorSpec):
             return leaf
@@ -52,9 +52,9 @@ def note_batch(model: keras.Model, batch: Any, size: int | None = None) -> None:
 
 
 def build(model: keras.Model, strategy: ShardedStrategy, step: str) -> None:
-    """Makes what a step makes of the model, and brings it to the mesh. Does nothing for a model that has been built.
+    """Create the variables that a step creates, and move them to the mesh. Does nothing for a built model.
 
-    Where this does not know what a batch looks like, or steps are not traced, the first step makes it.
+    If the specs of a batch are unknown, or the model runs eagerly, the first step creates the variables.
 
     Args:
         model: The model.

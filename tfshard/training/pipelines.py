@@ -1,9 +1,9 @@
 """random_map: random Keras layers in an input pipeline, with the same batches on all clients and after a restart.
 
-A random layer draws from a variable, the state of its seed generator. In `dataset.map` that variable is outside of the
-dataset: its value depends on how far the pipeline has read ahead and in which order parallel calls came to it. So two
-clients get different batches, and the position in the data does not hold it. `random_map` gives each element a number
-of its own, from a dataset of random numbers, and the layers draw from that.
+A random layer draws from a variable: the state of its seed generator. In `dataset.map` that variable lies outside the
+dataset. Its value depends on how far the pipeline has read ahead, and on the order of parallel calls. Two clients
+therefore get different batches, and a saved position does not contain the state. `random_map` gives each element a
+number from a dataset of random numbers, and the layers draw from that number.
 """
 
 from collections.abc import Callable
@@ -15,28 +15,27 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.errors import StrategyError
 
-# The seeds of the generators of one element are so far apart: no generator is drawn from as often for an element.
+# The distance between the seeds of two generators of one element. No generator draws this often for an element.
 _APART = 1 << 20
 
 
 def random_map(
     dataset: tf.data.Dataset, function: Callable[..., Any], *, seed: int, num_parallel_calls: int | None = None
 ) -> tf.data.Dataset:
-    """`dataset.map(function)` for functions with Keras layers that draw random numbers, such as augmentation.
+    """Apply a function with random Keras layers, such as augmentation, to each element of a dataset.
 
-    What is drawn depends on `seed`, the epoch and the place of the element in the dataset, and on nothing else: it is
-    the same on all clients of a launched run, with any number of parallel calls, and in a run that is resumed. Each
-    epoch draws other numbers. The states of the layers' own seed generators are neither used nor changed.
+    The random numbers depend only on `seed`, the epoch and the position of the element in the dataset. They are the
+    same on all clients of a launched run, with any number of parallel calls, and in a resumed run. Each epoch draws
+    different numbers. The states of the layers' seed generators are not used and not changed.
 
     Args:
-        dataset: Any `tf.data.Dataset`. Behind `batch`, the elements are batches.
-        function: As in `dataset.map`. Layers in it that have weights must be built, and not write any.
-        seed: Of all that is drawn.
-        num_parallel_calls: As in `dataset.map`, `tf.data.AUTOTUNE` for as many as there are cores. The order of the
-            elements is kept.
+        dataset: Any `tf.data.Dataset`. After `batch`, the elements are batches.
+        function: As in `dataset.map`. Layers with weights must be built before, and must not write their weights.
+        seed: The seed of all random numbers.
+        num_parallel_calls: As in `dataset.map`; `tf.data.AUTOTUNE` uses all cores. The order of the elements is kept.
 
     Raises:
-        StrategyError: `seed` is no integer, or `function` writes a variable.
+        StrategyError: `seed` is not an integer, or `function` writes a variable.
 
     Example:
 
@@ -56,17 +55,17 @@ def random_map(
 
     def seeded(number: tf.Tensor, element: Any) -> Any:
         with _Seeds(number):
-            # As tf.data does.
+            # As `tf.data` does.
             return function(*element) if type(element) is tuple else function(element)
 
     numbers = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True)
-    # TensorFlow warns of an order that is asked for where there is no other.
+    # TensorFlow warns if `deterministic` is set for sequential calls.
     order = {} if num_parallel_calls is None else {"deterministic": True}
     return tf.data.Dataset.zip(numbers, dataset).map(seeded, num_parallel_calls=num_parallel_calls, **order)
 
 
 class _Seeds(keras.StatelessScope):  # type: ignore[misc]  # Keras has no types.
-    """Seed generators begin at a number of this element, each at one of its own."""
+    """Start each seed generator at a different number that depends on the element."""
 
     def __init__(self, number: tf.Tensor):
         super().__init__()

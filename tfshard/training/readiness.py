@@ -1,4 +1,4 @@
-"""Checks on the process and on what a step is given."""
+"""Check the process and the arguments of a step."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,10 @@ from tfshard.errors import StrategyError, UnsupportedOperationError
 
 
 def check_process() -> None:
-    """Raises `UnsupportedOperationError` if TensorFlow checks the numbers of all operations: DTensor cannot."""
+    """Raise `UnsupportedOperationError` if `tf.debugging.enable_check_numerics` is on.
+
+    DTensor cannot expand the operations that it adds.
+    """
     if _private.checks_all_numbers():
         raise UnsupportedOperationError(
             "tf.debugging.enable_check_numerics() adds operations that DTensor cannot expand, behind each operation. "
@@ -23,11 +26,13 @@ def check_process() -> None:
 
 
 def check_traced_arguments(fn: Callable[..., object]) -> None:
-    """Raises `StrategyError` if the tf.function that is being traced around a step was called on a batch that is not on
-    the mesh: DTensor would refuse it in words of its own."""
+    """Raise `StrategyError` if the tf.function around a step was called on a batch that is not on the mesh.
+
+    DTensor would refuse the batch, too, but with a less helpful message.
+    """
     with tf.init_scope():
         for tensor in _private.traced_arguments():
-            shape = tuple(tensor.shape)  # Also of a sharded tensor, which NumPy would ask the value of.
+            shape = tuple(tensor.shape)  # NumPy would ask a sharded tensor for its value.
             # DTensor broadcasts small integers.
             broadcast = not shape or (math.prod(shape) <= 128 and not tf.as_dtype(tensor.dtype).is_floating)
             if not broadcast and not transfer.is_dtensor(tensor):
@@ -40,9 +45,9 @@ def check_traced_arguments(fn: Callable[..., object]) -> None:
 
 
 def check_captures(graph: tf.Graph) -> None:
-    """Raises `StrategyError` for a variable that a step uses and that is not on the mesh.
+    """Raise `StrategyError` if a step uses a variable that is not on the mesh.
 
-    DTensor would let every device read and write it by itself, in no certain order.
+    DTensor would let every device read and write the variable independently, in no certain order.
     """
     with tf.init_scope():
         strangers = [handle for handle in _private.captured_resources(graph) if not transfer.is_dtensor(handle)]

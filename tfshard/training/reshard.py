@@ -1,4 +1,4 @@
-"""What moves variables: plain ones to the mesh, sharded ones from storage to storage. Each moves once, by itself."""
+"""Move variables: plain variables to the mesh, sharded variables to another layout. Variables move one at a time."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,11 +24,11 @@ Placed = tuple[keras.Variable, VariableLayout]
 class GroupStorages:
     """The storages of the groups of a placement.
 
-    A group in which members rest already takes in those that are missing, if there is room for them; otherwise it gets
-    a new storage, and all of its members move.
+    A group keeps an existing storage if some members are stored there and the missing members still fit. Otherwise the
+    group gets a new storage, and all its members move.
 
     Args:
-        placed: The variables of a model that have values.
+        placed: The variables of a model that have values, with their layouts.
         mesh: The mesh.
     """
 
@@ -49,7 +49,7 @@ class GroupStorages:
                 self._renewed.add(number)
 
     def of(self, layout: VariableLayout) -> Storage | None:
-        """The storage of the group of a layout; None when it is in none."""
+        """Return the storage of the group of `layout`, or None if the layout has no group."""
         if layout.group is None:
             return None
         if layout.group not in self._storages:
@@ -58,7 +58,7 @@ class GroupStorages:
         return self._storages[layout.group]
 
     def lacks(self, current: ShardedVariable, layout: VariableLayout) -> bool:
-        """Whether a variable that goes to `layout` is elsewhere."""
+        """Return whether a variable must move to be stored in `layout`."""
         return not _rests(current, layout, self._mesh) or layout.group in self._renewed
 
 
@@ -67,18 +67,18 @@ def _rests(current: tf.Variable, layout: VariableLayout, mesh: dtensor.Mesh) -> 
 
 
 def to_mesh(placed: Sequence[Placed], mesh: dtensor.Mesh, *, anew: bool = False) -> bool:
-    """Puts those variables that are not on the mesh where they go, one after the other.
+    """Move the variables that are not on the mesh, one after the other.
 
-    Each gives its memory back before the next one's is asked for. If one fails, those before it get the variables back
-    that they had, with their values.
+    Each plain variable frees its memory before its sharded copy is allocated. If one variable fails, the variables
+    before it are restored with their values.
 
     Args:
-        placed: Variables, and where they go.
+        placed: Variables and their layouts.
         mesh: The mesh.
-        anew: Whether sharded ones of another mesh or layout are replaced, too. What they had is left as it is.
+        anew: Also replace sharded variables of another mesh or layout. Their old storages are left unchanged.
 
     Returns:
-        Whether there were any.
+        True if at least one variable moved.
     """
     storages = GroupStorages(placed, mesh)
     replaced: list[tuple[keras.Variable, tf.Variable]] = []
@@ -102,13 +102,13 @@ def to_mesh(placed: Sequence[Placed], mesh: dtensor.Mesh, *, anew: bool = False)
 def replace(
     variable: keras.Variable, *, layout: VariableLayout, mesh: dtensor.Mesh, place: Storage | None = None
 ) -> None:
-    """Puts a sharded variable of the same value in the place of another one.
+    """Replace a variable by a sharded variable of the same value.
 
     Args:
         variable: A Keras variable.
-        layout: Where it goes.
+        layout: The layout of the sharded variable.
         mesh: The mesh.
-        place: The storage of its group, if it has one.
+        place: The storage of its group, if the layout has a group.
     """
     current = _private.backend_variable(variable)
 
@@ -123,14 +123,15 @@ def replace(
 def sharded(
     value: np.ndarray, like: tf.Variable, *, layout: VariableLayout, mesh: dtensor.Mesh, place: Storage | None = None
 ) -> ShardedVariable:
-    """A sharded variable that TensorFlow and optimizers take for another one."""
+    """Return a sharded variable of `value` with the name, id and options of the variable `like`."""
     return ShardedVariable(value, layout=layout, mesh=mesh, trainable=like.trainable, storage=place, **options_of(like))
 
 
 def exchange(variable: keras.Variable, make: Callable[[np.ndarray], ShardedVariable]) -> None:
-    """Puts what `make` makes of a variable's value in its place.
+    """Replace a variable by the result of `make` on its value.
 
-    The plain variable is spoiled, before: its memory is free for the pieces. A function that reads it by mistake fails.
+    First invalidates the plain variable, which frees its memory for the local shards. A function that still reads the
+    plain variable then fails.
     """
     current = _private.backend_variable(variable)
     value = transfer.to_host(current)
@@ -147,7 +148,7 @@ def exchange(variable: keras.Variable, make: Callable[[np.ndarray], ShardedVaria
 
 
 def _refill(plain: tf.Variable, value: np.ndarray) -> None:
-    """Gives a plain variable that was spoiled its value again."""
+    """Restore the value of an invalidated plain variable."""
     if _private.is_resource_variable(plain):
         with tf.device(plain.handle.device):
             tensor = tf.constant(value, plain.dtype)
@@ -155,17 +156,18 @@ def _refill(plain: tf.Variable, value: np.ndarray) -> None:
 
 
 def settle(placed: Sequence[Placed], mesh: dtensor.Mesh, *, waiting: bool = False) -> set[Storage]:
-    """Moves those variables that are on the mesh and not where they go, with their slots.
+    """Move variables that are on the mesh to their layouts, together with their slots.
 
-    Afterwards nothing waits on the host.
+    Afterwards every complete group is on the devices (unless `waiting`).
 
     Args:
-        placed: The variables of a model, and where they go.
+        placed: The variables of a model and their layouts.
         mesh: The mesh.
-        waiting: Whether only those are moved that wait, and go on waiting there: values are about to be set.
+        waiting: Move only variables that still wait on the host, and leave them waiting: the caller sets their values
+            next.
 
     Returns:
-        The storages that were left.
+        The storages that the variables left.
     """
     storages = GroupStorages(placed, mesh)
     left: set[Storage] = set()
@@ -193,7 +195,7 @@ def settle(placed: Sequence[Placed], mesh: dtensor.Mesh, *, waiting: bool = Fals
 
 
 def slot_storage(reference: ShardedVariable, key: tuple[int, int], layout: VariableLayout) -> Storage | None:
-    """Where a slot in its parameter's flat form lives: with the slots of the same kind of the parameter's group."""
+    """Return the storage of a slot in its parameter's flat form: the group's storage of slots of this kind."""
     if layout.flat is None:
         return None
     name = f"{reference.storage.name}_slot_{key[1]}"
@@ -201,7 +203,7 @@ def slot_storage(reference: ShardedVariable, key: tuple[int, int], layout: Varia
 
 
 def options_of(current: tf.Variable) -> dict[str, Any]:
-    """What a ShardedVariable takes over from the variable that it replaces."""
+    """Return the name, id and options that a ShardedVariable inherits from the variable it replaces."""
     return {
         "name": current.name.partition(":")[0],
         "unique_id": current._unique_id,

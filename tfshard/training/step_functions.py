@@ -1,18 +1,18 @@
 """The step functions of a model, by the shapes of its batches.
 
-A step is traced with all shapes known, because DTensor shards no dim of unknown size. Such a function takes about a
-second to compile and some megabytes to keep, too much to have one for each of many batch sizes or sequence lengths:
+A step is traced with all shapes known, because DTensor shards no dim of unknown size. Each traced function takes about
+a second to compile and some megabytes to keep. That is too much for each batch size or sequence length:
 
-- The first shapes, and a shape that comes many times in a row, have functions of their own.
+- The first shapes, and a shape that comes many times in a row, have separate functions.
 - Other shapes share an open function. The host pads each batch to a capacity. The function cuts the padding off before
   the model sees the batch. Batch statistics, losses over pairs of samples and custom `train_step`s therefore match
-  single-device Keras. Each capacity, a power of two, has a function of its own. The dims that were
-  cut have unknown sizes, which DTensor cannot shard: every device computes the full batch. So an open function takes
+  single-device Keras. Each capacity, a power of two, has a separate function. The dims that were
+  cut have unknown sizes, which DTensor cannot shard: every device computes the full batch. An open function takes
   batches that every device computes in full anyway, and batches that cost little.
 - A model keeps at most `MOST` functions of a kind, and drops the least recently used one.
 
-An open function may hold operations that were tried on tensors of unknown size (`_TRIED`). If it holds another one, or
-DTensor refuses it, every shape has a function of its own.
+An open function may contain operations that were tested on tensors of unknown size (`_TRIED`). If it contains another
+operation, or DTensor refuses it, every shape gets a separate function.
 """
 
 import collections
@@ -35,28 +35,28 @@ from tfshard.operations import unsized
 from tfshard.training import output_losses
 from tfshard.training.strategy import ShardedStrategy
 
-# What Keras calls for one execution, with an iterator over batches.
+# Keras calls this for one execution, with an iterator over batches.
 StepFunction = Callable[[Any], Any]
 
 MOST = 32
 
-# How many shapes have functions of their own at once: full batches and remainders, for each structure of a batch.
+# Shapes that have separate functions at once: full batches and remainders, for each structure of a batch.
 FIRST = 3
 
-# A shape that comes so many times in a row gets a function of its own.
+# A shape that comes this many times in a row gets a separate function.
 IN_A_ROW = 64
 
-# A model that has compiled so many functions of a kind warns.
+# A model that has compiled this many functions of a kind warns.
 MANY = 16
 
-# Parameters times positions (samples, tokens, pixels) of a batch that every device may compute in full.
+# The limit of parameters times positions (samples, tokens, pixels) for a batch that every device computes in full.
 CHEAP = 1 << 25
 
-# Tensors are padded up to so many bytes, and dims up to this size, so that sizes below share a capacity.
+# Small tensors are padded up to this many bytes, and their dims up to this size, so that small sizes share a capacity.
 _SMALL_BYTES = 1 << 18
 _SMALL_DIM = 256
 
-# Each is tried in tests/training/test_new_shapes.py.
+# tests/training/test_new_shapes.py tests each operation.
 _TRIED = frozenset(
     ("Abs", "AddN", "AddV2", "Any", "ArgMax", "AvgPool", "AvgPoolGrad", "BiasAdd", "BiasAddGrad", "Bitcast",
      "BitwiseAnd", "BroadcastGradientArgs", "BroadcastTo", "Cast", "ConcatV2", "Conv2D", "Conv2DBackpropFilter",
@@ -74,13 +74,13 @@ _TRIED = frozenset(
      "SquaredDifference", "Squeeze", "StatelessRandomNormalV2", "StatelessRandomUniformV2", "StopGradient",
      "StridedSlice", "StridedSliceGrad", "Sub", "Sum", "Tanh", "TanhGrad", "Tile", "Transpose", "Unpack",
      "UnsortedSegmentSum", "Where", "ZerosLike",
-     # Of what replicas of a mesh hold of a variable: TensorFlow does not infer the size of the result.
+     # For local shards of variables on replicas of a mesh: TensorFlow does not infer the size of the result.
      "CollectiveAllToAllV2", "CollectiveGatherV2", "CollectiveReduceV2", "EnsureShape")
 )  # fmt: skip
 
 
 class _UntriedOperation(Exception):
-    """An open function holds an operation that was not tried on tensors of unknown size."""
+    """An open function contains an operation that was not tested on tensors of unknown size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,11 +88,11 @@ class Prepared:
     """A batch for a step.
 
     Attributes:
-        batch: The batch, with arrays where its tensors are on the host.
-        key: Names the function that runs on it.
-        argument: What the function takes, on the mesh.
-        is_open: Whether the function is an open one.
-        counts_once: Whether the batch counts once in metrics of outputs' losses (`output_losses`).
+        batch: The batch, with arrays for tensors that are on the host.
+        key: The key of the function that runs on the batch.
+        argument: The argument of the function, on the mesh.
+        is_open: True for an open function.
+        counts_once: True if the batch counts once in the metrics of outputs' losses (`output_losses`).
     """
 
     batch: Any
@@ -103,20 +103,20 @@ class Prepared:
 
 
 class StepFunctions:
-    """The step functions of one kind of a model.
+    """The functions of one kind of step of a model.
 
     Attributes:
-        functions: Those that are kept, by what names them, the least recently used one first.
-        compiled: How many functions were made.
-        takes_open: Whether the model's step can be an open function, as far as is known.
+        functions: The kept functions by key, the least recently used one first.
+        compiled: How many functions were compiled.
+        takes_open: False once the model's step is known not to work as an open function.
 
     Args:
         model: The model.
         strategy: Its strategy.
-        kind: Such as `"training step"`, for messages.
-        function: What Keras has made.
-        again: Makes the same once more.
-        step: Which method of the model it calls, such as `"train_step"`.
+        kind: The kind of step, such as `"training step"`, for messages.
+        function: The function that Keras made.
+        again: Makes another function like `function`.
+        step: The name of the model's method that the function calls, such as `"train_step"`.
     """
 
     def __init__(
@@ -138,18 +138,18 @@ class StepFunctions:
         self._last: Hashable = None
         self._in_a_row = 0
         self.compiled = 0
-        # Whether the trace of the open function that was made last is complete.
+        # True if the latest open function was traced to the end.
         self._is_traced = False
-        # How many batches in a row every device computed in full; None once a warning was given.
+        # How many batches in a row every device computed in full. None after the warning.
         self._full_in_a_row: int | None = 0
 
     def prepare(self, batch: Any, *, counts_once: bool = False, may_share: bool = True) -> Prepared:
-        """Chooses the function for a batch, and brings the batch to the mesh.
+        """Choose the function for a batch, and move the batch to the mesh.
 
         Args:
             batch: The batch.
             counts_once: As in `Prepared`.
-            may_share: Whether the batch may go through an open function, in which every batch counts once.
+            may_share: True if the batch may go through an open function, in which every batch counts once.
         """
         strategy = self._strategy
         if strategy.config.already_sharded or self._model.run_eagerly:
@@ -167,7 +167,7 @@ class StepFunctions:
         return self._own(batch, counts_once)
 
     def run(self, prepared: Prepared) -> Any:
-        """Runs the step on one batch."""
+        """Run the step on one batch."""
         function = self.functions.get(prepared.key)
         if function is not None:
             self.functions.move_to_end(prepared.key)
@@ -180,7 +180,7 @@ class StepFunctions:
             return self._first_run(prepared, _private.make_step_function(self._model, self._open_step))
         except Exception as error:
             if self._is_traced and not _is_refusal(error):
-                raise  # The step was run, and failed as a step of one device does.
+                raise  # The step ran, and failed as on one device.
             self.takes_open = False
             del self.functions[prepared.key]
         return self.run(self._own(prepared.batch, prepared.counts_once))
@@ -212,7 +212,7 @@ class StepFunctions:
             _private.keep_gradients_with_graphs()
             if len(self.functions) > MOST:
                 self.functions.popitem(last=False)
-                gc.collect()  # A graph is a cycle. With it goes what TensorFlow and DTensor hold of the function.
+                gc.collect()  # Frees the graph, which is a cycle, and the function in TensorFlow and DTensor.
             if self.compiled == MANY:
                 self._warn()
 
@@ -225,7 +225,7 @@ class StepFunctions:
         return family
 
     def _shares(self, batch: Any, family: "_Family") -> bool:
-        """Whether a batch goes through the open function."""
+        """Return whether a batch goes through the open function."""
         strategy = self._strategy
         axes = axis_sizes(strategy.mesh)
         leaves = [leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape")]
@@ -244,17 +244,20 @@ class StepFunctions:
         return self._is_full(leaves) or self._is_cheap(leaves)
 
     def _is_full(self, leaves: list[Any]) -> bool:
-        """Whether every device computes a batch in full, because the batch axis divides none of its tensors."""
+        """Return whether every device computes a batch in full, because the batch axis divides none of its tensors."""
         return not any(any(batching.batch_axes(tuple(leaf.shape), self._strategy.mesh)) for leaf in leaves)
 
     def _is_cheap(self, leaves: list[Any]) -> bool:
-        """Whether every device may compute a batch in full."""
+        """Return whether a batch is so small that every device may compute it in full."""
         positions = max(_positions(leaf) for leaf in leaves)
         parameters = sum(math.prod(variable.shape) for variable, _ in inventory.owned_variables(self._model))
         return bool(positions * parameters <= CHEAP)
 
     def _note_full(self, batch: Any) -> None:
-        """Warn once of training batches that the batch axis does not divide. One alone is the last of an epoch."""
+        """Warn once about training batches that the batch axis does not divide.
+
+        A single such batch is the last batch of an epoch, and does not count.
+        """
         if self._full_in_a_row is None or self._kind != "training step":
             return
         leaves = [leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape")]
@@ -277,7 +280,7 @@ class StepFunctions:
         )
 
     def _open_step(self, padded: tuple[Any, Any]) -> Any:
-        """The model's step on what padding was added to."""
+        """Run the model's step on a padded batch."""
         batch, masks = padded
         leaves = [_cut(leaf, kept) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]
         result = getattr(self._model, self._step)(tf.nest.pack_sequence_as(batch, leaves))
@@ -297,7 +300,7 @@ class StepFunctions:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether DTensor could not expand a function."""
+    """Return whether an error says that DTensor could not expand a function."""
     is_memory = isinstance(error, tf.errors.ResourceExhaustedError)
     return isinstance(error, tf.errors.OpError) and not is_memory and "dtensor" in str(error).lower()
 
@@ -306,7 +309,7 @@ class _Family:
     """The batches of one structure.
 
     Attributes:
-        owned: How many shapes got functions of their own.
+        owned: How many shapes have separate functions.
     """
 
     def __init__(self) -> None:
@@ -315,7 +318,7 @@ class _Family:
         self._open: set[tuple[int, int]] = set()
 
     def note(self, batch: Any) -> None:
-        """Opens the dims whose sizes differ between batches."""
+        """Open the dims that differ in size between batches."""
         shapes = [tuple(getattr(leaf, "shape", ())) for leaf in tf.nest.flatten(batch)]
         if self._first is None:
             self._first = shapes
@@ -323,7 +326,7 @@ class _Family:
             self._open.update((number, dim) for dim, size in enumerate(shape) if size != first[dim])
 
     def padded(self, batch: Any, strategy: ShardedStrategy) -> tuple[Any, Hashable]:
-        """A batch at its capacities with the masks of what is kept, full on every device, and what names both."""
+        """Return a batch padded to its capacities, with masks of the samples to keep, and the key of its function."""
         leaves, capacities = [], []
         masks: list[tuple[tf.Tensor | None, ...]] = []
         for number, leaf in enumerate(tf.nest.flatten(batch)):
@@ -354,7 +357,7 @@ def _full(value: np.ndarray, strategy: ShardedStrategy) -> tf.Tensor:
 
 
 def _rows(batch: Any) -> int:
-    """The rows of the first tensor of a batch."""
+    """Return the rows of the first tensor of a batch."""
     return int(next(leaf.shape[0] for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf)))
 
 
@@ -365,7 +368,7 @@ def _dtype_and_rank(leaf: Any) -> Any:
 
 
 def _can_be_padded(leaf: Any) -> bool:
-    """Whether the host can pad a leaf."""
+    """Return whether the host can pad a leaf."""
     if isinstance(leaf, tf.RaggedTensor) or 0 in leaf.shape:
         return False
     dtype = tf.as_dtype(leaf.dtype)
@@ -373,13 +376,13 @@ def _can_be_padded(leaf: Any) -> bool:
 
 
 def _positions(leaf: Any) -> int:
-    """Samples, tokens or pixels: of floats the last dim is features."""
+    """Count samples, tokens or pixels. The last dim of a float tensor is the features."""
     shape = tuple(leaf.shape)
     return math.prod(shape[:-1] if tf.as_dtype(leaf.dtype).is_floating and len(shape) > 1 else shape)
 
 
 def _capacity(shape: tuple[int, ...], opened: list[bool], itemsize: int) -> tuple[int, ...]:
-    """The shape to which a tensor is padded: each open dim to a power of two, and small tensors further."""
+    """Return the padded shape of a tensor: open dims grow to powers of two, and in small tensors even further."""
     sizes = [1 << (size - 1).bit_length() if is_open else size for size, is_open in zip(shape, opened, strict=True)]
     dims = [dim for dim, is_open in enumerate(opened) if is_open]
     while dims and math.prod(sizes) * itemsize * 2 <= _SMALL_BYTES:
@@ -391,7 +394,7 @@ def _capacity(shape: tuple[int, ...], opened: list[bool], itemsize: int) -> tupl
 
 
 def _cut(leaf: Any, masks: tuple[tf.Tensor | None, ...]) -> Any:
-    """Cuts off what was padded. `Where` tells operations.unsized that the size depends on values."""
+    """Cut the padding off. The `Where` operation tells `operations.unsized` that the size depends on values."""
     for dim, mask in enumerate(masks):
         if mask is not None:
             leaf = tf.gather(leaf, tf.cast(tf.where(mask)[:, 0], tf.int32), axis=dim)

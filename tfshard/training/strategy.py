@@ -49,63 +49,62 @@ from tfshard.training.watching import Watched
 
 
 class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[misc]  # TensorFlow has no types.
-    """Stores every variable sharded, computes as if there were one device.
+    """Store every variable sharded, and compute as on one device.
 
     Args:
-        mesh: A mesh from `tfshard.create_mesh`. By default that of the layout map, if it was made for one, else all
-            devices on the batch axis.
-        layout_map: Which dims of which variables the model axes shard: a `tfshard.LayoutMap`, a
-            `keras.distribution.LayoutMap` or `ModelParallel`, such as KerasHub's backbones give with
-            `get_layout_map(device_mesh)`, a mapping from pattern to axes, or `"auto"` for what
-            `tfshard.auto_layout_map` finds for each model. By default none.
-        zero_stage: What rests sharded over the batch axis (Rajbhandari et al. 2020, "ZeRO: Memory
-            Optimizations Toward Training Trillion Parameter Models"). 0: nothing; 1: optimizer slots;
-            2: and gradients, reduce-scattered as soon as they exist; 3: and parameters.
-        analyzer: Which small variables share a buffer, so that they are gathered, reduced and updated together; a
-            `tfshard.ParameterAnalyzer`, such as one of `tfshard.presets`. None: each variable by itself.
-        sequence_parallel: Whether activations of shape (batch, sequence, width) between tensor-parallel blocks are
-            sharded along the sequence over the model axis: residuals, normalizations, dropout (Korthikanti et al. 2022,
+        mesh: A mesh from `tfshard.create_mesh`. By default the mesh of the layout map, if it has one, else all devices
+            on the batch axis.
+        layout_map: The dims of variables that model axes shard: a `tfshard.LayoutMap`; a `keras.distribution.LayoutMap`
+            or `ModelParallel`, such as KerasHub's backbones return from `get_layout_map(device_mesh)`; a mapping from
+            pattern to axes; or `"auto"`, which calls `tfshard.auto_layout_map` for each model. By default none.
+        zero_stage: The state that is stored sharded over the batch axis (Rajbhandari et al. 2020, "ZeRO: Memory
+            Optimizations Toward Training Trillion Parameter Models"). 0: nothing. 1: optimizer slots. 2: also
+            gradients, which are reduce-scattered as soon as they exist. 3: also parameters.
+        analyzer: A `tfshard.ParameterAnalyzer`, such as one of `tfshard.presets`. It chooses which small variables
+            share a buffer, to be gathered, reduced and updated together. None: no variables share a buffer.
+        sequence_parallel: True shards activations of shape (batch, sequence, width) between tensor-parallel blocks
+            along the sequence over the model axis: residuals, normalizations, dropout (Korthikanti et al. 2022,
             "Reducing Activation Recomputation in Large Transformer Models"). Lengths that the axis does not divide
-            stay whole.
-        already_sharded: In a launched run, whether each client feeds its own part of every batch, which `input_shard`
-            names. By default each client is given the whole batch, the same on all of them, and takes its rows.
-        reshard_after_forward: At stage 3, whether what is gathered for a layer is freed when the layer has been
-            computed, and gathered again for the backward pass (Zhao et al. 2023, "PyTorch FSDP", section 3.3.1). As
-            much stays gathered as the largest variable or group takes. True, False, or regular expressions, one of
-            which matches the whole path of each variable for which that holds.
-        prefetch: How many variables or groups before its turn a gather starts, while others are computed with. Of
-            compiled steps; an eager step gathers what it reads.
-
-        reduce_dtype: In which dtype bfloat16 gradients of several devices are added up: `"float32"`, or `"bfloat16"`
-            for half the bytes. On CPU it is always float32. Gradients of other dtypes are added in their own.
-        slot_dtype: The dtype in which optimizer slots of float32 variables rest between steps, rounded after each
-            update; by default their own. `"bfloat16"`: half the bytes. `"int8"`: about a quarter, in blocks of 256
-            elements of one device that share a scale (Dettmers et al. 2022); those of variables of fewer than 4096
-            elements stay float32. Sums of gradients and averages of weights keep theirs. Or a dtype for each pattern
-            of variables' whole paths, of which the first that matches decides:
-            `{".*embeddings": "float32", ".*": "int8"}`. `tools/bench/slot_dtype.py` measures what that changes.
-        microbatches: In how many parts, one after the other, a training step takes its batch, so that it holds the
-            activations of one. It updates once, with the numbers of the whole batch. More if it does not divide the
-            rows of a device. Eager steps take their batch as one.
-        reduce_once: Whether gradients of microbatches are added up on each device, whole, and reduced over the devices
-            once, when the last has ended: fewer collectives for more memory. Else those of each are reduced as they
-            come, and added up as they are updated, at stages 1 to 3 in shards. On meshes of a batch axis only.
-        offload: `"slots"`: optimizer slots that are sharded over the batch axis rest on the host of the GPUs, and visit
-            them for their update. Sums of gradients and averages of weights stay. On CPU devices slots rest on the host
-            anyhow: a warning says that nothing is done. Tried on parts of one GPU (docs/planning.md says what to look
-            at on several).
-        compression: How gradients of 64 KiB and more go between devices, or, where there are replicas, between
-            those: `"bfloat16"`, in half the bytes; `"int8"`, in about a quarter; or a `tfshard.PowerSGD`, for
-            kernels of Dense and EinsumDense. What a step does not send of a gradient, each device keeps in float32, and
-            sends with a later one (docs/compression.md). On meshes without a model axis; eager steps add up exactly.
-        tables: Which embedding tables rest sharded by rows at every stage, and are read and updated by the rows that a
-            step looks up, never gathered: a `tfshard.EmbeddingTables`, or patterns of their paths for one that does
-            what Keras does (docs/tables.md).
+            stay replicated.
+        already_sharded: In a launched run, whether each client feeds only its part of every batch, as `input_shard`
+            says. By default every client gets the same full batch, and takes its rows.
+        reshard_after_forward: At stage 3, whether gathered variables are freed after their layer's forward pass, and
+            gathered again for the backward pass (Zhao et al. 2023, "PyTorch FSDP", section 3.3.1). As many bytes stay
+            gathered as the largest variable or group has. True, False, or regular expressions: the setting holds for
+            each variable with a full path that one of them matches.
+        prefetch: How many variables or groups ahead of its use a gather starts. For compiled steps; an eager step
+            gathers each variable when it reads it.
+        reduce_dtype: The dtype in which the devices reduce bfloat16 gradients: `"float32"`, or `"bfloat16"` for half
+            the bytes. On CPU it is always float32. Gradients of other dtypes are reduced in their dtype.
+        slot_dtype: The dtype in which optimizer slots of float32 variables are stored between steps, rounded after each
+            update. By default the slots keep their dtype. `"bfloat16"` takes half the bytes. `"int8"` takes about a
+            quarter: blocks of 256 elements of one device share a scale (Dettmers et al. 2022), and slots of variables
+            of fewer than 4096 elements stay float32. Sums of gradients and averages of weights keep their dtype. You
+            can also give a dtype for each pattern of variables' full paths; the first match decides:
+            `{".*embeddings": "float32", ".*": "int8"}`. `tools/bench/slot_dtype.py` measures the effect.
+        microbatches: The number of microbatches of a training step. A step takes them one after the other, holds the
+            activations of one, and updates once, with the numbers of the full batch. The number grows if it does not
+            divide the rows of a device. Eager steps take the full batch at once.
+        reduce_once: True makes each device add up the full gradients of all microbatches. They are then reduced
+            once: fewer collectives for more memory. Otherwise the gradients of each microbatch are reduced, and added
+            up in the layout of the update, which is sharded at stages 1 to 3. Only for meshes with just a batch axis.
+        offload: `"slots"`: store optimizer slots that are sharded over the batch axis in the memory of the GPUs' host,
+            and copy them to the GPUs for their update. Sums of gradients and averages of weights stay on the GPUs. On
+            CPU devices slots are in host memory anyway, and a warning says that the option does nothing. Tested on
+            virtual devices of one GPU (docs/planning.md says what to check on several).
+        compression: How devices (or, in a mesh with replicas, the replicas) exchange gradients of at least 64 KiB:
+            `"bfloat16"`, in half the bytes; `"int8"`, in about a quarter; or a `tfshard.PowerSGD`, for kernels of Dense
+            and EinsumDense. Each device keeps the part of a gradient that a step does not send in float32, and sends it
+            with a later gradient (docs/compression.md). Only for meshes without a model axis; eager steps reduce
+            exactly.
+        tables: The embedding tables that are sharded by rows at every stage. A step reads and updates only the rows it
+            looks up, and never gathers a table. A `tfshard.EmbeddingTables`, or patterns of the tables' paths for
+            updates as in Keras (docs/tables.md).
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
         LayoutError: `layout_map` is of another type or names an axis that the mesh does not have.
-        StrategyError: An unknown stage, slot dtype or compression; `offload` on TPUs, or where no slot is sharded;
+        StrategyError: An unknown stage, slot dtype or compression; `offload` on TPUs, or if no slot is sharded;
             `compression` on a mesh with a model axis.
 
     The batch is global: `batch_size` in `fit` is the number of samples of one step over all devices, the loss is
@@ -149,7 +148,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             )
         mesh = mesh or getattr(layout_map, "mesh", None)
         mesh = mesh or create_mesh(**(LayoutMap.mesh_axes_of(layout_map) or {BATCH_AXIS: -1}))
-        # Each place on the pipeline axis has a mesh. Losses and metrics are on the last one.
+        # Each pipeline rank has a mesh. Losses and metrics are on the last mesh.
         axes = axis_sizes(rank_meshes(mesh)[-1])
         config = ShardingConfig(
             layout_map=None if auto_layout.is_auto(layout_map) else LayoutMap.from_any(layout_map, axes),
@@ -193,7 +192,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         if config.compression is not None:
             replicas.meet_to_exchange(mesh)
         process_lock.start()
-        # Who is told of the steps of a `fit`.
+        # The callbacks that watch the steps of a `fit`.
         self.watched = Watched()
         # The shapes that each function has been run on.
         self._traced: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
@@ -216,11 +215,11 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         return f"ShardedStrategy(mesh={self.pipeline_axes}, zero_stage={self.zero_stage}, layout_map={layout_map})"
 
     def scope(self) -> "_Scope":
-        """The context in which variables are born sharded and Keras models belong to this strategy."""
+        """Return a context that creates variables sharded, and Keras models under this strategy."""
         return _Scope(super().scope(), self)
 
     def placement_of(self, model: keras.Model) -> ModelPlacement:
-        """Return the layouts of the variables of a built model, groups included. Nothing is changed."""
+        """Return the layouts of the variables of a built model, groups included. Changes nothing."""
         return attached_model.attached(model, self).placement()
 
     def check_accepts(self, model: keras.Model) -> None:
@@ -246,16 +245,16 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         kwargs: Mapping[str, Any] | None = None,
         options: tf.distribute.RunOptions | None = None,
     ) -> Any:
-        """Runs `fn` once, on the whole (global) batch, with variables and arithmetic sharded over the mesh.
+        """Run `fn` once on the full (global) batch, with variables and arithmetic sharded over the mesh.
 
         Args:
-            fn: A step function. Gradients, optimizers, losses and metrics are used as on one device.
-            args: Positional arguments; tensors that are not on the mesh are put there, batches sharded.
+            fn: A step function. It uses gradients, optimizers, losses and metrics as on one device.
+            args: Positional arguments. Tensors that are not on the mesh are moved there, and batches are sharded.
             kwargs: Keyword arguments, likewise.
             options: Not used.
 
         Returns:
-            What `fn` returns, whole on every device. Eager code can use it as tensors on the host.
+            The result of `fn`, replicated. Eager code can use it as tensors on the host.
         """
         del options
         if not isinstance(args, (list, tuple)):
@@ -283,7 +282,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
                     with self.scope():
                         results = self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
             return self.extended.to_user(results)
-        # What runs this need be no operation of ours.
+        # The caller that runs this function may not go through `operation`.
         _private.give_own_names_after(tf.compat.v1.get_default_graph(), lambda: clients.here().wait_for_devices())
         self._choose_switches()
         readiness.check_traced_arguments(fn)
@@ -292,12 +291,12 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
 
     @contextlib.contextmanager
     def operation(self, function: Callable[..., object], kind: str, batch: Any) -> Iterator[None]:
-        """A step in eager code, told to the launcher of a launched run. Its operations have ended when it ends.
+        """Surround a step in eager code. Tells the launcher about the step, and waits for the step's operations to end.
 
         Args:
-            function: What is run.
-            kind: Such as `"training step"`, for messages.
-            batch: What it is run on, on the mesh.
+            function: The function that runs.
+            kind: The kind of step, such as `"training step"`, for messages.
+            batch: The function's batch, on the mesh.
         """
         here = clients.here()
         self._choose_switches()
@@ -311,7 +310,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             here.step(kind, leaves, first),
             failures.explained(f"A {kind}"),
             _private.quickly_parsed(),
-            # DTensor puts a loop that begins with constants on the first mesh of the process.
+            # DTensor puts a loop with constant initial values on the first mesh of the process.
             _private.default_mesh(self.mesh),
         ):
             try:
@@ -321,12 +320,12 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
                 _private.give_own_names()
 
     def _choose_switches(self) -> None:
-        """Sets the environment switches of this strategy, for what DTensor compiles next."""
+        """Set the environment switches of this strategy for later compilations by DTensor."""
         gathers.choose(self.mesh)
         reductions.choose(self.config.precision.reduce_dtype)
 
     def _inside(self, fn: tf.types.experimental.PolymorphicFunction) -> Callable[..., Any]:
-        """A tf.function's Python function with the step opened inside of the trace, where its writes are."""
+        """Return a tf.function that opens the step inside its trace, where the writes of the step are."""
         if fn not in self.functions:
 
             def step(*args: Any, **kwargs: Any) -> Any:
@@ -337,11 +336,11 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         return self.functions[fn]
 
     def reduce(self, reduce_op: str | tf.distribute.ReduceOp, value: Any, axis: int | None) -> Any:
-        """Reduces a value that `run` returned. It is whole already: with `axis=None` it comes back as it is.
+        """Reduce a value that `run` returned. The value is replicated, so with `axis=None` it is returned unchanged.
 
         Args:
             reduce_op: `"SUM"` or `"MEAN"`, or a `tf.distribute.ReduceOp`.
-            value: What `run` returned, also nested.
+            value: A result of `run`, which may be nested.
             axis: None, or the dim of the (global) value to reduce over, such as 0 for per-sample values.
         """
         name = reduce_op.upper() if isinstance(reduce_op, str) else reduce_op.value
@@ -354,26 +353,26 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         return transfer.map_tensors(lambda v: reduce(v, axis=axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Return `value`, which is whole: in eager code as tensors on the host, also of a batch."""
+        """Return `value`, which is global already; in eager code as tensors on the host."""
         del axis
         return mesh_tensors.on_host(value) if steps.is_outside() else value
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: tf.distribute.InputOptions | None = None
     ) -> datasets.ShardedDataset:
-        """An iterable over the batches of `dataset`, sharded over the batch axis.
+        """Return an iterable over the batches of `dataset`, sharded over the batch axis.
 
-        A batch that the axis does not divide is whole on every device. Eager code can use a batch as tensors on the
-        host; a step takes it from the mesh.
+        A batch that the axis does not divide is replicated. Eager code can use a batch as tensors on the host; a step
+        takes it from the mesh.
         """
         del options
         dataset = datasets.without_tuning(dataset)
-        # The parts of a pipeline take their microbatches each.
+        # Pipeline stages split the batch into microbatches, and move them to their meshes.
         return datasets.ShardedDataset(dataset, None if len(self.ranks) > 1 else self.mesh, self.config.already_sharded)
 
     @property
     def input_shard(self) -> batching.InputShard:
-        """Which part of each batch this client feeds, with `already_sharded=True`."""
+        """The part of each batch that this client feeds with `already_sharded=True`."""
         return batching.InputShard.of(self.mesh)
 
     # --- models ---------------------------------------------------------------------------------------
@@ -386,11 +385,11 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
 
     @process_lock.locked
     def report(self, model: keras.Model) -> Report:
-        """What each device holds: the totals, and every variable with its layout and bytes.
+        """Return the bytes that each device stores: the totals, and every variable with its layout and bytes.
 
         Raises:
-            StrategyError: The model is not built, has no variable on the mesh, belongs to another strategy, or is in
-                parts.
+            StrategyError: The model is not built, has no variable on the mesh, belongs to another strategy, or is
+                pipelined.
         """
         self._check_not_in_parts(model, "reports")
         attached_model.check_not_elsewhere(model, self)
@@ -401,25 +400,27 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
     def recompute(
         self, model: keras.Model, blocks: str | Sequence[str] = "auto", *, keep_products: bool = False
     ) -> list[str]:
-        """Lets activations of blocks be freed in the forward pass, and computed again in the backward pass.
+        """Recompute the activations of blocks in the backward pass, so that the forward pass can free them.
 
-        A step then holds what goes into each block, and the activations of one block. Losses have the same bits; what
-        a block writes (batch statistics, states) is written once. Layers that were made under a `keras.RematScope` are
-        such blocks without it. Of compiled steps; an eager step keeps all. A clone of the model has no blocks.
+        A step then holds the inputs of all blocks and the activations of one block. The losses are bit-identical, and
+        each write of a block (batch statistics, states) happens once. Layers that were created under a
+        `keras.RematScope` are recomputed without this call. For compiled steps; an eager step keeps all activations. A
+        clone of the model has no blocks.
 
         Args:
             model: A built model.
-            blocks: `"auto"`: layers that hold others and come again, such as transformer layers, or, in flat models,
-                layers whose names begin alike, such as `conv2_block1_1_conv`. Or regular expressions of which one
-                matches the whole path of each layer; those for which groups in them match the same are one block.
-            keep_products: Whether results of matrix products and convolutions stay, so that only what is cheap is
-                computed again.
+            blocks: `"auto"` finds repeated layers that contain layers, such as transformer layers, or, in a flat model,
+                layers that share a name prefix, such as `conv2_block1_1_conv`. Otherwise regular expressions. A layer
+                is recomputed if one of them matches its full path; layers with equal matches of the expression's groups
+                form one block.
+            keep_products: True to keep the outputs of matrix products and convolutions, which are expensive to
+                recompute.
 
         Returns:
             The names of the blocks.
 
         Raises:
-            StrategyError: The model is not built; no block was found; or a pattern matches no layer, or is none.
+            StrategyError: The model is not built; no block was found; or a pattern matches no layer, or is invalid.
 
         Example:
 
@@ -447,12 +448,12 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         links: LinksLike | None = None,
         compute_seconds: float | None = None,
     ) -> ShardingPlan:
-        """What will be stored where, and what each step will send, for a built model. Nothing is changed or run.
+        """Predict the stored bytes and the communication of each step for a built model. Runs and changes nothing.
 
         Args:
             model: A built `keras.Model`, sharded or not.
-            optimizer: An optimizer or its name, for the slots; by default the one the model is compiled with.
-            inputs: What a step calls the model on, for the bytes of activations over a model axis.
+            optimizer: An optimizer or its name, for the slots. By default the optimizer of `model.compile`.
+            inputs: The inputs of the model in a step, for the bytes of activations over a model axis.
             links: As for `tfshard.plan`.
             compute_seconds: As for `tfshard.plan`.
         """
@@ -460,7 +461,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         placement = self.placement_of(model)
         specs = model_specs.specs_of(model)
         if placement.specs != specs or not placement.has_whole_groups():
-            # Frozen since it was placed, or in groups with variables of other models: as if it were compiled now.
+            # Variables were frozen since, or share groups with variables of other models: plan as if compiled now.
             placement = self.place(specs, placement.layout_map)
         planned = plan_placement(
             placement,
@@ -476,7 +477,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         return dataclasses.replace(planned, unknown="; ".join(text for text in (planned.unknown, note) if text))
 
     def sync_stats(self, model: keras.Model) -> SyncStats:
-        """How many variables have gradients, of how many bytes, and which are reduced together.
+        """Return the number and bytes of gradients, and which gradients are reduced together.
 
         Raises:
             StrategyError: The model is not built, or has no variable on the mesh.
@@ -486,10 +487,10 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
 
     @process_lock.locked
     def check_consistency(self, model: keras.Model) -> None:
-        """Checks that devices which hold the same part of a variable hold the same bits.
+        """Check that devices with the same local shard of a variable hold the same bits.
 
         Raises:
-            ConsistencyError: Naming the first variable that differs, and the devices.
+            ConsistencyError: Devices differ. Names the first variable that differs, and the devices.
             StrategyError: The model is not built, or has no variable on the mesh.
         """
         check_is_measurable(model, "check_consistency")
@@ -497,7 +498,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
 
 
 def _offloads(mesh: dtensor.Mesh, config: ShardingConfig) -> bool:
-    """Return True if slots are stored on the host mesh of a mesh. No device is used.
+    """Return True if slots are stored on the host mesh of a mesh. Uses no device.
 
     Raises:
         StrategyError: The slots cannot be stored there.
@@ -524,7 +525,7 @@ def _offloads(mesh: dtensor.Mesh, config: ShardingConfig) -> bool:
 
 
 class _Scope:
-    """`strategy.scope()`, at whose end the models that were born in it are looked for."""
+    """The result of `strategy.scope()`. When the scope ends, it attaches the models that were created in it."""
 
     def __init__(self, scope: contextlib.AbstractContextManager[object], strategy: ShardedStrategy):
         self._scope = scope

@@ -1,4 +1,4 @@
-"""Callbacks that are told what each step of a `fit` is run on."""
+"""Tell callbacks which batches each step of a `fit` runs on."""
 
 import abc
 import contextlib
@@ -16,13 +16,13 @@ from tfshard.errors import TelemetryError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WatchedStep:
-    """A step, or the steps that Keras does at once.
+    """A step, or the steps of one execution of Keras.
 
     Attributes:
-        kind: `"training step"`, `"evaluation step"`, `"prediction step"`; `"step"` of `strategy.run`.
-        batches: What each is run on, on the mesh, as Keras's data give it; the arguments of `strategy.run`.
-        shapes: Of all that it is run on, as text: a key for what follows from shapes.
-        compiles: Whether it was not run on such shapes before, so that it is compiled.
+        kind: `"training step"`, `"evaluation step"` or `"prediction step"`; `"step"` for `strategy.run`.
+        batches: The batches on the mesh, structured as Keras's data; for `strategy.run`, its arguments.
+        shapes: The shapes of all tensors as text, to use as a key.
+        compiles: True if the step runs on these shapes for the first time, and is therefore compiled.
     """
 
     kind: str
@@ -32,15 +32,18 @@ class WatchedStep:
 
 
 class StepWatcher(abc.ABC):
-    """What a Keras callback is besides, to be told of the steps of the `fit` that it is given to."""
+    """Mixed into a Keras callback, to be told about the steps of its `fit`."""
 
     @abc.abstractmethod
     def watched_step(self, step: WatchedStep) -> contextlib.AbstractContextManager[None]:
-        """A context in which the step is run, and has ended on all devices."""
+        """Return a context in which the step runs. The step has ended on all devices when the context exits."""
 
 
 def check_can_write(callbacks: Sequence[keras.callbacks.Callback]) -> None:
-    """Raises `TelemetryError` if a callback needs a package that is not there: Keras would find out after an epoch."""
+    """Raise `TelemetryError` if a callback needs a package that is not installed.
+
+    Keras would only fail after an epoch.
+    """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.TensorBoard) and not _has_tensorboard():
             raise TelemetryError(
@@ -54,25 +57,25 @@ def check_can_write(callbacks: Sequence[keras.callbacks.Callback]) -> None:
 def _has_tensorboard() -> bool:
     try:
         return importlib.util.find_spec("tensorboard") is not None
-    except ValueError:  # What Python says of a module that is kept from being imported.
+    except ValueError:  # Python raises ValueError for a module with a blocked import.
         return False
 
 
 class _Watchers(threading.local):
-    """Those of the `fit` that runs in this thread."""
+    """The watchers of the `fit` that runs in this thread."""
 
     watchers: tuple[StepWatcher, ...] = ()
 
 
 class Watched:
-    """A strategy's steps, and who watches them."""
+    """The watchers of a strategy's steps."""
 
     def __init__(self) -> None:
         self._here = _Watchers()
 
     @contextlib.contextmanager
     def by(self, watchers: Sequence[StepWatcher]) -> Iterator[None]:
-        """A context in which these watch, too."""
+        """Add watchers in this context."""
         before = self._here.watchers
         self._here.watchers = (*before, *watchers)
         try:
@@ -82,7 +85,7 @@ class Watched:
 
     @contextlib.contextmanager
     def step(self, kind: str, batches: Sequence[Any], shapes: str, compiles: bool) -> Iterator[None]:
-        """A context in which a step is run (`WatchedStep`)."""
+        """Run a step in this context, as described by `WatchedStep`."""
         if not self._here.watchers:
             yield
             return
@@ -94,7 +97,7 @@ class Watched:
 
 
 def callbacks_of(model: keras.Model, arguments: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
-    """The callbacks among the arguments of `fit`."""
+    """Return the callbacks among the arguments of `fit`."""
     given = inspect.signature(keras.Model.fit).bind(model, *arguments, **options).arguments.get("callbacks")
     lists = [each.callbacks if isinstance(each, keras.callbacks.CallbackList) else [each] for each in _flat(given)]
     return [each for found in lists for each in found]

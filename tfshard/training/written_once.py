@@ -1,6 +1,7 @@
-"""Files that the clients of a launched run write together: one client writes them, and all wait until they are there.
+"""Files that the clients of a launched run write together: one client writes them, and all clients wait for the files.
 
-All clients take part, because reading the variables takes all of them. What the others write is thrown away.
+All clients take part, because only all clients together can read the variables. The other clients write to a temporary
+directory, which is deleted.
 """
 
 import contextlib
@@ -23,10 +24,10 @@ from tfshard.training.strategy import ShardedStrategy
 
 
 class _Here(threading.local):
-    # Whether a file of Keras's is being written, or a checkpoint of TensorFlow's.
+    # True while this thread writes a file of Keras, or a checkpoint of TensorFlow.
     in_file = False
     in_checkpoint = False
-    # Whether the checkpoint has sharded variables, and whether this client writes it.
+    # `is_shared`: the checkpoint has sharded variables. `writes`: this client writes the files.
     is_shared = False
     writes = True
 
@@ -36,9 +37,9 @@ _here = _Here()
 
 @contextlib.contextmanager
 def file(model: keras.Model, method: str, path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
-    """A context that gives the path to which this client writes a file: client 0 to its place.
+    """Yield the path to which this client writes a file. Client 0 writes to `path` itself.
 
-    The file is complete on all clients when the context ends.
+    When the context ends, the file is complete on all clients.
     """
     here = clients.here()
     if _here.in_file:
@@ -65,7 +66,10 @@ def _elsewhere(is_elsewhere: bool, path: str | os.PathLike[str]) -> Iterator[str
 
 @functools.cache
 def start() -> None:
-    """From now on `tf.train.Checkpoint`, `tf.train.CheckpointManager` and `keras.saving.save_model` write once."""
+    """Make checkpoints and models write on one client only.
+
+    Changes `tf.train.Checkpoint`, `tf.train.CheckpointManager` and `keras.saving.save_model` of the process.
+    """
     _private.write_checkpoints_in(_checkpoint, _checkpoint_files, lambda: _here.writes, _is_written_at_once)
     _private.write_models_in(_model_file)
 
@@ -78,7 +82,7 @@ def _model_file(model: keras.Model, path: Any) -> contextlib.AbstractContextMana
 
 @contextlib.contextmanager
 def _checkpoint() -> Iterator[None]:
-    """The context of `save` and `write`: at its end the files, and the list of checkpoints, are there."""
+    """Surround `save` and `write`. When the context ends, the files and the list of checkpoints exist."""
     here = clients.here()
     if here.count == 1 or _here.in_checkpoint:
         with process_lock.held():
@@ -95,16 +99,17 @@ def _checkpoint() -> Iterator[None]:
 
 
 def _is_sharded(trackable: Any) -> bool:
-    """Return whether an object of a checkpoint is a sharded variable, or Keras's variable around one."""
+    """Return whether an object of a checkpoint is a sharded variable, or a Keras variable around one."""
     if isinstance(trackable, keras.Variable):
         trackable = _private.backend_variable(trackable)
     return isinstance(trackable, ShardedVariable)
 
 
 def _is_written_at_once(objects: Iterable[Any]) -> bool:
-    """Return whether objects are saved before `save` returns, although a thread was to save them, and warn of it.
+    """Return True, with a warning, if an asynchronous save must end before `save` returns.
 
-    The thread would read the values of later steps, and a thread of a client has no turn in which it could read them.
+    The thread would read the values of later steps. In addition, a client's thread cannot take part in the collectives
+    that read the variables.
     """
     if not any(map(_is_sharded, objects)):
         return False
@@ -119,7 +124,10 @@ def _is_written_at_once(objects: Iterable[Any]) -> bool:
 
 @contextlib.contextmanager
 def _checkpoint_files(objects: Iterable[Any], prefix: str) -> Iterator[Any]:
-    """The context in which the files of a checkpoint are written. Of clients that write to one path, the first does."""
+    """Surround the writing of a checkpoint's files.
+
+    If several clients write to one path, only the first of them writes.
+    """
     if not _here.in_checkpoint or not any(map(_is_sharded, objects)):
         yield prefix
         return

@@ -1,4 +1,4 @@
-"""Where models are cut: alike parts, by name, inside of nested models; what cannot be cut."""
+"""Pipeline stages are cut evenly, by name, and inside nested models; other models are refused."""
 
 import keras
 import keras_hub
@@ -19,7 +19,7 @@ def names(made):
 
 
 def test_parts_of_equal_layers_take_about_the_same_time():
-    # The last part computes its forward pass once, the others twice: it may have four layers for their three.
+    # The last stage computes its forward pass once, the others twice: it may have four layers instead of three.
     assert [len(part) for part in names(cut(chain(10), 3))] == [3, 3, 4]
 
 

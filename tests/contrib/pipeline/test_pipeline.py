@@ -1,4 +1,4 @@
-"""Models on a pipeline: the numbers are those of one device."""
+"""Models on a pipeline match one device."""
 
 import functools
 
@@ -87,7 +87,7 @@ def adam(**settings):
     return lambda: keras.optimizers.Adam(0.01, epsilon=1e-4, **settings)
 
 
-# What is trained, how it is cut, on which mesh, and what else differs.
+# The model, the stages, the mesh, and other differences of each training.
 CASES = {
     "stage 3": {},
     "stage 0": {"zero_stage": 0},
@@ -206,7 +206,7 @@ def test_batch_statistics_are_those_of_the_microbatches_one_after_the_other():
 
 
 def test_a_dropped_unit_has_no_gradient():
-    """The backward pass computes the part again: with the mask of the forward pass."""
+    """The backward pass recomputes the stage with the mask of the forward pass."""
     model = keras.Sequential(
         [
             keras.Input((4,)),
@@ -318,7 +318,7 @@ def test_a_table_that_is_set_is_set_on_all_ranks():
     np.testing.assert_allclose(model.predict(case["x"], verbose=0), plain(given), rtol=1e-4, atol=1e-5)
 
 
-# --- What is known of it
+# --- Plans and reports
 
 
 def test_the_plan_is_what_is_measured():
@@ -344,7 +344,7 @@ def test_slots_and_parameters_of_a_part_are_on_its_rank_only():
     assert of_rank[0] and of_rank[1] and not of_rank[0] & of_rank[1]
 
 
-# --- What is refused
+# --- Refusals
 
 
 def plainly(mesh=TWO, **settings):

@@ -1,4 +1,4 @@
-"""Schedules: every task once, behind what it needs, with as much in flight as they say."""
+"""Schedules run every task once, after its dependencies, with the promised number in flight."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_every_task_is_done_once_and_behind_what_it_needs(name, ranks, parts, mi
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("microbatches", [4, 8, 16])
 def test_the_bubble_of_equal_parts_is_that_of_the_papers(ranks, microbatches):
-    # Forward and backward pass take 1 and 2, the last part both in one: then each has 3 for a microbatch.
+    # Forward and backward pass take 1 and 2. The last stage does both in one task, so each takes 3 for a microbatch.
     times = {
         (forward, part): 1.0 if forward else 3.0 if part == ranks - 1 else 2.0
         for forward in (True, False)
@@ -59,7 +59,7 @@ def test_several_parts_on_a_rank_wait_less():
 
 def test_what_is_in_flight_is_what_the_schedules_say():
     of = {name: Schedule.of(name, ranks=4, parts=4, microbatches=8).in_flight for name in ("gpipe", "1f1b")}
-    # The last part has both passes in one task.
+    # The last stage does both passes in one task.
     assert of == {"gpipe": (8, 8, 8, 0), "1f1b": (4, 3, 2, 0)}
 
 
