@@ -511,8 +511,8 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        function="tfshard._private.exchange:_install_eager_exchange.exchanging_slow",
-        old="if table is None or not _is_compiled_for_values(op_type, inputs):",
+        function="tfshard._private.op_rewriting:_install_eager_rewrites.rewriting_slow",
+        old="if types is None or not _is_compiled_for_values(op_type, inputs):",
         new="if True:",
         what="eager operations are compiled for each value of a small operand",
         killed_by="tests/training/test_memory_of_steps.py::test_eager_steps_compile_nothing_more[Adam]",
@@ -569,9 +569,9 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        function="tfshard.operations.rewrites:exchanged",
-        old='                others: list[Exchange] = [functools.partial(dims.concat, mesh=mesh)] if operation == "ConcatV2" else []\n',
-        new="                others = []\n",
+        function="tfshard.operations.dims:concat",
+        old="    if axis is None or not rank:\n",
+        new="    if True:\n",
         what="features are joined as DTensor joins them in front of a row kernel",
         killed_by="tests/operations/test_convolution.py::test_images_of_sharded_columns_and_rows_match_one_device[dense row behind joined features-8]",
     ),
@@ -601,9 +601,9 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        function="tfshard.operations.rewrites:exchanged",
-        old='exchange["MatMul"] = functools.partial(products.of_samples, mesh=mesh)',
-        new="pass",
+        function="tfshard.operations.products:of_samples",
+        old="    if kept is not None and ",
+        new="    if False and ",
         what="DTensor by itself multiplies samples with samples",
         killed_by="tests/operations/test_products.py::test_a_loss_of_samples_with_samples_trains_as_on_one_device"
         "[matmul-mesh0]",
@@ -618,7 +618,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        function="tfshard.operations.unsized:exchange",
+        function="tfshard.operations.unsized:rewrite",
         old="    inputs = tuple(each if is_known(each) else _whole(each, mesh) for each in call.inputs)\n",
         new="    inputs = call.inputs\n",
         what="what is computed with a tensor of unknown size is not whole before",
@@ -653,9 +653,9 @@ MUTATIONS = [
     ),
     Mutation(
         area="adapters",
-        function="tfshard.operations.rewrites:exchanged",
-        old='exchange["BatchMatMulV3"] = products.of_integers',
-        new="pass",
+        function="tfshard.operations.products:of_integers",
+        old="    return product\n",
+        new="    return None\n",
         what="products of integers are whole on every device",
         killed_by="tests/operations/test_products.py::test_a_product_of_integers_is_that_of_one_device"
         "[batch x model-column-True]",

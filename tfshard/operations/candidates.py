@@ -13,6 +13,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import expansions, transfer
 from tfshard.operations import samples
+from tfshard.operations.registry import rewrite_rule
 
 SAMPLERS = (
     "AllCandidateSampler",
@@ -24,8 +25,13 @@ SAMPLERS = (
 )
 
 
+@rewrite_rule(
+    *SAMPLERS, graph=True, eager=False, gradient="none", sizes="any",
+    fault="refuses them: their state is in the kernel (`tf.nn.sampled_softmax_loss`, `tf.nn.nce_loss`)",
+    cases=("sampled softmax",),
+)  # fmt: skip
 def drawn(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
-    """One of `SAMPLERS`, done by every device with all labels."""
+    """Draw on every device with the same seeds and the labels of the full batch: the classes of one device."""
     expansions.allow_local(call.type)
     seeds = {name: call.get_attr(name) for name in ("seed", "seed2")}
     if not any(seeds.values()):

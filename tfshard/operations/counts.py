@@ -1,14 +1,19 @@
-"""`tf.math.bincount` with a number of bins that follows from its bounds, so that the shape of its result is known."""
+"""The rewrite rule of `tf.math.bincount`."""
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.operations import rows
+from tfshard.operations.registry import rewrite_rule
 
 
+@rewrite_rule(
+    "DenseBincount", graph=True, eager=False, gradient="none", sizes="any",
+    fault="refuses what follows: it does not see that the bounds leave one number of bins", cases=("bincount",),
+)  # fmt: skip
 def counted(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """DenseBincount; of a matrix, each device counts in its own rows."""
+    """Count with a constant number of bins. Each device counts in its local rows of a matrix."""
     values, size, weights = call.inputs
     bins = _number(size)
     if bins is None:

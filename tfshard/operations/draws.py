@@ -25,6 +25,7 @@ from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import rows, unsized
+from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import steps
 from tfshard.storage.microbatch import Microbatch
 
@@ -97,8 +98,13 @@ STATEFUL: dict[str, str] = {
 TYPES = (*GENERATORS, *OLD_GENERATORS, *OF_SEEDS, *STATEFUL)
 
 
+@rewrite_rule(
+    *TYPES, graph=True, eager=True, gradient="registered", sizes="any",
+    fault="draws other numbers than one device, and other numbers on each replica of a mesh of several axes; refuses "
+    "`tf.random.normal` and others whose state is in the kernel", cases=("random draw", "random draw in an eager step"),
+)  # fmt: skip
 def draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """What a step draws, in place of what a random operation of it would give."""
+    """Draw on each device its local rows of the numbers that one device draws."""
     if call.is_eager:
         return _eager_draw(call, mesh)
     assert call.outputs is not None

@@ -22,6 +22,8 @@ from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.embedding_tables import ids_of_a_device
 from tfshard.operations import layer_patch, rows
+from tfshard.operations.conditions import batch_axis_has_devices
+from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import recomputing, sparse_rows, steps
 from tfshard.storage.formats import TableRows
 from tfshard.storage.step_recorder import Step
@@ -199,14 +201,17 @@ def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
         return rows.leave(found, mesh) if devices > 1 else found
 
 
+# TensorFlow's tape puts the values and the indices of `IndexedSlices` together in the same order, and no order of them
+# has a meaning.
+@rewrite_rule(
+    "ConcatV2", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
+    fault="gathers the gradients of several lookups in an embedding table", cases=("two lookups in a table",),
+)  # fmt: skip
 def joined(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """Gradients of several lookups behind each other, device by device: the order of `IndexedSlices` means nothing.
-
-    DTensor would gather them. TensorFlow's tape puts their values and their indices together in the same order.
-    """
+    """Concatenate the local rows of the gradients on each device."""
     parts, axis = call.inputs[:-1], tf.get_static_value(call.inputs[-1])
     is_gradient = all(isinstance(each, tf.Tensor) and _GRADIENT in each.op.name for each in parts)
-    if axis != 0 or not is_gradient or axis_sizes(mesh).data_size == 1:
+    if axis != 0 or not is_gradient:
         return None
     with rows.inside():
         line = tf.concat([own_part(each, mesh) for each in parts], axis=0)

@@ -25,6 +25,7 @@ from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.embedding_tables import KERAS, LAZY
 from tfshard.operations import embedding_lookups, rows
+from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import optimizer_kinds, steps
 from tfshard.storage.formats import TableRows
 from tfshard.storage.sparse_rows import SparseRows, as_parted
@@ -171,10 +172,19 @@ class _Squares(threading.local):
 _squares = _Squares()
 
 
-def square(call: _private.Call) -> list[tf.Tensor] | None:
-    """Exchanged for a Square: of the gradient of an embedding table, the sum of what its parts are squared."""
-    found = _squares.values.pop(call.inputs[0].ref(), None) if _squares.values else None
-    return None if found is None else [found]
+def _updates_table(call: _private.Call) -> bool:
+    """An optimizer updates an embedding table with `sparse="keras"`."""
+    del call
+    return bool(_squares.values)
+
+
+@rewrite_rule(
+    "Square", graph=True, eager=False, gradient="registered", when=_updates_table, sizes="any", local="also",
+    fault="squares the sum of the gradients of a row; Keras sums the squares", cases=("two lookups in a table",),
+)  # fmt: skip
+def square(call: _private.Call) -> tf.Tensor | None:
+    """Return the sum of the squares of the gradients that the lookups of a row have."""
+    return _squares.values.pop(call.inputs[0].ref(), None)
 
 
 def _check_here(table: ShardedVariable) -> Step:

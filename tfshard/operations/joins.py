@@ -1,9 +1,8 @@
-"""Operations that join, cut or reorder the samples of a batch: concats, stacks, slices, splits, gathers, reshapes.
+"""Rewrite rules of operations that join, cut or reorder the samples of a batch: concats, stacks, slices, gathers.
 
-DTensor refuses most of them where the batch axis shards the dim ("concat dimension in sharded dimension"), or shards a
-result that cannot be, as soon as what follows works row by row. Here the operands are replicated before the operation,
-and each device keeps its rows of the result: what follows is shared out again. Each function takes a `_private.Call`
-and gives the tensors that stand for its outputs, or None where no sample is moved.
+DTensor refuses most of these operations if the batch axis shards the dim ("concat dimension in sharded dimension"), or
+shards a result that it cannot shard, as soon as the next operation works row by row. The rules replicate the operands,
+and each device keeps its local rows of the result. They leave an operation that moves no sample.
 """
 
 import dataclasses
@@ -18,7 +17,9 @@ from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.graph import dim_rules
 from tfshard.layouts.axes import axis_sizes
-from tfshard.operations import dims, samples
+from tfshard.operations import dims, samples, slices
+from tfshard.operations.conditions import batch_axis_has_devices
+from tfshard.operations.registry import rewrite_rule
 
 # The operands whose first dim may be joined, cut or reordered; of ConcatV2 all but the last.
 _OPERANDS: dict[str, tuple[int, ...]] = {
@@ -30,22 +31,33 @@ _OPERANDS: dict[str, tuple[int, ...]] = {
         (0,),
     ),
 }  # fmt: skip
-OPERATIONS = ("ConcatV2", *_OPERANDS)
+_FAULT = "refuses most of them along the samples of a batch, as soon as what follows works row by row"
 
 
+@rewrite_rule(
+    "GatherV2", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices, order=2, sizes="any",
+    fault=_FAULT, cases=("gather of samples",),
+)  # fmt: skip
+@rewrite_rule(
+    "ConcatV2", "Split", "SplitV", "Tile", "Pad", "PadV2", "MirrorPad", "MirrorPadGrad", "Slice", "ReverseV2", "Roll",
+    graph=True, eager=False, gradient="registered", when=batch_axis_has_devices, order=2,
+    fault=_FAULT, cases=("concat of samples",),
+)  # fmt: skip
 def rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """An operation of `OPERATIONS` that joins, cuts or reorders samples along its first dim."""
+    """Replicate the operands if samples move along the first dim, and keep the local rows of the result."""
     return _rows(call, mesh, lambda given: _private.same_operation(call, given))
 
 
-def rows_by(
-    exchange: Callable[[_private.Call], tf.Tensor | None], call: _private.Call, mesh: dtensor.Mesh
-) -> list[tf.Tensor] | None:
-    """The same for one that is exchanged besides; `exchange` gives None to leave it as it is."""
+@rewrite_rule(
+    "StridedSlice", "StridedSliceGrad", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
+    sizes="any", fault=_FAULT, cases=("slice of samples",),
+)  # fmt: skip
+def slices_of_rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Replicate the operand if samples move along the first dim, slice it, and keep the local rows of the result."""
+    rewrite = slices.full_slice if call.type == "StridedSlice" else slices.full_slice_gradient
 
     def compute(given: list[tf.Tensor]) -> list[tf.Tensor]:
-        changed = dataclasses.replace(call, inputs=tuple(given))
-        result = exchange(changed)
+        result = rewrite(dataclasses.replace(call, inputs=tuple(given)))
         return _private.same_operation(call, given) if result is None else [result]
 
     return _rows(call, mesh, compute)
@@ -54,8 +66,6 @@ def rows_by(
 def _rows(
     call: _private.Call, mesh: dtensor.Mesh, compute: Callable[[list[tf.Tensor]], list[tf.Tensor]]
 ) -> list[tf.Tensor] | None:
-    if call.is_eager or axis_sizes(mesh).data_size == 1:
-        return None
     numbers = range(len(call.inputs) - 1) if call.type == "ConcatV2" else _OPERANDS[call.type]
     tensors = [call.inputs[number] for number in numbers]
     # The gradient of a slice is a Pad, whose result has no known shape if the slice began at a tensor.
@@ -106,12 +116,14 @@ def _moves_rows(call: _private.Call, number: int) -> bool:
     return not isinstance(dim_rules.advance(call.outputs[0].op, number, 0, 1), dim_rules.Flow)
 
 
+@rewrite_rule(
+    "Pack", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
+    fault=_FAULT, cases=("stack of samples",),
+)  # fmt: skip
 def stack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Pack along a first dim: of tensors of samples, or of floats."""
+    """Stack the local rows of tensors of samples along a first dim, or pin the layout of other tensors."""
     assert call.outputs is not None
     rank = call.outputs[0].shape.rank
-    if axis_sizes(mesh).data_size == 1:
-        return None
     if call.get_attr("axis") % rank != 0 or rank < 2 or not call.outputs[0].shape.is_fully_defined():
         return None
     if any(samples.are_in(each, 0) for each in call.inputs):
@@ -126,13 +138,17 @@ def stack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     return [dims.whole_rows(each, mesh) for each in _private.same_operation(call, inputs)]
 
 
+@rewrite_rule(
+    "Unpack", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
+    fault=_FAULT, cases=("unstack of samples",),
+)  # fmt: skip
 def unstack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Unpack along a first dim: of samples, or of others, whose parts stay as they are sharded."""
+    """Replicate the first dim. The results of a tensor without samples keep their sharding."""
     found = rows(call, mesh)
     (tensor,) = call.inputs
     if found is not None or call.get_attr("axis") % (tensor.shape.rank or 1) != 0 or not tensor.dtype.is_floating:
         return found
-    if axis_sizes(mesh).data_size == 1 or (tensor.shape.rank or 0) < 2 or not tensor.shape.is_fully_defined():
+    if (tensor.shape.rank or 0) < 2 or not tensor.shape.is_fully_defined():
         return None
     layout = samples.layout_with_whole(tensor, 0, mesh)
     results = _private.same_operation(call, [dtensor.relayout(tensor, layout)])
@@ -140,13 +156,17 @@ def unstack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     return [dtensor.relayout(each, part) for each in results]
 
 
+@rewrite_rule(
+    "Reshape", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
+    fault=_FAULT, cases=("reshape of samples",),
+)  # fmt: skip
 def reshape(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Reshape that merges samples with a dim in front of them, or splits them."""
+    """Replicate samples that are merged with a dim in front of them or split, and shard a dim that is made of them."""
     tensor = call.inputs[0]
     assert call.outputs is not None
     (output,) = call.outputs
     devices = axis_sizes(mesh).data_size
-    if call.is_eager or devices == 1 or not tensor.shape.is_fully_defined() or not output.shape.is_fully_defined():
+    if not tensor.shape.is_fully_defined() or not output.shape.is_fully_defined():
         return None
     before, after = list(tensor.shape), list(output.shape)
     for dim, size in enumerate(before):

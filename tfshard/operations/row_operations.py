@@ -1,6 +1,6 @@
-"""Operations that take one sample after the other, done by each device with its own rows (rows.py).
+"""Rewrite rules of operations on one sample after the other: each device computes with its local rows (rows.py).
 
-DTensor would compute them whole on every device (expansions.py), or has an expansion that gathers first.
+DTensor would replicate these operations (expansions.py), or has an expansion that gathers first.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.operations import rows
+from tfshard.operations.registry import rewrite_rule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,13 +96,17 @@ ROW_OPERATIONS: dict[str, RowOperation] = {
 }  # fmt: skip
 
 
-def exchange(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """What stands for the results of an operation; None where it is not a matter of rows."""
+@rewrite_rule(
+    *ROW_OPERATIONS, graph=True, eager=False, gradient="registered", order=3,
+    fault="refuses them, or gathers first", cases=("operation of rows",),
+)  # fmt: skip
+def local_rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Compute on each device with its local rows if no row depends on another row."""
     return by_rows(call, ROW_OPERATIONS[call.type], mesh)
 
 
 def by_rows(call: _private.Call, operation: RowOperation, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Compute an operation on each device's own rows; return None if its rows are replicated or not independent."""
+    """Compute an operation on each device's local rows; return None if its rows are replicated or not independent."""
     made_of_rows = [call.inputs[number] for number in operation.operands]
     if not all(rows.are_shared_out(each, mesh) for each in made_of_rows) or not operation.when(call):
         return None

@@ -1,13 +1,12 @@
-"""Scatters, gathers by index tuples and `tf.where`, computed whole on every device.
+"""Rewrite rules of scatters, gathers by index tuples, `tf.where` and top-k.
 
 DTensor matches the dims of indices and updates with those of the result by their numbers, as if an update always had
 one dim of its own in front. Where indices have several, or where the batch axis shards what is updated, the indices
 of the whole tensor meet a piece of it: wrong numbers, or a kernel that fails. `tf.where` gives each device the places
 in its own piece, and there is nothing that tells one device how many the others found.
 
-Here operands are whole before the operation and its result is whole after it, pinned on both sides, with indices as a
-matrix of rows. That costs an all-gather of what was sharded. Each function takes a `_private.Call` and gives the tensor
-that stands for its output.
+The rules replicate the operands and the result, and write the indices as a matrix. That costs an all-gather of sharded
+operands.
 """
 
 import math
@@ -20,10 +19,18 @@ from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.errors import UnsupportedOperationError
 from tfshard.operations import branches, samples, unsized
+from tfshard.operations.registry import rewrite_rule
+
+_FAULT = "gives global indices to kernels that hold a local shard: wrong numbers, or a failing kernel"
 
 
+@rewrite_rule(
+    "ScatterNd", graph=True, eager=True, gradient="registered", sizes="any",
+    fault=_FAULT + "; **ends the process** for constant int64 indices", cases=("scatter", "scatter in an eager step"),
+)  # fmt: skip
 def scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
-    """ScatterNd: zeros of a shape, with updates added to them."""
+    """Scatter replicated updates into replicated zeros."""
+    _check_ranks(call)
     indices, updates, shape = call.inputs
     known = tf.get_static_value(shape)
     if known is not None and math.prod(known) > tf.int32.max:
@@ -42,8 +49,13 @@ def scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.whole(result, mesh)
 
 
+@rewrite_rule(
+    "TensorScatterUpdate", "TensorScatterAdd", graph=True, eager=True, gradient="registered", sizes="any",
+    fault=_FAULT, cases=("scatter into a tensor", "scatter in an eager step"),
+)  # fmt: skip
 def tensor_scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
-    """TensorScatterUpdate and TensorScatterAdd: a tensor, with updates put into it or added to it."""
+    """Scatter replicated updates into a replicated tensor."""
+    _check_ranks(call)
     if not call.is_eager and _private.is_called_by("tensorflow.python.ops.parallel_for"):
         raise UnsupportedOperationError(
             "A compiled step on a mesh cannot have a tf.vectorized_map (keras.ops.fold, keras.ops.vectorized_map) of a "
@@ -55,16 +67,26 @@ def tensor_scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.whole(operation(tensor=tensor, indices=rows, updates=updates), mesh)
 
 
+@rewrite_rule(
+    "SparseToDense", "ComputeAccidentalHits", graph=True, eager=True, gradient="registered", sizes="any",
+    fault="refuses them where what follows is sharded", cases=("sampled softmax",),
+)  # fmt: skip
 def whole(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
-    """SparseToDense, and ComputeAccidentalHits, which finds the places for it."""
+    """Replicate the operands and the results."""
+    _check_ranks(call)
     inputs = [transfer.whole(each, mesh) for each in call.inputs]
     if call.type == "SparseToDense":
         inputs[1] = call.inputs[1]  # A shape.
     return [transfer.whole(each, mesh) for each in _private.same_operation(call, inputs)]
 
 
+@rewrite_rule(
+    "GatherNd", graph=True, eager=True, gradient="registered", sizes="any",
+    fault=_FAULT, cases=("gather by index tuples", "gather in an eager step"),
+)  # fmt: skip
 def gather(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
-    """GatherNd: the elements or slices of a tensor at index tuples."""
+    """Gather replicated index tuples from a replicated tensor."""
+    _check_ranks(call)
     params, indices = (transfer.whole(each, mesh) for each in call.inputs)
     front, length = _index_shape(call, indices)
     result = tf.raw_ops.GatherNd(params=params, indices=_matrix(indices, front, length))
@@ -73,8 +95,14 @@ def gather(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.whole(result, mesh)
 
 
+@rewrite_rule(
+    "GatherV2", graph=True, eager=True, gradient="registered", sizes="any",
+    fault="refuses batch dims where what follows is sharded otherwise",
+    cases=("gather with batch dims", "gather in an eager step"),
+)  # fmt: skip
 def gather_with_batch_dims(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """GatherV2 with dims that params and indices share: they have to be sharded alike."""
+    """Shard both operands of a gather with batch dims, and its result, over the batch axis."""
+    _check_ranks(call)
     if not call.get_attr("batch_dims"):
         return None
     params, indices, axis = call.inputs
@@ -87,8 +115,14 @@ def gather_with_batch_dims(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor
     return transfer.by_sample(result, mesh)
 
 
-def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """TopKV2: DTensor refuses it where what is done with its result shards the last dim."""
+@rewrite_rule(
+    "TopKV2", graph=True, eager=True, gradient="registered", sizes="any",
+    fault="refuses it where what follows shards the last dim; makes results of no known size of a `k` that "
+    "follows from static shapes (`tf.sort`)", cases=("top k", "top k in an eager step"),
+)  # fmt: skip
+def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
+    """Shard the operand and the results over the batch axis, and make `k` a constant where the graph knows it."""
+    _check_ranks(call)
     values, k = call.inputs
     number = None if call.is_eager else branches.number_of(k)  # As tf.sort has it, where DTensor does not see it.
     k = k if number is None else number
@@ -101,8 +135,14 @@ def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     return [samples.sharded(each, -1, mesh) for each in found] if among_samples else found
 
 
+@rewrite_rule(
+    "Where", graph=True, eager=True, gradient="none", sizes="any",
+    fault="finds the places in each local shard: wrong numbers (`tf.where(c)`, `tf.boolean_mask`); refuses more than "
+    "one dim", cases=("where", "where in an eager step"),
+)  # fmt: skip
 def where(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Where: the index tuples of all elements that are not zero. DTensor expands it for a vector only."""
+    """Find the places in a replicated vector, and compute the index tuples from them."""
+    _check_ranks(call)
     (condition,) = call.inputs
     if condition.shape.rank == 1:
         return transfer.whole(tf.raw_ops.Where(condition=transfer.whole(condition, mesh)), mesh)
@@ -122,8 +162,8 @@ def _at_least_one(size: unsized.Size) -> unsized.Size:
     return max(size, 1) if isinstance(size, int) else tf.cast(tf.maximum(size, 1), tf.int64)
 
 
-def check_ranks(call: _private.Call) -> None:
-    """Raises `UnsupportedOperationError` for an operand of which not even the number of dims is known."""
+def _check_ranks(call: _private.Call) -> None:
+    """Raise `UnsupportedOperationError` if the rank of an operand is not known."""
     for tensor in call.inputs:
         if tensor.shape.rank is None:
             _static(call, tensor.shape)

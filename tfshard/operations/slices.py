@@ -1,7 +1,4 @@
-"""Slices and slice updates as DTensor expands them right, for those that it expands to wrong numbers or not at all.
-
-Each function takes a `_private.Call` and gives the tensor that stands for its output, or None to leave it.
-"""
+"""Rewrite rules of slices and slice updates, which DTensor expands to wrong numbers or not at all."""
 
 import dataclasses
 from typing import Any
@@ -12,6 +9,7 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError
 from tfshard.operations import unsized
+from tfshard.operations.registry import rewrite_rule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,8 +259,29 @@ def _places_apart(call: _private.Call, rank: int) -> tuple[_private.Call, list[_
     return without, places
 
 
+def _has_known_shapes(call: _private.Call) -> bool:
+    """The slice is taken of a local shard whose shape does not depend on values."""
+    return not unsized.is_unsized(call)
+
+
+_SLICE_FAULT = (
+    "matches entries and dims by number, so the numbers are wrong where entries are missing (an ellipsis, a new axis) "
+    "and a later dim is sharded; reverses each shard by itself for a stride below zero; gives no elements for a range "
+    "that begins at a tensor"
+)
+
+
+# DTensor reads past the end of the layout of a slice with a new axis, also where nothing is sharded.
+@rewrite_rule(
+    "StridedSlice", graph=True, eager=False, gradient="registered", local="only", when=_has_known_shapes,
+    fault="reads past the end of the layout for a new axis", cases=("slice of a local shard",),
+)  # fmt: skip
+@rewrite_rule(
+    "StridedSlice", graph=True, eager=True, gradient="registered", order=1, sizes="any",
+    fault=_SLICE_FAULT, cases=("slice", "slice in an eager step"),
+)  # fmt: skip
 def full_slice(call: _private.Call) -> tf.Tensor | None:
-    """A StridedSlice with an entry for each dim."""
+    """Slice with an entry for each dim, forwards, and gather reversed dims and ranges that begin at a tensor."""
     if not call.inputs[0].shape.is_fully_defined():
         if call.inputs[0].shape.rank is None or unsized.depends_on_values(call.inputs[0]):
             return None
@@ -292,8 +311,12 @@ def _one_slice(call: _private.Call) -> tf.Tensor | None:
     return _reversed(result, backwards)
 
 
+@rewrite_rule(
+    "StridedSliceGrad", graph=True, eager=True, gradient="registered", order=1, sizes="any",
+    fault=_SLICE_FAULT, cases=("slice", "slice in an eager step"),
+)  # fmt: skip
 def full_slice_gradient(call: _private.Call) -> tf.Tensor | None:
-    """The gradient of a StridedSlice, with an entry for each dim."""
+    """Write the gradient of a slice with an entry for each dim."""
     if not call.is_eager and not unsized.is_known(call.inputs[0]) and unsized.depends_on_values(*call.inputs):
         return None
     sizes = tf.get_static_value(call.inputs[0])
@@ -329,8 +352,12 @@ def _one_gradient(call: _private.Call, sizes: np.ndarray | None) -> tf.Tensor | 
     return tf.raw_ops.StridedSliceGrad(shape=shape, dy=upstream, **arguments)
 
 
+@rewrite_rule(
+    "XlaDynamicUpdateSlice", graph=True, eager=True, gradient="none", sizes="any",
+    fault="does not expand it (`keras.ops.slice_update`)", cases=("slice update", "slice update in an eager step"),
+)  # fmt: skip
 def slice_update(call: _private.Call) -> tf.Tensor:
-    """What XlaDynamicUpdateSlice computes: a tensor with `updates` in it from `start` on, moved so that they fit in."""
+    """Select the updates or the tensor by index. XLA moves updates that would not fit, so the rule does, too."""
     tensor, updates, start = call.inputs
     inside: tf.Tensor | bool = True
     for dim, (size, count) in enumerate(zip(tensor.shape, updates.shape, strict=True)):

@@ -2,14 +2,14 @@
 
 DTensor expands an operation with the shapes that are known while it compiles. It cannot shard a dim whose size is not
 known then, and refuses a reshape, a slice or a broadcast of such a tensor. So every device computes all of what is made
-of such tensors: operands and results are whole, pinned on both sides of each operation (`exchange`). Operations that
-DTensor refuses even so are written with others. Those functions take a `_private.Call` and give the tensor that stands
-for its output, or None to leave the operation as it is. In eager code every shape is known.
+of such tensors: `rewrite` pins operands and results of each operation as replicated. DTensor refuses some operations
+even so: the rules for unknown sizes rewrite them. In eager code every shape is known.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -20,7 +20,8 @@ from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.errors import UnsupportedOperationError
 from tfshard.layouts.axes import axis_sizes
-from tfshard.operations import einsums, rows, selects
+from tfshard.operations import registry, rows
+from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import steps
 
 # One that only the step knows is a tensor, int32.
@@ -132,6 +133,10 @@ def _may_depend(tensor: tf.Tensor) -> bool:
     return _holds_sizes(tensor) or is_open(tensor)
 
 
+_rule = functools.partial(
+    rewrite_rule, graph=True, eager=False, gradient="registered", sizes="unknown", cases=("tensor of unknown size",),
+    fault="refuses it if a shape depends on values, also with replicated operands",
+)  # fmt: skip
 # Of functions, which hold operations of their own; and what layouts are made of.
 _LEFT = frozenset(
     ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "PartitionedCall",
@@ -140,35 +145,42 @@ _LEFT = frozenset(
 )  # fmt: skip
 
 
+# Operations on the lists of loops that keep their operands as they are (loops.py).
+_ON_LISTS = frozenset(("TensorListGetItem", "TensorListPushBack", "TensorListElementShape"))
+
+
 def is_unsized(call: _private.Call) -> bool:
-    """Whether an operation of a graph takes or gives a tensor whose shape depends on values, or holds such a shape."""
-    if not call.outputs or call.type in _LEFT:
+    """Return whether an operation takes or gives a tensor whose shape depends on values, or holds such a shape."""
+    if not call.outputs or call.type in _LEFT or call.type in _ON_LISTS:
         return False
     return depends_on_values(*call.inputs, *call.outputs)
 
 
-def exchange(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """The results of an operation, computed whole by every device."""
+def rewrite(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Return the results of an operation that every device computes in full, or None to leave the operation."""
     assert call.outputs is not None
     if not call.outputs or _private.is_stateful(call.outputs[0].op):
         return None
     if is_nested(call.outputs[0].graph):
         # Nothing is pinned there: DTensor ends the process at a relayout of what its compiler finds to be what a loop
         # was given (EraseCopyToMeshWithinCluster in TensorFlow 2.21's handle_cross_cluster_dependencies.cc).
-        written = _FUNCTIONS.get(call.type)
-        made = None if written is None else written(call)
-        return None if made is None else [made]
+        return _rewrite_by_rule(call, mesh)
     if any(each.dtype == tf.variant for each in (*call.inputs, *call.outputs)):
         # TensorFlow looks for operations on lists of tensors as it makes gradients of loops: they stay.
         return [_whole(each, mesh) for each in call.outputs]
     if call.type == "Shape" or all(map(_holds_known_number_of_sizes, (*call.inputs, *call.outputs))):
         return None  # TensorFlow infers which sizes of a shape are known, but not through a pin.
     inputs = tuple(each if is_known(each) else _whole(each, mesh) for each in call.inputs)
-    function = _FUNCTIONS.get(call.type)
-    result = None if function is None else function(dataclasses.replace(call, inputs=inputs))
-    results = _private.copied(call.outputs[0].op, inputs) if result is None else [result]
+    results = _rewrite_by_rule(dataclasses.replace(call, inputs=inputs), mesh)
+    if results is None:
+        results = _private.copied(call.outputs[0].op, inputs)
     known = zip(results, call.outputs, strict=True)
     return [_whole(_with_known_sizes(each, output.shape), mesh) for each, output in known]
+
+
+def _rewrite_by_rule(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    rules = [rule for rule in registry.rules_of(call.type, eager=False) if rule.sizes == "unknown"]
+    return registry.first_rewrite(rules, call, mesh)
 
 
 def _with_known_sizes(tensor: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
@@ -198,12 +210,23 @@ def is_nested(graph: tf.Graph) -> bool:
 _PRODUCTS = frozenset(("BatchMatMulV2", "BatchMatMulV3", "Conv2D", "Conv3D", "Einsum", "MatMul"))
 
 
-def refuse_function(call: _private.Call, mesh: dtensor.Mesh) -> None:
-    """Refuse a branch that gives a tensor whose size depends on values, and a loop that multiplies one, on a mesh of
-    several axes. Nothing is pinned in them (`exchange`), so what they give may be sharded by a model axis: DTensor ends
-    the process as it gathers it, since it makes zeros of a size below zero.
-    """
-    if not call.outputs or not axis_sizes(mesh).shards_by_several or "gradient" in call.outputs[0].op.name:
+def _mesh_has_several_axes(call: _private.Call, mesh: dtensor.Mesh) -> bool:
+    """The mesh has several axes with more than one device."""
+    del call
+    return axis_sizes(mesh).shards_by_several
+
+
+# `rewrite` pins nothing in branches and loops, so a model axis may shard their results. DTensor makes zeros of a size
+# below zero as it gathers one.
+@rewrite_rule(
+    "If", "StatelessIf", "While", "StatelessWhile", graph=True, eager=False, gradient="registered",
+    when=_mesh_has_several_axes, sizes="any", local="also",
+    fault="**ends the process** if a branch gives a tensor whose size depends on values, or a loop multiplies one",
+    cases=("branch of unknown size",),
+)  # fmt: skip
+def refuse_function(call: _private.Call) -> None:
+    """Refuse such a branch or loop."""
+    if not call.outputs or "gradient" in call.outputs[0].op.name:
         return  # The gradient of a branch that gives a number is a branch that gives such a tensor: that works.
     is_branch = call.type in ("If", "StatelessIf")
     if not any(is_open(each) and depends_on_values(each) for each in (call.outputs if is_branch else call.inputs)):
@@ -225,8 +248,9 @@ def _unpinned(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
+@_rule("Reshape")
 def reshape(call: _private.Call) -> tf.Tensor | None:
-    """Reshape: through a vector, and by index."""
+    """Flatten the tensor, and gather its elements by index."""
     tensor, shape = call.inputs
     assert call.outputs is not None
     (output,) = call.outputs
@@ -273,8 +297,9 @@ def vector(tensor: tf.Tensor) -> tf.Tensor:
     return elements
 
 
+@_rule("Tile")
 def tile(call: _private.Call) -> tf.Tensor | None:
-    """Tile, by index."""
+    """Gather the elements by index."""
     tensor, multiples = call.inputs
     if tensor.shape.is_fully_defined() and is_known(multiples):
         return None
@@ -285,22 +310,25 @@ def tile(call: _private.Call) -> tf.Tensor | None:
     return tf.identity(tensor)
 
 
+@_rule("BroadcastTo")
 def broadcast(call: _private.Call) -> tf.Tensor | None:
-    """BroadcastTo."""
+    """Add the tensor to zeros."""
     tensor, shape = call.inputs
     return None if is_known(shape) else _broadcast(tensor, shape)
 
 
+@_rule("Fill")
 def fill(call: _private.Call) -> tf.Tensor | None:
-    """Fill."""
+    """Add the value to zeros."""
     shape, value = call.inputs
     return None if is_known(shape) else _broadcast(value, shape)
 
 
+@_rule("Sum")
 def summed(call: _private.Call) -> tf.Tensor | None:
-    """Sum over the dims in which an operand was broadcast, as gradients of arithmetic have it.
+    """Sum over the dims in which an operand was broadcast, as gradients of arithmetic do.
 
-    What comes next reshapes the sum to the operand's shape, so dims may stay, of size 1.
+    The next operation reshapes the sum to the shape of the operand, so dims may stay, with size 1.
     """
     gradient, axes = call.inputs
     if is_known(axes):
@@ -430,8 +458,9 @@ def _range(size: Size, begin: Size | None, end: Size | None, stride: int) -> tup
     return start, tf.maximum(steps // stride, 0)
 
 
+@_rule("StridedSlice")
 def slice_of(call: _private.Call) -> tf.Tensor | None:
-    """StridedSlice, by index."""
+    """Gather the elements by index."""
     tensor, *vectors = call.inputs
     if tensor.shape.is_fully_defined() and all(is_known(vector) for vector in vectors):
         return None
@@ -449,8 +478,9 @@ def slice_of(call: _private.Call) -> tf.Tensor | None:
     return tf.identity(tensor)
 
 
+@_rule("Slice")
 def part(call: _private.Call) -> tf.Tensor | None:
-    """Slice: what the gradient of a concatenation takes."""
+    """Gather the elements by index, as the gradient of a concat needs them."""
     tensor, begin, size = call.inputs
     if tensor.shape.is_fully_defined() and is_known(begin) and is_known(size):
         return None
@@ -466,8 +496,9 @@ def part(call: _private.Call) -> tf.Tensor | None:
     return tf.identity(tensor)
 
 
+@_rule("StridedSliceGrad")
 def gradient_of_slice(call: _private.Call) -> tf.Tensor | None:
-    """StridedSliceGrad: zeros, with the gradient where the slice was taken."""
+    """Gather the gradient by index, and zeros elsewhere."""
     shape, *vectors, upstream = call.inputs
     if shape.shape[0] is None:
         return None
@@ -490,21 +521,6 @@ def gradient_of_slice(call: _private.Call) -> tf.Tensor | None:
             places = index * inside + (1 - inside) * count
             upstream = tf.gather(tf.pad(upstream, paddings), places, axis=entry.dim)
     return tf.identity(upstream)
-
-
-_FUNCTIONS: dict[str, Callable[[_private.Call], tf.Tensor | None]] = {
-    "Reshape": reshape,
-    "BroadcastTo": broadcast,
-    "Fill": fill,
-    "Tile": tile,
-    "Sum": summed,
-    "Slice": part,
-    "StridedSlice": slice_of,
-    "StridedSliceGrad": gradient_of_slice,
-    "Einsum": einsums.without_ellipsis,
-    "Select": selects.with_dims,
-    "SelectV2": selects.with_dims,
-}
 
 
 def _broadcast(value: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:

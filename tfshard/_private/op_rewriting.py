@@ -1,4 +1,4 @@
-"""Operations that are exchanged for others, or only seen, as a step is traced or runs."""
+"""Hooks on the operations of a step: rewrite them, or note them, as TensorFlow traces or runs the step."""
 
 import collections
 import contextlib
@@ -8,7 +8,7 @@ import inspect
 import itertools
 import re
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -84,45 +84,51 @@ def same_operation(call: Call, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
-# By the type of an operation: what gives the tensors that stand for its outputs, or None.
-Exchange: TypeAlias = Mapping[str, Callable[[Call], Sequence[tf.Tensor] | None]]
+# Returns the tensors that replace the outputs of an operation, or None to leave the operation.
+Rewrite: TypeAlias = Callable[[Call], Sequence[tf.Tensor] | None]
 Bring: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 
 
-class _EagerExchanges(threading.local):
-    table: Exchange | None = None
+class _EagerRewrites(threading.local):
+    """The arguments of `rewritten_operations` in an eager step of this thread.
+
+    `types` is None outside of a step, and while `rewrite` runs.
+    """
+
+    rewrite: Rewrite
+    types: Container[str] | None = None
     bring: Bring | None = None
 
 
-_eager_exchanges = _EagerExchanges()
+_eager = _EagerRewrites()
 _eager_users = 0
 _eager_lock = threading.Lock()
 _eager_restore: Callable[[], None] | None = None
 
 
 @contextlib.contextmanager
-def exchanged_operations(
-    exchange: Exchange,
+def rewritten_operations(
+    rewrite: Rewrite,
+    types: Container[str] | None,
     bring: Bring | None = None,
     note: Callable[[tf.Operation], None] = lambda operation: None,
-    otherwise: Callable[[Call], Sequence[tf.Tensor] | None] = lambda call: None,
 ) -> Iterator[None]:
-    """A context in which operations of the types in `exchange` are given to `exchange[type](call)`, with a `Call`.
-    Those of other types that are added to a graph are given to `otherwise`.
+    """A context in which `rewrite(call)` may replace the outputs of operations.
 
-    It gives the tensors that stand for the operation's outputs, or None to leave the operation as it is. What it
-    makes itself is not exchanged again.
+    TensorFlow does not rewrite the operations that `rewrite` makes.
 
-    In a graph this is `op_callbacks.add_op_callback`, made for TensorFlow's debugger: the operation has been added and
-    is left without a use. In eager code such a callback comes after the operation and cannot replace what it gave, so
-    the two functions that run operations, `pywrap_tfe.TFE_Py_FastPathExecute` and `execute.execute`, are replaced
-    while a thread is in the context; other threads are passed on. Functions run in eager code too
-    (`tf.config.run_functions_eagerly`): one that was traced before is not in terms of what is exchanged.
+    In a graph this is `op_callbacks.add_op_callback`, made for TensorFlow's debugger: TensorFlow has added the
+    operation, which stays without a use. In eager code such a callback comes after the operation and cannot replace
+    results. So the two functions that run operations, `pywrap_tfe.TFE_Py_FastPathExecute` and `execute.execute`, are
+    replaced while a thread is in the context. They pass other threads on. Functions run in eager code, too
+    (`tf.config.run_functions_eagerly`), because functions that were traced before are not rewritten.
 
-    Every operation that is added to a graph is given to `note`.
-
-    A tensor that an eager operation takes next to tensors on a mesh, and that DTensor does not bring there by itself,
-    is replaced by `bring(tensor)`, if it is given; so are sharded tensors that an operation without an expansion takes.
+    Args:
+        rewrite: Returns the tensors that replace the outputs of an operation, or None to leave the operation.
+        types: The types of operations that `rewrite` gets. None: all of them, in a graph only.
+        bring: Brings a tensor to the mesh. In eager code it replaces tensors that an operation takes next to tensors on
+            the mesh and that DTensor does not bring there, and sharded tensors of an operation without an expansion.
+        note: Called with each operation that is added to a graph.
     """
 
     def callback(
@@ -139,12 +145,13 @@ def exchanged_operations(
         operation = outputs[0].op if outputs else graph.get_operation_by_name(op_name)
         note(operation)
         call = Call(type=op_type, inputs=tuple(inputs), get_attr=operation.get_attr, outputs=tuple(outputs))
-        replaced = exchange.get(op_type, otherwise)(call)
+        replaced = rewrite(call) if types is None or op_type in types else None
         # Without a replacement, what an earlier callback made of the outputs. TensorFlow has lists here.
         return list(outputs if replaced is None else replaced)
 
     if is_eager():
-        with _eager_exchange(exchange, bring):
+        assert types is not None, "In eager code each type costs time."
+        with _eager_rewrites(rewrite, types, bring):
             yield
         return
     _op_callbacks.add_op_callback(callback)
@@ -155,18 +162,19 @@ def exchanged_operations(
 
 
 @contextlib.contextmanager
-def _eager_exchange(exchange: Exchange, bring: Bring | None) -> Iterator[None]:
+def _eager_rewrites(rewrite: Rewrite, types: Container[str], bring: Bring | None) -> Iterator[None]:
     global _eager_users, _eager_restore
     with _eager_lock:
         _eager_users += 1
         if _eager_users == 1:
-            _eager_restore = _install_eager_exchange()
-    before = _eager_exchanges.table, _eager_exchanges.bring
-    _eager_exchanges.table, _eager_exchanges.bring = exchange, bring
+            _eager_restore = _install_eager_rewrites()
+    before = dict(vars(_eager))
+    vars(_eager).update(rewrite=rewrite, types=types, bring=bring)
     try:
         yield
     finally:
-        _eager_exchanges.table, _eager_exchanges.bring = before
+        vars(_eager).clear()
+        vars(_eager).update(before)
         with _eager_lock:
             _eager_users -= 1
             if _eager_users == 0:
@@ -183,7 +191,7 @@ _SHARDED = "Trying to copy a non-single-device and non-replicated DTensor"
 
 def _bring(inputs: Sequence[tf.Tensor], numbers: Iterable[int], sharded: bool) -> Iterator[tuple[int, tf.Tensor]]:
     """The inputs, by number, that `bring` makes others of."""
-    bring = _eager_exchanges.bring
+    bring = _eager.bring
     if bring is None:
         return
     for number in numbers:
@@ -309,29 +317,29 @@ def _run_for_all_values(
     return list(_context.context().call_function(name, [inputs[number] for number in operands], num_outputs))
 
 
-def _install_eager_exchange() -> Callable[[], None]:
-    """Replaces the two functions, and returns what puts them back."""
+def _install_eager_rewrites() -> Callable[[], None]:
+    """Replace the two functions that run operations, and return a function that restores them."""
     fast, slow = _pywrap_tfe.TFE_Py_FastPathExecute, _execute.execute
     functions_eager = tf.config.functions_run_eagerly()
 
     # TensorFlow answers this exception by way of execute.execute, with inputs and attributes told apart.
     other_way = _core._FallbackException
 
-    def exchanging_fast(context: Any, op_name: str, *args: Any) -> Any:
-        table = _eager_exchanges.table
-        if table is not None and (
-            op_name in table or _takes_number(op_name, args) or _is_compiled_for_values(op_name, args)
+    def rewriting_fast(context: Any, op_name: str, *args: Any) -> Any:
+        types = _eager.types
+        if types is not None and (
+            op_name in types or _takes_number(op_name, args) or _is_compiled_for_values(op_name, args)
         ):
             raise other_way(op_name)
         try:
             return fast(context, op_name, *args)
         except _core._NotOkStatusException as error:
             message = error.message
-            if _eager_exchanges.bring is not None and (_OFF_MESH.search(message) or _SHARDED in message):
+            if _eager.bring is not None and (_OFF_MESH.search(message) or _SHARDED in message):
                 raise other_way(op_name) from error
             raise
 
-    def exchanging_slow(
+    def rewriting_slow(
         op_name: str | bytes,
         num_outputs: int,
         inputs: Iterable[tf.Tensor],
@@ -339,24 +347,24 @@ def _install_eager_exchange() -> Callable[[], None]:
         ctx: Any,
         name: str | None = None,
     ) -> Any:
-        table = _eager_exchanges.table
+        types = _eager.types
         op_type = op_name.decode() if isinstance(op_name, bytes) else op_name
-        if table is not None and op_type in table and any(_dtensor_api.is_dtensor(each) for each in inputs):
+        if types is not None and op_type in types and any(_dtensor_api.is_dtensor(each) for each in inputs):
             attributes = dict(zip(attrs[::2], attrs[1::2], strict=True))
             call = Call(type=op_type, inputs=tuple(inputs), get_attr=attributes.__getitem__)
-            _eager_exchanges.table = None
+            _eager.types = None
             try:
                 with stop_recording():  # The caller records the operation that was asked for.
-                    replaced = table[op_type](call)
+                    replaced = _eager.rewrite(call)
             finally:
-                _eager_exchanges.table = table
+                _eager.types = types
             if replaced is not None:
                 return list(replaced)
         inputs = list(inputs)
         while True:
             numbers: Sequence[int] = range(len(inputs))
             try:
-                if table is None or not _is_compiled_for_values(op_type, inputs):
+                if types is None or not _is_compiled_for_values(op_type, inputs):
                     return slow(op_name, num_outputs, inputs, attrs, ctx, name)
                 numbers = [number for number, known in enumerate(_is_structure(op_type)) if not known]
                 return _run_for_all_values(op_type, num_outputs, inputs, attrs, numbers)
@@ -372,7 +380,7 @@ def _install_eager_exchange() -> Callable[[], None]:
         _pywrap_tfe.TFE_Py_FastPathExecute, _execute.execute = fast, slow
         tf.config.run_functions_eagerly(functions_eager)
 
-    _pywrap_tfe.TFE_Py_FastPathExecute, _execute.execute = exchanging_fast, exchanging_slow
+    _pywrap_tfe.TFE_Py_FastPathExecute, _execute.execute = rewriting_fast, rewriting_slow
     tf.config.run_functions_eagerly(True)
     return restore
 
