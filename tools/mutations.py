@@ -356,7 +356,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="loops",
-        function="tfshard.operations.loops:_made_in_body",
+        function="tfshard.operations.loops:made_in_body",
         old='        if operand.op.type == "Placeholder" or _is_constant(operand):',
         new='        if operand.op.type == "Placeholder":',
         what="constants that a custom gradient takes are made outside of the branch",
@@ -1419,8 +1419,8 @@ MUTATIONS = [
     Mutation(
         area="embedding tables",
         function="tfshard.operations.embedding_lookups:joined",
-        old="if axis != 0 or not is_gradient or",
-        new="if axis != 1 or not is_gradient or",
+        old="if axis != 0 or not is_gradient:",
+        new="if axis != 1 or not is_gradient:",
         what="gradients of several lookups of a table are not put together device by device",
         killed_by="tests/training/test_embedding_tables.py::test_several_lookups_of_one_table_in_a_step[int32-keras]",
     ),

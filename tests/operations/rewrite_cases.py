@@ -1,9 +1,5 @@
-"""The cases that rewrite rules name: a small function for each, computed in steps and on one device.
+"""The cases that rewrite rules name: a small function for each, computed in a step and on one device."""
 
-All graph cases of a mesh are one step, and so are all eager cases: DTensor compiles each step once.
-"""
-
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -16,7 +12,6 @@ import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-import parity
 import tfshard
 from tfshard import _private
 from tfshard.devices import transfer
@@ -63,25 +58,17 @@ def _local_slice(v: Values) -> tf.Tensor:
 
 def _unknown_sizes(v: Values) -> list[tf.Tensor]:
     z = _masked(v)
-    count = tf.shape(z)[0]
-    return [
-        tf.reshape(z, (count, 2, 3)),
-        tf.broadcast_to(z[0], tf.shape(z)),
-        tf.fill(tf.shape(z), 2.0) * z,
-        tf.tile(z, (2, 1)),
-        z[:, 1:4] * z[1],
-        tf.concat([z, v["x"]], 0)[1:],
-        z + tf.reduce_mean(z, 0),
-    ]
+    shape = tf.shape(z)
+    return [tf.broadcast_to(z[0], shape) * tf.fill(shape, 2.0), tf.concat([z, v["x"]], 0)[1:]]
 
 
 def _sampled_softmax(v: Values) -> tf.Tensor:
-    weights, biases = (tf.constant(RS_CLASSES[name]) for name in ("weights", "biases"))
+    weights, biases = (tf.constant(CLASSES[name]) for name in ("weights", "biases"))
     labels = tf.cast(v["i"][:, :1], tf.int64)
     return tf.nn.sampled_softmax_loss(weights, biases, labels, v["x"], 4, 30, seed=1)
 
 
-RS_CLASSES = {
+CLASSES = {
     "weights": RS.normal(size=(30, 6)).astype("float32"),
     "biases": RS.normal(size=(30,)).astype("float32"),
 }
@@ -99,9 +86,8 @@ def _list_of_loop(v: Values) -> tf.Tensor:
 
 
 def _scan(v: Values) -> tf.Tensor:
-    return keras.ops.scan(
-        lambda c, e: (tf.tanh(c + e), c), tf.zeros_like(v["s"][:, 0]), tf.transpose(v["s"], (1, 0, 2))
-    )[1]
+    steps = tf.transpose(v["s"], (1, 0, 2))
+    return keras.ops.scan(lambda c, e: (tf.tanh(c + e), c), tf.zeros_like(steps[0]), steps)[1]
 
 
 def _scan_of_scans(v: Values) -> tf.Tensor:
@@ -122,7 +108,19 @@ def _custom_gradient_in_branch(v: Values) -> tf.Tensor:
 
 
 def _update(v: Values) -> tf.Tensor:
-    return keras.ops.slice_update(v["s"], [0, 1, 0], v["s"][:, :2])
+    given = tf.stop_gradient(v["s"])  # XLA's operation has no gradient.
+    return keras.ops.slice_update(given, [0, 1, 0], given[:, :2])
+
+
+def _dense(v: Values) -> tf.Tensor:
+    places = np.arange(8)[:, None]
+    return tf.raw_ops.SparseToDense(
+        sparse_indices=places, output_shape=[9], sparse_values=v["x"][:, 0], default_value=0.0
+    )
+
+
+def _draw_by_tensor(v: Values) -> tf.Tensor:
+    return tf.random.stateless_normal((8, 6), tf.reduce_sum(v["i"], 0)[:2]) * v["x"]
 
 
 def _scatter(v: Values) -> tf.Tensor:
@@ -175,11 +173,12 @@ CASES: dict[str, Case] = {
     "select by a number": Case(lambda v: tf.where(tf.reduce_sum(v["x"]) > 0, v["x"], v["y"])),
     "select in an eager step": Case(lambda v: tf.where(tf.reduce_sum(v["x"]) > 0, v["x"], v["y"]), eager=True),
     "select of unknown size": Case(lambda v: tf.where(tf.reduce_sum(v["x"]) > 0, _masked(v), 2.0 * _masked(v))),
+    "dense of sparse in an eager step": Case(_dense, eager=True),
     "one-hot vectors": Case(lambda v: tf.one_hot(v["i"], 5), MODEL),
     "bincount": Case(lambda v: tf.math.bincount(v["i"], minlength=5, maxlength=5, axis=-1)),
     # Random numbers.
     "random draw": Case(lambda v: tf.random.stateless_normal((8, 6), (1, 2)) * v["x"]),
-    "random draw in an eager step": Case(lambda v: tf.random.stateless_normal((8, 6), (1, 2)) * v["x"], eager=True),
+    "random draw in an eager step": Case(_draw_by_tensor, eager=True),
     "sampled softmax": Case(_sampled_softmax),
     # Scatters and gathers.
     "scatter": Case(_scatter),
@@ -212,6 +211,7 @@ CASES: dict[str, Case] = {
     "tensor of unknown size": Case(_unknown_sizes),
     # Loops, branches and functions.
     "loop that fills a list": Case(_list_of_loop),
+    "item of a list": Case(lambda v: tf.TensorArray(tf.float32, 6).unstack(tf.transpose(v["x"])).read(2)),
     "loop under a persistent tape": Case(_scan),
     "custom gradient in a branch": Case(_custom_gradient_in_branch),
     "gradient of a loop in a loop": Case(_scan_of_scans, error="a loop in a loop"),
@@ -224,15 +224,14 @@ CASES: dict[str, Case] = {
 
 
 def with_gradients(function: Callable[[Values], Any], values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Return the results of a function, and the gradients of the sum of their squares by all floats."""
-    floats = {name: value for name, value in values.items() if value.dtype.is_floating}
+    """Return the results of a function, and the gradients of the sum of their squares by the floats that it takes."""
+    floats = [value for value in values.values() if value.dtype.is_floating]
     with tf.GradientTape(persistent=True) as tape:
-        tape.watch(list(floats.values()))
+        tape.watch(floats)
         results = tf.nest.flatten(function(values))
         squares = [tf.reduce_sum(tf.square(each)) for each in results if each is not None and each.dtype.is_floating]
-        loss = tf.add_n(squares) if squares else 0.0 * tf.reduce_sum(floats["x"])
-    gradients = tape.gradient(loss, list(floats.values()), unconnected_gradients="zero")
-    return results, [tf.convert_to_tensor(each) for each in gradients]
+    gradients = tape.gradient(squares, floats) if squares else []
+    return results, [tf.convert_to_tensor(each) for each in gradients if each is not None]
 
 
 @contextlib.contextmanager
@@ -261,7 +260,9 @@ class Outcome:
     rules: frozenset[str]
 
 
+@functools.cache
 def on_one_device(case: Case) -> list[np.ndarray]:
+    """Compute a case on one device, once: the kernel of a sampler keeps its state."""
     values = {name: tf.constant(value) for name, value in VALUES.items()}
 
     def step() -> Any:
@@ -272,25 +273,14 @@ def on_one_device(case: Case) -> list[np.ndarray]:
 
 
 @functools.cache
-def outcomes(mesh: str, eager: bool) -> dict[str, Outcome]:
-    """Return the outcomes of all cases of a mesh, computed in one step."""
-    chosen = {name: c for name, c in CASES.items() if (c.mesh, c.eager, c.error) == (mesh, eager, None)}
-    rules: dict[str, set[str]] = collections.defaultdict(set)
-
-    def step(values: Values) -> dict[str, Any]:
-        found = {}
-        for name, case in chosen.items():
-            with noted_rules(rules[name]):
-                found[name] = with_gradients(case.function, values)
-        return found
-
-    strategy, values = on_mesh(mesh)
-    with strategy.extended.results_stay_sharded():
-        found = strategy.run(step if eager else tf.function(step, autograph=False), args=(values,))
-    return {
-        name: Outcome([transfer.to_host(each) for each in tf.nest.flatten(found[name])], frozenset(rules[name]))
-        for name in chosen
-    }
+def outcome(case: Case) -> Outcome:
+    """Compute a case on its mesh."""
+    rules: set[str] = set()
+    strategy, values = on_mesh(case.mesh)
+    step = functools.partial(with_gradients, case.function)
+    with noted_rules(rules), strategy.extended.results_stay_sharded():
+        found = strategy.run(step if case.eager else tf.function(step, autograph=False), args=(values,))
+    return Outcome([transfer.to_host(each) for each in tf.nest.flatten(found)], frozenset(rules))
 
 
 def on_mesh(mesh: str) -> tuple[tfshard.ShardedStrategy, Values]:
@@ -323,10 +313,24 @@ def _two_lookups() -> keras.Model:
     return keras.Model(ids, keras.layers.Dense(2)(keras.layers.Flatten()(table(ids) * table(ids + 1))))
 
 
-def train_table(strategy: tfshard.ShardedStrategy | None) -> parity.Run:
-    x, y = VALUES["i"], RS_CLASSES["weights"][:8, :2]
-    options = {"optimizer": lambda: keras.optimizers.Adagrad(0.5), "loss": "mse", "steps": 1}
-    return parity.train(_two_lookups, [(x, y)], strategy=strategy, **options)
+@functools.cache
+def table_rules() -> frozenset[str]:
+    """Train a step with an embedding table, compare it with one device, and return the rules that the step took."""
+    rules: set[str] = set()
+    tables = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), tables=".*words/embeddings")
+    trained = []
+    for strategy in (tables, None):
+        model = _two_lookups()
+        with noted_rules(rules):
+            if strategy is None:
+                model.compile(keras.optimizers.Adagrad(0.5), "mse", jit_compile=False)
+            else:
+                tfshard.as_distributed(model).compile(keras.optimizers.Adagrad(0.5), "mse", strategy=strategy)
+            model.train_on_batch(VALUES["i"], CLASSES["weights"][:8, :2])
+        trained.append(model.get_weights())
+    for ours, theirs in zip(*trained, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    return frozenset(rules)
 
 
 TABLE = "two lookups in a table"

@@ -18,7 +18,7 @@ from tfshard.operations import row_operations, samples, unsized
 from tfshard.operations.conditions import model_axis_has_devices
 from tfshard.operations.registry import rewrite_rule
 
-_FAULT = "refuses them along a sharded dim, or shards a result that it cannot shard"
+_FAULT = "refuses a sharded dim, or shards a result that it cannot shard"
 
 
 @rewrite_rule(

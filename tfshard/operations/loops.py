@@ -67,7 +67,7 @@ def _refused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @rewrite_rule(
     "TensorListElementShape", graph=True, eager=False, gradient="none", sizes="any", local="also",
-    fault="makes sizes of `-2**63` of it", cases=("loop that fills a list",),
+    fault="makes sizes of `-2**63` of it", cases=("item of a list",),
 )  # fmt: skip
 def element_shape(call: _private.Call) -> list[tf.Tensor] | None:
     """Return the shape of an element as a constant."""

@@ -119,7 +119,7 @@ def rewrite_rule(
         if callable(gradient):
             tf.RegisterGradient(_gradient_name(rule))(gradient)
         for operation in operations:
-            _rules[operation] = tuple(sorted((*_rules.get(operation, ()), rule), key=lambda each: each.order))
+            _rules[operation] = tuple(sorted((*_rules.get(operation, ()), rule), key=_place))
         return function
 
     return register
@@ -137,6 +137,10 @@ def _check(rule: Rule) -> None:
                     f"Rewrite rules {other.name} and {rule.name} of operation '{operation}' have the same order. Give "
                     f"the second one another order=. Received: order={rule.order}"
                 )
+
+
+def _place(rule: Rule) -> tuple[bool, bool, int]:
+    return rule.sizes == "unknown", rule.local == "only", rule.order
 
 
 def _compete(one: Rule, other: Rule) -> bool:

@@ -69,7 +69,8 @@ def tensor_scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
 
 @rewrite_rule(
     "SparseToDense", "ComputeAccidentalHits", graph=True, eager=True, gradient="registered", sizes="any",
-    fault="refuses them where what follows is sharded", cases=("sampled softmax",),
+    fault="refuses them where what follows is sharded",
+    cases=("sampled softmax", "dense of sparse in an eager step"),
 )  # fmt: skip
 def whole(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
     """Replicate the operands and the results."""

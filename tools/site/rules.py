@@ -36,7 +36,8 @@ def condition(rule: Rule) -> str:
 
 
 def modes(rule: Rule) -> str:
-    return " and ".join(mode for mode, has in (("graph", rule.graph), ("eager", rule.eager)) if has)
+    found = " and ".join(mode for mode, has in (("graph", rule.graph), ("eager", rule.eager)) if has)
+    return found + (", unknown sizes" if rule.sizes == "unknown" else "") + (", local" if rule.local == "only" else "")
 
 
 def gradient(rule: Rule) -> str:
@@ -56,10 +57,8 @@ def by_module() -> list[Rule]:
 
 def design_table() -> str:
     """Return a row for each rule: what DTensor does, and what the rule does instead."""
-    rows = [
-        "| operations | what DTensor does | the rule | when | gradient | in | rule |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    names = ("operations", "what DTensor does", "instead", "when", "gradient", "in", "rule")
+    rows = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for rule in by_module():
         cells = (
             codes(rule.operations), rule.fault, summary(rule.function), condition(rule), gradient(rule), modes(rule),
@@ -71,16 +70,13 @@ def design_table() -> str:
 
 def operations_table() -> str:
     """Return a row for each list of rules, with the operations that have the list."""
-    lists: dict[tuple[str, ...], list[str]] = {}
+    lists: dict[str, list[str]] = {}
     for operation in sorted(registry.rewritten_operations()):
-        found = tuple(f"{rule.name} ({modes(rule)})" for rule in registry.rules_of(operation))
-        lists.setdefault(found, []).append(operation)
+        found = enumerate(registry.rules_of(operation), 1)
+        cell = ", ".join(f"{number}. `{rule.name}` ({modes(rule)})" for number, rule in found)
+        lists.setdefault(cell, []).append(operation)
     rows = ["| TensorFlow operations | rules, the first that applies wins |", "|---|---|"]
-    for names, operations in sorted(lists.items(), key=lambda item: item[1]):
-        rules = ", ".join(
-            f"{number}. `{name.partition(' ')[0]}` {name.partition(' ')[2]}" for number, name in enumerate(names, 1)
-        )
-        rows.append(f"| {codes(operations)} | {rules} |")
+    rows += [f"| {codes(names)} | {cell} |" for cell, names in sorted(lists.items(), key=lambda item: item[1])]
     return "\n".join(rows) + "\n"
 
 
@@ -99,13 +95,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="Write the tables.")
     write = parser.parse_args().write
     for name in TABLES:
-        text = page(name)
+        today, text = (DOCS / name).read_text(), page(name)
         if write:
             (DOCS / name).write_text(text)
         else:
-            sys.stdout.writelines(
-                difflib.unified_diff((DOCS / name).read_text().splitlines(True), text.splitlines(True))
-            )
+            sys.stdout.writelines(difflib.unified_diff(today.splitlines(True), text.splitlines(True)))
 
 
 if __name__ == "__main__":
