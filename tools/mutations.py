@@ -1122,9 +1122,9 @@ MUTATIONS = [
     ),
     Mutation(
         area="replicas",
-        function="tfshard.devices.replicas:leave_shard",
-        old='numbers = np.tile(np.arange(own.shape[dim], dtype="int32"), axis_sizes(mesh)[axis])',
-        new='numbers = np.zeros(own.shape[dim] * axis_sizes(mesh)[axis], "int32")',
+        function="tfshard.devices.local_shards:from_local",
+        old='indices = tf.constant(np.tile(np.arange(tensor.shape[dim], dtype="int32"), sizes[axis]))',
+        new='indices = tf.constant(np.zeros(tensor.shape[dim] * sizes[axis], "int32"))',
         what="of a sum over replicas a device takes one column of its shard only",
         killed_by="tests/training/test_hybrid.py::test_three_axes_train_as_one_device_and_add_up_kernels_by_replicas",
     ),
@@ -1219,8 +1219,8 @@ MUTATIONS = [
     Mutation(
         area="devices",
         function="tfshard.devices.replicas:gather",
-        old="        rows = transfer.relayout(rows, (None,) * len(shard), mesh)\n    return leave_shard",
-        new="    return leave_shard",
+        old="        rows = transfer.relayout(rows, (None,) * len(shard), mesh)\n    left",
+        new="    left",
         what="what was gathered has the layout of what uses it",
         killed_by="tests/storage/test_optimizers.py::test_training_matches_one_device[muon-batch2_model2-3-alone]",
     ),

@@ -21,11 +21,11 @@ def counted(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     by_rows = values.shape.rank == 2 and rows.can_be(values, mesh)
     weighted = weights.shape.rank == 2
     if by_rows:
-        values = rows.enter(values, mesh)
-        weights = rows.enter(weights, mesh) if weighted else weights
+        values = rows.to_local(values, mesh)
+        weights = rows.to_local(weights, mesh) if weighted else weights
     inputs = [values, tf.constant(bins, size.dtype), weights]
     (counts,) = _private.same_operation(call, inputs)
-    return [rows.leave(counts, mesh) if by_rows else counts]
+    return [rows.from_local(counts, mesh) if by_rows else counts]
 
 
 def _number(size: tf.Tensor) -> int | None:

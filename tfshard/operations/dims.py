@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import local_shards, transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import row_operations, samples, unsized
 from tfshard.operations.conditions import model_axis_has_devices
@@ -122,7 +122,7 @@ def replicated_gradient(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     def all_of_it(gradient: tf.Tensor) -> tf.Tensor:
         return _private.same_operation(call, [sizes, kernel, gradient])[0]
 
-    return transfer.by_device(all_of_it, gradient, replicated, replicated, mesh)
+    return local_shards.run_locally(all_of_it, gradient, replicated, replicated, mesh)
 
 
 @rewrite_rule(

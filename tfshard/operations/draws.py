@@ -22,7 +22,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import local_shards, transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import rows, unsized
 from tfshard.operations.registry import rewrite_rule
@@ -141,7 +141,7 @@ def _unsized_draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
     def all_of_them(seed: tf.Tensor) -> tf.Tensor:
         return _private.same_operation(call, [shape, seed, *others])[0]
 
-    return transfer.by_device(all_of_them, seed, (None,) * seed.shape.rank, (None,) * random.shape.rank, mesh)
+    return local_shards.run_locally(all_of_them, seed, (None,) * seed.shape.rank, (None,) * random.shape.rank, mesh)
 
 
 def batch_dim(shape: tuple[int, ...]) -> int | None:
@@ -230,21 +230,21 @@ class _Draw:
         blocks = np.arange(devices).reshape(devices, 1) if microbatch is None else microbatch.blocks(devices)
         begins = blocks * count
         counts, more = begins // group * self.generator.counts(self.dtype), begins % group
-        with rows.inside():
+        with local_shards.scope():
 
             def here(values: np.ndarray) -> tf.Tensor:
                 table = tf.constant(values, tf.int64)
-                line = tf.reshape(rows.enter(table, self.mesh) if devices > 1 else table, [parts])
+                line = tf.reshape(rows.to_local(table, self.mesh) if devices > 1 else table, [parts])
                 return line if microbatch is None else tf.reshape(tf.gather(line, microbatch.number), [1])
 
             parameters = self.parameters
             if self.generator.type == _GAMMA and parameters[0].shape.rank and devices > 1:
-                parameters = [rows.enter(parameters[0], self.mesh)]
+                parameters = [rows.to_local(parameters[0], self.mesh)]
             counter = _later(self.counter, here(counts))
             drawn = self._drawn([count + int(more.max())] if more.any() else list(own), counter, parameters)
             if more.any():
                 drawn = tf.reshape(tf.slice(drawn, here(more), tf.constant([count], tf.int64)), own)
-            return rows.leave(drawn, self.mesh) if devices > 1 else transfer.whole(drawn, self.mesh)
+            return rows.from_local(drawn, self.mesh) if devices > 1 else transfer.whole(drawn, self.mesh)
 
     def _drawn(self, shape: list[int], counter: tf.Tensor, parameters: list[tf.Tensor]) -> tf.Tensor:
         given: dict[str, Any] = {"shape": shape, "key": self.key, "counter": counter, "alg": self.algorithm}

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import exchanges, transfer
+from tfshard.devices import exchanges, local_shards, transfer
 from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.embedding_tables import ids_of_a_device
@@ -154,14 +154,6 @@ def _sharded(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.relayout(tensor, (axis, *(None,) * (tensor.shape.rank - 1)), mesh)
 
 
-def own_part(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """What a device has of a tensor of which it has `1 / devices` of the rows; to be computed with in `rows.inside`."""
-    axes = axis_sizes(mesh)
-    count = tensor.shape[0] // axes.data_size
-    layout = transfer.layout((axes.data, *(None,) * (tensor.shape.rank - 1)), mesh)
-    return tf.gather(dtensor.relayout(tensor, layout.to_parted()), np.arange(count, dtype="int32"))
-
-
 def owners(ids: tf.Tensor, format: TableRows, count: int) -> tuple[tf.Tensor, tf.Tensor]:
     """Which device has the row of each id, and where among its own: int32.
 
@@ -188,8 +180,8 @@ def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
     assert isinstance(format, TableRows)
     devices = axis_sizes(mesh).data_size
     each = line.shape[0] // devices
-    with rows.inside():
-        ids, where = exchanges.distinct(own_part(line, mesh))
+    with local_shards.scope():
+        ids, where = exchanges.distinct(local_shards.local_rows(line, mesh))
         owner, own = owners(ids, format, table.layout.spec.shape[0])
         lists = exchanges.Lists.to(owner, each, mesh)
         # One more, since the lists end with zeros.
@@ -198,7 +190,7 @@ def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
         step.tables.note_rows(table.storage, given)
         found = tf.ensure_shape(tf.gather(lists.answered(given), where), (each, width))
         found = transfer.relayout(found, (None, None), mesh)
-        return rows.leave(found, mesh) if devices > 1 else found
+        return rows.from_local(found, mesh) if devices > 1 else found
 
 
 # TensorFlow's tape puts the values and the indices of `IndexedSlices` together in the same order, and no order of them
@@ -213,7 +205,7 @@ def joined(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
     is_gradient = all(isinstance(each, tf.Tensor) and _GRADIENT in each.op.name for each in parts)
     if axis != 0 or not is_gradient:
         return None
-    with rows.inside():
-        line = tf.concat([own_part(each, mesh) for each in parts], axis=0)
+    with local_shards.scope():
+        line = tf.concat([local_shards.local_rows(each, mesh) for each in parts], axis=0)
         line = transfer.relayout(line, (None,) * line.shape.rank, mesh)
-        return rows.leave(line, mesh)
+        return rows.from_local(line, mesh)

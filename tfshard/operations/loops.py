@@ -51,7 +51,7 @@ def _inner_loop(mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch
 
         if not rows.can_be(sequences, mesh):
             return loop(sequences, initial_state, mask)
-        return rows.apply(loop, [sequences, initial_state, mask], mesh)
+        return rows.local_map(loop, [sequences, initial_state, mask], mesh)
 
     return inner_loop
 

@@ -108,17 +108,17 @@ def local_rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | Non
 def by_rows(call: _private.Call, operation: RowOperation, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Compute an operation on each device's local rows; return None if its rows are replicated or not independent."""
     made_of_rows = [call.inputs[number] for number in operation.operands]
-    if not all(rows.are_shared_out(each, mesh) for each in made_of_rows) or not operation.when(call):
+    if not all(rows.are_sharded(each, mesh) for each in made_of_rows) or not operation.when(call):
         return None
     if len({each.shape[0] for each in made_of_rows}) != 1:
         return None
     inputs = list(call.inputs)
     for number in operation.operands:
-        inputs[number] = rows.enter(inputs[number], mesh)
+        inputs[number] = rows.to_local(inputs[number], mesh)
     if operation.sizes is not None:
         sizes = tf.get_static_value(inputs[operation.sizes])
         if sizes is None:
             return None
         inputs[operation.sizes] = tf.constant([inputs[operation.operands[0]].shape[0], *sizes[1:]], sizes.dtype)
     results = _private.same_operation(call, inputs)
-    return [rows.total(each, mesh) if operation.summed else rows.leave(each, mesh) for each in results]
+    return [rows.psum(each, mesh) if operation.summed else rows.from_local(each, mesh) for each in results]

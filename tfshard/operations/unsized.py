@@ -17,10 +17,10 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import local_shards, transfer
 from tfshard.errors import UnsupportedOperationError
 from tfshard.layouts.axes import axis_sizes
-from tfshard.operations import registry, rows
+from tfshard.operations import registry
 from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import steps
 
@@ -68,7 +68,7 @@ def depends_on_values(*tensors: tf.Tensor) -> bool:
     while waiting:
         tensor = waiting.pop()
         operation = tensor.op
-        if operation in seen or rows.is_named(operation):
+        if operation in seen or local_shards.is_named(operation):
             continue  # What each device has of its own is as long as it happens to be.
         seen.add(operation)
         if operation.type == "Placeholder":

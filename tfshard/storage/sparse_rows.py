@@ -16,7 +16,6 @@ import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
 from tfshard.devices import expansions, transfer
 from tfshard.storage.storage import Storage
@@ -90,8 +89,3 @@ def _after(rows: tf.Tensor, reads: Sequence[tf.Tensor]) -> tf.Tensor:
     for each in reads:
         rows += tf.minimum(tf.reduce_sum(tf.cast(tf.math.is_nan(each), rows.dtype)), 0)
     return rows
-
-
-def as_parted(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return a tensor whose values differ by device, in a layout that DTensor takes for equal on all devices."""
-    return dtensor.relayout(tensor, transfer.layout((None,) * tensor.shape.rank, mesh).to_parted())
