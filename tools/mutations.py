@@ -962,9 +962,9 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        function="tfshard.operations.rows:shared",
-        old="    return with_gradient(lambda tensor, mesh: tf.identity(tensor), total, tensor, mesh)",
-        new="    return with_gradient(lambda tensor, mesh: tf.identity(tensor), shared, tensor, mesh)",
+        function="tfshard.operations.rows:replicated",
+        old="tf.identity(tensor), psum, tensor, mesh)",
+        new="tf.identity(tensor), replicated, tensor, mesh)",
         what="the gradient of what all rows use is that of one device's rows",
         killed_by="tests/operations/test_control_flow.py::test_results_and_gradients_are_those_of_one_device[batch4-map_fn of all rows]",
     ),

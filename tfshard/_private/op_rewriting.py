@@ -31,7 +31,7 @@ RANDOM_OPS = frozenset(
      "StatelessRandomNormal", "StatelessRandomNormalV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2")
 )  # fmt: skip
 
-# Those, and the others that give other numbers each time.
+# All operations that return other numbers each time.
 ALL_RANDOM_OPS = RANDOM_OPS | frozenset(
     ("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomGamma", "RandomShuffle",
      "Multinomial", "StatelessMultinomial", "StatelessParameterizedTruncatedNormal", "StatelessRandomBinomial",
@@ -41,13 +41,13 @@ ALL_RANDOM_OPS = RANDOM_OPS | frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """An operation of a step: added to a graph, or about to be run in eager code.
+    """An operation of a step: added to a graph, or about to run in eager code.
 
     Attributes:
-        type: Such as `"StridedSlice"`.
-        inputs: Its tensors.
-        get_attr: Gives one of its attributes by name.
-        outputs: What it gives; None in eager code, where it has not run.
+        type: The type, such as `"StridedSlice"`.
+        inputs: The operands.
+        get_attr: Returns an attribute by name.
+        outputs: The results; None in eager code, before the operation runs.
     """
 
     type: str
@@ -60,7 +60,7 @@ class Call:
         return self.outputs is None
 
 
-# Names of arguments that Python has others for; and those of `Select`, by operation and name.
+# Names of arguments that differ in Python, some for one operation only.
 _RENAMED = {
     "split_dim": "axis", "reduction_indices": "axis", ("ExpandDims", "dim"): "axis",
     ("Select", "t"): "x", ("Select", "e"): "y", ("Where", "input"): "condition",
@@ -68,7 +68,7 @@ _RENAMED = {
 
 
 def same_operation(call: Call, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The same operation on other inputs (`tf.raw_ops`)."""
+    """Run an operation of the same type and attributes on other operands (`tf.raw_ops`)."""
     function = getattr(tf.raw_ops, call.type)
     waiting = iter(inputs)
     arguments = {}
@@ -117,17 +117,17 @@ def rewritten_operations(
 
     TensorFlow does not rewrite the operations that `rewrite` makes.
 
-    In a graph this is `op_callbacks.add_op_callback`, made for TensorFlow's debugger: TensorFlow has added the
-    operation, which stays without a use. In eager code such a callback comes after the operation and cannot replace
-    results. So the two functions that run operations, `pywrap_tfe.TFE_Py_FastPathExecute` and `execute.execute`, are
-    replaced while a thread is in the context. They pass other threads on. Functions run in eager code, too
-    (`tf.config.run_functions_eagerly`), because functions that were traced before are not rewritten.
+    In a graph, the context adds a callback made for TensorFlow's debugger (`op_callbacks.add_op_callback`). TensorFlow
+    has added the operation before, and the operation stays without a use. In eager code such a callback comes after the
+    operation and cannot replace results. There, the context replaces the two functions that run operations,
+    `pywrap_tfe.TFE_Py_FastPathExecute` and `execute.execute`. In other threads they do what TensorFlow's do. Functions
+    run eagerly, too (`tf.config.run_functions_eagerly`): a function that was traced before has no rewritten operations.
 
     Args:
         rewrite: Returns the tensors that replace the outputs of an operation, or None to leave the operation.
         types: The types of operations that `rewrite` gets. None: all of them, in a graph only.
-        bring: Brings a tensor to the mesh. In eager code it replaces tensors that an operation takes next to tensors on
-            the mesh and that DTensor does not bring there, and sharded tensors of an operation without an expansion.
+        bring: Brings a tensor to the mesh, in eager code: an operand beside tensors on the mesh that DTensor does not
+            bring there, or a sharded operand of an operation without an expansion.
         note: Called with each operation that is added to a graph.
     """
 
@@ -182,15 +182,15 @@ def _eager_rewrites(rewrite: Rewrite, types: Container[str], bring: Bring | None
                 _eager_restore()
 
 
-# DTensor's words for a tensor next to tensors on a mesh, with its number among the inputs.
+# DTensor's error about a tensor next to tensors on a mesh, with the number of the operand.
 _OFF_MESH = re.compile(r"got a regular tensor for input (\d+) .*but was expecting a DTensor")
 
-# And for an operation that it does not expand: it runs on the host, if every device has the same.
+# DTensor's error about a sharded operand of an operation that it does not expand.
 _SHARDED = "Trying to copy a non-single-device and non-replicated DTensor"
 
 
 def _bring(inputs: Sequence[tf.Tensor], numbers: Iterable[int], sharded: bool) -> Iterator[tuple[int, tf.Tensor]]:
-    """The inputs, by number, that `bring` makes others of."""
+    """Yield the operands that `bring` replaces, by number."""
     bring = _eager.bring
     if bring is None:
         return
@@ -203,12 +203,12 @@ def _bring(inputs: Sequence[tf.Tensor], numbers: Iterable[int], sharded: bool) -
                 yield number, bring(inputs[number])
 
 
-# DTensor takes tensors of fewer elements and of these dtypes for constants (small_constant_optimization.cc).
+# DTensor treats tensors with fewer elements and one of these dtypes as constants (small_constant_optimization.cc).
 _CONSTANT_ELEMENTS = 20
 _CONSTANT_DTYPES = frozenset((tf.float32, tf.int32, tf.int64))
 _RESOURCE = tf.resource.as_datatype_enum
 
-# Arguments that DTensor has to know to expand an operation, by name.
+# Names of arguments whose values DTensor needs to expand an operation.
 _STRUCTURE = re.compile(
     r"(?:.*(?:shape|size|split|dim|dimension|axis|begin|end|stride|multiple|perm|padding|reduction_indices|segments)"
     r"|k|depth|start|limit|delta|shift|diagonal|crops|alg)(?:e?s)?"
@@ -225,7 +225,7 @@ def _is_small(tensor: Any) -> bool:
 
 @functools.cache
 def _is_structure(op_type: str) -> tuple[bool, ...]:
-    """Which arguments of an operation DTensor has to know to expand it; empty where that is not to be seen."""
+    """Return for each argument of an operation whether DTensor needs its value; an empty tuple if nobody knows."""
     definition = _op_def_registry.get(op_type)
     if definition is None or definition.is_stateful:
         return ()
@@ -236,12 +236,14 @@ def _is_structure(op_type: str) -> tuple[bool, ...]:
 
 
 def _is_compiled_for_values(op_type: str, arguments: Sequence[Any]) -> bool:
-    """Whether DTensor compiles an eager operation again for other values of its operands (`ShouldFoldInput` in
-    dtensor_device_util.h). Not without a sharded operand: it runs on one device then (`eager_pure_optimization`).
+    """Return whether DTensor compiles an eager operation again for other values of its operands.
+
+    `ShouldFoldInput` in dtensor_device_util.h decides. An operation without a sharded operand runs on one device
+    (`eager_pure_optimization`) and is not compiled.
 
     Args:
-        op_type: The operation.
-        arguments: What it takes, perhaps with other things between and behind.
+        op_type: The type of the operation.
+        arguments: The operands, perhaps with other arguments between and behind them.
     """
     structure = _is_structure(op_type)
     tensors = [each for each in arguments if isinstance(each, tf.__internal__.EagerTensor)]
@@ -262,12 +264,13 @@ def _is_compiled_for_values(op_type: str, arguments: Sequence[Any]) -> bool:
 
 
 def _takes_number(op_type: str, arguments: Sequence[Any]) -> bool:
-    """Whether an operation takes a number of Python beside a tensor that is sharded. It gets here as a tensor by way of
-    `execute.execute`.
+    """Return whether an operation takes a Python number and a sharded tensor.
+
+    `execute.execute` makes a tensor of the number.
 
     Args:
-        op_type: The operation.
-        arguments: Its name, what it takes, and its attributes.
+        op_type: The type of the operation.
+        arguments: The name of the operation, the operands, and the attributes.
     """
     inputs = arguments[1 : 1 + len(_is_structure(op_type))]
     return any(isinstance(each, (int, float)) for each in inputs) and not all(
@@ -276,14 +279,14 @@ def _takes_number(op_type: str, arguments: Sequence[Any]) -> bool:
 
 
 def _is_whole(tensor: tf.Tensor) -> bool:
-    """Whether every device has all of a tensor, or it is on the host."""
+    """Return whether a tensor is replicated, or on the host."""
     return not _dtensor_api.is_dtensor(tensor) or bool(_dtensor_api.fetch_layout(tensor).is_fully_replicated())
 
 
-# Functions of one operation, by the operation, its attributes and what is known of its operands.
+# Functions of one operation, by the type, the attributes, and the shapes and values of the operands.
 _operations: dict[tuple[Any, ...], tf.types.experimental.ConcreteFunction] = {}
 
-# Values from the host that an operation took beside a sharded operand: the constants of a step are a few.
+# Host values that an operation took beside a sharded operand. A step has a few constants.
 _host_values: dict[tuple[str, tuple[tf.TensorShape, ...]], set[tuple[bytes, ...]]] = collections.defaultdict(set)
 _HOST_VALUES = 4
 
@@ -291,15 +294,17 @@ _HOST_VALUES = 4
 def _run_for_all_values(
     op_type: str, num_outputs: int, inputs: Sequence[tf.Tensor], attrs: Sequence[Any], operands: Sequence[int]
 ) -> list[tf.Tensor]:
-    """Runs an eager operation as a function. DTensor compiles a function once or twice: for the values of the first
-    call, and then for all values of what has changed.
+    """Run an eager operation as a function.
+
+    DTensor compiles a function twice at most: for the values of the first call, and then for all values of the operands
+    that change.
 
     Args:
-        op_type: The operation.
-        num_outputs: How many tensors it gives.
-        inputs: What it takes.
-        attrs: Names and values of its attributes in turn.
-        operands: The numbers of those inputs that DTensor need not know.
+        op_type: The type of the operation.
+        num_outputs: The number of results.
+        inputs: The operands.
+        attrs: Alternating names and values of the attributes.
+        operands: The numbers of the operands whose values DTensor does not need.
     """
     known = {number: np.asarray(each) for number, each in enumerate(inputs) if number not in operands}
     specs = [tf.TensorSpec(inputs[number].shape, inputs[number].dtype) for number in operands]
@@ -387,8 +392,11 @@ def _install_eager_rewrites() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def recorded_outputs(types: Container[str], record: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
-    """A context in which what uses the output of an operation of `types`, when it is added to a graph, gets
-    `record(output)` instead (`op_callbacks.add_op_callback`). It sees what callbacks added before have made of it."""
+    """A context that replaces the outputs of operations of `types` in a graph by `record(output)`.
+
+    `op_callbacks.add_op_callback` calls callbacks in the order in which they were added: `record` sees the outputs of
+    earlier ones.
+    """
 
     def callback(
         op_type: str,

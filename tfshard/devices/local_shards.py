@@ -1,16 +1,16 @@
 """Run operations on each device's local shards. No other module tells DTensor to leave operations alone.
 
-DTensor expands every operation by a rule of its own. It does not expand an operation whose operand is in a "parted"
-layout (SkipExpansionForPartedLayout in TensorFlow 2.21's dtensor/mlir/spmd_expander.cc): each device computes with its
-local shard. By the types of the graph, the operand still has its global shape.
+DTensor has an expansion rule for each operation. It does not expand an operation with an operand in a "parted" layout
+(SkipExpansionForPartedLayout in TensorFlow 2.21's dtensor/mlir/spmd_expander.cc): each device computes with its local
+shard. By the types of the graph, the operand still has the global shape.
 
-- `to_local` and `rows_to_local` take the local part of a parted tensor in the local shape, and declare the result
+- `to_local` and `local_rows` take the local part of a parted tensor in the local shape, and declare the result
   replicated. DTensor then leaves what follows as it is, while the values differ between devices.
 - `from_local` is the way back: it gathers by indices that are sharded themselves, in the local shape.
 - `parted` keeps the global shape, for one operation that leaves sharded dims as they are (`run_locally`).
 
-Nothing between `to_local` and `from_local` may be brought to a layout with a mesh axis: DTensor would slice what it
-takes for replicated. Operations that are made in `scope`, and their gradients, are known by their names (`is_named`).
+Bring no tensor between `to_local` and `from_local` to a layout with a mesh axis: DTensor would slice the local shard
+again. The names of operations that are made in `scope`, and of their gradients, tell that they are local (`is_named`).
 
 These functions have no right gradients. `operations.rows` and `operations.local_map` have functions that you can
 differentiate.
@@ -28,7 +28,7 @@ from tfshard.devices import transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 
-# In the names of operations, functions and loops on local shards, and so in those of their gradients.
+# A part of the names of operations, functions and loops on local shards, and of their gradients.
 NAME = "rows_of_a_device"
 
 
@@ -44,12 +44,12 @@ def is_named(operation: tf.Operation) -> bool:
 
 
 def parted(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return a tensor in layout `axes` on whose local shards each device does the next operation."""
+    """Return a tensor in a parted layout: each device runs the next operation on its local shard."""
     return dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
 
 
 def varying(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return a tensor in the local shape on whose local values each device does the next operation."""
+    """Return a local tensor in a parted layout: each device runs the next operation on its local value."""
     return parted(tensor, (None,) * tensor.shape.rank, mesh)
 
 
@@ -59,7 +59,7 @@ def run_locally(
     """Run an operation on the local shards of a tensor, in a traced step.
 
     Args:
-        function: One operation that leaves sharded dims as they are.
+        function: A single operation. It keeps sharded dims.
         tensor: The tensor. It is brought to the layout `axes` first.
         axes: The layout.
         result: The layout of the result.

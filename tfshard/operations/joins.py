@@ -21,7 +21,7 @@ from tfshard.operations import dims, samples, slices
 from tfshard.operations.conditions import batch_axis_has_devices
 from tfshard.operations.registry import rewrite_rule
 
-# The operands whose first dim may be joined, cut or reordered; of ConcatV2 all but the last.
+# The operands that an operation may join, cut or reorder along the first dim. ConcatV2 joins all but the last.
 _OPERANDS: dict[str, tuple[int, ...]] = {
     "Split": (1,),
     "StridedSliceGrad": (4,),
@@ -68,7 +68,7 @@ def _rows(
 ) -> list[tf.Tensor] | None:
     numbers = range(len(call.inputs) - 1) if call.type == "ConcatV2" else _OPERANDS[call.type]
     tensors = [call.inputs[number] for number in numbers]
-    # The gradient of a slice is a Pad, whose result has no known shape if the slice began at a tensor.
+    # The gradient of a slice is a Pad. Its result has no known shape if the slice began at a tensor.
     sized = tensors if call.type in ("Pad", "PadV2") else (*tensors, *(call.outputs or ()))
     if not all(each.shape.rank and each.shape.is_fully_defined() for each in sized):
         return None
@@ -77,7 +77,7 @@ def _rows(
     if any(samples.are_in(each, 0) for each in tensors) or _is_gradient_of_a_join(call):
         brought, place = transfer.whole, samples.by_row
     elif call.type == "ConcatV2" and tensors[0].shape.rank > 1 and tensors[0].dtype.is_floating:
-        brought = place = dims.whole_rows  # Such as gradients of the parts of a split.
+        brought = place = dims.whole_rows  # For example gradients of the results of a split.
     else:
         return None
     inputs = list(call.inputs)
@@ -91,18 +91,18 @@ def _rows(
 
 
 def _is_gradient_of_a_join(call: _private.Call) -> bool:
-    """Whether a slice takes the gradient of an operand of a concat or a pad: where it begins is computed."""
+    """Return whether a slice takes the gradient of an operand of a concat or a pad, whose begin is computed."""
     is_computed = call.type == "Slice" and call.inputs[1].op.type in ("ConcatOffset", "Reshape")
     return is_computed and call.inputs[0].dtype.is_floating and call.inputs[0].shape.rank > 1
 
 
 def _has_no_rows(call: _private.Call) -> bool:
-    """Whether an operation takes single rows apart: `x[0]`, and `tf.unstack`."""
+    """Return whether an operation takes single rows, as `x[0]` and `tf.unstack` do."""
     return call.type == "Unpack" or (call.type == "StridedSlice" and bool(call.get_attr("shrink_axis_mask") & 1))
 
 
 def _moves_rows(call: _private.Call, number: int) -> bool:
-    """Whether an operation does something to the first dim of an operand."""
+    """Return whether an operation changes the first dim of an operand."""
     assert call.outputs is not None
     if call.type in ("ReverseV2", "Roll"):
         axes = tf.get_static_value(call.inputs[1 if call.type == "ReverseV2" else 2])
@@ -133,7 +133,7 @@ def stack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     if not call.inputs[0].dtype.is_floating or all(each.op.type == "Const" for each in call.inputs):
         return None
     if rank > 2 and axis_sizes(mesh).shards_by_several:
-        return None  # Such as matrices of a kernel, which a model axis may shard along any dim.
+        return None  # For example matrices of a kernel: a model axis may shard any dim.
     inputs = [dims.whole_rows(each, mesh, kept=0) for each in call.inputs]
     return [dims.whole_rows(each, mesh) for each in _private.same_operation(call, inputs)]
 
@@ -180,7 +180,7 @@ def reshape(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
 
 
 def _made_of(before: Sequence[int], after: Sequence[int], dim: int) -> list[int]:
-    """The dims of a reshaped tensor that elements along one of its dims before lie along."""
+    """Return the dims of a reshaped tensor along which the elements of a former dim lie."""
     behind, size = math.prod(before[dim + 1 :]), before[dim]
     found = []
     for place, count in enumerate(after):

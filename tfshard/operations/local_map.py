@@ -2,8 +2,8 @@
 
 PyTorch calls it `local_map` (torch.distributed.tensor.experimental), JAX "shard_map".
 
-devices/local_shards.py says how DTensor is kept from expanding what each device computes. operations/rows.py is the
-same for functions of the rows of a batch, which need no collective.
+devices/local_shards.py keeps DTensor from expanding local operations. operations/rows.py is the same for functions of
+the rows of a batch, which need no collective.
 
 Gradients follow the rule of JAX's "shard_map". The gradient of an output is divided by the number of devices that hold
 the same part of the output. The gradient of an input is added up over the devices that hold the same part of the input.
@@ -31,7 +31,7 @@ Layouts: TypeAlias = Sequence[Sequence[str | None] | None]
 
 @dataclasses.dataclass(frozen=True)
 class _Map:
-    """One call of `local_map` that is being traced.
+    """A call of `local_map` while it is traced.
 
     Attributes:
         mesh: The mesh; None on one device.

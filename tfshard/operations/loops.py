@@ -1,9 +1,9 @@
-"""Loops: those of recurrent layers, and the lists of tensors in which loops keep what they compute.
+"""The loops of recurrent layers, and rewrite rules of the lists of tensors that loops fill.
 
-A `tf.while_loop` is expanded by DTensor. What it does not know are TensorLists, in which loops collect results, and
-their gradients what they will need: every device keeps them whole (expansions.py). In recurrent layers, which take
-most of a model's time, each device does the loop with its own rows instead (rows.py). On GPUs Keras has cuDNN do the
-loops of LSTM and GRU, which DTensor does not expand: TensorFlow does them here.
+DTensor expands a `tf.while_loop`, but no TensorLists. Loops collect results in lists, and their gradients collect the
+values that they need. Every device keeps the full lists (expansions.py). In recurrent layers, which take most of a
+model's time, each device runs the loop with its local rows instead (rows.py). On GPUs, Keras runs the loops of LSTM and
+GRU by cuDNN, which DTensor does not expand: TensorFlow runs them here.
 """
 
 import contextlib
@@ -26,21 +26,21 @@ from tfshard.storage import steps
 
 
 def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
-    """Lets each device do the loops of a model's recurrent layers with its own rows."""
+    """Patch a model's recurrent layers: each device runs their loops with its local rows."""
     for layer in _private.flatten_layers(model):
         if isinstance(layer, keras.layers.RNN):
             layer_patch.apply(layer_patch.RECURRENCE, layer, functools.partial(_inner_loop, mesh))
 
 
 def states(model: keras.Model) -> list[keras.Variable]:
-    """What a model's recurrent layers keep from batch to batch (`stateful=True`), which Keras has in no list."""
+    """Return the states of recurrent layers with `stateful=True`, which no list of Keras has."""
     layers = [layer for layer in _private.flatten_layers(model) if isinstance(layer, keras.layers.RNN)]
     kept = [keras.tree.flatten(layer.states) for layer in layers if layer.stateful and layer.built]
     return [state for of_layer in kept for state in of_layer if isinstance(state, keras.Variable)]
 
 
 def _inner_loop(mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
-    """A layer's `inner_loop`, on the rows of each device inside a compiled step."""
+    """Return a layer's `inner_loop` that each device runs with its local rows inside a compiled step."""
 
     def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: bool = False) -> Any:
         def loop(sequences: Any, initial_state: Any, mask: Any) -> Any:
@@ -57,7 +57,7 @@ def _inner_loop(mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch
 
 
 def without_cudnn() -> contextlib.AbstractContextManager[None]:
-    """A context in which Keras does the loops of LSTM and GRU itself, or says that `use_cudnn=True` cannot be."""
+    """A context in which Keras runs the loops of LSTM and GRU without cuDNN, or refuses `use_cudnn=True`."""
     return replaced((_private.keras_backend, name, _refused) for name in ("lstm", "gru"))
 
 
@@ -224,7 +224,7 @@ def can_make(graph: tf.Graph) -> bool:
 
 
 def made_here(tensor: tf.Tensor) -> tf.Tensor:
-    """The same values as what an operation makes, in the body of a loop or in a branch: by adding nothing to them."""
+    """Return a tensor that an operation in the body of a loop or branch makes: the operand plus zero."""
     if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_complex or tensor.dtype.is_bool):
         return tensor
     none = _private.unknown_zero(tf.compat.v1.get_default_graph())
@@ -233,7 +233,7 @@ def made_here(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _is_constant(tensor: tf.Tensor) -> bool:
-    """Whether a tensor follows from constants and shapes."""
+    """Return whether a tensor follows from constants and shapes."""
     seen, left = set(), [tensor.op]
     while left:
         operation = left.pop()

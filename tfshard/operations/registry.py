@@ -4,10 +4,10 @@ A rewrite rule is a function with the decorator `rewrite_rule`. It takes a `_pri
 second parameter), and returns the tensors that replace the outputs of the operation, or None to leave the operation.
 `rewrites.rewritten` calls the rules of an operation in their order; the first that returns tensors wins.
 
-Which gradient wins. A tape records the operation that the model asked for, with its own inputs and with the outputs of
-the rule, after the operations of the rule. So a tape calls the gradient that TensorFlow registered for the operation,
-in a graph and in eager code. TensorFlow differentiates loops and branches another way: it walks the graph of the body,
-finds the operations of the rule, and calls their gradients. `gradient` says which derivative is right:
+Two mechanisms differentiate a step. A tape records the operation of the model, with the operands of the model and the
+outputs of the rule, after the operations of the rule. Therefore a tape calls the gradient that TensorFlow registered
+for the operation, in a graph and in eager code. But TensorFlow differentiates loops and branches by the graph of the
+body: it finds the operations of the rule, and calls their gradients. `gradient` says which derivative is right:
 
 - `"registered"`: TensorFlow's gradient of the operation. The operations of the rule have the same derivative.
 - a function: the gradient that loops and branches get in place of TensorFlow's. It replaces the gradient of those
@@ -92,10 +92,10 @@ def rewrite_rule(
 
     Args:
         *operations: Types of operations, such as `"TopKV2"`.
-        graph: Whether the rule applies while a step is traced.
-        eager: Whether the rule applies in an eager step.
-        gradient: Which gradient is right (see the module).
-        fault: What DTensor does with the operation, for the table in docs/design.md.
+        graph: True to apply the rule while a step is traced.
+        eager: True to apply the rule in an eager step.
+        gradient: The right gradient (see the module).
+        fault: How DTensor fails with the operation, for the table in docs/design.md.
         cases: Names of the tests of the rule, in tests/operations/rewrite_cases.py.
         when: A function with a docstring that takes what the rule takes. The rule is skipped if the function returns
             False.
@@ -104,7 +104,8 @@ def rewrite_rule(
         sizes: `"known"`: the rule is skipped if the shape of an operand or result depends on values. `"any"`: the rule
             applies to all shapes. `"unknown"`: the rule applies only if a shape depends on values, to operands that
             `unsized.rewrite` has replicated, after all other rules.
-        local: Whether the rule applies to operations on local shards (`local_map`).
+        local: `"no"`: the rule is skipped for operations on local shards (`local_map`). `"only"`: the rule applies to
+            these operations alone. `"also"`: the rule applies to all operations.
 
     Raises:
         ValueError: Another rule of an operation has the same order, or the condition has no docstring.
@@ -164,7 +165,7 @@ def first_rewrite(rules: Iterable[Rule], call: _private.Call, mesh: dtensor.Mesh
 
 
 def rules_of(operation: str, *, eager: bool | None = None) -> tuple[Rule, ...]:
-    """Return the rules of an operation in their order: those of eager steps, of graphs, or all."""
+    """Return the rules of an operation in their order: for eager steps, for graphs, or all."""
     rules = _rules.get(operation, ())
     return rules if eager is None else tuple(rule for rule in rules if (rule.eager if eager else rule.graph))
 

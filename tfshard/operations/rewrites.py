@@ -70,7 +70,7 @@ def rewritten(mesh: dtensor.Mesh) -> Iterator[None]:
             stack.enter_context(_private.constants_brought(bring))
             # DTensor ends the process as it expands a tf.cond's gradient that takes tensors from optionals.
             stack.enter_context(_private.gradients_without_optionals())
-            # DTensor refuses lists of which it does not know the shape of an element, such as those of `tf.map_fn`.
+            # DTensor refuses lists, such as the lists of `tf.map_fn`, if it does not know the shape of an element.
             stack.enter_context(_private.lists_with_known_elements())
             stack.enter_context(_private.known_branches(branches.value_of, _both_branches))
             stack.enter_context(row_functions.called_with_rows(mesh))

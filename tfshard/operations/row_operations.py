@@ -16,13 +16,13 @@ from tfshard.operations.registry import rewrite_rule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowOperation:
-    """How an operation's operands and results are made of rows.
+    """The operands and results of an operation that have a dim for the samples.
 
     Attributes:
-        operands: The numbers of those whose first dim is the batch; others are the same for all rows.
-        sizes: The number of an operand that holds a shape which begins with the batch, if there is one.
-        summed: Whether the results are sums over all rows, such as the gradient of a kernel; else they have rows.
-        when: Whether rows do not depend on one another, from the operation.
+        operands: The numbers of the operands with the batch as first dim. All rows use the other operands.
+        sizes: The number of an operand that holds a shape with the batch in front; None without such an operand.
+        summed: True if the results are sums over all rows, such as the gradient of a kernel.
+        when: Returns whether the rows of an operation are independent.
     """
 
     operands: tuple[int, ...] = (0,)
@@ -32,7 +32,7 @@ class RowOperation:
 
 
 def _axes_but_the_first(number: int) -> Callable[[_private.Call], bool]:
-    """Whether the axes that operand `number` holds are known, and none is the batch."""
+    """Return a check that the axes in operand `number` are known, and none is the batch."""
 
     def check(call: _private.Call) -> bool:
         axes, rank = tf.get_static_value(call.inputs[number]), call.inputs[0].shape.rank
@@ -47,7 +47,7 @@ def _no_padding_in_front(call: _private.Call) -> bool:
 
 
 def _ranks(least: int) -> Callable[[_private.Call], bool]:
-    """Whether the first operand has a dim for the batch besides those that the operation is about."""
+    """Return a check that the first operand has at least this rank, and so a dim for the batch."""
     return lambda call: call.inputs[0].shape.rank >= least
 
 

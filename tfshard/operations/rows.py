@@ -9,8 +9,8 @@ inverse, a loop with lists. Here each device computes with its local rows of the
 - `psum` is that sum.
 - `local_map` runs a function on local rows.
 
-`to_local` and `from_local` are gradients of each other, and so are `replicated` and `psum`, of any order. Between them
-stands any code whose rows do not depend on one another. `tfshard.local_map` is the same for any layouts.
+`to_local` and `from_local` are gradients of each other, and so are `replicated` and `psum`, of any order. The code
+between them may be any code that computes one row after the other. `tfshard.local_map` is the same for any layouts.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ def from_local(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def to_local_shard(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return the local shard of a tensor whose dims model axes shard, too. You cannot differentiate it.
+    """Return the local shard of a tensor that model axes shard, too. You cannot differentiate it.
 
     Args:
         tensor: `(B, ...)`, in a step that is traced. The batch axis divides B.
@@ -109,8 +109,8 @@ def local_map(
             results depends on the same row of its arguments only. It may use variables and tensors of the step.
         arguments: Structures of tensors `(B, ...)`, or of None. The batch axis divides B.
         mesh: The mesh.
-        full_captures: Whether the function uses the full value of each tensor that it takes from outside. Otherwise the
-            function gets the local rows of tensors of B rows that were made of the batch, such as the dropout mask of a
+        full_captures: True if the function uses the full value of each captured tensor. Otherwise the function gets the
+            local rows of captured tensors of B rows that were made of the batch, such as the dropout mask of a
             recurrent cell.
 
     Returns:
@@ -133,8 +133,8 @@ def local_map(
     specs = [tf.TensorSpec([count, *leaf.shape[1:]], leaf.dtype) for leaf in rows]
     outer, size = tf.compat.v1.get_default_graph(), rows[0].shape[0]
 
-    # What the function takes from outside has the rows of a device while it is traced. It is brought afterwards: in
-    # here no tape would record how.
+    # Captured tensors have local rows while the function is traced. They become local afterwards, where a tape records
+    # how.
     stands_for: dict[int, tf.Tensor] = {}
 
     def bring(tensor: tf.Tensor) -> tf.Tensor:

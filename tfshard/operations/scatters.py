@@ -1,12 +1,11 @@
 """Rewrite rules of scatters, gathers by index tuples, `tf.where` and top-k.
 
-DTensor matches the dims of indices and updates with those of the result by their numbers, as if an update always had
-one dim of its own in front. Where indices have several, or where the batch axis shards what is updated, the indices
-of the whole tensor meet a piece of it: wrong numbers, or a kernel that fails. `tf.where` gives each device the places
-in its own piece, and there is nothing that tells one device how many the others found.
+DTensor matches the dims of indices, updates and the result by their numbers, as if indices always had one dim in front.
+If indices have several dims, or the batch axis shards the updated tensor, a kernel applies global indices to a local
+shard: wrong numbers, or a failing kernel. `tf.where` finds the places in each local shard, and no device knows how many
+places the other devices found.
 
-The rules replicate the operands and the result, and write the indices as a matrix. That costs an all-gather of sharded
-operands.
+The rules replicate the operands and the result, and write the indices as a matrix. Sharded operands cost an all-gather.
 """
 
 import math
@@ -41,7 +40,7 @@ def scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
         known = np.array(call.outputs[0].shape)  # TensorFlow knows more of it, as of a product of sizes.
     rows, updates = _as_rows(call, transfer.whole(indices, mesh), transfer.whole(updates, mesh))
     if known is None:
-        # Of ScatterNd DTensor has to know the shape.
+        # DTensor needs the shape of a ScatterNd.
         zeros = tf.raw_ops.Empty(shape=transfer.whole(tf.cast(shape, tf.int32), mesh), dtype=updates.dtype, init=True)
         return transfer.whole(tf.raw_ops.TensorScatterSub(tensor=zeros, indices=rows, updates=-updates), mesh)
     # DTensor makes the shape again as int32, and ends the process where the indices are int64.
@@ -132,7 +131,7 @@ def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
     place = transfer.whole if is_whole else samples.by_row
     found = tf.raw_ops.TopKV2(input=place(values, mesh), k=k, sorted=call.get_attr("sorted"))
     found = [place(each, mesh) for each in found]
-    # A transpose, as of `tf.sort` along the batch, cannot shard what is replicated.
+    # A transpose, as in `tf.sort` along the batch, cannot shard a replicated tensor.
     return [samples.sharded(each, -1, mesh) for each in found] if among_samples else found
 
 
@@ -152,7 +151,7 @@ def where(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     condition = transfer.whole(unsized.vector(condition), mesh)
     places = transfer.whole(tf.raw_ops.Where(condition=condition), mesh)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    # A scalar has no dims, and no columns. Of a dim of no size nothing is found.
+    # A scalar has no dims, and no columns. An empty dim has no places.
     columns = [
         places // _at_least_one(stride) % _at_least_one(size) for stride, size in zip(strides, shape, strict=True)
     ]
@@ -171,7 +170,7 @@ def _check_ranks(call: _private.Call) -> None:
 
 
 def _as_rows(call: _private.Call, indices: tf.Tensor, updates: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Whole indices as a matrix, and whole updates with one dim for its rows in front."""
+    """Return replicated indices as a matrix, and replicated updates with one dim for the rows of the matrix."""
     front, length = _index_shape(call, indices)
     if len(front) == 1:
         return indices, updates
@@ -184,7 +183,7 @@ def _matrix(indices: tf.Tensor, front: tuple[int, ...], length: int) -> tf.Tenso
 
 
 def _index_shape(call: _private.Call, indices: tf.Tensor) -> tuple[tuple[int, ...], int]:
-    """The dims of index tuples, and how long each is. A matrix may have a number of rows that is not known."""
+    """Return the dims of index tuples, and the length of each. The number of rows of a matrix may be unknown."""
     if indices.shape.rank == 2 and indices.shape[1] is not None:
         return (indices.shape[0],), indices.shape[1]
     *front, length = _static(call, indices.shape)

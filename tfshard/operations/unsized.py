@@ -1,9 +1,9 @@
 """Tensors whose shape depends on values, such as what `tf.boolean_mask` gives, in a compiled step.
 
-DTensor expands an operation with the shapes that are known while it compiles. It cannot shard a dim whose size is not
-known then, and refuses a reshape, a slice or a broadcast of such a tensor. So every device computes all of what is made
-of such tensors: `rewrite` pins operands and results of each operation as replicated. DTensor refuses some operations
-even so: the rules for unknown sizes rewrite them. In eager code every shape is known.
+DTensor expands an operation with the shapes that it knows when it compiles. It cannot shard a dim of unknown size, and
+refuses a reshape, a slice or a broadcast of such a tensor. Therefore every device computes these tensors in full:
+`rewrite` pins operands and results of each operation as replicated. DTensor refuses some operations even so: the rules
+for unknown sizes rewrite these. In eager code every shape is known.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ from tfshard.operations import registry
 from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import steps
 
-# One that only the step knows is a tensor, int32.
+# A size that only the step knows is a tensor, int32.
 Size: TypeAlias = int | tf.Tensor
 
 
 def is_known(tensor: tf.Tensor) -> bool:
-    """Whether a value follows from constants and static shapes, so that DTensor finds it while it compiles."""
+    """Return whether a value follows from constants and static shapes: DTensor finds it when it compiles."""
     if tf.executing_eagerly():
         return True
     seen, waiting = set(), [tensor.op]
@@ -45,11 +45,11 @@ def is_known(tensor: tf.Tensor) -> bool:
     return True
 
 
-# Operations that give as many elements as they find.
+# Operations that return as many elements as they find.
 AS_MANY_AS_FOUND = frozenset(
     ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "ListDiff", "DynamicPartition")
 )
-# Operations whose results have a shape that depends on values, also where those of their operands are not known.
+# Operations with results of a shape that depends on values, for operands of known and of unknown shapes.
 _SIZED_BY_VALUES = AS_MANY_AS_FOUND | frozenset(
     ("DynamicStitch", "ParallelDynamicStitch", "NonMaxSuppressionV3", "NonMaxSuppressionV4", "NonMaxSuppressionV5",
      "NonMaxSuppressionV2", "CombinedNonMaxSuppression", "Bincount", "DenseBincount",
@@ -59,9 +59,9 @@ _SIZED_BY_VALUES = AS_MANY_AS_FOUND | frozenset(
 
 
 def depends_on_values(*tensors: tf.Tensor) -> bool:
-    """Whether the shape of a tensor, or a shape that it holds, depends on values.
+    """Return whether the shape of a tensor, or a shape that it holds, depends on values.
 
-    Others that are not known while a step is traced, such as a batch size that changes, DTensor knows when it compiles.
+    DTensor knows other open shapes when it compiles, such as a batch size that changes.
     """
     seen: set[tf.Operation] = set()
     waiting = [tensor for tensor in tensors if _may_depend(tensor)]
@@ -69,10 +69,10 @@ def depends_on_values(*tensors: tf.Tensor) -> bool:
         tensor = waiting.pop()
         operation = tensor.op
         if operation in seen or local_shards.is_named(operation):
-            continue  # What each device has of its own is as long as it happens to be.
+            continue  # Local tensors may have any length.
         seen.add(operation)
         if operation.type == "Placeholder":
-            # What a loop or a branch takes from outside, or an argument of a function in the step.
+            # A capture of a loop or a branch, or an argument of a function in the step.
             outside = _private.captured(operation.outputs[0])
             if outside is None and is_open(tensor) and is_nested(operation.graph):
                 return True
@@ -80,7 +80,7 @@ def depends_on_values(*tensors: tf.Tensor) -> bool:
         elif _sizes_by_values(operation):
             return True
         elif operation.type in ("TensorListPopBack", "TensorListGetItem") and is_open(tensor):
-            return True  # What a loop keeps for its gradient: DTensor knows the shape of elements that are alike only.
+            return True  # A list that a loop keeps for its gradient: DTensor knows one shape for all elements.
         else:
             sources = list(operation.inputs)
         waiting += [source for source in sources if _may_depend(source)]
@@ -88,7 +88,7 @@ def depends_on_values(*tensors: tf.Tensor) -> bool:
 
 
 def _sizes_by_values(operation: tf.Operation) -> bool:
-    """Whether the values that an operation takes make a shape."""
+    """Return whether an operation makes a shape of values."""
     if all(is_known(each) for each in operation.inputs):
         return False
     if operation.type in _SIZED_BY_VALUES:
@@ -102,7 +102,7 @@ def _sizes_by_values(operation: tf.Operation) -> bool:
 
 
 def _hold_open_sizes(tensors: Iterable[tf.Tensor]) -> bool:
-    """Whether tensors hold sizes that are not known while a step is traced."""
+    """Return whether tensors hold sizes that are not known while a step is traced."""
     seen: set[tf.Operation] = set()
     waiting = [tensor.op for tensor in tensors]
     while waiting:
@@ -137,7 +137,7 @@ _rule = functools.partial(
     rewrite_rule, graph=True, eager=False, gradient="registered", sizes="unknown", cases=("tensor of unknown size",),
     fault="refuses it if a shape depends on values, also with replicated operands",
 )  # fmt: skip
-# Of functions, which hold operations of their own; and what layouts are made of.
+# Operations that hold functions, and operations that make layouts.
 _LEFT = frozenset(
     ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "PartitionedCall",
      "StatefulPartitionedCall", "Placeholder", "Const", "IdentityN", "Relayout", "RelayoutLike", "CopyToMesh",
@@ -184,7 +184,7 @@ def _rewrite_by_rule(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]
 
 
 def _with_known_sizes(tensor: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
-    """A tensor of which TensorFlow knows the sizes in `shape`: it finds none in a shape that is pinned."""
+    """Return a tensor with the known sizes of `shape`, which TensorFlow loses at a pin."""
     known = tensor.shape.merge_with(shape)
     if tensor.dtype in (tf.variant, tf.string) or known == tensor.shape:
         return tensor
@@ -192,7 +192,7 @@ def _with_known_sizes(tensor: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
 
 
 def _whole(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """A tensor that every device has all of. One that is pinned already is left, and so is one that cannot be."""
+    """Return a replicated tensor. Tensors that are pinned already, or cannot be pinned, stay as they are."""
     if tensor.shape.rank is None or tensor.dtype in (tf.variant, tf.string):
         return tensor
     layout = transfer.layout((None,) * tensor.shape.rank, mesh)
@@ -206,7 +206,7 @@ def is_nested(graph: tf.Graph) -> bool:
     return step is not None and graph is not step.graph
 
 
-# Products of what a loop keeps with weights.
+# Products in a loop.
 _PRODUCTS = frozenset(("BatchMatMulV2", "BatchMatMulV3", "Conv2D", "Conv3D", "Einsum", "MatMul"))
 
 
@@ -287,7 +287,7 @@ def reshape(call: _private.Call) -> tf.Tensor | None:
 
 
 def vector(tensor: tf.Tensor) -> tf.Tensor:
-    """All elements of a tensor that is whole, in their order."""
+    """Return the elements of a replicated tensor in their order."""
     if tensor.shape.is_fully_defined():
         return tf.reshape(tensor, [tensor.shape.num_elements()])
     if tensor.shape.rank == 1:
@@ -361,7 +361,7 @@ def summed(call: _private.Call) -> tf.Tensor | None:
 
 
 def _is_of_broadcast(axes: tf.Tensor) -> bool:
-    """Whether these are the dims in which an operand was broadcast, in an Einsum counted from its ellipsis."""
+    """Return whether a tensor holds the broadcast dims of an operand. An Einsum counts them from its ellipsis."""
     operation = _unpinned(axes).op
     if operation.type in ("AddV2", "Add", "Cast", "Identity"):
         return any(_is_of_broadcast(each) for each in operation.inputs)
@@ -369,7 +369,7 @@ def _is_of_broadcast(axes: tf.Tensor) -> bool:
 
 
 def _summed_over(tensor: tf.Tensor, axes: tf.Tensor) -> tf.Tensor:
-    """The sum over dims that only the step knows; they stay, of size 1."""
+    """Return the sum over dims that only the step knows. The dims stay, with size 1."""
     for dim in range(tensor.shape.rank):
         if tensor.shape[dim] != 1:
             is_summed = tf.reduce_sum(tf.cast(tf.equal(axes, dim), tf.int32))
@@ -378,8 +378,10 @@ def _summed_over(tensor: tf.Tensor, axes: tf.Tensor) -> tf.Tensor:
 
 
 def _summed_if(is_summed: tf.Tensor, tensor: tf.Tensor, dim: int) -> tf.Tensor:
-    """A tensor, or its sum over a dim, which stays, if a number is 1 and not 0. The sum is taken from behind it: a
-    tf.where with a scalar condition crashed the compiler here."""
+    """Return the sum of a tensor over a dim, which stays, if a number is 1, and the tensor if it is 0.
+
+    A gather selects one of the two: a tf.where with a scalar condition crashed the compiler here.
+    """
     size = tf.gather(tf.shape(tensor), dim)
     both = tf.concat([tensor, tf.reduce_sum(tensor, dim, keepdims=True)], axis=dim)
     places = _count_up(is_summed + (1 - is_summed) * size, 0, 1) + is_summed * size
@@ -388,14 +390,14 @@ def _summed_if(is_summed: tf.Tensor, tensor: tf.Tensor, dim: int) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """What a slice does to a dim.
+    """The entry of a slice for a dim.
 
     Attributes:
-        dim: The number of the dim, where all before it are still there.
+        dim: The number of the dim before the slice removes dims.
         kind: `"new"`, `"all"`, `"one"` or `"range"`.
-        start: The first place that is taken.
-        stride: How far the next one is from it.
-        count: How many are taken.
+        start: The first place.
+        stride: The distance to the next place.
+        count: The number of places.
     """
 
     dim: int
@@ -406,7 +408,7 @@ class _Entry:
 
 
 def _slice_entries(call: _private.Call, vectors: Sequence[tf.Tensor], sizes: Sequence[Size]) -> list[_Entry] | None:
-    """What a StridedSlice, or its gradient, does to a tensor of these sizes; None if its strides are not known."""
+    """Return the entries of a StridedSlice, or of its gradient; None if its strides are not known."""
     strides = tf.get_static_value(vectors[2])
     if strides is None:
         return None
@@ -436,14 +438,14 @@ def _slice_entries(call: _private.Call, vectors: Sequence[tf.Tensor], sizes: Seq
 
 
 def _from_front(place: Size, size: Size) -> Size:
-    """A place that is counted from the end if it is below zero."""
+    """Return a place counted from the front. A place below zero counts from the end."""
     if isinstance(place, int):
         return place if place >= 0 else place + size
     return place + tf.cast(place < 0, tf.int32) * size
 
 
 def _range(size: Size, begin: Size | None, end: Size | None, stride: int) -> tuple[Size, Size]:
-    """The first place that `[begin:end:stride]` takes of a dim, and how many it takes."""
+    """Return the first place that `[begin:end:stride]` takes of a dim, and the number of places."""
     if all(each is None or isinstance(each, int) for each in (size, begin, end)):
         places = range(size)[begin:end:stride]
         return places.start, len(places)
@@ -529,7 +531,7 @@ def _broadcast(value: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
 
 
 def sizes(tensor: tf.Tensor) -> list[Size]:
-    """The size of each dim."""
+    """Return the size of each dim."""
     return [_size(tensor, dim) for dim in range(tensor.shape.rank)]
 
 
@@ -539,7 +541,7 @@ def _size(tensor: tf.Tensor, dim: int) -> Size:
 
 
 def _elements(vector: tf.Tensor) -> list[Size]:
-    """The elements of a vector of integers, those that are known as numbers."""
+    """Return the elements of a vector of integers: numbers if they are known, else tensors."""
     known = tf.get_static_value(_unpinned(vector), partial=True)
     numbers = [None] * vector.shape[0] if known is None else list(known)
     return [

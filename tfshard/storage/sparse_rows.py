@@ -1,7 +1,7 @@
 """SparseRows: the rows of an embedding table, and of its slots, that one device updates in a step.
 
 Each device updates other rows, and another number of rows. Operations on the resource of the device's local shard read
-and write them ("parted" layouts, devices/replicas.py), so that neither time nor memory depends on the size of the
+and write them ("parted" layouts, devices/local_shards.py), so that neither time nor memory depends on the size of the
 table.
 
 A step stays a pure function of its reads: a write is only recorded, and carried out as the last operation on the table.
