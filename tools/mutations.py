@@ -356,7 +356,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="loops",
-        function="tfshard.operations.loops:made_in_body",
+        function="tfshard.operations.loops:make_in_body",
         old='        if operand.op.type == "Placeholder" or _is_constant(operand):',
         new='        if operand.op.type == "Placeholder":',
         what="constants that a custom gradient takes are made outside of the branch",
@@ -553,7 +553,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        function="tfshard.operations.dims:of_samples",
+        function="tfshard.operations.dims:shard_samples",
         old="        inputs[number] = samples.by_row(inputs[number], mesh)\n",
         new="        pass\n",
         what="a replicated batch is convolved by all devices",
@@ -561,7 +561,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        function="tfshard.operations.dims:_with_whole_dims",
+        function="tfshard.operations.dims:_with_full_dims",
         old="    elif any(samples.is_on_model_axis(call.inputs[number], dim, mesh) for dim in dims):\n",
         new="    elif False:\n",
         what="a dim in the middle that a model axis shards is padded as DTensor pads it",
@@ -593,7 +593,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        function="tfshard.operations.candidates:drawn",
+        function="tfshard.operations.candidates:draw_candidates",
         old="    if not any(seeds.values()):\n",
         new="    if any(seeds.values()):\n",
         what="the kernels of candidate samplers choose their own seeds",
@@ -601,7 +601,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        function="tfshard.operations.products:of_samples",
+        function="tfshard.operations.products:multiply_samples",
         old="    if kept is not None and ",
         new="    if False and ",
         what="DTensor by itself multiplies samples with samples",
@@ -653,7 +653,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="adapters",
-        function="tfshard.operations.products:of_integers",
+        function="tfshard.operations.products:multiply_integers",
         old="    return product\n",
         new="    return None\n",
         what="products of integers are whole on every device",
@@ -1418,7 +1418,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="embedding tables",
-        function="tfshard.operations.embedding_lookups:joined",
+        function="tfshard.operations.embedding_lookups:concat_gradients",
         old="if axis != 0 or not is_gradient:",
         new="if axis != 1 or not is_gradient:",
         what="gradients of several lookups of a table are not put together device by device",

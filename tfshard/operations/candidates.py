@@ -30,7 +30,7 @@ SAMPLERS = (
     fault="refuses them: their state is in the kernel (`tf.nn.sampled_softmax_loss`, `tf.nn.nce_loss`)",
     cases=("sampled softmax",),
 )  # fmt: skip
-def drawn(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
+def draw_candidates(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
     """Draw on every device with the same seeds and the labels of the full batch: the classes of one device."""
     expansions.allow_local(call.type)
     seeds = {name: call.get_attr(name) for name in ("seed", "seed2")}

@@ -12,7 +12,7 @@ from tfshard.operations.registry import rewrite_rule
     "DenseBincount", graph=True, eager=False, gradient="none", sizes="any",
     fault="refuses what follows: it does not see that the bounds leave one number of bins", cases=("bincount",),
 )  # fmt: skip
-def counted(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+def count(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Count with a constant number of bins. Each device counts in its local rows of a matrix."""
     values, size, weights = call.inputs
     bins = _number(size)

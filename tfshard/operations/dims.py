@@ -31,7 +31,7 @@ def split(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     rank = call.inputs[number].shape.rank
     if axis is None or not rank:
         return None
-    return _with_whole_dims(call, number, [int(axis) % rank], mesh)
+    return _with_full_dims(call, number, [int(axis) % rank], mesh)
 
 
 @rewrite_rule("Tile", graph=True, eager=False, gradient="registered", order=3, fault=_FAULT, cases=("tile",))
@@ -40,7 +40,7 @@ def tile(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     multiples = tf.get_static_value(call.inputs[1])
     if multiples is None:
         return None
-    return _with_whole_dims(call, 0, [dim for dim, times in enumerate(multiples) if times > 1], mesh)
+    return _with_full_dims(call, 0, [dim for dim, times in enumerate(multiples) if times > 1], mesh)
 
 
 @rewrite_rule("Pad", "PadV2", graph=True, eager=False, gradient="registered", order=3, fault=_FAULT, cases=("pad",))
@@ -50,9 +50,9 @@ def pad(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     if paddings is None:  # The gradient of a slice that began at a tensor.
         if not call.inputs[0].dtype.is_floating:
             return None
-        results = _private.same_operation(call, [whole_rows(call.inputs[0], mesh), *call.inputs[1:]])
-        return [whole_rows(each, mesh) for each in results]
-    return _with_whole_dims(call, 0, [dim for dim, both in enumerate(paddings) if any(both)], mesh)
+        results = _private.same_operation(call, [pin_rows(call.inputs[0], mesh), *call.inputs[1:]])
+        return [pin_rows(each, mesh) for each in results]
+    return _with_full_dims(call, 0, [dim for dim, both in enumerate(paddings) if any(both)], mesh)
 
 
 @rewrite_rule(
@@ -134,7 +134,7 @@ def replicated_gradient(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     graph=True, eager=False, gradient="registered", fault=_REPLICATED_BATCH,
     cases=("convolution of a replicated batch",),
 )  # fmt: skip
-def of_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+def shard_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Shard operands and results over the batch axis, which sends nothing."""
     inputs = list(call.inputs)
     for number in OF_SAMPLES[call.type]:
@@ -173,7 +173,7 @@ def sum_of_tiles(call: _private.Call) -> tf.Tensor | None:
     fault="shards another dim than the rows in the gradient of `tf.math.unsorted_segment_max`, which it cannot expand",
     cases=("gradient of segments",),
 )  # fmt: skip
-def of_segments(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+def shard_segments(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Replicate the segments, and shard the indices and the result over the batch axis."""
     segments, indices, axis = call.inputs
     is_gradient = call.outputs is not None and "gradient" in call.outputs[0].op.name
@@ -189,13 +189,13 @@ def of_segments(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | No
     return [transfer.by_sample(each, mesh) for each in _private.same_operation(call, given)]
 
 
-def whole_rows(tensor: tf.Tensor, mesh: dtensor.Mesh, kept: int = 1) -> tf.Tensor:
+def pin_rows(tensor: tf.Tensor, mesh: dtensor.Mesh, kept: int = 1) -> tf.Tensor:
     """A tensor pinned so that no axis shards a dim but dim `kept`, which stays as it is."""
     specs = [dtensor.MATCH if dim == kept else dtensor.UNSHARDED for dim in range(tensor.shape.rank)]
     return dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
 
 
-def _with_whole_dims(
+def _with_full_dims(
     call: _private.Call, number: int, dims: Sequence[int], mesh: dtensor.Mesh
 ) -> list[tf.Tensor] | None:
     shape = call.inputs[number].shape

@@ -26,7 +26,7 @@ def _equation(call: _private.Call) -> str:
     "Einsum", graph=True, eager=True, gradient="registered", when=has_ellipsis,
     fault="refuses it", cases=("einsum with an ellipsis", "einsum in an eager step"),
 )  # fmt: skip
-def without_ellipsis(call: _private.Call) -> tf.Tensor:
+def spell_ellipsis(call: _private.Call) -> tf.Tensor:
     """Write a letter for each dim that the ellipsis stands for, and squeeze dims of size 1 that are broadcast."""
     equation = _equation(call)
     sources, result = equation.split("->")

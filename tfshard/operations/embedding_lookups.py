@@ -199,7 +199,7 @@ def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
     "ConcatV2", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
     fault="gathers the gradients of several lookups in an embedding table", cases=("two lookups in a table",),
 )  # fmt: skip
-def joined(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
+def concat_gradients(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
     """Concatenate the local rows of the gradients on each device."""
     parts, axis = call.inputs[:-1], tf.get_static_value(call.inputs[-1])
     is_gradient = all(isinstance(each, tf.Tensor) and _GRADIENT in each.op.name for each in parts)

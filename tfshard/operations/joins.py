@@ -43,7 +43,7 @@ _FAULT = "refuses to join, cut or reorder the samples of a batch as soon as what
     graph=True, eager=False, gradient="registered", when=batch_axis_has_devices, order=2,
     fault=_FAULT, cases=("concat of samples",),
 )  # fmt: skip
-def rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+def join_rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Replicate the operands if samples move along the first dim, and keep the local rows of the result."""
     return _rows(call, mesh, lambda given: _private.same_operation(call, given))
 
@@ -52,7 +52,7 @@ def rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     "StridedSlice", "StridedSliceGrad", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
     sizes="any", fault=_FAULT, cases=("slice of samples",),
 )  # fmt: skip
-def slices_of_rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+def slice_rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Replicate the operand if samples move along the first dim, slice it, and keep the local rows of the result."""
     rewrite = slices.full_slice if call.type == "StridedSlice" else slices.full_slice_gradient
 
@@ -77,7 +77,7 @@ def _rows(
     if any(samples.are_in(each, 0) for each in tensors) or _is_gradient_of_a_join(call):
         brought, place = transfer.whole, samples.by_row
     elif call.type == "ConcatV2" and tensors[0].shape.rank > 1 and tensors[0].dtype.is_floating:
-        brought = place = dims.whole_rows  # For example gradients of the results of a split.
+        brought = place = dims.pin_rows  # For example gradients of the results of a split.
     else:
         return None
     inputs = list(call.inputs)
@@ -129,13 +129,13 @@ def stack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     if any(samples.are_in(each, 0) for each in call.inputs):
         inputs = [transfer.by_sample(each, mesh) for each in call.inputs]
         (result,) = _private.same_operation(call, inputs)
-        return [samples.sharded(result, 1, mesh)]
+        return [samples.sharded_along(result, 1, mesh)]
     if not call.inputs[0].dtype.is_floating or all(each.op.type == "Const" for each in call.inputs):
         return None
     if rank > 2 and axis_sizes(mesh).shards_by_several:
         return None  # For example matrices of a kernel: a model axis may shard any dim.
-    inputs = [dims.whole_rows(each, mesh, kept=0) for each in call.inputs]
-    return [dims.whole_rows(each, mesh) for each in _private.same_operation(call, inputs)]
+    inputs = [dims.pin_rows(each, mesh, kept=0) for each in call.inputs]
+    return [dims.pin_rows(each, mesh) for each in _private.same_operation(call, inputs)]
 
 
 @rewrite_rule(
@@ -144,13 +144,13 @@ def stack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
 )  # fmt: skip
 def unstack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Replicate the first dim. The results of a tensor without samples keep their sharding."""
-    found = rows(call, mesh)
+    found = join_rows(call, mesh)
     (tensor,) = call.inputs
     if found is not None or call.get_attr("axis") % (tensor.shape.rank or 1) != 0 or not tensor.dtype.is_floating:
         return found
     if (tensor.shape.rank or 0) < 2 or not tensor.shape.is_fully_defined():
         return None
-    layout = samples.layout_with_whole(tensor, 0, mesh)
+    layout = samples.layout_replicated_along(tensor, 0, mesh)
     results = _private.same_operation(call, [dtensor.relayout(tensor, layout)])
     part = dtensor.Layout(layout.sharding_specs[1:], mesh)
     return [dtensor.relayout(each, part) for each in results]
@@ -175,7 +175,7 @@ def reshape(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
         if samples.are_in(tensor, dim):
             (result,) = _private.same_operation(call, [transfer.whole(tensor, mesh), call.inputs[1]])
             places = [each for each in _made_of(before, after, dim) if after[each] % devices == 0]
-            return [samples.sharded(result, places[0], mesh) if places else transfer.whole(result, mesh)]
+            return [samples.sharded_along(result, places[0], mesh) if places else transfer.whole(result, mesh)]
     return None
 
 

@@ -209,7 +209,7 @@ def _is_in_body(call: _private.Call) -> bool:
     fault="puts the identity of a custom gradient behind the operations that make its operands, also if these are "
     "outside of the loop or branch", cases=("custom gradient in a branch",),
 )  # fmt: skip
-def made_in_body(call: _private.Call) -> None:
+def make_in_body(call: _private.Call) -> None:
     """Make operands from outside, and constants, results of operations in the body. The operation itself stays."""
     assert call.outputs is not None
     operation = call.outputs[0].op

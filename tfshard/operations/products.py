@@ -15,7 +15,7 @@ from tfshard.operations.registry import rewrite_rule
     fault="has no expansion: every device computes the full product (int8 in int32, of quantized layers)",
     cases=("product of integers",),
 )  # fmt: skip
-def of_integers(call: _private.Call) -> tf.Tensor:
+def multiply_integers(call: _private.Call) -> tf.Tensor:
     """Cast both operands to the dtype of the result, and multiply.
 
     TensorFlow's kernel on CPU casts them, too. If the summed dim is sharded, DTensor adds up integers, which rounds
@@ -34,12 +34,12 @@ def of_integers(call: _private.Call) -> tf.Tensor:
     fault="for samples times samples, replicates one operand in one place and the other operand in another: refuses "
     "the sum, transpose or argmax that follows", cases=("product of samples",),
 )  # fmt: skip
-def of_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+def multiply_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Replicate the second operand along its samples: each device multiplies its samples with all samples."""
     kept = _kept_dims(call)
     if kept is not None and samples.are_in(call.inputs[1], kept[1]) and samples.are_in(call.inputs[0], kept[0]):
         x, y = call.inputs
-        return _private.same_operation(call, [x, samples.whole(y, kept[1], mesh)])
+        return _private.same_operation(call, [x, samples.replicated_along(y, kept[1], mesh)])
     return None
 
 
@@ -48,7 +48,7 @@ def of_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | Non
     order=2, fault="gives both operands one layout if a tensor is multiplied by itself: refuses `m @ m`, and gives "
     "wrong gradients of `m @ tf.transpose(m)`", cases=("product of a tensor with itself",),
 )  # fmt: skip
-def of_twice_the_same(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+def multiply_by_itself(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Remove the model axis from the second operand."""
     if len(call.inputs) != 2:
         return None
@@ -59,7 +59,7 @@ def of_twice_the_same(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor
         # Nothing is pinned there (unsized.py).
         return _private.same_operation(call, [x, loops.made_here(y)]) if loops.can_make(y.graph) else None
     of_samples = next((dim for dim in range(y.shape.rank) if samples.are_in(y, dim)), None)
-    whole = transfer.whole(y, mesh) if of_samples is None else samples.sharded(y, of_samples, mesh)
+    whole = transfer.whole(y, mesh) if of_samples is None else samples.sharded_along(y, of_samples, mesh)
     return _private.same_operation(call, [x, whole])
 
 
@@ -75,7 +75,7 @@ COMPARISONS = (
     fault="refuses samples that are broadcast along samples, as in `x[:, None] - x[None]`",
     cases=("each sample with each",),
 )  # fmt: skip
-def of_each_with_each(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+def compare_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Replicate one operand along its samples: each device compares its samples with all samples."""
     if len(call.inputs) != 2:
         return None
@@ -94,7 +94,7 @@ def of_each_with_each(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor
     if -kept <= tensor.shape.rank and tensor.shape[kept] != 1:
         return None
     inputs = [x, y]
-    inputs[number] = samples.whole(tensor, found[number] % tensor.shape.rank, mesh)
+    inputs[number] = samples.replicated_along(tensor, found[number] % tensor.shape.rank, mesh)
     return _private.same_operation(call, inputs)
 
 

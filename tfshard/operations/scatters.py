@@ -71,7 +71,7 @@ def tensor_scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     fault="refuses them where what follows is sharded",
     cases=("sampled softmax", "dense of sparse in an eager step"),
 )  # fmt: skip
-def whole(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
+def replicate(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
     """Replicate the operands and the results."""
     _check_ranks(call)
     inputs = [transfer.whole(each, mesh) for each in call.inputs]
@@ -132,7 +132,7 @@ def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
     found = tf.raw_ops.TopKV2(input=place(values, mesh), k=k, sorted=call.get_attr("sorted"))
     found = [place(each, mesh) for each in found]
     # A transpose, as in `tf.sort` along the batch, cannot shard a replicated tensor.
-    return [samples.sharded(each, -1, mesh) for each in found] if among_samples else found
+    return [samples.sharded_along(each, -1, mesh) for each in found] if among_samples else found
 
 
 @rewrite_rule(

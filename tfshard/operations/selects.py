@@ -22,7 +22,7 @@ def selects_by_number(call: _private.Call) -> bool:
     "Select", "SelectV2", graph=True, eager=True, gradient="registered", when=selects_by_number,
     fault="**ends the process** (`tf.where(scalar, a, b)`)", cases=("select by a number", "select in an eager step"),
 )  # fmt: skip
-def with_dims(call: _private.Call) -> tf.Tensor:
+def select_by_tensor(call: _private.Call) -> tf.Tensor:
     """Select by a condition of one element that has as many dims as the operands."""
     condition, *sides = call.inputs
     rank = max(side.shape.rank or 0 for side in sides)

@@ -325,7 +325,7 @@ def fill(call: _private.Call) -> tf.Tensor | None:
 
 
 @_rule("Sum")
-def summed(call: _private.Call) -> tf.Tensor | None:
+def sum_broadcast(call: _private.Call) -> tf.Tensor | None:
     """Sum over the dims in which an operand was broadcast, as gradients of arithmetic do.
 
     The next operation reshapes the sum to the shape of the operand, so dims may stay, with size 1.
@@ -461,7 +461,7 @@ def _range(size: Size, begin: Size | None, end: Size | None, stride: int) -> tup
 
 
 @_rule("StridedSlice")
-def slice_of(call: _private.Call) -> tf.Tensor | None:
+def strided_slice(call: _private.Call) -> tf.Tensor | None:
     """Gather the elements by index."""
     tensor, *vectors = call.inputs
     if tensor.shape.is_fully_defined() and all(is_known(vector) for vector in vectors):
@@ -481,7 +481,7 @@ def slice_of(call: _private.Call) -> tf.Tensor | None:
 
 
 @_rule("Slice")
-def part(call: _private.Call) -> tf.Tensor | None:
+def slice_part(call: _private.Call) -> tf.Tensor | None:
     """Gather the elements by index, as the gradient of a concat needs them."""
     tensor, begin, size = call.inputs
     if tensor.shape.is_fully_defined() and is_known(begin) and is_known(size):
@@ -499,7 +499,7 @@ def part(call: _private.Call) -> tf.Tensor | None:
 
 
 @_rule("StridedSliceGrad")
-def gradient_of_slice(call: _private.Call) -> tf.Tensor | None:
+def strided_slice_gradient(call: _private.Call) -> tf.Tensor | None:
     """Gather the gradient by index, and zeros elsewhere."""
     shape, *vectors, upstream = call.inputs
     if shape.shape[0] is None:
