@@ -1,5 +1,7 @@
 """Functions of local shards that call collectives match plain Keras on one device."""
 
+import pathlib
+
 import keras
 import numpy as np
 import pytest
@@ -196,3 +198,9 @@ def test_an_eager_step_is_told_to_compile():
 def test_psum_outside_of_local_map_is_an_error():
     with pytest.raises(tfshard.errors.LayoutError, match=r"inside a function of tfshard.local_map"):
         tfshard.psum(tf.ones(2), "batch")
+
+
+def test_only_one_module_keeps_dtensor_from_expanding_operations():
+    package = pathlib.Path(tfshard.__file__).parent
+    for word in ("to_parted", '"rows_of_a_device"'):
+        assert [path.name for path in package.rglob("*.py") if word in path.read_text()] == ["local_shards.py"], word

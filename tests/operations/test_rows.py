@@ -164,7 +164,7 @@ def test_a_function_of_rows_has_to_give_rows():
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
 
     def run(images):
-        return rows.apply(lambda images: tf.reduce_sum(images, 0), [images], strategy.mesh)
+        return rows.local_map(lambda images: tf.reduce_sum(images, 0), [images], strategy.mesh)
 
     with pytest.raises(tfshard.errors.UnsupportedOperationError, match="as many rows as it is given"):
         strategy.run(tf.function(run), args=(on_mesh(IMAGES, strategy.mesh),))
@@ -178,7 +178,7 @@ def test_a_function_of_rows_draws_no_random_numbers():
                              (0, images))[1]  # fmt: skip
 
     def run(images):
-        return rows.apply(noisy, [images], strategy.mesh)
+        return rows.local_map(noisy, [images], strategy.mesh)
 
     with pytest.raises(
         tfshard.errors.UnsupportedOperationError, match="all devices would draw the same.*StatelessRandom"

@@ -198,7 +198,7 @@ def test_an_own_gradient_is_added_up_over_all_devices():
     def step(rows):
         from tfshard.operations import rows as of_devices
 
-        own = tf.reshape(of_devices.enter(rows, mesh), (3,))
+        own = tf.reshape(of_devices.to_local(rows, mesh), (3,))
         return replicas.all_reduce(own, mesh)
 
     expected = transfer.to_host(rows).sum(0)

@@ -12,7 +12,7 @@ import sweeps
 import tfshard
 from tfshard import _private, cli
 from tfshard.devices import batching, transfer
-from tfshard.operations import draws, rewrites
+from tfshard.operations import draws, registry
 from tfshard.storage import gradient as gradients
 from tfshard.storage import group_update, steps
 from tfshard.storage.write_log import WriteLog
@@ -263,16 +263,11 @@ def check_found(model: keras.Model, batch: tuple, kind: str, place: str, *words:
     return result
 
 
-def without_exchanges(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    """Disable tfshard's rewrite rules for operations with `word` in their name."""
-    for name in ("replaced_outputs", "exchanged_operations"):
-        original = getattr(_private, name, None)
-        if original is not None:
-
-            def without(exchange: dict, *args, original=original):
-                return original({op: f for op, f in exchange.items() if word not in op}, *args)
-
-            monkeypatch.setattr(_private, name, without)
+def without_rules(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    """Remove the rewrite rules of operations with this word in their name."""
+    rules = {operation: rules for operation, rules in registry._rules.items() if word not in operation}
+    assert rules != registry._rules
+    monkeypatch.setattr(registry, "_rules", rules)
 
 
 def test_1_a_stale_read(monkeypatch):
@@ -306,7 +301,7 @@ def test_2_a_wrong_slice(monkeypatch):
     model = compiled(sequential(*between), mesh={"batch": 2, "model": 2}, layout_map={".*": ()})
     MESHES[:] = [_private.distribute_strategy(model).mesh]
     check_healthy(model, (X, Y))
-    without_exchanges(monkeypatch, "StridedSlice")
+    without_rules(monkeypatch, "StridedSlice")
     check_found(model, (X, Y), "layer", "slicing", "(StridedSlice)", "return x[:, 1]", "computed from the same inputs")
 
 
@@ -320,14 +315,14 @@ class Scattering(keras.layers.Layer):
 def test_3_a_wrong_scatter(monkeypatch):
     model = compiled(sequential(Scattering(name="scattering")))
     check_healthy(model, (X, Y))
-    original = rewrites._SCATTERS["TensorScatterUpdate"]
+    (rule,) = registry.rules_of("TensorScatterUpdate", eager=False)
 
     def wrong(call, mesh):
         """Number the rows from 0 on each device."""
         tensor, indices, updates = call.inputs
-        return original(dataclasses.replace(call, inputs=(tensor, indices % 2, updates)), mesh=mesh)
+        return rule.function(dataclasses.replace(call, inputs=(tensor, indices % 2, updates)), mesh)
 
-    monkeypatch.setitem(rewrites._SCATTERS, "TensorScatterUpdate", wrong)
+    monkeypatch.setitem(registry._rules, "TensorScatterUpdate", (dataclasses.replace(rule, function=wrong),))
     check_found(model, (X, Y), "layer", "layer 'net/scattering'", "TensorScatterUpdate", "one device")
 
 
@@ -339,9 +334,9 @@ class Gathering(keras.layers.Layer):
 
 
 def test_3_a_scatter_of_a_gradient_that_has_the_numbers_of_the_whole_batch(monkeypatch):
-    """As in DTensor's expansion: the kernel fails on a device with a part of the batch."""
-    without_exchanges(monkeypatch, "Scatter")
-    without_exchanges(monkeypatch, "Gather")
+    """As DTensor expands it: the kernel fails on a device that has a part of the batch."""
+    without_rules(monkeypatch, "Scatter")
+    without_rules(monkeypatch, "Gather")
     model = compiled(sequential(Gathering(name="gathering")))
     check_found(model, (X, Y), "failure", "layer 'net/gathering'", "does not index into shape", "it does not fail")
 

@@ -7,7 +7,7 @@ together. If some versions lack a name, the function that uses the name also has
 Callers take names from here (`_private.flatten_layers`). The modules group them by subject:
 
     versions, names                  the names and versions that tfshard relies on
-    context, graphs, exchange        TensorFlow: process state, traced graphs, op rewrites
+    context, graphs, op_rewriting    TensorFlow: process state, traced graphs, op rewrites
     functions, messages              TensorFlow: function names, custom gradients, error messages
     native_log                       TensorFlow: the log of its C++ code
     iterators, trace                 tf.data iterators; profiler files
@@ -57,13 +57,6 @@ from tfshard._private.context import (
 )
 from tfshard._private.devices import give_own_device, set_device_in
 from tfshard._private.epochs import EpochIterator, is_of_arrays, set_initial_epoch
-from tfshard._private.exchange import (
-    ALL_RANDOM_OPS,
-    Call,
-    exchanged_operations,
-    recorded_outputs,
-    same_operation,
-)
 from tfshard._private.functional import (
     flat_inputs,
     functional_of,
@@ -162,6 +155,13 @@ from tfshard._private.models import (
     unpickle_model,
 )
 from tfshard._private.native_log import quiet_native_log
+from tfshard._private.op_rewriting import (
+    ALL_RANDOM_OPS,
+    Call,
+    recorded_outputs,
+    rewritten_operations,
+    same_operation,
+)
 from tfshard._private.optimizers import (
     applied_by,
     decays,
@@ -248,7 +248,7 @@ __all__ = [
     "dtensor_has_device",
     "dtensor_is_initialized",
     "element_shape",
-    "exchanged_operations",
+    "rewritten_operations",
     "find_weights",
     "flat_inputs",
     "flatten_layers",

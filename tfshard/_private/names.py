@@ -156,7 +156,7 @@ NAMES = (
             "BaseResourceVariable._handle _variable_handle_from_shape_and_dtype variable_accessed"
         ),
     }),
-    # exchange
+    # op_rewriting
     *_all("tensorflow", "2.19", {
         "dtensor.python.api": "fetch_layout is_dtensor",
         "python.eager.core": "_FallbackException _NotOkStatusException",

@@ -6,6 +6,7 @@ A *client* is one of several processes that train together. A single process is 
     mesh          `create_mesh`: builds a mesh from the names and sizes of axes
     allocators    allocators of host memory
     transfer      tensors to devices and back, from layout to layout
+    local_shards  runs operations on each device's local shards: `to_local`, `from_local`, "parted" layouts
     host_meshes   a GPU mesh's mesh of host processors, and copies between the two
     host_memory   arrays and tensors on the host, with few copies
     mesh_tensors  `MeshTensor`: a mesh tensor that eager code uses like a host tensor

@@ -4,8 +4,8 @@ Each device groups its items by their target device. All lists of an exchange ha
 capacities (`capacities`) that fits the longest list. No item is dropped, whatever the distribution of the ids. The
 devices agree on the length by an all-reduce (maximum) of a number.
 
-All tensors in this module differ between devices, also in size ("parted" layouts, devices/replicas.py). DTensor still
-checks their types: it refuses reshapes and slices of tensors with an unknown shape.
+All tensors in this module differ between devices, also in size ("parted" layouts, devices/local_shards.py). DTensor
+still checks their types: it refuses reshapes and slices of tensors with an unknown shape.
 
 A collective keeps the shapes of its first run under its instance key. Each capacity therefore has a separate key.
 """

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, device_order, expansions, transfer
+from tfshard.devices import clients, device_order, expansions, local_shards, transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 
@@ -75,9 +75,9 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     allow_collectives()
     shard = transfer.piece_shape(tuple(stored.shape), transfer.layout(axes, mesh))
     first = [dim, *(each for each in range(len(shard)) if each != dim)]
-    own = parted(transfer.relayout(stored, axes, mesh), axes, mesh)
+    own = local_shards.parted(transfer.relayout(stored, axes, mesh), axes, mesh)
     with tf.name_scope("all_gather"):
-        with tf.name_scope(transfer.LOCAL):
+        with local_shards.scope():
             line = tf.reshape(tf.transpose(own, first) if dim else own, (-1,))
         # The collective sends two-byte values bit by bit and does not interpret them.
         is_brain = line.dtype == tf.bfloat16
@@ -95,30 +95,8 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
         rows = tf.transpose(rows, [first.index(each) for each in range(len(shard))])
         # Otherwise DTensor assigns the layout of the consumer, into which it cannot transpose.
         rows = transfer.relayout(rows, (None,) * len(shard), mesh)
-    return leave_shard(rows, tuple(None if axis == sizes.data else axis for axis in axes), mesh)
-
-
-def leave_shard(own: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Convert a parted local shard to a DTensor. The shard is equal on all devices of the data axis.
-
-    Args:
-        own: The local shard, in a step that is being traced.
-        axes: The model axes that shard the dims of the result.
-        mesh: The mesh.
-    """
-    taken: list[str | None] = [None] * own.shape.rank
-    for dim, axis in enumerate(axes):
-        if axis is None:
-            continue
-        # Each device takes all rows of its local shard. The index has the result's full dim, which the graph's types
-        # then show.
-        numbers = np.tile(np.arange(own.shape[dim], dtype="int32"), axis_sizes(mesh)[axis])
-        its = parted(tf.constant(numbers), (axis,), mesh)
-        with tf.name_scope(transfer.LOCAL):
-            own = tf.gather(transfer.relayout(own, tuple(taken), mesh), its, axis=dim)
-        taken[dim] = axis
-        own = transfer.relayout(own, tuple(taken), mesh)
-    return own
+    left = tuple(None if axis == sizes.data else axis for axis in axes)
+    return local_shards.from_local(rows, left, mesh) if any(left) else rows
 
 
 @functools.cache
@@ -180,7 +158,7 @@ def meet_to_exchange(mesh: dtensor.Mesh) -> None:
     step = sizes.shards if sizes.replicas > 1 else 1
 
     def meeting(places: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-        rows = gathered_rows(parted(places, axes, mesh), mesh)
+        rows = gathered_rows(local_shards.parted(places, axes, mesh), mesh)
         # The group of all devices and the all-to-all group meet too. The places do not change.
         rows += 0.0 * whole_sum(exchanged(rows, mesh), mesh)
         return transfer.relayout(rows, (None, None), mesh)
@@ -243,7 +221,7 @@ def all_reduce(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
         mesh: The mesh.
     """
     sizes, count = axis_sizes(mesh), own.shape.num_elements()
-    with tf.name_scope("all_reduce"), tf.name_scope(transfer.LOCAL):
+    with tf.name_scope("all_reduce"), local_shards.scope():
         line = tf.reshape(own, (-1,))
         if sizes.shards > 1:
             line = sum_in_replica(line, mesh)
@@ -404,11 +382,6 @@ def _between(mesh: dtensor.Mesh) -> tuple[int, np.ndarray]:
     return sizes.data_size, _keys_of_all(mesh)
 
 
-def parted(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return a tensor in the parted layout, in which operations run on the local shard."""
-    return dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
-
-
 def new_instance() -> int:
     """Return an unused instance key."""
     return next(_instances)
@@ -472,6 +445,6 @@ def _keys(mesh: dtensor.Mesh, part: Callable[[np.ndarray], np.ndarray], parts: i
 
 def _own_number(numbers: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return each device's number as a scalar, from numbers with a dim for each axis of the mesh."""
-    with tf.name_scope(transfer.LOCAL):
-        own = parted(tf.constant(numbers), tuple(axis_sizes(mesh)), mesh)
+    with local_shards.scope():
+        own = local_shards.parted(tf.constant(numbers), tuple(axis_sizes(mesh)), mesh)
         return tf.reshape(tf.gather(tf.reshape(own, (-1,)), (0,)), ())

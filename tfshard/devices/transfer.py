@@ -70,30 +70,6 @@ def relayout(tensor: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mes
     return dtensor.relayout(tensor, layout(axes, mesh))
 
 
-# In the names of operations that each device does on its own piece of a tensor: no rewrite takes their place.
-LOCAL = "rows_of_a_device"
-
-
-def by_device(
-    function: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor, axes: Axes, result: Axes, mesh: dtensor.Mesh
-) -> tf.Tensor:
-    """What each device makes of its own piece of a tensor, in a traced step: DTensor is kept from looking at it.
-
-    An operation on a tensor in a "parted" layout is not expanded (TensorFlow 2.21's dtensor/mlir/spmd_expander.cc).
-
-    Args:
-        function: One operation, that leaves sharded dims as they are.
-        tensor: It is brought to the layout `axes` first.
-        axes: The layout.
-        result: The layout of what it makes.
-        mesh: The mesh.
-    """
-    parted = dtensor.relayout(relayout(tensor, axes, mesh), layout(axes, mesh).to_parted())
-    with tf.name_scope(LOCAL):
-        made = function(parted)
-    return relayout(made, result, mesh)
-
-
 def whole(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """A tensor of a step, the same on every device: pinned there in a graph, brought there in eager code."""
     return _in_turn(tensor, (None,) * tensor.shape.rank, mesh)

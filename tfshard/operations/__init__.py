@@ -1,9 +1,12 @@
 """What can DTensor not do by itself?
 
-Operations that it expands wrongly or not at all are exchanged for others while a step is traced; layers that need other
-functions get a `LayerPatch`. Read `rewrites` first.
+Rewrite rules replace operations that DTensor expands wrongly or not at all, while a step is traced or run. Layers that
+need other functions get a `LayerPatch`. Read `registry` first, then `rewrites`.
 
-    rewrites        operations exchanged for others that compute the same
+    registry        the rewrite rules: which operation, when, in which order, and which gradient wins
+    conditions      conditions that several rules share
+    rewrites        applies the rules to the operations of a step
+    refusals        operations that a compiled step cannot have
     slices          slices and slice updates as DTensor expands them right
     scatters        scatters, gathers by index tuples and `tf.where`, computed whole on every device
     unsized         tensors whose shape depends on values

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard.devices import transfer
+from tfshard.devices import local_shards, transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import rows
 
@@ -38,9 +38,9 @@ def moments(
         return original(x, axes, shift, keepdims, name)
 
     def apply(x: tf.Tensor) -> Any:
-        with rows.inside():
-            own = tf.stack(original(rows.enter(x, mesh), dims, keepdims=True), 1)
-            every = rows.leave(own, mesh)
+        with local_shards.scope():
+            own = tf.stack(original(rows.to_local(x, mesh), dims, keepdims=True), 1)
+            every = rows.from_local(own, mesh)
         means, variances = tf.unstack(transfer.whole(every, mesh), axis=1)
         mean = tf.reduce_mean(means, 0, keepdims=True)
         variance = tf.reduce_mean(variances + (means - mean) ** 2, 0, keepdims=True)
@@ -81,10 +81,10 @@ def normalize(
         dims = [dim for dim, size in enumerate(padded) if size == 1]
 
         def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
-            with rows.inside():
-                own, centered = rows.enter(upstream, mesh), rows.enter(x, mesh) - rows.shared(mean, mesh)
+            with local_shards.scope():
+                own, centered = rows.to_local(upstream, mesh), rows.to_local(x, mesh) - rows.replicated(mean, mesh)
                 sums = tf.stack([tf.reduce_sum(own, dims), tf.reduce_sum(own * centered, dims)])
-                sums = rows.total(sums, mesh)
+                sums = rows.psum(sums, mesh)
             of_offset, of_factor = (tf.reshape(each, mean.shape) for each in tf.unstack(sums))
             inverse = tf.math.rsqrt(variance + variance_epsilon)
             factor = inverse if scale is None else inverse * scale

@@ -1,7 +1,7 @@
 """Samplers of candidate classes (`tf.nn.sampled_softmax_loss`, `tf.nn.nce_loss`): every device draws the same ones.
 
-A sampler keeps its generator, and what it has learned of the classes, in its kernel. Each device has a kernel of its
-own. All of them are given the same seeds and the labels of the whole batch, so that they draw what one device draws.
+A sampler keeps its generator, and the counts of classes that it has learned, in its kernel, and each device has a
+kernel. All kernels get the same seeds and the labels of the full batch, so they draw the classes of one device.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import expansions, transfer
 from tfshard.operations import samples
+from tfshard.operations.registry import rewrite_rule
 
 SAMPLERS = (
     "AllCandidateSampler",
@@ -24,12 +25,17 @@ SAMPLERS = (
 )
 
 
-def drawn(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
-    """One of `SAMPLERS`, done by every device with all labels."""
+@rewrite_rule(
+    *SAMPLERS, graph=True, eager=False, gradient="none", sizes="any",
+    fault="refuses them: their state is in the kernel (`tf.nn.sampled_softmax_loss`, `tf.nn.nce_loss`)",
+    cases=("sampled softmax",),
+)  # fmt: skip
+def draw_candidates(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
+    """Draw on every device with the same seeds and the labels of the full batch: the classes of one device."""
     expansions.allow_local(call.type)
     seeds = {name: call.get_attr(name) for name in ("seed", "seed2")}
     if not any(seeds.values()):
-        # Each kernel would choose its own.
+        # Without seeds, the kernels would choose different ones.
         seeds = _chosen_seeds()
     changed = dataclasses.replace(call, get_attr=lambda name: seeds.get(name, call.get_attr(name)))
     classes, of_labels, of_classes = _private.same_operation(changed, [transfer.whole(call.inputs[0], mesh)])

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import replicas, transfer
+from tfshard.devices import local_shards, replicas, transfer
 from tfshard.layouts import compressed_form
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.compressed_form import ERROR, FACTOR, STEPS, SUM_ERROR, CompressedForm
@@ -52,7 +52,7 @@ def of_parts(own: tf.Tensor, variable: ShardedVariable, mesh: dtensor.Mesh) -> t
     """The same of what each device has, which DTensor believes to be the same on all."""
     form = compressed_form.of(variable.layout, axis_sizes(mesh))
     assert form is not None, variable
-    with rows.inside():
+    with local_shards.scope():
         result = _Reduction(form, variable, mesh).of(tf.cast(own, tf.float32))
     return tf.cast(result, own.dtype)
 
@@ -73,12 +73,12 @@ class _Reduction:
 
     def _unsent(self, name: str) -> tf.Tensor:
         """What this device has kept, `(1, elements)`."""
-        return self._parted(rows.enter(self._kept[name].storage.update_value(), self._mesh))
+        return self._parted(rows.to_local(self._kept[name].storage.update_value(), self._mesh))
 
     def _keep(self, name: str, error: tf.Tensor) -> None:
         """Replaces it. What is not a number would be one for ever: a step with such gradients is lost as without."""
         error = tf.where(tf.math.is_finite(error), error, tf.zeros_like(error))
-        self._kept[name].assign(rows.leave(self._whole(error), self._mesh))
+        self._kept[name].assign(rows.from_local(self._whole(error), self._mesh))
 
     # --- codes
 
@@ -138,7 +138,7 @@ class _Reduction:
 
     def _parted(self, tensor: tf.Tensor) -> tf.Tensor:
         """Of which each device does what follows with what it has."""
-        return replicas.parted(tensor, (None,) * tensor.shape.rank, self._mesh)
+        return local_shards.varying(tensor, self._mesh)
 
     def _whole(self, tensor: tf.Tensor) -> tf.Tensor:
         return transfer.relayout(tensor, (None,) * tensor.shape.rank, self._mesh)
@@ -147,11 +147,9 @@ class _Reduction:
         """Of each device's chunk the tensor that the data axis shards in a dim."""
         form = self._form
         size = form.shape[dim] // form.devices
-        own = self._whole(tf.reshape(chunk, (*form.shape[:dim], size, *form.shape[dim + 1 :])))
-        indices = tf.constant(np.tile(np.arange(size, dtype="int32"), form.devices))
-        sharded = tf.gather(own, replicas.parted(indices, (form.axis,), self._mesh), axis=dim)
         axes = tuple(form.axis if each == dim else None for each in range(len(form.shape)))
-        return transfer.relayout(sharded, axes, self._mesh)
+        shard = tf.reshape(chunk, (*form.shape[:dim], size, *form.shape[dim + 1 :]))
+        return local_shards.from_local(shard, axes, self._mesh)
 
     # --- low rank
 

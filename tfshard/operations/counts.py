@@ -1,14 +1,19 @@
-"""`tf.math.bincount` with a number of bins that follows from its bounds, so that the shape of its result is known."""
+"""The rewrite rule of `tf.math.bincount`."""
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.operations import rows
+from tfshard.operations.registry import rewrite_rule
 
 
-def counted(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """DenseBincount; of a matrix, each device counts in its own rows."""
+@rewrite_rule(
+    "DenseBincount", graph=True, eager=False, gradient="none", sizes="any",
+    fault="refuses what follows: it does not see that the bounds leave one number of bins", cases=("bincount",),
+)  # fmt: skip
+def count(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Count with a constant number of bins. Each device counts in its local rows of a matrix."""
     values, size, weights = call.inputs
     bins = _number(size)
     if bins is None:
@@ -16,11 +21,11 @@ def counted(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     by_rows = values.shape.rank == 2 and rows.can_be(values, mesh)
     weighted = weights.shape.rank == 2
     if by_rows:
-        values = rows.enter(values, mesh)
-        weights = rows.enter(weights, mesh) if weighted else weights
+        values = rows.to_local(values, mesh)
+        weights = rows.to_local(weights, mesh) if weighted else weights
     inputs = [values, tf.constant(bins, size.dtype), weights]
     (counts,) = _private.same_operation(call, inputs)
-    return [rows.leave(counts, mesh) if by_rows else counts]
+    return [rows.from_local(counts, mesh) if by_rows else counts]
 
 
 def _number(size: tf.Tensor) -> int | None:

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard.devices import batching, expansions, replicas, transfer
+from tfshard.devices import batching, expansions, local_shards, transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import rows
@@ -105,7 +105,7 @@ def _can_be(labels: Any, logits: Any, mesh: dtensor.Mesh | None) -> bool:
 
 def _shares(tensor: tf.Tensor, mesh: dtensor.Mesh | None) -> int:
     """Among how many devices the rows of a tensor are shared out."""
-    return axis_sizes(mesh).data_size if mesh is not None and rows.are_shared_out(tensor, mesh) else 1
+    return axis_sizes(mesh).data_size if mesh is not None and rows.are_sharded(tensor, mesh) else 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class _Labels:
         if self.mesh is None:
             return tf.gather_nd(logits, self.places)[..., 0]
         expansions.allow_local("GatherNd")
-        with rows.inside(), tf.name_scope("logit_of_each_label"):
+        with local_shards.scope(), tf.name_scope("logit_of_each_label"):
             found = tf.gather_nd(self._parted(logits, self.axes), self._parted(self.places, (*self.axes, None)))
         found = transfer.relayout(found, self.axes, self.mesh)
         if self.has is None:
@@ -172,7 +172,7 @@ class _Labels:
         if self.has is not None:
             amounts = tf.where(self.has, amounts, tf.zeros_like(amounts))
         expansions.allow_local("ScatterNdNonAliasingAdd")
-        with rows.inside():
+        with local_shards.scope():
             rest = _add(
                 self._parted(shares, self.axes),
                 self._parted(self.places, (*self.axes, None)),
@@ -181,7 +181,7 @@ class _Labels:
         return transfer.relayout(rest, self.axes, self.mesh)
 
     def _parted(self, tensor: tf.Tensor, axes: Axes) -> tf.Tensor:
-        return replicas.parted(transfer.relayout(tensor, axes, self.mesh), axes, self.mesh)
+        return local_shards.parted(transfer.relayout(tensor, axes, self.mesh), axes, self.mesh)
 
 
 def _add(tensor: tf.Tensor, places: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:

@@ -1,9 +1,9 @@
-"""Operations that need all of a dim on each device, which may be sharded: splits, tiles, paddings, convolutions.
+"""Rewrite rules of operations that need a full dim on each device: splits, tiles, paddings, convolutions.
 
-DTensor refuses them, or shards a result that cannot be. Here the dim is whole before and after the operation, where it
-is the batch, or the last of two or three dims on a mesh of several axes. What shards other dims is not known while a
-step is traced, and a layout may keep what shards one dim only ("match"): with more dims, such as those of heads, more
-would be gathered than has to be.
+DTensor refuses these operations if the dim is sharded, or shards a result that it cannot shard. The rules replicate the
+dim before and after the operation if the dim is the batch, or the last of two or three dims on a mesh of several axes.
+Tracing does not show what shards the other dims, and a layout may keep the sharding of one dim only ("match"). With
+more dims, such as those of attention heads, the rules would gather more than they must.
 """
 
 from collections.abc import Sequence
@@ -12,49 +12,59 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import local_shards, transfer
 from tfshard.layouts.axes import axis_sizes
-from tfshard.operations import row_operations, samples
+from tfshard.operations import row_operations, samples, unsized
+from tfshard.operations.conditions import model_axis_has_devices
+from tfshard.operations.registry import rewrite_rule
+
+_FAULT = "refuses a sharded dim, or shards a result that it cannot shard"
 
 
+@rewrite_rule(
+    "Split", "SplitV", graph=True, eager=False, gradient="registered", order=3, fault=_FAULT, cases=("split",),
+)  # fmt: skip
 def split(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Split and SplitV."""
+    """Replicate the dim that is split, before and after."""
     number = 1 if call.type == "Split" else 0
     axis = tf.get_static_value(call.inputs[0 if call.type == "Split" else 2])
     rank = call.inputs[number].shape.rank
     if axis is None or not rank:
         return None
-    return _with_whole_dims(call, number, [int(axis) % rank], mesh)
+    return _with_full_dims(call, number, [int(axis) % rank], mesh)
 
 
+@rewrite_rule("Tile", graph=True, eager=False, gradient="registered", order=3, fault=_FAULT, cases=("tile",))
 def tile(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Tile."""
+    """Replicate the dims that are tiled, before and after."""
     multiples = tf.get_static_value(call.inputs[1])
     if multiples is None:
         return None
-    return _with_whole_dims(call, 0, [dim for dim, times in enumerate(multiples) if times > 1], mesh)
+    return _with_full_dims(call, 0, [dim for dim, times in enumerate(multiples) if times > 1], mesh)
 
 
+@rewrite_rule("Pad", "PadV2", graph=True, eager=False, gradient="registered", order=3, fault=_FAULT, cases=("pad",))
 def pad(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Pad and PadV2."""
+    """Replicate the dims that are padded, before and after."""
     paddings = tf.get_static_value(call.inputs[1])
     if paddings is None:  # The gradient of a slice that began at a tensor.
         if not call.inputs[0].dtype.is_floating:
             return None
-        results = _private.same_operation(call, [whole_rows(call.inputs[0], mesh), *call.inputs[1:]])
-        return [whole_rows(each, mesh) for each in results]
-    return _with_whole_dims(call, 0, [dim for dim, both in enumerate(paddings) if any(both)], mesh)
+        results = _private.same_operation(call, [pin_rows(call.inputs[0], mesh), *call.inputs[1:]])
+        return [pin_rows(each, mesh) for each in results]
+    return _with_full_dims(call, 0, [dim for dim, both in enumerate(paddings) if any(both)], mesh)
 
 
+@rewrite_rule(
+    "ConcatV2", graph=True, eager=False, gradient="registered", when=model_axis_has_devices, order=3,
+    fault="joins the local shards in front of a row kernel: elements in another order, without an error",
+    cases=("concat of features",),
+)  # fmt: skip
 def concat(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """ConcatV2 along another dim than the samples', pinned so that no axis shards this dim.
-
-    Where what follows wants the dim sharded, as a row kernel does, DTensor joins what each device has of the operands:
-    the result has the right shape, and its elements in another order.
-    """
+    """Replicate the dim that is joined if it is not the dim of the samples."""
     parts, axis = call.inputs[:-1], tf.get_static_value(call.inputs[-1])
     rank, sizes = parts[0].shape.rank, axis_sizes(mesh)
-    if axis is None or not rank or all(sizes[each] == 1 for each in sizes.tensor):
+    if axis is None or not rank:
         return None
     axis, dims = int(axis) % rank, range(rank)
     of_samples = next((dim for dim in dims if any(samples.are_in(part, dim) for part in parts)), None)
@@ -90,8 +100,42 @@ OF_SAMPLES: dict[str, tuple[int, ...]] = {
 _MOST_DIMS = 8
 
 
-def of_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Convolutions, poolings and resizing, of samples that are whole."""
+_UNSIZED_GRADIENTS = ("Conv2DBackpropInput", "Conv3DBackpropInputV2")
+_REPLICATED_BATCH = 'refuses a replicated batch where what follows is sharded ("must be batch parallel")'
+
+
+def _number_depends_on_values(call: _private.Call) -> bool:
+    """The number of samples depends on values."""
+    gradient = call.inputs[2]
+    return bool(gradient.shape.rank) and unsized.depends_on_values(gradient)
+
+
+@rewrite_rule(
+    *_UNSIZED_GRADIENTS, graph=True, eager=False, gradient="registered", when=_number_depends_on_values, sizes="any",
+    fault="expands them for known sizes only", cases=("convolution of a masked batch",),
+)  # fmt: skip
+def replicated_gradient(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Compute the full gradient of a convolution on every device."""
+    sizes, kernel, gradient = call.inputs
+    replicated = (None,) * gradient.shape.rank
+
+    def all_of_it(gradient: tf.Tensor) -> tf.Tensor:
+        return _private.same_operation(call, [sizes, kernel, gradient])[0]
+
+    return local_shards.run_locally(all_of_it, gradient, replicated, replicated, mesh)
+
+
+@rewrite_rule(
+    *_UNSIZED_GRADIENTS, graph=True, eager=False, gradient="registered", order=1, sizes="any",
+    fault=_REPLICATED_BATCH, cases=("convolution of a replicated batch",),
+)  # fmt: skip
+@rewrite_rule(
+    *(each for each in OF_SAMPLES if each not in _UNSIZED_GRADIENTS),
+    graph=True, eager=False, gradient="registered", fault=_REPLICATED_BATCH,
+    cases=("convolution of a replicated batch",),
+)  # fmt: skip
+def shard_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Shard operands and results over the batch axis, which sends nothing."""
     inputs = list(call.inputs)
     for number in OF_SAMPLES[call.type]:
         inputs[number] = samples.by_row(inputs[number], mesh)
@@ -99,9 +143,13 @@ def of_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | Non
     return results if "Filter" in call.type else [samples.by_row(result, mesh) for result in results]
 
 
+@rewrite_rule(
+    "Sum", graph=True, eager=False, gradient="registered", when=model_axis_has_devices,
+    fault="cannot slice more than eight dims, which TensorFlow gives the gradient of a Tile",
+    cases=("gradient of a tile",),
+)  # fmt: skip
 def sum_of_tiles(call: _private.Call) -> tf.Tensor | None:
-    """The Sum in a Tile's gradient over as few dims as it takes. TensorFlow has two for each of the tensor's; of more
-    than eight DTensor can cut none, where the result is to be sharded."""
+    """Sum the gradient of a Tile over its tiled dims, one after the other."""
     source, axes = call.inputs[0].op, tf.get_static_value(call.inputs[1])
     if source.type != "Reshape" or axes is None or call.get_attr("keep_dims"):
         return None
@@ -120,11 +168,13 @@ def sum_of_tiles(call: _private.Call) -> tf.Tensor | None:
     return tf.identity(tensor)
 
 
-def of_segments(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """GatherV2 in the gradient of `tf.math.unsorted_segment_max` and its like: of segments that every device has.
-
-    Its result has the layout of what the segments are made of. DTensor cannot shard another dim of it than the rows.
-    """
+@rewrite_rule(
+    "GatherV2", graph=True, eager=False, gradient="registered", order=1, sizes="any",
+    fault="shards another dim than the rows in the gradient of `tf.math.unsorted_segment_max`, which it cannot expand",
+    cases=("gradient of segments",),
+)  # fmt: skip
+def shard_segments(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Replicate the segments, and shard the indices and the result over the batch axis."""
     segments, indices, axis = call.inputs
     is_gradient = call.outputs is not None and "gradient" in call.outputs[0].op.name
     if not is_gradient or not axis_sizes(mesh).shards_by_several or call.get_attr("batch_dims"):
@@ -139,13 +189,13 @@ def of_segments(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | No
     return [transfer.by_sample(each, mesh) for each in _private.same_operation(call, given)]
 
 
-def whole_rows(tensor: tf.Tensor, mesh: dtensor.Mesh, kept: int = 1) -> tf.Tensor:
+def pin_rows(tensor: tf.Tensor, mesh: dtensor.Mesh, kept: int = 1) -> tf.Tensor:
     """A tensor pinned so that no axis shards a dim but dim `kept`, which stays as it is."""
     specs = [dtensor.MATCH if dim == kept else dtensor.UNSHARDED for dim in range(tensor.shape.rank)]
     return dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
 
 
-def _with_whole_dims(
+def _with_full_dims(
     call: _private.Call, number: int, dims: Sequence[int], mesh: dtensor.Mesh
 ) -> list[tf.Tensor] | None:
     shape = call.inputs[number].shape

@@ -5,10 +5,10 @@ kernels make a fixed number of elements at each count, whichever thread makes th
 2.21's core/kernels/random_op_cpu.h and random_op_gpu.h), so a device that begins at another count draws a part of what
 one device draws. DTensor's own expansion gives each shard another seed instead: other numbers than on one device.
 
-- A draw whose rows may be those of the batch (`sharded_dim`) is drawn by rows.
-- A microbatch draws its rows of what the whole batch draws. The seeds are the same in all microbatches of a step.
-- Every device makes all of other draws, and of those of generators that take a seed only (`OF_SEEDS`). DTensor leaves
-  the seed of a draw as it is where nothing shards the draw.
+- Each device draws its local rows if the draw may have the rows of the batch (`sharded_dim`).
+- A microbatch draws its rows of the draw of the full batch. All microbatches of a step have the same seeds.
+- Every device makes other draws in full, and so the draws of generators that take a seed only (`OF_SEEDS`). DTensor
+  keeps the seed of a draw that nothing shards.
 - `tf.random.normal` and others keep their state in the kernel. They are drawn as `keras.random` draws.
 """
 
@@ -22,20 +22,21 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import local_shards, transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import rows, unsized
+from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import steps
 from tfshard.storage.microbatch import Microbatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generator:
-    """How an operation uses the counter.
+    """The way in which an operation uses the counter.
 
     Attributes:
         type: The operation that takes a key and a counter.
-        samples: How many random numbers it reserves for each element; None if it makes a fixed number of elements of
+        samples: The random numbers that it reserves for each element; None if it makes a fixed number of elements at
             each count.
     """
 
@@ -43,13 +44,13 @@ class Generator:
     samples: int | None = None
 
     def group(self, dtype: tf.DType) -> int:
-        """How many elements begin at a count of their own."""
+        """Return how many elements share a count."""
         if self.type == _GAMMA:
             return 1
         return _WORDS // 2 if dtype.size == 8 else _WORDS
 
     def counts(self, dtype: tf.DType) -> int:
-        """How many counts a group of elements takes."""
+        """Return how many counts a group of elements takes."""
         if self.samples is None:
             return 1
         # A gamma skips as many counts as it reserves numbers.
@@ -68,7 +69,7 @@ GENERATORS: dict[str, Generator] = {
     "StatelessTruncatedNormalV2": Generator(type="StatelessTruncatedNormalV2", samples=256),
     _GAMMA: Generator(type=_GAMMA, samples=256),
 }
-# Those with a seed in place of key, counter and algorithm draw the same.
+# Operations with a seed in place of key, counter and algorithm draw the same numbers.
 OLD_GENERATORS: dict[str, Generator] = {
     "StatelessRandomUniform": GENERATORS["StatelessRandomUniformV2"],
     "StatelessRandomNormal": GENERATORS["StatelessRandomNormalV2"],
@@ -79,14 +80,14 @@ OLD_GENERATORS: dict[str, Generator] = {
 }
 
 
-# Those that take a seed only, by the number of that input: no device can begin elsewhere.
+# Operations that take a seed only, and the number of the operand: no device can begin at another count.
 OF_SEEDS: dict[str, int] = {
     "StatelessMultinomial": 2,
     "StatelessParameterizedTruncatedNormal": 1,
     "StatelessRandomBinomial": 1,
     "StatelessRandomPoisson": 1,
 }
-# TensorFlow's own, whose state is in the kernel.
+# TensorFlow's operations that keep their state in the kernel.
 STATEFUL: dict[str, str] = {
     "RandomStandardNormal": "StatelessRandomNormalV2",
     "RandomUniform": "StatelessRandomUniformV2",
@@ -97,8 +98,13 @@ STATEFUL: dict[str, str] = {
 TYPES = (*GENERATORS, *OLD_GENERATORS, *OF_SEEDS, *STATEFUL)
 
 
+@rewrite_rule(
+    *TYPES, graph=True, eager=True, gradient="registered", sizes="any",
+    fault="draws other numbers than one device, and other numbers on each replica of a mesh of several axes; refuses "
+    "`tf.random.normal` and others whose state is in the kernel", cases=("random draw", "random draw in an eager step"),
+)  # fmt: skip
 def draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """What a step draws, in place of what a random operation of it would give."""
+    """Draw on each device its local rows of the numbers that one device draws."""
     if call.is_eager:
         return _eager_draw(call, mesh)
     assert call.outputs is not None
@@ -122,7 +128,7 @@ def draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
 
 
 def _unsized_draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """Random numbers of a shape that depends on values: every device draws all that one device draws."""
+    """Draw in full on every device if the shape depends on values."""
     assert call.outputs is not None
     (random,) = call.outputs
     is_of_generator = call.type in GENERATORS or call.type in OLD_GENERATORS
@@ -135,16 +141,16 @@ def _unsized_draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
     def all_of_them(seed: tf.Tensor) -> tf.Tensor:
         return _private.same_operation(call, [shape, seed, *others])[0]
 
-    return transfer.by_device(all_of_them, seed, (None,) * seed.shape.rank, (None,) * random.shape.rank, mesh)
+    return local_shards.run_locally(all_of_them, seed, (None,) * seed.shape.rank, (None,) * random.shape.rank, mesh)
 
 
 def batch_dim(shape: tuple[int, ...]) -> int | None:
-    """The dim of a draw that is the batch's; None if there seems to be none.
+    """Return the batch dim of a draw, or None.
 
-    A draw of as many rows as the batch has rows of the batch. So has a draw of more rows, such as one for each token or
-    of collocation points, unless it is likely to meet the batch along other dims: a line, a draw in the shape of a
-    variable, or one that begins with another dim of the batch. The numbers are right either way. What is computed from
-    rows of the batch is shared out.
+    A draw with as many rows as the batch has a batch dim. A draw with more rows has one, too, such as a draw for each
+    token or for collocation points. Exceptions are draws that probably meet the batch along other dims: a vector, a
+    draw in the shape of a variable, or a draw that begins with another dim of the batch. The numbers are right either
+    way. Devices share the computation that follows a batch dim.
     """
     step = steps.current()
     if step is None or not math.prod(shape):
@@ -161,20 +167,20 @@ def batch_dim(shape: tuple[int, ...]) -> int | None:
 
 
 def _shapes_of_layers() -> set[tuple[int, ...]]:
-    """The shapes of the variables of the layers that are being called."""
+    """Return the shapes of the variables of the layers that are being called."""
     layers = [caller for caller in _private.scope_callers() if isinstance(caller, keras.Layer)]
     return {tuple(variable.shape) for layer in layers for variable in _private.own_variables(layer)}
 
 
 def sharded_dim(shape: tuple[int, ...], mesh: dtensor.Mesh) -> int | None:
-    """The dim of a draw that the batch axis shards; None if every device has all."""
+    """Return the dim of a draw that the batch axis shards; None if the draw is replicated."""
     dim, size = batch_dim(shape), axis_sizes(mesh).data_size
     return dim if dim is not None and size > 1 and shape[dim] % size == 0 else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Draw:
-    """One draw of a step that is traced.
+    """A draw of a traced step.
 
     Attributes:
         generator: Its generator.
@@ -197,7 +203,7 @@ class _Draw:
     mesh: dtensor.Mesh
 
     def made(self) -> tf.Tensor:
-        """The tensor, in the layout of a batch if it has the rows of one."""
+        """Return the tensor, sharded over the batch axis if it has a batch dim."""
         microbatch = _microbatch()
         rows_dim, dim = batch_dim(self.shape), sharded_dim(self.shape, self.mesh)
         if not self._counts_other_parameters():
@@ -212,7 +218,7 @@ class _Draw:
         return _shared_out(transfer.whole(drawn, self.mesh), self.mesh)
 
     def _counts_other_parameters(self) -> bool:
-        """Whether the elements of a parameter follow each other, rather than those of a row."""
+        """Return whether the generator counts by elements of a parameter, and not by rows."""
         parameter = self.parameters[0] if self.generator.type == _GAMMA else None
         return parameter is not None and bool(parameter.shape.rank) and parameter.shape != self.shape
 
@@ -224,21 +230,21 @@ class _Draw:
         blocks = np.arange(devices).reshape(devices, 1) if microbatch is None else microbatch.blocks(devices)
         begins = blocks * count
         counts, more = begins // group * self.generator.counts(self.dtype), begins % group
-        with rows.inside():
+        with local_shards.scope():
 
             def here(values: np.ndarray) -> tf.Tensor:
                 table = tf.constant(values, tf.int64)
-                line = tf.reshape(rows.enter(table, self.mesh) if devices > 1 else table, [parts])
+                line = tf.reshape(rows.to_local(table, self.mesh) if devices > 1 else table, [parts])
                 return line if microbatch is None else tf.reshape(tf.gather(line, microbatch.number), [1])
 
             parameters = self.parameters
             if self.generator.type == _GAMMA and parameters[0].shape.rank and devices > 1:
-                parameters = [rows.enter(parameters[0], self.mesh)]
+                parameters = [rows.to_local(parameters[0], self.mesh)]
             counter = _later(self.counter, here(counts))
             drawn = self._drawn([count + int(more.max())] if more.any() else list(own), counter, parameters)
             if more.any():
                 drawn = tf.reshape(tf.slice(drawn, here(more), tf.constant([count], tf.int64)), own)
-            return rows.leave(drawn, self.mesh) if devices > 1 else transfer.whole(drawn, self.mesh)
+            return rows.from_local(drawn, self.mesh) if devices > 1 else transfer.whole(drawn, self.mesh)
 
     def _drawn(self, shape: list[int], counter: tf.Tensor, parameters: list[tf.Tensor]) -> tf.Tensor:
         given: dict[str, Any] = {"shape": shape, "key": self.key, "counter": counter, "alg": self.algorithm}
@@ -262,7 +268,7 @@ def _microbatch() -> Microbatch | None:
 
 
 def _later(counter: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """A counter so many counts later. Of its two numbers the first counts: for a seed it begins at 0."""
+    """Return a counter so many counts later. Its first number counts, from 0 for a seed."""
     moved = tf.bitcast(counter, tf.int64) + tf.reshape(counts, [1]) * tf.constant([1, 0], tf.int64)
     return tf.bitcast(moved, tf.uint64)
 
@@ -273,7 +279,7 @@ def _key_and_counter(seed: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _seed_of(call: _private.Call) -> tf.Tensor:
-    """The state of Keras's generator of the process and the seeds that an operation was given."""
+    """Return the sum of the state of Keras's generator of the process and the seeds of an operation."""
     state = tf.cast(_private.global_seed_generator(create=True).next(), tf.int32)
     return state + tf.constant([call.get_attr("seed") % _SEEDS, call.get_attr("seed2") % _SEEDS], tf.int32)
 
@@ -282,7 +288,7 @@ _SEEDS = 1 << 31
 
 
 def _of_seed(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Every device draws all, each microbatch by another seed."""
+    """Draw in full on every device, with another seed for each microbatch."""
     microbatch, number = _microbatch(), OF_SEEDS[call.type]
     inputs = [transfer.whole(each, mesh) if each.dtype.is_floating else each for each in call.inputs]
     if microbatch is not None:
@@ -293,7 +299,7 @@ def _of_seed(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def _shared_out(drawn: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """What every device has drawn, of which each keeps its rows."""
+    """Return a draw that all devices made in full, sharded over the batch axis along its batch dim."""
     dim = sharded_dim(tuple(drawn.shape), mesh)
     axes = tuple(axis_sizes(mesh).data if each == dim else None for each in range(drawn.shape.rank))
     return transfer.relayout(drawn, axes, mesh)
@@ -303,7 +309,7 @@ _PRIME = 1_000_003
 
 
 def _eager_draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """Every device draws all, and keeps what it has of the batch."""
+    """Draw in full on every device, and keep the local rows."""
     if call.type in STATEFUL:
         return None
     (drawn,) = _private.same_operation(call, call.inputs)

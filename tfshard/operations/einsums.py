@@ -1,18 +1,34 @@
-"""Einsum with an ellipsis, which DTensor does not expand ("Broadcasting is unimplemented for einsum"), by letters."""
+"""The rewrite rule of Einsum with an ellipsis ("Broadcasting is unimplemented for einsum")."""
 
 import string
 
 import tensorflow as tf
 
 from tfshard import _private
+from tfshard.operations.registry import rewrite_rule
 
 
-def without_ellipsis(call: _private.Call) -> tf.Tensor | None:
-    """The same with a letter for each dim that an ellipsis stands for, without dims of size 1 that are broadcast."""
+def has_ellipsis(call: _private.Call) -> bool:
+    """The equation has an ellipsis, and the ranks of all operands are known."""
+    return "..." in _equation(call) and all(each.shape.rank is not None for each in call.inputs)
+
+
+def _equation(call: _private.Call) -> str:
     equation = call.get_attr("equation")
-    equation = equation.decode() if isinstance(equation, bytes) else equation
-    if "..." not in equation or any(each.shape.rank is None for each in call.inputs):
-        return None
+    return equation.decode() if isinstance(equation, bytes) else str(equation)
+
+
+@rewrite_rule(
+    "Einsum", graph=True, eager=False, gradient="registered", when=has_ellipsis, sizes="unknown",
+    fault="refuses it", cases=("einsum of unknown size",),
+)  # fmt: skip
+@rewrite_rule(
+    "Einsum", graph=True, eager=True, gradient="registered", when=has_ellipsis,
+    fault="refuses it", cases=("einsum with an ellipsis", "einsum in an eager step"),
+)  # fmt: skip
+def spell_ellipsis(call: _private.Call) -> tf.Tensor:
+    """Write a letter for each dim that the ellipsis stands for, and squeeze dims of size 1 that are broadcast."""
+    equation = _equation(call)
     sources, result = equation.split("->")
     terms = sources.split(",")
     # The dims of an ellipsis are matched from behind.

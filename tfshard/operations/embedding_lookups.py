@@ -17,11 +17,13 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import exchanges, transfer
+from tfshard.devices import exchanges, local_shards, transfer
 from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.embedding_tables import ids_of_a_device
 from tfshard.operations import layer_patch, rows
+from tfshard.operations.conditions import batch_axis_has_devices
+from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import recomputing, sparse_rows, steps
 from tfshard.storage.formats import TableRows
 from tfshard.storage.step_recorder import Step
@@ -152,14 +154,6 @@ def _sharded(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.relayout(tensor, (axis, *(None,) * (tensor.shape.rank - 1)), mesh)
 
 
-def own_part(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """What a device has of a tensor of which it has `1 / devices` of the rows; to be computed with in `rows.inside`."""
-    axes = axis_sizes(mesh)
-    count = tensor.shape[0] // axes.data_size
-    layout = transfer.layout((axes.data, *(None,) * (tensor.shape.rank - 1)), mesh)
-    return tf.gather(dtensor.relayout(tensor, layout.to_parted()), np.arange(count, dtype="int32"))
-
-
 def owners(ids: tf.Tensor, format: TableRows, count: int) -> tuple[tf.Tensor, tf.Tensor]:
     """Which device has the row of each id, and where among its own: int32.
 
@@ -186,8 +180,8 @@ def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
     assert isinstance(format, TableRows)
     devices = axis_sizes(mesh).data_size
     each = line.shape[0] // devices
-    with rows.inside():
-        ids, where = exchanges.distinct(own_part(line, mesh))
+    with local_shards.scope():
+        ids, where = exchanges.distinct(local_shards.local_rows(line, mesh))
         owner, own = owners(ids, format, table.layout.spec.shape[0])
         lists = exchanges.Lists.to(owner, each, mesh)
         # One more, since the lists end with zeros.
@@ -196,19 +190,22 @@ def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
         step.tables.note_rows(table.storage, given)
         found = tf.ensure_shape(tf.gather(lists.answered(given), where), (each, width))
         found = transfer.relayout(found, (None, None), mesh)
-        return rows.leave(found, mesh) if devices > 1 else found
+        return rows.from_local(found, mesh) if devices > 1 else found
 
 
-def joined(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """Gradients of several lookups behind each other, device by device: the order of `IndexedSlices` means nothing.
-
-    DTensor would gather them. TensorFlow's tape puts their values and their indices together in the same order.
-    """
+# TensorFlow's tape puts the values and the indices of `IndexedSlices` together in the same order, and no order of them
+# has a meaning.
+@rewrite_rule(
+    "ConcatV2", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
+    fault="gathers the gradients of several lookups in an embedding table", cases=("two lookups in a table",),
+)  # fmt: skip
+def concat_gradients(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
+    """Concatenate the local rows of the gradients on each device."""
     parts, axis = call.inputs[:-1], tf.get_static_value(call.inputs[-1])
     is_gradient = all(isinstance(each, tf.Tensor) and _GRADIENT in each.op.name for each in parts)
-    if axis != 0 or not is_gradient or axis_sizes(mesh).data_size == 1:
+    if axis != 0 or not is_gradient:
         return None
-    with rows.inside():
-        line = tf.concat([own_part(each, mesh) for each in parts], axis=0)
+    with local_shards.scope():
+        line = tf.concat([local_shards.local_rows(each, mesh) for each in parts], axis=0)
         line = transfer.relayout(line, (None,) * line.shape.rank, mesh)
-        return rows.leave(line, mesh)
+        return rows.from_local(line, mesh)

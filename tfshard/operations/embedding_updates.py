@@ -20,14 +20,15 @@ import keras
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.devices import exchanges
+from tfshard.devices import exchanges, local_shards
 from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.embedding_tables import KERAS, LAZY
-from tfshard.operations import embedding_lookups, rows
+from tfshard.operations import embedding_lookups
+from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import optimizer_kinds, steps
 from tfshard.storage.formats import TableRows
-from tfshard.storage.sparse_rows import SparseRows, as_parted
+from tfshard.storage.sparse_rows import SparseRows
 from tfshard.storage.step_recorder import Step
 from tfshard.storage.variables import ShardedVariable
 
@@ -112,7 +113,7 @@ def update(
     every = not is_lazy and not optimizer_kinds.leaves_others(optimizer, table)
     if not args and not optimizer_kinds.decays(optimizer, table):
         return None  # It is weight decay, of a table that has none.
-    with rows.inside():
+    with local_shards.scope():
         if not args:
             with steps.update_scope(rows=_rows_to_update(table, step, None)):
                 return fn(table)
@@ -132,9 +133,9 @@ def _rows_to_update(table: ShardedVariable, step: Step, different: tf.Tensor | N
         if found is None:
             format = table.storage.format
             assert isinstance(format, TableRows)
-            found = SparseRows(as_parted(tf.range(format.rows_of_a_device), table.mesh))
+            found = SparseRows(local_shards.varying(tf.range(format.rows_of_a_device), table.mesh))
     elif found is None:
-        found = SparseRows(as_parted(different, table.mesh))
+        found = SparseRows(local_shards.varying(different, table.mesh))
     else:
         raise StrategyError(
             f"Embedding table '{table.path}' is updated twice in a step, by the rows that were looked up. Update it "
@@ -171,10 +172,19 @@ class _Squares(threading.local):
 _squares = _Squares()
 
 
-def square(call: _private.Call) -> list[tf.Tensor] | None:
-    """Exchanged for a Square: of the gradient of an embedding table, the sum of what its parts are squared."""
-    found = _squares.values.pop(call.inputs[0].ref(), None) if _squares.values else None
-    return None if found is None else [found]
+def _updates_table(call: _private.Call) -> bool:
+    """An optimizer updates an embedding table with `sparse="keras"`."""
+    del call
+    return bool(_squares.values)
+
+
+@rewrite_rule(
+    "Square", graph=True, eager=False, gradient="registered", when=_updates_table, sizes="any", local="also",
+    fault="squares the sum of the gradients of a row; Keras sums the squares", cases=("two lookups in a table",),
+)  # fmt: skip
+def square(call: _private.Call) -> tf.Tensor | None:
+    """Return the sum of the squares of the gradients that the lookups of a row have."""
+    return _squares.values.pop(call.inputs[0].ref(), None)
 
 
 def _check_here(table: ShardedVariable) -> Step:
@@ -203,8 +213,8 @@ def _brought(table: ShardedVariable, gradient: tf.IndexedSlices, *, squares: boo
     mesh, format = table.mesh, table.storage.format
     assert isinstance(format, TableRows)
     devices = axis_sizes(mesh).data_size
-    ids, where = exchanges.distinct(embedding_lookups.own_part(gradient.indices, mesh))
-    values = embedding_lookups.own_part(gradient.values, mesh)
+    ids, where = exchanges.distinct(local_shards.local_rows(gradient.indices, mesh))
+    values = local_shards.local_rows(gradient.values, mesh)
     parts = [values, tf.square(values)] if squares else [values]
     sums = [tf.math.unsorted_segment_sum(each, where, tf.size(ids)) for each in parts]
     owner, own = embedding_lookups.owners(ids, format, table.layout.spec.shape[0])

@@ -1,9 +1,8 @@
-"""Operations that join, cut or reorder the samples of a batch: concats, stacks, slices, splits, gathers, reshapes.
+"""Rewrite rules of operations that join, cut or reorder the samples of a batch: concats, stacks, slices, gathers.
 
-DTensor refuses most of them where the batch axis shards the dim ("concat dimension in sharded dimension"), or shards a
-result that cannot be, as soon as what follows works row by row. Here the operands are replicated before the operation,
-and each device keeps its rows of the result: what follows is shared out again. Each function takes a `_private.Call`
-and gives the tensors that stand for its outputs, or None where no sample is moved.
+DTensor refuses most of these operations if the batch axis shards the dim ("concat dimension in sharded dimension"), or
+shards a result that it cannot shard, as soon as the next operation works row by row. The rules replicate the operands,
+and each device keeps its local rows of the result. They leave an operation that moves no sample.
 """
 
 import dataclasses
@@ -18,9 +17,11 @@ from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.graph import dim_rules
 from tfshard.layouts.axes import axis_sizes
-from tfshard.operations import dims, samples
+from tfshard.operations import dims, samples, slices
+from tfshard.operations.conditions import batch_axis_has_devices
+from tfshard.operations.registry import rewrite_rule
 
-# The operands whose first dim may be joined, cut or reordered; of ConcatV2 all but the last.
+# The operands that an operation may join, cut or reorder along the first dim. ConcatV2 joins all but the last.
 _OPERANDS: dict[str, tuple[int, ...]] = {
     "Split": (1,),
     "StridedSliceGrad": (4,),
@@ -30,22 +31,33 @@ _OPERANDS: dict[str, tuple[int, ...]] = {
         (0,),
     ),
 }  # fmt: skip
-OPERATIONS = ("ConcatV2", *_OPERANDS)
+_FAULT = "refuses to join, cut or reorder the samples of a batch as soon as what follows works row by row"
 
 
-def rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """An operation of `OPERATIONS` that joins, cuts or reorders samples along its first dim."""
+@rewrite_rule(
+    "GatherV2", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices, order=2, sizes="any",
+    fault=_FAULT, cases=("gather of samples",),
+)  # fmt: skip
+@rewrite_rule(
+    "ConcatV2", "Split", "SplitV", "Tile", "Pad", "PadV2", "MirrorPad", "MirrorPadGrad", "Slice", "ReverseV2", "Roll",
+    graph=True, eager=False, gradient="registered", when=batch_axis_has_devices, order=2,
+    fault=_FAULT, cases=("concat of samples",),
+)  # fmt: skip
+def join_rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Replicate the operands if samples move along the first dim, and keep the local rows of the result."""
     return _rows(call, mesh, lambda given: _private.same_operation(call, given))
 
 
-def rows_by(
-    exchange: Callable[[_private.Call], tf.Tensor | None], call: _private.Call, mesh: dtensor.Mesh
-) -> list[tf.Tensor] | None:
-    """The same for one that is exchanged besides; `exchange` gives None to leave it as it is."""
+@rewrite_rule(
+    "StridedSlice", "StridedSliceGrad", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
+    sizes="any", fault=_FAULT, cases=("slice of samples",),
+)  # fmt: skip
+def slice_rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Replicate the operand if samples move along the first dim, slice it, and keep the local rows of the result."""
+    rewrite = slices.full_slice if call.type == "StridedSlice" else slices.full_slice_gradient
 
     def compute(given: list[tf.Tensor]) -> list[tf.Tensor]:
-        changed = dataclasses.replace(call, inputs=tuple(given))
-        result = exchange(changed)
+        result = rewrite(dataclasses.replace(call, inputs=tuple(given)))
         return _private.same_operation(call, given) if result is None else [result]
 
     return _rows(call, mesh, compute)
@@ -54,11 +66,9 @@ def rows_by(
 def _rows(
     call: _private.Call, mesh: dtensor.Mesh, compute: Callable[[list[tf.Tensor]], list[tf.Tensor]]
 ) -> list[tf.Tensor] | None:
-    if call.is_eager or axis_sizes(mesh).data_size == 1:
-        return None
     numbers = range(len(call.inputs) - 1) if call.type == "ConcatV2" else _OPERANDS[call.type]
     tensors = [call.inputs[number] for number in numbers]
-    # The gradient of a slice is a Pad, whose result has no known shape if the slice began at a tensor.
+    # The gradient of a slice is a Pad. Its result has no known shape if the slice began at a tensor.
     sized = tensors if call.type in ("Pad", "PadV2") else (*tensors, *(call.outputs or ()))
     if not all(each.shape.rank and each.shape.is_fully_defined() for each in sized):
         return None
@@ -67,7 +77,7 @@ def _rows(
     if any(samples.are_in(each, 0) for each in tensors) or _is_gradient_of_a_join(call):
         brought, place = transfer.whole, samples.by_row
     elif call.type == "ConcatV2" and tensors[0].shape.rank > 1 and tensors[0].dtype.is_floating:
-        brought = place = dims.whole_rows  # Such as gradients of the parts of a split.
+        brought = place = dims.pin_rows  # For example gradients of the results of a split.
     else:
         return None
     inputs = list(call.inputs)
@@ -81,18 +91,18 @@ def _rows(
 
 
 def _is_gradient_of_a_join(call: _private.Call) -> bool:
-    """Whether a slice takes the gradient of an operand of a concat or a pad: where it begins is computed."""
+    """Return whether a slice takes the gradient of an operand of a concat or a pad, whose begin is computed."""
     is_computed = call.type == "Slice" and call.inputs[1].op.type in ("ConcatOffset", "Reshape")
     return is_computed and call.inputs[0].dtype.is_floating and call.inputs[0].shape.rank > 1
 
 
 def _has_no_rows(call: _private.Call) -> bool:
-    """Whether an operation takes single rows apart: `x[0]`, and `tf.unstack`."""
+    """Return whether an operation takes single rows, as `x[0]` and `tf.unstack` do."""
     return call.type == "Unpack" or (call.type == "StridedSlice" and bool(call.get_attr("shrink_axis_mask") & 1))
 
 
 def _moves_rows(call: _private.Call, number: int) -> bool:
-    """Whether an operation does something to the first dim of an operand."""
+    """Return whether an operation changes the first dim of an operand."""
     assert call.outputs is not None
     if call.type in ("ReverseV2", "Roll"):
         axes = tf.get_static_value(call.inputs[1 if call.type == "ReverseV2" else 2])
@@ -106,47 +116,57 @@ def _moves_rows(call: _private.Call, number: int) -> bool:
     return not isinstance(dim_rules.advance(call.outputs[0].op, number, 0, 1), dim_rules.Flow)
 
 
+@rewrite_rule(
+    "Pack", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
+    fault=_FAULT, cases=("stack of samples",),
+)  # fmt: skip
 def stack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Pack along a first dim: of tensors of samples, or of floats."""
+    """Stack the local rows of tensors of samples along a first dim, or pin the layout of other tensors."""
     assert call.outputs is not None
     rank = call.outputs[0].shape.rank
-    if axis_sizes(mesh).data_size == 1:
-        return None
     if call.get_attr("axis") % rank != 0 or rank < 2 or not call.outputs[0].shape.is_fully_defined():
         return None
     if any(samples.are_in(each, 0) for each in call.inputs):
         inputs = [transfer.by_sample(each, mesh) for each in call.inputs]
         (result,) = _private.same_operation(call, inputs)
-        return [samples.sharded(result, 1, mesh)]
+        return [samples.sharded_along(result, 1, mesh)]
     if not call.inputs[0].dtype.is_floating or all(each.op.type == "Const" for each in call.inputs):
         return None
     if rank > 2 and axis_sizes(mesh).shards_by_several:
-        return None  # Such as matrices of a kernel, which a model axis may shard along any dim.
-    inputs = [dims.whole_rows(each, mesh, kept=0) for each in call.inputs]
-    return [dims.whole_rows(each, mesh) for each in _private.same_operation(call, inputs)]
+        return None  # For example matrices of a kernel: a model axis may shard any dim.
+    inputs = [dims.pin_rows(each, mesh, kept=0) for each in call.inputs]
+    return [dims.pin_rows(each, mesh) for each in _private.same_operation(call, inputs)]
 
 
+@rewrite_rule(
+    "Unpack", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
+    fault=_FAULT, cases=("unstack of samples",),
+)  # fmt: skip
 def unstack(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Unpack along a first dim: of samples, or of others, whose parts stay as they are sharded."""
-    found = rows(call, mesh)
+    """Replicate the first dim. The results of a tensor without samples keep their sharding."""
+    found = join_rows(call, mesh)
     (tensor,) = call.inputs
     if found is not None or call.get_attr("axis") % (tensor.shape.rank or 1) != 0 or not tensor.dtype.is_floating:
         return found
-    if axis_sizes(mesh).data_size == 1 or (tensor.shape.rank or 0) < 2 or not tensor.shape.is_fully_defined():
+    if (tensor.shape.rank or 0) < 2 or not tensor.shape.is_fully_defined():
         return None
-    layout = samples.layout_with_whole(tensor, 0, mesh)
+    layout = samples.layout_replicated_along(tensor, 0, mesh)
     results = _private.same_operation(call, [dtensor.relayout(tensor, layout)])
     part = dtensor.Layout(layout.sharding_specs[1:], mesh)
     return [dtensor.relayout(each, part) for each in results]
 
 
+@rewrite_rule(
+    "Reshape", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
+    fault=_FAULT, cases=("reshape of samples",),
+)  # fmt: skip
 def reshape(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Reshape that merges samples with a dim in front of them, or splits them."""
+    """Replicate samples that are merged with a dim in front of them or split, and shard a dim that is made of them."""
     tensor = call.inputs[0]
     assert call.outputs is not None
     (output,) = call.outputs
     devices = axis_sizes(mesh).data_size
-    if call.is_eager or devices == 1 or not tensor.shape.is_fully_defined() or not output.shape.is_fully_defined():
+    if not tensor.shape.is_fully_defined() or not output.shape.is_fully_defined():
         return None
     before, after = list(tensor.shape), list(output.shape)
     for dim, size in enumerate(before):
@@ -155,12 +175,12 @@ def reshape(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
         if samples.are_in(tensor, dim):
             (result,) = _private.same_operation(call, [transfer.whole(tensor, mesh), call.inputs[1]])
             places = [each for each in _made_of(before, after, dim) if after[each] % devices == 0]
-            return [samples.sharded(result, places[0], mesh) if places else transfer.whole(result, mesh)]
+            return [samples.sharded_along(result, places[0], mesh) if places else transfer.whole(result, mesh)]
     return None
 
 
 def _made_of(before: Sequence[int], after: Sequence[int], dim: int) -> list[int]:
-    """The dims of a reshaped tensor that elements along one of its dims before lie along."""
+    """Return the dims of a reshaped tensor along which the elements of a former dim lie."""
     behind, size = math.prod(before[dim + 1 :]), before[dim]
     found = []
     for place, count in enumerate(after):

@@ -2,10 +2,8 @@
 
 PyTorch calls it `local_map` (torch.distributed.tensor.experimental), JAX "shard_map".
 
-DTensor does not expand an operation whose operand is in a "parted" layout: each device computes with its own shard
-(SkipExpansionForPartedLayout in TensorFlow 2.21's dtensor/mlir/spmd_expander.cc). `_to_local` slices a parted tensor in
-the global shape down to the local shape, and declares the result replicated, so DTensor leaves what follows as it is.
-`_from_local` goes back: it gathers by indices that are themselves sharded, in the local shape.
+devices/local_shards.py keeps DTensor from expanding local operations. operations/rows.py is the same for functions of
+the rows of a batch, which need no collective.
 
 Gradients follow the rule of JAX's "shard_map". The gradient of an output is divided by the number of devices that hold
 the same part of the output. The gradient of an input is added up over the devices that hold the same part of the input.
@@ -19,23 +17,21 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import local_shards, transfer
 from tfshard.errors import LayoutError, UnsupportedOperationError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import rows
 
 Layouts: TypeAlias = Sequence[Sequence[str | None] | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Map:
-    """One call of `local_map` that is being traced.
+    """A call of `local_map` while it is traced.
 
     Attributes:
         mesh: The mesh; None on one device.
@@ -234,7 +230,7 @@ def _run(
         with _tracing(call):
             return fn(*arguments)
 
-    local.__name__ = transfer.LOCAL
+    local.__name__ = local_shards.NAME
     traced = tf.function(local, autograph=False).get_concrete_function(*specs)
     _check_function(traced)
     results = tf.nest.flatten(traced.structured_outputs)
@@ -246,10 +242,10 @@ def _run(
         call.sharded(_padded(layout, result.shape, "result", number))
         for number, (layout, result) in enumerate(zip(outs, results, strict=True))
     ]
-    with rows.inside():
-        entered = [_enter(each, layout, call, mesh) for each, layout in zip(tensors, used, strict=True)]
+    with local_shards.scope():
+        entered = [_to_local(each, layout, call, mesh) for each, layout in zip(tensors, used, strict=True)]
         made = tf.nest.flatten(traced(*entered))
-        left = [_leave(each, layout, call, mesh) for each, layout in zip(made, leaving, strict=True)]
+        left = [_from_local(each, layout, call, mesh) for each, layout in zip(made, leaving, strict=True)]
     return tf.nest.pack_sequence_as(traced.structured_outputs, left)
 
 
@@ -269,26 +265,32 @@ def _check_function(traced: Any) -> None:
         )
 
 
-def _enter(tensor: tf.Tensor, axes: Axes, call: _Map, mesh: dtensor.Mesh) -> tf.Tensor:
+def _to_local(tensor: tf.Tensor, axes: Axes, call: _Map, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return the local shard. Its gradient is added up over the devices that hold the same shard."""
     over = tuple(axis for axis, size in call.sizes.items() if size > 1 and axis not in axes)
-    return rows.with_gradient(
-        lambda tensor, mesh: _to_local(tensor, axes, mesh),
-        lambda upstream, mesh: _leave(_psum(upstream, over, mesh), axes, call, mesh),
-        tensor,
-        mesh,
+
+    def shard(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+        if not any(axes):
+            return transfer.whole(tensor, mesh)
+        with local_shards.scope():
+            return local_shards.to_local(transfer.relayout(tensor, axes, mesh), axes, mesh)
+
+    return local_shards.with_gradient(
+        shard, lambda upstream, mesh: _from_local(_psum(upstream, over, mesh), axes, call, mesh), tensor, mesh
     )
 
 
-def _leave(tensor: tf.Tensor, axes: Axes, call: _Map, mesh: dtensor.Mesh) -> tf.Tensor:
+def _from_local(tensor: tf.Tensor, axes: Axes, call: _Map, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return the global tensor. Its gradient is divided by the number of devices that hold the same shard."""
     copies = call.copies(axes)
 
     def gradient(upstream: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-        local = _enter(upstream, axes, call, mesh)
+        local = _to_local(upstream, axes, call, mesh)
         return local / tf.cast(copies, local.dtype) if copies > 1 else local
 
-    return rows.with_gradient(lambda tensor, mesh: _from_local(tensor, axes, mesh), gradient, tensor, mesh)
+    return local_shards.with_gradient(
+        lambda tensor, mesh: local_shards.from_local(tensor, axes, mesh), gradient, tensor, mesh
+    )
 
 
 def _psum(tensor: tf.Tensor, axes: tuple[str, ...], mesh: dtensor.Mesh) -> tf.Tensor:
@@ -297,32 +299,10 @@ def _psum(tensor: tf.Tensor, axes: tuple[str, ...], mesh: dtensor.Mesh) -> tf.Te
 
     def total(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
         replicated = (None,) * tensor.shape.rank
-        with rows.inside():
+        with local_shards.scope():
             for axis in axes:
-                stacked = _from_local(tf.expand_dims(tensor, 0), (axis, *replicated), mesh)
+                stacked = local_shards.from_local(tf.expand_dims(tensor, 0), (axis, *replicated), mesh)
                 tensor = transfer.relayout(tf.reduce_sum(stacked, 0), replicated, mesh)
         return tensor
 
-    return rows.with_gradient(total, lambda upstream, mesh: _psum(upstream, axes, mesh), tensor, mesh)
-
-
-def _to_local(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    if not any(axes):
-        return transfer.whole(tensor, mesh)
-    with rows.inside():
-        return rows.local_shard(transfer.relayout(tensor, axes, mesh), axes, mesh)
-
-
-def _from_local(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    sizes = axis_sizes(mesh)
-    with rows.inside():
-        made = transfer.relayout(tensor, (None,) * tensor.shape.rank, mesh)
-        for dim, axis in enumerate(axes):
-            if axis is None:
-                continue
-            indices = tf.constant(np.tile(np.arange(tensor.shape[dim], dtype="int32"), sizes[axis]))
-            local = dtensor.relayout(
-                transfer.relayout(indices, (axis,), mesh), transfer.layout((axis,), mesh).to_parted()
-            )
-            made = tf.gather(made, local, axis=dim)
-    return transfer.relayout(made, axes, mesh)
+    return local_shards.with_gradient(total, lambda upstream, mesh: _psum(upstream, axes, mesh), tensor, mesh)

@@ -1,9 +1,9 @@
-"""Loops: those of recurrent layers, and the lists of tensors in which loops keep what they compute.
+"""The loops of recurrent layers, and rewrite rules of the lists of tensors that loops fill.
 
-A `tf.while_loop` is expanded by DTensor. What it does not know are TensorLists, in which loops collect results, and
-their gradients what they will need: every device keeps them whole (expansions.py). In recurrent layers, which take
-most of a model's time, each device does the loop with its own rows instead (rows.py). On GPUs Keras has cuDNN do the
-loops of LSTM and GRU, which DTensor does not expand: TensorFlow does them here.
+DTensor expands a `tf.while_loop`, but no TensorLists. Loops collect results in lists, and their gradients collect the
+values that they need. Every device keeps the full lists (expansions.py). In recurrent layers, which take most of a
+model's time, each device runs the loop with its local rows instead (rows.py). On GPUs, Keras runs the loops of LSTM and
+GRU by cuDNN, which DTensor does not expand: TensorFlow runs them here.
 """
 
 import contextlib
@@ -20,26 +20,27 @@ from tfshard import _private
 from tfshard.devices import expansions
 from tfshard.errors import UnsupportedOperationError
 from tfshard.operations import branches, layer_patch, rows
+from tfshard.operations.registry import rewrite_rule
 from tfshard.operations.replacing import replaced
 from tfshard.storage import steps
 
 
 def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
-    """Lets each device do the loops of a model's recurrent layers with its own rows."""
+    """Patch a model's recurrent layers: each device runs their loops with its local rows."""
     for layer in _private.flatten_layers(model):
         if isinstance(layer, keras.layers.RNN):
             layer_patch.apply(layer_patch.RECURRENCE, layer, functools.partial(_inner_loop, mesh))
 
 
 def states(model: keras.Model) -> list[keras.Variable]:
-    """What a model's recurrent layers keep from batch to batch (`stateful=True`), which Keras has in no list."""
+    """Return the states of recurrent layers with `stateful=True`, which no list of Keras has."""
     layers = [layer for layer in _private.flatten_layers(model) if isinstance(layer, keras.layers.RNN)]
     kept = [keras.tree.flatten(layer.states) for layer in layers if layer.stateful and layer.built]
     return [state for of_layer in kept for state in of_layer if isinstance(state, keras.Variable)]
 
 
 def _inner_loop(mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
-    """A layer's `inner_loop`, on the rows of each device inside a compiled step."""
+    """Return a layer's `inner_loop` that each device runs with its local rows inside a compiled step."""
 
     def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: bool = False) -> Any:
         def loop(sequences: Any, initial_state: Any, mask: Any) -> Any:
@@ -50,13 +51,13 @@ def _inner_loop(mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch
 
         if not rows.can_be(sequences, mesh):
             return loop(sequences, initial_state, mask)
-        return rows.apply(loop, [sequences, initial_state, mask], mesh)
+        return rows.local_map(loop, [sequences, initial_state, mask], mesh)
 
     return inner_loop
 
 
 def without_cudnn() -> contextlib.AbstractContextManager[None]:
-    """A context in which Keras does the loops of LSTM and GRU itself, or says that `use_cudnn=True` cannot be."""
+    """A context in which Keras runs the loops of LSTM and GRU without cuDNN, or refuses `use_cudnn=True`."""
     return replaced((_private.keras_backend, name, _refused) for name in ("lstm", "gru"))
 
 
@@ -64,57 +65,28 @@ def _refused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError
 
 
-def _element_shape(call: _private.Call) -> list[tf.Tensor] | None:
-    """TensorListElementShape, a constant: DTensor would make one with sizes of -2**63 of it."""
+@rewrite_rule(
+    "TensorListElementShape", graph=True, eager=False, gradient="none", sizes="any", local="also",
+    fault="makes sizes of `-2**63` of it", cases=("item of a list",),
+)  # fmt: skip
+def element_shape(call: _private.Call) -> list[tf.Tensor] | None:
+    """Return the shape of an element as a constant."""
     assert call.outputs is not None
     shape = _private.element_shape(call.inputs[0])
     return None if shape is None else [tf.constant(shape, call.outputs[0].dtype)]
 
 
-# The gradient of `TensorListGetItem` in loops.
-_ITEM_GRADIENT = "TfshardTensorListGetItem"
-
-
-def _item(call: _private.Call) -> list[tf.Tensor] | None:
-    """Give TensorListGetItem in a loop a gradient that takes the length of the list from the forward pass.
-
-    TensorFlow's gradient asks the list for its length. In loops that a persistent tape or nested tapes record,
-    TensorFlow keeps the list of each iteration for that in a list of lists, on which DTensor ends the process.
-    """
+def _is_in_loop(call: _private.Call) -> bool:
+    """The operation is in a loop, and the shape of the element is known."""
     assert call.outputs is not None
-    graph = call.outputs[0].graph
-    if not _private.graph_is_loop(graph) or not call.outputs[0].shape.is_fully_defined():
-        return None
-    if _length_of(call.inputs[0]) is None:
-        expansions.allow(tf.raw_ops.TensorListLength(input_handle=call.inputs[0]).op)
-    with graph.gradient_override_map({call.type: _ITEM_GRADIENT}):
-        return _private.same_operation(call, call.inputs)
+    return _private.graph_is_loop(call.outputs[0].graph) and call.outputs[0].shape.is_fully_defined()
 
 
-def _length_of(items: tf.Tensor) -> tf.Tensor | None:
-    """Return the TensorListLength of a list, if its graph has one."""
-    return next((user.outputs[0] for user in items.consumers() if user.type == "TensorListLength"), None)
-
-
-def _list_of_lists(call: _private.Call) -> None:
-    """Refuse TensorListPushBack of a list that an inner loop filled: DTensor ends the process, or does not say why."""
-    if call.inputs[1].dtype == tf.variant and call.inputs[1].op.type in _LOOPS:
-        raise UnsupportedOperationError(
-            "A compiled step on a mesh cannot have the gradient of a loop in a loop (tf.while_loop, keras.ops.scan, "
-            "keras.ops.fori_loop): the outer loop would keep the lists of the inner one. Unroll one of the loops in "
-            "Python, or write the inner one with operations on a whole axis."
-        )
-
-
-# A loop, and the function in which TensorFlow puts a loop that a persistent tape or nested tapes record.
-_LOOPS = ("PartitionedCall", "StatefulPartitionedCall", "StatelessWhile", "While")
-
-
-@tf.RegisterGradient(_ITEM_GRADIENT)  # type: ignore[untyped-decorator]  # TensorFlow has no types.
 def _item_gradient(operation: tf.Operation, gradient: tf.Tensor) -> tuple[tf.Tensor, None, None]:
+    """Set the gradient in an empty list that has the length of the list in the forward pass."""
     items, index, _ = operation.inputs
     count = _length_of(items)
-    assert count is not None, "`_item` made it."
+    assert count is not None, "`item` made the TensorListLength."
     empty = tf.raw_ops.TensorListReserve(
         element_shape=tf.constant(operation.outputs[0].shape.as_list(), tf.int32),
         num_elements=count,
@@ -123,9 +95,56 @@ def _item_gradient(operation: tf.Operation, gradient: tf.Tensor) -> tuple[tf.Ten
     return tf.raw_ops.TensorListSetItem(input_handle=empty, index=index, item=gradient), None, None
 
 
+# TensorFlow's gradient asks the list for its length. In loops that a persistent tape or nested tapes record, TensorFlow
+# keeps the list of each iteration for that in a list of lists.
+@rewrite_rule(
+    "TensorListGetItem", graph=True, eager=False, gradient=_item_gradient, when=_is_in_loop, sizes="any", local="also",
+    fault="**ends the process** in the gradient of a loop that a persistent tape or nested tapes record",
+    cases=("loop under a persistent tape",),
+)  # fmt: skip
+def item(call: _private.Call) -> list[tf.Tensor] | None:
+    """Give the operation a gradient that takes the length of the list from the forward pass."""
+    if _length_of(call.inputs[0]) is None:
+        expansions.allow(tf.raw_ops.TensorListLength(input_handle=call.inputs[0]).op)
+    return _private.same_operation(call, call.inputs)
+
+
+def _length_of(items: tf.Tensor) -> tf.Tensor | None:
+    """Return the TensorListLength of a list, if its graph has one."""
+    return next((user.outputs[0] for user in items.consumers() if user.type == "TensorListLength"), None)
+
+
+def _pushes_list_of_loop(call: _private.Call) -> bool:
+    """The element is a list that an inner loop filled."""
+    return call.inputs[1].dtype == tf.variant and call.inputs[1].op.type in _LOOPS
+
+
+@rewrite_rule(
+    "TensorListPushBack", graph=True, eager=False, gradient="none", when=_pushes_list_of_loop, sizes="any",
+    local="also", fault="**ends the process**, or does not say why, in the gradient of a loop in a loop",
+    cases=("gradient of a loop in a loop",),
+)  # fmt: skip
+def refuse_list_of_lists(call: _private.Call) -> None:
+    """Refuse the gradient of a loop in a loop."""
+    del call
+    raise UnsupportedOperationError(
+        "A compiled step on a mesh cannot have the gradient of a loop in a loop (tf.while_loop, keras.ops.scan, "
+        "keras.ops.fori_loop): the outer loop would keep the lists of the inner one. Unroll one of the loops in "
+        "Python, or write the inner one with operations on a whole axis."
+    )
+
+
+# A loop, and the function in which TensorFlow puts a loop that a persistent tape or nested tapes record.
+_LOOPS = ("PartitionedCall", "StatefulPartitionedCall", "StatelessWhile", "While")
+
+
+@rewrite_rule(
+    "TensorListStack", graph=True, eager=False, gradient="registered", sizes="any",
+    fault="makes a tensor with a dim of no known size of it, although the length follows from static shapes "
+    "(`tf.TensorArray(size=tf.shape(x)[1])`)", cases=("loop that fills a list",),
+)  # fmt: skip
 def stack(call: _private.Call) -> tf.Tensor | None:
-    """TensorListStack of a list whose length follows from static shapes, as in `tf.TensorArray(size=tf.shape(x)[1])`,
-    where TensorFlow does not see it."""
+    """Give the operation the length of the list as a constant."""
     assert call.outputs is not None
     count = None if call.outputs[0].shape.rank is None else _length(call.inputs[0])
     if count is None or call.get_attr("num_elements") == count:
@@ -178,17 +197,22 @@ def _length(tensor_list: tf.Tensor, arguments: Mapping[int, tf.Tensor] = Mapping
     return None
 
 
-def _made_in_body(call: _private.Call) -> None:
-    """IdentityN, such as a custom gradient is made of, in the body of a loop or in a branch: what that gets from
-    outside, and constants, which DTensor takes out of it, become results of operations in it.
+def _is_in_body(call: _private.Call) -> bool:
+    """The operation is in the body of a loop or in a branch."""
+    assert call.outputs is not None
+    return can_make(call.outputs[0].op.graph)
 
-    DTensor puts an IdentityN behind the operations that make its operands, also where these are outside
-    (`IdentityNSPMDExpander::ExpandOp`).
-    """
+
+# `IdentityNSPMDExpander::ExpandOp` has the fault. DTensor takes constants out of a body, too.
+@rewrite_rule(
+    "IdentityN", graph=True, eager=False, gradient="registered", when=_is_in_body, sizes="any", local="also",
+    fault="puts the identity of a custom gradient behind the operations that make its operands, also if these are "
+    "outside of the loop or branch", cases=("custom gradient in a branch",),
+)  # fmt: skip
+def make_in_body(call: _private.Call) -> None:
+    """Make operands from outside, and constants, results of operations in the body. The operation itself stays."""
     assert call.outputs is not None
     operation = call.outputs[0].op
-    if not can_make(operation.graph):
-        return
     for number, operand in enumerate(operation.inputs):
         if operand.op.type == "Placeholder" or _is_constant(operand):
             _private.update_input(operation, number, made_here(operand))
@@ -200,7 +224,7 @@ def can_make(graph: tf.Graph) -> bool:
 
 
 def made_here(tensor: tf.Tensor) -> tf.Tensor:
-    """The same values as what an operation makes, in the body of a loop or in a branch: by adding nothing to them."""
+    """Return a tensor that an operation in the body of a loop or branch makes: the operand plus zero."""
     if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_complex or tensor.dtype.is_bool):
         return tensor
     none = _private.unknown_zero(tf.compat.v1.get_default_graph())
@@ -209,7 +233,7 @@ def made_here(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _is_constant(tensor: tf.Tensor) -> bool:
-    """Whether a tensor follows from constants and shapes."""
+    """Return whether a tensor follows from constants and shapes."""
     seen, left = set(), [tensor.op]
     while left:
         operation = left.pop()
@@ -223,10 +247,3 @@ def _is_constant(tensor: tf.Tensor) -> bool:
 
 
 _OF_SHAPES = frozenset(("OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"))
-
-EXCHANGES: dict[str, Callable[[_private.Call], list[tf.Tensor] | None]] = {
-    "IdentityN": _made_in_body,
-    "TensorListGetItem": _item,
-    "TensorListPushBack": _list_of_lists,
-    "TensorListElementShape": _element_shape,
-}

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import replicas, transfer
+from tfshard.devices import local_shards, replicas, transfer
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import rows
@@ -57,7 +57,8 @@ def by_replicas(gradient: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtenso
         found = found_of(gradient, mesh, axes)
         if found is None:
             return None
-        return replicas.leave_shard(replicas.all_reduce(found, mesh), axes, mesh)
+        total = replicas.all_reduce(found, mesh)
+        return local_shards.from_local(total, axes, mesh) if any(axes) else total
 
 
 def found_of(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh, axes: Axes = ()) -> tf.Tensor | None:
@@ -75,14 +76,14 @@ def found_of(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh, axes: A
 
 def stack(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """What each device has, of shape `(...)`, as a tensor `(devices, ...)`, a row for each."""
-    with rows.inside():
-        return rows.leave(tf.expand_dims(own, 0), mesh)
+    with local_shards.scope():
+        return rows.from_local(tf.expand_dims(own, 0), mesh)
 
 
 def unstacked(stacked: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """What `stack` took."""
-    with rows.inside():
-        return tf.squeeze(rows.enter(stacked, mesh), 0)
+    with local_shards.scope():
+        return tf.squeeze(rows.to_local(stacked, mesh), 0)
 
 
 def total(stacked: tf.Tensor) -> tf.Tensor:
@@ -107,7 +108,7 @@ def _own(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
         before = None if sharded is None else _own(operation.inputs[0], sharded, mesh)
         if before is None or operation.type == "Transpose":
             return None if before is None else _again(operation, {0: before})
-        with rows.inside():
+        with local_shards.scope():
             return tf.reshape(before, _of_shard(tensor.shape, axes, axis_sizes(mesh)))
     if operation.type == "AddN":
         terms = [_own(each, axes, mesh) for each in operation.inputs]
@@ -116,16 +117,16 @@ def _own(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
         return _again(operation, {number: each for number, each in enumerate(terms) if each is not None})
     find = _SUMS.get(operation.type)
     operands = {} if find is None else find(operation, axes)
-    if not operands or not all(rows.are_shared_out(operation.inputs[number], mesh) for number in operands):
+    if not operands or not all(rows.are_sharded(operation.inputs[number], mesh) for number in operands):
         return None
-    with rows.inside():
-        shards = {number: rows.enter_shard(operation.inputs[number], of, mesh) for number, of in operands.items()}
+    with local_shards.scope():
+        shards = {number: rows.to_local_shard(operation.inputs[number], of, mesh) for number, of in operands.items()}
         return _again(operation, shards)
 
 
 def _again(operation: tf.Operation, inputs: Mapping[int, tf.Tensor]) -> tf.Tensor:
     """The same operation, with some of its inputs replaced."""
-    with rows.inside():
+    with local_shards.scope():
         given = [inputs.get(number, each) for number, each in enumerate(operation.inputs)]
         (made,) = _private.copied(operation, given)
     return made
@@ -140,10 +141,10 @@ def _of_lookups(gradient: tf.IndexedSlices, mesh: dtensor.Mesh) -> tf.Tensor | N
     """Of a table in which rows were looked up: what a device looked up is added up by row."""
     ids, values = gradient.indices, gradient.values
     count = tf.get_static_value(gradient.dense_shape)[0]
-    if not rows.are_shared_out(ids, mesh):
+    if not rows.are_sharded(ids, mesh):
         return None
-    with rows.inside():
-        return tf.math.unsorted_segment_sum(rows.enter(values, mesh), rows.enter(ids, mesh), count)
+    with local_shards.scope():
+        return tf.math.unsorted_segment_sum(rows.to_local(values, mesh), rows.to_local(ids, mesh), count)
 
 
 def _matrix_product(operation: tf.Operation, axes: Axes) -> Operands:

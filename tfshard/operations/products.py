@@ -1,19 +1,25 @@
-"""Products that DTensor does not expand: of 8-bit integers, of samples with samples, of a tensor with itself."""
+"""Rewrite rules of products: of 8-bit integers, of samples with samples, of a tensor with itself."""
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import transfer
-from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import loops, samples, unsized
+from tfshard.operations.conditions import batch_axis_has_devices, model_axis_has_devices
+from tfshard.operations.registry import rewrite_rule
 
 
-def of_integers(call: _private.Call) -> tf.Tensor:
-    """`BatchMatMulV3`, whose result may have another dtype than its operands, as a product in the dtype of the result.
+@rewrite_rule(
+    "BatchMatMulV3", graph=True, eager=False, gradient="registered",
+    fault="has no expansion: every device computes the full product (int8 in int32, of quantized layers)",
+    cases=("product of integers",),
+)  # fmt: skip
+def multiply_integers(call: _private.Call) -> tf.Tensor:
+    """Cast both operands to the dtype of the result, and multiply.
 
-    That is what TensorFlow's kernel on CPU does, too: it casts the operands. DTensor expands the product however the
-    operands are sharded: where the dim that is summed over is, it adds up integers, which rounds nothing.
+    TensorFlow's kernel on CPU casts them, too. If the summed dim is sharded, DTensor adds up integers, which rounds
+    nothing.
     """
     x, y = (tf.cast(each, call.get_attr("Tout")) for each in call.inputs)
     product: tf.Tensor = tf.raw_ops.BatchMatMulV2(
@@ -22,30 +28,29 @@ def of_integers(call: _private.Call) -> tf.Tensor:
     return product
 
 
-def of_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """`MatMul` and `Einsum` of the samples of a batch with samples, as contrastive losses have it (Chen et al. 2020,
-    SimCLR; Radford et al. 2021, CLIP): each device multiplies its samples with all.
-
-    Both operands are sharded along dims of the result then, by the same axis. DTensor takes one of them for whole in
-    one place and the other in another: the reduction after it fails, or a transpose.
-    """
-    if call.is_eager:
-        return None
+# Contrastive losses multiply samples with samples: Chen et al. 2020, SimCLR; Radford et al. 2021, CLIP.
+@rewrite_rule(
+    "MatMul", "Einsum", graph=True, eager=False, gradient="registered", order=1,
+    fault="for samples times samples, replicates one operand in one place and the other operand in another: refuses "
+    "the sum, transpose or argmax that follows", cases=("product of samples",),
+)  # fmt: skip
+def multiply_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Replicate the second operand along its samples: each device multiplies its samples with all samples."""
     kept = _kept_dims(call)
     if kept is not None and samples.are_in(call.inputs[1], kept[1]) and samples.are_in(call.inputs[0], kept[0]):
         x, y = call.inputs
-        return _private.same_operation(call, [x, samples.whole(y, kept[1], mesh)])
-    return of_twice_the_same(call, mesh)
+        return _private.same_operation(call, [x, samples.replicated_along(y, kept[1], mesh)])
+    return None
 
 
-def of_twice_the_same(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """A product of a tensor with itself, with no model axis over the second operand.
-
-    DTensor gives both operands one layout, and what it has to gather of one of them, it takes for both: it refuses
-    `m @ m`, and gives the gradient of `m @ tf.transpose(m)` other numbers.
-    """
-    sizes = axis_sizes(mesh)
-    if call.is_eager or len(call.inputs) != 2 or all(sizes[axis] == 1 for axis in sizes.tensor):
+@rewrite_rule(
+    "MatMul", "Einsum", "BatchMatMulV2", graph=True, eager=False, gradient="registered", when=model_axis_has_devices,
+    order=2, fault="gives both operands one layout if a tensor is multiplied by itself: refuses `m @ m`, and gives "
+    "wrong gradients of `m @ tf.transpose(m)`", cases=("product of a tensor with itself",),
+)  # fmt: skip
+def multiply_by_itself(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Remove the model axis from the second operand."""
+    if len(call.inputs) != 2:
         return None
     x, y = call.inputs
     if x is not y or not y.shape.is_fully_defined():
@@ -54,7 +59,7 @@ def of_twice_the_same(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor
         # Nothing is pinned there (unsized.py).
         return _private.same_operation(call, [x, loops.made_here(y)]) if loops.can_make(y.graph) else None
     of_samples = next((dim for dim in range(y.shape.rank) if samples.are_in(y, dim)), None)
-    whole = transfer.whole(y, mesh) if of_samples is None else samples.sharded(y, of_samples, mesh)
+    whole = transfer.whole(y, mesh) if of_samples is None else samples.sharded_along(y, of_samples, mesh)
     return _private.same_operation(call, [x, whole])
 
 
@@ -65,9 +70,14 @@ COMPARISONS = (
 )  # fmt: skip
 
 
-def of_each_with_each(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """What broadcasts samples along samples, as `x[:, None] - x[None]`: each device takes its samples with all."""
-    if call.is_eager or axis_sizes(mesh).data_size == 1 or len(call.inputs) != 2:
+@rewrite_rule(
+    *COMPARISONS, graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
+    fault="refuses samples that are broadcast along samples, as in `x[:, None] - x[None]`",
+    cases=("each sample with each",),
+)  # fmt: skip
+def compare_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Replicate one operand along its samples: each device compares its samples with all samples."""
+    if len(call.inputs) != 2:
         return None
     x, y = call.inputs
     if x.shape == y.shape or not x.shape.is_fully_defined() or not y.shape.is_fully_defined():
@@ -84,7 +94,7 @@ def of_each_with_each(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor
     if -kept <= tensor.shape.rank and tensor.shape[kept] != 1:
         return None
     inputs = [x, y]
-    inputs[number] = samples.whole(tensor, found[number] % tensor.shape.rank, mesh)
+    inputs[number] = samples.replicated_along(tensor, found[number] % tensor.shape.rank, mesh)
     return _private.same_operation(call, inputs)
 
 

@@ -56,7 +56,7 @@ def _map(
     if not leaves or not all(_is_of_batch(leaf, mesh) for leaf in leaves):
         return call(elems)
     try:
-        return rows.apply(call_by_rows, [elems], mesh, whole_captures=True)
+        return rows.local_map(call_by_rows, [elems], mesh, full_captures=True)
     except UnsupportedOperationError:
         # It draws random numbers, writes to a variable, or has tensors of unknown size: each device does it with all
         # rows.
@@ -94,7 +94,7 @@ def _ctc(
     by_sample = tf.transpose(logits, [1, 0, 2]) if logits_time_major else logits
     if unique is not None or not tf.is_tensor(labels) or not rows.can_be(by_sample, mesh):
         return original(labels, logits, label_length, logit_length, logits_time_major, unique, **kwargs)
-    return rows.apply(loss, [labels, by_sample, label_length, logit_length], mesh)
+    return rows.local_map(loss, [labels, by_sample, label_length, logit_length], mesh)
 
 
 def _convolution(mesh: dtensor.Mesh, original: Callable[..., Any], *args: Any, **kwargs: Any) -> tf.Tensor:
@@ -108,7 +108,7 @@ def _convolution(mesh: dtensor.Mesh, original: Callable[..., Any], *args: Any, *
         given.arguments["input"] = inputs
         return original(*given.args, **given.kwargs)
 
-    return rows.apply(convolve, [inputs], mesh, whole_captures=True)
+    return rows.local_map(convolve, [inputs], mesh, full_captures=True)
 
 
 def _activation(

@@ -1,6 +1,6 @@
-"""Operations that take one sample after the other, done by each device with its own rows (rows.py).
+"""Rewrite rules of operations on one sample after the other: each device computes with its local rows (rows.py).
 
-DTensor would compute them whole on every device (expansions.py), or has an expansion that gathers first.
+DTensor would replicate these operations (expansions.py), or has an expansion that gathers first.
 """
 
 import dataclasses
@@ -11,17 +11,18 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.operations import rows
+from tfshard.operations.registry import rewrite_rule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowOperation:
-    """How an operation's operands and results are made of rows.
+    """The operands and results of an operation that have a dim for the samples.
 
     Attributes:
-        operands: The numbers of those whose first dim is the batch; others are the same for all rows.
-        sizes: The number of an operand that holds a shape which begins with the batch, if there is one.
-        summed: Whether the results are sums over all rows, such as the gradient of a kernel; else they have rows.
-        when: Whether rows do not depend on one another, from the operation.
+        operands: The numbers of the operands with the batch as first dim. All rows use the other operands.
+        sizes: The number of an operand that holds a shape with the batch in front; None without such an operand.
+        summed: True if the results are sums over all rows, such as the gradient of a kernel.
+        when: Returns whether the rows of an operation are independent.
     """
 
     operands: tuple[int, ...] = (0,)
@@ -31,7 +32,7 @@ class RowOperation:
 
 
 def _axes_but_the_first(number: int) -> Callable[[_private.Call], bool]:
-    """Whether the axes that operand `number` holds are known, and none is the batch."""
+    """Return a check that the axes in operand `number` are known, and none is the batch."""
 
     def check(call: _private.Call) -> bool:
         axes, rank = tf.get_static_value(call.inputs[number]), call.inputs[0].shape.rank
@@ -46,7 +47,7 @@ def _no_padding_in_front(call: _private.Call) -> bool:
 
 
 def _ranks(least: int) -> Callable[[_private.Call], bool]:
-    """Whether the first operand has a dim for the batch besides those that the operation is about."""
+    """Return a check that the first operand has at least this rank, and so a dim for the batch."""
     return lambda call: call.inputs[0].shape.rank >= least
 
 
@@ -95,25 +96,29 @@ ROW_OPERATIONS: dict[str, RowOperation] = {
 }  # fmt: skip
 
 
-def exchange(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """What stands for the results of an operation; None where it is not a matter of rows."""
+@rewrite_rule(
+    *ROW_OPERATIONS, graph=True, eager=False, gradient="registered", order=3,
+    fault="refuses them, or gathers first", cases=("operation of rows",),
+)  # fmt: skip
+def local_rows(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Compute on each device with its local rows if no row depends on another row."""
     return by_rows(call, ROW_OPERATIONS[call.type], mesh)
 
 
 def by_rows(call: _private.Call, operation: RowOperation, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Compute an operation on each device's own rows; return None if its rows are replicated or not independent."""
+    """Compute an operation on each device's local rows; return None if its rows are replicated or not independent."""
     made_of_rows = [call.inputs[number] for number in operation.operands]
-    if not all(rows.are_shared_out(each, mesh) for each in made_of_rows) or not operation.when(call):
+    if not all(rows.are_sharded(each, mesh) for each in made_of_rows) or not operation.when(call):
         return None
     if len({each.shape[0] for each in made_of_rows}) != 1:
         return None
     inputs = list(call.inputs)
     for number in operation.operands:
-        inputs[number] = rows.enter(inputs[number], mesh)
+        inputs[number] = rows.to_local(inputs[number], mesh)
     if operation.sizes is not None:
         sizes = tf.get_static_value(inputs[operation.sizes])
         if sizes is None:
             return None
         inputs[operation.sizes] = tf.constant([inputs[operation.operands[0]].shape[0], *sizes[1:]], sizes.dtype)
     results = _private.same_operation(call, inputs)
-    return [rows.total(each, mesh) if operation.summed else rows.leave(each, mesh) for each in results]
+    return [rows.psum(each, mesh) if operation.summed else rows.from_local(each, mesh) for each in results]

@@ -61,7 +61,7 @@ def by_row(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
         return transfer.by_sample(tensor, mesh)
 
 
-def layout_with_whole(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> dtensor.Layout:
+def layout_replicated_along(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> dtensor.Layout:
     """Return a layout for a tensor that no axis shards along a dim.
 
     One dim stays as it is sharded ("match"; a layout may have one): one that a model axis shards, where samples are
@@ -81,7 +81,7 @@ def layout_with_whole(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> dtenso
     return dtensor.Layout(list(specs.values()), mesh)
 
 
-def whole(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> tf.Tensor:
+def replicated_along(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return a tensor with samples in a dim, of which every device has all.
 
     One other dim stays as it is sharded: one that a model axis shards, as far as that is known, else the first.
@@ -93,7 +93,7 @@ def whole(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> tf.Tensor:
     return dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
 
 
-def sharded(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> tf.Tensor:
+def sharded_along(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return a tensor with samples in a dim, sharded along it over the data axis if the axis divides them."""
     sizes = axis_sizes(mesh)
     axis = sizes.data if sizes.data_size > 1 and tensor.shape[dim] % sizes.data_size == 0 else None

@@ -1,13 +1,11 @@
-"""Scatters, gathers by index tuples and `tf.where`, computed whole on every device.
+"""Rewrite rules of scatters, gathers by index tuples, `tf.where` and top-k.
 
-DTensor matches the dims of indices and updates with those of the result by their numbers, as if an update always had
-one dim of its own in front. Where indices have several, or where the batch axis shards what is updated, the indices
-of the whole tensor meet a piece of it: wrong numbers, or a kernel that fails. `tf.where` gives each device the places
-in its own piece, and there is nothing that tells one device how many the others found.
+DTensor matches the dims of indices, updates and the result by their numbers, as if indices always had one dim in front.
+If indices have several dims, or the batch axis shards the updated tensor, a kernel applies global indices to a local
+shard: wrong numbers, or a failing kernel. `tf.where` finds the places in each local shard, and no device knows how many
+places the other devices found.
 
-Here operands are whole before the operation and its result is whole after it, pinned on both sides, with indices as a
-matrix of rows. That costs an all-gather of what was sharded. Each function takes a `_private.Call` and gives the tensor
-that stands for its output.
+The rules replicate the operands and the result, and write the indices as a matrix. Sharded operands cost an all-gather.
 """
 
 import math
@@ -20,10 +18,18 @@ from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.errors import UnsupportedOperationError
 from tfshard.operations import branches, samples, unsized
+from tfshard.operations.registry import rewrite_rule
+
+_FAULT = "gives global indices to kernels that hold a local shard: wrong numbers, or a failing kernel"
 
 
+@rewrite_rule(
+    "ScatterNd", graph=True, eager=True, gradient="registered", sizes="any",
+    fault=_FAULT + "; **ends the process** for constant int64 indices", cases=("scatter", "scatter in an eager step"),
+)  # fmt: skip
 def scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
-    """ScatterNd: zeros of a shape, with updates added to them."""
+    """Scatter replicated updates into replicated zeros."""
+    _check_ranks(call)
     indices, updates, shape = call.inputs
     known = tf.get_static_value(shape)
     if known is not None and math.prod(known) > tf.int32.max:
@@ -34,7 +40,7 @@ def scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
         known = np.array(call.outputs[0].shape)  # TensorFlow knows more of it, as of a product of sizes.
     rows, updates = _as_rows(call, transfer.whole(indices, mesh), transfer.whole(updates, mesh))
     if known is None:
-        # Of ScatterNd DTensor has to know the shape.
+        # DTensor needs the shape of a ScatterNd.
         zeros = tf.raw_ops.Empty(shape=transfer.whole(tf.cast(shape, tf.int32), mesh), dtype=updates.dtype, init=True)
         return transfer.whole(tf.raw_ops.TensorScatterSub(tensor=zeros, indices=rows, updates=-updates), mesh)
     # DTensor makes the shape again as int32, and ends the process where the indices are int64.
@@ -42,8 +48,13 @@ def scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.whole(result, mesh)
 
 
+@rewrite_rule(
+    "TensorScatterUpdate", "TensorScatterAdd", graph=True, eager=True, gradient="registered", sizes="any",
+    fault=_FAULT, cases=("scatter into a tensor", "scatter in an eager step"),
+)  # fmt: skip
 def tensor_scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
-    """TensorScatterUpdate and TensorScatterAdd: a tensor, with updates put into it or added to it."""
+    """Scatter replicated updates into a replicated tensor."""
+    _check_ranks(call)
     if not call.is_eager and _private.is_called_by("tensorflow.python.ops.parallel_for"):
         raise UnsupportedOperationError(
             "A compiled step on a mesh cannot have a tf.vectorized_map (keras.ops.fold, keras.ops.vectorized_map) of a "
@@ -55,16 +66,27 @@ def tensor_scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.whole(operation(tensor=tensor, indices=rows, updates=updates), mesh)
 
 
-def whole(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
-    """SparseToDense, and ComputeAccidentalHits, which finds the places for it."""
+@rewrite_rule(
+    "SparseToDense", "ComputeAccidentalHits", graph=True, eager=True, gradient="registered", sizes="any",
+    fault="refuses them where what follows is sharded",
+    cases=("sampled softmax", "dense of sparse in an eager step"),
+)  # fmt: skip
+def replicate(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
+    """Replicate the operands and the results."""
+    _check_ranks(call)
     inputs = [transfer.whole(each, mesh) for each in call.inputs]
     if call.type == "SparseToDense":
         inputs[1] = call.inputs[1]  # A shape.
     return [transfer.whole(each, mesh) for each in _private.same_operation(call, inputs)]
 
 
+@rewrite_rule(
+    "GatherNd", graph=True, eager=True, gradient="registered", sizes="any",
+    fault=_FAULT, cases=("gather by index tuples", "gather in an eager step"),
+)  # fmt: skip
 def gather(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
-    """GatherNd: the elements or slices of a tensor at index tuples."""
+    """Gather replicated index tuples from a replicated tensor."""
+    _check_ranks(call)
     params, indices = (transfer.whole(each, mesh) for each in call.inputs)
     front, length = _index_shape(call, indices)
     result = tf.raw_ops.GatherNd(params=params, indices=_matrix(indices, front, length))
@@ -73,8 +95,14 @@ def gather(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.whole(result, mesh)
 
 
+@rewrite_rule(
+    "GatherV2", graph=True, eager=True, gradient="registered", sizes="any",
+    fault="refuses batch dims where what follows is sharded otherwise",
+    cases=("gather with batch dims", "gather in an eager step"),
+)  # fmt: skip
 def gather_with_batch_dims(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """GatherV2 with dims that params and indices share: they have to be sharded alike."""
+    """Shard both operands of a gather with batch dims, and its result, over the batch axis."""
+    _check_ranks(call)
     if not call.get_attr("batch_dims"):
         return None
     params, indices, axis = call.inputs
@@ -87,8 +115,14 @@ def gather_with_batch_dims(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor
     return transfer.by_sample(result, mesh)
 
 
-def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """TopKV2: DTensor refuses it where what is done with its result shards the last dim."""
+@rewrite_rule(
+    "TopKV2", graph=True, eager=True, gradient="registered", sizes="any",
+    fault="refuses it where what follows shards the last dim; makes results of no known size of a `k` that "
+    "follows from static shapes (`tf.sort`)", cases=("top k", "top k in an eager step"),
+)  # fmt: skip
+def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
+    """Shard the operand and the results over the batch axis, and make `k` a constant where the graph knows it."""
+    _check_ranks(call)
     values, k = call.inputs
     number = None if call.is_eager else branches.number_of(k)  # As tf.sort has it, where DTensor does not see it.
     k = k if number is None else number
@@ -97,12 +131,18 @@ def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     place = transfer.whole if is_whole else samples.by_row
     found = tf.raw_ops.TopKV2(input=place(values, mesh), k=k, sorted=call.get_attr("sorted"))
     found = [place(each, mesh) for each in found]
-    # A transpose, as of `tf.sort` along the batch, cannot shard what is replicated.
-    return [samples.sharded(each, -1, mesh) for each in found] if among_samples else found
+    # A transpose, as in `tf.sort` along the batch, cannot shard a replicated tensor.
+    return [samples.sharded_along(each, -1, mesh) for each in found] if among_samples else found
 
 
+@rewrite_rule(
+    "Where", graph=True, eager=True, gradient="none", sizes="any",
+    fault="finds the places in each local shard: wrong numbers (`tf.where(c)`, `tf.boolean_mask`); refuses more than "
+    "one dim", cases=("where", "where in an eager step"),
+)  # fmt: skip
 def where(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Where: the index tuples of all elements that are not zero. DTensor expands it for a vector only."""
+    """Find the places in a replicated vector, and compute the index tuples from them."""
+    _check_ranks(call)
     (condition,) = call.inputs
     if condition.shape.rank == 1:
         return transfer.whole(tf.raw_ops.Where(condition=transfer.whole(condition, mesh)), mesh)
@@ -111,7 +151,7 @@ def where(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     condition = transfer.whole(unsized.vector(condition), mesh)
     places = transfer.whole(tf.raw_ops.Where(condition=condition), mesh)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    # A scalar has no dims, and no columns. Of a dim of no size nothing is found.
+    # A scalar has no dims, and no columns. An empty dim has no places.
     columns = [
         places // _at_least_one(stride) % _at_least_one(size) for stride, size in zip(strides, shape, strict=True)
     ]
@@ -122,15 +162,15 @@ def _at_least_one(size: unsized.Size) -> unsized.Size:
     return max(size, 1) if isinstance(size, int) else tf.cast(tf.maximum(size, 1), tf.int64)
 
 
-def check_ranks(call: _private.Call) -> None:
-    """Raises `UnsupportedOperationError` for an operand of which not even the number of dims is known."""
+def _check_ranks(call: _private.Call) -> None:
+    """Raise `UnsupportedOperationError` if the rank of an operand is not known."""
     for tensor in call.inputs:
         if tensor.shape.rank is None:
             _static(call, tensor.shape)
 
 
 def _as_rows(call: _private.Call, indices: tf.Tensor, updates: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Whole indices as a matrix, and whole updates with one dim for its rows in front."""
+    """Return replicated indices as a matrix, and replicated updates with one dim for the rows of the matrix."""
     front, length = _index_shape(call, indices)
     if len(front) == 1:
         return indices, updates
@@ -143,7 +183,7 @@ def _matrix(indices: tf.Tensor, front: tuple[int, ...], length: int) -> tf.Tenso
 
 
 def _index_shape(call: _private.Call, indices: tf.Tensor) -> tuple[tuple[int, ...], int]:
-    """The dims of index tuples, and how long each is. A matrix may have a number of rows that is not known."""
+    """Return the dims of index tuples, and the length of each. The number of rows of a matrix may be unknown."""
     if indices.shape.rank == 2 and indices.shape[1] is not None:
         return (indices.shape[0],), indices.shape[1]
     *front, length = _static(call, indices.shape)

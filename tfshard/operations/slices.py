@@ -1,7 +1,4 @@
-"""Slices and slice updates as DTensor expands them right, for those that it expands to wrong numbers or not at all.
-
-Each function takes a `_private.Call` and gives the tensor that stands for its output, or None to leave it.
-"""
+"""Rewrite rules of slices and slice updates, which DTensor expands to wrong numbers or not at all."""
 
 import dataclasses
 from typing import Any
@@ -12,19 +9,20 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError
 from tfshard.operations import unsized
+from tfshard.operations.registry import rewrite_rule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _FullSlice:
-    """The arguments of a StridedSlice with an entry for each dim of the tensor, and what it does to the shape.
+    """The arguments of a StridedSlice with an entry for each dim of the tensor, and the new axes of the result.
 
-    DTensor's expansion matches entries and dims by their numbers. With an ellipsis, a new axis, or fewer entries than
-    dims, what it says of the dims after them is wrong if one before them is taken away: the numbers are wrong, without
-    an error, where one of them is sharded (tests/operations/test_rewrites.py).
+    DTensor's expansion matches entries and dims by their numbers. If a slice removes a dim and has an ellipsis, a new
+    axis, or fewer entries than dims, the layout of later dims is wrong. The numbers are wrong, without an error, if one
+    of these dims is sharded (tests/operations/test_rewrites.py).
 
     Attributes:
-        arguments: Those of `tf.raw_ops.StridedSlice`, without the tensor.
-        new_axes: Where the result has new axes.
+        arguments: The arguments of `tf.raw_ops.StridedSlice`, without the tensor.
+        new_axes: The numbers of the new axes in the result.
     """
 
     arguments: dict[str, Any]
@@ -32,7 +30,7 @@ class _FullSlice:
 
     @classmethod
     def of(cls, call: _private.Call, vectors: list[tf.Tensor], rank: int) -> "_FullSlice | None":
-        """What a StridedSlice or its gradient does; None if it has an entry for each dim already."""
+        """Return the arguments of a StridedSlice or its gradient; None if it has an entry for each dim already."""
         names = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
         masks = {name: call.get_attr(f"{name}_mask") for name in names}
         given = vectors[0].shape[0]
@@ -71,7 +69,7 @@ class _FullSlice:
 
 
 def _entries(vector: tf.Tensor, entries: list[int | None], other: int) -> tf.Tensor | np.ndarray:
-    """The elements of `vector` with these numbers; `other` for None."""
+    """Return the elements of `vector` with these numbers, and `other` for None."""
     known = tf.get_static_value(vector)
     if known is not None:
         return np.array([other if i is None else known[i] for i in entries], known.dtype)
@@ -80,8 +78,14 @@ def _entries(vector: tf.Tensor, entries: list[int | None], other: int) -> tf.Ten
 
 
 def _forwards(call: _private.Call, sizes: list[int | None]) -> tuple[_private.Call, list[int]]:
-    """A slice, or its gradient, of a tensor of these sizes without strides below zero, and which of its result's dims
-    have to be reversed: DTensor reverses each device's piece by itself, and leaves the pieces where they are."""
+    """Return a slice or its gradient without strides below zero, and the dims of the result to reverse.
+
+    DTensor reverses each local shard, and leaves the order of the shards.
+
+    Args:
+        call: The operation.
+        sizes: The sizes of the sliced tensor.
+    """
     strides = tf.get_static_value(call.inputs[3])
     if strides is None or min(strides, default=1) > 0:
         return call, []
@@ -138,7 +142,7 @@ def _as_it_is(call: _private.Call) -> dict[str, Any]:
 
 
 def _elements(vector: tf.Tensor) -> list[int | None]:
-    """The numbers in a vector; None for those that are tensors."""
+    """Return the numbers in a vector, and None for elements that are tensors."""
     known = tf.get_static_value(vector)
     if known is not None:
         return [int(each) for each in known]
@@ -149,13 +153,13 @@ def _elements(vector: tf.Tensor) -> list[int | None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where a slice takes one element, or a range of a known size, of which the first is a tensor.
+    """An entry of a slice that takes one element at a tensor, or a range of known size that begins at a tensor.
 
     Attributes:
         dim: The dim of the tensor.
-        result: The dim of the slice without this.
-        index: The first element, as counted from the front or from the end.
-        size: Of the range; None for an element, which leaves no dim.
+        result: The dim of the slice without this entry.
+        index: The first element, counted from the front or from the end.
+        size: The size of the range; None for an element, which leaves no dim.
     """
 
     dim: int
@@ -164,14 +168,14 @@ class _Place:
     size: int | None = None
 
     def take(self, tensor: tf.Tensor) -> tf.Tensor:
-        """It, of the slice without this."""
+        """Apply the entry to the slice without it."""
         first = _from_the_front(self.index, tensor.shape[self.result])
         if self.size is not None:
             first += tf.range(self.size, dtype=first.dtype)
         return tf.gather(tensor, first, axis=self.result)
 
     def put(self, upstream: tf.Tensor, size: int) -> tf.Tensor:
-        """The gradient of the slice without this, from that of the slice: zeros elsewhere in a dim of this size."""
+        """Return the gradient of the slice without this entry: zeros elsewhere in a dim of this size."""
         if self.size is None:
             upstream = tf.expand_dims(upstream, self.result)
         count = self.size or 1
@@ -188,7 +192,7 @@ def _from_the_front(index: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def _range_size(begin: tf.Tensor, end: tf.Tensor) -> int | None:
-    """How many elements there are from `begin` to `end`, if `end` is `begin` and a number: `x[i : i + 8]`."""
+    """Return the size of a range whose end is its begin plus a number, as in `x[i : i + 8]`, else None."""
     if end.op.type not in ("Add", "AddV2"):
         return None
     first, second = end.op.inputs
@@ -197,12 +201,14 @@ def _range_size(begin: tf.Tensor, end: tf.Tensor) -> int | None:
 
 
 class _SizeDependsOnValues(Exception):
-    """A slice is computed as unsized.py has it."""
+    """The rules for unknown sizes rewrite the slice (unsized.py)."""
 
 
 def _places_apart(call: _private.Call, rank: int) -> tuple[_private.Call, list[_Place]] | None:
-    """A slice with ranges next to indices that are tensors, for which DTensor gives a tensor without elements, as a
-    slice without those; and where those are. None for other slices.
+    """Split a slice with ranges next to indices that are tensors, for which DTensor returns a tensor without elements.
+
+    Returns:
+        The slice without these indices, and their places. None for other slices.
 
     Raises:
         _SizeDependsOnValues: A range begins or ends at a tensor, and its size is not known.
@@ -261,8 +267,29 @@ def _places_apart(call: _private.Call, rank: int) -> tuple[_private.Call, list[_
     return without, places
 
 
+def _has_known_shapes(call: _private.Call) -> bool:
+    """The operand is a local shard, and its shape does not depend on values."""
+    return not unsized.is_unsized(call)
+
+
+_SLICE_FAULT = (
+    "matches entries and dims by number, so the numbers are wrong where entries are missing (an ellipsis, a new axis) "
+    "and a later dim is sharded; reverses each shard by itself for a stride below zero; gives no elements for a range "
+    "that begins at a tensor"
+)
+
+
+# DTensor reads past the end of the layout of a slice with a new axis, also where nothing is sharded.
+@rewrite_rule(
+    "StridedSlice", graph=True, eager=False, gradient="registered", local="only", when=_has_known_shapes,
+    fault="reads past the end of the layout for a new axis", cases=("slice of a local shard",),
+)  # fmt: skip
+@rewrite_rule(
+    "StridedSlice", graph=True, eager=True, gradient="registered", order=1, sizes="any",
+    fault=_SLICE_FAULT, cases=("slice", "slice in an eager step"),
+)  # fmt: skip
 def full_slice(call: _private.Call) -> tf.Tensor | None:
-    """A StridedSlice with an entry for each dim."""
+    """Slice with an entry for each dim, forwards, and gather reversed dims and ranges that begin at a tensor."""
     if not call.inputs[0].shape.is_fully_defined():
         if call.inputs[0].shape.rank is None or unsized.depends_on_values(call.inputs[0]):
             return None
@@ -292,8 +319,12 @@ def _one_slice(call: _private.Call) -> tf.Tensor | None:
     return _reversed(result, backwards)
 
 
+@rewrite_rule(
+    "StridedSliceGrad", graph=True, eager=True, gradient="registered", order=1, sizes="any",
+    fault=_SLICE_FAULT, cases=("slice", "slice in an eager step"),
+)  # fmt: skip
 def full_slice_gradient(call: _private.Call) -> tf.Tensor | None:
-    """The gradient of a StridedSlice, with an entry for each dim."""
+    """Write the gradient of a slice with an entry for each dim."""
     if not call.is_eager and not unsized.is_known(call.inputs[0]) and unsized.depends_on_values(*call.inputs):
         return None
     sizes = tf.get_static_value(call.inputs[0])
@@ -329,8 +360,12 @@ def _one_gradient(call: _private.Call, sizes: np.ndarray | None) -> tf.Tensor | 
     return tf.raw_ops.StridedSliceGrad(shape=shape, dy=upstream, **arguments)
 
 
+@rewrite_rule(
+    "XlaDynamicUpdateSlice", graph=True, eager=True, gradient="none", sizes="any",
+    fault="does not expand it (`keras.ops.slice_update`)", cases=("slice update", "slice update in an eager step"),
+)  # fmt: skip
 def slice_update(call: _private.Call) -> tf.Tensor:
-    """What XlaDynamicUpdateSlice computes: a tensor with `updates` in it from `start` on, moved so that they fit in."""
+    """Select the updates or the tensor by index. XLA moves updates that would not fit, so the rule does, too."""
     tensor, updates, start = call.inputs
     inside: tf.Tensor | bool = True
     for dim, (size, count) in enumerate(zip(tensor.shape, updates.shape, strict=True)):

@@ -1,15 +1,15 @@
 """Tensors whose shape depends on values, such as what `tf.boolean_mask` gives, in a compiled step.
 
-DTensor expands an operation with the shapes that are known while it compiles. It cannot shard a dim whose size is not
-known then, and refuses a reshape, a slice or a broadcast of such a tensor. So every device computes all of what is made
-of such tensors: operands and results are whole, pinned on both sides of each operation (`exchange`). Operations that
-DTensor refuses even so are written with others. Those functions take a `_private.Call` and give the tensor that stands
-for its output, or None to leave the operation as it is. In eager code every shape is known.
+DTensor expands an operation with the shapes that it knows when it compiles. It cannot shard a dim of unknown size, and
+refuses a reshape, a slice or a broadcast of such a tensor. Therefore every device computes these tensors in full:
+`rewrite` pins operands and results of each operation as replicated. DTensor refuses some operations even so: the rules
+for unknown sizes rewrite these. In eager code every shape is known.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -17,18 +17,19 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import local_shards, transfer
 from tfshard.errors import UnsupportedOperationError
 from tfshard.layouts.axes import axis_sizes
-from tfshard.operations import einsums, rows, selects
+from tfshard.operations import registry
+from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import steps
 
-# One that only the step knows is a tensor, int32.
+# A size that only the step knows is a tensor, int32.
 Size: TypeAlias = int | tf.Tensor
 
 
 def is_known(tensor: tf.Tensor) -> bool:
-    """Whether a value follows from constants and static shapes, so that DTensor finds it while it compiles."""
+    """Return whether a value follows from constants and static shapes: DTensor finds it when it compiles."""
     if tf.executing_eagerly():
         return True
     seen, waiting = set(), [tensor.op]
@@ -44,11 +45,11 @@ def is_known(tensor: tf.Tensor) -> bool:
     return True
 
 
-# Operations that give as many elements as they find.
+# Operations that return as many elements as they find.
 AS_MANY_AS_FOUND = frozenset(
     ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "ListDiff", "DynamicPartition")
 )
-# Operations whose results have a shape that depends on values, also where those of their operands are not known.
+# Operations with results of a shape that depends on values, for operands of known and of unknown shapes.
 _SIZED_BY_VALUES = AS_MANY_AS_FOUND | frozenset(
     ("DynamicStitch", "ParallelDynamicStitch", "NonMaxSuppressionV3", "NonMaxSuppressionV4", "NonMaxSuppressionV5",
      "NonMaxSuppressionV2", "CombinedNonMaxSuppression", "Bincount", "DenseBincount",
@@ -58,20 +59,20 @@ _SIZED_BY_VALUES = AS_MANY_AS_FOUND | frozenset(
 
 
 def depends_on_values(*tensors: tf.Tensor) -> bool:
-    """Whether the shape of a tensor, or a shape that it holds, depends on values.
+    """Return whether the shape of a tensor, or a shape that it holds, depends on values.
 
-    Others that are not known while a step is traced, such as a batch size that changes, DTensor knows when it compiles.
+    DTensor knows other open shapes when it compiles, such as a batch size that changes.
     """
     seen: set[tf.Operation] = set()
     waiting = [tensor for tensor in tensors if _may_depend(tensor)]
     while waiting:
         tensor = waiting.pop()
         operation = tensor.op
-        if operation in seen or rows.is_named(operation):
-            continue  # What each device has of its own is as long as it happens to be.
+        if operation in seen or local_shards.is_named(operation):
+            continue  # Local tensors may have any length.
         seen.add(operation)
         if operation.type == "Placeholder":
-            # What a loop or a branch takes from outside, or an argument of a function in the step.
+            # A capture of a loop or a branch, or an argument of a function in the step.
             outside = _private.captured(operation.outputs[0])
             if outside is None and is_open(tensor) and is_nested(operation.graph):
                 return True
@@ -79,7 +80,7 @@ def depends_on_values(*tensors: tf.Tensor) -> bool:
         elif _sizes_by_values(operation):
             return True
         elif operation.type in ("TensorListPopBack", "TensorListGetItem") and is_open(tensor):
-            return True  # What a loop keeps for its gradient: DTensor knows the shape of elements that are alike only.
+            return True  # A list that a loop keeps for its gradient: DTensor knows one shape for all elements.
         else:
             sources = list(operation.inputs)
         waiting += [source for source in sources if _may_depend(source)]
@@ -87,7 +88,7 @@ def depends_on_values(*tensors: tf.Tensor) -> bool:
 
 
 def _sizes_by_values(operation: tf.Operation) -> bool:
-    """Whether the values that an operation takes make a shape."""
+    """Return whether an operation makes a shape of values."""
     if all(is_known(each) for each in operation.inputs):
         return False
     if operation.type in _SIZED_BY_VALUES:
@@ -101,7 +102,7 @@ def _sizes_by_values(operation: tf.Operation) -> bool:
 
 
 def _hold_open_sizes(tensors: Iterable[tf.Tensor]) -> bool:
-    """Whether tensors hold sizes that are not known while a step is traced."""
+    """Return whether tensors hold sizes that are not known while a step is traced."""
     seen: set[tf.Operation] = set()
     waiting = [tensor.op for tensor in tensors]
     while waiting:
@@ -132,7 +133,11 @@ def _may_depend(tensor: tf.Tensor) -> bool:
     return _holds_sizes(tensor) or is_open(tensor)
 
 
-# Of functions, which hold operations of their own; and what layouts are made of.
+_rule = functools.partial(
+    rewrite_rule, graph=True, eager=False, gradient="registered", sizes="unknown", cases=("tensor of unknown size",),
+    fault="refuses it if a shape depends on values, also with replicated operands",
+)  # fmt: skip
+# Operations that hold functions, and operations that make layouts.
 _LEFT = frozenset(
     ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "PartitionedCall",
      "StatefulPartitionedCall", "Placeholder", "Const", "IdentityN", "Relayout", "RelayoutLike", "CopyToMesh",
@@ -140,39 +145,46 @@ _LEFT = frozenset(
 )  # fmt: skip
 
 
+# Operations on the lists of loops that keep their operands as they are (loops.py).
+_ON_LISTS = frozenset(("TensorListGetItem", "TensorListPushBack", "TensorListElementShape"))
+
+
 def is_unsized(call: _private.Call) -> bool:
-    """Whether an operation of a graph takes or gives a tensor whose shape depends on values, or holds such a shape."""
-    if not call.outputs or call.type in _LEFT:
+    """Return whether an operation takes or gives a tensor whose shape depends on values, or holds such a shape."""
+    if not call.outputs or call.type in _LEFT or call.type in _ON_LISTS:
         return False
     return depends_on_values(*call.inputs, *call.outputs)
 
 
-def exchange(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """The results of an operation, computed whole by every device."""
+def rewrite(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    """Return the results of an operation that every device computes in full, or None to leave the operation."""
     assert call.outputs is not None
     if not call.outputs or _private.is_stateful(call.outputs[0].op):
         return None
     if is_nested(call.outputs[0].graph):
         # Nothing is pinned there: DTensor ends the process at a relayout of what its compiler finds to be what a loop
         # was given (EraseCopyToMeshWithinCluster in TensorFlow 2.21's handle_cross_cluster_dependencies.cc).
-        written = _FUNCTIONS.get(call.type)
-        made = None if written is None else written(call)
-        return None if made is None else [made]
+        return _rewrite_by_rule(call, mesh)
     if any(each.dtype == tf.variant for each in (*call.inputs, *call.outputs)):
         # TensorFlow looks for operations on lists of tensors as it makes gradients of loops: they stay.
         return [_whole(each, mesh) for each in call.outputs]
     if call.type == "Shape" or all(map(_holds_known_number_of_sizes, (*call.inputs, *call.outputs))):
         return None  # TensorFlow infers which sizes of a shape are known, but not through a pin.
     inputs = tuple(each if is_known(each) else _whole(each, mesh) for each in call.inputs)
-    function = _FUNCTIONS.get(call.type)
-    result = None if function is None else function(dataclasses.replace(call, inputs=inputs))
-    results = _private.copied(call.outputs[0].op, inputs) if result is None else [result]
+    results = _rewrite_by_rule(dataclasses.replace(call, inputs=inputs), mesh)
+    if results is None:
+        results = _private.copied(call.outputs[0].op, inputs)
     known = zip(results, call.outputs, strict=True)
     return [_whole(_with_known_sizes(each, output.shape), mesh) for each, output in known]
 
 
+def _rewrite_by_rule(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    rules = [rule for rule in registry.rules_of(call.type, eager=False) if rule.sizes == "unknown"]
+    return registry.first_rewrite(rules, call, mesh)
+
+
 def _with_known_sizes(tensor: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
-    """A tensor of which TensorFlow knows the sizes in `shape`: it finds none in a shape that is pinned."""
+    """Return a tensor with the known sizes of `shape`, which TensorFlow loses at a pin."""
     known = tensor.shape.merge_with(shape)
     if tensor.dtype in (tf.variant, tf.string) or known == tensor.shape:
         return tensor
@@ -180,7 +192,7 @@ def _with_known_sizes(tensor: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
 
 
 def _whole(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """A tensor that every device has all of. One that is pinned already is left, and so is one that cannot be."""
+    """Return a replicated tensor. Tensors that are pinned already, or cannot be pinned, stay as they are."""
     if tensor.shape.rank is None or tensor.dtype in (tf.variant, tf.string):
         return tensor
     layout = transfer.layout((None,) * tensor.shape.rank, mesh)
@@ -194,16 +206,27 @@ def is_nested(graph: tf.Graph) -> bool:
     return step is not None and graph is not step.graph
 
 
-# Products of what a loop keeps with weights.
+# Products in a loop.
 _PRODUCTS = frozenset(("BatchMatMulV2", "BatchMatMulV3", "Conv2D", "Conv3D", "Einsum", "MatMul"))
 
 
-def refuse_function(call: _private.Call, mesh: dtensor.Mesh) -> None:
-    """Refuse a branch that gives a tensor whose size depends on values, and a loop that multiplies one, on a mesh of
-    several axes. Nothing is pinned in them (`exchange`), so what they give may be sharded by a model axis: DTensor ends
-    the process as it gathers it, since it makes zeros of a size below zero.
-    """
-    if not call.outputs or not axis_sizes(mesh).shards_by_several or "gradient" in call.outputs[0].op.name:
+def _mesh_has_several_axes(call: _private.Call, mesh: dtensor.Mesh) -> bool:
+    """The mesh has several axes with more than one device."""
+    del call
+    return axis_sizes(mesh).shards_by_several
+
+
+# `rewrite` pins nothing in branches and loops, so a model axis may shard their results. DTensor makes zeros of a size
+# below zero as it gathers one.
+@rewrite_rule(
+    "If", "StatelessIf", "While", "StatelessWhile", graph=True, eager=False, gradient="registered",
+    when=_mesh_has_several_axes, sizes="any", local="also",
+    fault="**ends the process** if a branch gives a tensor whose size depends on values, or a loop multiplies one",
+    cases=("branch of unknown size",),
+)  # fmt: skip
+def refuse_function(call: _private.Call) -> None:
+    """Refuse such a branch or loop."""
+    if not call.outputs or "gradient" in call.outputs[0].op.name:
         return  # The gradient of a branch that gives a number is a branch that gives such a tensor: that works.
     is_branch = call.type in ("If", "StatelessIf")
     if not any(is_open(each) and depends_on_values(each) for each in (call.outputs if is_branch else call.inputs)):
@@ -225,8 +248,9 @@ def _unpinned(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
+@_rule("Reshape")
 def reshape(call: _private.Call) -> tf.Tensor | None:
-    """Reshape: through a vector, and by index."""
+    """Flatten the tensor, and gather its elements by index."""
     tensor, shape = call.inputs
     assert call.outputs is not None
     (output,) = call.outputs
@@ -263,7 +287,7 @@ def reshape(call: _private.Call) -> tf.Tensor | None:
 
 
 def vector(tensor: tf.Tensor) -> tf.Tensor:
-    """All elements of a tensor that is whole, in their order."""
+    """Return the elements of a replicated tensor in their order."""
     if tensor.shape.is_fully_defined():
         return tf.reshape(tensor, [tensor.shape.num_elements()])
     if tensor.shape.rank == 1:
@@ -273,8 +297,9 @@ def vector(tensor: tf.Tensor) -> tf.Tensor:
     return elements
 
 
+@_rule("Tile")
 def tile(call: _private.Call) -> tf.Tensor | None:
-    """Tile, by index."""
+    """Gather the elements by index."""
     tensor, multiples = call.inputs
     if tensor.shape.is_fully_defined() and is_known(multiples):
         return None
@@ -285,22 +310,25 @@ def tile(call: _private.Call) -> tf.Tensor | None:
     return tf.identity(tensor)
 
 
+@_rule("BroadcastTo")
 def broadcast(call: _private.Call) -> tf.Tensor | None:
-    """BroadcastTo."""
+    """Add the tensor to zeros."""
     tensor, shape = call.inputs
     return None if is_known(shape) else _broadcast(tensor, shape)
 
 
+@_rule("Fill")
 def fill(call: _private.Call) -> tf.Tensor | None:
-    """Fill."""
+    """Add the value to zeros."""
     shape, value = call.inputs
     return None if is_known(shape) else _broadcast(value, shape)
 
 
-def summed(call: _private.Call) -> tf.Tensor | None:
-    """Sum over the dims in which an operand was broadcast, as gradients of arithmetic have it.
+@_rule("Sum")
+def sum_broadcast(call: _private.Call) -> tf.Tensor | None:
+    """Sum over the dims in which an operand was broadcast, as gradients of arithmetic do.
 
-    What comes next reshapes the sum to the operand's shape, so dims may stay, of size 1.
+    The next operation reshapes the sum to the shape of the operand, so dims may stay, with size 1.
     """
     gradient, axes = call.inputs
     if is_known(axes):
@@ -333,7 +361,7 @@ def summed(call: _private.Call) -> tf.Tensor | None:
 
 
 def _is_of_broadcast(axes: tf.Tensor) -> bool:
-    """Whether these are the dims in which an operand was broadcast, in an Einsum counted from its ellipsis."""
+    """Return whether a tensor holds the broadcast dims of an operand. An Einsum counts them from its ellipsis."""
     operation = _unpinned(axes).op
     if operation.type in ("AddV2", "Add", "Cast", "Identity"):
         return any(_is_of_broadcast(each) for each in operation.inputs)
@@ -341,7 +369,7 @@ def _is_of_broadcast(axes: tf.Tensor) -> bool:
 
 
 def _summed_over(tensor: tf.Tensor, axes: tf.Tensor) -> tf.Tensor:
-    """The sum over dims that only the step knows; they stay, of size 1."""
+    """Return the sum over dims that only the step knows. The dims stay, with size 1."""
     for dim in range(tensor.shape.rank):
         if tensor.shape[dim] != 1:
             is_summed = tf.reduce_sum(tf.cast(tf.equal(axes, dim), tf.int32))
@@ -350,8 +378,10 @@ def _summed_over(tensor: tf.Tensor, axes: tf.Tensor) -> tf.Tensor:
 
 
 def _summed_if(is_summed: tf.Tensor, tensor: tf.Tensor, dim: int) -> tf.Tensor:
-    """A tensor, or its sum over a dim, which stays, if a number is 1 and not 0. The sum is taken from behind it: a
-    tf.where with a scalar condition crashed the compiler here."""
+    """Return the sum of a tensor over a dim, which stays, if a number is 1, and the tensor if it is 0.
+
+    A gather selects one of the two: a tf.where with a scalar condition crashed the compiler here.
+    """
     size = tf.gather(tf.shape(tensor), dim)
     both = tf.concat([tensor, tf.reduce_sum(tensor, dim, keepdims=True)], axis=dim)
     places = _count_up(is_summed + (1 - is_summed) * size, 0, 1) + is_summed * size
@@ -360,14 +390,14 @@ def _summed_if(is_summed: tf.Tensor, tensor: tf.Tensor, dim: int) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """What a slice does to a dim.
+    """The entry of a slice for a dim.
 
     Attributes:
-        dim: The number of the dim, where all before it are still there.
+        dim: The number of the dim before the slice removes dims.
         kind: `"new"`, `"all"`, `"one"` or `"range"`.
-        start: The first place that is taken.
-        stride: How far the next one is from it.
-        count: How many are taken.
+        start: The first place.
+        stride: The distance to the next place.
+        count: The number of places.
     """
 
     dim: int
@@ -378,7 +408,7 @@ class _Entry:
 
 
 def _slice_entries(call: _private.Call, vectors: Sequence[tf.Tensor], sizes: Sequence[Size]) -> list[_Entry] | None:
-    """What a StridedSlice, or its gradient, does to a tensor of these sizes; None if its strides are not known."""
+    """Return the entries of a StridedSlice, or of its gradient; None if its strides are not known."""
     strides = tf.get_static_value(vectors[2])
     if strides is None:
         return None
@@ -408,14 +438,14 @@ def _slice_entries(call: _private.Call, vectors: Sequence[tf.Tensor], sizes: Seq
 
 
 def _from_front(place: Size, size: Size) -> Size:
-    """A place that is counted from the end if it is below zero."""
+    """Return a place counted from the front. A place below zero counts from the end."""
     if isinstance(place, int):
         return place if place >= 0 else place + size
     return place + tf.cast(place < 0, tf.int32) * size
 
 
 def _range(size: Size, begin: Size | None, end: Size | None, stride: int) -> tuple[Size, Size]:
-    """The first place that `[begin:end:stride]` takes of a dim, and how many it takes."""
+    """Return the first place that `[begin:end:stride]` takes of a dim, and the number of places."""
     if all(each is None or isinstance(each, int) for each in (size, begin, end)):
         places = range(size)[begin:end:stride]
         return places.start, len(places)
@@ -430,8 +460,9 @@ def _range(size: Size, begin: Size | None, end: Size | None, stride: int) -> tup
     return start, tf.maximum(steps // stride, 0)
 
 
-def slice_of(call: _private.Call) -> tf.Tensor | None:
-    """StridedSlice, by index."""
+@_rule("StridedSlice")
+def strided_slice(call: _private.Call) -> tf.Tensor | None:
+    """Gather the elements by index."""
     tensor, *vectors = call.inputs
     if tensor.shape.is_fully_defined() and all(is_known(vector) for vector in vectors):
         return None
@@ -449,8 +480,9 @@ def slice_of(call: _private.Call) -> tf.Tensor | None:
     return tf.identity(tensor)
 
 
-def part(call: _private.Call) -> tf.Tensor | None:
-    """Slice: what the gradient of a concatenation takes."""
+@_rule("Slice")
+def slice_part(call: _private.Call) -> tf.Tensor | None:
+    """Gather the elements by index, as the gradient of a concat needs them."""
     tensor, begin, size = call.inputs
     if tensor.shape.is_fully_defined() and is_known(begin) and is_known(size):
         return None
@@ -466,8 +498,9 @@ def part(call: _private.Call) -> tf.Tensor | None:
     return tf.identity(tensor)
 
 
-def gradient_of_slice(call: _private.Call) -> tf.Tensor | None:
-    """StridedSliceGrad: zeros, with the gradient where the slice was taken."""
+@_rule("StridedSliceGrad")
+def strided_slice_gradient(call: _private.Call) -> tf.Tensor | None:
+    """Gather the gradient by index, and zeros elsewhere."""
     shape, *vectors, upstream = call.inputs
     if shape.shape[0] is None:
         return None
@@ -492,28 +525,13 @@ def gradient_of_slice(call: _private.Call) -> tf.Tensor | None:
     return tf.identity(upstream)
 
 
-_FUNCTIONS: dict[str, Callable[[_private.Call], tf.Tensor | None]] = {
-    "Reshape": reshape,
-    "BroadcastTo": broadcast,
-    "Fill": fill,
-    "Tile": tile,
-    "Sum": summed,
-    "Slice": part,
-    "StridedSlice": slice_of,
-    "StridedSliceGrad": gradient_of_slice,
-    "Einsum": einsums.without_ellipsis,
-    "Select": selects.with_dims,
-    "SelectV2": selects.with_dims,
-}
-
-
 def _broadcast(value: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
     zeros = tf.raw_ops.Empty(shape=shape, dtype=value.dtype, init=True)
     return tf.logical_or(zeros, value) if value.dtype == tf.bool else zeros + value
 
 
 def sizes(tensor: tf.Tensor) -> list[Size]:
-    """The size of each dim."""
+    """Return the size of each dim."""
     return [_size(tensor, dim) for dim in range(tensor.shape.rank)]
 
 
@@ -523,7 +541,7 @@ def _size(tensor: tf.Tensor, dim: int) -> Size:
 
 
 def _elements(vector: tf.Tensor) -> list[Size]:
-    """The elements of a vector of integers, those that are known as numbers."""
+    """Return the elements of a vector of integers: numbers if they are known, else tensors."""
     known = tf.get_static_value(_unpinned(vector), partial=True)
     numbers = [None] * vector.shape[0] if known is None else list(known)
     return [

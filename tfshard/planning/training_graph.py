@@ -549,7 +549,7 @@ class _Trace:
                 elif operation.type == "Identity":
                     gathered[each.ref()] = operation.outputs[0]
                     whole = stored[name].bytes // stored[name].itemsize * each.dtype.size
-                    # Beside model axes it is copied once it is gathered (`replicas.leave_shard`).
+                    # Beside model axes it is copied once it is gathered (`local_shards.from_local`).
                     copy = whole if self._mesh_shape.tensor else 0
                     self._costs[operation] = Cost(kind=Kind.GATHER, output=whole, temporary=copy, unit=name, sent=whole)
                 elif operation.type == "IdentityN":

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import host_meshes, replicas, transfer
+from tfshard.devices import host_meshes, local_shards, replicas, transfer
 from tfshard.layouts import boxes, variable_layout
 from tfshard.layouts.axes import MeshAxes, axis_sizes
 from tfshard.layouts.boxes import Piece
@@ -614,10 +614,12 @@ class FlatInWords(Flat):
     def _to_words(self, values: tf.Tensor, axes: Axes) -> tf.Tensor:
         values = self._pin(values, axes)
         split = self._pin(tf.reshape(values, (*values.shape[:-1], -1, self._form.word)), (*axes, None))
-        return transfer.by_device(lambda piece: tf.bitcast(piece, tf.int64), split, (*axes, None), axes, self.mesh)
+        return local_shards.run_locally(
+            lambda piece: tf.bitcast(piece, tf.int64), split, (*axes, None), axes, self.mesh
+        )
 
     def _from_words(self, stored: tf.Tensor, axes: Axes) -> tf.Tensor:
-        split = transfer.by_device(
+        split = local_shards.run_locally(
             lambda piece: tf.bitcast(piece, self._dtype), stored, axes, (*axes, None), self.mesh
         )  # fmt: skip
         return self._pin(tf.reshape(split, (*stored.shape[:-1], -1)), axes)

@@ -1,7 +1,7 @@
 """SparseRows: the rows of an embedding table, and of its slots, that one device updates in a step.
 
 Each device updates other rows, and another number of rows. Operations on the resource of the device's local shard read
-and write them ("parted" layouts, devices/replicas.py), so that neither time nor memory depends on the size of the
+and write them ("parted" layouts, devices/local_shards.py), so that neither time nor memory depends on the size of the
 table.
 
 A step stays a pure function of its reads: a write is only recorded, and carried out as the last operation on the table.
@@ -16,7 +16,6 @@ import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
 from tfshard.devices import expansions, transfer
 from tfshard.storage.storage import Storage
@@ -90,8 +89,3 @@ def _after(rows: tf.Tensor, reads: Sequence[tf.Tensor]) -> tf.Tensor:
     for each in reads:
         rows += tf.minimum(tf.reduce_sum(tf.cast(tf.math.is_nan(each), rows.dtype)), 0)
     return rows
-
-
-def as_parted(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return a tensor whose values differ by device, in a layout that DTensor takes for equal on all devices."""
-    return dtensor.relayout(tensor, transfer.layout((None,) * tensor.shape.rank, mesh).to_parted())

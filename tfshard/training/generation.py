@@ -107,12 +107,12 @@ def _forward_step(model: keras.Model, forward: types.MethodType, mesh: dtensor.M
         return transfer.relayout(cache, _cache_axes(reference(), tuple(cache.shape), mesh), mesh)
 
     def pinned(call: _private.Call) -> list[tf.Tensor]:
-        assert call.outputs is not None  # Set by `rewrites.exchanged`.
+        assert call.outputs is not None  # The results of the rewrite rule.
         return [pin(output) for output in call.outputs]
 
     def step(*args: Any, **kwargs: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         # Layout propagation alone may lead to layouts that DTensor cannot transpose in the model's transposes.
-        with _private.exchanged_operations({"XlaDynamicUpdateSlice": pinned}):
+        with _private.rewritten_operations(pinned, ("XlaDynamicUpdateSlice",)):
             logits, hidden_states, cache = function(reference(), *args, **kwargs)
         return logits, hidden_states, pin(cache)
 

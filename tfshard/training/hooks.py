@@ -268,7 +268,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             strategy.scope(),
             _ReplicaContext(strategy),
             step_scope(strategy.config.reshard, _adding_up(strategy, exactly=self._run.adds_up_exactly)),
-            rewrites.exchanged(strategy.mesh),
+            rewrites.rewritten(strategy.mesh),
         ):
             yield
 

@@ -1,4 +1,4 @@
-"""Operations that are exchanged for others, or only seen, as a step is traced or runs."""
+"""Hooks on the operations of a step: rewrite them, or note them, as TensorFlow traces or runs the step."""
 
 import collections
 import contextlib
@@ -8,7 +8,7 @@ import inspect
 import itertools
 import re
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,7 +31,7 @@ RANDOM_OPS = frozenset(
      "StatelessRandomNormal", "StatelessRandomNormalV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2")
 )  # fmt: skip
 
-# Those, and the others that give other numbers each time.
+# All operations that return other numbers each time.
 ALL_RANDOM_OPS = RANDOM_OPS | frozenset(
     ("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomGamma", "RandomShuffle",
      "Multinomial", "StatelessMultinomial", "StatelessParameterizedTruncatedNormal", "StatelessRandomBinomial",
@@ -41,13 +41,13 @@ ALL_RANDOM_OPS = RANDOM_OPS | frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """An operation of a step: added to a graph, or about to be run in eager code.
+    """An operation of a step: added to a graph, or about to run in eager code.
 
     Attributes:
-        type: Such as `"StridedSlice"`.
-        inputs: Its tensors.
-        get_attr: Gives one of its attributes by name.
-        outputs: What it gives; None in eager code, where it has not run.
+        type: The type, such as `"StridedSlice"`.
+        inputs: The operands.
+        get_attr: Returns an attribute by name.
+        outputs: The results; None in eager code, before the operation runs.
     """
 
     type: str
@@ -60,7 +60,7 @@ class Call:
         return self.outputs is None
 
 
-# Names of arguments that Python has others for; and those of `Select`, by operation and name.
+# Names of arguments that differ in Python, some for one operation only.
 _RENAMED = {
     "split_dim": "axis", "reduction_indices": "axis", ("ExpandDims", "dim"): "axis",
     ("Select", "t"): "x", ("Select", "e"): "y", ("Where", "input"): "condition",
@@ -68,7 +68,7 @@ _RENAMED = {
 
 
 def same_operation(call: Call, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The same operation on other inputs (`tf.raw_ops`)."""
+    """Run an operation of the same type and attributes on other operands (`tf.raw_ops`)."""
     function = getattr(tf.raw_ops, call.type)
     waiting = iter(inputs)
     arguments = {}
@@ -84,45 +84,51 @@ def same_operation(call: Call, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
-# By the type of an operation: what gives the tensors that stand for its outputs, or None.
-Exchange: TypeAlias = Mapping[str, Callable[[Call], Sequence[tf.Tensor] | None]]
+# Returns the tensors that replace the outputs of an operation, or None to leave the operation.
+Rewrite: TypeAlias = Callable[[Call], Sequence[tf.Tensor] | None]
 Bring: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 
 
-class _EagerExchanges(threading.local):
-    table: Exchange | None = None
+class _EagerRewrites(threading.local):
+    """The arguments of `rewritten_operations` in an eager step of this thread.
+
+    `types` is None outside of a step, and while `rewrite` runs.
+    """
+
+    rewrite: Rewrite
+    types: Container[str] | None = None
     bring: Bring | None = None
 
 
-_eager_exchanges = _EagerExchanges()
+_eager = _EagerRewrites()
 _eager_users = 0
 _eager_lock = threading.Lock()
 _eager_restore: Callable[[], None] | None = None
 
 
 @contextlib.contextmanager
-def exchanged_operations(
-    exchange: Exchange,
+def rewritten_operations(
+    rewrite: Rewrite,
+    types: Container[str] | None,
     bring: Bring | None = None,
     note: Callable[[tf.Operation], None] = lambda operation: None,
-    otherwise: Callable[[Call], Sequence[tf.Tensor] | None] = lambda call: None,
 ) -> Iterator[None]:
-    """A context in which operations of the types in `exchange` are given to `exchange[type](call)`, with a `Call`.
-    Those of other types that are added to a graph are given to `otherwise`.
+    """A context in which `rewrite(call)` may replace the outputs of operations.
 
-    It gives the tensors that stand for the operation's outputs, or None to leave the operation as it is. What it
-    makes itself is not exchanged again.
+    TensorFlow does not rewrite the operations that `rewrite` makes.
 
-    In a graph this is `op_callbacks.add_op_callback`, made for TensorFlow's debugger: the operation has been added and
-    is left without a use. In eager code such a callback comes after the operation and cannot replace what it gave, so
-    the two functions that run operations, `pywrap_tfe.TFE_Py_FastPathExecute` and `execute.execute`, are replaced
-    while a thread is in the context; other threads are passed on. Functions run in eager code too
-    (`tf.config.run_functions_eagerly`): one that was traced before is not in terms of what is exchanged.
+    In a graph, the context adds a callback made for TensorFlow's debugger (`op_callbacks.add_op_callback`). TensorFlow
+    has added the operation before, and the operation stays without a use. In eager code such a callback comes after the
+    operation and cannot replace results. There, the context replaces the two functions that run operations,
+    `pywrap_tfe.TFE_Py_FastPathExecute` and `execute.execute`. In other threads they do what TensorFlow's do. Functions
+    run eagerly, too (`tf.config.run_functions_eagerly`): a function that was traced before has no rewritten operations.
 
-    Every operation that is added to a graph is given to `note`.
-
-    A tensor that an eager operation takes next to tensors on a mesh, and that DTensor does not bring there by itself,
-    is replaced by `bring(tensor)`, if it is given; so are sharded tensors that an operation without an expansion takes.
+    Args:
+        rewrite: Returns the tensors that replace the outputs of an operation, or None to leave the operation.
+        types: The types of operations that `rewrite` gets. None: all of them, in a graph only.
+        bring: Brings a tensor to the mesh, in eager code: an operand beside tensors on the mesh that DTensor does not
+            bring there, or a sharded operand of an operation without an expansion.
+        note: Called with each operation that is added to a graph.
     """
 
     def callback(
@@ -139,12 +145,13 @@ def exchanged_operations(
         operation = outputs[0].op if outputs else graph.get_operation_by_name(op_name)
         note(operation)
         call = Call(type=op_type, inputs=tuple(inputs), get_attr=operation.get_attr, outputs=tuple(outputs))
-        replaced = exchange.get(op_type, otherwise)(call)
+        replaced = rewrite(call) if types is None or op_type in types else None
         # Without a replacement, what an earlier callback made of the outputs. TensorFlow has lists here.
         return list(outputs if replaced is None else replaced)
 
     if is_eager():
-        with _eager_exchange(exchange, bring):
+        assert types is not None, "In eager code each type costs time."
+        with _eager_rewrites(rewrite, types, bring):
             yield
         return
     _op_callbacks.add_op_callback(callback)
@@ -155,18 +162,19 @@ def exchanged_operations(
 
 
 @contextlib.contextmanager
-def _eager_exchange(exchange: Exchange, bring: Bring | None) -> Iterator[None]:
+def _eager_rewrites(rewrite: Rewrite, types: Container[str], bring: Bring | None) -> Iterator[None]:
     global _eager_users, _eager_restore
     with _eager_lock:
         _eager_users += 1
         if _eager_users == 1:
-            _eager_restore = _install_eager_exchange()
-    before = _eager_exchanges.table, _eager_exchanges.bring
-    _eager_exchanges.table, _eager_exchanges.bring = exchange, bring
+            _eager_restore = _install_eager_rewrites()
+    before = dict(vars(_eager))
+    vars(_eager).update(rewrite=rewrite, types=types, bring=bring)
     try:
         yield
     finally:
-        _eager_exchanges.table, _eager_exchanges.bring = before
+        vars(_eager).clear()
+        vars(_eager).update(before)
         with _eager_lock:
             _eager_users -= 1
             if _eager_users == 0:
@@ -174,16 +182,16 @@ def _eager_exchange(exchange: Exchange, bring: Bring | None) -> Iterator[None]:
                 _eager_restore()
 
 
-# DTensor's words for a tensor next to tensors on a mesh, with its number among the inputs.
+# DTensor's error about a tensor next to tensors on a mesh, with the number of the operand.
 _OFF_MESH = re.compile(r"got a regular tensor for input (\d+) .*but was expecting a DTensor")
 
-# And for an operation that it does not expand: it runs on the host, if every device has the same.
+# DTensor's error about a sharded operand of an operation that it does not expand.
 _SHARDED = "Trying to copy a non-single-device and non-replicated DTensor"
 
 
 def _bring(inputs: Sequence[tf.Tensor], numbers: Iterable[int], sharded: bool) -> Iterator[tuple[int, tf.Tensor]]:
-    """The inputs, by number, that `bring` makes others of."""
-    bring = _eager_exchanges.bring
+    """Yield the operands that `bring` replaces, by number."""
+    bring = _eager.bring
     if bring is None:
         return
     for number in numbers:
@@ -195,12 +203,12 @@ def _bring(inputs: Sequence[tf.Tensor], numbers: Iterable[int], sharded: bool) -
                 yield number, bring(inputs[number])
 
 
-# DTensor takes tensors of fewer elements and of these dtypes for constants (small_constant_optimization.cc).
+# DTensor treats tensors with fewer elements and one of these dtypes as constants (small_constant_optimization.cc).
 _CONSTANT_ELEMENTS = 20
 _CONSTANT_DTYPES = frozenset((tf.float32, tf.int32, tf.int64))
 _RESOURCE = tf.resource.as_datatype_enum
 
-# Arguments that DTensor has to know to expand an operation, by name.
+# Names of arguments whose values DTensor needs to expand an operation.
 _STRUCTURE = re.compile(
     r"(?:.*(?:shape|size|split|dim|dimension|axis|begin|end|stride|multiple|perm|padding|reduction_indices|segments)"
     r"|k|depth|start|limit|delta|shift|diagonal|crops|alg)(?:e?s)?"
@@ -217,7 +225,7 @@ def _is_small(tensor: Any) -> bool:
 
 @functools.cache
 def _is_structure(op_type: str) -> tuple[bool, ...]:
-    """Which arguments of an operation DTensor has to know to expand it; empty where that is not to be seen."""
+    """Return for each argument of an operation whether DTensor needs its value; an empty tuple if nobody knows."""
     definition = _op_def_registry.get(op_type)
     if definition is None or definition.is_stateful:
         return ()
@@ -228,12 +236,14 @@ def _is_structure(op_type: str) -> tuple[bool, ...]:
 
 
 def _is_compiled_for_values(op_type: str, arguments: Sequence[Any]) -> bool:
-    """Whether DTensor compiles an eager operation again for other values of its operands (`ShouldFoldInput` in
-    dtensor_device_util.h). Not without a sharded operand: it runs on one device then (`eager_pure_optimization`).
+    """Return whether DTensor compiles an eager operation again for other values of its operands.
+
+    `ShouldFoldInput` in dtensor_device_util.h decides. An operation without a sharded operand runs on one device
+    (`eager_pure_optimization`) and is not compiled.
 
     Args:
-        op_type: The operation.
-        arguments: What it takes, perhaps with other things between and behind.
+        op_type: The type of the operation.
+        arguments: The operands, perhaps with other arguments between and behind them.
     """
     structure = _is_structure(op_type)
     tensors = [each for each in arguments if isinstance(each, tf.__internal__.EagerTensor)]
@@ -254,12 +264,13 @@ def _is_compiled_for_values(op_type: str, arguments: Sequence[Any]) -> bool:
 
 
 def _takes_number(op_type: str, arguments: Sequence[Any]) -> bool:
-    """Whether an operation takes a number of Python beside a tensor that is sharded. It gets here as a tensor by way of
-    `execute.execute`.
+    """Return whether an operation takes a Python number and a sharded tensor.
+
+    `execute.execute` makes a tensor of the number.
 
     Args:
-        op_type: The operation.
-        arguments: Its name, what it takes, and its attributes.
+        op_type: The type of the operation.
+        arguments: The name of the operation, the operands, and the attributes.
     """
     inputs = arguments[1 : 1 + len(_is_structure(op_type))]
     return any(isinstance(each, (int, float)) for each in inputs) and not all(
@@ -268,14 +279,14 @@ def _takes_number(op_type: str, arguments: Sequence[Any]) -> bool:
 
 
 def _is_whole(tensor: tf.Tensor) -> bool:
-    """Whether every device has all of a tensor, or it is on the host."""
+    """Return whether a tensor is replicated, or on the host."""
     return not _dtensor_api.is_dtensor(tensor) or bool(_dtensor_api.fetch_layout(tensor).is_fully_replicated())
 
 
-# Functions of one operation, by the operation, its attributes and what is known of its operands.
+# Functions of one operation, by the type, the attributes, and the shapes and values of the operands.
 _operations: dict[tuple[Any, ...], tf.types.experimental.ConcreteFunction] = {}
 
-# Values from the host that an operation took beside a sharded operand: the constants of a step are a few.
+# Host values that an operation took beside a sharded operand. A step has a few constants.
 _host_values: dict[tuple[str, tuple[tf.TensorShape, ...]], set[tuple[bytes, ...]]] = collections.defaultdict(set)
 _HOST_VALUES = 4
 
@@ -283,15 +294,17 @@ _HOST_VALUES = 4
 def _run_for_all_values(
     op_type: str, num_outputs: int, inputs: Sequence[tf.Tensor], attrs: Sequence[Any], operands: Sequence[int]
 ) -> list[tf.Tensor]:
-    """Runs an eager operation as a function. DTensor compiles a function once or twice: for the values of the first
-    call, and then for all values of what has changed.
+    """Run an eager operation as a function.
+
+    DTensor compiles a function twice at most: for the values of the first call, and then for all values of the operands
+    that change.
 
     Args:
-        op_type: The operation.
-        num_outputs: How many tensors it gives.
-        inputs: What it takes.
-        attrs: Names and values of its attributes in turn.
-        operands: The numbers of those inputs that DTensor need not know.
+        op_type: The type of the operation.
+        num_outputs: The number of results.
+        inputs: The operands.
+        attrs: Alternating names and values of the attributes.
+        operands: The numbers of the operands whose values DTensor does not need.
     """
     known = {number: np.asarray(each) for number, each in enumerate(inputs) if number not in operands}
     specs = [tf.TensorSpec(inputs[number].shape, inputs[number].dtype) for number in operands]
@@ -309,29 +322,29 @@ def _run_for_all_values(
     return list(_context.context().call_function(name, [inputs[number] for number in operands], num_outputs))
 
 
-def _install_eager_exchange() -> Callable[[], None]:
-    """Replaces the two functions, and returns what puts them back."""
+def _install_eager_rewrites() -> Callable[[], None]:
+    """Replace the two functions that run operations, and return a function that restores them."""
     fast, slow = _pywrap_tfe.TFE_Py_FastPathExecute, _execute.execute
     functions_eager = tf.config.functions_run_eagerly()
 
     # TensorFlow answers this exception by way of execute.execute, with inputs and attributes told apart.
     other_way = _core._FallbackException
 
-    def exchanging_fast(context: Any, op_name: str, *args: Any) -> Any:
-        table = _eager_exchanges.table
-        if table is not None and (
-            op_name in table or _takes_number(op_name, args) or _is_compiled_for_values(op_name, args)
+    def rewriting_fast(context: Any, op_name: str, *args: Any) -> Any:
+        types = _eager.types
+        if types is not None and (
+            op_name in types or _takes_number(op_name, args) or _is_compiled_for_values(op_name, args)
         ):
             raise other_way(op_name)
         try:
             return fast(context, op_name, *args)
         except _core._NotOkStatusException as error:
             message = error.message
-            if _eager_exchanges.bring is not None and (_OFF_MESH.search(message) or _SHARDED in message):
+            if _eager.bring is not None and (_OFF_MESH.search(message) or _SHARDED in message):
                 raise other_way(op_name) from error
             raise
 
-    def exchanging_slow(
+    def rewriting_slow(
         op_name: str | bytes,
         num_outputs: int,
         inputs: Iterable[tf.Tensor],
@@ -339,24 +352,24 @@ def _install_eager_exchange() -> Callable[[], None]:
         ctx: Any,
         name: str | None = None,
     ) -> Any:
-        table = _eager_exchanges.table
+        types = _eager.types
         op_type = op_name.decode() if isinstance(op_name, bytes) else op_name
-        if table is not None and op_type in table and any(_dtensor_api.is_dtensor(each) for each in inputs):
+        if types is not None and op_type in types and any(_dtensor_api.is_dtensor(each) for each in inputs):
             attributes = dict(zip(attrs[::2], attrs[1::2], strict=True))
             call = Call(type=op_type, inputs=tuple(inputs), get_attr=attributes.__getitem__)
-            _eager_exchanges.table = None
+            _eager.types = None
             try:
                 with stop_recording():  # The caller records the operation that was asked for.
-                    replaced = table[op_type](call)
+                    replaced = _eager.rewrite(call)
             finally:
-                _eager_exchanges.table = table
+                _eager.types = types
             if replaced is not None:
                 return list(replaced)
         inputs = list(inputs)
         while True:
             numbers: Sequence[int] = range(len(inputs))
             try:
-                if table is None or not _is_compiled_for_values(op_type, inputs):
+                if types is None or not _is_compiled_for_values(op_type, inputs):
                     return slow(op_name, num_outputs, inputs, attrs, ctx, name)
                 numbers = [number for number, known in enumerate(_is_structure(op_type)) if not known]
                 return _run_for_all_values(op_type, num_outputs, inputs, attrs, numbers)
@@ -372,15 +385,18 @@ def _install_eager_exchange() -> Callable[[], None]:
         _pywrap_tfe.TFE_Py_FastPathExecute, _execute.execute = fast, slow
         tf.config.run_functions_eagerly(functions_eager)
 
-    _pywrap_tfe.TFE_Py_FastPathExecute, _execute.execute = exchanging_fast, exchanging_slow
+    _pywrap_tfe.TFE_Py_FastPathExecute, _execute.execute = rewriting_fast, rewriting_slow
     tf.config.run_functions_eagerly(True)
     return restore
 
 
 @contextlib.contextmanager
 def recorded_outputs(types: Container[str], record: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
-    """A context in which what uses the output of an operation of `types`, when it is added to a graph, gets
-    `record(output)` instead (`op_callbacks.add_op_callback`). It sees what callbacks added before have made of it."""
+    """A context that replaces the outputs of operations of `types` in a graph by `record(output)`.
+
+    `op_callbacks.add_op_callback` calls callbacks in the order in which they were added: `record` sees the outputs of
+    earlier ones.
+    """
 
     def callback(
         op_type: str,

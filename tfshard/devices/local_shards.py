@@ -1,0 +1,119 @@
+"""Run operations on each device's local shards. No other module tells DTensor to leave operations alone.
+
+DTensor has an expansion rule for each operation. It does not expand an operation with an operand in a "parted" layout
+(SkipExpansionForPartedLayout in TensorFlow 2.21's dtensor/mlir/spmd_expander.cc): each device computes with its local
+shard. By the types of the graph, the operand still has the global shape.
+
+- `to_local` and `local_rows` take the local part of a parted tensor in the local shape, and declare the result
+  replicated. DTensor then leaves what follows as it is, while the values differ between devices.
+- `from_local` is the way back: it gathers by indices that are sharded themselves, in the local shape.
+- `parted` keeps the global shape, for one operation that leaves sharded dims as they are (`run_locally`).
+
+Bring no tensor between `to_local` and `from_local` to a layout with a mesh axis: DTensor would slice the local shard
+again. The names of operations that are made in `scope`, and of their gradients, tell that they are local (`is_named`).
+
+These functions have no right gradients. `operations.rows` and `operations.local_map` have functions that you can
+differentiate.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard.devices import transfer
+from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.variable_layout import Axes
+
+# A part of the names of operations, functions and loops on local shards, and of their gradients.
+NAME = "rows_of_a_device"
+
+
+def scope() -> contextlib.AbstractContextManager[Any]:
+    """A context for operations on local shards: no rewrite rule changes them."""
+    context: contextlib.AbstractContextManager[Any] = tf.name_scope(NAME)
+    return context
+
+
+def is_named(operation: tf.Operation) -> bool:
+    """Return whether an operation was made in `scope`, or belongs to the gradient of one that was."""
+    return NAME in operation.name
+
+
+def parted(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return a tensor in a parted layout: each device runs the next operation on its local shard."""
+    return dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
+
+
+def varying(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return a local tensor in a parted layout: each device runs the next operation on its local value."""
+    return parted(tensor, (None,) * tensor.shape.rank, mesh)
+
+
+def run_locally(
+    function: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor, axes: Axes, result: Axes, mesh: dtensor.Mesh
+) -> tf.Tensor:
+    """Run an operation on the local shards of a tensor, in a traced step.
+
+    Args:
+        function: A single operation. It keeps sharded dims.
+        tensor: The tensor. It is brought to the layout `axes` first.
+        axes: The layout.
+        result: The layout of the result.
+        mesh: The mesh.
+    """
+    shards = parted(transfer.relayout(tensor, axes, mesh), axes, mesh)
+    with scope():
+        made = function(shards)
+    return transfer.relayout(made, result, mesh)
+
+
+def to_local(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return the local shard of a tensor in layout `axes`, in the local shape."""
+    sizes = axis_sizes(mesh)
+    local = parted(tensor, axes, mesh)
+    # The slice covers the local shard, so nothing is copied: what a product takes waits for the backward pass.
+    shards = [1 if axis is None else sizes[axis] for axis in axes]
+    local = local[tuple(slice(None if n == 1 else size // n) for size, n in zip(tensor.shape, shards, strict=True))]
+    return transfer.relayout(local, (None,) * local.shape.rank, mesh)
+
+
+def local_rows(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return a copy of the local rows of a tensor that the data axis shards, for operations in `scope`."""
+    sizes = axis_sizes(mesh)
+    count = tensor.shape[0] // sizes.data_size
+    shards = parted(tensor, (sizes.data, *(None,) * (tensor.shape.rank - 1)), mesh)
+    return tf.gather(shards, np.arange(count, dtype="int32"))
+
+
+def from_local(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return the global tensor in layout `axes` of which each device has a local shard."""
+    sizes = axis_sizes(mesh)
+    with scope():
+        made = transfer.relayout(tensor, (None,) * tensor.shape.rank, mesh)
+        for dim, axis in enumerate(axes):
+            if axis is not None:
+                # Each device takes all of its shard, by as many indices as the global dim has.
+                indices = tf.constant(np.tile(np.arange(tensor.shape[dim], dtype="int32"), sizes[axis]))
+                local = parted(transfer.relayout(indices, (axis,), mesh), (axis,), mesh)
+                made = tf.gather(made, local, axis=dim)
+    return transfer.relayout(made, axes, mesh)
+
+
+def with_gradient(
+    forward: Callable[[tf.Tensor, dtensor.Mesh], tf.Tensor],
+    backward: Callable[[tf.Tensor, dtensor.Mesh], tf.Tensor],
+    tensor: tf.Tensor,
+    mesh: dtensor.Mesh,
+) -> tf.Tensor:
+    """Return `forward(tensor, mesh)`, whose gradient is `backward(upstream, mesh)`."""
+    if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+        return forward(tensor, mesh)
+
+    def apply(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        return forward(tensor, mesh), lambda upstream: backward(upstream, mesh)
+
+    return tf.custom_gradient(apply)(tensor)
