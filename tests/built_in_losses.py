@@ -193,7 +193,7 @@ def strategy(mesh: str, *, classes: int) -> tfshard.ShardedStrategy:
             layout_map.row("last", axis="model")
         else:
             layout_map.column("last", axis="model")
-            layout_map.whole("hidden/kernel")
+            layout_map.replicated("hidden/kernel")
     return tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), layout_map, zero_stage=1)
 
 

@@ -66,7 +66,7 @@ class Sharded(Plain):
         if "model" in axes:
             layout_map.column(".*/up")
             layout_map.row(".*/down")
-        layout_map.whole(".*", optional=True)
+        layout_map.replicated(".*", optional=True)
         return cls(tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=stage))
 
     def compile(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, **options) -> keras.Model:

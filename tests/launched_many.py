@@ -90,7 +90,7 @@ def compiled(way: Way) -> keras.Model:
     if way.axes.get("model", 1) > 1:
         layout_map.column("up_.*", optional=True)
         layout_map.row("down_.*", optional=True)
-    layout_map.whole(".*", optional=True)
+    layout_map.replicated(".*", optional=True)
     strategy = tfshard.ShardedStrategy(
         tfshard.create_mesh(**way.axes), layout_map, **{"zero_stage": 3, "analyzer": None, **way.options}
     )

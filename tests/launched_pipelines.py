@@ -47,12 +47,12 @@ def compiled(where: tuple[dict[str, int], int, str] | None) -> keras.Model:
     if where is None:
         model.compile(optimizer, loss, metrics=metrics, jit_compile=False)
         return model
-    axes, parts, schedule = where
-    model = tfshard.pipeline(model, parts, microbatches=4, schedule=schedule)
+    axes, stages, schedule = where
+    model = tfshard.pipeline(model, stages, microbatches=4, schedule=schedule)
     layout_map = tfshard.LayoutMap()
     if "model" in axes:
         layout_map.column("dense_.*/kernel", optional=True)
-    layout_map.whole(".*", optional=True)
+    layout_map.replicated(".*", optional=True)
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map)
     model.compile(optimizer, loss, metrics=metrics, strategy=strategy)
     return model

@@ -19,7 +19,7 @@ def strategy(layout_map=None, stage=3, **axes) -> tfshard.ShardedStrategy:
     """Return a strategy with a layout map that replicates all other variables over the model axis."""
     if layout_map is None or isinstance(layout_map, dict):
         layout_map = tfshard.LayoutMap(layout_map)
-        layout_map.whole(".*")
+        layout_map.replicated(".*")
     return tfshard.ShardedStrategy(
         tfshard.create_mesh(**(axes or {"batch": 2, "model": 2})), layout_map, zero_stage=stage
     )
@@ -94,7 +94,7 @@ def test_pattern_that_matches_nothing():
     layout_map = tfshard.LayoutMap()
     layout_map.add("nothing/kernel", (None, "model"), optional=True)
     layout_map.column("none/.*", optional=True)
-    layout_map.whole(".*")
+    layout_map.replicated(".*")
     tfshard.as_distributed(build()).compile(
         "sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), layout_map)
     )

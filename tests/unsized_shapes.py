@@ -366,7 +366,7 @@ def trained(
         layout_map = tfshard.LayoutMap()
         if "model" in MESHES[mesh]:
             layout_map.column("dense")
-            layout_map.whole("(?!dense/).*", optional=True)
+            layout_map.replicated("(?!dense/).*", optional=True)
         strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), layout_map=layout_map)
         tfshard.as_distributed(model).compile(optimizer, strategy=strategy)
         assert any(axis is not None for axis in model.dense.kernel.value.layout.storage)

@@ -147,7 +147,7 @@ class _Trained:
 
     def train(self) -> None:
         """Train one epoch and keep the step times."""
-        clock = _Clock()
+        clock = _StepClock()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NumericsWarning)  # Only the time matters.
             self._model.fit(self._x, self._y, batch_size=self._rows, verbose=0, callbacks=[clock])
@@ -172,7 +172,7 @@ class _Trained:
         return free.in_turns(work, turns), max(seconds - sent, _LEAST_COMPUTE * seconds)
 
 
-class _Clock(keras.callbacks.Callback):  # type: ignore[misc]
+class _StepClock(keras.callbacks.Callback):  # type: ignore[misc]
     """Records when each step ends, after its loss has reached the host."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from tfshard.launch import hosts, launcher, options
 from tfshard.planning import linter
 
 
-class UsageError(ShardingError):
+class ModelUsageError(ShardingError):
     """Raised for a wrong argument that only the user's module or the model reveals."""
 
 
@@ -59,7 +59,7 @@ def _load_function(target: str) -> Callable[[], Any]:
     """Load the function `MODULE:FUNCTION`."""
     function: Callable[[], Any] = _load(target)
     if not callable(function):
-        raise UsageError(f"MODULE:FUNCTION must name a function. Received: {target}")
+        raise ModelUsageError(f"MODULE:FUNCTION must name a function. Received: {target}")
     return function
 
 
@@ -68,7 +68,7 @@ def _load(target: str) -> Any:
     module_name, name = command_line.check_target(target)
     module = _module(module_name)
     if not hasattr(module, name):
-        raise UsageError(f"Module '{module_name}' has no '{name}'. Received: {target}")
+        raise ModelUsageError(f"Module '{module_name}' has no '{name}'. Received: {target}")
     return getattr(module, name)
 
 
@@ -79,7 +79,7 @@ def _module(name: str) -> types.ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as e:
-            raise UsageError(f"Cannot import '{name}': {e}. Received: {name}") from None
+            raise ModelUsageError(f"Cannot import '{name}': {e}. Received: {name}") from None
     path = pathlib.Path(name)
     # A unique name, because the file may have the name of a library.
     spec = importlib.util.spec_from_file_location(f"_tfshard_cli_{path.stem}", path)
@@ -146,7 +146,7 @@ def _verify(values: flags.FlagValues, arguments: list[str]) -> int:
     model = tfshard.as_distributed(build())
     named = {name: values[name].value for name in ("optimizer", "loss") if values[name].value is not None}
     if not model.compiled and not named:
-        raise UsageError(
+        raise ModelUsageError(
             f"{arguments[0]} returns a model that is not compiled. Compile it there, or give --optimizer and --loss."
         )
     compiled: dict[str, Any] = _private.compile_arguments(model) if model.compiled else {}

@@ -279,7 +279,7 @@ def _operation(kind: str, array: np.ndarray) -> Iterator[None]:
     with clients.here().operation(f"{kind} of {array.dtype.name}{list(array.shape)}", first=first):
         yield
     if first:
-        _private.give_own_names()
+        _private.give_unique_names()
 
 
 def _like(value: Any, array: np.ndarray) -> Any:

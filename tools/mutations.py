@@ -242,7 +242,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="layouts",
-        function="tfshard.layouts.boxes:flat_pieces",
+        function="tfshard.layouts.boxes:flat_shards",
         old="first = location[data] % form.rows * form.columns",
         new="first = 0 * form.columns",
         what="every device is said to hold the first row of a flat form",
@@ -332,7 +332,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="microbatches",
-        function="tfshard.training.microbatches:Microbatches._trace.later",
+        function="tfshard.training.microbatches:MicrobatchedStep._trace.later",
         old="            share = 1.0 if id(optimizer) in scaled else 1 / count",
         new="            share = 1.0",
         what="gradients of parts are added up where their mean is meant",
@@ -340,7 +340,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="microbatches",
-        function="tfshard.training.microbatches:Microbatches._trace.scale",
+        function="tfshard.training.microbatches:MicrobatchedStep._trace.scale",
         old="            return loss / tf.cast(count, loss.dtype)",
         new="            scaled.clear()\n            return loss",
         what="gradients of float16 overflow in a part where they would not in the batch",
@@ -495,7 +495,7 @@ MUTATIONS = [
     Mutation(
         area="operations",
         function="tfshard.training.strategy:ShardedStrategy._run_locked",
-        old="        _private.give_own_names_after(tf.compat.v1.get_default_graph(), lambda: clients.here().wait_for_devices())\n",
+        old="        _private.give_unique_names_after(tf.compat.v1.get_default_graph(), lambda: clients.here().wait_for_devices())\n",
         new="",
         what="loops of a step in a user's function keep their names until an operation of tfshard ends",
         killed_by="tests/operations/test_control_flow.py"
@@ -503,7 +503,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="operations",
-        function="tfshard._private.functions:give_own_names",
+        function="tfshard._private.functions:give_unique_names",
         old="            _rename_collectives(new[name])\n",
         new="            pass\n",
         what="collectives keep DTensor in their names: a record of each stays behind each step",
@@ -520,8 +520,8 @@ MUTATIONS = [
     Mutation(
         area="operations",
         function="tfshard.training.strategy:ShardedStrategy.operation",
-        old="            finally:\n                _private.give_own_names()\n",
-        new="            finally:\n                if first:\n                    _private.give_own_names()\n",
+        old="            finally:\n                _private.give_unique_names()\n",
+        new="            finally:\n                if first:\n                    _private.give_unique_names()\n",
         what="loops of a step that is compiled again keep their names",
         killed_by="tests/operations/test_control_flow.py"
         "::test_loops_of_a_custom_step_that_dtensor_compiles_again_train_as_on_one_device[run]",
@@ -589,7 +589,7 @@ MUTATIONS = [
         old="    return [*metrics, *(m for m in listed_metrics(model) if all(m is not known for known in metrics))]\n",
         new="    return metrics\n",
         what="a metric that only a model's property lists stays on the host",
-        killed_by="tests/training/test_own_steps.py::test_metrics_and_optimizers_that_the_model_does_not_have_as_attributes_come_to_the_mesh[GlobalMetric-batch]",
+        killed_by="tests/training/test_custom_steps.py::test_metrics_and_optimizers_that_the_model_does_not_have_as_attributes_come_to_the_mesh[GlobalMetric-batch]",
     ),
     Mutation(
         area="operations",
@@ -779,7 +779,7 @@ MUTATIONS = [
         area="slot dtypes",
         function="tfshard.storage.storage:Storage.in_update",
         old="            return self.format.in_update(self._recorded_buffer(recorded))\n",
-        new="            return self.format.for_update(self.format.at_rest(self._recorded_buffer(recorded)))\n",
+        new="            return self.format.for_update(self.format.to_stored(self._recorded_buffer(recorded)))\n",
         what="an update goes on with what it has rounded",
         killed_by="tests/storage/test_slot_dtype.py::test_updates_are_those_of_one_device_whose_slots_are_rounded_after_each",
     ),
@@ -829,15 +829,15 @@ MUTATIONS = [
         old="                self._traced.note()\n",
         new="                pass\n",
         what="what a function's first call made is not known to it when it moves",
-        killed_by="tests/training/test_own_steps.py::test_a_built_model_is_predicted_with_before_and_after_training",
+        killed_by="tests/training/test_custom_steps.py::test_a_built_model_is_predicted_with_before_and_after_training",
     ),
     Mutation(
         area="birth",
         function="tfshard.training.models:Distributed._maybe_symbolic_build",
-        old="        if own_steps.has_own_steps(self):\n            self._note_batch",
+        old="        if custom_steps.has_custom_steps(self):\n            self._note_batch",
         new="        if False:\n            self._note_batch",
         what="a model with steps of its own is built from what the dataset gives",
-        killed_by="tests/training/test_own_steps.py::test_batches_of_every_kind_build_a_model[arrays]",
+        killed_by="tests/training/test_custom_steps.py::test_batches_of_every_kind_build_a_model[arrays]",
     ),
     Mutation(
         area="birth",
@@ -845,7 +845,7 @@ MUTATIONS = [
         old="and not _is_in_functions(model, strategy)",
         new="",
         what="a model that a loop's first step built is moved when another is born",
-        killed_by="tests/training/test_own_steps.py"
+        killed_by="tests/training/test_custom_steps.py"
         "::test_a_loop_whose_first_step_builds_its_model_goes_on_when_others_are_born[tf.function]",
     ),
     Mutation(
@@ -906,7 +906,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="data",
-        function="tfshard.checkpoints.callback:_Run.go_to",
+        function="tfshard.checkpoints.callback:_FitProgress.go_to",
         old="None if position.fresh else host",
         new="None",
         what="a resumed run begins its data anew",
@@ -930,7 +930,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="microbatches",
-        function="tfshard.training.microbatches:Microbatches._loop.body",
+        function="tfshard.training.microbatches:MicrobatchedStep._loop.body",
         old="loops.made_here(first if _is_seed(storage) else value)",
         new="loops.made_here(value)",
         what="microbatches draw from other seeds than the whole batch",
@@ -938,7 +938,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        function="tfshard.contrib.pipeline.part_functions:PartFunctions._keep_seeds",
+        function="tfshard.contrib.pipeline.stage_functions:StageFunctions._keep_seeds",
         old="variable.assign(first + (new - first) * tf.cast(is_last, new.dtype))",
         new="variable.assign(new)",
         what="microbatches of a pipeline draw from other seeds than the whole batch",
@@ -1050,7 +1050,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="restoring",
-        function="tfshard.checkpoints.reader:Checkpoint._piece_problem",
+        function="tfshard.checkpoints.reader:Checkpoint._shard_problem",
         old="return None if checksums.of_array(array) == piece.checksum else",
         new="return None if array is not None else",
         what="pieces are not compared with their checksums",
@@ -1242,7 +1242,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="telemetry",
-        function="tfshard.callbacks.telemetry:_Run.watched",
+        function="tfshard.callbacks.telemetry:_MeasuredFit.watched",
         old="is_timed = not step.compiles and trace is None",
         new="is_timed = trace is None",
         what="steps that compile are among the times",
@@ -1250,7 +1250,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="telemetry",
-        function="tfshard.callbacks.telemetry:_Run._trace",
+        function="tfshard.callbacks.telemetry:_MeasuredFit._trace",
         old="        if self._wait > 0:\n",
         new="        if self._wait > 1:\n",
         what="one step more than is due is profiled",
@@ -1354,7 +1354,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        function="tfshard.storage.formats:Whole",
+        function="tfshard.storage.formats:Unpacked",
         old="    direct = True\n    packed = False\n    is_repeated = False\n",
         new="    direct = True\n    packed = False\n    is_repeated = True\n",
         what="a checkpoint has the errors of one replica",
@@ -1378,7 +1378,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        function="tfshard.checkpoints.unsent:restore",
+        function="tfshard.checkpoints.residuals:restore",
         old='{name: f"{owner}/{name}" for name in stored.pop(owner, ())}',
         new='{name: f"{owner}/{name}" for name in stored.pop(owner, ()) if False}',
         what="a run that goes on has lost what devices had not sent",
@@ -1427,7 +1427,7 @@ MUTATIONS = [
     Mutation(
         area="pipelines",
         function="tfshard.devices.mesh:rank_meshes",
-        old="        _private.give_own_device(each)\n",
+        old="        _private.give_separate_device(each)\n",
         new="        del each\n",
         what="ranks of a pipeline wait for each other's functions",
         killed_by="tests/contrib/pipeline/test_pipeline.py::test_each_place_on_the_axis_has_a_device_of_dtensors_which_does_one_function_at_a_time",
@@ -1442,8 +1442,8 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        function="tfshard.contrib.pipeline.pipeline:_Step.update",
-        old="                self._on(rank.rank, rank.take_over, here)\n",
+        function="tfshard.contrib.pipeline.pipeline:_PipelineStep.update",
+        old="                self._on(rank.rank, rank.receive_shared, here)\n",
         new="                del here\n",
         what="what several ranks have keeps its old values on one",
         killed_by="tests/contrib/pipeline/test_pipeline.py::test_the_numbers_are_those_of_one_device[a table that is the last matrix]",
@@ -1458,7 +1458,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        function="tfshard.contrib.pipeline.part_functions:RankFunctions._square",
+        function="tfshard.contrib.pipeline.stage_functions:PipelineRankFunctions._square",
         old="        squares += [-_square(each) for each in self._gradients_of_mirrors(sums) if each is not None]\n",
         new="",
         what="a gradient that is sent to another rank counts twice in the norm of all",
@@ -1466,7 +1466,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        function="tfshard.contrib.pipeline.part_functions:PartFunctions._backward",
+        function="tfshard.contrib.pipeline.stage_functions:StageFunctions._backward",
         old="before = list(zip(self._written, states, strict=True))",
         new="before: list[Any] = []",
         what="a part that is computed again draws another mask",
@@ -1474,7 +1474,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        function="tfshard.contrib.pipeline.part_functions:PartFunctions._loss_and_backward",
+        function="tfshard.contrib.pipeline.stage_functions:StageFunctions._loss_and_backward",
         old="scaled = self._model.optimizer.scale_loss(loss) / tf.cast(self._count, loss.dtype)",
         new="scaled = self._model.optimizer.scale_loss(loss)",
         what="gradients of microbatches are added up, and not averaged",

@@ -35,7 +35,7 @@ def test_runs_are_boxes_in_row_major_order():
 
 def test_a_manifest_comes_back_and_refuses_pieces_that_do_not_cover():
     def variable(*pieces, shape=(4, 6)):
-        stored = [manifest.StoredPiece(box=boxes.Box(offset=o, shape=s), checksum=1) for o, s in pieces]
+        stored = [manifest.StoredShard(box=boxes.Box(offset=o, shape=s), checksum=1) for o, s in pieces]
         return manifest.StoredVariable(
             kind="slot", path="a", shape=shape, dtype="float32", layout=None, group=None, pieces=tuple(stored)
         )
@@ -63,7 +63,7 @@ def test_a_manifest_comes_back_and_refuses_pieces_that_do_not_cover():
 def test_what_several_clients_wrote_is_put_together_and_refused_when_a_piece_is_missing():
     def part(*offsets):
         boxes_ = [boxes.Box(offset=(offset, 0), shape=(1, 6)) for offset in offsets]
-        pieces = tuple(manifest.StoredPiece(box=box, checksum=box.offset[0]) for box in boxes_)
+        pieces = tuple(manifest.StoredShard(box=box, checksum=box.offset[0]) for box in boxes_)
         return manifest.StoredVariable(
             kind="slot", path="a", shape=(4, 6), dtype="float32", layout=None, group=None, pieces=pieces
         )

@@ -30,7 +30,7 @@ def megatron() -> tfshard.LayoutMap:
     layout_map = tfshard.LayoutMap()
     layout_map.column("up")
     layout_map.row("down")
-    layout_map.whole(".*", optional=True)
+    layout_map.replicated(".*", optional=True)
     return layout_map
 
 

@@ -107,7 +107,7 @@ def by_hand() -> tfshard.LayoutMap:
     layout_map = tfshard.LayoutMap()
     layout_map.column("up", optional=True)
     layout_map.row("(down|looped/.*)", optional=True)
-    layout_map.whole(".*", optional=True)
+    layout_map.replicated(".*", optional=True)
     return layout_map
 
 

@@ -58,7 +58,7 @@ class AcceleratorMesh:
 def test_pieces_go_to_their_devices_and_leave_the_scopes_of_who_takes_them():
     mesh = AcceleratorMesh(tfshard.create_mesh(batch=4))
     value = np.arange(8, dtype=np.float32)
-    pieces = transfer.host_pieces(value, ("batch",), mesh)
+    pieces = transfer.host_shards(value, ("batch",), mesh)
     for number, device in enumerate(mesh.local_devices()):
         with tf.device("CPU:3"):
             piece = next(pieces)

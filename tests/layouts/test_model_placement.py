@@ -38,7 +38,7 @@ class Counts:
     def __init__(self, monkeypatch):
         self.planned: collections.Counter = collections.Counter()
         self.cut: collections.Counter = collections.Counter()
-        plan_variable, host_pieces = variable_layout.plan_variable, transfer.host_pieces
+        plan_variable, host_shards = variable_layout.plan_variable, transfer.host_shards
 
         def counted_plan(spec, *args, **options):
             self.planned[spec.path] += 1
@@ -46,10 +46,10 @@ class Counts:
 
         def counted_cut(value, axes, mesh):
             self.cut[value.shape] += 1
-            return host_pieces(value, axes, mesh)
+            return host_shards(value, axes, mesh)
 
         monkeypatch.setattr(variable_layout, "plan_variable", counted_plan)
-        monkeypatch.setattr(transfer, "host_pieces", counted_cut)
+        monkeypatch.setattr(transfer, "host_shards", counted_cut)
 
 
 def storages(model: keras.Model) -> dict:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import tfshard
-from tfshard.measure.timeline import DeviceTimeline, Timeline, Work
+from tfshard.measure.timeline import DeviceTimeline, TimedWork, Timeline
 
 
 def work(begin, end, met=None, lane=0, kind="MatMul"):
-    return Work(name="x", kind=kind, lane=lane, begin=begin, end=end, met=begin if met is None else met)
+    return TimedWork(name="x", kind=kind, lane=lane, begin=begin, end=end, met=begin if met is None else met)
 
 
 def test_hidden_is_the_share_of_collectives_in_which_the_device_computes():

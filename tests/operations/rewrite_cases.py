@@ -237,9 +237,9 @@ def with_gradients(function: Callable[[Values], Any], values: Values) -> tuple[l
 @contextlib.contextmanager
 def noted_rules(into: set[str]) -> Iterator[None]:
     """Note the names of the rules that replace an operation, change it in place, or refuse it."""
-    original = registry.Rule.rewrite
+    original = registry.RewriteRule.rewrite
 
-    def rewrite(self: registry.Rule, call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+    def rewrite(self: registry.RewriteRule, call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
         if self.function.__annotations__["return"] is None:
             into.add(self.name)
         result = original(self, call, mesh)
@@ -248,7 +248,7 @@ def noted_rules(into: set[str]) -> Iterator[None]:
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry.Rule, "rewrite", rewrite)
+        patch.setattr(registry.RewriteRule, "rewrite", rewrite)
         yield
 
 

@@ -150,7 +150,7 @@ def test_images_of_sharded_columns_and_rows_match_one_device(kind, size):
     layout_map = tfshard.LayoutMap()
     for kind_of_rule, name in (("column", "wide"), ("column", "column"), ("row", "row")):
         getattr(layout_map, kind_of_rule)(f"(.*/)?{name}", axis="model", optional=True)
-    layout_map.whole("(?!(.*/)?(wide|column|row)/).*")
+    layout_map.replicated("(?!(.*/)?(wide|column|row)/).*")
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), layout_map, zero_stage=3)
     rs = np.random.RandomState(1)
     batches = [(rs.randn(size, 6).astype("float32"), rs.randn(size, 2).astype("float32")) for _ in range(2)]

@@ -18,7 +18,7 @@ CLASSES = 24
 RS = np.random.RandomState(0)
 BY_CLASS = tfshard.LayoutMap()
 BY_CLASS.column("out")
-BY_CLASS.whole("hidden/.*")
+BY_CLASS.replicated("hidden/.*")
 # Options of a strategy, with the axis that shards the classes.
 LAYOUTS = [
     ({"mesh": {"batch": 4}}, None),

@@ -315,7 +315,7 @@ def megatron() -> tfshard.LayoutMap:
     layout_map.row(".*attention/attention_output")
     layout_map.column(".*up")
     layout_map.row(".*down")
-    layout_map.whole(".*", optional=True)
+    layout_map.replicated(".*", optional=True)
     return layout_map
 
 

@@ -154,7 +154,7 @@ def test_a_metric_of_whole_predictions_sends_nothing_though_something_of_their_s
     layout_map = tfshard.LayoutMap()
     layout_map.column("up")
     layout_map.row("down")
-    layout_map.whole("head/.*")
+    layout_map.replicated("head/.*")
     counts = {}
     for metrics in ([], ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(k=5)]):
         inputs = keras.Input((16,))

@@ -49,7 +49,7 @@ def with_sharded_features() -> tfshard.ShardedStrategy:
     """Return a strategy that gives the layer under test features sharded over a model axis."""
     layout_map = tfshard.LayoutMap()
     layout_map.column("stem_.*", axis="model")
-    layout_map.whole("(?!stem_).*")
+    layout_map.replicated("(?!stem_).*")
     return tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), layout_map, zero_stage=3)
 
 

@@ -107,7 +107,7 @@ def test_a_layer_with_local_map_trains_as_on_one_device(mesh, stage):
     reference = parity.train(build, batches, **how)
     layout_map = tfshard.LayoutMap()
     if "model" in mesh:
-        layout_map.whole(".*")
+        layout_map.replicated(".*")
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), layout_map, zero_stage=stage)
     trained = parity.train(build, batches, strategy=strategy, **how)
     parity.assert_same(trained, reference, rtol=2e-5, atol=2e-6)

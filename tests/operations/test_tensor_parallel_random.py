@@ -26,7 +26,7 @@ def megatron() -> tfshard.LayoutMap:
     layout_map.row("block/attention/attention_output")
     layout_map.column("block/(up|expand)")
     layout_map.row("block/down")
-    layout_map.whole(".*", optional=True)
+    layout_map.replicated(".*", optional=True)
     return layout_map
 
 

@@ -26,7 +26,7 @@ def mlp() -> keras.Model:
 def column_row(**rules) -> tfshard.LayoutMap:
     """Return a correct map for `mlp`, with other rules for some layers."""
     layout_map = tfshard.LayoutMap()
-    for layer, kind in {"up": "column", "down": "row", "head/kernel": "whole", **rules}.items():
+    for layer, kind in {"up": "column", "down": "row", "head/kernel": "replicated", **rules}.items():
         if kind is not None:
             getattr(layout_map, kind)(layer)
     return layout_map
@@ -121,7 +121,7 @@ def test_a_model_axis_that_no_rule_names_is_warned_of_at_the_users_line():
     layout_map = tfshard.LayoutMap()
     layout_map.column("up", axis="inner")
     layout_map.row("down", axis="inner")
-    layout_map.whole("head/kernel")
+    layout_map.replicated("head/kernel")
     (finding,) = tfshard.lint(mlp(), mesh, layout_map)
     assert (finding.kind, finding.is_error, finding.where) == ("idle axis", False, "axis 'outer'")
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map)
@@ -137,7 +137,7 @@ def test_lint_names_the_role_that_an_axis_has_by_its_name(name, recwarn):
     layout_map = tfshard.LayoutMap()
     layout_map.column("up", axis="tp")
     layout_map.row("down", axis="tp")
-    layout_map.whole("head/kernel")
+    layout_map.replicated("head/kernel")
     mesh = {name: 2, "tp": 2}
     (finding,) = tfshard.lint(mlp(), mesh, layout_map)
     assert (finding.kind, finding.is_error, finding.where) == ("named role", False, f"axis '{name}'")
@@ -156,7 +156,7 @@ def _with(layout_map: tfshard.LayoutMap, pattern: str, axes=(None, "model")) -> 
 def test_a_large_variable_left_whole_is_an_error_unless_allowed():
     finding = found(column_row(**{"head/kernel": None}))["left whole", "head/kernel"]
     assert finding.is_error
-    assert "layout_map.whole('head/kernel')" in finding.message
+    assert "layout_map.replicated('head/kernel')" in finding.message
     model = mlp()
     with pytest.raises(tfshard.errors.LayoutError, match=r"head/kernel: 4% of the model's bytes are left whole"):
         compile_with(column_row(**{"head/kernel": None}), model)
@@ -284,7 +284,7 @@ def test_a_sharded_convolution_that_cannot_be_is_an_error_before_dtensor_refuses
     layout_map.column("conv")
     finding = found(layout_map, model)["unsupported", "conv/kernel"]
     assert finding.is_error
-    assert "layout_map.whole('conv/kernel')" in finding.message
+    assert "layout_map.replicated('conv/kernel')" in finding.message
     assert "only Conv2D and Conv3D" in tfshard.auto_layout_map(model, MESH)["conv/kernel"].reason
 
 

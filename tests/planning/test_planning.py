@@ -218,7 +218,7 @@ def assert_slots_are_those_of(optimizer: keras.optimizers.Optimizer) -> tuple[mo
     slots = model_specs.slots_of(optimizer, model_specs.specs_of(model))
     assert not optimizer.built
     optimizer.build(model.trainable_variables)
-    real = [v for part in _private.optimizer_chain(optimizer) for v in _private.optimizer_own_variables(part)]
+    real = [v for part in _private.optimizer_chain(optimizer) for v in _private.variables_of_optimizer(part)]
     names = [v.name if v.name.startswith("net_") or v.name in SCALARS else "unnamed" for v in real]
     assert [(v.shape, v.dtype) for v in real] == [(slot.spec.shape, slot.spec.dtype) for slot in slots]
     assert all(name in ("unnamed", slot.spec.path) for name, slot in zip(names, slots, strict=True))
@@ -437,7 +437,7 @@ def planned_strategy(mesh, stage):
     if pair:
         layout_map.column("up")
         layout_map.row("down")
-    layout_map.whole(".*", optional=True)
+    layout_map.replicated(".*", optional=True)
     return tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map, zero_stage=stage)
 
 

@@ -10,19 +10,22 @@ import tensorflow as tf
 
 import tfshard
 from tfshard.storage import formats
-from tfshard.storage.formats import FlatInBfloat16, StorageFormat, Whole, WholeInBfloat16
+from tfshard.storage.formats import FlatInBfloat16, StorageFormat, Unpacked, UnpackedInBfloat16
 
 
 def in_bfloat16(layout, mesh):
     if layout.spec.dtype != "float32":
-        return Whole(layout, mesh)
-    return WholeInBfloat16(layout, mesh) if layout.flat is None else FlatInBfloat16(layout, layout.flat, mesh)
+        return Unpacked(layout, mesh)
+    return UnpackedInBfloat16(layout, mesh) if layout.flat is None else FlatInBfloat16(layout, layout.flat, mesh)
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("options", "found"),
-    [({"zero_stage": 1}, {FlatInBfloat16}), ({"zero_stage": 3, "analyzer": None}, {WholeInBfloat16, FlatInBfloat16})],
+    [
+        ({"zero_stage": 1}, {FlatInBfloat16}),
+        ({"zero_stage": 3, "analyzer": None}, {UnpackedInBfloat16, FlatInBfloat16}),
+    ],
     ids=["group", "alone"],
 )
 def test_a_format_that_stores_bfloat16_is_one_class(options, found, monkeypatch, tmp_path):

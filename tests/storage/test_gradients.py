@@ -38,7 +38,7 @@ def strategy(mesh: str, stage: int) -> tfshard.ShardedStrategy:
     if "model" in mesh:
         layout_map.column("cut")
         layout_map.row("odd")
-        layout_map.whole(".*")
+        layout_map.replicated(".*")
     return tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), layout_map, zero_stage=stage, analyzer=ALONE)
 
 
@@ -316,7 +316,7 @@ def embedding_model(name: str, *, tied: bool = False) -> keras.Model:
 MODEL_MESH = {"batch": 2, "model": 2}
 BY_ROWS = tfshard.LayoutMap()
 BY_ROWS[".*embeddings"] = ("model", None)
-BY_ROWS.whole(".*", optional=True)
+BY_ROWS.replicated(".*", optional=True)
 
 
 @pytest.mark.sweep(1)

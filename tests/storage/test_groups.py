@@ -257,7 +257,7 @@ def train_in_column_and_row(**axes: int) -> parity.Run:
     layout_map = tfshard.LayoutMap()
     layout_map.column("second")
     layout_map.row("third")
-    layout_map.whole("first/kernel")
+    layout_map.replicated("first/kernel")
     chosen = tfshard.ShardedStrategy(tfshard.create_mesh(**axes), layout_map)
     return parity.train(build, BATCHES, optimizer=adam, loss="mse", strategy=chosen)
 

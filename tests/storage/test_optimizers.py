@@ -12,7 +12,7 @@ import parity
 import sweeps
 import tfshard
 from tfshard.storage import update_order
-from tfshard.storage.formats import Whole
+from tfshard.storage.formats import Unpacked
 
 MESHES = {"batch4": {"batch": 4}, "batch2_model2": {"batch": 2, "model": 2}, "model4": {"model": 4}}
 STAGES = (0, 1, 2, 3)
@@ -106,7 +106,7 @@ def strategy(mesh: str, stage: int, grouping: str, **options) -> tfshard.Sharded
     if "model" in MESHES[mesh]:
         layout_map.column("up")
         layout_map.row("down")
-        layout_map.whole("embed.*")
+        layout_map.replicated("embed.*")
     return tfshard.ShardedStrategy(
         tfshard.create_mesh(**MESHES[mesh]), layout_map, zero_stage=stage, analyzer=ANALYZERS[grouping], **options
     )
@@ -177,7 +177,7 @@ def check_placement(model: keras.Model, name: str, mesh: str, stage: int, groupi
     alone = {"grouped": set(), "mixed": {KERNEL}, "alone": variables.keys()}[grouping]
     assert groups == variables.keys() - alone
     assert axes_of(variables[KERNEL]) == expected
-    assert (type(variables[KERNEL].value.storage.format) is Whole) == (KERNEL not in groups)
+    assert (type(variables[KERNEL].value.storage.format) is Unpacked) == (KERNEL not in groups)
     batch = {"batch"} & MESHES[mesh].keys()
     assert all(axes_of(variable) & {"batch"} == (batch if stage == 3 else set()) for variable in variables.values())
     slots = [variable for variable in model.optimizer.variables if np.prod(variable.shape) > 1]

@@ -84,7 +84,7 @@ def run(name, mesh, stage, *, recompute=None, scope=None):
     keras.utils.set_random_seed(0)
     build, x = MODELS[name]
     layout_map = tfshard.LayoutMap()
-    layout_map.whole(".*")
+    layout_map.replicated(".*")
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map, zero_stage=stage, analyzer=None)
     with scope or contextlib.nullcontext():
         model = tfshard.as_distributed(build())

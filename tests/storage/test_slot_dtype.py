@@ -28,7 +28,7 @@ def build() -> keras.Model:
 
 def strategy_of(slot_dtype, stage=3, analyzer=None, mesh=None, layout_map=None):
     whole = tfshard.LayoutMap()
-    whole.whole(".*")
+    whole.replicated(".*")
     mesh = tfshard.create_mesh(**(mesh or {"batch": 4}))
     return tfshard.ShardedStrategy(
         mesh, layout_map or whole, zero_stage=stage, analyzer=analyzer, slot_dtype=slot_dtype
@@ -140,7 +140,7 @@ def test_blocks_are_of_what_a_device_holds(mesh, stage):
     if sizes.get("model"):
         layout_map.column("net/hidden_66")
         layout_map.row("net/hidden_64")
-    layout_map.whole(".*", optional=True)
+    layout_map.replicated(".*", optional=True)
     model, strategy, _ = train("int8", OPTIMIZERS["momentum"], steps=1, stage=stage, mesh=sizes, layout_map=layout_map)
     slots = {each.path: each.value for each in model.optimizer.variables if is_narrow(each, "int8")}
     assert len(slots) == 3, "premise"

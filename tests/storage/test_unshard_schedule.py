@@ -362,7 +362,7 @@ def test_gathers_send_the_compute_dtype(policy, mesh):
         values = np.random.RandomState(1)
         model.set_weights([0.05 * values.normal(size=each.shape) for each in model.weights])
         layout_map = tfshard.LayoutMap()
-        layout_map.whole(".*", optional=True)
+        layout_map.replicated(".*", optional=True)
         strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map)
         model.compile(keras.optimizers.Adam(1e-3), "mse", strategy=strategy)
         batch = values.randint(0, vocabulary, (8, 16)), values.normal(size=(8, 512))

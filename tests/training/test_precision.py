@@ -101,7 +101,7 @@ def strategy_of(mesh: str, stage: int, grouped: bool) -> tfshard.ShardedStrategy
         layout_map = tfshard.LayoutMap()
         layout_map.column("up")
         layout_map.row("down")
-        layout_map.whole(".*", optional=True)
+        layout_map.replicated(".*", optional=True)
     analyzer = tfshard.ParameterAnalyzer() if grouped else None
     return tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]), layout_map, zero_stage=stage, analyzer=analyzer)
 

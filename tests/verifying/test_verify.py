@@ -146,7 +146,7 @@ def test_embeddings_and_attention_of_a_subclassed_model_under_tensor_parallelism
     layout_map = tfshard.LayoutMap()
     layout_map[".*embeddings"] = ("model", None)
     layout_map.column(".*last")
-    layout_map.whole(".*", optional=True)
+    layout_map.replicated(".*", optional=True)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model = compiled(Attention(), loss, mesh={"batch": 2, "model": 2}, metrics=["accuracy"], layout_map=layout_map)
     tokens = np.random.RandomState(0).randint(0, 16, (BATCH, 5))

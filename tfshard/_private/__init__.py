@@ -55,7 +55,7 @@ from tfshard._private.context import (
     wait_for_devices,
     without_log,
 )
-from tfshard._private.devices import give_own_device, set_device_in
+from tfshard._private.devices import give_separate_device, set_device_in
 from tfshard._private.epochs import EpochIterator, is_of_arrays, set_initial_epoch
 from tfshard._private.functional import (
     flat_inputs,
@@ -66,10 +66,10 @@ from tfshard._private.functional import (
 )
 from tfshard._private.functions import (
     around_function_calls,
-    ctc_with_own_names,
+    ctc_with_unique_names,
     function_locks_released,
-    give_own_names,
-    give_own_names_after,
+    give_unique_names,
+    give_unique_names_after,
     keep_gradients_with_graphs,
     note_function_locks,
     run_functions_with_steps_in,
@@ -123,8 +123,8 @@ from tfshard._private.losses import (
 )
 from tfshard._private.messages import quickly_parsed
 from tfshard._private.models import (
+    add_to_class_compiles,
     add_to_compile,
-    add_to_own_compiles,
     auto_name,
     can_shard_convolution,
     clone_being_made,
@@ -134,6 +134,7 @@ from tfshard._private.models import (
     flatten_layers,
     is_convolution,
     layer_uses,
+    layer_variables,
     listed_metrics,
     lookup_table,
     loss_count,
@@ -142,7 +143,6 @@ from tfshard._private.models import (
     model_parallel_layout_map,
     models_under,
     output_losses,
-    own_variables,
     record_models,
     register_same_name,
     remat_mode,
@@ -169,10 +169,10 @@ from tfshard._private.optimizers import (
     known_global_norm,
     only_for,
     optimizer_chain,
-    optimizer_own_variables,
     optimizer_references,
     slot_owner,
     uses_weight_decay,
+    variables_of_optimizer,
 )
 from tfshard._private.saving import write_checkpoints_in, write_models_in
 from tfshard._private.threads import in_this_thread
@@ -217,7 +217,7 @@ __all__ = [
     "VersionWarning",
     "WeightSpec",
     "add_to_compile",
-    "add_to_own_compiles",
+    "add_to_class_compiles",
     "abstract_scope",
     "additional_losses",
     "applied_by",
@@ -239,7 +239,7 @@ __all__ = [
     "constants_brought",
     "context_is_initialized",
     "copied",
-    "ctc_with_own_names",
+    "ctc_with_unique_names",
     "current_path",
     "decays",
     "default_mesh",
@@ -258,9 +258,9 @@ __all__ = [
     "function_of_flow",
     "functional_init_arguments",
     "functional_of",
-    "give_own_device",
-    "give_own_names",
-    "give_own_names_after",
+    "give_separate_device",
+    "give_unique_names",
+    "give_unique_names_after",
     "given_name",
     "global_seed_generator",
     "gradients_without_optionals",
@@ -302,11 +302,11 @@ __all__ = [
     "open_weights_file",
     "operation_types",
     "optimizer_chain",
-    "optimizer_own_variables",
+    "variables_of_optimizer",
     "optimizer_references",
     "outer_graph",
     "output_losses",
-    "own_variables",
+    "layer_variables",
     "package_version",
     "packed_outputs",
     "plain_variable",

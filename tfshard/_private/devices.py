@@ -3,7 +3,7 @@
 A `DTensorDevice` executes one operation at a time. `DTensorDevice::Execute` holds a lock, as the threads' stacks show
 (TensorFlow 2.21). If several threads call functions on different meshes, all but one of the threads wait until the
 running function ends. With several clients, two such functions can deadlock when each waits for the other in a
-collective. `give_own_device` therefore gives a mesh a separate device. DTensor's functions know a single device
+collective. `give_separate_device` therefore gives a mesh a separate device. DTensor's functions know a single device
 (`api._dtensor_singleton`). tfshard replaces this device by a `_Devices`, which forwards each call to the device of the
 tensor or mesh.
 """
@@ -22,7 +22,7 @@ from tensorflow.experimental import dtensor
 from tfshard._private import patches
 
 
-def give_own_device(mesh: dtensor.Mesh) -> None:
+def give_separate_device(mesh: dtensor.Mesh) -> None:
     """Let functions on this mesh run while others run on other meshes. Call this before the mesh has a tensor."""
     devices = _dtensor_api._dtensor_device()
     if not isinstance(devices, _Devices):

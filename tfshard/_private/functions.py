@@ -40,7 +40,7 @@ _CALLS = {
 _steps_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
-def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
+def give_unique_names(ended: Callable[[], object] = lambda: None) -> None:
     """Rename the loop bodies, branches and collectives that DTensor compiled since the last call.
 
     Bodies: DTensor names a body after an operation that its compiler once had at the same memory address. (The
@@ -107,12 +107,12 @@ def give_own_names(ended: Callable[[], object] = lambda: None) -> None:
     _known.update(names)
 
 
-def give_own_names_after(graph: tf.Graph, ended: Callable[[], object]) -> None:
-    """Call `give_own_names` after each call of the function being traced (`Context.call_function`).
+def give_unique_names_after(graph: tf.Graph, ended: Callable[[], object]) -> None:
+    """Call `give_unique_names` after each call of the function being traced (`Context.call_function`).
 
     Args:
         graph: The graph of the function, or of a function inside it.
-        ended: See `give_own_names`.
+        ended: See `give_unique_names`.
     """
     _graphs_with_steps.add(graph)
     while isinstance(graph.outer_graph, _func_graph.FuncGraph):
@@ -131,7 +131,7 @@ def give_own_names_after(graph: tf.Graph, ended: Callable[[], object]) -> None:
             try:
                 return call(name, *args, **kwargs)
             finally:
-                give_own_names(ended)
+                give_unique_names(ended)
 
     reason = "a function that runs a step holds the process's lock and waits for its devices"
     patches.replace(context, "call_function", call_function, reason)
@@ -362,7 +362,7 @@ def _released(lock: Any) -> int:
 
 
 @contextlib.contextmanager
-def ctc_with_own_names() -> Iterator[None]:
+def ctc_with_unique_names() -> Iterator[None]:
     """Give the loop bodies of `tf.nn.ctc_loss` unique names inside the context (through `Defun` in `ctc_ops.function`).
 
     TensorFlow names the bodies by their operations and not by their shapes, but DTensor compares the shapes.

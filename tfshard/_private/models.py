@@ -34,7 +34,7 @@ def add_to_compile(make: Callable[[Callable[..., None]], Callable[..., None]]) -
     patches.replace(trainer, "compile", make(trainer.compile), "takes strategy=")
 
 
-def add_to_own_compiles(make: Callable[[type], None]) -> None:
+def add_to_class_compiles(make: Callable[[type], None]) -> None:
     """Call `make` with each present or future model class that defines `compile` (`keras.Model.__init_subclass__`)."""
 
     def visit(cls: type) -> None:
@@ -160,7 +160,7 @@ def can_shard_convolution(layer: keras.layers.Layer) -> bool:
     return bool(plain and layer.groups == 1 and layer.data_format == "channels_last")
 
 
-def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
+def layer_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Return the variables of a layer without its sublayers' variables.
 
     These are weights, seed generator states and metric variables, in creation order.

@@ -30,7 +30,7 @@ def optimizer_chain(optimizer: keras.optimizers.Optimizer | None) -> list[keras.
     return chain
 
 
-def optimizer_own_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+def variables_of_optimizer(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Return the variables that an optimizer created itself (`BaseOptimizer._variables`)."""
     return list(optimizer._variables)
 

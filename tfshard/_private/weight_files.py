@@ -68,12 +68,12 @@ def visit_weights(model: keras.Model, *, read: bool = False, optimizer: bool = F
     return visit.found
 
 
-def read_as_written(model: keras.Model, *, whole_model: bool) -> None:
+def read_as_written(model: keras.Model, *, full_model: bool) -> None:
     """Read a model's values in the order in which `write_keras_file` or `write_weights_file` reads them.
 
     Clients that do not write call this while another client writes.
     """
-    if whole_model:
+    if full_model:
         _saving_lib._serialize_model_as_json(model)  # Reads the learning rate.
     visit_weights(model, read=True, optimizer=True)
 

@@ -125,7 +125,7 @@ class Telemetry(keras.callbacks.Callback, StepWatcher):  # type: ignore[misc]  #
         self.log_dir = log_dir
         self.profile_every = profile_every
         self.tokens_per_sample = tokens_per_sample
-        self._run: _Run | None = None
+        self._run: _MeasuredFit | None = None
 
     # --- what Keras calls -----------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Telemetry(keras.callbacks.Callback, StepWatcher):  # type: ignore[misc]  #
         if clients.here().rank == 0:
             sinks += [CsvFile(self.csv, NAMES)] if self.csv is not None else []
             sinks += [Board(self.log_dir)] if self.log_dir is not None else []
-        self._run = _Run(self.model, self.profile_every, self.tokens_per_sample, sinks)
+        self._run = _MeasuredFit(self.model, self.profile_every, self.tokens_per_sample, sinks)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._run is not None:
@@ -215,7 +215,7 @@ class _Facts:
     flops_per_sample: float
 
 
-class _Run:
+class _MeasuredFit:
     """The state of a measured `fit`.
 
     Args:
@@ -289,7 +289,7 @@ class _Run:
         tokens = [self._tokens(each, count) for each, count in zip(inputs, samples, strict=True)]
         return _Size(steps=len(inputs), samples=sum(samples), tokens=sum(tokens))
 
-    def _trace(self, stack: contextlib.ExitStack) -> step_profile.Trace | None:
+    def _trace(self, stack: contextlib.ExitStack) -> step_profile.ProfileTrace | None:
         """Start a trace if one is due. Returns the trace, which is complete after the stack exits."""
         if self._profile_every is None or self._strategy is None:
             return None
@@ -303,7 +303,7 @@ class _Run:
         self._wait = self._profile_every - 1
         return trace
 
-    def _note(self, trace: step_profile.Trace, steps: int) -> None:
+    def _note(self, trace: step_profile.ProfileTrace, steps: int) -> None:
         if not trace.written:
             return  # Client 0 reports the trace.
         assert self._strategy is not None

@@ -7,9 +7,9 @@ Read `manager` first; docs/checkpoints.md describes the format and the guarantee
     writer            writes a training run to a checkpoint, committed by one rename
     reader            `Checkpoint`: compared with the model before it is used
     manifest          the contents of a checkpoint, as JSON, with every field checked
-    unsent            error-feedback residuals of compressed gradients
+    residuals         error-feedback residuals of compressed gradients
     files             names, syncing, opening without following links
-    held_pieces       local shards out of the devices' tensors, and back into them
+    held_shards       local shards out of the devices' tensors, and back into them
     training_state    every variable of a training run, under a key that survives a restart
     keras_files       Keras's file formats, one variable at a time
 """

@@ -104,10 +104,10 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         self.every_epochs = every_epochs
         self.async_save = async_save
         self.optimizers = optimizers
-        self._begun: _Run | None = None
+        self._begun: _FitProgress | None = None
 
     @property
-    def _run(self) -> "_Run":
+    def _run(self) -> "_FitProgress":
         assert self._begun is not None
         return self._begun
 
@@ -119,7 +119,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ker
                 "CheckpointCallback needs a model that was compiled with strategy=tfshard.ShardedStrategy(...). "
                 f"Received: model={self.model!r}"
             )
-        run = self._begun = _Run(self.model, epochs)
+        run = self._begun = _FitProgress(self.model, epochs)
         run.check(in_epoch=self.every_steps is not None)
         if self.manager.latest_step() is None:
             return
@@ -210,7 +210,7 @@ class _Start:
     step: int
 
 
-class _Run:
+class _FitProgress:
     """The progress of one run of `fit` through its data.
 
     Attributes:

@@ -71,7 +71,7 @@ def _export_together(model: keras.Model, path: pathlib.Path) -> None:
     try:
         if clients.here().rank > 0:
             # All clients must take part in reading a variable.
-            _private.read_as_written(model, whole_model=path.suffix == ".keras")
+            _private.read_as_written(model, full_model=path.suffix == ".keras")
         else:
             if path.suffix == ".keras":
                 _private.write_keras_file(model, temporary)

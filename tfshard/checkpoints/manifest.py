@@ -34,7 +34,7 @@ _OTHER_FILE = re.compile(r"data\.index|iterator-\d{5}\.(index|data-00000-of-0000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredPiece:
+class StoredShard:
     """A box of a variable.
 
     Attributes:
@@ -66,7 +66,7 @@ class StoredVariable:
     dtype: str
     layout: tuple[str | None, ...] | None
     group: int | None
-    pieces: tuple[StoredPiece, ...]
+    pieces: tuple[StoredShard, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -317,7 +317,7 @@ def _variable(data: object, key: str) -> StoredVariable:
         box = Box(offset=_ints(piece[0], f"an offset of {what}"), shape=_ints(piece[1], f"a piece's shape of {what}"))
         if not box.is_in(shape) or not box.elements:
             raise _Bad(f"{what} of shape={shape} has a piece outside of it: {box}")
-        pieces.append(StoredPiece(box=box, checksum=piece[2]))
+        pieces.append(StoredShard(box=box, checksum=piece[2]))
     _check_cover(pieces, shape, what)
     return StoredVariable(
         kind=fields["kind"],
@@ -330,7 +330,7 @@ def _variable(data: object, key: str) -> StoredVariable:
     )
 
 
-def _check_cover(pieces: list[StoredPiece], shape: tuple[int, ...], what: str) -> None:
+def _check_cover(pieces: list[StoredShard], shape: tuple[int, ...], what: str) -> None:
     """Raise unless the boxes cover the shape without overlap."""
     if sum(piece.box.elements for piece in pieces) != math.prod(shape):
         raise _Bad(f"the pieces of {what} do not cover its shape={shape}")

@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.checkpoints import files, held_pieces, manifest, training_state
-from tfshard.checkpoints.manifest import Manifest, Position, StoredPiece, StoredVariable
+from tfshard.checkpoints import files, held_shards, manifest, training_state
+from tfshard.checkpoints.manifest import Manifest, Position, StoredShard, StoredVariable
 from tfshard.checkpoints.training_state import StateVariable
 from tfshard.devices import checksums, clients
 from tfshard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
@@ -97,7 +97,7 @@ class Checkpoint:
                 problems.append(f"file '{name}' is not a regular file")
             elif present[name].st_size != file.bytes:
                 problems.append(f"file '{name}' has {present[name].st_size} bytes instead of {file.bytes}")
-        claimed = sum(self._bytes(stored, piece.box) for stored, piece in self._stored_pieces())
+        claimed = sum(self._bytes(stored, piece.box) for stored, piece in self._stored_shards())
         held = sum(file.bytes for file in self.manifest.files.values() if file.sha256 is None)
         if claimed != held:
             problems.append(f"its pieces have {claimed} bytes and its files of data {held}")
@@ -111,7 +111,7 @@ class Checkpoint:
                 + f"Restore another step (CheckpointManager.steps() lists them). Received: {self.directory}"
             )
 
-    def _stored_pieces(self) -> Iterator[tuple[StoredVariable, StoredPiece]]:
+    def _stored_shards(self) -> Iterator[tuple[StoredVariable, StoredShard]]:
         for stored in self.manifest.variables.values():
             for piece in stored.pieces:
                 yield stored, piece
@@ -150,13 +150,13 @@ class Checkpoint:
             except CheckpointCorruptError:
                 arrays = itertools.repeat(None)  # The single reads below tell which box is damaged.
             for (key, stored, piece), array in zip(chunk, arrays, strict=False):
-                problem = self._piece_problem(key, stored, piece, array)
+                problem = self._shard_problem(key, stored, piece, array)
                 if problem is not None:
                     problems.append(f"the piece of '{key}' at {piece.box.offset} of shape={piece.box.shape} {problem}")
         return problems
 
-    def _piece_problem(
-        self, key: str, stored: StoredVariable, piece: StoredPiece, array: np.ndarray | None
+    def _shard_problem(
+        self, key: str, stored: StoredVariable, piece: StoredShard, array: np.ndarray | None
     ) -> str | None:
         if array is None:
             try:
@@ -167,9 +167,9 @@ class Checkpoint:
             return f"has shape={array.shape}"
         return None if checksums.of_array(array) == piece.checksum else "has another checksum"
 
-    def _chunks(self) -> Iterator[list[tuple[str, StoredVariable, StoredPiece]]]:
+    def _chunks(self) -> Iterator[list[tuple[str, StoredVariable, StoredShard]]]:
         """Yield the boxes in chunks that are read at once."""
-        chunk: list[tuple[str, StoredVariable, StoredPiece]] = []
+        chunk: list[tuple[str, StoredVariable, StoredShard]] = []
         size = 0
         for key, stored in self.manifest.variables.items():
             for piece in stored.pieces:
@@ -258,7 +258,7 @@ class Checkpoint:
             and (stored[v.key].shape, stored[v.key].dtype) == (v.shape, v.dtype)
             and v.kind != training_state.COMPRESSION
         ]
-        held_pieces.assign(fitting, lambda variable, box: self.read(variable.key, box))
+        held_shards.assign(fitting, lambda variable, box: self.read(variable.key, box))
 
     def restore_iterators(self, iterators: Sequence[object], model: keras.Model) -> None:
         """Move new `tf.data` iterators of the saved dataset to the saved positions.

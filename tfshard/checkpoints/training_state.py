@@ -289,7 +289,7 @@ def _of_optimizer(
             for slot in model_specs.slots_of(optimizer, specs)
         ]  # fmt: skip
     parts = _private.optimizer_chain(optimizer)
-    variables = [variable for part in parts for variable in _private.optimizer_own_variables(part)]
+    variables = [variable for part in parts for variable in _private.variables_of_optimizer(part)]
     return [_of(variable, key(variable.name), "slot") for variable in variables]
 
 

@@ -23,8 +23,8 @@ import keras
 import tensorflow as tf
 
 from tfshard import __version__, _private
-from tfshard.checkpoints import files, held_pieces, manifest
-from tfshard.checkpoints.manifest import Manifest, Position, StoredFile, StoredPiece, StoredVariable
+from tfshard.checkpoints import files, held_shards, manifest
+from tfshard.checkpoints.manifest import Manifest, Position, StoredFile, StoredShard, StoredVariable
 from tfshard.checkpoints.training_state import StateVariable
 from tfshard.devices import checksums, clients
 from tfshard.errors import CheckpointError
@@ -51,7 +51,7 @@ class Snapshot:
     step: int
     plan: dict[str, object]
     variables: Sequence[StateVariable]
-    held: Sequence[held_pieces.HeldPiece]
+    held: Sequence[held_shards.HeldShard]
     position: Position | None
     states: Sequence[tf.Tensor]
 
@@ -69,7 +69,7 @@ class Snapshot:
             step=step,
             plan=_plan(model),
             variables=variables,
-            held=held_pieces.held(variables, first_client=clients.here().rank == 0),
+            held=held_shards.held(variables, first_client=clients.here().rank == 0),
             position=position,
             states=states,
         )
@@ -144,7 +144,7 @@ class Writing:
 
     def run(self, snapshot: Snapshot) -> None:
         """Write and commit the checkpoint, and delete the steps that `keep` does not keep."""
-        stored = self._write_pieces(snapshot)
+        stored = self._write_shards(snapshot)
         if self._here.count > 1:
             self._publish(stored)
             if self._here.rank > 0:
@@ -154,14 +154,14 @@ class Writing:
         self._commit(snapshot, stored)
         self._prune()
 
-    def _write_pieces(self, snapshot: Snapshot) -> dict[str, StoredVariable]:
+    def _write_shards(self, snapshot: Snapshot) -> dict[str, StoredVariable]:
         """Write this client's boxes and iterator states to separate files."""
         names, specs, tensors = [], [], []
-        found: dict[str, list[StoredPiece]] = {}
+        found: dict[str, list[StoredShard]] = {}
         for piece in snapshot.held:
             array = piece.array()
             found.setdefault(piece.variable.key, []).append(
-                StoredPiece(box=piece.box, checksum=checksums.of_array(array))
+                StoredShard(box=piece.box, checksum=checksums.of_array(array))
             )
             names.append(piece.variable.key)
             specs.append(files.spec(piece.variable.shape, piece.box))

@@ -24,7 +24,7 @@ def handed_over(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
         return tensor
     layout = dtensor.Layout(before.sharding_specs, mesh)
     own = iter(messages.unpacked(tensor))
-    shape = transfer.piece_shape(tuple(tensor.shape), before)
+    shape = transfer.shard_shape(tuple(tensor.shape), before)
     pieces = []
     for source, target in zip(messages.devices_of(before.mesh), messages.devices_of(mesh), strict=True):
         piece = next(own) if messages.is_here(source) else None

@@ -133,7 +133,7 @@ def rank_meshes(mesh: dtensor.Mesh) -> tuple[dtensor.Mesh, ...]:
     with _private.without_log():
         meshes = tuple(_mesh_of(of_a_rank, list(each.flatten()), local) for each in by_rank)
     for each in meshes:
-        _private.give_own_device(each)
+        _private.give_separate_device(each)
     return meshes
 
 

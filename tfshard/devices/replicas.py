@@ -73,7 +73,7 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     sizes = axis_sizes(mesh)
     dim = axes.index(sizes.data)
     allow_collectives()
-    shard = transfer.piece_shape(tuple(stored.shape), transfer.layout(axes, mesh))
+    shard = transfer.shard_shape(tuple(stored.shape), transfer.layout(axes, mesh))
     first = [dim, *(each for each in range(len(shard)) if each != dim)]
     own = local_shards.parted(transfer.relayout(stored, axes, mesh), axes, mesh)
     with tf.name_scope("all_gather"):
@@ -160,7 +160,7 @@ def meet_to_exchange(mesh: dtensor.Mesh) -> None:
     def meeting(places: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
         rows = gathered_rows(local_shards.parted(places, axes, mesh), mesh)
         # The group of all devices and the all-to-all group meet too. The places do not change.
-        rows += 0.0 * whole_sum(exchanged(rows, mesh), mesh)
+        rows += 0.0 * sum_over_devices(exchanged(rows, mesh), mesh)
         return transfer.relayout(rows, (None, None), mesh)
 
     places = np.arange(sizes.data_size, dtype="float32")[:, np.newaxis] // step
@@ -311,7 +311,7 @@ def gathered_rows(row: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     return tf.ensure_shape(rows, (size, *row.shape[1:]))
 
 
-def whole_sum(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+def sum_over_devices(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Sum local tensors over all devices of the data axis by one all-reduce. Use this for small tensors.
 
     Args:

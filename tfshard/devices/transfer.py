@@ -59,7 +59,7 @@ def axes_of(layout: dtensor.Layout) -> Axes:
     return tuple(None if axis == dtensor.UNSHARDED else axis for axis in layout.sharding_specs)
 
 
-def piece_shape(shape: tuple[int, ...], layout: dtensor.Layout) -> tuple[int, ...]:
+def shard_shape(shape: tuple[int, ...], layout: dtensor.Layout) -> tuple[int, ...]:
     """The shape of a device's piece of a tensor."""
     sizes = axis_sizes(layout.mesh)
     return boxes.shard_box(shape, axes_of(layout), sizes, dict.fromkeys(sizes, 0)).shape
@@ -155,7 +155,7 @@ def host_to_mesh(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor
     return messages.packed(pieces, value.shape, tf.as_dtype(value.dtype), layout(axes, mesh))
 
 
-def host_pieces(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> Iterator[tf.Tensor]:
+def host_shards(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> Iterator[tf.Tensor]:
     """The pieces of a host value for a variable, in the order of this client's devices, made one by one.
 
     They are in memory that TensorFlow has allocated. Its allocator on CPU keeps what it once had: pieces in NumPy's
@@ -203,7 +203,7 @@ def _put_together(tensor: tf.Tensor, found: dtensor.Layout) -> np.ndarray | None
     for piece, location in zip(local, mesh.local_device_locations(), strict=True):
         pieces[boxes.part(used, location)] = piece
     if not _is_with_each(used, mesh):
-        like = np.empty(piece_shape(tuple(tensor.shape), found), tensor.dtype.as_numpy_dtype)
+        like = np.empty(shard_shape(tuple(tensor.shape), found), tensor.dtype.as_numpy_dtype)
         pieces = _exchange(pieces, used, mesh, like)
     if not local:
         return None

@@ -392,7 +392,7 @@ def _as_layout_map(
         if kind == "axes":
             layout_map[pattern] = axes
         elif kind == "whole":
-            layout_map.whole(pattern, reason=str(axes[0]))
+            layout_map.replicated(pattern, reason=str(axes[0]))
         else:
             getattr(layout_map, kind)(pattern, axis=axis)
     return layout_map

@@ -15,7 +15,7 @@ def owned_variables(model: keras.Model) -> list[tuple[keras.Variable, keras.Laye
     """Return each variable of a model once, with its layer."""
     owned, seen = [], set()
     for layer in _private.flatten_layers(model):
-        for variable in _private.own_variables(layer):
+        for variable in _private.layer_variables(layer):
             if id(variable) not in seen:
                 seen.add(id(variable))
                 owned.append((variable, layer))
@@ -25,7 +25,7 @@ def owned_variables(model: keras.Model) -> list[tuple[keras.Variable, keras.Laye
 def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
     """Return the variables of the optimizers that train a model, and of the optimizers that they wrap."""
     parts = [part for optimizer in optimizers_of(model) for part in _private.optimizer_chain(optimizer)]
-    return [variable for part in parts for variable in _private.optimizer_own_variables(part)]
+    return [variable for part in parts for variable in _private.variables_of_optimizer(part)]
 
 
 # --- The optimizers of a model ----------------------------------------------------------------------
@@ -50,10 +50,10 @@ def note_compiled(optimizer: keras.optimizers.Optimizer | None) -> None:
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return the optimizers that train a model: its optimizers, and the optimizers of custom loops."""
-    return [*own_optimizers(model), *loop_optimizers(model)]
+    return [*model_optimizers(model), *loop_optimizers(model)]
 
 
-def own_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return the compiled optimizer of a model, if any, and the optimizers that are attributes of the model."""
     compiled = getattr(model, "optimizer", None)
     return [*([] if compiled is None else [compiled]), *attribute_optimizers(model).values()]
@@ -98,7 +98,7 @@ def _optimizers_in(owner: keras.Layer) -> Iterator[tuple[str, keras.optimizers.O
 
 def loop_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return the optimizers of custom training loops that were built for variables of a model, without attributes."""
-    taken = {id(part) for optimizer in own_optimizers(model) for part in _private.optimizer_chain(optimizer)}
+    taken = {id(part) for optimizer in model_optimizers(model) for part in _private.optimizer_chain(optimizer)}
     owned = {id(variable) for variable, _ in owned_variables(model)}
 
     def find() -> list[keras.optimizers.Optimizer]:

@@ -153,7 +153,7 @@ def slots_of(optimizer: OptimizerLike, specs: Iterable[VariableSpec]) -> tuple[S
     shapes = {spec.path.replace("/", "_"): spec for spec in trained}
     slots = []
     for part in _private.optimizer_chain(copy):
-        for variable in _private.optimizer_own_variables(part):
+        for variable in _private.variables_of_optimizer(part):
             prefix = _private.slot_owner(variable.name, shapes)
             spec = VariableSpec(path=variable.name, shape=tuple(variable.shape), dtype=variable.dtype, trainable=False)
             reference = shapes[prefix] if prefix is not None and shapes[prefix].shape == spec.shape else None

@@ -78,7 +78,7 @@ def run(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
+class Shard:
     """A box that a device holds.
 
     Attributes:
@@ -103,7 +103,7 @@ def shard_box(shape: Sequence[int], axes: Axes, mesh_shape: Mapping[str, int], l
     return Box(offset=tuple(offset), shape=tuple(sizes))
 
 
-def flat_pieces(form: FlatForm, storage: Axes, location: Mapping[str, int]) -> list[Piece]:
+def flat_shards(form: FlatForm, storage: Axes, location: Mapping[str, int]) -> list[Shard]:
     """Return the boxes of the members of a flat form that the device at `location` holds, without padding.
 
     Args:
@@ -123,7 +123,7 @@ def flat_pieces(form: FlatForm, storage: Axes, location: Mapping[str, int]) -> l
         # In one model shard, the elements of a member are in row-major order.
         at = begin - first
         for box in run(shard.shape, begin - member.offset, end - member.offset):
-            pieces.append(Piece(member=index, box=box.moved(shard.offset), begin=at))
+            pieces.append(Shard(member=index, box=box.moved(shard.offset), begin=at))
             at += box.elements
     return pieces
 

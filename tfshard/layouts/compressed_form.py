@@ -28,7 +28,7 @@ ERROR, SUM_ERROR, FACTOR, STEPS = "error", "sum_error", "factor", "steps"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sent:
+class SentGradient:
     """A collective of a compressed gradient.
 
     Attributes:
@@ -137,23 +137,23 @@ class CompressedForm:
             reduce_scatter=False,
         )
 
-    def sends(self) -> list[Sent]:
+    def sends(self) -> list[SentGradient]:
         """Return the collectives of the gradient in a step, for each use of the layer."""
         between = self.replicas > 1
         if isinstance(self.compression, PowerSGD):
             rank = self.compression.rank
             return [
-                Sent(kind="all-reduce", between_replicas=False, bytes=_WORD_BYTES * side * rank, what="factor")
+                SentGradient(kind="all-reduce", between_replicas=False, bytes=_WORD_BYTES * side * rank, what="factor")
                 for side in self.matrix
             ]
         exact = _WORD_BYTES * self.adders * self.piece
         encoded, name = self.exchanging * self.chunk_bytes, f"gradient in {self.compression}"
-        found = [Sent(kind="all-to-all", between_replicas=between, bytes=encoded, what=name)]
+        found = [SentGradient(kind="all-to-all", between_replicas=between, bytes=encoded, what=name)]
         if self.dim is None:
-            found.append(Sent(kind="all-gather", between_replicas=between, bytes=encoded, what=f"sum, {name}"))
+            found.append(SentGradient(kind="all-gather", between_replicas=between, bytes=encoded, what=f"sum, {name}"))
         if self.adders > 1:
-            found.insert(0, Sent(kind="all-to-all", between_replicas=False, bytes=exact, what="gradient"))
-            found.append(Sent(kind="all-gather", between_replicas=False, bytes=exact, what="gradient"))
+            found.insert(0, SentGradient(kind="all-to-all", between_replicas=False, bytes=exact, what="gradient"))
+            found.append(SentGradient(kind="all-gather", between_replicas=False, bytes=exact, what="gradient"))
         return found
 
     def first_factor(self) -> np.ndarray:

@@ -12,7 +12,7 @@ import keras
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.errors import LayoutError
+from tfshard.errors import LayoutError, warn
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, MeshAxes, axis_sizes
 
 
@@ -147,7 +147,7 @@ class LayoutMap(Mapping[str, Rule]):
                 created._rules[pattern] = dataclasses.replace(rule, axes=renamed, optional=bool(names))
             if names and ".*" not in created:
                 # In Keras's maps a pattern may match nothing, and a variable without a pattern stays replicated.
-                created.whole(".*", optional=True)
+                created.replicated(".*", optional=True)
             return created
         raise LayoutError(
             "layout_map must be a tfshard.LayoutMap, a keras.distribution.LayoutMap or ModelParallel, a mapping from "
@@ -187,10 +187,10 @@ class LayoutMap(Mapping[str, Rule]):
         self[pattern] = axes
         self._rules[pattern] = dataclasses.replace(self._rules[pattern], optional=optional)
 
-    def whole(self, pattern: str, *, reason: str = "", optional: bool = False) -> None:
+    def replicated(self, pattern: str, *, reason: str = "", optional: bool = False) -> None:
         """Keep variables replicated over the model axes, also large variables, which `lint` reports without a rule.
 
-        Any other rule takes precedence: `layout_map.whole(".*")` covers all variables without a rule.
+        Any other rule takes precedence: `layout_map.replicated(".*")` covers all variables without a rule.
 
         Args:
             pattern: Regular expression that must match the full path of the variable.
@@ -198,6 +198,11 @@ class LayoutMap(Mapping[str, Rule]):
             optional: True if the pattern may match nothing.
         """
         self._add(pattern, Rule(kind="axes", axes=(), optional=optional, reason=reason))
+
+    def whole(self, pattern: str, *, reason: str = "", optional: bool = False) -> None:
+        """Call `replicated`, the name since 0.3, and warn."""
+        warn("LayoutMap.whole is called LayoutMap.replicated since tfshard 0.3.", DeprecationWarning)
+        self.replicated(pattern, reason=reason, optional=optional)
 
     def column(self, pattern: str, *, axis: str = MODEL_AXIS, optional: bool = False) -> None:
         """Shard the output dim of kernels, and the biases, of the layers with a path that `pattern` matches.

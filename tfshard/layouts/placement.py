@@ -109,7 +109,7 @@ class ModelPlacement:
                 found.setdefault(layout.group, []).append(layout)
         return dict(sorted(found.items()))
 
-    def has_whole_groups(self) -> bool:
+    def has_complete_groups(self) -> bool:
         """Return True if every group consists of variables of this model."""
         return all(
             layout.flat is not None and len(layout.flat.members) == len(members)

@@ -215,7 +215,7 @@ class VariableLayout:
     table: str | None = None
     table_rows: int = 0
 
-    def bytes_at_rest(self, elements: int) -> int:
+    def stored_bytes_of(self, elements: int) -> int:
         """Return the bytes of `elements` stored elements."""
         if self.stored_dtype == "int8":
             return -(-elements // BLOCK_ELEMENTS) * BLOCK_BYTES
@@ -399,8 +399,8 @@ def joins_reduction(layout: VariableLayout, mesh_axes: MeshAxes, *, is_sum: bool
             reduction of such a sum with the cut that follows.
     """
     is_cut = layout.flat is None and layout.update != layout.compute
-    own_way = layout.table is not None or layout.compression is not None
-    if own_way or is_added_up_by_replicas(layout, mesh_axes):
+    custom_reduction = layout.table is not None or layout.compression is not None
+    if custom_reduction or is_added_up_by_replicas(layout, mesh_axes):
         return False
     return not is_cut or (is_sum and not layout.reduce_scatter)
 

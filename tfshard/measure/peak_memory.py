@@ -78,7 +78,7 @@ def _added_on_a_device(
     executor's device. The buffers of a reduction are allocated in separate threads, in the order in which the devices
     started the reduction.
     """
-    device_of = _Executors(trace, devices)
+    device_of = _EventDevices(trace, devices)
     owner: dict[int, tuple[int, int]] = {}
     used: dict[int, int] = collections.defaultdict(int)
     most: dict[int, int] = collections.defaultdict(int)
@@ -95,7 +95,7 @@ def _added_on_a_device(
     return max((most[device] for device in range(devices)), default=0)
 
 
-class _Executors:
+class _EventDevices:
     """Finds the device, by number, of an event."""
 
     def __init__(self, trace: Sequence[_private.TraceEvent], devices: int):

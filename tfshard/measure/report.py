@@ -329,8 +329,8 @@ def _measured(current: ShardedVariable, path: str, kind: str, mesh_shape: MeshAx
         storage_shape=layout.storage_shape,
         shards=_shards(layout.storage, mesh_shape),
         bytes_whole=variable_layout.spec_bytes(layout.spec),
-        bytes_per_device=0 if current.storage.rests_on_host else _bytes_at_rest(current),
-        host_bytes_per_device=_bytes_at_rest(current) if current.storage.rests_on_host else 0,
+        bytes_per_device=0 if current.storage.is_stored_on_host else _stored_bytes(current),
+        host_bytes_per_device=_stored_bytes(current) if current.storage.is_stored_on_host else 0,
         group=layout.group,
         gradient_layout=gradient,
         gradient_bytes_per_device=None
@@ -350,11 +350,11 @@ def _scattered(rows: Sequence[VariableReport], data: str | None) -> bool | None:
     return any(data in axes for axes in seen) if seen else None
 
 
-def _bytes_at_rest(variable: ShardedVariable) -> int:
+def _stored_bytes(variable: ShardedVariable) -> int:
     """Return the bytes of the fullest device's local shard of the buffer; for a group, this member's share."""
     buffer = variable.buffer
     # Local shards on other clients have the same shape.
-    one = math.prod(transfer.piece_shape(tuple(buffer.shape), buffer.layout)) * buffer.dtype.size
+    one = math.prod(transfer.shard_shape(tuple(buffer.shape), buffer.layout)) * buffer.dtype.size
     piece = max(transfer.local_bytes(buffer.value()).values(), default=one)
     return variable.storage.format.share(piece, variable.member)
 

@@ -275,7 +275,7 @@ def _step_of(model: keras.Model, batch: Any) -> Callable[[], None]:
 
 
 @dataclasses.dataclass
-class Trace:
+class ProfileTrace:
     """The trace of some operations.
 
     Attributes:
@@ -290,13 +290,13 @@ class Trace:
 
 
 @contextlib.contextmanager
-def traced() -> Iterator[Trace]:
+def traced() -> Iterator[ProfileTrace]:
     """Trace the operations in this context; in a launched run only on client 0 (see the note above).
 
     Raises:
         tf.errors.AlreadyExistsError: Another profiler is running.
     """
-    trace = Trace()
+    trace = ProfileTrace()
     if clients.here().rank != 0:
         yield trace
         return
@@ -308,12 +308,12 @@ def traced() -> Iterator[Trace]:
         trace.written = file.read_bytes()
 
 
-def _from_client_0(trace: Trace) -> Trace:
+def _from_client_0(trace: ProfileTrace) -> ProfileTrace:
     """Return client 0's trace, on all clients."""
     written = np.zeros(int(collectives.broadcast(len(trace.written))), np.uint8)
     if trace.written:
         written[:] = np.frombuffer(trace.written, np.uint8)
-    return Trace(collectives.broadcast(written).tobytes())
+    return ProfileTrace(collectives.broadcast(written).tobytes())
 
 
 def collective_wall_seconds(trace: list[_private.TraceEvent], devices: int) -> float:
@@ -339,7 +339,7 @@ def _sharded_variables(model: keras.Model) -> list[ShardedVariable]:
 def _variable_bytes(model: keras.Model) -> dict[str, int]:
     held: dict[str, int] = collections.defaultdict(int)
     storages = {id(v.storage): v.storage for v in _sharded_variables(model)}.values()
-    for storage in (each for each in storages if not each.rests_on_host):
+    for storage in (each for each in storages if not each.is_stored_on_host):
         for device, bytes_ in transfer.local_bytes(storage.buffer.value()).items():
             held[device.rpartition("device:")[2]] += bytes_
     return dict(held)

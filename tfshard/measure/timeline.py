@@ -23,7 +23,7 @@ _HANDED_ON = "BaseCollectiveExecutor::ExecuteAsync"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
+class TimedWork:
     """An operation or a collective of one device; times in seconds from the first work of the step.
 
     Attributes:
@@ -52,8 +52,8 @@ class DeviceTimeline:
         collectives: The collectives.
     """
 
-    operations: tuple[Work, ...]
-    collectives: tuple[Work, ...]
+    operations: tuple[TimedWork, ...]
+    collectives: tuple[TimedWork, ...]
 
     @property
     def computing(self) -> list[Interval]:
@@ -161,8 +161,8 @@ def timeline_of(trace: Sequence[_private.TraceEvent], collectives: frozenset[str
         collectives: The types of collective operations.
     """
     executors = _Executors(trace)
-    computed: dict[int, list[Work]] = collections.defaultdict(list)
-    sent: dict[int, list[Work]] = collections.defaultdict(list)
+    computed: dict[int, list[TimedWork]] = collections.defaultdict(list)
+    sent: dict[int, list[TimedWork]] = collections.defaultdict(list)
     started = {each.stats["_p"]: executors.of(each) for each in trace if each.name == _STARTED}
     resolved = _Nested(each for each in trace if each.name == _RESOLVED)
     handed_on = {}
@@ -179,14 +179,14 @@ def timeline_of(trace: Sequence[_private.TraceEvent], collectives: frozenset[str
         if operation in collectives and "collective" in each.stats:
             device = handed_on.get(each.stats.get("_c"))
             key = each.stats["group_key"], each.stats["instance_key"]
-            work = Work(
+            work = TimedWork(
                 name=name, kind=operation, lane=each.lane, begin=each.begin, end=each.end, met=min(met[key], each.end)
             )
             if device is not None:
                 sent[device].append(work)
         elif is_operation(each) and (device := executors.of(each)) is not None:
             computed[device].append(
-                Work(name=name, kind=operation, lane=each.lane, begin=each.begin, end=each.end, met=each.begin)
+                TimedWork(name=name, kind=operation, lane=each.lane, begin=each.begin, end=each.end, met=each.begin)
             )
     devices = [device for device in computed if device in sent] if sent else list(computed)
     if not devices:
@@ -208,7 +208,7 @@ def is_operation(event: _private.TraceEvent) -> bool:
     return ":" in event.name and "::" not in event.name and not event.stats
 
 
-def _since(first: float, work: Work) -> Work:
+def _since(first: float, work: TimedWork) -> TimedWork:
     return dataclasses.replace(work, begin=work.begin - first, end=work.end - first, met=work.met - first)
 
 
@@ -297,7 +297,7 @@ def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
 
-def _rows(works: Iterable[Work]) -> list[tuple[int, Work]]:
+def _rows(works: Iterable[TimedWork]) -> list[tuple[int, TimedWork]]:
     """Assign each work to the first row without an overlap."""
     ends: list[float] = []
     found = []

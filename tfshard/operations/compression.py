@@ -45,10 +45,10 @@ def reduced(gradient: Gradient, variable: ShardedVariable, mesh: dtensor.Mesh) -
     """
     with _private.stop_recording():
         own = partial_sums.found_of(gradient, mesh)
-        return None if own is None else of_parts(own, variable, mesh)
+        return None if own is None else reduce_local(own, variable, mesh)
 
 
-def of_parts(own: tf.Tensor, variable: ShardedVariable, mesh: dtensor.Mesh) -> tf.Tensor:
+def reduce_local(own: tf.Tensor, variable: ShardedVariable, mesh: dtensor.Mesh) -> tf.Tensor:
     """The same of what each device has, which DTensor believes to be the same on all."""
     form = compressed_form.of(variable.layout, axis_sizes(mesh))
     assert form is not None, variable
@@ -179,16 +179,16 @@ class _Reduction:
 
     def _added_up(self, own: tf.Tensor) -> tf.Tensor:
         """The exact sum, as a matrix."""
-        add_up = replicas.all_reduce if self._form.adders > 1 else replicas.whole_sum
+        add_up = replicas.all_reduce if self._form.adders > 1 else replicas.sum_over_devices
         return self._whole(tf.reshape(add_up(self._parted(own), self._mesh), self._form.matrix))
 
     def _iterated(self, own: tf.Tensor, error: tf.Tensor, factor: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """One power iteration: the sum of rank `rank`, what of this device's part is not in it, and the next factor."""
         matrix = tf.reshape(self._parted(own), self._form.matrix) + tf.reshape(self._parted(error), self._form.matrix)
         before = self._parted(factor)
-        left, _ = tf.linalg.qr(replicas.whole_sum(tf.matmul(matrix, before), self._mesh))
+        left, _ = tf.linalg.qr(replicas.sum_over_devices(tf.matmul(matrix, before), self._mesh))
         part = tf.matmul(matrix, left, transpose_a=True)
-        right = replicas.whole_sum(part, self._mesh)
+        right = replicas.sum_over_devices(part, self._mesh)
         result = tf.matmul(left, right, transpose_b=True)
         error = tf.reshape(matrix - tf.matmul(left, part, transpose_b=True), (1, -1))
         # What is not a number would be one for ever.

@@ -75,7 +75,7 @@ def _convolution_op(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patc
 
 def _kernel_axes(layer: keras.Layer) -> Axes:
     """The model axes that shard the kernel of a layer, by dim; empty if it is on no mesh."""
-    current = _private.backend_variable(_private.own_variables(layer)[0])
+    current = _private.backend_variable(_private.layer_variables(layer)[0])
     return current.layout.compute if isinstance(current, ShardedVariable) else ()
 
 

@@ -169,7 +169,7 @@ def batch_dim(shape: tuple[int, ...]) -> int | None:
 def _shapes_of_layers() -> set[tuple[int, ...]]:
     """Return the shapes of the variables of the layers that are being called."""
     layers = [caller for caller in _private.scope_callers() if isinstance(caller, keras.Layer)]
-    return {tuple(variable.shape) for layer in layers for variable in _private.own_variables(layer)}
+    return {tuple(variable.shape) for layer in layers for variable in _private.layer_variables(layer)}
 
 
 def sharded_dim(shape: tuple[int, ...], mesh: dtensor.Mesh) -> int | None:

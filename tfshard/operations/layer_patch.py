@@ -261,7 +261,7 @@ def _parts(model: keras.Model) -> list[Owner]:
     found: list[Owner] = []
     found += operations_of(model)
     for layer in _private.flatten_layers(model):
-        found += _private.own_variables(layer)
+        found += _private.layer_variables(layer)
     found += _private.compiled_metrics(model)
     found += _private.output_losses(model)
     found += _private.optimizer_chain(getattr(model, "optimizer", None))

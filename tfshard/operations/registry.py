@@ -33,7 +33,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rule:
+class RewriteRule:
     """A rewrite rule. `rewrite_rule` has the meaning of the fields."""
 
     operations: tuple[str, ...]
@@ -73,7 +73,7 @@ class Rule:
 
 
 # The rules of each operation, in their order.
-_rules: dict[str, tuple[Rule, ...]] = {}
+_rules: dict[str, tuple[RewriteRule, ...]] = {}
 
 
 def rewrite_rule(
@@ -112,7 +112,7 @@ def rewrite_rule(
     """
 
     def register(function: _Function) -> _Function:
-        rule = Rule(
+        rule = RewriteRule(
             operations=operations, function=function, graph=graph, eager=eager, gradient=gradient, fault=fault,
             cases=cases, when=when, order=order, sizes=sizes, local=local,
         )  # fmt: skip
@@ -126,7 +126,7 @@ def rewrite_rule(
     return register
 
 
-def _check(rule: Rule) -> None:
+def _check(rule: RewriteRule) -> None:
     if not rule.operations or not (rule.graph or rule.eager):
         raise ValueError(f"Rewrite rule {rule.name} needs an operation, and graph=True or eager=True.")
     if rule.when is not None and not inspect.getdoc(rule.when):
@@ -140,11 +140,11 @@ def _check(rule: Rule) -> None:
                 )
 
 
-def _place(rule: Rule) -> tuple[bool, bool, int]:
+def _place(rule: RewriteRule) -> tuple[bool, bool, int]:
     return rule.sizes == "unknown", rule.local == "only", rule.order
 
 
-def _compete(one: Rule, other: Rule) -> bool:
+def _compete(one: RewriteRule, other: RewriteRule) -> bool:
     """Return whether two rules of an operation may meet: in one mode, for shapes of one kind, in one place."""
     in_one_mode = (one.graph and other.graph) or (one.eager and other.eager)
     apart = ("unknown" in (one.sizes, other.sizes) and one.sizes != other.sizes) or {one.local, other.local} == {
@@ -154,7 +154,7 @@ def _compete(one: Rule, other: Rule) -> bool:
     return in_one_mode and not apart
 
 
-def first_rewrite(rules: Iterable[Rule], call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
+def first_rewrite(rules: Iterable[RewriteRule], call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Return what the first rule that applies and does not leave the operation returns, or None."""
     for rule in rules:
         if rule.applies(call, mesh):
@@ -164,7 +164,7 @@ def first_rewrite(rules: Iterable[Rule], call: _private.Call, mesh: dtensor.Mesh
     return None
 
 
-def rules_of(operation: str, *, eager: bool | None = None) -> tuple[Rule, ...]:
+def rules_of(operation: str, *, eager: bool | None = None) -> tuple[RewriteRule, ...]:
     """Return the rules of an operation in their order: for eager steps, for graphs, or all."""
     rules = _rules.get(operation, ())
     return rules if eager is None else tuple(rule for rule in rules if (rule.eager if eager else rule.graph))
@@ -175,12 +175,12 @@ def rewritten_operations(*, eager: bool | None = None) -> frozenset[str]:
     return frozenset(operation for operation in _rules if rules_of(operation, eager=eager))
 
 
-def all_rules() -> list[Rule]:
+def all_rules() -> list[RewriteRule]:
     """Return each rule once, in the order of their registration."""
     return list({id(rule): rule for rules in _rules.values() for rule in rules}.values())
 
 
-def _gradient_name(rule: Rule) -> str:
+def _gradient_name(rule: RewriteRule) -> str:
     return f"Tfshard{rule.name.title().replace('.', '').replace('_', '')}"
 
 

@@ -88,7 +88,7 @@ def _ctc(
     **kwargs: Any,
 ) -> tf.Tensor:
     def loss(labels: tf.Tensor, logits: tf.Tensor, label_length: tf.Tensor, logit_length: tf.Tensor) -> tf.Tensor:
-        with _private.ctc_with_own_names():
+        with _private.ctc_with_unique_names():
             return original(labels, logits, label_length, logit_length, logits_time_major=False, **kwargs)
 
     by_sample = tf.transpose(logits, [1, 0, 2]) if logits_time_major else logits

@@ -46,7 +46,7 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
     axis = auto_layout.model_axis(axis_sizes(mesh))
     kinds: dict[int, tuple[keras.Layer, str]] = {}
     for layer in _private.flatten_layers(model):
-        for variable in _private.own_variables(layer):
+        for variable in _private.layer_variables(layer):
             current = _private.backend_variable(variable)
             if isinstance(current, ShardedVariable) and len(current.layout.compute) > 1:
                 kind = "row" if _is_row(current, layer, axis) else "column"
@@ -58,7 +58,9 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
             f"model axis. Received: mesh={axis_sizes(mesh)}"
         )
     for layer, kind in kinds.values():
-        layer_patch.apply(layer_patch.SEQUENCE, layer, functools.partial(_Call, kind=kind, axis=axis, mesh=mesh))
+        layer_patch.apply(
+            layer_patch.SEQUENCE, layer, functools.partial(_SequenceCall, kind=kind, axis=axis, mesh=mesh)
+        )
     _check_between(model, axis_sizes(mesh)[axis])
 
 
@@ -117,7 +119,7 @@ _gathered: "weakref.WeakKeyDictionary[Step, dict[tuple[int, tf.Graph | None], tu
 _gathered = weakref.WeakKeyDictionary()
 
 
-class _Call:
+class _SequenceCall:
     """A layer's `call` with its input gathered, or its result scattered, along the sequence."""
 
     def __init__(self, call: layer_patch.Method, *, kind: str, axis: str, mesh: dtensor.Mesh):

@@ -227,7 +227,7 @@ def _rule_findings(model: keras.Model, placement: ModelPlacement) -> list[Findin
             text = (
                 "of convolutions, only Conv2D and Conv3D without groups and with channels last can have kernels that "
                 "are sharded over a model axis: DTensor expands none of them. Leave it whole there: "
-                f"layout_map.whole('{re.escape(spec.path)}'); ZeRO shards it over the batch axis all the same."
+                f"layout_map.replicated('{re.escape(spec.path)}'); ZeRO shards it over the batch axis all the same."
             )
             findings.append(Finding(kind="unsupported", is_error=True, where=spec.path, message=text))
     for pattern, rule in layout_map.items():
@@ -318,7 +318,7 @@ def _spec(specs: tuple[VariableSpec, ...], path: str) -> VariableSpec:
 def _tied(model: keras.Model, pattern: str) -> tuple[str, str] | None:
     """The name that a pattern gives a shared weight, and the path that it has; None when it matches no such name."""
     for layer in _private.flatten_layers(model):
-        for variable in _private.own_variables(layer):
+        for variable in _private.layer_variables(layer):
             alias = f"{layer.path}/{variable.path.rpartition('/')[2]}"
             if alias != variable.path and (re.fullmatch(pattern, alias) or re.fullmatch(pattern, layer.path)):
                 return alias, variable.path
@@ -354,7 +354,7 @@ def _whole_findings(placement: ModelPlacement) -> list[Finding]:
     if left > auto_layout.LARGE_SHARE * total and not used & set(axes):
         text = (
             "nothing is sharded over it: each of its devices would hold and compute the same. Use layout_map='auto', "
-            "write a layout map, or allow it with layout_map.whole('.*')."
+            "write a layout map, or allow it with layout_map.replicated('.*')."
         )
         return [Finding(kind="left whole", is_error=True, where=f"axis '{axes[0]}'", message=text)]
     findings = []
@@ -362,7 +362,7 @@ def _whole_findings(placement: ModelPlacement) -> list[Finding]:
         text = (
             f"{variable_layout.spec_bytes(spec) / total:.0%} of the model's bytes are left whole on every device of "
             f"axis '{axes[0]}'. Give it a rule, use layout_map='auto', or allow it with "
-            f"layout_map.whole('{re.escape(spec.path)}')."
+            f"layout_map.replicated('{re.escape(spec.path)}')."
         )
         findings.append(Finding(kind="left whole", is_error=True, where=spec.path, message=text))
     return findings

@@ -391,7 +391,7 @@ def device_bytes(shape: tuple[int, ...], axes: Axes, mesh_shape: Mapping[str, in
 def resting_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
     """Bytes that one device holds of a variable, or of its buffer, between steps."""
     shares = math.prod(mesh_shape[axis] for axis in layout.storage if axis is not None)
-    return layout.bytes_at_rest(math.prod(layout.storage_shape) // shares)
+    return layout.stored_bytes_of(math.prod(layout.storage_shape) // shares)
 
 
 def whole_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:

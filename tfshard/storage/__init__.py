@@ -3,7 +3,7 @@
 A *storage* is one DTensor variable; the members of a group share it. A *step* defers writes to its end. Read
 `variables` and `access` first, then `steps`, whose note says why writes are deferred, then `passes`.
 
-    formats            how a storage keeps its members: `Whole` in their own shape, `Flat` in a padded buffer
+    formats            how a storage keeps its members: `Unpacked` in their own shape, `Flat` in a padded buffer
     initial_values     initial values that are not drawn before their place is known
     eight_bits         float32 elements as codes of 8 bits in blocks
     storage            `Storage`: a DTensor variable and the variables that live in it

@@ -1,7 +1,7 @@
 """StorageFormat: how a storage keeps its members on the mesh.
 
-`Whole` keeps one variable in its own shape, `Flat` one or more in a padded buffer. Everything that differs between the
-two is asked of the format. Another way of storing is one more class here, and a line in `StorageFormat.of`; one that
+`Unpacked` keeps one variable in its own shape, `Flat` one or more in a padded buffer. A format knows everything that
+differs between the two. Another way of storing is one more class here, and a line in `StorageFormat.of`; one that
 differs in its elements only, such as in their dtype, gives `encode` and `decode` (tests/storage/test_formats.py). One
 that stores what devices have of another's buffer in a form of its own, as `InBlocks` does, has that other.
 
@@ -23,7 +23,7 @@ from tfshard import _private
 from tfshard.devices import host_meshes, local_shards, replicas, transfer
 from tfshard.layouts import boxes, variable_layout
 from tfshard.layouts.axes import MeshAxes, axis_sizes
-from tfshard.layouts.boxes import Piece
+from tfshard.layouts.boxes import Shard
 from tfshard.layouts.shard_rows import ShardRows
 from tfshard.layouts.variable_layout import Axes, FlatForm, FlatMember, VariableLayout
 from tfshard.storage import eight_bits, gradient
@@ -73,7 +73,7 @@ class StorageFormat(abc.ABC):
 
     def __init__(self, layout: VariableLayout, mesh: dtensor.Mesh, members: tuple[Member, ...]):
         self.mesh = mesh
-        self.rests_on = (host_meshes.of(mesh) if layout.on_host else None) or mesh
+        self.stored_on = (host_meshes.of(mesh) if layout.on_host else None) or mesh
         self.members = members
         self.shape = layout.storage_shape
         self.storage = layout.storage
@@ -109,11 +109,11 @@ class StorageFormat(abc.ABC):
         format: StorageFormat
         if layout.table is not None:
             return TableRows(layout, mesh)
-        whole, flat = Whole, Flat
+        whole, flat = Unpacked, Flat
         if layout.stored_dtype == "bfloat16":
-            whole, flat = WholeInBfloat16, FlatInBfloat16
+            whole, flat = UnpackedInBfloat16, FlatInBfloat16
         elif layout.spec.dtype == "int32" and not _has_int32(mesh):
-            whole, flat = WholeInInt64, FlatInInt64
+            whole, flat = UnpackedInInt64, FlatInInt64
         if layout.flat is None:
             format = whole(layout, mesh)
         elif layout.flat.word > 1:
@@ -164,7 +164,7 @@ class StorageFormat(abc.ABC):
             read: Gives any member's value under its compute layout, what was written included.
         """
 
-    def at_rest(self, buffer: tf.Tensor) -> tf.Tensor:
+    def to_stored(self, buffer: tf.Tensor) -> tf.Tensor:
         """The buffer, in any layout, as it is stored, in its storage layout."""
         return self._to_rest(self.encode(buffer))
 
@@ -221,7 +221,7 @@ class StorageFormat(abc.ABC):
     # --- what a device holds --------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def pieces(self, location: Mapping[str, int]) -> list[Piece]:
+    def pieces(self, location: Mapping[str, int]) -> list[Shard]:
         """What the device at `location` (axis name to index) holds of the members."""
 
     @abc.abstractmethod
@@ -229,7 +229,7 @@ class StorageFormat(abc.ABC):
         """Bytes of a device's piece of the buffer that are this member's. Those of all members add up to it."""
 
 
-class Whole(StorageFormat):
+class Unpacked(StorageFormat):
     """One variable in its own shape."""
 
     direct = True
@@ -260,8 +260,8 @@ class Whole(StorageFormat):
     def insert(self, stored: Callable[[], tf.Tensor], member: int, value: tf.Tensor) -> tf.Tensor:
         return self.encode(value)
 
-    def pieces(self, location: Mapping[str, int]) -> list[Piece]:
-        return [Piece(member=0, box=boxes.shard_box(self.shape, self.storage, axis_sizes(self.mesh), location))]
+    def pieces(self, location: Mapping[str, int]) -> list[Shard]:
+        return [Shard(member=0, box=boxes.shard_box(self.shape, self.storage, axis_sizes(self.mesh), location))]
 
     def share(self, piece: int, member: int) -> int:
         return piece
@@ -321,11 +321,11 @@ class TableRows(StorageFormat):
     def insert(self, stored: Callable[[], tf.Tensor], member: int, value: tf.Tensor) -> tf.Tensor:
         return tf.pad(value, [[0, self.shape[0] - self._rows], [0, 0]])
 
-    def pieces(self, location: Mapping[str, int]) -> list[Piece]:
+    def pieces(self, location: Mapping[str, int]) -> list[Shard]:
         box = boxes.shard_box(self.shape, self.storage, axis_sizes(self.mesh), location)
         rows = max(0, min(box.shape[0], self._rows - box.offset[0]))
         offset = min(box.offset[0], self._rows)
-        return [Piece(member=0, box=boxes.Box(offset=(offset, 0), shape=(rows, box.shape[1])))]
+        return [Shard(member=0, box=boxes.Box(offset=(offset, 0), shape=(rows, box.shape[1])))]
 
     def share(self, piece: int, member: int) -> int:
         return piece
@@ -434,7 +434,7 @@ class Flat(StorageFormat):
             return replicas.spread(buffer, axes, self.mesh)
         return self._pin(buffer, axes)
 
-    def at_rest(self, buffer: tf.Tensor) -> tf.Tensor:
+    def to_stored(self, buffer: tf.Tensor) -> tf.Tensor:
         if self._has_replicas:
             return self.encode(self._brought(buffer, self.storage))
         return self._to_rest(self.encode(buffer))
@@ -518,8 +518,8 @@ class Flat(StorageFormat):
 
     # --- what a device holds --------------------------------------------------------------------------
 
-    def pieces(self, location: Mapping[str, int]) -> list[Piece]:
-        return boxes.flat_pieces(self._form, self.storage, location)
+    def pieces(self, location: Mapping[str, int]) -> list[Shard]:
+        return boxes.flat_shards(self._form, self.storage, location)
 
     def share(self, piece: int, member: int) -> int:
         # Cut where the next member begins.
@@ -550,7 +550,7 @@ class _Bfloat16(_Cast):
     _own, _stored = tf.float32, tf.bfloat16
 
 
-class WholeInBfloat16(_Bfloat16, Whole):
+class UnpackedInBfloat16(_Bfloat16, Unpacked):
     """One variable in its own shape, as bfloat16."""
 
 
@@ -562,7 +562,7 @@ class _Int64(_Cast):
     _own, _stored = tf.int32, tf.int64
 
 
-class WholeInInt64(_Int64, Whole):
+class UnpackedInInt64(_Int64, Unpacked):
     """One variable in its own shape, as int64."""
 
 
@@ -726,8 +726,8 @@ class InBlocks(StorageFormat):
     def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:
         return self._inner.read(gathered, member)
 
-    def at_rest(self, buffer: tf.Tensor) -> tf.Tensor:
-        return super().at_rest(self._inner.in_update(buffer))
+    def to_stored(self, buffer: tf.Tensor) -> tf.Tensor:
+        return super().to_stored(self._inner.in_update(buffer))
 
     def in_update(self, buffer: tf.Tensor) -> tf.Tensor:
         return self._inner.in_update(buffer)
@@ -738,7 +738,7 @@ class InBlocks(StorageFormat):
     def insert(self, stored: Callable[[], tf.Tensor], member: int, value: tf.Tensor) -> tf.Tensor:
         return self._encode(self._inner.insert(lambda: self._decode(stored()), member, value))
 
-    def pieces(self, location: Mapping[str, int]) -> list[Piece]:
+    def pieces(self, location: Mapping[str, int]) -> list[Shard]:
         return self._inner.pieces(location)
 
     def share(self, piece: int, member: int) -> int:

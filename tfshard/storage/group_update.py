@@ -18,7 +18,7 @@ from tfshard.storage.writes import Recorded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Update:
+class _PendingUpdate:
     """One call of `extended.update`."""
 
     variable: ShardedVariable
@@ -40,7 +40,7 @@ class UpdateBatch:
         self.graph = steps.here()
         self._step = step
         self._since = 0 if self.graph is None else len(self.graph.get_operations())
-        self._pending: dict[Storage, list[_Update]] = {}
+        self._pending: dict[Storage, list[_PendingUpdate]] = {}
         self._functions: dict[Storage, tuple[Callable[..., Any], keras.optimizers.Optimizer]] = {}
 
     def __enter__(self) -> "UpdateBatch":
@@ -80,7 +80,7 @@ class UpdateBatch:
         if storage in self._pending and self._functions[storage][0] is not fn:
             self._run(storage)
         self._functions[storage] = (fn, optimizer)
-        self._pending.setdefault(storage, []).append(_Update(variable=variable, args=args))
+        self._pending.setdefault(storage, []).append(_PendingUpdate(variable=variable, args=args))
         if len(self._pending[storage]) == len(storage.format.members):
             self._run(storage)
 
@@ -101,15 +101,15 @@ def run_alone(
     variable: ShardedVariable, fn: Callable[..., Any], args: tuple[Any, ...], optimizer: keras.optimizers.Optimizer
 ) -> None:
     """The elementwise update of a variable that rests alone in a flat form."""
-    run_as_one(variable.storage, fn, [_Update(variable=variable, args=args)], optimizer)
+    run_as_one(variable.storage, fn, [_PendingUpdate(variable=variable, args=args)], optimizer)
 
 
 def run_as_one(
-    storage: Storage, fn: Callable[..., Any], updates: list[_Update], optimizer: keras.optimizers.Optimizer
+    storage: Storage, fn: Callable[..., Any], updates: list[_PendingUpdate], optimizer: keras.optimizers.Optimizer
 ) -> None:
     """Runs `fn` once for each set of members that it treats alike."""
     everyone = frozenset(range(len(storage.format.members)))
-    alike: dict[Hashable, list[_Update]] = {}
+    alike: dict[Hashable, list[_PendingUpdate]] = {}
     for update in updates:
         alike.setdefault(optimizer_kinds.update_key(optimizer, fn, update.variable), []).append(update)
     args = _pack_args(storage, updates)
@@ -151,7 +151,7 @@ def _masked(
     return changed
 
 
-def _pack_args(storage: Storage, updates: list[_Update]) -> list[Any]:
+def _pack_args(storage: Storage, updates: list[_PendingUpdate]) -> list[Any]:
     """The gradients, and whatever else differs from member to member, as one tensor; the others as they are."""
     packed = []
     for position, first in enumerate(updates[0].args):

@@ -165,7 +165,7 @@ def _assembled(storage: Storage) -> tf.Tensor:
         if part not in pieces:
             with tf.device(handle.device):
                 piece = tf.raw_ops.ReadVariableOp(resource=handle, dtype=storage.buffer.dtype)
-                pieces[part] = _in_shape(piece, storage.piece_shape)
+                pieces[part] = _in_shape(piece, storage.shard_shape)
     # The last axis first: what is left are pieces by the axes before it.
     for number in reversed(range(len(used))):
         dim = storage.format.storage.index(used[number])

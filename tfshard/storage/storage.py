@@ -37,7 +37,7 @@ class Storage:
 
     Attributes:
         format: How it keeps its members.
-        mesh: The mesh of steps; the buffer may rest on another (`StorageFormat.rests_on`).
+        mesh: The mesh of steps; the buffer may rest on another (`StorageFormat.stored_on`).
         members: The variables that live in it, by number.
         root: The storage of the parameters that these slots belong to; itself for parameters.
         slots: The storages of slots in the same form, by optimizer and number of the slot.
@@ -68,7 +68,7 @@ class Storage:
         self.times_set = 0
         # Whole values that eager steps and graphs without a step have read, by graph and member, while a tape or their
         # graph keeps them: a gradient may be asked for after the step.
-        self._last_whole: weakref.WeakValueDictionary[tuple[int, int], tf.Tensor] = weakref.WeakValueDictionary()
+        self._last_full: weakref.WeakValueDictionary[tuple[int, int], tf.Tensor] = weakref.WeakValueDictionary()
 
     @property
     def is_group(self) -> bool:
@@ -106,7 +106,7 @@ class Storage:
             stored = transfer.mesh_to_host(self.buffer.value())
             others = (i for i in range(len(self.format.members)) if i != member)
             values |= {i: self.format.unpack_host(stored, i) for i in others}
-        pieces = self._host_pieces(values)
+        pieces = self._host_shards(values)
         for _, handle in self.handles:
             _empty(handle, self.buffer.dtype, self.buffer.shape.rank)
             with tf.device(handle.device):
@@ -160,15 +160,15 @@ class Storage:
         return self._buffer
 
     def _from_host(self, values: Mapping[int, HostValue]) -> tf.Tensor:
-        layout = transfer.layout(self.format.storage, self.format.rests_on)
+        layout = transfer.layout(self.format.storage, self.format.stored_on)
         if layout.mesh.is_remote():
             zeros = {member: np.broadcast_to(np.zeros((), each.dtype), each.shape) for member, each in values.items()}
             like = self.format.pack_host(zeros)
             return messages.stand_in(like.shape, tf.as_dtype(like.dtype), layout)
-        return dtensor.pack(list(self._host_pieces(values)), layout)
+        return dtensor.pack(list(self._host_shards(values)), layout)
 
-    def _host_pieces(self, values: Mapping[int, HostValue]) -> Iterator[tf.Tensor]:
-        return transfer.host_pieces(self.format.pack_host(values), self.format.storage, self.format.rests_on)
+    def _host_shards(self, values: Mapping[int, HostValue]) -> Iterator[tf.Tensor]:
+        return transfer.host_shards(self.format.pack_host(values), self.format.storage, self.format.stored_on)
 
     def host_value(self, member: int) -> np.ndarray:
         """A member's whole value on the host. Eager only."""
@@ -177,33 +177,33 @@ class Storage:
     def local_tensors(self) -> list[tuple[dict[str, int], tf.Tensor]]:
         """What each device of this client holds, with its location (axis name to index). Eager only."""
         pieces = messages.unpacked(self.buffer.value())
-        return list(zip(self.format.rests_on.local_device_locations(), pieces, strict=True))
+        return list(zip(self.format.stored_on.local_device_locations(), pieces, strict=True))
 
     @functools.cached_property
     def handles(self) -> list[tuple[dict[str, int], tf.Tensor]]:
         """The resource of each device of this client's piece, with its location. The same objects each time: by them
         TensorFlow orders what a function reads and writes."""
         with tf.init_scope():
-            handles = [] if self.format.rests_on.is_remote() else dtensor.unpack(self.buffer.handle)
+            handles = [] if self.format.stored_on.is_remote() else dtensor.unpack(self.buffer.handle)
         for handle in handles:
-            _private.describe_resource(handle, self.piece_shape, self.buffer.dtype)
-        return list(zip(self.format.rests_on.local_device_locations(), handles, strict=True))
+            _private.describe_resource(handle, self.shard_shape, self.buffer.dtype)
+        return list(zip(self.format.stored_on.local_device_locations(), handles, strict=True))
 
     @property
-    def piece_shape(self) -> tuple[int, ...]:
+    def shard_shape(self) -> tuple[int, ...]:
         """The shape of what each device stores."""
-        return transfer.piece_shape(self.format.shape, transfer.layout(self.format.storage, self.format.rests_on))
+        return transfer.shard_shape(self.format.shape, transfer.layout(self.format.storage, self.format.stored_on))
 
     def set_local(self, pieces: list[np.ndarray]) -> None:
         """Sets what each device of this client holds, in the order of `local_tensors`. Eager only."""
         self.times_set += 1
         if pieces:
             value = dtensor.pack(
-                [tf.constant(piece) for piece in pieces], transfer.layout(self.format.storage, self.format.rests_on)
+                [tf.constant(piece) for piece in pieces], transfer.layout(self.format.storage, self.format.stored_on)
             )
-            self._set_pieces(value)
+            self._set_shards(value)
 
-    def _set_pieces(self, value: tf.Tensor) -> None:
+    def _set_shards(self, value: tf.Tensor) -> None:
         """Assigns each device's variable its piece of a value in the storage layout. Eager only.
 
         Not by an operation on the mesh: DTensor compiles an eager operation again for each value that a small operand
@@ -236,7 +236,7 @@ class Storage:
 
     def as_stored(self, recorded: Recorded) -> tf.Tensor:
         """Return the recorded buffer, as it will be stored."""
-        return self.format.at_rest(self._recorded_buffer(recorded))
+        return self.format.to_stored(self._recorded_buffer(recorded))
 
     def from_stored(self, value: tf.Tensor) -> tf.Tensor:
         """Return a result of `as_stored` as a buffer that a step can record."""
@@ -244,10 +244,10 @@ class Storage:
 
     def write_stored(self, value: tf.Tensor, takers: Sequence[OpInput] = ()) -> None:
         """Assign a result of `as_stored` to the buffer. In a graph, `takers` then take it from the buffer."""
-        if self.rests_on_host:
-            value = host_meshes.copied(value, self.format.storage, self.mesh, self.format.rests_on)
+        if self.is_stored_on_host:
+            value = host_meshes.copied(value, self.format.storage, self.mesh, self.format.stored_on)
         if _private.is_eager():
-            self._set_pieces(value)
+            self._set_shards(value)
             return
         if not takers:
             self.buffer.assign(value, read_value=False)
@@ -287,32 +287,32 @@ class Storage:
 
         The storage layout avoids a gather where nothing was written. An encoded buffer stays in the update layout.
         """
-        if self.format.is_encoded or self.rests_on_host:
+        if self.format.is_encoded or self.is_stored_on_host:
             return self.in_update(recorded)
         if recorded is not None:
             return self.as_stored(recorded)
         with steps.reading_scope():
-            return self.format.at_rest(self._stored())
+            return self.format.to_stored(self._stored())
 
     def read_stored(self) -> tf.Tensor:
         """Return the stored buffer, before a gather."""
         stored, step = self._stored(), steps.current()
-        return stored if step is None or self.rests_on_host else step.note_stored_read(self, stored)
+        return stored if step is None or self.is_stored_on_host else step.note_stored_read(self, stored)
 
     @property
-    def rests_on_host(self) -> bool:
+    def is_stored_on_host(self) -> bool:
         """Whether the buffer is on the host mesh of the mesh, and visits the devices when it is read."""
-        return self.format.rests_on is not self.mesh
+        return self.format.stored_on is not self.mesh
 
     @property
     def is_stored_as_updated(self) -> bool:
         """Whether the buffer is stored on the devices of the update, in the same layout and dtype."""
-        return self.format.storage == self.format.update and not self.format.is_encoded and not self.rests_on_host
+        return self.format.storage == self.format.update and not self.format.is_encoded and not self.is_stored_on_host
 
     @property
     def _is_sliced_for_update(self) -> bool:
         """Whether the devices store the full buffer, and each updates a slice."""
-        return self.format.storage != self.format.update and not self.rests_on_host
+        return self.format.storage != self.format.update and not self.is_stored_on_host
 
     @property
     def updated_bytes(self) -> int:
@@ -329,11 +329,11 @@ class Storage:
             for_update: Whether the copy from the host waits for the gradient of the open update. A buffer that is
                 gathered must not wait: DTensor would merge an all-reduce of the gather with that of the gradient.
         """
-        if not self.rests_on_host:
+        if not self.is_stored_on_host:
             return self.buffer.value()
         key, cache = (self, "stored", for_update), self._cache(steps.here())
         if key not in cache:
-            stored, step, host = self.buffer.value(), steps.current(), self.format.rests_on
+            stored, step, host = self.buffer.value(), steps.current(), self.format.stored_on
             update = steps.open_update()
             if step is not None and update is not None and for_update:
                 stored = step.wait_on_host(stored, update.gradient, update.axes, self.mesh, host)
@@ -355,20 +355,20 @@ class Storage:
         graph, step = steps.here(), steps.current()
         key = (id(graph), member)
         scratch = graph is not None and step is None  # Keras learns shapes there; it is never run.
-        if (scratch or steps.is_outside()) and key in self._last_whole:
-            return self._last_whole[key]
+        if (scratch or steps.is_outside()) and key in self._last_full:
+            return self._last_full[key]
         value = self._member(self.recorded(), member)
         if graph is None and step is not None:
             self.read_by_eager_step = True
         if scratch or (graph is None and step is not None):
-            self._last_whole[key] = value
+            self._last_full[key] = value
         return value
 
-    def spoil(self) -> None:
+    def invalidate(self) -> None:
         """Frees what a storage holds that its variables have left: a function that still reads it fails."""
         if self._buffer is not None:
             for _, handle in self.handles:
-                spoil(handle, self._buffer.dtype, self._buffer.shape)
+                invalidate(handle, self._buffer.dtype, self._buffer.shape)
 
     def _member(self, recorded: Recorded | None, member: int) -> tf.Tensor:
         if recorded is not None and member in recorded.written:
@@ -411,7 +411,7 @@ class Storage:
         return {} if step is None else step.reads.gathered(graph)
 
 
-def spoil(handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> None:
+def invalidate(handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> None:
     """Leaves a variable of TensorFlow's with a few elements in a shape that does not go with what it was. Whoever reads
     it by mistake fails rather than goes on with an old value. A scalar keeps its value.
 

@@ -31,7 +31,7 @@ class Write:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TracedStep:
+class StepsOfGraph:
     """The steps that were traced in one graph.
 
     Attributes:
@@ -46,7 +46,7 @@ class TracedStep:
 
 
 # By the graph: it lives as long as the function that was made of it.
-traced: weakref.WeakKeyDictionary[tf.Graph, TracedStep] = weakref.WeakKeyDictionary()
+traced: weakref.WeakKeyDictionary[tf.Graph, StepsOfGraph] = weakref.WeakKeyDictionary()
 
 
 def note_step(graph: tf.Graph, written: Mapping[Writable, tf.Tensor]) -> None:
@@ -55,7 +55,7 @@ def note_step(graph: tf.Graph, written: Mapping[Writable, tf.Tensor]) -> None:
     writes = tuple(
         Write(storage=weakref.ref(storage), tensor=value.name, operations=count) for storage, value in written.items()
     )
-    traced[graph] = TracedStep(
+    traced[graph] = StepsOfGraph(
         number=_private.next_number(),
         writes=writes if before is None else before.writes + writes,
         operations=count if before is None else before.operations,

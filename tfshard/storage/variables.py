@@ -294,8 +294,10 @@ class ShardedVariable(VariableSurface):
         step = steps.current()
         if step is None or not self._trainable:
             return None
-        own_way = self.layout.compression is not None or is_added_up_by_replicas(self.layout, axis_sizes(self.mesh))
-        if step.local_gradient is not None or step.reduce_gradient is None or not own_way:
+        custom_reduction = self.layout.compression is not None or is_added_up_by_replicas(
+            self.layout, axis_sizes(self.mesh)
+        )
+        if step.local_gradient is not None or step.reduce_gradient is None or not custom_reduction:
             return step.local_gradient
         reduce_gradient = step.reduce_gradient
 

@@ -32,7 +32,7 @@ from tfshard.operations import (
 from tfshard.planning import linter
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
-from tfshard.training import kept_errors, reshard
+from tfshard.training import reshard, residuals
 from tfshard.training.attached_variables import attach_global_seed, attach_optimizer, attach_variables
 from tfshard.training.strategy_base import StrategyBase
 
@@ -198,7 +198,7 @@ class AttachedModel:
         model, strategy = self.model, self.strategy
         self.reshard_layers()
         attach_variables(loops.states(model), strategy)
-        for optimizer in inventory.own_optimizers(model):
+        for optimizer in inventory.model_optimizers(model):
             embedding_updates.check(optimizer, [variable for variable, _ in inventory.owned_variables(model)])
             attach_optimizer(optimizer, strategy)
         for metric in _private.compiled_metrics(model):
@@ -219,7 +219,7 @@ class AttachedModel:
         model = self.model
         if _private.is_eager():
             attach_global_seed(self.strategy)
-        owned = [*inventory.own_optimizers(model), *_private.listed_metrics(model)]
+        owned = [*inventory.model_optimizers(model), *_private.listed_metrics(model)]
         seen = (self.strategy.detached, *_private.structure(model), *map(id, owned))
         if self._refreshed == seen:
             return
@@ -288,7 +288,7 @@ class AttachedModel:
 
     def move_waiting(self) -> None:
         """Move variables that wait on the host to their layouts, where they go on waiting for their values."""
-        reshard.settle(self._layouts(), self.strategy.mesh, waiting=True)
+        reshard.materialize(self._layouts(), self.strategy.mesh, waiting=True)
 
     def group_variables(self) -> None:
         """Move the variables of a built model, and their slots, to the layouts of the placement, groups included.
@@ -298,8 +298,8 @@ class AttachedModel:
         """
         # Before the first collective: clients with other variables would hang in it.
         self._agree_on_values()
-        self._leave(reshard.settle(self._layouts(), self.strategy.mesh))
-        kept_errors.make(self.model, self.strategy.mesh)
+        self._leave(reshard.materialize(self._layouts(), self.strategy.mesh))
+        residuals.make(self.model, self.strategy.mesh)
         self._patch_layers()
 
     def _patch_layers(self) -> None:
@@ -328,7 +328,7 @@ class AttachedModel:
         _forget_functions(self.model)
         for each in left:
             if not each.members:
-                each.spoil()
+                each.invalidate()
 
     def _agree_on_values(self) -> None:
         """Check that all clients of a launched run created the same variables with the same initial values."""

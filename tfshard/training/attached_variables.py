@@ -61,7 +61,7 @@ def attach_optimizer(optimizer: keras.optimizers.Optimizer, strategy: StrategyBa
         for variable in _private.optimizer_references(part):
             references.setdefault(variable.path.replace("/", "_"), []).append(_private.backend_variable(variable))
         seen: collections.Counter[str] = collections.Counter()
-        for variable in _private.optimizer_own_variables(part):
+        for variable in _private.variables_of_optimizer(part):
             current = _private.backend_variable(variable)
             owner = _private.slot_owner(variable.name, references)
             # Variables with equal paths have slots with equal names, in the same order.

@@ -49,7 +49,7 @@ class _ReplicaContext(tf.distribute.ReplicaContext):  # type: ignore[misc]  # Te
             return merge_fn(self.strategy, *args, **(kwargs or {}))
 
 
-class _Run(threading.local):
+class _RunOptions(threading.local):
     """The settings of the steps of this thread."""
 
     results_stay_sharded = False
@@ -61,7 +61,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
 
     def __init__(self, strategy: tf.distribute.Strategy):
         super().__init__(strategy)
-        self._run = _Run()
+        self._run = _RunOptions()
 
     def _strategy(self) -> StrategyBase:
         """Return the strategy, typed as the base class that the hooks need."""
@@ -298,12 +298,12 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
                 readiness.check_captures(tf.compat.v1.get_default_graph())
             if self._run.results_stay_sharded:
                 return result
-            return transfer.map_tensors(self.make_whole, result)
+            return transfer.map_tensors(self.replicate, result)
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return self.call_for_each_replica(fn, args, kwargs)
 
-    def make_whole(self, value: Any) -> Any:
+    def replicate(self, value: Any) -> Any:
         """Replicate a result of a step, so that `.numpy()` and the next step can use it."""
         if not isinstance(value, tf.Tensor) or value.shape.rank is None:
             return value

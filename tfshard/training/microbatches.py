@@ -42,7 +42,7 @@ _Summed: TypeAlias = tuple[Storage, int | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Update:
+class OptimizerCall:
     """A call of an optimizer's `apply`.
 
     Attributes:
@@ -105,7 +105,7 @@ def _reduced(stacked: tf.Tensor, variable: ShardedVariable) -> tf.Tensor:
     if variable.layout.compression is None:
         return variable.reduced(partial_sums.total(stacked))
     with _private.stop_recording():
-        return compression.of_parts(partial_sums.unstacked(stacked, variable.mesh), variable, variable.mesh)
+        return compression.reduce_local(partial_sums.unstacked(stacked, variable.mesh), variable, variable.mesh)
 
 
 def sharded_of(variable: keras.Variable | tf.Variable) -> ShardedVariable:
@@ -130,7 +130,7 @@ class _Traced:
 
     outputs: list[Any]
     structure: Any
-    updates: list[Update]
+    updates: list[OptimizerCall]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class _Learned:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Microbatches:
+class MicrobatchedStep:
     """A step function that runs in microbatches.
 
     Attributes:
@@ -192,13 +192,13 @@ class Microbatches:
         leaves = tf.nest.flatten((args, kwargs))
         split = [self.parts.split(leaf) for leaf in leaves]
 
-        def part_of(number: tf.Tensor) -> list[Any]:
+        def microbatch_of(number: tf.Tensor) -> list[Any]:
             return [self.parts.part(leaf, each, number) for leaf, each in zip(leaves, split, strict=True)]
 
-        return self._loop((args, kwargs), learned, part_of, self._totals(learned, part_of))
+        return self._loop((args, kwargs), learned, microbatch_of, self._totals(learned, microbatch_of))
 
     def _trace(self, given: Any, change: Callable[[_private.Reduced], tf.Tensor]) -> _Traced:
-        updates: list[Update] = []
+        updates: list[OptimizerCall] = []
         step = steps.current()
         assert isinstance(step, MicrobatchStep)
         step.batch.note(given)
@@ -214,8 +214,8 @@ class Microbatches:
                     f"Received: {self.fn!r}"
                 )
             share = 1.0 if id(optimizer) in scaled else 1 / count
-            updates.append(Update(optimizer=optimizer, gradients=gradients, variables=variables, share=share))
-            own = [each for each in _private.optimizer_own_variables(optimizer) if each.name != "learning_rate"]
+            updates.append(OptimizerCall(optimizer=optimizer, gradients=gradients, variables=variables, share=share))
+            own = [each for each in _private.variables_of_optimizer(optimizer) if each.name != "learning_rate"]
             step.update_later(map(sharded_of, [*variables, *own]))
 
         def scale(optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
@@ -233,7 +233,7 @@ class Microbatches:
     def _local_gradient(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
         return functools.partial(partial_sums.of_gradient, mesh=self.mesh) if self.reduce_once else None
 
-    def _sums(self, update: Update) -> dict[_Summed, tf.Tensor]:
+    def _sums(self, update: OptimizerCall) -> dict[_Summed, tf.Tensor]:
         return update.sums(self.mesh, reduced=not self.reduce_once)
 
     def _axes(self, key: _Summed, rank: int) -> Axes:
@@ -265,7 +265,7 @@ class Microbatches:
             state = {storage: step.tensors_of(storage) for storage in step.writes.storages}
         return _Learned(graph=graph, arguments=arguments, traced=traced, sums=sums, divisors=divisors, state=state)
 
-    def _totals(self, learned: _Learned, part_of: Callable[[tf.Tensor], list[Any]]) -> list[tf.Tensor]:
+    def _totals(self, learned: _Learned, microbatch_of: Callable[[tf.Tensor], list[Any]]) -> list[tf.Tensor]:
         """Return the divisors of the losses of the full batch: the sums over its microbatches.
 
         Copies the operations that compute a divisor, which are few, such as a mask of nonzero tokens.
@@ -287,7 +287,7 @@ class Microbatches:
 
         def body(number: tf.Tensor, *totals: tf.Tensor) -> tuple[tf.Tensor, ...]:
             graph = tf.compat.v1.get_default_graph()
-            arguments = zip(learned.arguments, part_of(number), strict=True)
+            arguments = zip(learned.arguments, microbatch_of(number), strict=True)
             made = {argument.ref(): each for argument, each in arguments if tf.is_tensor(argument)}
             for operation in learned.graph.get_operations():
                 if operation not in needed or (operation.outputs and operation.outputs[0].ref() in made):
@@ -314,7 +314,7 @@ class Microbatches:
         self,
         given: Any,
         learned: _Learned,
-        part_of: Callable[[tf.Tensor], list[Any]],
+        microbatch_of: Callable[[tf.Tensor], list[Any]],
         totals: Sequence[tf.Tensor],
     ) -> Any:
         step, count = steps.current(), self.parts.count
@@ -338,7 +338,7 @@ class Microbatches:
             }
             with steps.microbatch_scope(graph, carried, self._local_gradient) as part:
                 part.batch.microbatch = Microbatch(number=number, count=count, rows=self.parts.rows)
-                done = self._trace(tf.nest.pack_sequence_as(given, part_of(number)), Shares(count, totals))
+                done = self._trace(tf.nest.pack_sequence_as(given, microbatch_of(number)), Shares(count, totals))
                 added = [
                     {
                         key: transfer.relayout(total + gradient, self._axes(key, gradient.shape.rank), self.mesh)
@@ -407,7 +407,7 @@ def parts_of(
     count: int,
     reduce_once: bool,
     mesh: dtensor.Mesh,
-) -> Microbatches | None:
+) -> MicrobatchedStep | None:
     """Return the microbatches of a step function.
 
     Returns None in eager code, for a model's evaluation and predictions, and if the batch cannot be split.
@@ -423,7 +423,7 @@ def parts_of(
     parts = Parts.of((args, kwargs), count, mesh)
     if parts.count == 1:
         return None
-    return Microbatches(fn=fn, parts=parts, mesh=mesh, reduce_once=reduce_once, is_kerases=is_kerases)
+    return MicrobatchedStep(fn=fn, parts=parts, mesh=mesh, reduce_once=reduce_once, is_kerases=is_kerases)
 
 
 def _is_seed(storage: Writable) -> bool:

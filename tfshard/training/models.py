@@ -19,9 +19,9 @@ from tfshard.operations import unsupported
 from tfshard.training import (
     attached_model,
     births,
+    custom_steps,
     datasets,
     generation,
-    own_steps,
     readiness,
     watching,
     written_once,
@@ -99,7 +99,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         # Keras passes the iterator that counts the steps of the epochs here (callback.py).
         if iterator is not None:
             datasets.note_epochs(self, iterator)
-        if own_steps.has_own_steps(self):
+        if custom_steps.has_custom_steps(self):
             self._note_batch(iterator, data_batch)
             return
         build = super()._maybe_symbolic_build
@@ -123,10 +123,10 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
     def _note_batch(self, iterator: Any, data_batch: Any) -> None:
         """Record the batch of a model with custom steps, which is built when its step functions are made."""
         if iterator is None:
-            own_steps.note_batch(self, data_batch)
+            custom_steps.note_batch(self, data_batch)
         else:
             epochs = _private.EpochIterator(iterator)
-            own_steps.note_batch(self, epochs.dataset.element_spec, epochs.batch_size)
+            custom_steps.note_batch(self, epochs.dataset.element_spec, epochs.batch_size)
         strategy = _private.distribute_strategy(self)
         if inventory.has_no_call(self) or not isinstance(strategy, ShardedStrategy):
             return  # Many such models have custom optimizers, and never use the optimizer that Keras gives them.
@@ -163,8 +163,8 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
 
     def _build_by(self, step: str) -> None:
         strategy = _private.distribute_strategy(self)
-        if isinstance(strategy, ShardedStrategy) and own_steps.has_own_steps(self):
-            own_steps.build(self, strategy, step)
+        if isinstance(strategy, ShardedStrategy) and custom_steps.has_custom_steps(self):
+            custom_steps.build(self, strategy, step)
 
     @process_lock.locked
     def make_train_function(self, force: bool = False) -> None:
@@ -416,7 +416,7 @@ def _let_take_strategy(cls: type) -> None:
     cls.compile = compile_  # type: ignore[attr-defined]
 
 
-_private.add_to_own_compiles(_let_take_strategy)
+_private.add_to_class_compiles(_let_take_strategy)
 
 
 class Model(Distributed, keras.Model):  # type: ignore[misc]  # Keras has no types.

@@ -138,7 +138,7 @@ def exchange(variable: keras.Variable, make: Callable[[np.ndarray], ShardedVaria
     plain = _private.is_resource_variable(current)
     if plain:
         assert current is not None
-        storage.spoil(current.handle, current.dtype, current.shape)
+        storage.invalidate(current.handle, current.dtype, current.shape)
     try:
         _private.set_backend_variable(variable, make(value))
     except BaseException:
@@ -155,7 +155,7 @@ def _refill(plain: tf.Variable, value: np.ndarray) -> None:
             tf.raw_ops.AssignVariableOp(resource=plain.handle, value=tensor, validate_shape=False)
 
 
-def settle(placed: Sequence[Placed], mesh: dtensor.Mesh, *, waiting: bool = False) -> set[Storage]:
+def materialize(placed: Sequence[Placed], mesh: dtensor.Mesh, *, waiting: bool = False) -> set[Storage]:
     """Move variables that are on the mesh to their layouts, together with their slots.
 
     Afterwards every complete group is on the devices (unless `waiting`).

@@ -283,7 +283,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
                         results = self.extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
             return self.extended.to_user(results)
         # The caller that runs this function may not go through `operation`.
-        _private.give_own_names_after(tf.compat.v1.get_default_graph(), lambda: clients.here().wait_for_devices())
+        _private.give_unique_names_after(tf.compat.v1.get_default_graph(), lambda: clients.here().wait_for_devices())
         self._choose_switches()
         readiness.check_traced_arguments(fn)
         with self.scope(), failures.translated_errors(f"Step function {fn!r}"):
@@ -317,7 +317,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
                 yield
                 here.wait_for_devices()
             finally:
-                _private.give_own_names()
+                _private.give_unique_names()
 
     def _choose_switches(self) -> None:
         """Set the environment switches of this strategy for later compilations by DTensor."""
@@ -377,7 +377,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
 
     # --- models ---------------------------------------------------------------------------------------
 
-    def _check_not_in_parts(self, model: keras.Model, instead: str) -> None:
+    def _check_not_pipelined(self, model: keras.Model, instead: str) -> None:
         if model in self.pipelined_models:
             raise StrategyError(
                 f"Model '{model.name}' is on several meshes, by parts: use tfshard.pipelining.{instead}(model)."
@@ -391,7 +391,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             StrategyError: The model is not built, has no variable on the mesh, belongs to another strategy, or is
                 pipelined.
         """
-        self._check_not_in_parts(model, "reports")
+        self._check_not_pipelined(model, "reports")
         attached_model.check_not_elsewhere(model, self)
         check_is_measurable(model, "report")
         return Report.from_model(model, self)
@@ -457,10 +457,10 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             links: As for `tfshard.plan`.
             compute_seconds: As for `tfshard.plan`.
         """
-        self._check_not_in_parts(model, "plan")
+        self._check_not_pipelined(model, "plan")
         placement = self.placement_of(model)
         specs = model_specs.specs_of(model)
-        if placement.specs != specs or not placement.has_whole_groups():
+        if placement.specs != specs or not placement.has_complete_groups():
             # Variables were frozen since, or share groups with variables of other models: plan as if compiled now.
             placement = self.place(specs, placement.layout_map)
         planned = plan_placement(

@@ -23,7 +23,7 @@ from tfshard.storage.variables import ShardedVariable
 from tfshard.training.strategy import ShardedStrategy
 
 
-class _Here(threading.local):
+class _FileWriting(threading.local):
     # True while this thread writes a file of Keras, or a checkpoint of TensorFlow.
     in_file = False
     in_checkpoint = False
@@ -32,7 +32,7 @@ class _Here(threading.local):
     writes = True
 
 
-_here = _Here()
+_here = _FileWriting()
 
 
 @contextlib.contextmanager

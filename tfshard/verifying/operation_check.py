@@ -135,7 +135,7 @@ def first_wrong(
     if not operations:
         return None
     order = {operation.name: i for i, operation in enumerate(operations[0].graph.get_operations())}
-    alone = _Alone(operations)
+    alone = _SingleOperations(operations)
     for operation in operations:
         inputs = [values.get(tensor.name) for tensor in operation.inputs]
         if operation.type == "ReadVariableOp":
@@ -214,7 +214,7 @@ def _operation(operation: tf.Operation, reason: str, worst: "Worst") -> Operatio
     )  # fmt: skip
 
 
-class _Alone:
+class _SingleOperations:
     """Runs single operations of a graph on the host."""
 
     def __init__(self, operations: Sequence[tf.Operation]):

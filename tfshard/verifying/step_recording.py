@@ -53,7 +53,7 @@ class Key:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Span:
+class OperationSpan:
     """The operations of the graph that a call of a layer made.
 
     Attributes:
@@ -92,7 +92,7 @@ class Recorder:
         """
         self.graph = tf.compat.v1.get_default_graph()
         self.values: dict[Key, tf.Tensor | None] = {}
-        self.spans: list[Span] = []
+        self.spans: list[OperationSpan] = []
         self.left_out: dict[str, None] = {}
         self._subject = subject
         self._given = instead
@@ -142,7 +142,7 @@ class Recorder:
             begin = len(self.graph.get_operations())
             outputs = call(*args, **kwargs)
             if inside:
-                span = Span(layer=f"layer '{path}' ({type(layer).__name__})", begin=begin,
+                span = OperationSpan(layer=f"layer '{path}' ({type(layer).__name__})", begin=begin,
                             end=len(self.graph.get_operations()))  # fmt: skip
                 self.spans.append(span)
             for part, output in enumerate(tf.nest.flatten(outputs)):

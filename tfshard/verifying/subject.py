@@ -35,13 +35,13 @@ class Subject:
         self._plain: dict[str, tf.Variable] = {}
         self._others: list[tuple[dtensor.DVariable, list[np.ndarray]]] = []
         self._before: dict[str, np.ndarray] = {}
-        self.optimizers = inventory.own_optimizers(model)
+        self.optimizers = inventory.model_optimizers(model)
 
     def variables(self) -> dict[str, keras.Variable]:
         """Return all Keras variables of layers, optimizers, metrics and seeds, each once, by a unique name."""
         found = [variable for variable, _ in inventory.owned_variables(self.model)]
         for optimizer in self.chain():
-            found += _private.optimizer_own_variables(optimizer)
+            found += _private.variables_of_optimizer(optimizer)
         for metric in _private.compiled_metrics(self.model):
             found += metric.variables
         generator = _private.global_seed_generator()

@@ -11,7 +11,7 @@ from tfshard.devices import batching, clients, process_lock, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import batches
 from tfshard.layouts.embedding_tables import LAZY
-from tfshard.training import attached_model, own_steps
+from tfshard.training import attached_model, custom_steps
 from tfshard.training.strategy import ShardedStrategy
 from tfshard.verifying.comparison import Comparison
 from tfshard.verifying.subject import Subject
@@ -75,8 +75,8 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
         batching.batch_to_mesh(batch, strategy.mesh)  # Raises an error that says what to do.
     host = tf.nest.map_structure(_host_leaf, batch)
     _private.symbolic_build(model, host)
-    if own_steps.has_own_steps(model):
-        own_steps.build(model, strategy, "train_step")
+    if custom_steps.has_custom_steps(model):
+        custom_steps.build(model, strategy, "train_step")
     attached_model.attached(model, strategy).refresh()
     subject = Subject(model, strategy)
     subject.remember()

@@ -111,7 +111,7 @@ class Placed:
         from tfshard.devices import host_memory
         from tfshard.storage import storage
 
-        self._kept = made, left = storage.Storage._host_pieces, storage.Storage.empty
+        self._kept = made, left = storage.Storage._host_shards, storage.Storage.empty
         self._tensor_of = tensor_of = host_memory.tensor_of
         new = False
 
@@ -129,14 +129,14 @@ class Placed:
                 self.bytes -= sum(bytes_of(piece) for _, piece in place.local_tensors())
             left(place)
 
-        storage.Storage._host_pieces, storage.Storage.empty = making, emptied
+        storage.Storage._host_shards, storage.Storage.empty = making, emptied
         host_memory.tensor_of = counted
 
     def end(self):
         from tfshard.devices import host_memory
         from tfshard.storage import storage
 
-        storage.Storage._host_pieces, storage.Storage.empty = self._kept
+        storage.Storage._host_shards, storage.Storage.empty = self._kept
         host_memory.tensor_of = self._tensor_of
 
 

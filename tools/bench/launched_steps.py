@@ -5,7 +5,7 @@
     python tools/bench/launched_steps.py --width=256 --layers=4 --vocabulary=8000 --batch_size=16
 
 Two clients with two devices each on this machine. *Not renamed* is a step whose collectives have kept DTensor's names,
-of which TensorFlow keeps a record for each step and asks client 0 (`give_own_names` in tfshard/_private/functions.py).
+of which TensorFlow keeps a record for each step and asks client 0 (`give_unique_names`).
 One run trains both copies of the model, in turn, in blocks of `steps` steps. The ratio is of two neighbouring blocks.
 
 *No order* is a run with TensorFlow's `dependency_optimization`, in which tfshard's own collectives are stateless:

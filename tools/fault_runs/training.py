@@ -18,8 +18,8 @@ from tfshard.layouts import variable_layout
 _FLAGS = flags.FLAGS
 # Where a save of several clients is cut off: before or after which function of tfshard/checkpoints/writer.py.
 SAVES = {
-    "save_pieces": ("_write_pieces", False),
-    "save_written": ("_write_pieces", True),
+    "save_pieces": ("_write_shards", False),
+    "save_written": ("_write_shards", True),
     "save_published": ("_publish", True),
     "save_gathered": ("_gather", True),
     "save_committed": ("_commit", True),
@@ -96,7 +96,7 @@ def train(fault: str, at_step: int) -> None:
     layout_map = tfshard.LayoutMap()
     if _FLAGS.model_axis > 1:
         layout_map.column(".*/up")
-    layout_map.whole(".*", optional=True)
+    layout_map.replicated(".*", optional=True)
     progress = Progress(fault, at_step)
 
     class Up(keras.layers.Dense):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 
 from tfshard.operations import registry, rewrites
-from tfshard.operations.registry import Rule
+from tfshard.operations.registry import RewriteRule
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 MARK = "<!-- `python -m tools.site.rules --write` writes this table. -->\n\n"
@@ -27,7 +27,7 @@ def codes(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def condition(rule: Rule) -> str:
+def condition(rule: RewriteRule) -> str:
     """Return when a rule applies, in words."""
     parts = [] if rule.when is None else [summary(rule.when)]
     if rule.sizes == "unknown":
@@ -35,20 +35,20 @@ def condition(rule: Rule) -> str:
     return "; ".join(parts) or "always"
 
 
-def modes(rule: Rule) -> str:
+def modes(rule: RewriteRule) -> str:
     found = " and ".join(mode for mode, has in (("graph", rule.graph), ("eager", rule.eager)) if has)
     return found + (", unknown sizes" if rule.sizes == "unknown" else "") + (", local" if rule.local == "only" else "")
 
 
-def gradient(rule: Rule) -> str:
+def gradient(rule: RewriteRule) -> str:
     return rule.gradient if isinstance(rule.gradient, str) else f"`{rule.gradient.__name__}` in loops and branches"
 
 
-def by_module() -> list[Rule]:
+def by_module() -> list[RewriteRule]:
     """Return the rules in the order of their modules and of their lines."""
     modules = [module.__name__ for module in rewrites.MODULES]
 
-    def place(rule: Rule) -> tuple[int, int, str]:
+    def place(rule: RewriteRule) -> tuple[int, int, str]:
         line = inspect.unwrap(rule.function).__code__.co_firstlineno
         return modules.index(rule.function.__module__), line, rule.sizes
 

@@ -106,7 +106,7 @@ tfshard.ShardedStrategy(mesh, {".*up/kernel": (None, "modle")})""",
         "paths that there are. `layout_map.add(pattern, axes, optional=True)` allows it.",
         code="""\
 layout_map = tfshard.LayoutMap({"up/kernel": (None, "model")})
-layout_map.whole(".*(bias|down/kernel)")
+layout_map.replicated(".*(bias|down/kernel)")
 strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), layout_map)
 build().compile("sgd", "mse", strategy=strategy)""",
     ),
@@ -124,7 +124,7 @@ build().compile("sgd", "mse", strategy=strategy)""",
         remedy="Shard another dim, take another size of the axis, or pad the layer. Only the batch axis pads.",
         code="""\
 layout_map = tfshard.LayoutMap({".*down/kernel": (None, "model")})
-layout_map.whole(".*")
+layout_map.replicated(".*")
 strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, model=4), layout_map)
 build().compile("sgd", "mse", strategy=strategy)""",
     ),

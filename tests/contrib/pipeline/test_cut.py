@@ -15,12 +15,12 @@ def chain(count=8, width=8):
 
 
 def names(made):
-    return [[path.rpartition("/")[2] for path in part.layers] for part in made.parts]
+    return [[path.rpartition("/")[2] for path in stage.layers] for stage in made.stages]
 
 
 def test_parts_of_equal_layers_take_about_the_same_time():
     # The last stage computes its forward pass once, the others twice: it may have four layers instead of three.
-    assert [len(part) for part in names(cut(chain(10), 3))] == [3, 3, 4]
+    assert [len(stage) for stage in names(cut(chain(10), 3))] == [3, 3, 4]
 
 
 def test_a_cut_is_where_little_crosses():
@@ -31,7 +31,7 @@ def test_a_cut_is_where_little_crosses():
         tensor = keras.layers.Add(name=f"add_{number}")([tensor, inner])
     made = cut(keras.Model(inputs, tensor), 2)
     assert names(made)[1][0].startswith("outer")
-    assert [len(part.takes) for part in made.parts] == [1, 1], "inside of a block, the residual would cross, too"
+    assert [len(stage.takes) for stage in made.stages] == [1, 1], "inside of a block, the residual would cross, too"
 
 
 def test_a_nested_model_is_cut_inside():
@@ -41,9 +41,9 @@ def test_a_nested_model_is_cut_inside():
     model = keras_hub.models.GPT2CausalLM(backbone=backbone)
     assert len(model.layers) < 6, "premise: the blocks are in the backbone"
     made = cut(model, 4)
-    blocks = [name for part in names(made) for name in part if name.startswith("transformer_layer")]
+    blocks = [name for stage in names(made) for name in stage if name.startswith("transformer_layer")]
     assert blocks == [f"transformer_layer_{number}" for number in range(4)]
-    assert all(any(name.startswith("transformer_layer") for name in part) for part in names(made)[1:])
+    assert all(any(name.startswith("transformer_layer") for name in stage) for stage in names(made)[1:])
 
 
 def test_what_later_parts_take_of_earlier_ones_is_known():
@@ -53,7 +53,7 @@ def test_what_later_parts_take_of_earlier_ones_is_known():
     third = keras.layers.Dense(8, name="third")(keras.layers.Concatenate()([second, first, inputs]))
     made = cut(keras.Model(inputs, [third, first]), ["second", "concat.*"])
     assert made.readers(Source(0, 0)) == [1, 2]
-    assert set(made.parts[2].takes) == {Source(0, 0), Source(1, 0), Source(-1, 0)}
+    assert set(made.stages[2].takes) == {Source(0, 0), Source(1, 0), Source(-1, 0)}
     assert made.outputs == (Source(2, 0), Source(0, 0))
 
 

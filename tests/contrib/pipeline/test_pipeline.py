@@ -327,10 +327,10 @@ def test_the_plan_is_what_is_measured():
     fit(model)
     reports, measured = tfshard.pipelining.reports(model), tfshard.pipelining.measured(model)
     held = [report.bytes_per_device() for report in reports]
-    assert [part.stored.resting_bytes() for part in planned.parts] == held
+    assert [stage.stored.resting_bytes() for stage in planned.stages] == held
     assert planned.bytes_per_device("slot") > 0
-    assert planned.parts[0].sent_bytes > 0
-    assert measured.sent_bytes == 2 * planned.parts[0].sent_bytes, "activations, and as many gradients"
+    assert planned.stages[0].sent_bytes > 0
+    assert measured.sent_bytes == 2 * planned.stages[0].sent_bytes, "activations, and as many gradients"
     assert 0 < planned.bubble() < 1
     assert "1f1b" in str(planned)
     assert planned.to_dict()["schedule"] == "1f1b"
@@ -426,7 +426,7 @@ def test_a_failing_task_ends_the_step_and_the_process_goes_on(monkeypatch):
 
     def failing(self, schedule, tasks, do):
         def fail(task):
-            if task.part == 1 and task.microbatch == 2:
+            if task.stage == 1 and task.microbatch == 2:
                 raise tf.errors.InternalError(None, None, "a device is gone")
             do(task)
 

@@ -8,7 +8,7 @@ Read `models` first, where `pipeline` is, then `pipeline`.
     cut             cuts a model into stages, and lists the tensors between stages
     schedules       the order of tasks on each pipeline rank: gpipe, 1f1b, interleaved
     runner          runs the tasks of a step in a thread for each pipeline rank
-    part_functions  the compiled functions of a stage and of a pipeline rank
+    stage_functions  the compiled functions of a stage and of a pipeline rank
     ranks           variables on the meshes of their stages, and mirrors of shared variables
     divisors        the divisors of the losses of a full batch
 """

@@ -14,13 +14,13 @@ from tfshard.errors import StrategyError
 
 
 class Source(NamedTuple):
-    """The origin of a tensor: a stage, or the model's inputs (`part=-1`), and the number of the tensor there."""
+    """The origin of a tensor: a stage, or the model's inputs (`stage=-1`), and the number of the tensor there."""
 
-    part: int
+    stage: int
     number: int
 
 
-class PartOfModel(keras.Model):  # type: ignore[misc]  # Keras has no types.
+class StageModel(keras.Model):  # type: ignore[misc]  # Keras has no types.
     """The layers of a stage, as a functional model that leaves masks to its layers."""
 
     def __init__(self, inputs: list[Any], outputs: list[Any], **kwargs: Any):
@@ -34,7 +34,7 @@ class PartOfModel(keras.Model):  # type: ignore[misc]  # Keras has no types.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class Stage:
     """A pipeline stage of a model.
 
     Attributes:
@@ -67,15 +67,15 @@ class CutModel:
         graph: The Functional model with these inputs and outputs.
     """
 
-    parts: tuple[Part, ...]
+    stages: tuple[Stage, ...]
     outputs: tuple[Source, ...]
     graph: keras.Model
 
     def readers(self, source: Source) -> list[int]:
         """Return the stages that take a tensor. The last stage takes the outputs of the model."""
-        found = [part.number for part in self.parts if source in part.takes]
-        last = self.parts[-1].number
-        if source in self.outputs and source.part != last and last not in found:
+        found = [stage.number for stage in self.stages if source in stage.takes]
+        last = self.stages[-1].number
+        if source in self.outputs and source.stage != last and last not in found:
             found.append(last)
         return found
 
@@ -91,16 +91,16 @@ class CutModel:
             zip(_private.flat_inputs(self.graph, inputs), self.graph.inputs, strict=True)
         ):
             found[Source(-1, number)] = tf.TensorSpec(tuple(given.shape), own.dtype)
-        for part in self.parts:
-            takes = [found[source] for source in part.takes]
+        for stage in self.stages:
+            takes = [found[source] for source in stage.takes]
             symbols = [keras.KerasTensor(tuple(each.shape), each.dtype.name) for each in takes]
-            for number, each in enumerate(keras.tree.flatten(part.model.compute_output_spec(symbols))):
-                found[Source(part.number, number)] = tf.TensorSpec(each.shape, each.dtype)
+            for number, each in enumerate(keras.tree.flatten(stage.model.compute_output_spec(symbols))):
+                found[Source(stage.number, number)] = tf.TensorSpec(each.shape, each.dtype)
         return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Call:
+class _LayerCall:
     """A call of a layer or operation on symbolic tensors."""
 
     operation: keras.Operation
@@ -163,12 +163,12 @@ def cut(model: keras.Model, stages: int | Sequence[str]) -> CutModel:
     inputs = [keras.Input(batch_shape=each.shape, dtype=each.dtype) for each in graph.inputs]
     calls, outputs = _calls_of(graph, inputs)
     begins = _balanced(calls, stages) if isinstance(stages, int) else _named(calls, stages, model)
-    return _parts(graph, inputs, calls, outputs, begins)
+    return _stages(graph, inputs, calls, outputs, begins)
 
 
-def _calls_of(graph: keras.Model, inputs: list[Any]) -> tuple[list[_Call], list[Any]]:
+def _calls_of(graph: keras.Model, inputs: list[Any]) -> tuple[list[_LayerCall], list[Any]]:
     """Return the calls of a model's layers in order, also in nested models, and the outputs of the model."""
-    calls: list[_Call] = []
+    calls: list[_LayerCall] = []
 
     def call(operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
         nested = _private.functional_of(operation) if isinstance(operation, keras.Model) else None
@@ -176,13 +176,15 @@ def _calls_of(graph: keras.Model, inputs: list[Any]) -> tuple[list[_Call], list[
             opened = _private.run_through(nested, _private.flat_inputs(nested, args[0]), call)
             return _private.packed_outputs(nested, opened)
         outputs = operation(*args, **kwargs)
-        calls.append(_Call(operation=operation, args=args, kwargs=kwargs, gives=tuple(keras.tree.flatten(outputs))))
+        calls.append(
+            _LayerCall(operation=operation, args=args, kwargs=kwargs, gives=tuple(keras.tree.flatten(outputs)))
+        )
         return outputs
 
     return calls, _private.run_through(graph, inputs, call)
 
 
-def _named(calls: Sequence[_Call], names: Sequence[str], model: keras.Model) -> list[int]:
+def _named(calls: Sequence[_LayerCall], names: Sequence[str], model: keras.Model) -> list[int]:
     """Return the number of the first call of each stage."""
     begins = [0]
     for name in names:
@@ -214,17 +216,17 @@ def _path(operation: keras.Operation) -> str:
     return str(getattr(operation, "path", None) or operation.name)
 
 
-def _balanced(calls: Sequence[_Call], parts: int) -> list[int]:
+def _balanced(calls: Sequence[_LayerCall], stages: int) -> list[int]:
     """Return the numbers of the first calls of the stages, for stages of balanced cost.
 
     The highest cost of a stage is within 10% of the least possible. Among these cuts, the function picks the cut with
     the fewest elements between stages. Every stage except the last computes its forward pass twice
-    (`part_functions.py`), which costs four units instead of three.
+    (`stage_functions.py`), which costs four units instead of three.
     """
-    if isinstance(parts, bool) or parts < 1:
-        raise StrategyError(f"stages must be a positive number, or names of layers. Received: stages={parts!r}")
-    if parts > len(calls):
-        raise StrategyError(f"A model of {len(calls)} layers cannot be cut into {parts}. Received: stages={parts!r}")
+    if isinstance(stages, bool) or stages < 1:
+        raise StrategyError(f"stages must be a positive number, or names of layers. Received: stages={stages!r}")
+    if stages > len(calls):
+        raise StrategyError(f"A model of {len(calls)} layers cannot be cut into {stages}. Received: stages={stages!r}")
     total = [0.0]
     for call in calls:
         total.append(total[-1] + call.cost)
@@ -235,16 +237,16 @@ def _balanced(calls: Sequence[_Call], parts: int) -> list[int]:
 
     count = len(calls)
     # best[k][i]: the lowest maximal cost of the first i calls in k stages.
-    best = [[math.inf] * (count + 1) for _ in range(parts + 1)]
+    best = [[math.inf] * (count + 1) for _ in range(stages + 1)]
     best[0][0] = 0.0
-    for k in range(1, parts + 1):
+    for k in range(1, stages + 1):
         for end in range(k, count + 1):
             best[k][end] = min(max(best[k - 1][begin], cost(begin, end)) for begin in range(k - 1, end))
-    bound = best[parts][count] * 1.1
+    bound = best[stages][count] * 1.1
     # sent[k][i]: the fewest crossing elements, and the first call of the last of k stages.
-    sent: list[list[tuple[float, int]]] = [[(math.inf, -1)] * (count + 1) for _ in range(parts + 1)]
+    sent: list[list[tuple[float, int]]] = [[(math.inf, -1)] * (count + 1) for _ in range(stages + 1)]
     sent[0][0] = (0.0, -1)
-    for k in range(1, parts + 1):
+    for k in range(1, stages + 1):
         for end in range(k, count + 1):
             found = [
                 (sent[k - 1][begin][0] + crossing[begin], begin)
@@ -253,13 +255,13 @@ def _balanced(calls: Sequence[_Call], parts: int) -> list[int]:
             ]
             sent[k][end] = min(found, default=(math.inf, -1))
     begins, end = [], count
-    for k in range(parts, 0, -1):
+    for k in range(stages, 0, -1):
         end = sent[k][end][1]
         begins.append(end)
     return begins[::-1]
 
 
-def _crossing(calls: Sequence[_Call]) -> list[int]:
+def _crossing(calls: Sequence[_LayerCall]) -> list[int]:
     """Return, for each call, how many elements of one sample pass from earlier calls to this call or later calls."""
     made = {id(tensor): number for number, call in enumerate(calls) for tensor in call.gives}
     last: dict[int, int] = {}
@@ -275,11 +277,11 @@ def _crossing(calls: Sequence[_Call]) -> list[int]:
     return found
 
 
-def _parts(
-    graph: keras.Model, inputs: list[Any], calls: list[_Call], outputs: list[Any], begins: list[int]
+def _stages(
+    graph: keras.Model, inputs: list[Any], calls: list[_LayerCall], outputs: list[Any], begins: list[int]
 ) -> CutModel:
     sources: dict[int, Source] = {id(tensor): Source(-1, number) for number, tensor in enumerate(inputs)}
-    parts: list[Part] = []
+    stages: list[Stage] = []
     for number, (begin, end) in enumerate(zip(begins, [*begins[1:], len(calls)], strict=True)):
         own = calls[begin:end]
         made = {id(tensor): tensor for call in own for tensor in call.gives}
@@ -298,11 +300,11 @@ def _parts(
         for call in own:
             call.again(tensors)
         ended = [tensors[id(each)] for each in given]
-        part = PartOfModel(began, ended, name=f"{graph.name}_part_{number}")
-        parts.append(
-            Part(
+        stage = StageModel(began, ended, name=f"{graph.name}_part_{number}")
+        stages.append(
+            Stage(
                 number=number,
-                model=part,
+                model=stage,
                 takes=tuple(sources[key] for key in taken),
                 has_rows=tuple(bool(tensor.shape) and tensor.shape[0] is None for tensor in given),
                 layers=tuple(dict.fromkeys(_path(call.operation) for call in own)),
@@ -310,4 +312,4 @@ def _parts(
         )
         for place, tensor in enumerate(given):
             sources[id(tensor)] = Source(number, place)
-    return CutModel(parts=tuple(parts), outputs=tuple(sources[id(tensor)] for tensor in outputs), graph=graph)
+    return CutModel(stages=tuple(stages), outputs=tuple(sources[id(tensor)] for tensor in outputs), graph=graph)

@@ -69,8 +69,8 @@ class _Pipelined(Distributed):
             raise StrategyError("A pipeline runs compiled steps: leave out run_eagerly=True.")
         inventory.note_compiled(self.optimizer)
         _check_optimizer(self.optimizer)
-        for part in _private.optimizer_chain(self.optimizer):
-            _private.set_distribute_strategy(part, strategy)
+        for stage in _private.optimizer_chain(self.optimizer):
+            _private.set_distribute_strategy(stage, strategy)
         pipeline.forget()
 
     def _prepares(self, clone: keras.Model) -> bool:
@@ -160,7 +160,7 @@ def _check(
             "Make one with tfshard.create_mesh(pipeline=2, batch=2). "
             f"Received: a mesh with axes {strategy.pipeline_axes}"
         )
-    schedules.check(schedule, ranks=len(strategy.ranks), parts=len(made.parts))
+    schedules.check(schedule, ranks=len(strategy.ranks), stages=len(made.stages))
     if strategy.config.already_sharded and clients.here().count > 1:
         raise StrategyError(
             "Each place on the pipeline axis takes what it needs of a batch, so every client feeds all of it: leave "
@@ -186,10 +186,10 @@ def _check(
             )
     count = len(strategy.ranks)
     at: dict[int, int] = {}
-    for part in made.parts:
-        for variable, _ in inventory.owned_variables(part.model):
-            home = at.setdefault(id(variable), part.number % count)
-            if home != part.number % count and (not variable.trainable or variable.regularizer is not None):
+    for stage in made.stages:
+        for variable, _ in inventory.owned_variables(stage.model):
+            home = at.setdefault(id(variable), stage.number % count)
+            if home != stage.number % count and (not variable.trainable or variable.regularizer is not None):
                 raise StrategyError(
                     f"Variable '{variable.path}' is in parts on several ranks of the pipeline, and "
                     f"{'has a regularizer' if variable.trainable else 'is not trained'}: that is done for weights "

@@ -14,10 +14,17 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.contrib.pipeline import divisors, ranks
 from tfshard.contrib.pipeline.cut import CutModel, Source
-from tfshard.contrib.pipeline.part_functions import Kept, PartFunctions, Passed, RankFunctions, Sums, sources_of_outputs
-from tfshard.contrib.pipeline.ranks import Rank
+from tfshard.contrib.pipeline.ranks import PipelineRank
 from tfshard.contrib.pipeline.runner import Measured, Runner
 from tfshard.contrib.pipeline.schedules import Schedule, Task, Timed
+from tfshard.contrib.pipeline.stage_functions import (
+    Kept,
+    Passed,
+    PipelineRankFunctions,
+    StageFunctions,
+    Sums,
+    sources_of_outputs,
+)
 from tfshard.devices import batching, clients, instances, messages, transfer
 from tfshard.devices.between_meshes import handed_over
 from tfshard.errors import StrategyError
@@ -91,8 +98,10 @@ class Pipeline:
         Returns:
             The metrics' results.
         """
-        step = _Step(self, data, training=True)
-        schedule = Schedule.of(self.schedule, ranks=len(self.ranks), parts=len(self.cut.parts), microbatches=step.count)
+        step = _PipelineStep(self, data, training=True)
+        schedule = Schedule.of(
+            self.schedule, ranks=len(self.ranks), stages=len(self.cut.stages), microbatches=step.count
+        )
         timed = self._run(step, schedule, schedule.tasks)
         step.update()
         messages.wait_until_sent()
@@ -110,7 +119,7 @@ class Pipeline:
 
     def test(self, data: Any) -> Any:
         """Run one evaluation step on a host batch, and return the metrics' results."""
-        step = _Step(self, data, training=False)
+        step = _PipelineStep(self, data, training=False)
         self._run_forward(step)
         return step.logs
 
@@ -121,23 +130,23 @@ class Pipeline:
             The outputs of the model, on the host.
         """
         x = keras.utils.unpack_x_y_sample_weight(data)[0]
-        step = _Step(self, (x,), training=False, predicts=True)
+        step = _PipelineStep(self, (x,), training=False, predicts=True)
         self._run_forward(step)
-        parts = [keras.tree.flatten(step.predictions[number]) for number in range(step.count)]
-        joined = [tf.constant(np.concatenate(each)) for each in zip(*parts, strict=True)]
+        stages = [keras.tree.flatten(step.predictions[number]) for number in range(step.count)]
+        joined = [tf.constant(np.concatenate(each)) for each in zip(*stages, strict=True)]
         return keras.tree.pack_sequence_as(step.predictions[0], joined)
 
-    def _run_forward(self, step: "_Step") -> None:
+    def _run_forward(self, step: "_PipelineStep") -> None:
         """Run only the forward passes: every pipeline rank takes one microbatch after the other."""
-        count, parts = step.count, len(self.cut.parts)
-        schedule = Schedule.of("gpipe", ranks=parts, parts=parts, microbatches=count)
+        count, stages = step.count, len(self.cut.stages)
+        schedule = Schedule.of("gpipe", ranks=stages, stages=stages, microbatches=count)
         size = len(self.ranks)
         # By microbatch, to keep a pipeline rank with several stages from waiting for itself.
         tasks = [
             [
-                Task(part < parts - 1, part, number)
+                Task(stage < stages - 1, stage, number)
                 for first in range(0, count, size)
-                for part in range(rank, parts, size)
+                for stage in range(rank, stages, size)
                 for number in range(first, min(first + size, count))
             ]
             for rank in range(size)
@@ -147,7 +156,9 @@ class Pipeline:
         if timed is None:
             instances.count_alike()
 
-    def _run(self, step: "_Step", schedule: Schedule, tasks: Sequence[Sequence[Task]]) -> list[list[Timed]] | None:
+    def _run(
+        self, step: "_PipelineStep", schedule: Schedule, tasks: Sequence[Sequence[Task]]
+    ) -> list[list[Timed]] | None:
         if self._seen[step.key] == (1 if clients.here().count == 1 else _STEPS_IN_TURN):
             return self._runner.run(schedule, tasks, step.do)
         # A single thread traces and compiles the functions, each with the mesh of its pipeline rank, in the same order
@@ -159,7 +170,7 @@ class Pipeline:
                 while own and all(each in done for each in schedule.needs(own[0])):
                     with _private.default_mesh(rank.strategy.mesh):
                         step.do(own[0])
-                    _private.give_own_names()
+                    _private.give_unique_names()
                     done.add(own.popleft())
         self._seen[step.key] += 1
         return None
@@ -176,17 +187,17 @@ class _Functions:
 
     def __init__(self, pipeline: Pipeline, count: int):
         model, cut = pipeline.model, pipeline.cut
-        at = {part.number: rank for rank in pipeline.ranks for part in rank.parts}
-        self.parts = [PartFunctions(model, cut, part, at[part.number], count) for part in cut.parts]
+        at = {stage.number: rank for rank in pipeline.ranks for stage in rank.stages}
+        self.stages = [StageFunctions(model, cut, stage, at[stage.number], count) for stage in cut.stages]
         mirrored = {key for rank in pipeline.ranks for key in rank.mirrors}
         self.ranks = [
-            RankFunctions(rank, [self.parts[part.number] for part in rank.parts], model.optimizer, mirrored)
+            PipelineRankFunctions(rank, [self.stages[stage.number] for stage in rank.stages], model.optimizer, mirrored)
             for rank in pipeline.ranks
         ]
         self.divisors = {training: divisors.of_batch(model, training=training) for training in (True, False)}
 
 
-class _Step:
+class _PipelineStep:
     """A step, with the values that pass from task to task.
 
     Args:
@@ -227,59 +238,59 @@ class _Step:
         self._sums: dict[int, Sums] = {}
         self.logs: Any = None
         self.predictions: dict[int, Any] = {}
-        self.most_kept = [0] * len(self._cut.parts)
-        self.most_bytes = [0] * len(self._cut.parts)
+        self.most_kept = [0] * len(self._cut.stages)
+        self.most_bytes = [0] * len(self._cut.stages)
         self.sent_bytes = 0
 
     def do(self, task: Task) -> None:
         """Run one task."""
-        if task.part == len(self._cut.parts) - 1:
+        if task.stage == len(self._cut.stages) - 1:
             self._last(task.microbatch)
         elif task.is_forward:
-            self._forward(task.part, task.microbatch)
+            self._forward(task.stage, task.microbatch)
         else:
-            self._backward(task.part, task.microbatch)
+            self._backward(task.stage, task.microbatch)
 
     # --- tasks
 
-    def _forward(self, part: int, number: int) -> None:
-        functions = self._functions.parts[part]
-        takes = [self._take(source, number, part) for source in functions.part.takes]
+    def _forward(self, stage: int, number: int) -> None:
+        functions = self._functions.stages[stage]
+        takes = [self._take(source, number, stage) for source in functions.stage.takes]
         if self._training:
             gives, losses, states, _ = functions.forward(takes, _numbered(number, functions))
-            self._keep(part, number, Kept(takes=takes, states=states))
+            self._keep(stage, number, Kept(takes=takes, states=states))
         else:
             gives, losses = functions.forward_without_training(takes)
         for place, passed in enumerate(gives):
-            for reader in self._cut.readers(Source(part, place)):
-                self._give(Source(part, place), number, reader, passed)
+            for reader in self._cut.readers(Source(stage, place)):
+                self._give(Source(stage, place), number, reader, passed)
         if losses is not None:
-            self._losses[part, number] = self._sent(losses, self._pipeline.ranks[-1])
+            self._losses[stage, number] = self._sent(losses, self._pipeline.ranks[-1])
 
-    def _backward(self, part: int, number: int) -> None:
-        functions = self._functions.parts[part]
-        kept = self._kept.pop((part, number))
-        places = range(functions.part.gives)
-        slopes = [self._slopes.pop((Source(part, place), number), []) for place in places]
+    def _backward(self, stage: int, number: int) -> None:
+        functions = self._functions.stages[stage]
+        kept = self._kept.pop((stage, number))
+        places = range(functions.stage.gives)
+        slopes = [self._slopes.pop((Source(stage, place), number), []) for place in places]
         found, sums, _ = functions.backward(
-            kept.takes, _numbered(number, functions), kept.states, slopes, self._of_losses.pop((part, number), None)
+            kept.takes, _numbered(number, functions), kept.states, slopes, self._of_losses.pop((stage, number), None)
         )
-        self._add(part, sums)
-        self._hand_back(functions, functions.part.takes, found, number)
+        self._add(stage, sums)
+        self._hand_back(functions, functions.stage.takes, found, number)
 
     def _last(self, number: int) -> None:
-        functions = self._functions.parts[-1]
-        last = functions.part.number
-        takes = [self._take(source, number, last) for source in functions.part.takes]
+        functions = self._functions.stages[-1]
+        last = functions.stage.number
+        takes = [self._take(source, number, last) for source in functions.stage.takes]
         more = sources_of_outputs(self._cut)
         others = [self._take(source, number, last) for source in more]
         if self._predicts:
             found = functions.predictions(takes, others)
             self.predictions[number] = keras.tree.map_structure(transfer.to_host, found)
             return
-        parts = [part for part, at in sorted(self._losses) if at == number]
-        losses = [self._losses.pop((part, number)) for part in parts]
-        batch = self._part_of_batch(number)
+        stages = [stage for stage, at in sorted(self._losses) if at == number]
+        losses = [self._losses.pop((stage, number)) for stage in stages]
+        batch = self._rows_of_microbatch(number)
         samples = self._rows // self.count
         if not self._training:
             self.logs = functions.loss(takes, others, losses, batch, self._totals, samples)
@@ -288,16 +299,16 @@ class _Step:
             takes, _numbered(number, functions), others, losses, batch, self._totals, samples
         )
         self._add(last, sums)
-        self._hand_back(functions, functions.part.takes, of_takes, number)
+        self._hand_back(functions, functions.stage.takes, of_takes, number)
         self._hand_back(functions, more, of_others, number)
-        for part, slope in zip(parts, of_losses, strict=True):
+        for stage, slope in zip(stages, of_losses, strict=True):
             if slope is not None:
-                self._of_losses[part, number] = self._sent(slope, self._functions.parts[part].rank)
+                self._of_losses[stage, number] = self._sent(slope, self._functions.stages[stage].rank)
 
     def update(self) -> None:
         """Update the variables of all pipeline ranks, after the last task."""
         pipeline, functions = self._pipeline, self._functions.ranks
-        sums = [[self._sums[part.number] for part in rank.parts] for rank in pipeline.ranks]
+        sums = [[self._sums[stage.number] for stage in rank.stages] for rank in pipeline.ranks]
         of_mirrors: list[dict[int, list[tf.Tensor]]] = [{} for _ in pipeline.ranks]
         for rank, own in zip(functions, sums, strict=True):
             if not rank.mirrored:
@@ -322,7 +333,7 @@ class _Step:
         for rank in functions:
             if rank.mirrored:
                 here = [self._sent(values[id(variable)], rank.rank) for variable in rank.mirrored]
-                self._on(rank.rank, rank.take_over, here)
+                self._on(rank.rank, rank.receive_shared, here)
 
     def _norm(self, sums: list[list[Sums]], of_mirrors: list[dict[int, list[tf.Tensor]]]) -> np.ndarray | None:
         optimizer = self._pipeline.model.optimizer
@@ -334,7 +345,7 @@ class _Step:
         ]
         return np.array(math.sqrt(sum(squares)) / (optimizer.loss_scale_factor or 1.0), np.float32)
 
-    def _home(self, variable: keras.Variable) -> tuple[Rank, int]:
+    def _home(self, variable: keras.Variable) -> tuple[PipelineRank, int]:
         for rank in self._pipeline.ranks:
             for number, each in enumerate(rank.variables):
                 if each is variable:
@@ -342,52 +353,52 @@ class _Step:
         raise AssertionError(f"{variable.path} is on no rank.")
 
     @staticmethod
-    def _on(rank: Rank, function: Callable[..., Any], *args: Any) -> Any:
+    def _on(rank: PipelineRank, function: Callable[..., Any], *args: Any) -> Any:
         with _private.default_mesh(rank.strategy.mesh):
             return function(*args)
 
     # --- tensors that pass between tasks
 
-    def _take(self, source: Source, number: int, part: int) -> Passed:
-        if source.part >= 0:
-            return self._passed.pop((source, number, part))
-        mesh = self._functions.parts[part].rank.strategy.mesh
+    def _take(self, source: Source, number: int, stage: int) -> Passed:
+        if source.stage >= 0:
+            return self._passed.pop((source, number, stage))
+        mesh = self._functions.stages[stage].rank.strategy.mesh
         return batching.to_mesh(self._slice(self._inputs[source.number], number), mesh), None
 
     def _give(self, source: Source, number: int, reader: int, passed: Passed) -> None:
-        rank = self._functions.parts[reader].rank
+        rank = self._functions.stages[reader].rank
         tensor, mask = passed
         self._passed[source, number, reader] = (
             self._sent(tensor, rank),
             None if mask is None else self._sent(mask, rank),
         )
 
-    def _hand_back(self, functions: PartFunctions, takes: Iterable[Source], slopes: list[Any], number: int) -> None:
+    def _hand_back(self, functions: StageFunctions, takes: Iterable[Source], slopes: list[Any], number: int) -> None:
         for source, slope in zip(takes, slopes, strict=True):
-            if slope is not None and source.part >= 0:
-                here = self._sent(slope, self._functions.parts[source.part].rank)
+            if slope is not None and source.stage >= 0:
+                here = self._sent(slope, self._functions.stages[source.stage].rank)
                 with self._lock:
                     self._slopes[source, number].append(here)
 
-    def _sent(self, tensor: tf.Tensor, rank: Rank) -> tf.Tensor:
+    def _sent(self, tensor: tf.Tensor, rank: PipelineRank) -> tf.Tensor:
         here = handed_over(tensor, rank.strategy.mesh)
         if here is not tensor:
             with self._lock:
                 self.sent_bytes += tensor.shape.num_elements() * tensor.dtype.size
         return here
 
-    def _keep(self, part: int, number: int, kept: Kept) -> None:
-        self._kept[part, number] = kept
+    def _keep(self, stage: int, number: int, kept: Kept) -> None:
+        self._kept[stage, number] = kept
         # All tasks of a stage run in one thread; other threads add and take under other keys.
-        own = [each for (of, _), each in list(self._kept.items()) if of == part]
-        self.most_kept[part] = max(self.most_kept[part], len(own))
-        self.most_bytes[part] = max(self.most_bytes[part], sum(each.bytes for each in own))
+        own = [each for (of, _), each in list(self._kept.items()) if of == stage]
+        self.most_kept[stage] = max(self.most_kept[stage], len(own))
+        self.most_bytes[stage] = max(self.most_bytes[stage], sum(each.bytes for each in own))
 
-    def _add(self, part: int, sums: Sums) -> None:
-        before = self._sums.get(part)
-        self._sums[part] = sums if before is None or not sums else self._functions.parts[part].added(before, sums)
+    def _add(self, stage: int, sums: Sums) -> None:
+        before = self._sums.get(stage)
+        self._sums[stage] = sums if before is None or not sums else self._functions.stages[stage].added(before, sums)
 
-    def _part_of_batch(self, number: int) -> tuple[Any, Any, Any]:
+    def _rows_of_microbatch(self, number: int) -> tuple[Any, Any, Any]:
         mesh = self._pipeline.strategy.mesh
         found: tuple[Any, Any, Any] = keras.tree.map_structure(
             lambda each: None if each is None else batching.to_mesh(self._slice(each, number), mesh), self._batch
@@ -401,7 +412,7 @@ class _Step:
         return np.asarray(value)[number * rows : (number + 1) * rows]
 
 
-def _numbered(number: int, functions: PartFunctions) -> tf.Tensor:
+def _numbered(number: int, functions: StageFunctions) -> tf.Tensor:
     """Return the number of a microbatch, on the mesh of a stage."""
     return _number(np.asarray(number, np.int32), functions.rank.strategy.mesh)
 

@@ -24,7 +24,7 @@ from tfshard.planning.step_flops import training_flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlannedPart:
+class PlannedStage:
     """A pipeline stage.
 
     Attributes:
@@ -52,18 +52,18 @@ class PipelinePlan:
     Attributes:
         mesh: Axis name to size.
         schedule: The schedule.
-        parts: The stages in order.
+        stages: The stages in order.
     """
 
     mesh: dict[str, int]
     schedule: Schedule
-    parts: tuple[PlannedPart, ...]
+    stages: tuple[PlannedStage, ...]
 
     def bytes_per_device(self, kind: str | None = None) -> int:
         """Return the bytes that the fullest device stores; `kind` as for `ShardingPlan.bytes_per_device`."""
         held = [0] * self.schedule.ranks
-        for part in self.parts:
-            held[part.rank] += part.stored.bytes_per_device(kind)
+        for stage in self.stages:
+            held[stage.rank] += stage.stored.bytes_per_device(kind)
         return max(held)
 
     def bubble(self, times: dict[tuple[bool, int], float] | None = None) -> float:
@@ -77,9 +77,9 @@ class PipelinePlan:
         return self.schedule.bubble(times or self._times())
 
     def _times(self) -> dict[tuple[bool, int], float]:
-        last = len(self.parts) - 1
-        known = all(not math.isnan(part.flops) for part in self.parts)
-        flops = [part.flops if known else 1.0 for part in self.parts]
+        last = len(self.stages) - 1
+        known = all(not math.isnan(stage.flops) for stage in self.stages)
+        flops = [stage.flops if known else 1.0 for stage in self.stages]
         return {
             (forward, number): each * (1 if forward else 3 if number == last else 4) / 3
             for number, each in enumerate(flops)
@@ -94,16 +94,16 @@ class PipelinePlan:
             "microbatches": self.schedule.microbatches,
             "bubble": self.bubble(),
             "bytes_per_device": self.bytes_per_device(),
-            "parts": [
+            "stages": [
                 {
-                    "rank": part.rank,
-                    "layers": list(part.layers),
-                    "flops": part.flops,
-                    "sent_bytes": part.sent_bytes,
-                    "in_flight": part.in_flight,
-                    "stored": part.stored.to_dict(),
+                    "rank": stage.rank,
+                    "layers": list(stage.layers),
+                    "flops": stage.flops,
+                    "sent_bytes": stage.sent_bytes,
+                    "in_flight": stage.in_flight,
+                    "stored": stage.stored.to_dict(),
                 }
-                for part in self.parts
+                for stage in self.stages
             ],
         }
 
@@ -113,19 +113,19 @@ class PipelinePlan:
 
     def __str__(self) -> str:
         table = tables.plain("Parts")
-        for name in ("part", "rank", "layers", "parameters", "stored per device", "FLOPs", "sent", "in flight"):
+        for name in ("stage", "rank", "layers", "parameters", "stored per device", "FLOPs", "sent", "in flight"):
             table.add_column(name, justify="left" if name == "layers" else "right")
-        for number, part in enumerate(self.parts):
-            first, last = part.layers[0], part.layers[-1]
+        for number, stage in enumerate(self.stages):
+            first, last = stage.layers[0], stage.layers[-1]
             table.add_row(
                 str(number),
-                str(part.rank),
-                first if len(part.layers) == 1 else f"{first} to {last}",
-                tables.size(part.stored.bytes_on_one_device("parameter")),
-                tables.size(part.stored.resting_bytes()),
-                "?" if math.isnan(part.flops) else f"{part.flops:.3g}",
-                tables.size(part.sent_bytes),
-                str(part.in_flight),
+                str(stage.rank),
+                first if len(stage.layers) == 1 else f"{first} to {last}",
+                tables.size(stage.stored.bytes_on_one_device("parameter")),
+                tables.size(stage.stored.resting_bytes()),
+                "?" if math.isnan(stage.flops) else f"{stage.flops:.3g}",
+                tables.size(stage.sent_bytes),
+                str(stage.in_flight),
             )
         head = (
             f"Pipeline on {math.prod(self.mesh.values())} devices "
@@ -154,7 +154,7 @@ def plan(model: keras.Model, inputs: Any, optimizer: keras.optimizers.Optimizer 
     >>> model = tfshard.pipeline(keras.Sequential([keras.Input((8,)), *layers]), stages=["dense_2"], microbatches=4)
     >>> model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(pipeline=2, batch=2)))
     >>> planned = tfshard.pipelining.plan(model, np.ones((16, 8), "float32"))
-    >>> [part.sent_bytes for part in planned.parts], planned.schedule.in_flight
+    >>> [stage.sent_bytes for stage in planned.stages], planned.schedule.in_flight
     ([512, 0], (2, 0))
     """
     pipeline = _pipeline(model)
@@ -162,33 +162,33 @@ def plan(model: keras.Model, inputs: Any, optimizer: keras.optimizers.Optimizer 
     shapes = cut.shapes(inputs)
     rows = next(iter(shapes.values())).shape[0]
     schedule = Schedule.of(
-        pipeline.schedule, ranks=len(pipeline.ranks), parts=len(cut.parts), microbatches=pipeline.count_of(rows)
+        pipeline.schedule, ranks=len(pipeline.ranks), stages=len(cut.stages), microbatches=pipeline.count_of(rows)
     )
     optimizer = model.optimizer if optimizer is None else optimizer
-    parts = []
-    for part in cut.parts:
-        rank = pipeline.ranks[part.number % len(pipeline.ranks)]
-        takes = [shapes[source] for source in part.takes]
+    stages = []
+    for stage in cut.stages:
+        rank = pipeline.ranks[stage.number % len(pipeline.ranks)]
+        takes = [shapes[source] for source in stage.takes]
         with rank.seen():
-            stored = rank.strategy.plan(part.model, optimizer=optimizer, inputs=takes)
-            flops = training_flops(part.model, takes)
+            stored = rank.strategy.plan(stage.model, optimizer=optimizer, inputs=takes)
+            flops = training_flops(stage.model, takes)
         sent = sum(
             _bytes(shapes[source])
-            for source in (Source(part.number, number) for number in range(part.gives))
+            for source in (Source(stage.number, number) for number in range(stage.gives))
             for reader in cut.readers(source)
             if reader % len(pipeline.ranks) != rank.number
         )
-        parts.append(
-            PlannedPart(
+        stages.append(
+            PlannedStage(
                 rank=rank.number,
-                layers=part.layers,
+                layers=stage.layers,
                 stored=stored,
                 flops=math.nan if flops is None else float(flops),
                 sent_bytes=sent,
-                in_flight=schedule.in_flight[part.number],
+                in_flight=schedule.in_flight[stage.number],
             )
         )
-    return PipelinePlan(mesh=pipeline.strategy.pipeline_axes.given, schedule=schedule, parts=tuple(parts))
+    return PipelinePlan(mesh=pipeline.strategy.pipeline_axes.given, schedule=schedule, stages=tuple(stages))
 
 
 def _bytes(spec: tf.TensorSpec) -> int:
@@ -204,7 +204,7 @@ def reports(model: keras.Model) -> tuple[Report, ...]:
     found = []
     for rank in _pipeline(model).ranks:
         with rank.seen():
-            found.append(Report.from_model(model, rank.strategy, [part.model for part in rank.parts]))
+            found.append(Report.from_model(model, rank.strategy, [stage.model for stage in rank.stages]))
     return tuple(found)
 
 

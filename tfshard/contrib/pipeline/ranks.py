@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.contrib.pipeline.cut import CutModel, Part
+from tfshard.contrib.pipeline.cut import CutModel, Stage
 from tfshard.devices import transfer
 from tfshard.graph import inventory
 from tfshard.operations import averages
@@ -27,7 +27,7 @@ from tfshard.training.microbatches import sharded_of
 from tfshard.training.strategy import ShardedStrategy
 
 
-class Rank:
+class PipelineRank:
     """A pipeline rank: one index of the pipeline axis.
 
     Attributes:
@@ -41,10 +41,10 @@ class Rank:
             when the value was last copied here.
     """
 
-    def __init__(self, number: int, strategy: ShardedStrategy, parts: list[Part]):
+    def __init__(self, number: int, strategy: ShardedStrategy, stages: list[Stage]):
         self.number = number
         self.strategy = strategy
-        self.parts = parts
+        self.stages = stages
         self.mirrors: dict[int, tuple[keras.Variable, tf.Variable]] = {}
         self.shared: dict[int, tuple[keras.Variable, tf.Variable]] = {}
         self.known: dict[int, tuple[Storage, int]] = {}
@@ -70,29 +70,29 @@ class Rank:
     @property
     def variables(self) -> list[keras.Variable]:
         """The trainable variables that this pipeline rank updates, in order."""
-        found = {id(variable): variable for part in self.parts for variable in part.model.trainable_variables}
+        found = {id(variable): variable for stage in self.stages for variable in stage.model.trainable_variables}
         return [variable for key, variable in found.items() if key not in self.mirrors]
 
 
-def ranks_of(cut: CutModel, strategy: ShardedStrategy) -> list[Rank]:
+def ranks_of(cut: CutModel, strategy: ShardedStrategy) -> list[PipelineRank]:
     """Return the pipeline ranks of a cut model: stage `n` is on pipeline rank `n mod ranks`."""
     count = len(strategy.ranks)
-    return [Rank(number, each, list(cut.parts[number::count])) for number, each in enumerate(strategy.ranks)]
+    return [PipelineRank(number, each, list(cut.stages[number::count])) for number, each in enumerate(strategy.ranks)]
 
 
-def place(ranks: list[Rank]) -> None:
+def place(ranks: list[PipelineRank]) -> None:
     """Move the variables of each stage to the mesh of its pipeline rank."""
     home: dict[int, int] = {}
-    parts = sorted((part.number, rank.number) for rank in ranks for part in rank.parts)
-    for number, at in parts:
+    stages = sorted((stage.number, rank.number) for rank in ranks for stage in rank.stages)
+    for number, at in stages:
         rank = ranks[at]
-        part = next(part for part in rank.parts if part.number == number)
-        for variable, _ in inventory.owned_variables(part.model):
+        stage = next(stage for stage in rank.stages if stage.number == number)
+        for variable, _ in inventory.owned_variables(stage.model):
             if home.setdefault(id(variable), at) != at and id(variable) not in rank.mirrors:
                 rank.mirrors[id(variable)] = variable, _copy(variable)
-        rank.strategy.stage_models.add(part.model)
+        rank.strategy.stage_models.add(stage.model)
         with rank.seen():
-            attached(part.model, rank.strategy).attach()
+            attached(stage.model, rank.strategy).attach()
 
 
 def _copy(variable: keras.Variable) -> tf.Variable:
@@ -103,7 +103,7 @@ def _copy(variable: keras.Variable) -> tf.Variable:
         return tf.Variable(transfer.to_host(current), trainable=current.trainable, name=current.name.partition(":")[0])
 
 
-def place_optimizer(ranks: list[Rank], optimizer: keras.optimizers.Optimizer) -> None:
+def place_optimizer(ranks: list[PipelineRank], optimizer: keras.optimizers.Optimizer) -> None:
     """Move the slots of an optimizer to their variables, and copy its other variables to each pipeline rank.
 
     Args:
@@ -112,10 +112,10 @@ def place_optimizer(ranks: list[Rank], optimizer: keras.optimizers.Optimizer) ->
     """
     by_mesh = {rank.strategy.mesh.to_string(): rank for rank in ranks}
     shared: list[keras.Variable] = []
-    for part in _private.optimizer_chain(optimizer):
-        averages.install(part)
-        references = {each.path.replace("/", "_"): each for each in _private.optimizer_references(part)}
-        for variable in _private.optimizer_own_variables(part):
+    for stage in _private.optimizer_chain(optimizer):
+        averages.install(stage)
+        references = {each.path.replace("/", "_"): each for each in _private.optimizer_references(stage)}
+        for variable in _private.variables_of_optimizer(stage):
             owner = _private.slot_owner(variable.name, references)
             if owner is None:
                 shared.append(variable)
@@ -125,7 +125,7 @@ def place_optimizer(ranks: list[Rank], optimizer: keras.optimizers.Optimizer) ->
                 continue
             spec, options = inventory.variable_spec(variable, None), reshard.options_of(current)
             strategy = by_mesh[reference.mesh.to_string()].strategy
-            slot = create_slot(transfer.to_host(current), spec, reference, part, strategy, **options)
+            slot = create_slot(transfer.to_host(current), spec, reference, stage, strategy, **options)
             _private.set_backend_variable(variable, slot)
     attach_variables(shared, ranks[-1].strategy)
     for rank in ranks[:-1]:
@@ -137,7 +137,7 @@ def place_optimizer(ranks: list[Rank], optimizer: keras.optimizers.Optimizer) ->
                 rank.shared[id(variable)] = variable, here
 
 
-def find_homes(ranks: list[Rank], written: Sequence[Collection[object]]) -> None:
+def find_homes(ranks: list[PipelineRank], written: Sequence[Collection[object]]) -> None:
     """Give a shared variable to the pipeline rank that alone writes it.
 
     An example is a statistic that an optimizer keeps for a weight, under a name that does not tell the weight.
@@ -159,7 +159,7 @@ def find_homes(ranks: list[Rank], written: Sequence[Collection[object]]) -> None
                 rank.shared.pop(key, None)
 
 
-def bring_up_to_date(ranks: list[Rank]) -> None:
+def bring_up_to_date(ranks: list[PipelineRank]) -> None:
     """Copy values that were set on the host to the mirrors and shared variables of each pipeline rank.
 
     A callback may have set the learning rate, a checkpoint the iterations, `set_weights` a table.

@@ -45,7 +45,7 @@ class Measured:
         found: dict[tuple[bool, int], list[float]] = {}
         for tasks in self.tasks:
             for each in tasks:
-                found.setdefault((each.task.is_forward, each.task.part), []).append(each.end - each.begin)
+                found.setdefault((each.task.is_forward, each.task.stage), []).append(each.end - each.begin)
         return {key: sum(values) / len(values) for key, values in found.items()}
 
 

@@ -22,11 +22,11 @@ class Task(NamedTuple):
     """The forward or the backward pass of one stage with one microbatch."""
 
     is_forward: bool
-    part: int
+    stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{'F' if self.is_forward else 'B'}{self.part}.{self.microbatch}"
+        return f"{'F' if self.is_forward else 'B'}{self.stage}.{self.microbatch}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,12 +60,12 @@ class Schedule:
 
     name: str
     ranks: int
-    parts: int
+    stages: int
     microbatches: int
     tasks: tuple[tuple[Task, ...], ...]
 
     @classmethod
-    def of(cls, name: str, *, ranks: int, parts: int, microbatches: int) -> "Schedule":
+    def of(cls, name: str, *, ranks: int, stages: int, microbatches: int) -> "Schedule":
         """Return the schedule with a name.
 
         With `"interleaved"`, the order is GPipe's if the number of pipeline ranks does not divide the number of
@@ -75,27 +75,27 @@ class Schedule:
             StrategyError: An unknown name; several stages on a pipeline rank without `"interleaved"`; or a number of
                 stages that the number of pipeline ranks does not divide.
         """
-        check(name, ranks=ranks, parts=parts)
-        if name == "gpipe" or (parts > ranks and microbatches % ranks):
-            order = [_gpipe(rank, ranks, parts, microbatches) for rank in range(ranks)]
+        check(name, ranks=ranks, stages=stages)
+        if name == "gpipe" or (stages > ranks and microbatches % ranks):
+            order = [_gpipe(rank, ranks, stages, microbatches) for rank in range(ranks)]
         else:
-            order = [_one_forward_one_backward(rank, ranks, parts, microbatches) for rank in range(ranks)]
+            order = [_one_forward_one_backward(rank, ranks, stages, microbatches) for rank in range(ranks)]
         # The backward task of the last stage includes its forward pass.
         tasks = tuple(
-            tuple(task for task in each if not (task.is_forward and task.part == parts - 1)) for each in order
+            tuple(task for task in each if not (task.is_forward and task.stage == stages - 1)) for each in order
         )
-        made = cls(name=name, ranks=ranks, parts=parts, microbatches=microbatches, tasks=tasks)
+        made = cls(name=name, ranks=ranks, stages=stages, microbatches=microbatches, tasks=tasks)
         made.timed()  # Raises if tasks wait for each other.
         return made
 
     def needs(self, task: Task) -> Iterator[Task]:
         """Yield the tasks that must end before a task can begin, on any pipeline rank."""
-        last = self.parts - 1
-        if task.part > 0 and (task.is_forward or task.part == last):
-            yield Task(True, task.part - 1, task.microbatch)
-        if not task.is_forward and task.part < last:
-            yield Task(True, task.part, task.microbatch)
-            yield Task(False, task.part + 1, task.microbatch)
+        last = self.stages - 1
+        if task.stage > 0 and (task.is_forward or task.stage == last):
+            yield Task(True, task.stage - 1, task.microbatch)
+        if not task.is_forward and task.stage < last:
+            yield Task(True, task.stage, task.microbatch)
+            yield Task(False, task.stage + 1, task.microbatch)
 
     def timed(self, times: "Mapping[tuple[bool, int], float] | None" = None, sent: float = 0.0) -> list[list[Timed]]:
         """Return the begin and end of each task, if each begins as soon as its pipeline rank and its inputs are ready.
@@ -107,7 +107,7 @@ class Schedule:
         """
         if times is None:
             times = {
-                (forward, part): 1.0 if forward else 3.0 for forward in (True, False) for part in range(self.parts)
+                (forward, stage): 1.0 if forward else 3.0 for forward in (True, False) for stage in range(self.stages)
             }
         ended: dict[Task, float] = {}
         found: list[list[Timed]] = [[] for _ in self.tasks]
@@ -122,10 +122,10 @@ class Schedule:
                     begin = max(
                         [
                             done[-1].end if done else 0.0,
-                            *(ended[each] + (sent if each.part % self.ranks != rank else 0.0) for each in needed),
+                            *(ended[each] + (sent if each.stage % self.ranks != rank else 0.0) for each in needed),
                         ]
                     )
-                    ended[task] = begin + times[task.is_forward, task.part]
+                    ended[task] = begin + times[task.is_forward, task.stage]
                     done.append(Timed(task=task, begin=begin, end=ended[task]))
             if len(ended) == before:
                 raise AssertionError(f"Tasks of {self} wait for each other.")
@@ -146,10 +146,10 @@ class Schedule:
     def in_flight(self) -> tuple[int, ...]:
         """The largest number of microbatches for which a stage keeps its inputs at once, for each stage."""
         most = []
-        for part in range(self.parts):
+        for stage in range(self.stages):
             kept = highest = 0
-            for task in self.tasks[part % self.ranks]:
-                if task.part == part:
+            for task in self.tasks[stage % self.ranks]:
+                if task.stage == stage:
                     kept += 1 if task.is_forward else -1
                     highest = max(highest, kept)
             most.append(highest)
@@ -161,33 +161,33 @@ class Schedule:
         return [each.task for each in sorted(timed, key=lambda each: (each.end, each.begin))]
 
 
-def check(name: str, *, ranks: int, parts: int) -> None:
+def check(name: str, *, ranks: int, stages: int) -> None:
     """Raise `StrategyError` like `Schedule.of`."""
     if name not in NAMES:
         raise StrategyError(f"Unknown schedule. Schedules: {NAMES}. Received: schedule={name!r}")
-    if name != "interleaved" and parts != ranks:
+    if name != "interleaved" and stages != ranks:
         raise StrategyError(
             f"With schedule={name!r} each rank of a pipeline has one part of the model: use as many stages as the "
             "pipeline axis has places, or schedule='interleaved' with a multiple of it. "
-            f"Received: {parts} stages for {ranks} ranks"
+            f"Received: {stages} stages for {ranks} ranks"
         )
-    if parts % ranks:
+    if stages % ranks:
         raise StrategyError(
             "The size of the pipeline axis has to divide the number of stages. "
-            f"Received: {parts} stages for {ranks} ranks"
+            f"Received: {stages} stages for {ranks} ranks"
         )
 
 
-def _gpipe(rank: int, ranks: int, parts: int, microbatches: int) -> list[Task]:
+def _gpipe(rank: int, ranks: int, stages: int, microbatches: int) -> list[Task]:
     """Return all forward passes, then all backward passes."""
-    own, numbers = range(rank, parts, ranks), range(microbatches)
-    forward = [Task(True, part, number) for part in own for number in numbers]
-    return [*forward, *(Task(False, part, number) for part in reversed(own) for number in numbers)]
+    own, numbers = range(rank, stages, ranks), range(microbatches)
+    forward = [Task(True, stage, number) for stage in own for number in numbers]
+    return [*forward, *(Task(False, stage, number) for stage in reversed(own) for number in numbers)]
 
 
-def _one_forward_one_backward(rank: int, ranks: int, parts: int, microbatches: int) -> list[Task]:
+def _one_forward_one_backward(rank: int, ranks: int, stages: int, microbatches: int) -> list[Task]:
     """Return alternating forward and backward passes, after the forward passes that the first gradient needs."""
-    of_rank = parts // ranks
+    of_rank = stages // ranks
     total = microbatches * of_rank
     if of_rank == 1:
         ahead = ranks - rank - 1

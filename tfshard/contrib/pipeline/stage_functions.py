@@ -14,8 +14,8 @@ import keras
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.contrib.pipeline.cut import CutModel, Part, Source
-from tfshard.contrib.pipeline.ranks import Rank
+from tfshard.contrib.pipeline.cut import CutModel, Source, Stage
+from tfshard.contrib.pipeline.ranks import PipelineRank
 from tfshard.devices import batching, transfer
 from tfshard.graph import inventory
 from tfshard.layouts.axes import axis_sizes
@@ -24,7 +24,7 @@ from tfshard.storage.microbatch import Microbatch
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.training import readiness
-from tfshard.training.microbatches import Shares, Update, sharded_of
+from tfshard.training.microbatches import OptimizerCall, Shares, sharded_of
 
 # A tensor that passes from stage to stage, and its mask.
 Passed = tuple[tf.Tensor, tf.Tensor | None]
@@ -51,7 +51,7 @@ class Kept:
         return sum(each.shape.num_elements() * each.dtype.size for each in tensors)
 
 
-def _compiled(rank: Rank, function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(rank: PipelineRank, function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function that runs as a step on the mesh of a pipeline rank.
 
     A single thread traces the function; afterwards other threads may call it.
@@ -70,7 +70,7 @@ def _compiled(rank: Rank, function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-class PartFunctions:
+class StageFunctions:
     """The functions of one stage.
 
     Args:
@@ -81,8 +81,8 @@ class PartFunctions:
         count: The number of microbatches of a batch.
     """
 
-    def __init__(self, model: keras.Model, cut: CutModel, part: Part, rank: Rank, count: int):
-        self._model, self._cut, self.part, self.rank, self._count = model, cut, part, rank, count
+    def __init__(self, model: keras.Model, cut: CutModel, stage: Stage, rank: PipelineRank, count: int):
+        self._model, self._cut, self.stage, self.rank, self._count = model, cut, stage, rank, count
         self.forward = _compiled(rank, self._forward)
         self.forward_without_training = _compiled(rank, self._forward_without_training)
         self.backward = _compiled(rank, self._backward)
@@ -94,7 +94,7 @@ class PartFunctions:
         self._written: list[keras.Variable] = []
         # The storages of the gradient sums, and the update that takes the sums.
         self.storages: list[Storage] = []
-        self.update: Update | None = None
+        self.update: OptimizerCall | None = None
 
     # --- the passes
 
@@ -109,8 +109,8 @@ class PartFunctions:
             The outputs of the stage, its losses, and the earlier values of the variables that it wrote.
         """
         self._note_microbatch(takes, number)
-        fixed = {id(variable) for variable in self.part.model.trainable_variables}
-        states = [each for each, _ in inventory.owned_variables(self.part.model) if id(each) not in fixed]
+        fixed = {id(variable) for variable in self.stage.model.trainable_variables}
+        states = [each for each, _ in inventory.owned_variables(self.stage.model) if id(each) not in fixed]
         before = [tf.convert_to_tensor(each) for each in states]
         gives = self._gives(takes, training=True)
         self._keep_seeds(number, dict(zip(map(id, states), before, strict=True)))
@@ -144,7 +144,7 @@ class PartFunctions:
         step = steps.current()
         assert step is not None
         written, is_last = set(step.writes.storages), tf.equal(number[0], self._count - 1)
-        for variable, _ in inventory.owned_variables(self.part.model):
+        for variable, _ in inventory.owned_variables(self.stage.model):
             if _private.is_seed_state(variable.path) and _storage(variable) in written:
                 first, new = before[id(variable)], tf.convert_to_tensor(variable)
                 variable.assign(first + (new - first) * tf.cast(is_last, new.dtype))
@@ -157,7 +157,7 @@ class PartFunctions:
         """Return the outputs of the stage for its inputs."""
         return [
             (self._placed(tensor, rows), None if mask is None else self._placed(mask, rows))
-            for (tensor, mask), rows in zip(self._called(takes, training=training), self.part.has_rows, strict=True)
+            for (tensor, mask), rows in zip(self._called(takes, training=training), self.stage.has_rows, strict=True)
         ]
 
     def _losses(self, collected: Sequence[tf.Tensor] = ()) -> tf.Tensor | None:
@@ -166,7 +166,7 @@ class PartFunctions:
         Args:
             collected: Losses that Keras gave to a scope instead of the layers.
         """
-        losses = [*collected, *self.part.model.losses]
+        losses = [*collected, *self.stage.model.losses]
         if not losses:
             return None
         # As `_aggregate_additional_loss` does.
@@ -176,7 +176,7 @@ class PartFunctions:
         masks = [mask for _, mask in takes]
         # As an argument: Keras would warn about a mask on an input of a functional model.
         more = {"mask": masks} if any(mask is not None for mask in masks) else {}
-        outputs = keras.tree.flatten(self.part.model([tensor for tensor, _ in takes], training=training, **more))
+        outputs = keras.tree.flatten(self.stage.model([tensor for tensor, _ in takes], training=training, **more))
         return [(tensor, _private.mask_of(tensor)) for tensor in outputs]
 
     def _backward(
@@ -214,8 +214,8 @@ class PartFunctions:
         """Watch the floating-point inputs from other stages, and return None for the other inputs."""
         passed: list[Passed] = []
         watched: list[tf.Tensor | None] = []
-        for source, (tensor, mask) in zip(self.part.takes, takes, strict=True):
-            if source.part >= 0 and tensor.dtype.is_floating:
+        for source, (tensor, mask) in zip(self.stage.takes, takes, strict=True):
+            if source.stage >= 0 and tensor.dtype.is_floating:
                 tape.watch(tensor)
                 watched.append(tensor)
             else:
@@ -230,10 +230,10 @@ class PartFunctions:
         gradients: Sequence[tf.Tensor] | None,
         watched: Sequence[tf.Tensor | None],
     ) -> Callable[[], Any]:
-        variables = self.part.model.trainable_variables
+        variables = self.stage.model.trainable_variables
         sources = [*variables, *(each for each in watched if each is not None)]
         found = tape.gradient(list(targets), sources, output_gradients=gradients) if targets else [None] * len(sources)
-        update = Update(
+        update = OptimizerCall(
             optimizer=self._model.optimizer, gradients=found[: len(variables)], variables=variables, share=1.0
         )
         sums: dict[Any, tf.Tensor] = {
@@ -263,7 +263,7 @@ class PartFunctions:
         own, passed = self._called(takes, training=training), iter(others)
         flat = []
         for source in self._cut.outputs:
-            tensor, mask = own[source.number] if source.part == self.part.number else next(passed)
+            tensor, mask = own[source.number] if source.stage == self.stage.number else next(passed)
             if mask is not None:
                 tensor = tf.identity(tensor)
                 _private.set_mask(tensor, mask)
@@ -283,7 +283,7 @@ class PartFunctions:
         """Return the loss of a microbatch, scaled to make the mean over all microbatches the loss of the batch."""
         x, y, sample_weight = batch
         with (
-            _private.additional_losses(self._model, [*losses, *self.part.model.losses]),
+            _private.additional_losses(self._model, [*losses, *self.stage.model.losses]),
             _private.reduced_losses(Shares(self._count, [each[0] for each in totals])),
         ):
             loss = _private.compute_loss(self._model, x, y, predicted, sample_weight, training=training)
@@ -316,7 +316,7 @@ class PartFunctions:
             results.
         """
         self._note_microbatch(takes, number)
-        owned = [each for each, _ in inventory.owned_variables(self.part.model)]
+        owned = [each for each, _ in inventory.owned_variables(self.stage.model)]
         before = {id(each): tf.convert_to_tensor(each) for each in owned if _private.is_seed_state(each.path)}
         with tf.GradientTape() as tape:
             takes, watched = self._watched(takes, tape)
@@ -366,7 +366,7 @@ class PartFunctions:
         return transfer.relayout(tensor, axes, mesh)
 
     def _whole(self, value: Any) -> Any:
-        return self.rank.strategy.extended.make_whole(value)
+        return self.rank.strategy.extended.replicate(value)
 
 
 def _storage(variable: keras.Variable) -> Storage | None:
@@ -374,7 +374,7 @@ def _storage(variable: keras.Variable) -> Storage | None:
     return current.storage if isinstance(current, ShardedVariable) else None
 
 
-class RankFunctions:
+class PipelineRankFunctions:
     """The functions of a pipeline rank, which use the gradient sums of its stages at the end of a step.
 
     Args:
@@ -390,18 +390,18 @@ class RankFunctions:
 
     def __init__(
         self,
-        rank: Rank,
-        parts: Sequence[PartFunctions],
+        rank: PipelineRank,
+        stages: Sequence[StageFunctions],
         optimizer: keras.optimizers.Optimizer,
         mirrored: Collection[int],
     ):
         self.rank = rank
-        self._parts = list(parts)
+        self._stages = list(stages)
         self._optimizer = optimizer
         self.mirrored = [variable for variable, _ in rank.mirrors.values() if variable.trainable]
         self.copied = [variable for variable in rank.variables if id(variable) in mirrored]
         self.values = _compiled(rank, lambda: [self._shared_out(sharded_of(each).value()) for each in self.copied])
-        self.take_over = _compiled(rank, self._take_over)
+        self.receive_shared = _compiled(rank, self._receive_shared)
         self.gradients_of_mirrors = _compiled(rank, self._gradients_of_mirrors)
         self.square = _compiled(rank, self._square)
         # The storages that an update writes; empty until the update is traced.
@@ -410,8 +410,8 @@ class RankFunctions:
 
     def _merged(self, sums: list[Sums]) -> dict[Storage, tf.Tensor]:
         merged: dict[Storage, tf.Tensor] = {}
-        for part, own in zip(self._parts, sums, strict=True):
-            for storage, each in zip(part.storages, own, strict=True):
+        for stage, own in zip(self._stages, sums, strict=True):
+            for storage, each in zip(stage.storages, own, strict=True):
                 merged[storage] = merged[storage] + each if storage in merged else each
         return merged
 
@@ -434,7 +434,7 @@ class RankFunctions:
         axes = tuple(sizes.data if at == dim else None for at in range(len(shape)))
         return transfer.relayout(transfer.whole(tensor, mesh), axes, mesh)
 
-    def _take_over(self, values: Sequence[tf.Tensor]) -> None:
+    def _receive_shared(self, values: Sequence[tf.Tensor]) -> None:
         """Assign the home values to the mirrors."""
         for variable, value in zip(self.mirrored, values, strict=True):
             sharded_of(variable).assign(transfer.whole(value, self.rank.strategy.mesh))
@@ -467,12 +467,12 @@ class RankFunctions:
         merged, _ = self._with_mirrors(sums, of_mirrors)
         squares = [_square(each) for each in merged.values()]
         squares += [-_square(each) for each in self._gradients_of_mirrors(sums) if each is not None]
-        return self.rank.strategy.extended.make_whole(tf.add_n(squares) if squares else tf.zeros(()))
+        return self.rank.strategy.extended.replicate(tf.add_n(squares) if squares else tf.zeros(()))
 
     def _update(
         self, sums: list[Sums], of_mirrors: Mapping[int, Sequence[tf.Tensor]], norm: tf.Tensor | None
     ) -> Callable[[], Any]:
-        """Update the variables of the pipeline rank.
+        """OptimizerCall the variables of the pipeline rank.
 
         Args:
             sums: The sums of the stages.
@@ -482,15 +482,15 @@ class RankFunctions:
         merged, more = self._with_mirrors(sums, of_mirrors)
         present = {
             id(_private.backend_variable(variable))
-            for part in self._parts
-            if part.update is not None
-            for variable, gradient in zip(part.update.variables, part.update.gradients, strict=True)
+            for stage in self._stages
+            if stage.update is not None
+            for variable, gradient in zip(stage.update.variables, stage.update.gradients, strict=True)
             if gradient is not None
         } | more
         variables = self.rank.variables
         # `apply` only tests which variables have a gradient, and takes the values from the sums.
         has_one: list[Any] = [id(_private.backend_variable(each)) in present or None for each in variables]
-        update = Update(optimizer=self._optimizer, gradients=has_one, variables=variables, share=1.0)
+        update = OptimizerCall(optimizer=self._optimizer, gradients=has_one, variables=variables, share=1.0)
         with (
             _private.only_for(self._optimizer, variables),
             _private.known_global_norm(None if norm is None else norm[0]),
@@ -508,4 +508,4 @@ def _square(gradient: tf.Tensor) -> tf.Tensor:
 
 def sources_of_outputs(cut: CutModel) -> list[Source]:
     """Return the model outputs that stages before the last compute."""
-    return [source for source in cut.outputs if source.part != cut.parts[-1].number]
+    return [source for source in cut.outputs if source.stage != cut.stages[-1].number]

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfshard.checkpoints.training_state import StateVariable
 from tfshard.layouts import boxes
-from tfshard.layouts.boxes import Box, Piece
+from tfshard.layouts.boxes import Box, Shard
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 
@@ -16,7 +16,7 @@ Read = Callable[[StateVariable, Box], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class HeldPiece:
+class HeldShard:
     """A box of a variable that a device of this client holds.
 
     Attributes:
@@ -43,7 +43,7 @@ class HeldPiece:
         return np.ascontiguousarray(array).reshape(self.box.shape)
 
 
-def held(variables: Iterable[StateVariable], *, first_client: bool) -> list[HeldPiece]:
+def held(variables: Iterable[StateVariable], *, first_client: bool) -> list[HeldShard]:
     """Return the boxes that this client writes. Exactly one of the devices that hold a box writes the box.
 
     Args:
@@ -57,15 +57,15 @@ def held(variables: Iterable[StateVariable], *, first_client: bool) -> list[Held
                 (variable,) = members.values()
                 tensor = _on_host(tf.convert_to_tensor(variable.value))
                 box = boxes.whole(variable.shape)
-                found.append(HeldPiece(variable=variable, box=box, tensor=tensor, begin=0))
+                found.append(HeldShard(variable=variable, box=box, tensor=tensor, begin=0))
             continue
         sizes = storage.format.mesh_axes
         for location, tensor in storage.local_tensors():
             if boxes.owner(storage.format.storage, sizes, location, number) != location:
                 continue
             tensor = storage.format.decode_local(_on_host(tensor))
-            for piece in _pieces(storage, members, location):
-                found.append(HeldPiece(variable=members[piece.member], box=piece.box, tensor=tensor, begin=piece.begin))
+            for piece in _shards(storage, members, location):
+                found.append(HeldShard(variable=members[piece.member], box=piece.box, tensor=tensor, begin=piece.begin))
     return [piece for piece in found if piece.box.elements]
 
 
@@ -103,7 +103,7 @@ def assign(variables: Iterable[StateVariable], read: Read) -> None:
 def _local(
     storage: Storage, members: dict[int, StateVariable], location: Mapping[str, int], tensor: tf.Tensor, read: Read
 ) -> np.ndarray:
-    pieces = _pieces(storage, members, location)
+    pieces = _shards(storage, members, location)
     values = storage.format.decode_local(tensor)
     if [piece.box.shape for piece in pieces] == [tuple(values.shape)]:
         return storage.format.encode_local(read(members[pieces[0].member], pieces[0].box))
@@ -115,7 +115,7 @@ def _local(
     return storage.format.encode_local(local)
 
 
-def _pieces(storage: Storage, members: dict[int, StateVariable], location: Mapping[str, int]) -> list[Piece]:
+def _shards(storage: Storage, members: dict[int, StateVariable], location: Mapping[str, int]) -> list[Shard]:
     """Return the boxes of these members that the device at `location` holds."""
     return [piece for piece in storage.format.pieces(location) if piece.member in members]
 

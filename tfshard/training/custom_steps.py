@@ -22,7 +22,7 @@ _batches: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionar
 _traced: weakref.WeakKeyDictionary[keras.Model, dict[str, object]] = weakref.WeakKeyDictionary()
 
 
-def has_own_steps(model: keras.Model) -> bool:
+def has_custom_steps(model: keras.Model) -> bool:
     """Return whether the class of a model overrides a step, or has no `call`."""
     cls, keras_model = type(model), keras.Model
     own = cls.train_step is not keras_model.train_step or cls.test_step is not keras_model.test_step
