@@ -222,6 +222,10 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         """Return the layouts of the variables of a built model, groups included. Changes nothing."""
         return attached_model.attached(model, self).placement()
 
+    def layout_map_for(self, model: keras.Model) -> LayoutMap:
+        """Return the layout map of a model. With `layout_map="auto"` it is empty until the model is built."""
+        return attached_model.attached(model, self).layout_map()
+
     def check_accepts(self, model: keras.Model) -> None:
         if self.pipeline_axes.pipeline is None or model in self.stage_models:
             return
