@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import tensorflow as tf
 
 import tfshard
 from tfshard.layouts.config import (
@@ -20,6 +21,9 @@ from tfshard.layouts.config import (
     ShardingConfig,
     ZeroStage,
 )
+from tfshard.storage import ShardedVariable, passes, steps
+from tfshard.storage.microbatch_step import MicrobatchStep
+from tfshard.storage.step_recorder import Step
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "tfshard"
@@ -173,3 +177,46 @@ def test_no_code_compares_the_number_of_a_zero_stage(module):
             if names and numbers:
                 found.append(ast.unparse(node))
     assert found == []
+
+
+# --- Steps --------------------------------------------------------------------------------------------
+
+# IdentityNs that order nothing: custom gradients, and the plan's picture of a step.
+OTHER_IDENTITIES = {"tfshard._private.graphs", "tfshard.storage.unshard_schedule"}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if wing(name) != "planning"])
+def test_barriers_are_made_in_one_module(module):
+    """`storage/barrier.py` knows how an operation is ordered so that the compilers leave the order alone."""
+    makes_identities = re.search(r"\b(IdentityN|identity_n)\(", MODULES[module].read_text()) is not None
+    assert makes_identities == (module in OTHER_IDENTITIES | {"tfshard.storage.barrier"})
+
+
+def test_passes_are_functions_of_the_record_in_files_of_their_own():
+    assert all(list(inspect.signature(each).parameters) == ["record", "barrier"] for each in passes.PASSES)
+    assert len({each.__module__ for each in passes.PASSES}) == len(passes.PASSES)
+
+
+def test_a_step_has_few_attributes():
+    assert len(vars(Step(None))) <= 8
+    assert len(vars(MicrobatchStep(Step(None), tf.Graph(), {}, None))) <= 10
+
+
+def test_a_thread_has_one_context():
+    """Scopes of steps and updates replace a frozen object. All other code asks `steps` for it."""
+    local = {name for name in MODULES if "threading.local" in MODULES[name].read_text() and wing(name) == "storage"}
+    assert local == {"tfshard.storage.steps"}
+    assert [name for name in vars(steps._Thread) if not name.startswith("_")] == ["context"]
+    assert [name for name in MODULES if "steps._thread" in MODULES[name].read_text()] == []
+
+
+def test_a_variable_asks_the_access_of_the_context():
+    """No read or write of a variable looks at the context itself."""
+    for method in (
+        ShardedVariable.value,
+        ShardedVariable.assign,
+        ShardedVariable.shape.fget,
+        ShardedVariable.handle.fget,
+    ):
+        source = inspect.getsource(method)
+        assert "access.current()." in source and "steps." not in source

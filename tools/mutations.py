@@ -462,7 +462,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="updates",
-        function="tfshard.storage.update_order:takers_of",
+        function="tfshard.storage.slot_reads:takers_of",
         old="    return [each for each in consumers(value) if each.operation not in way]",
         new="    return []",
         what="an update goes on with a slot's new value while the old one is there",

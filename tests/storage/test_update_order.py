@@ -13,7 +13,7 @@ import tensorflow as tf
 import parity
 import tfshard
 from tfshard.devices import merges
-from tfshard.storage import update_order
+from tfshard.storage import late_slices, slot_reads, update_order
 from tfshard.storage.graph_edits import ancestors
 
 MEBI = 1 << 20
@@ -66,7 +66,7 @@ def written(stage, mesh=None):
     For each: the storage, its new value, and the uses that read the value from the storage.
     """
     seen = []
-    original = update_order.takers_of
+    original = slot_reads.takers_of
 
     def noting(storage, made, value):
         seen.append((storage, made, original(storage, made, value)))
@@ -75,7 +75,7 @@ def written(stage, mesh=None):
     model = tfshard.as_distributed(build())
     model.compile(adam(), "mse", strategy=strategy(stage, mesh=mesh, threshold=1 << 16))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update_order, "takers_of", noting)
+        patch.setattr(slot_reads, "takers_of", noting)
         model.train_on_batch(X, X)
     return seen
 
@@ -108,7 +108,7 @@ def test_updates_of_gradients_that_come_at_once_are_one_after_the_other(devices)
 def test_a_part_of_a_variable_is_cut_when_there_is_its_gradient(stage, cut):
     """At stage 3 the storage holds shards already, and at stage 0 the update takes full variables."""
     waiting = []
-    original = update_order.wait_for_gradient
+    original = late_slices.wait_for_gradient
 
     def noting(stored, gradient):
         before = stored.consumers()
@@ -117,7 +117,7 @@ def test_a_part_of_a_variable_is_cut_when_there_is_its_gradient(stage, cut):
             waiting.append(all(_depends(each.inputs[0], gradient) for each in before))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update_order, "wait_for_gradient", noting)
+        patch.setattr(late_slices, "wait_for_gradient", noting)
         written(stage)
     assert waiting == [True] * (LAYERS if cut else 0)
 

@@ -26,8 +26,11 @@ A *storage* is one DTensor variable; the members of a group share it. A *step* d
     passes             the list of passes that change the graph of a step and end it
     recomputing        pass: compute blocks again in the backward pass
     unshard_schedule   pass: gather sharded values shortly before each use, and free them
-    update_order       passes: order updates, and free the values that they replace
-    commit             passes: write the values of a step
+    late_slices        pass: slice replicated values for updates when the gradient exists
+    update_order       pass: order updates whose gradients are reduced together
+    slot_reads         pass: read a slot's new value from the slot once it is written
+    small_copies       pass: write counters and metrics only if the step succeeds on all devices
+    commit             pass: assign the storages that a step has written
     barrier            order operations of a step that no data connects
     graph_edits        follow and replace the tensors of a traced graph
 

@@ -22,11 +22,14 @@ import tensorflow as tf
 
 from tfshard.storage import barrier as barriers
 from tfshard.storage.barrier import Barrier
-from tfshard.storage.commit import hold_small_copies, write
+from tfshard.storage.commit import write
+from tfshard.storage.late_slices import slice_with_gradient
 from tfshard.storage.recomputing import recompute_blocks
+from tfshard.storage.slot_reads import read_slots_after_write
+from tfshard.storage.small_copies import hold_small_copies
 from tfshard.storage.step_record import StepRecord
 from tfshard.storage.unshard_schedule import schedule_unshards
-from tfshard.storage.update_order import order_updates, read_slots_after_write, slice_with_gradient
+from tfshard.storage.update_order import order_updates
 
 Pass: TypeAlias = Callable[[StepRecord, Barrier], None]
 

@@ -10,7 +10,7 @@ from tfshard.devices import host_meshes
 from tfshard.layouts.config import ReshardPolicy
 from tfshard.layouts.variable_layout import Axes
 from tfshard.storage import barrier as barriers
-from tfshard.storage import passes, update_order
+from tfshard.storage import passes, slot_reads
 from tfshard.storage.barrier import Barrier
 from tfshard.storage.graph_edits import graphs_out_to
 from tfshard.storage.microbatch import BatchShapes
@@ -196,7 +196,7 @@ class Step:
         record = self.record
         record.writes = self.writes.take()
         record.values = {storage: storage.as_stored(each) for storage, each in record.writes.items()}
-        record.updated = {storage: update_order.new_value(storage, each) for storage, each in record.writes.items()}
+        record.updated = {storage: slot_reads.new_value(storage, each) for storage, each in record.writes.items()}
         self.tables.check()
         passes.run(passes.PASSES, record)
         return record.values

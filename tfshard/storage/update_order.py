@@ -1,17 +1,10 @@
-"""Passes that order the updates of a step, and free what updates replace.
+"""Pass: order the updates of gradients that are reduced together.
 
 DTensor reduces all gradients that are not scattered as one, so that they arrive at once, and nothing orders the work
 that follows. A device would hold the buffer of the reduction until the last gradient is sliced out of it, while it
-updates other variables already. It would update several variables at the same time. It would hold a slot's old value
-beside the new one until a thread has time to assign the slot, which may be after the update where devices outnumber
-cores. This can be much of a step's memory, and it differs from step to step. So these passes change the traced graph:
-
-- `order_updates`: no update begins before all gradients of its optimizer are sliced out, nor before the update in front
-  of it has computed a new value.
-- `read_slots_after_write`: operations that use a slot's new value read it from the slot once it is written. The old
-  value is free by then.
-- `slice_with_gradient`: at stages 1 and 2 a device slices its shard of a variable when the gradient exists, not when
-  the step begins.
+updates other variables already, and it would update several variables at the same time. This can be much of a step's
+memory, and it differs from step to step. So no update begins before all gradients of its optimizer are sliced out, nor
+before the update in front of it has computed a new value.
 
 No number changes.
 """
@@ -23,40 +16,14 @@ from collections.abc import Hashable, Mapping, Sequence
 import tensorflow as tf
 
 from tfshard.devices import merges
-from tfshard.storage import barrier as barriers
 from tfshard.storage.barrier import Barrier
 from tfshard.storage.graph_edits import OpInput, consumers, depends_on
+from tfshard.storage.small_copies import is_small_copy
 from tfshard.storage.step_record import JointUpdate, StepRecord
-from tfshard.storage.writes import Recorded, Writable
+from tfshard.storage.writes import Writable
 
 # Smaller tensors on a device are not worth the operations.
 LEAST_BYTES = 1 << 18
-_SMALL_BYTES = 1 << 20
-
-# Operations between a new value and its write that leave a value of the right layout as it is.
-_SAME = frozenset(("Identity", "IdentityN", "Relayout"))
-
-
-def slice_with_gradient(record: StepRecord, barrier: Barrier) -> None:
-    """Slice replicated reads for updates when the gradient exists."""
-    del barrier  # The read itself is the first input.
-    for each in record.sliced_reads:
-        wait_for_gradient(each.stored, each.gradient)
-
-
-def wait_for_gradient(stored: tf.Tensor, gradient: tf.Tensor) -> None:
-    """Let the consumers of a read wait for the gradient of their update.
-
-    Args:
-        stored: The read of a variable.
-        gradient: The gradient.
-    """
-    if gradient.shape.num_elements() * gradient.dtype.size < LEAST_BYTES:
-        return
-    slices = consumers(stored)
-    read, _ = barriers.hold(stored, (gradient, consumers(gradient)))
-    for each in slices:
-        each.replace(read)
 
 
 def order_updates(record: StepRecord, barrier: Barrier) -> None:
@@ -123,45 +90,3 @@ def one_after_the_other(
             made, _ = barrier.hold((value, consumers(value)), (inputs[0].tensor, inputs))
             replaced[value.ref()] = made
     return replaced
-
-
-def read_slots_after_write(record: StepRecord, barrier: Barrier) -> None:
-    """Find the operations that can take a new value from its storage once it is written (`StepRecord.takers`)."""
-    del barrier  # `Storage.write_stored` makes one.
-    record.takers = {
-        storage: takers_of(storage, record.updated[storage], value)
-        for storage, value in record.values.items()
-        if not is_small_copy(storage, value)
-    }
-
-
-def takers_of(storage: Writable, updated: tf.Tensor | None, value: tf.Tensor) -> list[OpInput]:
-    """Return the inputs that can take a new value from its storage, which has the same layout and dtype.
-
-    Args:
-        storage: The storage.
-        updated: The new value as the update computed it.
-        value: The same value as it is written.
-    """
-    is_traced = updated is not None and hasattr(updated, "graph")
-    if not is_traced or not storage.is_stored_as_updated or storage.updated_bytes < LEAST_BYTES:
-        return []
-    way: set[tf.Operation] = set()
-    while value is not updated:
-        if value.op.type not in _SAME:
-            return []
-        way.add(value.op)
-        value = value.op.inputs[value.value_index if value.op.type == "IdentityN" else 0]
-    return [each for each in consumers(value) if each.operation not in way]
-
-
-def new_value(storage: Writable, recorded: Recorded) -> tf.Tensor | None:
-    """Return the new value of a storage as an update computed it; None if the update wrote only some members."""
-    if not recorded.written:
-        return recorded.base
-    return None if storage.is_group else recorded.written[0]
-
-
-def is_small_copy(storage: Writable, value: tf.Tensor) -> bool:
-    """Return whether a value is small and replicated, as counters, seeds, statistics and metrics are."""
-    return not any(storage.format.storage) and bool(value.shape.num_elements() * value.dtype.size < _SMALL_BYTES)

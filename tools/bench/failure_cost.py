@@ -26,7 +26,7 @@ def main(argv):
 
     import tfshard
     from tfshard import _private
-    from tfshard.storage import barrier, commit, passes
+    from tfshard.storage import barrier, passes, small_copies
 
     tfshard.initialize(num_devices=common.DEVICES, device_type="CPU")
     all_passes, tokens = passes.PASSES, dict(barrier._tokens)
@@ -37,7 +37,7 @@ def main(argv):
             passes.PASSES = all_passes
         else:
             api.reset_dtensor_device(is_async=True)
-            passes.PASSES = tuple(each for each in all_passes if each is not commit.hold_small_copies)
+            passes.PASSES = tuple(each for each in all_passes if each is not small_copies.hold_small_copies)
         barrier._tokens.clear()
         barrier._tokens.update(tokens)
         strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=common.DEVICES), zero_stage=_ZERO_STAGE.value)
