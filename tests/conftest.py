@@ -15,8 +15,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import quick  # noqa: E402
 import sweeps  # noqa: E402
+from mutations import MUTATIONS  # noqa: E402
 from tools.bench import common  # noqa: E402
-from tools.mutations import MUTATIONS  # noqa: E402
 
 
 def pytest_report_header():

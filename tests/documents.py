@@ -95,7 +95,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
             continue
         if words[0] == "tfshard" and len(words) > 1 and re.fullmatch(r"[a-z][a-z-]+", words[1]):
             found += _split(f"tfshard {words[1]}", words[2:])
-        elif re.fullmatch(r"(tools|examples)/[\w/]+\.(py|sh)|tools\.[\w.]+", words[0]):
+        elif re.fullmatch(r"(tools|tests|examples)/[\w/]+\.(py|sh)|tools\.[\w.]+", words[0]):
             found += _split(words[0], words[1:])
     return found
 
@@ -141,7 +141,7 @@ def _flags_in(path: pathlib.Path, seen: set[pathlib.Path]) -> set[str]:
     if path.suffix == ".sh":
         found |= set(re.findall(r"== --(\w+)", text))
         found |= {"numprocesses", "dist"} if "pytest" in text else set()
-        others = re.findall(r"(?:tools|examples)/[\w/]+\.py", text)
+        others = re.findall(r"(?:tools|tests|examples)/[\w/]+\.py", text)
         others += [each.replace(".", "/") + ".py" for each in re.findall(r"-m (tools\.[\w.]+)", text)]
     else:
         others = _imported(path, ast.parse(text))

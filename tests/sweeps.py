@@ -5,7 +5,7 @@
 - `@pytest.mark.sweep(n)` limits an ordinary run to `n` cases of a parametrized test.
 - `@pytest.mark.slow` leaves a test out of the ordinary run.
 
-The other cases are taken at even distances. A quick test (`-m quick`) always runs. Cases that tools/mutations.py names
+The other cases are taken at even distances. A quick test (`-m quick`) always runs. Cases that tests/mutations.py names
 always run, too, unless the test is slow. Marks do not apply to tests that are named (`-k`, `-m slow`, `file::test`).
 """
 

@@ -1,6 +1,6 @@
-"""The mutations of tools/mutations.py apply to the sources, and docs/testing.md lists them.
+"""The mutations of tests/mutations.py apply to the sources, and docs/testing.md lists them.
 
-tools/mutate.sh runs them.
+tests/mutate.sh runs them.
 """
 
 import ast
@@ -9,7 +9,7 @@ import pathlib
 
 import pytest
 
-from tools.mutations import DOCS, MARK, MUTATIONS, Mutation, table
+from mutations import DOCS, MARK, MUTATIONS, Mutation, table
 
 ROOT = pathlib.Path(__file__).parents[1]
 TEXT = """
@@ -47,7 +47,7 @@ def test_no_two_mutations_have_the_same_function_and_behaviour():
 def test_docs_list_every_mutation():
     assert len(MUTATIONS) >= 20
     found = DOCS.read_text().partition(MARK)[2].strip()
-    assert found == table(MUTATIONS).strip(), "Write the table again: tools/mutate.sh --write"
+    assert found == table(MUTATIONS).strip(), "Write the table again: tests/mutate.sh --write"
 
 
 def mutated(name: str, old: str) -> str:

@@ -62,7 +62,7 @@ def test_a_generator_that_yields_none_for_an_optional_input_trains_as_on_one_dev
 
 
 def test_what_keras_makes_of_arrays_does_not_tune_itself_and_what_is_given_does(monkeypatch):
-    """An iterator that tunes itself may sleep when it is dropped (docs/measurements.md, "Ends of epochs")."""
+    """An iterator that tunes itself may sleep when it is deleted (benchmarks/LOG.md, "Ends of epochs")."""
     made = []
     create = datasets.ShardedDataset.__init__
     monkeypatch.setattr(

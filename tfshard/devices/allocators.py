@@ -2,7 +2,7 @@
 
 TensorFlow's CPU kernels use oneDNN's allocator, which keeps the memory that a step has freed. glibc also keeps freed
 blocks: each time a large block is freed, glibc raises the size from which it maps blocks one by one, up to 32 MiB. A
-process then holds about twice the memory that a step uses (docs/measurements.md, "Memory of launched runs").
+process then holds about twice the memory that a step uses (benchmarks/LOG.md, "Memory of launched runs").
 """
 
 import ctypes

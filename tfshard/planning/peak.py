@@ -45,7 +45,7 @@ class Peak:
         """Return about how many bytes a client of a launched run on CPU holds, by the kernel's count.
 
         These are TensorFlow itself (`PROCESS_BYTES`), the peak of each device, and the copy of the largest collective
-        that is on its way between clients. Measured: docs/measurements.md, "Memory of launched runs".
+        that is on its way between clients. Measured: benchmarks/LOG.md, "Memory of launched runs".
 
         Args:
             devices: Devices of the client.

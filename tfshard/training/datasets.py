@@ -175,7 +175,7 @@ def without_tuning(dataset: Iterable[Any]) -> Iterable[Any]:
     """Return a dataset that Keras made of arrays with autotuning off; return any other dataset unchanged.
 
     An iterator of `tf.data` that tunes itself may sleep when it is dropped, as at the end of each epoch
-    (docs/measurements.md, "Ends of epochs"). Slicing rows of arrays leaves little to tune.
+    (benchmarks/LOG.md, "Ends of epochs"). Slicing rows of arrays leaves little to tune.
     """
     if not _private.is_of_arrays(dataset):
         return dataset

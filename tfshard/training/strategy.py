@@ -81,7 +81,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             quarter: blocks of 256 elements of one device share a scale (Dettmers et al. 2022), and slots of variables
             of fewer than 4096 elements stay float32. Sums of gradients and averages of weights keep their dtype. You
             can also give a dtype for each pattern of variables' full paths; the first match decides:
-            `{".*embeddings": "float32", ".*": "int8"}`. `tools/bench/slot_dtype.py` measures the effect.
+            `{".*embeddings": "float32", ".*": "int8"}`. Measured: benchmarks/LOG.md, "Memory".
         microbatches: The number of microbatches of a training step. A step takes them one after the other, holds the
             activations of one, and updates once, with the numbers of the full batch. The number grows if it does not
             divide the rows of a device. Eager steps take the full batch at once.

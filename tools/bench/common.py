@@ -1,4 +1,4 @@
-"""What the benchmarks share: models, child processes, and the line that says where numbers come from."""
+"""Models, child processes, timing and memory counts that the benchmarks share."""
 
 import contextlib
 import itertools
@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterable
 
 DEVICES = 4
-ROUNDS = 3  # Of every benchmark that measures times or memory, unless it is told otherwise.
-EPOCHS = 3  # Timed, after one more.
+ROUNDS = 3  # The default of --rounds.
+EPOCHS = 3  # Timed epochs, after one untimed epoch.
 BYTES_PER_KIBIBYTE = 1024
-# Of benchmarks that `start` devices, and of tests: "CPU" or "GPU".
+# Tests, and benchmarks that `start` devices, use this type: "CPU" or "GPU".
 DEVICE_TYPE = os.environ.get("TFSHARD_DEVICE_TYPE", "CPU").upper()
-# Of each part of a GPU that stands for several.
+# The memory of each logical GPU when one GPU is split.
 GPU_MEBIBYTES = int(os.environ.get("TFSHARD_GPU_MEBIBYTES", "4096"))
 
 
@@ -30,14 +30,14 @@ SYSTEM_ALLOCATOR: dict[str, str] = runpy.run_path(str(_ALLOCATORS))["SYSTEM_ALLO
 
 
 def run_child(*arguments: str) -> dict:
-    """Runs this script once more with more flags, and reads the JSON of its last line."""
+    """Run this script again with more flags, and return the JSON of its last line."""
     command = [sys.executable, *sys.argv, *arguments]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
 
 def rounds(ways: Iterable[str], count: int) -> dict[str, list[dict]]:
-    """Runs this script as each way, `count` times in turn: what each run of a way said, in order."""
+    """Run this script for each way, interleaved, `count` times. Returns the results of each way in order."""
     results: dict[str, list[dict]] = {way: [] for way in ways}
     for _ in range(count):
         for way, runs in results.items():
@@ -46,7 +46,7 @@ def rounds(ways: Iterable[str], count: int) -> dict[str, list[dict]]:
 
 
 def origin() -> str:
-    """Versions and machine."""
+    """Return the versions and the machine."""
     import keras
     import tensorflow as tf
 
@@ -55,7 +55,7 @@ def origin() -> str:
 
 
 def split_devices(devices: int) -> None:
-    """Makes logical devices of the processor; or of the first GPU, where the machine has fewer than `devices`."""
+    """Create logical CPU devices, or split the first GPU if the machine has fewer than `devices`."""
     import tensorflow as tf
 
     physical = tf.config.list_physical_devices(DEVICE_TYPE)
@@ -69,7 +69,7 @@ def split_devices(devices: int) -> None:
 
 
 def start(devices: int = DEVICES) -> None:
-    """Starts DTensor on so many devices of the type that the environment names."""
+    """Start DTensor on devices of the type that TFSHARD_DEVICE_TYPE names."""
     import tfshard
 
     if DEVICE_TYPE == "GPU":
@@ -78,14 +78,17 @@ def start(devices: int = DEVICES) -> None:
 
 
 def resident_bytes(what: str = "VmHWM") -> int:
-    """Resident memory of this process so far (`"VmHWM"`: the highest; `"VmRSS"`: now; `"RssAnon"`: without pages of
-    files). Linux only."""
+    """Return the resident memory of this process, on Linux.
+
+    Args:
+        what: `"VmHWM"` for the peak, `"VmRSS"` for now, `"RssAnon"` for now without pages of files.
+    """
     status = pathlib.Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(what)) * BYTES_PER_KIBIBYTE
 
 
 def scope(way: str, *, devices: int = DEVICES, **options):
-    """`"one device"`, `"mirrored"` or `"stage 3"`: what a model is built and compiled under."""
+    """Return the scope to build and compile a model under, for `"one device"`, `"mirrored"` or, say, `"stage 3"`."""
     import tensorflow as tf
 
     if way.startswith("stage"):
@@ -106,7 +109,7 @@ def scope(way: str, *, devices: int = DEVICES, **options):
 
 
 def gpt2(*, layers: int, width: int, heads: int, vocabulary: int, sequence: int, samples: int):
-    """A KerasHub GPT-2 with a head of tied embeddings, and `samples` random samples for it: (model, (x, y))."""
+    """Return a KerasHub GPT-2 with tied embeddings, and random samples: (model, (x, y))."""
     import keras
     import keras_hub
     import numpy as np
@@ -120,8 +123,8 @@ def gpt2(*, layers: int, width: int, heads: int, vocabulary: int, sequence: int,
     return model, ({"token_ids": tokens, "padding_mask": np.ones_like(tokens)}, tokens)
 
 
-def step_ends(model, data, *, batch_size: int, epochs: int, waits: bool = True) -> list[list[float]]:
-    """Trains as `fit_times` does, and tells when each step of each epoch ended, by `time.perf_counter`."""
+def step_ends(model, data, *, batch_size: int, epochs: int) -> list[list[float]]:
+    """Train, and return the end of each step of each epoch by `time.perf_counter`, with the loss on the host."""
     import keras
 
     ends: list[list[float]] = []
@@ -131,8 +134,7 @@ def step_ends(model, data, *, batch_size: int, epochs: int, waits: bool = True) 
             ends.append([])
 
         def on_train_batch_end(self, batch, logs=None):
-            if waits:
-                float(logs["loss"])
+            float(logs["loss"])
             ends[-1].append(time.perf_counter())
 
     model.fit(*data, batch_size=batch_size, epochs=epochs, verbose=0, callbacks=[Clock()])
@@ -140,38 +142,37 @@ def step_ends(model, data, *, batch_size: int, epochs: int, waits: bool = True) 
 
 
 def step_times(ends: list[float]) -> list[float]:
-    """Seconds of each step of an epoch, from the end of the step before it; none of the first."""
+    """Return the seconds of each step of an epoch but the first, from the end of the step before."""
     return [after - before for before, after in itertools.pairwise(ends)]
 
 
-def fit_times(model, data, *, batch_size: int, epochs: int = EPOCHS, waits: bool = True) -> dict:
-    """Seconds to the end of the first step, of each later one, and their median.
+def fit_times(model, data, *, batch_size: int, epochs: int = EPOCHS) -> dict:
+    """Measure the steps of `fit`.
 
-    A step is timed from the end of the step before it in its epoch: what an epoch sets up, such as its iterator, is
-    part of no step.
+    A step lasts from the end of the step before to the end of the step, so the setup of an epoch, such as its iterator,
+    does not count.
 
     Args:
         model: A compiled model.
-        data: What `fit` takes, of two steps and more.
+        data: The arguments of `fit`, with at least two steps.
         batch_size: Samples of a step.
-        epochs: How many are timed, after one that is not.
-        waits: Whether a step ends when its loss is on the host. Else when `fit` goes on to the next.
+        epochs: The number of timed epochs, after one untimed epoch.
 
     Returns:
-        `"first"`, `"steps"` and `"step"`.
+        A dict of seconds: `"first"` to the end of the first step, `"steps"` of each timed step, `"step"` their median.
     """
     start = time.perf_counter()
-    ends = step_ends(model, data, batch_size=batch_size, epochs=1 + epochs, waits=waits)
+    ends = step_ends(model, data, batch_size=batch_size, epochs=1 + epochs)
     times = [seconds for epoch in ends[1:] for seconds in step_times(epoch)]
     return {"first": ends[0][0] - start, "steps": times, "step": statistics.median(times)}
 
 
 def spread(values: Iterable[float], form: str = ".2f") -> str:
-    """The median, and from the least to the most: `1.10 (1.05 to 1.31)`."""
+    """Format the median, the least and the most: `1.10 (1.05 to 1.31)`."""
     values = sorted(values)
     return f"{statistics.median(values):{form}} ({values[0]:{form}} to {values[-1]:{form}})"
 
 
 def ratios(ours: Iterable[dict], theirs: Iterable[dict], key: str = "step") -> list[float]:
-    """How ours compare with theirs, round by round: both ran in each."""
+    """Return the ratio of each round."""
     return [a[key] / b[key] for a, b in zip(ours, theirs, strict=True)]
