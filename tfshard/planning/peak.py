@@ -83,11 +83,11 @@ PARTS = tuple(field.name for field in dataclasses.fields(Peak) if field.name != 
 
 _CUTS = frozenset(("Slice", "StridedSlice"))
 _CROSS_ENTROPIES = frozenset(("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"))
-# Where devices wait for each other in the backward pass, as in batch normalization, TensorFlow computes gradients of
-# kernels later than the trace has them. Measured with ResNet50 and EfficientNetB0 (docs/measurements.md).
+# If devices wait for each other in the backward pass, as in batch normalization, TensorFlow computes gradients of
+# kernels later than the trace. Measured with ResNet50 and EfficientNetB0 (docs/measurements.md).
 _LATER = 1.25
-# Where nothing in the backward pass waits, TensorFlow computes some gradients of weights last, and keeps what they are
-# made of until then: measured, this share of what it would keep for all.
+# If nothing in the backward pass waits, TensorFlow computes some gradients of weights last, and keeps their operands until
+# then. This share of all such operands was measured.
 _LATE_SHARE = 0.4
 # In the names of operations that compute gradients.
 _TAPE = "gradient_tape/"
@@ -284,7 +284,7 @@ class _Lifetimes:
         return {operation: number for number, operation in enumerate(order)}
 
     def _only_for_gradients(self) -> set[tf.Operation]:
-        """Return the operations of the tape whose results nothing but the merged gradients needs."""
+        """Return the operations of the tape that only the merged gradients need."""
         ends = (each.tensor.op for each in self._merged)
         found = {each for each in ends if _TAPE in each.name and not self._takers(each)}
         left = list(found)
@@ -325,7 +325,7 @@ class _Lifetimes:
             yield from self._beside_model_axes()
 
     def _beside_model_axes(self) -> Iterable[_Span]:
-        """What DTensor holds besides: a copy of what is gathered, and softmax cross entropy step by step."""
+        """Yield what DTensor adds on a model axis: a copy of each gather, and softmax cross entropy in steps."""
         for operation, number in self._number_of.items():
             if operation in self._graph.stand_ins:
                 yield _Span(2 * number, 2 * number, self._bytes(operation.outputs[0]), "gathered_bytes")
@@ -333,7 +333,7 @@ class _Lifetimes:
                 yield _Span(2 * number, 2 * number, 2 * self._bytes(operation.inputs[0]), "activation_bytes")
 
     def _base(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the tensor whose memory a tensor is in."""
+        """Follow views back to the tensor that owns the memory."""
         while True:
             operation = tensor.op
             if operation in self._graph.stand_ins:
@@ -369,7 +369,7 @@ class _Lifetimes:
         )
 
     def _bytes(self, tensor: tf.Tensor) -> int:
-        """Return the bytes of a tensor on one device; 0 for the batch, for what is stored, and for what is small."""
+        """Return the bytes of a tensor on one device; 0 for the batch, stored values and small tensors."""
         operation = tensor.op
         stand_in = self._graph.stand_ins.get(operation)
         if stand_in is not None:
@@ -410,10 +410,10 @@ class _Lifetimes:
         return 2 * self._number_of.get(self._base(gradient.tensor).op, 0)
 
     def _last_of_gradients(self) -> dict[Hashable, tuple[int, int]]:
-        """Return the bytes of each gradient and the moment when it is freed, by the tensor whose memory it is in.
+        """Return the bytes of each gradient and the moment that frees it, by the reference of its tensor.
 
-        Merged gradients wait for the last of them, and scattered ones for their reduction. Where devices wait for each
-        other in the backward pass, each merged gradient is written to its buffer when it is made.
+        Merged gradients wait for the last of them, and scattered ones for their reduction. If devices wait for each
+        other in the backward pass, DTensor writes each merged gradient to the buffer when it exists.
         """
         waits_for_all = self._timing.needs_all_gradients or (self._devices > 1 and not self._waits)
         found: dict[Hashable, tuple[int, int]] = {}

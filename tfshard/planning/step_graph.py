@@ -41,7 +41,7 @@ _OURS = "Ours"
 
 
 class Kind(enum.Enum):
-    """What an operation of the graph stands for, if it is not the model's."""
+    """The kinds of `StandIn`."""
 
     GATHER = "gather"
     REDUCTION = "reduction"
@@ -54,7 +54,7 @@ class StandIn:
     """An operation that stands for a collective or an update.
 
     Attributes:
-        kind: What it stands for.
+        kind: A collective, an update, or a copy.
         unit: The name of the variable or group that a gather brings to its use.
         sent: Bytes of the full tensor of a collective.
         updated: Bytes that an update writes on one device.
@@ -77,7 +77,7 @@ class StandIn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """What the backward pass makes for one use of a variable that stands alone, or for a member of a group.
+    """The gradient of one use of a variable that stands alone, or of a member of a group.
 
     Attributes:
         layout: The variable.
@@ -93,12 +93,12 @@ class StepGraph:
     """The graph of a step on one device.
 
     Attributes:
-        operations: In the order of the trace, with those that blocks compute again in the backward pass.
+        operations: The operations in the order of the trace, recomputed ones included.
         added: The last operations, which `unshard_schedule.arrange` added.
         stand_ins: The operations that stand for collectives and updates.
         stored: The names of the placeholders of variables and buffers.
         loss: The loss.
-        results: What the step computes, loss and gradients included.
+        results: The results of the step, loss and gradients included.
         gradients: The gradients of trained variables.
         shares: Returns the number of devices of model axes that share a tensor.
     """
@@ -338,7 +338,7 @@ class Tracer:
         )
 
     def _mark_gathers(self, stored: Mapping[str, unshard_schedule.StoredBuffer]) -> None:
-        """Find the `Identity` of each gather: of what is stored, with its barrier and its cast to the compute dtype."""
+        """Find the `Identity` of each gather, behind its barrier and its cast to the compute dtype."""
         name_of = {tensor.ref(): name for name, tensor in self._stored.items()}
         begun: dict[Hashable, str] = {}
         gathered: dict[Hashable, tf.Tensor] = {}
