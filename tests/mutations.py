@@ -1,4 +1,4 @@
-"""Faults that tools/mutate.sh puts into tfshard one at a time, and the test that fails for each.
+"""Faults that tests/mutate.sh puts into tfshard one at a time, and the test that fails for each.
 
 A mutation names a function and a behaviour. The function may therefore move within its file, and the same text may
 occur elsewhere in the file.
@@ -12,7 +12,7 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "testing.md"
-MARK = "<!-- The table below is written by tools/mutate.sh --write -->\n"
+MARK = "<!-- The table below is written by tests/mutate.sh --write -->\n"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,18 +266,18 @@ MUTATIONS = [
     ),
     Mutation(
         area="planning",
-        function="tfshard.planning.liveness:_Run.run",
-        old="                if cost is not None and cost.kind is Kind.JOINED:\n",
-        new="                if False:\n",
+        function="tfshard.planning.peak:_Lifetimes._gradients",
+        old="yield _Span(min(map(self._made, self._merged)), ",
+        new="yield _Span(self._end, ",
         what="the buffer of joined gradients is planned for the end of the backward pass only",
         killed_by="tests/planning/test_peak.py::test_the_buffer_of_joined_gradients_is_there_with_the_first",
     ),
     Mutation(
         area="planning",
-        function="tfshard.planning.liveness:_Ready.add",
-        old="        self._waiting.extendleft(others)\n",
-        new="        self._waiting.extend(others)\n",
-        what="the predicted peak takes operations in the order in which they could run, not as an executor's thread",
+        function="tfshard.planning.peak:added_bytes",
+        old="    if lifetimes.is_free:\n",
+        new="    if False:\n",
+        what="the predicted peak takes all gradients of weights to be computed as the trace has them",
         killed_by="tests/planning/test_peak.py::test_gradients_that_nothing_waits_for_are_made_last",
     ),
     Mutation(
@@ -397,9 +397,9 @@ MUTATIONS = [
     ),
     Mutation(
         area="peaks",
-        function="tfshard.planning.training_graph:_Trace._noting.gradient",
-        old="                self._joining[name].append(whole)\n                return whole\n",
-        new="                return whole\n",
+        function="tfshard.planning.step_collectives:_Tracer._read_alone.reduce",
+        old="                self._joining[name].append(full)\n                return full\n",
+        new="                return full\n",
         what="the gradients of a table's uses are added up before they are reduced",
         killed_by="tests/planning/test_peak.py::test_each_use_of_a_table_has_a_gradient_of_its_own[1]",
     ),
@@ -413,44 +413,11 @@ MUTATIONS = [
     ),
     Mutation(
         area="peaks",
-        function="tfshard.planning.liveness:_Run._join",
-        old="        if not self._graph.is_part or (waiting and waiting[0].ref() in self._buffers):",
-        new="        if waiting:",
-        what="in parts the buffer of joined gradients is there with the loss",
-        killed_by="tests/planning/test_peak.py::"
-        "test_in_parts_the_buffer_of_joined_gradients_comes_with_the_first_of_them",
-    ),
-    Mutation(
-        area="peaks",
-        function="tfshard.planning.liveness:is_aligned",
-        old="return all(each * given.dtype.size % ALIGNMENT_BYTES == 0 for each in edges)",
-        new="return True",
-        what="a part of a group is never a copy",
-        killed_by="tests/planning/test_peak.py::test_a_part_is_a_copy_where_it_is_one_in_tensorflow[shape2-begin2-size2]",
-    ),
-    Mutation(
-        area="peaks",
-        function="tfshard.planning.liveness:_Run._results_of_loop",
-        old="made.append(self._allocated(result.bytes, operation.name))",
-        new="made.append(self._allocated(0, operation.name))",
+        function="tfshard.planning.peak:_Lifetimes._list_bytes",
+        old="return (flops.turns_of(loop) or 1) * ",
+        new="return 0 * ",
         what="what the turns of a loop keep for the backward pass takes no memory",
         killed_by="tests/planning/test_peak.py::test_the_predicted_peak_is_the_measured_one[recurrent-options11]",
-    ),
-    Mutation(
-        area="peaks",
-        function="tfshard.planning.liveness:_Run._is_sent",
-        old="return operation in self._graph.summed_over_devices if cost is None else cost.is_collective",
-        new="return cost is not None and cost.is_collective",
-        what="no device waits for the moments of a batch",
-        killed_by="tests/planning/test_peak.py::test_gradients_are_freed_as_they_are_joined",
-    ),
-    Mutation(
-        area="peaks",
-        function="tfshard.planning.peak:replaced_bytes_of",
-        old="in_turn = [] if in_branch else [each for each in own if each >= update_order.LEAST_BYTES]",
-        new="in_turn = []",
-        what="all new slots of an update are there at once, also in order",
-        killed_by="tests/planning/test_peak.py::test_an_update_holds_one_new_slot_at_a_time_and_in_a_branch_all",
     ),
     Mutation(
         area="updates",
@@ -1298,11 +1265,11 @@ MUTATIONS = [
     ),
     Mutation(
         area="telemetry",
-        function="tfshard.planning.step_flops:_OF",
+        function="tfshard.graph.flops:_OF",
         old="_of_convolution(1, 2)",
         new="_of_convolution(1, -1)",
         what="the gradient of a convolution is counted by its own output",
-        killed_by="tests/planning/test_step_flops.py::test_a_step_has_the_products_of_its_layers[convolutions]",
+        killed_by="tests/graph/test_flops.py::test_a_step_has_the_products_of_its_layers[convolutions]",
     ),
     Mutation(
         area="compression",

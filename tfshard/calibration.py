@@ -161,7 +161,7 @@ class _Trained:
         placement = self._strategy.placement_of(self._model)
         slots = model_specs.slots_of(self._model.optimizer, placement.specs)
         inputs = self._x[: self._rows]
-        step = TracedStep.of(self._model, placement, inputs=inputs, slots=slots)
+        step = TracedStep.of(self._model, placement, inputs=inputs)
         free = Machine.of_prices(dict.fromkeys(KINDS_OF_WORK, _NEXT_TO_NOTHING), name="", links=links, cores=cores)
         updated = updated_bytes_of(placement, slots)
         mesh_shape = self._strategy.mesh_shape

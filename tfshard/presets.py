@@ -23,7 +23,7 @@ None of these networks was run. The latency of a collective grows with the numbe
 """
 
 from tfshard.errors import StrategyError
-from tfshard.planning.analyzer import ParameterAnalyzer
+from tfshard.layouts.parameter_analyzer import ParameterAnalyzer
 
 
 def for_network(*, latency: float, bandwidth: float) -> ParameterAnalyzer:

@@ -26,7 +26,7 @@ SMALL_BYTES = 64 << 10
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("memory", "stage", "peak"), [(169, 0, 160), (167, 1, 59), (61, 3, 35)])
+@pytest.mark.parametrize(("memory", "stage", "peak"), [(192, 0, 160), (167, 1, 59), (61, 3, 35)])
 def test_the_smallest_stage_that_fits_is_recommended(memory, stage, peak):
     advice = advise(memory)
     assert advice.shortfall_bytes == 0
@@ -48,9 +48,9 @@ def test_the_peak_is_the_sum_of_its_parts():
     # stages 1 and 2, two gradients exist while the first is reduced. At stage 3, a gradient is computed after its
     # variable was used, and reduced while the next gradient exists.
     assert parts() == [(96, 0, 32, 32, 0), (48, 0, 8, 3, 0), (48, 0, 8, 3, 0), (24, 4, 4, 3, 0)]
-    # All gradients wait as shards. The last gradient is full and being reduced.
+    # Gradients wait as shards; the last is full, and the step reduces it.
     clipped = keras.optimizers.Adam(global_clipnorm=1.0)
-    assert parts(optimizer=clipped)[3] == (24, 0, 14, 3, 0)
+    assert parts(optimizer=clipped)[3] == (24, 4, 10, 3, 0)
     assert parts(reshard_after_forward=False)[3][1] == 24
 
 
@@ -67,10 +67,10 @@ def test_the_optimizer_is_that_which_the_model_was_compiled_with():
 def test_when_nothing_fits_the_missing_bytes_are_told():
     advice = advise(33)
     assert advice.recommended is None
-    # The peak of 35 MiB, 2 MiB, and the buffers of simultaneous reductions.
+    # The peak of 35 MiB, a margin of 15%, and what an update may hold at times.
     best = advice.candidates[3]
     assert advice.shortfall_bytes == best.needed_bytes - 33 * MEBI
-    assert best.needed_bytes - best.overlap_bytes == pytest.approx((35 + 2) * MEBI, abs=SMALL_BYTES)
+    assert best.needed_bytes - best.overlap_bytes == pytest.approx(1.15 * 35 * MEBI, abs=2 * SMALL_BYTES)
     text = str(advice)
     assert "Nothing fits. batch=4 at stage 3 comes closest" in text
     assert "A layout map over the axis 'model' would allow a model axis" in text

@@ -50,10 +50,7 @@ def traced(mesh: dict[str, int], *, stage: int = 3, layout_map=None, rows: int =
     specs = model_specs.specs_of(model)
     placement = placed(specs, mesh, stage, layout_map)
     slots = model_specs.slots_of("adam", specs)
-    step = TracedStep.of(
-        model, placement, inputs=np.zeros((rows, WIDTH), "float32"),
-        slots=slots,
-    )  # fmt: skip
+    step = TracedStep.of(model, placement, inputs=np.zeros((rows, WIDTH), "float32"))
     return step, updated_bytes_of(placement, slots)
 
 
@@ -101,7 +98,7 @@ def step_of(
     model = keras.Sequential([keras.Input(shape), *layers])
     placement = placed(model_specs.specs_of(model), mesh or {"batch": 2}, stage, layout_map, groups)
     return TracedStep.of(
-        model, placement, inputs=np.zeros((4, *shape), "float32"), slots=()
+        model, placement, inputs=np.zeros((4, *shape), "float32")
     ).total  # fmt: skip
 
 
@@ -174,7 +171,7 @@ def test_a_layer_executes_as_many_operations_as_predicted(layer):
             model.fit(x, y, batch_size=8, verbose=0)
         executed = sum(timeline.is_operation(event) for event in trace.events()) / 4
         placement = strategy.placement_of(model)
-        step = TracedStep.of(model, placement, inputs=x, slots=())
+        step = TracedStep.of(model, placement, inputs=x)
         return executed, Work.total([step.total, step.synchronizing(strategy.mesh_shape)]).operations
 
     (executed_of_two, two), (executed_of_six, six) = counted(2), counted(6)

@@ -29,10 +29,10 @@ from tfshard.callbacks.sinks import Board, CsvFile
 from tfshard.devices import clients
 from tfshard.errors import LayoutError, TelemetryError, warn
 from tfshard.graph import model_graph
+from tfshard.graph.flops import training_flops
 from tfshard.measure import step_profile
 from tfshard.measure.peak_memory import peak_of
 from tfshard.measure.report import reports_of
-from tfshard.planning.step_flops import training_flops
 from tfshard.training.strategy import ShardedStrategy
 from tfshard.training.watching import StepWatcher, WatchedStep
 

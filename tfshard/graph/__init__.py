@@ -10,6 +10,8 @@ for the variables, `model_graph` for the operations.
     adapters          how a step calls layers with LoRA
     dim_rules         one rule for each type of operation: how a sharded dim passes through it
     auto_layout       which dims of which kernels to shard
+    traced_loss       the loss that a step differentiates, on labels of which only shapes are known
+    flops             how many floating-point operations a step takes
 """
 
 from tfshard.graph.auto_layout import auto_layout_map

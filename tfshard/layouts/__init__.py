@@ -14,6 +14,8 @@ decides the layouts of a model, once.
     embedding_tables   `EmbeddingTables`: the tables that a step reads and updates by rows
     groups             which small variables share a buffer
     placement          `ModelPlacement`: the layout of each variable of a model, and of each slot
+    parameter_analyzer `ParameterAnalyzer`: the policy of groups that users choose
+    planner            the seam: the one module of the runtime that calls `tfshard.planning`, late
     boxes              the local shards of a device, as boxes of the variables' shapes
 """
 
@@ -22,6 +24,7 @@ from tfshard.layouts.compression import PowerSGD
 from tfshard.layouts.config import GroupPolicy, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
+from tfshard.layouts.parameter_analyzer import ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout, plan_variable
 
@@ -31,6 +34,7 @@ __all__ = [
     "LayoutMap",
     "MeshAxes",
     "ModelPlacement",
+    "ParameterAnalyzer",
     "PowerSGD",
     "ReshardPolicy",
     "Role",

@@ -19,7 +19,7 @@ import pathlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -34,8 +34,10 @@ from tfshard.graph import batches, inventory
 from tfshard.layouts.axes import MeshAxes, axis_sizes
 from tfshard.measure.peak_memory import PeakMemory, peak_of
 from tfshard.measure.timeline import Timeline, timeline_of
-from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage.variables import ShardedVariable
+
+if TYPE_CHECKING:
+    from tfshard.layouts.planner import ShardingPlan
 
 # TensorFlow's oneDNN allocator does not report smaller allocations (mkl_cpu_allocator.h). A gather allocates its
 # result, a ring reduction a buffer for each device.
@@ -401,7 +403,7 @@ def _bytes_of_ring(chunks: list[_private.TraceEvent], events: list[_private.Trac
     return total * group_size // (group_size - 1) or None
 
 
-def assert_matches_plan(profile: StepProfile, plan: ShardingPlan) -> None:
+def assert_matches_plan(profile: StepProfile, plan: "ShardingPlan") -> None:
     """Check that a step sent the planned collectives: the count and the bytes of each kind.
 
     On CPU, and on GPUs without NCCL, a reduce-scatter is an all-reduce. On meshes of several axes, an all-gather is an

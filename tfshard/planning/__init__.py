@@ -3,19 +3,17 @@
 Read `sharding_plan` first: what a plan holds.
 
     sharding_plan         `ShardingPlan`: what will be stored and sent
-    analyzer              `plan`; `ParameterAnalyzer`, which makes groups and plans with them
+    analyzer              `plan`
     variable_traffic      what a step sends of variables and gradients
     table_traffic         what a step sends of embedding tables, at the most
     gather_counts         how often a step gathers a variable or a group
     gradient_dtypes       in which dtype a step reduces each gradient
     activation_traffic    what a step sends of activations over a model axis
     statistics_traffic    what normalization over a batch sends
-    training_graph        a step as a graph: forward, backward, gathers, reductions, updates
+    step_graph            the graph of a step's forward and backward pass, after the passes of a real step
+    step_collectives      the same with what its collectives and updates wait for, to predict its time
     local_shares          what model axes shard of it
-    joining               the order in which DTensor joins gradients
-    liveness              what is in memory while its operations run
     peak                  what a device holds at the peak of a step
-    step_flops            how many floating-point operations a step takes
     linter                mistakes in layout maps; run by compile
     links                 how fast devices reach each other, and what collectives take over that
     overlap               how much of what a step sends is hidden behind what it computes
@@ -26,8 +24,10 @@ Read `sharding_plan` first: what a plan holds.
     simulation            steps on clusters of any size
 """
 
+from tfshard.graph.flops import training_flops
+from tfshard.layouts.parameter_analyzer import ParameterAnalyzer
 from tfshard.planning.advice import Advice, advise
-from tfshard.planning.analyzer import ParameterAnalyzer, plan
+from tfshard.planning.analyzer import plan
 from tfshard.planning.compression_gain import CompressionGain, compression_pays
 from tfshard.planning.links import Link, Links
 from tfshard.planning.linter import Finding, lint
@@ -35,7 +35,6 @@ from tfshard.planning.machine import Machine
 from tfshard.planning.overlap import Overlap
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.simulation import Prediction, Simulation, simulate
-from tfshard.planning.step_flops import training_flops
 from tfshard.planning.variable_traffic import Collective, predict_collectives
 
 __all__ = [

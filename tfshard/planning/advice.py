@@ -18,17 +18,19 @@ from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
 from tfshard.layouts.compression import CODES, Compression, PowerSGD
 from tfshard.layouts.config import Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
+from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.operations import blocks
-from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, without_peak
+from tfshard.planning import statistics_traffic, step_graph
+from tfshard.planning.analyzer import without_peak
 from tfshard.planning.compression_gain import CompressionGain, encoded_bytes
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
-from tfshard.planning.peak import PROCESS_BYTES, Peak, UpdateTiming, peak_of, trace, with_room
+from tfshard.planning.peak import PROCESS_BYTES, Peak, UpdateTiming, peak_of, with_room
 from tfshard.planning.sharding_plan import ShardingPlan
+from tfshard.planning.step_graph import StepGraph
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
-from tfshard.planning.training_graph import TrainingGraph
 
 # A compression is proposed where collectives and encoding take at most so much of what exact sums take, though so much
 # of the time that the link is spared was hidden behind computing anyhow: it loses something, and encoding takes time of
@@ -73,7 +75,7 @@ class Candidate(Peak):
 
     @property
     def needed_bytes(self) -> int:
-        """What a device should have: the peak, with room to spare, and what reductions take that run at once."""
+        """What a device should have: the peak, a margin, and one slot whose old value a busy device frees late."""
         return with_room(self.peak_bytes, recompute=self.recompute) + self.overlap_bytes
 
     @property
@@ -174,11 +176,10 @@ def advise(
     half of what the link is spared was hidden behind computing. The reasons say what it gains or loses on the mesh and
     the stage that are recommended, whether it is proposed or not.
 
-    The peak of a step on one device is found by running its operations one after the other, on paper: what rests, what
-    is gathered for its turns, activations until their last use, gradients, the buffers of reductions, new values.
-    docs/planning.md says how, and docs/measurements.md sets it beside what steps took. Not counted: what the runtime
-    holds besides, fragmentation. Leave room for them in `memory_per_device`; `Candidate.resident_bytes` says what a
-    client on CPU holds with the runtime.
+    The peak of a step on one device is estimated from its layouts and its traced graph. docs/planning.md says how, and
+    docs/measurements.md sets the estimates beside what steps took. `advise` keeps a margin above the estimate. Not
+    counted: what the runtime holds besides, and fragmentation. Leave room for them in `memory_per_device`;
+    `Candidate.resident_bytes` says what a client on CPU holds with the runtime.
 
     Args:
         model: A built `keras.Model`, also one from `tfshard.abstract_model`, or a list of `VariableSpec`.
@@ -387,19 +388,25 @@ class _Step:
             placement = ModelPlacement.of(self.specs, config, mesh_shape=empty.mesh_shape).check()
         except LayoutError as e:
             return dataclasses.replace(empty, problem=str(e))
-        graph = trace(
-            self.model,
+        graph = step_graph.trace(
+            self.model if self.inputs is not None else placement.specs,
             placement,
             inputs=self.inputs,
-            slots=self.slots,
-            timing=self.timing,
             recompute=blocks.AUTO if empty.recompute else None,
         )
         rests = ShardingPlan.from_placement(placement, slots=self.slots).resting_bytes()
-        peak = peak_of(graph, placement, stored_bytes=rests, activation_bytes=activation_bytes)
+        peak = peak_of(
+            graph,
+            placement,
+            stored_bytes=rests,
+            slots=self.slots,
+            timing=self.timing,
+            activation_bytes=activation_bytes,
+            waits_in_backward=self.inputs is not None and bool(statistics_traffic.statistics_of(self.model)),
+        )
         return self._timed(dataclasses.replace(empty, **dataclasses.asdict(peak)), placement, graph)
 
-    def _timed(self, empty: Candidate, placement: ModelPlacement, graph: TrainingGraph) -> Candidate:
+    def _timed(self, empty: Candidate, placement: ModelPlacement, graph: StepGraph) -> Candidate:
         """With the time of what it sends and encodes, if the links are known."""
         if self.links is None:
             return empty
@@ -418,21 +425,21 @@ class _Step:
             )
         how, encode_seconds = empty.compression, 0.0
         if self.machine is not None and how is None:
-            empty = dataclasses.replace(empty, step_seconds=self._step_seconds(empty, placement, graph))
+            empty = dataclasses.replace(empty, step_seconds=self._step_seconds(empty, placement))
         if how is not None:
             encode_seconds = self.links.encode_seconds(how, encoded_bytes(placement, planned))
         return dataclasses.replace(
             empty, collective_seconds=planned.over(self.links).collective_seconds, encode_seconds=encode_seconds
         )
 
-    def _step_seconds(self, candidate: Candidate, placement: ModelPlacement, graph: TrainingGraph) -> float:
-        """What a step takes on the machine."""
+    def _step_seconds(self, candidate: Candidate, placement: ModelPlacement) -> float:
+        """Return the seconds of a step on the machine."""
         assert self.machine is not None and isinstance(self.model, keras.Model)
-        traced = TracedStep.of_graph(
-            graph,
+        traced = TracedStep.of(
             self.model,
             placement,
             inputs=self.inputs,
+            timing=self.timing,
             recompute=blocks.AUTO if candidate.recompute else None,
         )
         updated = updated_bytes_of(placement, self.slots)

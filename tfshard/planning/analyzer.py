@@ -1,4 +1,4 @@
-"""`plan`: what a placement of a model's variables costs; ParameterAnalyzer, the policy of groups that also plans."""
+"""Plan a model: what devices store and send, decided from the layouts of its variables."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts.compression import Compression
 from tfshard.layouts.config import (
-    GroupPolicy,
     Microbatches,
     Offload,
     Precision,
@@ -19,6 +18,7 @@ from tfshard.layouts.config import (
     ZeroStage,
 )
 from tfshard.layouts.embedding_tables import EmbeddingTables
+from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.planning import (
@@ -27,68 +27,16 @@ from tfshard.planning import (
     gradient_dtypes,
     linter,
     statistics_traffic,
+    step_collectives,
+    step_graph,
     table_traffic,
     variable_traffic,
 )
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.overlap import overlap_of
-from tfshard.planning.peak import UpdateTiming, peak_of, trace
+from tfshard.planning.peak import UpdateTiming, peak_of
 from tfshard.planning.sharding_plan import ShardingPlan
-from tfshard.planning.training_graph import TrainingGraph
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterAnalyzer(GroupPolicy):
-    """Decides which variables rest in one buffer, are gathered together and are updated as one tensor.
-
-    A variable below the threshold joins a group with others of the same dtype, the same model axes and the same
-    trainability, in the order of the model's layers. Larger ones stand alone: they gain nothing, and a group of them
-    would have to be gathered before the first of them is used. The idea is that of gradient buckets (Li et al. 2020,
-    "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2).
-
-    Args:
-        group_threshold_bytes: Variables of fewer bytes are grouped. 0: none.
-        max_group_bytes: A group is closed before its buffer, padding included and over all model shards, exceeds it.
-
-    Raises:
-        StrategyError: A size that is not an integer or is negative.
-
-    Example:
-
-    >>> import tfshard
-    >>> from tfshard.layouts import VariableSpec
-    >>> specs = [
-    ...     VariableSpec(path="up/kernel", shape=(1024, 1024)),
-    ...     VariableSpec(path="up/bias", shape=(1024,)),
-    ...     VariableSpec(path="down/bias", shape=(10,)),
-    ... ]
-    >>> plan = tfshard.ParameterAnalyzer().analyze(specs, {"batch": 4})
-    >>> [member.path for member in plan.groups[0].members], plan.groups[0].storage_shape
-    (['up/bias', 'down/bias'], (4, 259))
-    """
-
-    def analyze(
-        self,
-        model_or_specs: ModelOrSpecs,
-        mesh: MeshLike,
-        zero_stage: int = 3,
-        layout_map: Any = None,
-        optimizer: OptimizerLike = None,
-    ) -> ShardingPlan:
-        """The plan for a model: groups, layouts, bytes and collectives. See `tfshard.plan`.
-
-        Args:
-            model_or_specs: A built `keras.Model`, also one from `tfshard.abstract_model`, or a list of
-                `VariableSpec`.
-            mesh: A mesh from `tfshard.create_mesh`, or a mapping from axis name to size.
-            zero_stage: 0 to 3.
-            layout_map: As for `tfshard.ShardedStrategy`.
-            optimizer: As for `tfshard.plan`.
-        """
-        return plan(model_or_specs, mesh, layout_map, zero_stage, analyzer=self, optimizer=optimizer)
-
-
-DEFAULT = ParameterAnalyzer()
+from tfshard.planning.step_graph import StepGraph
 
 
 def plan(
@@ -219,16 +167,10 @@ def plan_placement(
     if isinstance(model_or_specs, keras.Model):
         refused = linter.refusals(model_or_specs, placement, automatic=automatic)
     is_called = inputs is not None and isinstance(model_or_specs, keras.Model)
-    graph: TrainingGraph | None = None
+    graph: StepGraph | None = None
     if is_called and not any(layout.table is not None for layout in placement.variables):
-        graph = trace(
-            model_or_specs,
-            placement,
-            inputs=variable_traffic.inputs_of_microbatch(microbatches, inputs, placement.mesh_shape),
-            slots=slots,
-            timing=UpdateTiming.of(optimizer),
-            is_part=microbatches.count > 1,
-        )
+        called_on = variable_traffic.inputs_of_microbatch(microbatches, inputs, placement.mesh_shape)
+        graph = step_graph.trace(model_or_specs, placement, inputs=called_on)
     planned = without_peak(
         placement,
         model_or_specs,
@@ -246,9 +188,20 @@ def plan_placement(
         unknown = _joined(planned.unknown, "the peak of a step with embedding tables")
         return dataclasses.replace(planned, unknown=unknown)
     if known is not None and compute_seconds is not None and microbatches.count == 1:
-        overlap = overlap_of(graph, known, placement.mesh_shape, compute_seconds)
+        needs_all = UpdateTiming.of(optimizer).needs_all_gradients
+        with_collectives = step_collectives.trace(
+            model_or_specs, placement, inputs=inputs, needs_all_gradients=needs_all
+        )
+        overlap = overlap_of(with_collectives, known, placement.mesh_shape, compute_seconds)
         planned = dataclasses.replace(planned, overlap=overlap)
-    peak = peak_of(graph, placement, stored_bytes=planned.resting_bytes())
+    peak = peak_of(
+        graph,
+        placement,
+        stored_bytes=planned.resting_bytes(),
+        slots=slots,
+        timing=UpdateTiming.of(optimizer),
+        waits_in_backward=bool(statistics_traffic.statistics_of(model_or_specs)),
+    )
     return dataclasses.replace(planned, peak=peak)
 
 
@@ -260,7 +213,7 @@ def without_peak(
     optimizer: OptimizerLike,
     inputs: Any,
     refused: Sequence[str] = (),
-    graph: TrainingGraph | None = None,
+    graph: StepGraph | None = None,
 ) -> ShardingPlan:
     """A plan without the peak of a step.
 
@@ -271,7 +224,7 @@ def without_peak(
         optimizer: As for `plan`.
         inputs: As for `plan`.
         refused: What `compile` would refuse.
-        graph: Of the step or of one of its parts, if it is traced already (`peak.trace`).
+        graph: The graph of the step or of one of its microbatches, if it is traced already.
     """
     microbatches = placement.config.microbatches
     called_on = variable_traffic.inputs_of_microbatch(microbatches, inputs, placement.mesh_shape)

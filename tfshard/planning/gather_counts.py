@@ -11,8 +11,8 @@ from tfshard.errors import LayoutError
 from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout, itemsize
-from tfshard.planning import training_graph, variable_traffic
-from tfshard.planning.training_graph import TrainingGraph
+from tfshard.planning import step_graph, variable_traffic
+from tfshard.planning.step_graph import StepGraph
 from tfshard.storage import unshard_schedule
 
 
@@ -21,15 +21,17 @@ def gathers_of(
     placement: ModelPlacement,
     inputs: Any = None,
     *,
-    graph: TrainingGraph | None = None,
+    graph: StepGraph | None = None,
 ) -> dict[str, variable_traffic.Gathers]:
-    """How a step of stage 3 gathers each variable and group, by its name in a plan.
+    """Return how a step of stage 3 gathers each variable and group, by its name in a plan.
+
+    For a list of specs, and for a model that cannot be called on inputs made up for it, the forward pass uses each
+    variable once, in the order of the list, and the backward pass once more.
 
     Args:
-        model: A built model. Of a list of specs, and of a model that cannot be called on inputs that are made up for
-            it, each variable is taken to be used once, in the order of the list, and once more in the backward pass.
-        placement: Where its variables go.
-        inputs: What a step calls the model on.
+        model: A built model, or specs.
+        placement: The layouts of its variables.
+        inputs: The batch of the step.
         graph: The graph of the step, if it is traced already.
     """
     placed = placement.variables
@@ -39,7 +41,7 @@ def gathers_of(
         return {}
     if graph is None and isinstance(model, keras.Model):
         with contextlib.suppress(LayoutError):
-            graph = training_graph.trace(model, placement, inputs=inputs)
+            graph = step_graph.trace(model, placement, inputs=inputs)
     if graph is not None:
         return _of(variable_traffic.members_of(gathered), graph.gathers(), graph.itemsizes)
     return _of_list(gathered, placement)
@@ -67,7 +69,7 @@ def _of_list(gathered: Sequence[VariableLayout], placement: ModelPlacement) -> d
 def _of(
     units: Mapping[str, Sequence[VariableLayout]], counted: Mapping[str, int], itemsizes: Mapping[str, int]
 ) -> dict[str, variable_traffic.Gathers]:
-    # What is not used in the forward pass has no turn, as far as the graph tells; a step gathers what it reads.
+    # The graph has no gather of a variable that only other code reads, but a step gathers what it reads.
     return {
         name: variable_traffic.Gathers(
             count=max(1, counted.get(name, 0)), itemsize=itemsizes.get(name, itemsize(members[0].spec.dtype))

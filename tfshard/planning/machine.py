@@ -14,9 +14,9 @@ import yaml
 
 from tfshard import _private, tables
 from tfshard.errors import StrategyError
-from tfshard.planning import step_flops
+from tfshard.graph import flops as counts
 from tfshard.planning.links import GROUPS, INSIDE, KINDS, Link, Links
-from tfshard.planning.training_graph import WITHOUT_WORK, TrainingGraph
+from tfshard.planning.step_graph import WITHOUT_WORK, StepGraph
 
 # A rate from which on work costs nothing: calibration found that its time is that of other work.
 _NOTHING = 1e17
@@ -64,14 +64,14 @@ KINDS_OF_WORK = tuple(field.name for field in dataclasses.fields(Work))
 _IN_TURNS = frozenset({"operations", "steps", "turned_operations", "updated_bytes"})
 
 
-def work_of(graph: TrainingGraph) -> dict[tf.Operation, Work]:
+def work_of(graph: StepGraph) -> dict[tf.Operation, Work]:
     """What each operation of a step does on one device that leads to a result: nothing, if it stands for another, or
     names what there is. Updates are not among them."""
     return {operation: _work(operation, inputs, graph) for operation, inputs in graph.needed.items()}
 
 
-def _work(operation: tf.Operation, inputs: Iterable[tf.Tensor], graph: TrainingGraph) -> Work:
-    if operation in graph.costs:
+def _work(operation: tf.Operation, inputs: Iterable[tf.Tensor], graph: StepGraph) -> Work:
+    if operation in graph.stand_ins:
         return Work()
     return _of_one(operation, inputs, graph.shares)
 
@@ -86,7 +86,7 @@ def _of_one(
     """What an operation does, and what is in its loop or its function."""
     if operation.type in _FREE:
         return Work()
-    is_loop = operation.type in step_flops.LOOPS
+    is_loop = operation.type in counts.LOOPS
     body = "body" if is_loop else "f" if operation.type in _CALLS else None
     function = None if body is None else _private.function_graph(operation, body)
     if function is not None:
@@ -95,7 +95,7 @@ def _of_one(
             _of_one(each, each.inputs, lambda tensor: share, is_turned=is_turned or is_loop)
             for each in function.get_operations()
         )
-        times = (step_flops.turns_of(operation) or 1) if is_loop else 1
+        times = (counts.turns_of(operation) or 1) if is_loop else 1
         all_turns = {name: times * getattr(own, name) for name in KINDS_OF_WORK}
         if is_loop:
             all_turns["turned_operations"] += all_turns.pop("operations")
@@ -106,7 +106,7 @@ def _of_one(
         return sum(_bytes(each) / shares(each) for each in of)
 
     # What is added up over a sharded dim has a whole result, of which each device has a part of the work.
-    flops = step_flops.flops_of(operation) / max((shares(each) for each in tensors), default=1)
+    flops = counts.flops_of(operation) / max((shares(each) for each in tensors), default=1)
     if flops:
         is_slow = operation.type == _DEPTHWISE_GRADIENT and max(outputs[0].shape.as_list()[:2]) > 3
         weights = _elements(outputs[0]) / shares(outputs[0]) if is_slow else 0.0

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 
 import tensorflow as tf
 
+from tfshard.graph import flops
 from tfshard.layouts.axes import MeshAxes
-from tfshard.planning import step_flops, variable_traffic
+from tfshard.planning import variable_traffic
 from tfshard.planning.links import Links
-from tfshard.planning.training_graph import WITHOUT_WORK, Cost, Kind, TrainingGraph
+from tfshard.planning.step_graph import WITHOUT_WORK, Kind, StandIn, StepGraph
 
 # An element that is written takes as long as so many operations of a product: about 50 GFLOP/s beside 10 GB/s to and
 # from memory, of three numbers of four bytes for each. Only shares of the time are made of it.
@@ -45,9 +46,7 @@ class Overlap:
         )
 
 
-def overlap_of(
-    graph: TrainingGraph, links: Links, mesh_shape: Mapping[str, int], compute_seconds: float
-) -> Overlap | None:
+def overlap_of(graph: StepGraph, links: Links, mesh_shape: Mapping[str, int], compute_seconds: float) -> Overlap | None:
     """Runs a step on paper: one operation after the other, and beside them one collective after the other.
 
     Both in the order in which they can run. The time of computing is shared out among operations: by the products that
@@ -69,38 +68,38 @@ def overlap_of(
     unit = compute_seconds / (sum(weights.values()) or 1.0)
 
     def seconds(operation: tf.Operation) -> float:
-        cost = graph.costs.get(operation)
-        if cost is not None and cost.is_collective:
-            return sending_seconds(cost, links, mesh_axes)
+        stand_in = graph.stand_ins.get(operation)
+        if stand_in is not None and stand_in.is_collective:
+            return sending_seconds(stand_in, links, mesh_axes)
         return unit * weights[operation]
 
     return run_on_paper(graph, seconds)
 
 
-def sending_seconds(cost: Cost, links: Links, mesh_axes: MeshAxes) -> float:
+def sending_seconds(stand_in: StandIn, links: Links, mesh_axes: MeshAxes) -> float:
     """Seconds of a collective."""
     axis = mesh_axes.data
     assert axis is not None
-    if cost.by_replicas:
-        parts = variable_traffic.by_replicas("", cost.sent, 1, mesh_axes)
+    if stand_in.by_replicas:
+        parts = variable_traffic.by_replicas("", stand_in.sent, 1, mesh_axes)
     else:
-        kind = "all-gather" if cost.kind is Kind.GATHER else "reduce-scatter" if cost.is_cut else "all-reduce"
-        parts = [variable_traffic.Collective(kind=kind, what="", axis=axis, count=1, bytes=cost.sent, formula="")]
+        kind = "all-gather" if stand_in.kind is Kind.GATHER else "reduce-scatter" if stand_in.is_cut else "all-reduce"
+        parts = [variable_traffic.Collective(kind=kind, what="", axis=axis, count=1, bytes=stand_in.sent, formula="")]
     return sum(links.seconds(each, mesh_axes) or 0.0 for each in parts)
 
 
-def _weight(operation: tf.Operation, graph: TrainingGraph) -> float:
-    cost = graph.costs.get(operation)
-    if cost is not None:
-        elements = (cost.output or 0) // operation.outputs[0].dtype.size
-        return _FLOPS_OF_ELEMENT * elements * _ELEMENTS_OF_UPDATE if cost.kind is Kind.UPDATE else 0.0
+def _weight(operation: tf.Operation, graph: StepGraph) -> float:
+    stand_in = graph.stand_ins.get(operation)
+    if stand_in is not None:
+        elements = stand_in.updated // operation.outputs[0].dtype.size
+        return float(_FLOPS_OF_ELEMENT * elements * _ELEMENTS_OF_UPDATE)
     if operation.type in WITHOUT_WORK:
         return 0.0
     counts = [each.shape.num_elements() for each in operation.outputs if each.dtype not in (tf.resource, tf.variant)]
-    return step_flops.flops_of(operation) + _FLOPS_OF_ELEMENT * sum(count or 0 for count in counts)
+    return flops.flops_of(operation) + _FLOPS_OF_ELEMENT * sum(count or 0 for count in counts)
 
 
-def run_on_paper(graph: TrainingGraph, seconds: Callable[[tf.Operation], float]) -> Overlap:
+def run_on_paper(graph: StepGraph, seconds: Callable[[tf.Operation], float]) -> Overlap:
     """Runs the operations of a step one after the other, and beside them its collectives one after the other, each as
     soon as it can run.
 
@@ -122,8 +121,8 @@ def run_on_paper(graph: TrainingGraph, seconds: Callable[[tf.Operation], float])
     both = now = 0.0
 
     def add(operation: tf.Operation) -> None:
-        cost = graph.costs.get(operation)
-        ready[cost is not None and cost.is_collective].append(operation)
+        stand_in = graph.stand_ins.get(operation)
+        ready[stand_in is not None and stand_in.is_collective].append(operation)
 
     for operation in graph.operations:
         if operation in waits and not waits[operation]:

@@ -14,18 +14,18 @@ import rich.table
 from tfshard import tables
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph import auto_layout, model_graph, model_specs
+from tfshard.graph.flops import training_flops
 from tfshard.graph.model_specs import OptimizerLike
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
 from tfshard.layouts.config import Microbatches, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import LayoutMap
+from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.operations import blocks
-from tfshard.planning import liveness
-from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer
+from tfshard.planning import statistics_traffic, step_graph
 from tfshard.planning.machine import Machine, MachineLike
-from tfshard.planning.peak import UpdateTiming, with_room
+from tfshard.planning.peak import UpdateTiming, added_bytes, with_room
 from tfshard.planning.sharding_plan import ShardingPlan
-from tfshard.planning.step_flops import training_flops
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
 from tfshard.planning.variable_traffic import sum_bytes
 
@@ -442,14 +442,17 @@ class Simulator:
         key = (*small.items(), stage, rows, is_part, recompute)
         if key not in self._steps:
             placement = self._placement(small, stage)
-            step = TracedStep.of(
-                self._model,
+            inputs = model_graph.batch_of(self._model, rows * MeshAxes.of(small).data_size, self._length)
+            # After the last microbatch the step updates everything.
+            timing = UpdateTiming() if is_part else self._timing
+            step = TracedStep.of(self._model, placement, inputs=inputs, timing=timing, recompute=recompute)
+            made = added_bytes(
+                step_graph.trace(self._model, placement, inputs=inputs, recompute=recompute),
                 placement,
-                inputs=model_graph.batch_of(self._model, rows * MeshAxes.of(small).data_size, self._length),
                 slots=self._slots,
-                is_part=is_part,
-                timing=self._timing,
-                recompute=recompute,
+                timing=timing,
+                waits_in_backward=bool(statistics_traffic.statistics_of(self._model)),
+                is_microbatch=is_part,
             )
-            self._steps[key] = step, liveness.peak_of(step.graph).bytes
+            self._steps[key] = step, sum(made.values())
         return self._steps[key]

@@ -14,11 +14,11 @@ from tfshard.graph.model_specs import SlotSpec
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.operations import blocks
-from tfshard.planning import activation_traffic, overlap, statistics_traffic, variable_traffic
+from tfshard.planning import activation_traffic, overlap, statistics_traffic, step_collectives, variable_traffic
 from tfshard.planning.machine import Machine, Work, work_of
-from tfshard.planning.peak import UpdateTiming, slot_bytes_of, trace
+from tfshard.planning.peak import UpdateTiming, slot_bytes_of
 from tfshard.planning.statistics_traffic import Statistics
-from tfshard.planning.training_graph import TrainingGraph
+from tfshard.planning.step_graph import StepGraph
 from tfshard.planning.variable_traffic import Collective
 
 
@@ -49,7 +49,7 @@ class TracedStep:
         unknown: What it sends of which the bytes are not known, or an empty text.
     """
 
-    graph: TrainingGraph
+    graph: StepGraph
     work: Mapping[tf.Operation, Work]
     sent: tuple[Collective, ...]
     statistics: tuple[Statistics, ...]
@@ -71,9 +71,7 @@ class TracedStep:
         placement: ModelPlacement,
         *,
         inputs: Any,
-        slots: Sequence[SlotSpec],
         timing: UpdateTiming | None = None,
-        is_part: bool = False,
         recompute: str | Sequence[str] | None = None,
     ) -> "TracedStep":
         """Traces it.
@@ -82,36 +80,19 @@ class TracedStep:
             model: A built model.
             placement: Where its variables go.
             inputs: What the model is called on, over all devices.
-            slots: Those of its optimizer.
             timing: When updates can run; by default when there is their gradient.
-            is_part: Whether it is one of several parts, after the last of which all is updated.
             recompute: Which blocks are computed again, besides those that are marked: as `blocks.marked` takes them.
 
         Raises:
             LayoutError: The model cannot be called on its inputs.
         """
-        graph = trace(
+        graph = step_collectives.trace(
             model,
             placement,
             inputs=inputs,
-            slots=slots,
-            timing=timing or UpdateTiming(),
-            is_part=is_part,
+            needs_all_gradients=(timing or UpdateTiming()).needs_all_gradients,
             recompute=recompute,
         )
-        return cls.of_graph(graph, model, placement, inputs=inputs, recompute=recompute)
-
-    @classmethod
-    def of_graph(
-        cls,
-        graph: TrainingGraph,
-        model: keras.Model,
-        placement: ModelPlacement,
-        *,
-        inputs: Any,
-        recompute: str | Sequence[str] | None = None,
-    ) -> "TracedStep":
-        """One whose graph is there already (`peak.trace`). The others as for `of`."""
         with contextlib.nullcontext() if recompute is None else blocks.marked(model, recompute):
             sent = activation_traffic.plan(model, placement.variables, placement.mesh_shape, inputs)
         return cls(
@@ -145,7 +126,7 @@ class TracedStep:
             return links.seconds(each, mesh_axes) or 0.0
 
         def seconds(operation: tf.Operation) -> float:
-            cost = self.graph.costs.get(operation)
+            cost = self.graph.stand_ins.get(operation)
             if cost is not None and cost.is_collective:
                 return overlap.sending_seconds(cost, links, mesh_axes) if mesh_axes.data_size > 1 else 0.0
             return machine.seconds(self.work[operation])

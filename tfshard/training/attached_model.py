@@ -12,6 +12,7 @@ from tfshard import _private
 from tfshard.devices import clients
 from tfshard.errors import StrategyError
 from tfshard.graph import auto_layout, inventory
+from tfshard.layouts import planner
 from tfshard.layouts.config import GroupPolicy
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
@@ -29,7 +30,6 @@ from tfshard.operations import (
     unsupported,
     vocabulary,
 )
-from tfshard.planning import linter
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.training import reshard, residuals
@@ -152,7 +152,7 @@ class AttachedModel:
         strategy = self.strategy
         if strategy.config.tables is not None:
             strategy.config.tables.check_used([spec.path for spec in self.placement().specs])
-        (linter.check_found if strategy.auto else linter.check)(self.model, self.placement())
+        planner.check_layouts(self.model, self.placement(), automatic=strategy.auto)
         self._layouts_are_checked = True
 
     def _layouts(self, *, ignore_stored: bool = False) -> list[reshard.Placed]:

@@ -5,7 +5,7 @@ import dataclasses
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -27,25 +27,27 @@ from tfshard.devices import (
 from tfshard.devices.mesh import create_mesh, rank_meshes
 from tfshard.errors import MeshError, StrategyError, warn
 from tfshard.graph import auto_layout, model_specs
+from tfshard.layouts import planner
 from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
 from tfshard.layouts.compression import Compression
 from tfshard.layouts.config import Microbatches, Offload, Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap
+from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats, check_is_measurable
 from tfshard.operations import blocks as blocks_of_layers
-from tfshard.planning.analyzer import DEFAULT, ParameterAnalyzer, plan_placement
-from tfshard.planning.links import LinksLike
-from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.storage import steps
 from tfshard.training import attached_model, births, datasets, failures, readiness
 from tfshard.training.attached_variables import attach_global_seed
 from tfshard.training.hooks import ShardedExtended
 from tfshard.training.strategy_base import StrategyBase
 from tfshard.training.watching import Watched
+
+if TYPE_CHECKING:
+    from tfshard.layouts.planner import LinksLike, ShardingPlan
 
 
 class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[misc]  # TensorFlow has no types.
@@ -449,9 +451,9 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         optimizer: keras.optimizers.Optimizer | str | None = None,
         inputs: Any = None,
         *,
-        links: LinksLike | None = None,
+        links: "LinksLike | None" = None,
         compute_seconds: float | None = None,
-    ) -> ShardingPlan:
+    ) -> "ShardingPlan":
         """Predict the stored bytes and the communication of each step for a built model. Runs and changes nothing.
 
         Args:
@@ -467,7 +469,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         if placement.specs != specs or not placement.has_complete_groups():
             # Variables were frozen since, or share groups with variables of other models: plan as if compiled now.
             placement = self.place(specs, placement.layout_map)
-        planned = plan_placement(
+        planned = planner.plan_placement(
             placement,
             model,
             optimizer=optimizer,

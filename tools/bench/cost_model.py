@@ -165,17 +165,16 @@ def predicted(configuration: Configuration, machines: list[Any]) -> list[Any]:
     """What is predicted of it on each machine, on paper."""
     import keras
 
-    from tfshard.planning import liveness
-    from tfshard.planning.simulation import Simulator
+    from tfshard.planning import peak, simulation
 
     model = models.build(configuration.model)
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     layout_map = "auto" if "model" in configuration.mesh else None
-    simulator = Simulator(model, configuration.model.batch, optimizer="adam", layout_map=layout_map)
+    simulator = simulation.Simulator(model, configuration.model.batch, optimizer="adam", layout_map=layout_map)
     data = configuration.mesh.get("batch", 1) * configuration.mesh.get("replica", 1)
     own = configuration.model.batch // data
-    as_traced = functools.partial(liveness.peak_of, least=_LEAST_TRACED)
-    with mock.patch.object(liveness, "peak_of", as_traced):
+    as_traced = functools.partial(peak.added_bytes, least=_LEAST_TRACED)
+    with mock.patch.object(simulation, "added_bytes", as_traced):
         return [
             simulator.predictions(
                 machine, configuration.mesh, configuration.stage, rows=[own // configuration.microbatches],

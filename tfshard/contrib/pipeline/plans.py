@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -18,9 +18,11 @@ from tfshard.contrib.pipeline.runner import Measured
 from tfshard.contrib.pipeline.schedules import Schedule, Timed
 from tfshard.devices import messages
 from tfshard.errors import StrategyError
+from tfshard.graph.flops import training_flops
 from tfshard.measure.report import REPORTERS, Report
-from tfshard.planning.sharding_plan import ShardingPlan
-from tfshard.planning.step_flops import training_flops
+
+if TYPE_CHECKING:
+    from tfshard.layouts.planner import ShardingPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class PlannedStage:
 
     rank: int
     layers: tuple[str, ...]
-    stored: ShardingPlan
+    stored: "ShardingPlan"
     flops: float
     sent_bytes: int
     in_flight: int

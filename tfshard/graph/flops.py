@@ -9,8 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.graph import inventory, model_graph
-from tfshard.planning import training_graph
+from tfshard.graph import inventory, model_graph, traced_loss
 
 
 def training_flops(model: keras.Model, inputs: Any) -> int | None:
@@ -51,7 +50,7 @@ def training_flops(model: keras.Model, inputs: Any) -> int | None:
         with tf.GradientTape() as tape:
             tape.watch(trained)
             tensors = model_graph.local_inputs(model, inputs, 1)
-            loss = training_graph.loss_of_model(model, tensors, values.__getitem__)
+            loss = traced_loss.loss_of_model(model, tensors, values.__getitem__)
         gradients = [each for each in tape.gradient(loss, trained) if each is not None]
         try:
             return _of_results([loss, *tf.nest.flatten(gradients, expand_composites=True)])
