@@ -171,7 +171,7 @@ def predict(graph: ModelGraph, dims: Mapping[str, int], devices: int) -> Traffic
         dims: The sharded dim of each variable, by path.
         devices: The size of the model axis.
     """
-    return _Prediction(graph, dims, devices).run()
+    return _TrafficPrediction(graph, dims, devices).run()
 
 
 # Operations through which no gradient comes back.
@@ -181,7 +181,7 @@ _NO_GRADIENT = frozenset(
 )
 
 
-class _Prediction:
+class _TrafficPrediction:
     def __init__(self, graph: ModelGraph, dims: Mapping[str, int], devices: int):
         self.graph, self.dims, self.devices = graph, dims, devices
         # The path of the variable that a tensor is, by the tensor's name.

@@ -242,7 +242,7 @@ def advise(
     sizes = [size for size in range(1, devices + 1) if devices % size == 0] if has_model_axis else [1]
     if activation_bytes is None and inputs is None and isinstance(model, keras.Model):
         inputs = model_graph.batch_of(model, batch)
-    step = _Step(
+    step = _AdvisedStep(
         model=model,
         specs=specs,
         slots=slots,
@@ -351,7 +351,7 @@ def _preferred_by(candidate: Candidate, exact: Candidate) -> float:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Step:
+class _AdvisedStep:
     """What is the same for all candidates.
 
     Attributes:

@@ -86,8 +86,8 @@ _CROSS_ENTROPIES = frozenset(("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCro
 # If devices wait for each other in the backward pass, as in batch normalization, TensorFlow computes gradients of
 # kernels later than the trace. Measured with ResNet50 and EfficientNetB0 (docs/measurements.md).
 _LATER = 1.25
-# If nothing in the backward pass waits, TensorFlow computes some gradients of weights last, and keeps their operands until
-# then. This share of all such operands was measured.
+# If nothing in the backward pass waits, TensorFlow computes some gradients of weights last, and keeps their operands
+# until then. This share of all such operands was measured.
 _LATE_SHARE = 0.4
 # In the names of operations that compute gradients.
 _TAPE = "gradient_tape/"
@@ -119,7 +119,7 @@ class UpdateTiming:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Span:
+class _Lifetime:
     """Memory that the step holds from one moment to another, both included."""
 
     begin: int
@@ -300,7 +300,7 @@ class _Lifetimes:
 
     # --- what the graph makes ---------------------------------------------------------------------------
 
-    def _tensors(self) -> Iterable[_Span]:
+    def _tensors(self) -> Iterable[_Lifetime]:
         """The tensors of the graph, gathers and gradients included."""
         last: dict[Any, int] = {}
         for operation, number in self._number_of.items():
@@ -320,17 +320,17 @@ class _Lifetimes:
             if ref in gradients:
                 part, bytes_ = "gradient_bytes", gradients[ref][0]
                 end = max(end, gradients[ref][1])
-            yield _Span(first, max(first, end), bytes_, part)
+            yield _Lifetime(first, max(first, end), bytes_, part)
         if self._mesh_shape.tensor:
             yield from self._beside_model_axes()
 
-    def _beside_model_axes(self) -> Iterable[_Span]:
+    def _beside_model_axes(self) -> Iterable[_Lifetime]:
         """Yield what DTensor adds on a model axis: a copy of each gather, and softmax cross entropy in steps."""
         for operation, number in self._number_of.items():
             if operation in self._graph.stand_ins:
-                yield _Span(2 * number, 2 * number, self._bytes(operation.outputs[0]), "gathered_bytes")
+                yield _Lifetime(2 * number, 2 * number, self._bytes(operation.outputs[0]), "gathered_bytes")
             elif operation.type in _CROSS_ENTROPIES and self._graph.shares(operation.inputs[0]) > 1:
-                yield _Span(2 * number, 2 * number, 2 * self._bytes(operation.inputs[0]), "activation_bytes")
+                yield _Lifetime(2 * number, 2 * number, 2 * self._bytes(operation.inputs[0]), "activation_bytes")
 
     def _base(self, tensor: tf.Tensor) -> tf.Tensor:
         """Follow views back to the tensor that owns the memory."""
@@ -434,32 +434,32 @@ class _Lifetimes:
             is_last = number + 1 == len(order) or self._placement.config.zero_stage.shard_params
             yield each, self._made(each) + 2 if is_last else self._made(order[number + 1])
 
-    def _gradients(self) -> Iterable[_Span]:
+    def _gradients(self) -> Iterable[_Lifetime]:
         """The buffers of reductions, and shards of gradients that wait for the update."""
         for each, freed in self._freed_after_scatter():
             bytes_ = self._counted(self._local_bytes(each))
             ring = bytes_ * (self._devices - 1) // self._devices
             if variable_layout.is_added_up_by_replicas(each.layout, self._mesh_shape):
                 ring = 2 * bytes_  # The shards of all devices of a replica, and what is gathered of their sums.
-            yield _Span(self._made(each) + 1, freed, ring, "reduced_bytes")
+            yield _Lifetime(self._made(each) + 1, freed, ring, "reduced_bytes")
             if self._timing.needs_all_gradients:
-                yield _Span(freed, self._end + 2, bytes_ // self._devices, "gradient_bytes")
+                yield _Lifetime(freed, self._end + 2, bytes_ // self._devices, "gradient_bytes")
         if self._devices == 1 or not self._merged:
             return
         # The buffer of the merged all-reduce is there with the first gradient. The step cuts the reduced gradients out
         # of the buffer, and then frees it.
         sizes = [self._local_bytes(each) for each in self._merged]
-        yield _Span(min(map(self._made, self._merged)), self._end + 1, self._counted(sum(sizes)), "reduced_bytes")
-        yield _Span(self._end + 1, self._end + 2, sum(map(self._counted, sizes)), "gradient_bytes")
+        yield _Lifetime(min(map(self._made, self._merged)), self._end + 1, self._counted(sum(sizes)), "reduced_bytes")
+        yield _Lifetime(self._end + 1, self._end + 2, sum(map(self._counted, sizes)), "gradient_bytes")
 
-    def _updates(self) -> Iterable[_Span]:
+    def _updates(self) -> Iterable[_Lifetime]:
         """New slots that exist beside the old ones. In a branch all new values wait for its end.
 
         The new value of a variable takes the memory of its gradient.
         """
         if self._timing.in_branch:
             slots = slot_bytes_of(self._placement, self._slots)
-            yield _Span(self._end + 2, self._end + 2, sum(slots.values()), "updated_bytes")
+            yield _Lifetime(self._end + 2, self._end + 2, sum(slots.values()), "updated_bytes")
 
 
 def _size(tensor: tf.Tensor) -> int:

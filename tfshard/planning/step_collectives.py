@@ -14,7 +14,7 @@ from tfshard.layouts import variable_layout
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.planning import variable_traffic
-from tfshard.planning.step_graph import Gradient, Kind, StandIn, StepGraph, Tracer
+from tfshard.planning.step_graph import CollectiveTracer, Gradient, Kind, StandIn, StepGraph
 from tfshard.storage import unshard_schedule
 
 
@@ -38,10 +38,10 @@ def trace(
     Raises:
         LayoutError: As for `step_graph.trace`.
     """
-    return _Tracer(placement, needs_all_gradients).run(model, inputs, recompute)
+    return _CollectiveTracer(placement, needs_all_gradients).run(model, inputs, recompute)
 
 
-class _Tracer(Tracer):
+class _CollectiveTracer(CollectiveTracer):
     """Traces a step with its collectives and updates.
 
     Args:

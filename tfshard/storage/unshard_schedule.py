@@ -97,7 +97,7 @@ def kept_bytes_of(stored: Iterable[StoredBuffer]) -> int:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Gradient:
+class WaitingGradient:
     """A gradient that takes less memory once it is scattered or used by an update.
 
     Attributes:
@@ -147,7 +147,7 @@ def schedule_unshards(record: StepRecord, barrier: Barrier) -> None:
     written = record.values | record.results
     last = {each.storage: each.tensor for each in record.gradients}  # Two tapes give a variable two gradients.
     gradients = {
-        (each.storage, each.tensor.ref()): Gradient(
+        (each.storage, each.tensor.ref()): WaitingGradient(
             key=id(each.storage),
             tensor=each.tensor,
             is_scattered=each.is_scattered,
@@ -170,7 +170,7 @@ def schedule_unshards(record: StepRecord, barrier: Barrier) -> None:
 def arrange(
     operations: Sequence[tf.Operation],
     reads: Sequence[tuple[StoredBuffer, tf.Tensor]],
-    gradients: Iterable[Gradient],
+    gradients: Iterable[WaitingGradient],
     reshard: ReshardPolicy,
     barrier: Barrier,
 ) -> None:
@@ -447,11 +447,13 @@ class _BackwardGates:
         ahead: How many of the latest gradients nothing waits for: they are reduced meanwhile.
     """
 
-    def __init__(self, operations: Sequence[tf.Operation], gradients: Iterable[Gradient], barrier: Barrier, ahead: int):
+    def __init__(
+        self, operations: Sequence[tf.Operation], gradients: Iterable[WaitingGradient], barrier: Barrier, ahead: int
+    ):
         self._ahead = ahead
         self._number_of = {operation: number for number, operation in enumerate(operations)}
         self._waiting = collections.deque(sorted(gradients, key=lambda each: self._number_of[each.tensor.op]))
-        self._made: collections.deque[Gradient] = collections.deque()
+        self._made: collections.deque[WaitingGradient] = collections.deque()
         self._users: dict[Hashable, list[OpInput]] = collections.defaultdict(list)
         for operation in operations:
             for number, each in enumerate(operation.inputs):
@@ -487,7 +489,7 @@ class _BackwardGates:
                 return
             self._barrier.hold((batch_input.tensor, held), (made.tensor, users))
 
-    def delay_gradient(self, use: tf.Operation, tensor: tf.Tensor, gradient: Gradient) -> None:
+    def delay_gradient(self, use: tf.Operation, tensor: tf.Tensor, gradient: WaitingGradient) -> None:
         """Let the operations that compute a gradient wait until the last use of its unsharded value has ended.
 
         Args:
