@@ -81,7 +81,7 @@ def test_what_makes_a_large_gradient_waits_for_the_last_use_of_the_variable(othe
         by_x = tf.matmul(by_y, reads[0], transpose_b=True)
         by_kernel = tf.matmul(x, by_y, transpose_a=True)
         results = tf.reduce_sum(by_x), tf.reduce_sum(by_kernel), *(tf.reduce_sum(x @ each) for each in reads[1:])
-        gradient = unshard_schedule.Gradient(key=0, tensor=results[1], is_scattered=False)
+        gradient = unshard_schedule.WaitingGradient(key=0, tensor=results[1], is_scattered=False)
         assert by_x.op not in ancestors(results[1:2]), "premise"
         stored = [unshard_schedule.StoredBuffer(key=key, bytes=bytes_) for key, bytes_ in enumerate((1 << 20, *others))]
         operations = by_x.graph.get_operations()

@@ -14,7 +14,7 @@ from tfshard.layouts import variable_layout
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.planning import variable_traffic
-from tfshard.planning.step_graph import CollectiveTracer, Gradient, Kind, StandIn, StepGraph
+from tfshard.planning.step_graph import Tracer, Gradient, Kind, StandIn, StepGraph
 from tfshard.storage import unshard_schedule
 
 
@@ -41,7 +41,7 @@ def trace(
     return _CollectiveTracer(placement, needs_all_gradients).run(model, inputs, recompute)
 
 
-class _CollectiveTracer(CollectiveTracer):
+class _CollectiveTracer(Tracer):
     """Traces a step with its collectives and updates.
 
     Args:
@@ -86,7 +86,7 @@ class _CollectiveTracer(CollectiveTracer):
         alone = layout.flat is None and layout.sharded is not None
         return alone and layout.spec.trainable and layout.update_sharded and self._devices > 1
 
-    def _after_backward(self, gradients: Mapping[str, tf.Tensor]) -> list[unshard_schedule.Gradient]:
+    def _after_backward(self, gradients: Mapping[str, tf.Tensor]) -> list[unshard_schedule.WaitingGradient]:
         scattered = dict(self._scattered)
         merged: dict[tf.DType, dict[str, list[tf.Tensor]]] = {}
         waiting: dict[str, tf.Tensor] = {}
@@ -119,7 +119,7 @@ class _CollectiveTracer(CollectiveTracer):
         updated = {name: self._updated(name, gradient) for name, gradient in waiting.items()}
         self._results += updated.values()
         return [
-            unshard_schedule.Gradient(
+            unshard_schedule.WaitingGradient(
                 key=name,
                 tensor=tensor,
                 is_scattered=self._units[name][0].gradient != self._units[name][0].compute,

@@ -227,7 +227,7 @@ class Tracer:
                 waiting = self._after_backward(gradients)
         return self._arrange(noted, waiting)
 
-    def _after_backward(self, gradients: Mapping[str, tf.Tensor]) -> list[unshard_schedule.Gradient]:
+    def _after_backward(self, gradients: Mapping[str, tf.Tensor]) -> list[unshard_schedule.WaitingGradient]:
         """Add to the graph what becomes of the gradients; return those for which the backward pass waits."""
         alone = {each.layout.spec.path for each in self._gradients}
         for layout in self._placement.variables:
@@ -303,7 +303,7 @@ class Tracer:
         self._results.append(made[0])
         return made[1:]
 
-    def _arrange(self, noted: Sequence[Block], gradients: Sequence[unshard_schedule.Gradient]) -> StepGraph:
+    def _arrange(self, noted: Sequence[Block], gradients: Sequence[unshard_schedule.WaitingGradient]) -> StepGraph:
         """Run the passes of a step: recomputation, and the schedule of gathers."""
         barrier = Barrier(read_token=lambda: tf.compat.v1.placeholder(tf.float32, ()))
         stored_values = {each.ref() for each in self._stored.values()}
