@@ -86,8 +86,8 @@ _CROSS_ENTROPIES = frozenset(("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCro
 # If devices wait for each other in the backward pass, as in batch normalization, TensorFlow computes gradients of
 # kernels later than the trace. Measured with ResNet50 and EfficientNetB0 (docs/measurements.md).
 _LATER = 1.25
-# If nothing in the backward pass waits, TensorFlow computes some gradients of weights last, and keeps their operands until
-# then. This share of all such operands was measured.
+# If nothing in the backward pass waits, TensorFlow computes some gradients of weights last, and keeps their operands
+# until then. This share of all such operands was measured.
 _LATE_SHARE = 0.4
 # In the names of operations that compute gradients.
 _TAPE = "gradient_tape/"
