@@ -14,7 +14,7 @@ from tfshard.layouts import variable_layout
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.planning import variable_traffic
-from tfshard.planning.step_graph import Tracer, Gradient, Kind, StandIn, StepGraph
+from tfshard.planning.step_graph import Gradient, Kind, StandIn, StepGraph, Tracer
 from tfshard.storage import unshard_schedule
 
 
