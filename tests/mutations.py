@@ -397,7 +397,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="peaks",
-        function="tfshard.planning.step_collectives:_Tracer._read_alone.reduce",
+        function="tfshard.planning.step_collectives:_CollectiveTracer._read_alone.reduce",
         old="                self._joining[name].append(full)\n                return full\n",
         new="                return full\n",
         what="the gradients of a table's uses are added up before they are reduced",
