@@ -267,8 +267,8 @@ MUTATIONS = [
     Mutation(
         area="planning",
         function="tfshard.planning.peak:_Lifetimes._gradients",
-        old="yield _Span(min(map(self._made, self._merged)), ",
-        new="yield _Span(self._end, ",
+        old="yield _Lifetime(min(map(self._made, self._merged)), ",
+        new="yield _Lifetime(self._end, ",
         what="the buffer of joined gradients is planned for the end of the backward pass only",
         killed_by="tests/planning/test_peak.py::test_the_buffer_of_joined_gradients_is_there_with_the_first",
     ),
