@@ -193,13 +193,13 @@ def run(case, chosen=None):
 @pytest.mark.parametrize("name", CASES)
 def test_parts_have_the_numbers_of_the_whole_batch_on_one_device(name, monkeypatch):
     case, counts = CASES[name], []
-    loop = microbatches.Microbatches._while
+    loop = microbatches.MicrobatchedStep._while
 
     def noted(self, *args):
         counts.append(self.parts.count)
         return loop(self, *args)
 
-    monkeypatch.setattr(microbatches.Microbatches, "_while", noted)
+    monkeypatch.setattr(microbatches.MicrobatchedStep, "_while", noted)
     trained = run(case, strategy(**case.options))
     assert counts and min(counts) > 1, "premise: there were parts"
     reference = run(case)

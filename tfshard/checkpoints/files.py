@@ -21,6 +21,9 @@ MANIFEST = "manifest.json"
 DATA = "data"
 TEMPORARY = ".tmp-"
 LOCK = ".lock"
+# The files that a manifest may name: the data of variables, and other files.
+DATA_FILE = re.compile(rf"{DATA}\.data-\d{{5}}-of-\d{{5}}")
+OTHER_FILE = re.compile(rf"{DATA}\.index|iterator-\d{{5}}\.(index|data-00000-of-00001)")
 _BLOCK_BYTES = 1 << 20
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -110,6 +113,11 @@ def spec(shape: Sequence[int], box: Box) -> str:
         return ""
     ranges = ":".join(f"{begin},{size}" for begin, size in zip(box.offset, box.shape, strict=True))
     return " ".join(map(str, shape)) + " " + ranges
+
+
+def part_prefix(client: int) -> str:
+    """Return the name of the files with the shards that a client wrote, without a suffix. They are merged."""
+    return f"part-{client:05d}"
 
 
 def iterator_prefix(client: int) -> str:

@@ -10,12 +10,12 @@ import dataclasses
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from tfshard.checkpoints import files
 from tfshard.errors import CheckpointCorruptError, CheckpointError
 from tfshard.layouts.boxes import Box
 
@@ -29,8 +29,6 @@ DTYPES = frozenset(
     "float8_e4m3fn float8_e5m2".split()
 )
 KINDS = ("parameter", "state", "slot", "seed", "metric", "compression")
-_DATA_FILE = re.compile(r"data\.data-\d{5}-of-\d{5}")
-_OTHER_FILE = re.compile(r"data\.index|iterator-\d{5}\.(index|data-00000-of-00001)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -357,8 +355,8 @@ def _check_cover(pieces: list[StoredShard], shape: tuple[int, ...], what: str) -
 
 def _file(data: object, name: str) -> StoredFile:
     # A plain name cannot name a file outside of the checkpoint's directory.
-    is_data = _DATA_FILE.fullmatch(name) is not None
-    if not is_data and not _OTHER_FILE.fullmatch(name):
+    is_data = files.DATA_FILE.fullmatch(name) is not None
+    if not is_data and not files.OTHER_FILE.fullmatch(name):
         raise _Bad(f"it names a file that no checkpoint has: {name[:100]!r}")
     fields = _fields(data, f"file '{name}'", bytes=int, sha256=(str, type(None)))
     _natural(fields, "bytes")
@@ -369,4 +367,4 @@ def _file(data: object, name: str) -> StoredFile:
 
 def needs_sha256(name: str) -> bool:
     """Return True if no checksum of a box covers the file."""
-    return not _DATA_FILE.fullmatch(name)
+    return not files.DATA_FILE.fullmatch(name)

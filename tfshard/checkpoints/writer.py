@@ -194,24 +194,24 @@ class Writing:
 
     def _prefix(self) -> pathlib.Path:
         single = self._here.count == 1
-        return self.temporary / (files.DATA if single else f"part-{self._here.rank:05d}")
+        return self.temporary / (files.DATA if single else files.part_prefix(self._here.rank))
 
     # --- several clients: they meet in the directory, because a collective in this thread would meet the collectives of
     # a step
 
     def _publish(self, stored: dict[str, StoredVariable]) -> None:
         """Tell the first client which boxes this client wrote."""
-        for path in self.temporary.glob(f"part-{self._here.rank:05d}.*"):
+        for path in self.temporary.glob(f"{files.part_prefix(self._here.rank)}.*"):
             files.sync(path)
         for path in self.temporary.glob(f"{files.iterator_prefix(self._here.rank)}.*"):
             files.sync(path)
-        name = self.temporary / f"part-{self._here.rank:05d}.json"
+        name = self.temporary / f"{files.part_prefix(self._here.rank)}.json"
         files.write(name.with_suffix(".tmp"), manifest.encode_part(stored))
         os.rename(name.with_suffix(".tmp"), name)
 
     def _gather(self) -> dict[str, StoredVariable]:
         """Return the variables with the boxes of all clients, and merge their data into one bundle."""
-        parts = [self.temporary / f"part-{client:05d}.json" for client in range(self._here.count)]
+        parts = [self.temporary / f"{files.part_prefix(client)}.json" for client in range(self._here.count)]
         self._wait_for(lambda: all(part.exists() for part in parts), "the pieces of the other clients")
         stored = manifest.decode_parts([part.read_bytes() for part in parts], str(self.temporary))
         for part in parts:

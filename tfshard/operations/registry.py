@@ -94,7 +94,7 @@ def rewrite_rule(
         *operations: Types of operations, such as `"TopKV2"`.
         graph: True to apply the rule while a step is traced.
         eager: True to apply the rule in an eager step.
-        gradient: The right gradient (see the module).
+        gradient: The right gradient. A function sets the gradient in loops and branches only (see the module).
         fault: How DTensor fails with the operation, for the table in docs/design.md.
         cases: Names of the tests of the rule, in tests/operations/rewrite_cases.py.
         when: A function with a docstring that takes what the rule takes. The rule is skipped if the function returns

@@ -6,6 +6,7 @@ shard: wrong numbers, or a failing kernel. `tf.where` finds the places in each l
 places the other devices found.
 
 The rules replicate the operands and the result, and write the indices as a matrix. Sharded operands cost an all-gather.
+Top-k keeps the rows sharded.
 """
 
 import math

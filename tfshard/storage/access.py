@@ -8,7 +8,8 @@ A variable has one rule: it asks the access object of the current context. `curr
     | a traced function that no strategy runs             | `InPlainFunction`  | an ordinary tensor on one device      |
     | a traced function that runs steps, between them     | `AroundSteps`      | the full value on the mesh            |
     | a step, or a graph where Keras only learns shapes   | `InStep`           | the full value in the compute layout  |
-    | an optimizer's update                               | `InUpdate`         | the buffer in the update layout       |
+    | an optimizer's update                               | `InUpdate`         | the value in the update layout, or,   |
+    |                                                     |                    | if a buffer packs it, the full value  |
     | an update of a packed buffer as one tensor          | `InPackedUpdate`   | the same, for its members and slots   |
     | an update of an embedding table by rows             | `InRowUpdate`      | rows, for the table and its slots     |
 

@@ -28,7 +28,7 @@ class MeshStep:
     1. `AttachedModel.refresh` attaches what the model got since the last step.
     2. If variables moved since the trace, Keras makes the function again, and that function runs.
     3. `StepFunctions.prepare` shards each batch and chooses the traced function for its shapes.
-    4. `ShardedStrategy.operation` opens the step, and `StepFunctions.run` runs it on each batch.
+    4. `ShardedStrategy.operation` announces the step, and `StepFunctions.run` runs it on each batch.
 
     Args:
         model: The model.
