@@ -1,19 +1,19 @@
-"""Run operations on each device's local shards. No other module tells DTensor to leave operations alone.
+"""Run operations on each device's local shards. Only this module makes parted layouts.
 
 DTensor has an expansion rule for each operation. It does not expand an operation with an operand in a "parted" layout
 (SkipExpansionForPartedLayout in TensorFlow 2.21's dtensor/mlir/spmd_expander.cc): each device computes with its local
-shard. By the types of the graph, the operand still has the global shape.
+shard. The static shape of the operand in the graph is still the global shape.
 
-- `to_local` and `local_rows` take the local part of a parted tensor in the local shape, and declare the result
-  replicated. DTensor then leaves what follows as it is, while the values differ between devices.
-- `from_local` is the way back: it gathers by indices that are sharded themselves, in the local shape.
+- `to_local` and `local_rows` return the local shard in the local shape. A caller declares the result replicated, and
+  DTensor then leaves what follows as it is, while the values differ between devices.
+- `from_local` is the way back: a `tf.gather`, which sends nothing, by an index tensor that the axis shards.
 - `parted` keeps the global shape, for one operation that leaves sharded dims as they are (`run_locally`).
 
-Bring no tensor between `to_local` and `from_local` to a layout with a mesh axis: DTensor would slice the local shard
+Between `to_local` and `from_local`, never relayout a tensor to a sharded layout: DTensor would slice the local shard
 again. The names of operations that are made in `scope`, and of their gradients, tell that they are local (`is_named`).
 
-These functions have no right gradients. `operations.rows` and `operations.local_map` have functions that you can
-differentiate.
+The gradients of these functions are wrong, except of `with_gradient`. `operations.rows` and `operations.local_map` have
+functions that you can differentiate.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ NAME = "rows_of_a_device"
 
 
 def scope() -> contextlib.AbstractContextManager[Any]:
-    """A context for operations on local shards: no rewrite rule changes them."""
+    """A context for operations on local shards: only rewrite rules with `local="also"` or `"only"` apply."""
     context: contextlib.AbstractContextManager[Any] = tf.name_scope(NAME)
     return context
 

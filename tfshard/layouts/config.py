@@ -22,7 +22,7 @@ REDUCE_DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroStage:
-    """The tensors that the batch axis shards between steps (Rajbhandari et al. 2020, "ZeRO").
+    """The tensors that the batch axis shards (Rajbhandari et al. 2020, "ZeRO").
 
     Code asks for these three facts, never for the number of the stage.
 
@@ -101,11 +101,11 @@ class ReshardPolicy:
     """When a step gathers sharded parameters, and when it frees them.
 
     Attributes:
-        reshard_after_forward: True: a step frees a gathered parameter after the forward pass, and gathers the parameter
-            again for the backward pass. Regular expressions: the step does so for variables with a full path that one
-            of the expressions matches.
-        prefetch: How many variables or groups before its use a gather may start. The backward pass holds at most this
-            many full gradients at once, but at least one.
+        reshard_after_forward: True: a step frees gathered parameters after use, and gathers them again for the backward
+            pass. It keeps as many bytes as the largest variable or group takes. Regular expressions: only variables
+            whose full path an expression matches, and groups of which all members match. False: the step gathers once.
+        prefetch: How many variables or groups before its use a gather may start. The backward pass holds at most
+            `max(prefetch, 1)` full gradients at once.
     """
 
     reshard_after_forward: bool | tuple[str, ...] = True
@@ -219,13 +219,13 @@ class ShardingConfig:
     Attributes:
         layout_map: The dims that model axes shard. None: tfshard finds a map for each model (`layout_map="auto"`).
         zero_stage: The tensors that the batch axis shards.
-        analyzer: The sizes of variables that share a buffer, and of buffers; None: no groups.
+        analyzer: Which variables share a buffer; None: no groups.
         reshard: When a step gathers and frees sharded parameters.
         precision: The dtypes of reductions and of stored slots.
         microbatches: How a training step divides its batch.
         offload: Tensors that devices store in the memory of their host.
-        sequence_parallel: The model axis shards activations between tensor-parallel blocks along the sequence.
-        already_sharded: Each client of a launched run feeds its local rows of every batch.
+        sequence_parallel: True: the model axis shards activations along the sequence between tensor-parallel blocks.
+        already_sharded: True: each client of a launched run feeds its local rows of every batch.
         compression: How devices encode gradients that they send.
         tables: The variables that are embedding tables.
 
@@ -260,7 +260,8 @@ class ShardingConfig:
 
         Raises:
             LayoutError: The layout map names an axis that the mesh does not have.
-            StrategyError: `compression` or `reduce_once` on a mesh with a model axis.
+            StrategyError: An unknown `compression`, `compression` on a mesh with a model axis, or `reduce_once` on a
+                mesh with several axes of more than one device.
         """
         compressions.check(self.compression, axes)
         if self.layout_map is not None:

@@ -1,13 +1,14 @@
 """The registry of rewrite rules: which TensorFlow operations of a step are replaced, when, and by what.
 
 A rewrite rule is a function with the decorator `rewrite_rule`. It takes a `_private.Call` (and the mesh, if it names a
-second parameter), and returns the tensors that replace the outputs of the operation, or None to leave the operation.
-`rewrites.rewritten` calls the rules of an operation in their order; the first that returns tensors wins.
+second parameter), and returns the tensors that replace the outputs of the operation, or None to leave it unchanged.
+While `rewrites.rewritten` is open, the rules of an operation are called in their order; the first that returns tensors
+wins.
 
 Two mechanisms differentiate a step. A tape records the operation of the model, with the operands of the model and the
 outputs of the rule, after the operations of the rule. Therefore a tape calls the gradient that TensorFlow registered
 for the operation, in a graph and in eager code. But TensorFlow differentiates loops and branches by the graph of the
-body: it finds the operations of the rule, and calls their gradients. `gradient` says which derivative is right:
+body: it finds the operations of the rule, and calls their gradients. `gradient` says what loops and branches use:
 
 - `"registered"`: TensorFlow's gradient of the operation. The operations of the rule have the same derivative.
 - a function: the gradient that loops and branches get in place of TensorFlow's. It replaces the gradient of those
@@ -34,7 +35,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewriteRule:
-    """A rewrite rule. `rewrite_rule` has the meaning of the fields."""
+    """A rewrite rule. `rewrite_rule` documents the fields."""
 
     operations: tuple[str, ...]
     function: Callable[..., Tensors]
@@ -99,8 +100,8 @@ def rewrite_rule(
         cases: Names of the tests of the rule, in tests/operations/rewrite_cases.py.
         when: A function with a docstring that takes what the rule takes. The rule is skipped if the function returns
             False.
-        order: The place of the rule among the rules of an operation: smaller numbers come first. Two rules of an
-            operation must differ in it.
+        order: The place of the rule among the rules of an operation: smaller numbers come first. Two rules that may
+            apply to one call must differ in it.
         sizes: `"known"`: the rule is skipped if the shape of an operand or result depends on values. `"any"`: the rule
             applies to all shapes. `"unknown"`: the rule applies only if a shape depends on values, to operands that
             `unsized.rewrite` has replicated, after all other rules.
@@ -108,7 +109,8 @@ def rewrite_rule(
             these operations alone. `"also"`: the rule applies to all operations.
 
     Raises:
-        ValueError: Another rule of an operation has the same order, or the condition has no docstring.
+        ValueError: No operation, neither graph nor eager, another rule with the same order, or a condition without a
+            docstring.
     """
 
     def register(function: _Function) -> _Function:
@@ -155,7 +157,7 @@ def _compete(one: RewriteRule, other: RewriteRule) -> bool:
 
 
 def first_rewrite(rules: Iterable[RewriteRule], call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Return what the first rule that applies and does not leave the operation returns, or None."""
+    """Try the rules in their order, and return the outputs of the first that rewrites the operation, or None."""
     for rule in rules:
         if rule.applies(call, mesh):
             result = rule.rewrite(call, mesh)
@@ -176,7 +178,7 @@ def rewritten_operations(*, eager: bool | None = None) -> frozenset[str]:
 
 
 def all_rules() -> list[RewriteRule]:
-    """Return each rule once, in the order of their registration."""
+    """Return each rule once, by operation."""
     return list({id(rule): rule for rules in _rules.values() for rule in rules}.values())
 
 

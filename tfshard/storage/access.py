@@ -1,6 +1,6 @@
 """Access: how a variable is read and written in the current context.
 
-A variable has one rule: it asks the access object of the current context. `current` chooses the object:
+Each read or write of a variable goes to the access object of the current context. `current` chooses the object:
 
     | context                                             | access             | a read gives                          |
     |-----------------------------------------------------|--------------------|---------------------------------------|
@@ -65,7 +65,7 @@ class VariableView(outside.View, Protocol):
         """Return the full value in the compute layout, as the current graph sees it."""
 
     def source(self) -> tf.Tensor:
-        """Return the tensor or handle that a gradient is taken with respect to, if no step has read the variable."""
+        """Return the tensor or handle that gradients are taken with respect to, if no traced step has read it."""
 
 
 class Access(Protocol):
@@ -78,7 +78,7 @@ class Access(Protocol):
         """Set or record the value."""
 
     def shape(self, variable: VariableView) -> tuple[int, ...]:
-        """Return the shape of reads."""
+        """Return the shape of reads. In an update by rows: the full shape, since the number of rows is unknown."""
 
     def handle(self, variable: VariableView) -> tf.Tensor:
         """Return the tensor or handle that gradient tapes differentiate with respect to."""
@@ -101,7 +101,7 @@ def current() -> Access:
 
 
 class OnHost:
-    """Eager code outside of steps: `model(x)` and callbacks work as on one device."""
+    """Eager code outside of steps: reads copy to the host, and writes take effect at once."""
 
     def read(self, variable: VariableView) -> tf.Tensor:
         records = _private.could_record()
@@ -196,8 +196,8 @@ class InStep:
     def _write_table(self, variable: VariableView, tensor: tf.Tensor) -> None:
         del tensor
         raise StrategyError(
-            f"Embedding table '{variable.path}' is assigned in a step, by something else than an optimizer's update of "
-            "its rows. Assign it outside of the step, or take it out of tables=."
+            f"Embedding table '{variable.path}' is assigned in a step, by something other than an optimizer's update "
+            "of its rows. Assign it outside of the step, or take it out of tables=."
         )
 
     def shape(self, variable: VariableView) -> tuple[int, ...]:

@@ -1,11 +1,13 @@
 """Barriers: order operations of a step that no data connects.
 
-An optimization barrier is one `IdentityN`: none of its outputs exists before all of its inputs do. This module makes
-every barrier of the package. Elsewhere an `IdentityN` belongs to a custom gradient.
+An optimization barrier is one `IdentityN`: its outputs become available only when all inputs are. This module makes the
+barriers of all steps; `planning` adds others to the graphs that it traces for estimates. Elsewhere an `IdentityN`
+belongs to a custom gradient.
 
 # Note: why a barrier looks the way it does
 
-Four compilers rewrite a step's graph after tfshard, and each may drop or cross an order:
+Four compilers rewrite a step's graph after tfshard. Three may drop or cross an order, and one miscomputes around a
+barrier:
 
 - **DTensor** merges all-reduces, and then sorts all operations by their operands only
   (dtensor_allreduce_combine_optimization.cc). Control edges do not survive, and a read, which has no operand but its
@@ -20,8 +22,8 @@ Four compilers rewrite a step's graph after tfshard, and each may drop or cross 
   one operation, even different outputs (mkl_layout_pass.cc). The results are then silently wrong. So no barrier gives
   outputs to both, and callers leave gradients of convolutions alone.
 
-A barrier copies nothing and changes no number. It also keeps TensorFlow from fusing the operations before and behind
-it, and from merging equal operations on its two sides.
+By itself, a barrier copies nothing and changes no number. It also keeps TensorFlow from fusing the operations before
+and behind it, and from merging equal operations on its two sides.
 """
 
 import dataclasses
@@ -37,12 +39,12 @@ from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 from tfshard.storage.graph_edits import OpInput
 
-# A tensor, and the inputs that take the tensor from behind a barrier.
+# A tensor, and the inputs of operations to connect to the tied tensor.
 Held: TypeAlias = tuple[tf.Tensor, Sequence[OpInput]]
 
 
 def tie(read: tf.Tensor, *tensors: tf.Tensor) -> list[tf.Tensor]:
-    """Return the same tensors, of which none exists before all do. The caller must use every output.
+    """Return tied tensors, the read first, which become available only when all are. The caller must use every output.
 
     Args:
         read: The read of a variable.
@@ -71,7 +73,7 @@ def write_then_read(variable: dtensor.DVariable, value: tf.Tensor) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Barrier:
-    """Makes the barriers of one step, whose first input is the token.
+    """Makes barriers for one step. The token is the first input of each.
 
     Attributes:
         read_token: Reads the token.
@@ -83,11 +85,11 @@ class Barrier:
 
     @classmethod
     def on(cls, mesh: dtensor.Mesh, tokens: list[tf.Tensor]) -> "Barrier":
-        """Return the barrier of a step on a mesh."""
+        """Return the maker of barriers of a step on a mesh."""
         return cls(read_token=lambda: read_token(mesh), tokens=tokens)
 
     def tie(self, *tensors: tf.Tensor, read: tf.Tensor | None = None) -> list[tf.Tensor]:
-        """Return the same tensors, of which none exists before all do. The caller must use every output.
+        """Return tied tensors, which become available only when all are. The caller must use every output.
 
         Args:
             *tensors: Tensors of the same graph.

@@ -1,18 +1,23 @@
 """The passes that change the graph of a step once it is traced, and write its values.
 
-A pass is a function of the step's record (data) and of the barrier that makes its ordering operations. It changes the
-graph, and replaces tensors in the record. No pass calls another. Their order matters:
+A pass takes the record of the step and a `Barrier`, which makes ordering operations. It may edit the graph and update
+the record. No pass calls another. Their order matters:
 
 1. `recompute_blocks` adds copies of operations, and says where they run. Copies use stored values, so the schedule of
    unshards must see them.
-2. `schedule_unshards` lets gathers wait for their use, and the backward pass for updates (`StepRecord.values`).
-3. `slice_with_gradient`, 4. `order_updates` order the updates of gradients that are reduced together.
-5. `read_slots_after_write` looks for the consumers of new values. Operations that later passes add are no consumers.
-6. `hold_small_copies` ties the small values, and uses all tokens of the barriers before it.
+2. `schedule_unshards` delays each gather until shortly before its use, and makes the backward pass wait for updates. It
+   replaces `StepRecord.values` and `StepRecord.results`.
+3. `slice_with_gradient` delays the slice of a replicated value until its gradient exists.
+4. `order_updates` runs the updates of gradients that are reduced together one after another.
+5. `read_slots_after_write` finds the consumers of new values. It runs before passes that add consumers of their own.
+6. `hold_small_copies` ties the small values, and assigns the sum of all tokens, so that no compiler drops a barrier.
 7. `write` assigns the values. Nothing may follow.
 
-A microbatch writes nothing, so it runs the first two only. Its step runs the others when all microbatches have ended.
-In eager code most passes do nothing.
+A microbatch writes nothing, so it runs only the first two, on its own graph. The step then runs all seven on its graph.
+In eager code only `write` has an effect.
+
+`hooks.ShardedExtended.step` opens a step, `Step` records, and `Step.finish` runs the passes. docs/design.md follows a
+batch through a step.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,7 +53,7 @@ def run(passes: Iterable[Pass], record: StepRecord) -> None:
     """Run passes over the record of a step."""
 
     def read_token() -> tf.Tensor:
-        assert record.mesh is not None, "A pass orders reads and writes of variables, which have a mesh."
+        assert record.mesh is not None, "A pass made a barrier in a step that uses no variable, and so has no mesh."
         return barriers.read_token(record.mesh)
 
     barrier = Barrier(read_token=read_token, tokens=record.tokens)

@@ -61,7 +61,7 @@ class ReadLog:
 
 
 class Step:
-    """One run of a step function, traced or eager.
+    """One trace of a step function, or one eager run of it.
 
     The step collects data in its record, and answers what was read and written so far. `finish` runs the passes.
 
@@ -104,7 +104,7 @@ class Step:
         return self.record.graph
 
     def check_read(self, variable: tf.Variable) -> None:
-        """Raise `StrategyError` if the step must not read a variable any more: a microbatch may not."""
+        """Does nothing. `MicrobatchStep` raises if the variable is updated after the last microbatch."""
 
     def note_stored_read(self, storage: Writable, stored: tf.Tensor) -> tf.Tensor:
         """Record a read of a stored value, and return it."""
@@ -141,9 +141,9 @@ class Step:
     ) -> tf.Tensor:
         """Return a read on a host mesh that waits for the gradient of the current update.
 
-        One number of each shard of the gradient is sent to the host for this. Without them, the devices would hold all
-        offloaded values from the beginning of the step. They do if the update is in a branch of a `tf.cond`, since
-        the gradient of the branch is unknown outside of it.
+        One number of each shard of the gradient is sent to the host for this. Otherwise the devices would hold every
+        offloaded value from the beginning of the step. In a branch of a `tf.cond` they still do, because the gradient
+        is unknown outside of the branch.
 
         Args:
             stored: The read.
@@ -164,14 +164,14 @@ class Step:
         return waiting
 
     def tie(self, mesh: dtensor.Mesh, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        """Return the same tensors of the step's own graph, of which none exists before all do."""
+        """Return tied tensors of the step's own graph (`Barrier.tie`). The caller must use every output."""
         return Barrier.on(mesh, self.record.tokens).tie(*tensors)
 
     def return_sums(self, sums: dict[Writable, tf.Tensor]) -> None:
-        """Return sums of gradients instead of updating variables.
+        """Make the step return sums of gradients instead of updating variables.
 
         The backward pass waits for the sums as it does for updates. When the step has ended, the dict holds the tensors
-        to return, and `record.token` a number to use, if there is one.
+        to return. `record.token` is a number to use, except in a microbatch.
 
         Args:
             sums: The sums by storage.

@@ -61,7 +61,7 @@ class AttachedModel:
     """A Keras model and the strategy that shards its variables.
 
     `attach` reshards the model, its optimizers and its metrics. `refresh` does so before a step, for all that the model
-    got since. `move_from_other` takes the model from another strategy, which then calls `detach`.
+    got since. `move_from_other` takes the model over, and calls `detach` of the other strategy's `AttachedModel`.
 
     Args:
         model: The model. It is held weakly.
@@ -71,7 +71,7 @@ class AttachedModel:
     def __init__(self, model: keras.Model, strategy: StrategyBase):
         self._model = weakref.ref(model)
         self._strategy = weakref.ref(strategy)
-        # Without the layers: they would keep the model alive, and the model this object.
+        # Without the layers: they would keep the model alive, and with it this object.
         self._placed: tuple[_Basis, ModelPlacement] | None = None
         self._found_map: LayoutMap | None = None
         self._layouts_are_checked = False
@@ -82,14 +82,14 @@ class AttachedModel:
     def model(self) -> keras.Model:
         """The model."""
         model = self._model()
-        assert model is not None, "Whoever asks has the model."
+        assert model is not None, "The model was garbage-collected."
         return model
 
     @property
     def strategy(self) -> StrategyBase:
         """The strategy."""
         strategy = self._strategy()
-        assert strategy is not None, "The strategy holds this object."
+        assert strategy is not None, "The strategy was garbage-collected."
         return strategy
 
     # --- layouts
@@ -111,7 +111,7 @@ class AttachedModel:
         The placement is kept until the model's variables, its layout map or the policy for groups change.
 
         Args:
-            ignore_stored: True to place also variables that are stored on a mesh already.
+            ignore_stored: True to ignore the layouts in which variables are stored now.
         """
         owned = inventory.owned_variables(self.model)
         specs, stored = [], []
@@ -204,14 +204,14 @@ class AttachedModel:
         for metric in _private.compiled_metrics(model):
             attach_variables(metric.variables, strategy)
         if inventory.has_no_call(model) and model.layers and all(layer.built for layer in model.layers):
-            model.built = True  # Keras builds a model by calling it.
+            model.built = True  # Keras builds a model by calling it, and this model has no `call`.
         if model.built:
             self.group_variables()
 
     def refresh(self) -> None:
         """Check the model before a step, and attach what it got since: variables, optimizers, metrics.
 
-        Does nothing if the model has not changed.
+        Attaches nothing in a graph, and nothing but the global seed if the model has not changed.
 
         Raises:
             StrategyError, LayoutError, UnsupportedLayerError: As `check`.
@@ -259,7 +259,7 @@ class AttachedModel:
         if not isinstance(other, StrategyBase) or other is strategy:
             return
         if model in other.pipelined_models or model in other.stage_models:
-            return  # `reshard_layers` raises the error.
+            return  # The later call of `reshard_layers` raises the error.
         strategy.check_accepts(model)
         unsupported.check_layers(model)
         placed = self._layouts(ignore_stored=True)
@@ -287,11 +287,13 @@ class AttachedModel:
         self._leave({each.storage for each in left})
 
     def move_waiting(self) -> None:
-        """Move variables that wait on the host to their layouts, where they go on waiting for their values."""
+        """Give variables that have no buffer yet their final layouts, without making the buffers."""
         reshard.materialize(self._layouts(), self.strategy.mesh, waiting=True)
 
     def group_variables(self) -> None:
         """Move the variables of a built model, and their slots, to the layouts of the placement, groups included.
+
+        Then patch the layers. In a launched run, first compare the initial values of all clients.
 
         With `layout_map="auto"`, this moves also variables that were created before the map was known. A variable in a
         group of another model that shares it stays there, so that functions which read it stay valid.
@@ -355,7 +357,7 @@ class AttachedModel:
     def storages(self) -> Storages:
         """Return the storage of each variable of the model and of its optimizers.
 
-        The storages are returned themselves, so that their ids are not used again.
+        Storages, and not their ids, so that no id is used again.
         """
         model = self.model
         variables = [variable for variable, _ in inventory.owned_variables(model)]
@@ -364,7 +366,7 @@ class AttachedModel:
 
 
 class TracedStorages:
-    """The storages that a traced function of a model reads.
+    """The storages of a model when a function was traced, to find out later whether variables moved.
 
     Args:
         attached: The model.

@@ -23,12 +23,13 @@ _NAMES = {"training step": "train", "evaluation step": "test", "prediction step"
 class MeshStep:
     """A Keras step function that shards its batches over the mesh and returns results to the host.
 
-    A call runs one execution:
+    A call runs `steps_per_execution` steps:
 
     1. `AttachedModel.refresh` attaches what the model got since the last step.
-    2. If variables moved since the trace, Keras makes the function again, and that function runs.
+    2. If variables moved since the trace, Keras makes the function again, and that function runs instead of 3 and 4.
     3. `StepFunctions.prepare` shards each batch and chooses the traced function for its shapes.
-    4. `ShardedStrategy.operation` announces the step, and `StepFunctions.run` runs it on each batch.
+    4. `ShardedStrategy.operation` surrounds the execution, and `StepFunctions.run` runs each batch. The function that
+       it calls opens the step (`hooks.ShardedExtended.step`).
 
     Args:
         model: The model.
@@ -37,7 +38,7 @@ class MeshStep:
         kind: `"training step"`, `"evaluation step"` or `"prediction step"`.
         make_again: Makes another step function for batches of other shapes. Keras's functions relax the sizes that
             differ between calls to unknown sizes (reduce_retracing), and DTensor shards no dim of unknown size.
-        to_host: True if the results are per-sample values. Each device sends its samples to the host.
+        to_host: True for predictions: each device sends its samples to the host, which concatenates them.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class MeshStep:
         Raises:
             StopIteration: No batch is left.
         """
-        # Outside of the lock, which whoever makes the batches may need.
+        # Before the lock: the code that makes batches may need the lock.
         taken = list(itertools.islice(batches, self._model.steps_per_execution))
         if not taken:
             raise StopIteration
@@ -103,7 +104,7 @@ class MeshStep:
         return self._strategy.operation(self, self._kind, batches)
 
     def _run_each(self, prepared: list[Prepared]) -> list[Any]:
-        """Run the step on each batch. The last batch of an execution may have fewer rows."""
+        """Run the step on each batch."""
         known, results = self._functions.compiled, []
         try:
             for each in prepared:
