@@ -1497,11 +1497,11 @@ MUTATIONS = [
     ),
     Mutation(
         area="clusters on paper",
-        function="tfshard.planning.simulation:Simulator._prediction",
+        function="tfshard.contrib.simulate.simulation:Simulator._prediction",
         old="        peak = resting + made + sum_bytes(microbatches, placement.variables, placement.mesh_shape)",
         new="        peak = made + sum_bytes(microbatches, placement.variables, placement.mesh_shape)",
         what="what rests takes no memory",
-        killed_by="tests/planning/test_simulation.py::test_a_step_on_one_host_is_what_advise_says_of_it",
+        killed_by="tests/contrib/simulate/test_simulation.py::test_a_step_on_one_host_is_what_advise_says_of_it",
     ),
     Mutation(
         area="documents",

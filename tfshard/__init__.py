@@ -16,7 +16,6 @@ Each subpackage depends only on the subpackages above it. docs/design.md introdu
     training       the strategy: the interface to Keras
     callbacks      measurements during training
     verifying      comparison with single-device Keras
-    calibration    the cost of a step's work on the devices
     checkpoints    saving and resuming runs
 
 In addition, `errors`, `layers`, `presets` and `collectives` serve users, and `tables`, `command_line` and `cli` the
@@ -31,20 +30,24 @@ from tfshard import command_line
 if not command_line.is_answered_alone():
     # Import _private first, because it checks the versions of TensorFlow and Keras.
     from tfshard import _private, callbacks, collectives, errors, layers, measure, pipelining, planning, presets
-    from tfshard.calibration import calibrate
     from tfshard.checkpoints import CheckpointCallback, CheckpointManager, export, import_weights
+    from tfshard.contrib import simulate as _simulate
     from tfshard.contrib.pipeline import pipeline
+    from tfshard.contrib.simulate import calibrate, simulate
     from tfshard.devices import create_mesh, initialize
     from tfshard.errors import ShardingError
     from tfshard.graph import abstract_model, auto_layout_map
     from tfshard.layouts import EmbeddingTables, LayoutMap, PowerSGD
     from tfshard.measure import profile_network, profile_step
     from tfshard.operations.local_map import local_map, psum
-    from tfshard.planning import ParameterAnalyzer, advise, lint, plan, simulate
+    from tfshard.planning import ParameterAnalyzer, advise, lint, plan
     from tfshard.training import Model, Sequential, ShardedStrategy, as_distributed, random_map
     from tfshard.verifying import verify
 
-    del _private
+    # Names that were in tfshard.planning until 0.2.
+    vars(planning).update({name: vars(_simulate)[name] for name in ("Prediction", "Simulation", "simulate")})
+
+    del _private, _simulate
 
 __all__ = [
     "CheckpointCallback",

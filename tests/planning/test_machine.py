@@ -287,7 +287,7 @@ def test_something_else_is_no_machine():
 
 def test_prices_are_those_with_which_steps_take_what_they_took(monkeypatch):
     """Calibration on step times that follow from a machine finds that machine."""
-    from tfshard import calibration
+    from tfshard.contrib.simulate import calibration
 
     truth = machine(convolution_flops=2e11, update_bandwidth=3e9, product_bandwidth=4e10, operation_seconds=2e-5)
     rs = np.random.RandomState(0)
@@ -309,7 +309,7 @@ def test_prices_are_those_with_which_steps_take_what_they_took(monkeypatch):
 
 
 def test_of_two_measurements_of_a_link_the_quicker_is_taken():
-    from tfshard import calibration
+    from tfshard.contrib.simulate import calibration
     from tfshard.planning import Links
 
     quick, slow = Link(latency=2e-4, bandwidth=4e9), Link(latency=1e-4, bandwidth=1e9)
@@ -320,7 +320,7 @@ def test_of_two_measurements_of_a_link_the_quicker_is_taken():
 
 @pytest.mark.slow
 def test_calibration_measures_this_machine(monkeypatch):
-    from tfshard import calibration
+    from tfshard.contrib.simulate import calibration
 
     monkeypatch.setattr(calibration, "_MODELS", calibration._MODELS[3:5])
     monkeypatch.setattr(calibration, "_STEPS", 2)

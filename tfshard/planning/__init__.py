@@ -21,7 +21,6 @@ Read `sharding_plan` first: what a plan holds.
     step_times            how long a step takes on a machine
     compression_gain      whether a compression of gradients pays on a link
     advice                which mesh and stage fit in memory
-    simulation            steps on clusters of any size
 """
 
 from tfshard.graph.flops import training_flops
@@ -34,7 +33,6 @@ from tfshard.planning.linter import Finding, lint
 from tfshard.planning.machine import Machine
 from tfshard.planning.overlap import Overlap
 from tfshard.planning.sharding_plan import ShardingPlan
-from tfshard.planning.simulation import Prediction, Simulation, simulate
 from tfshard.planning.variable_traffic import Collective, predict_collectives
 
 __all__ = [
@@ -47,14 +45,11 @@ __all__ = [
     "Machine",
     "Overlap",
     "ParameterAnalyzer",
-    "Prediction",
     "ShardingPlan",
-    "Simulation",
     "advise",
     "compression_pays",
     "lint",
     "plan",
     "predict_collectives",
-    "simulate",
     "training_flops",
 ]
