@@ -165,7 +165,8 @@ def predicted(configuration: Configuration, machines: list[Any]) -> list[Any]:
     """What is predicted of it on each machine, on paper."""
     import keras
 
-    from tfshard.planning import peak, simulation
+    from tfshard.contrib.simulate import simulation
+    from tfshard.planning import peak
 
     model = models.build(configuration.model)
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
