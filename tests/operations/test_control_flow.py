@@ -23,7 +23,15 @@ def positive(t):
     return tf.reduce_sum(t) > 0
 
 
+def by_sum(row):
+    """AutoGraph makes a `tf.cond` of the `if`."""
+    if tf.reduce_sum(row) > 3:
+        return tf.tanh(row) * row
+    return row
+
+
 CASES = {
+    "map_fn with a Python if": lambda t: tf.map_fn(by_sum, t),
     "cond": lambda t: tf.cond(positive(t), lambda: tf.tanh(t) * tf.exp(t), lambda: tf.sin(t) * t),
     "cond, other branch": lambda t: tf.cond(positive(-t), lambda: tf.tanh(t) * tf.exp(t), lambda: tf.sin(t) * t),
     "keras.ops.cond": lambda t: keras.ops.cond(positive(t), lambda: tf.tanh(t) * t, lambda: t),

@@ -66,6 +66,7 @@ from tfshard._private.functional import (
 )
 from tfshard._private.functions import (
     around_function_calls,
+    converted_by_autograph,
     ctc_with_unique_names,
     function_locks_released,
     give_unique_names,
@@ -222,6 +223,7 @@ __all__ = [
     "additional_losses",
     "applied_by",
     "around_function_calls",
+    "converted_by_autograph",
     "auto_name",
     "backend_variable",
     "before_first_use",

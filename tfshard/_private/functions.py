@@ -279,6 +279,13 @@ def _called(function: Any) -> Iterator[Any]:
             yield from attribute.list.func
 
 
+def converted_by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that AutoGraph converts as it does where this is called (`tf.__internal__.autograph`)."""
+    autograph = tf.__internal__.autograph
+    converted: Callable[..., Any] = autograph.tf_convert(function, autograph.control_status_ctx())
+    return converted
+
+
 def run_functions_with_steps_in(context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
     """Run functions with steps in `context()` from now on, also when called as concrete functions."""
     global _steps_context

@@ -31,6 +31,9 @@ def called_with_rows(mesh: dtensor.Mesh) -> contextlib.AbstractContextManager[No
 def _map(
     mesh: dtensor.Mesh, original: Callable[..., Any], fn: Callable[..., Any], elems: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    # Each device's trace has no AutoGraph, which a Python `if` in the user's function needs.
+    fn = _private.converted_by_autograph(fn)
+
     def call(elems: Any) -> Any:
         return original(fn, elems, *args, **kwargs)
 
