@@ -15,8 +15,8 @@ class Microbatch:
         number: A scalar, from 0.
         count: The number of microbatches.
         rows: The rows of each microbatch, over all devices.
-        is_of_each_device: Whether each microbatch has some of the rows that each device has of the batch. Otherwise
-            the rows of a microbatch follow each other in the batch.
+        is_of_each_device: True if each microbatch takes some of each device's local rows. Otherwise the rows of a
+            microbatch follow each other in the batch.
     """
 
     number: tf.Tensor

@@ -1,8 +1,8 @@
 """Pass: read a slot's new value from the slot once it is written.
 
-A device would hold a slot's old value beside the new one until a thread has time to assign the slot, which may be after
-the update where devices outnumber cores. So operations that use the new value wait for the assignment and read the slot
-(`barrier.write_then_read`). The old value is free by then.
+A device would hold a slot's old value beside the new one until a thread assigns the slot. If devices outnumber cores,
+this may happen only after the update. Operations that use the new value therefore wait for the assignment and read the
+slot (`barrier.write_then_read`). The old value is free by then.
 """
 
 import tensorflow as tf

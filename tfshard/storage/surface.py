@@ -1,4 +1,4 @@
-"""What a tf.Variable does besides being read and written, in terms of `value`, `numpy` and `assign`."""
+"""The methods of a `tf.Variable` other than read and write, in terms of `value`, `numpy` and `assign`."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -34,9 +34,9 @@ def _unsupported(method: str, instead: str) -> Callable[..., NoReturn]:
 class VariableSurface(tf.Variable, _private.TensorType):  # type: ignore[misc]
     """Mixed into `ShardedVariable`: conversions to Python, copies, and writes to parts of the value.
 
-    It is a tensor to `tf.is_tensor` and to `tape.watch`, as TensorFlow's own variables are.
+    A `ShardedVariable` is a tensor to `tf.is_tensor` and to `tape.watch`, as TensorFlow's variables are.
 
-    A part is written by writing the whole value with that part changed.
+    A write to a slice writes the full value with the slice changed.
     """
 
     path: str
