@@ -1,10 +1,10 @@
-"""Convolutions that DTensor does not expand, or not well: with sharded kernels, of volumes in groups.
+"""Convolutions that DTensor does not expand, or expands badly: with sharded kernels, and of volumes in groups.
 
-Those whose kernels a model axis shards are sums of matrix products. DTensor expands no convolution over sharded
-channels ("Filter for convolution must have fully replicated layout" in TensorFlow's conv_spmd_expander.cc). A
-convolution is the sum, over the places of its kernel, of products of a shifted input and a matrix. DTensor expands
-those, and adds up before it reduces: a column and a row kernel send one all-reduce forward and one backward, as two
-Dense layers do.
+DTensor expands no convolution over sharded channels ("Filter for convolution must have fully replicated layout" in
+TensorFlow's conv_spmd_expander.cc). If a model axis shards the kernel, the module therefore sums matrix products: for
+each place of the kernel, the product of a shifted input and a matrix. DTensor expands these products, and sums them
+locally before the all-reduce. A column and a row kernel send one all-reduce forward and one backward, like two Dense
+layers.
 """
 
 import functools
@@ -106,14 +106,14 @@ def convolve(
     same: bool,
     pins: Sequence[Callable[[tf.Tensor], tf.Tensor]] = (_as_it_is, _as_it_is),
 ) -> tf.Tensor:
-    """What `tf.nn.convolution` computes, by matrix products.
+    """Compute `tf.nn.convolution` by matrix products.
 
     Args:
-        inputs: `(batch, *spatial, channels)`, spatial sizes known.
+        inputs: `(batch, *spatial, channels)` with known spatial sizes.
         kernel: `(*sizes, channels, filters)`.
-        strides: Of each spatial dim.
-        dilation: Of each spatial dim.
-        same: Whether the inputs are padded so that the output has `size / stride` places, else not at all.
+        strides: The stride of each spatial dim.
+        dilation: The dilation of each spatial dim.
+        same: True to pad the inputs so that the output has `size / stride` places. False for no padding.
         pins: Pin the layouts of images with the channels of the inputs, and of images with the filters.
     """
     sizes = tuple(kernel.shape[:-2])
@@ -137,14 +137,14 @@ def convolve(
     ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]]:
         padded = _pad(inputs, before, after, pins[0])
         matrices = tf.unstack(tf.reshape(kernel, (math.prod(sizes), *kernel.shape[-2:])))
-        # One all-reduce behind the sum, where the channels are sharded.
+        # A single all-reduce behind the sum, if the channels are sharded.
         result = tf.add_n([
             _product(shifted(padded, offset), matrix) for offset, matrix in zip(offsets, matrices, strict=True)
         ])  # fmt: skip
 
         def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             per_place = [_outer(shifted(padded, offset), upstream) for offset in offsets]
-            # The input's gradient likewise: upstream between zeros, shifted the other way.
+            # The gradient of the input works alike: the upstream gradient, padded with zeros and shifted the other way.
             spread = _spread(pins[1](upstream), strides)
             room = [span - 1 for span in spans]
             padded_lengths = [n + b + a for n, b, a in zip(lengths, before, after, strict=True)]

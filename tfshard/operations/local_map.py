@@ -69,12 +69,12 @@ def local_map(
 ) -> Callable[..., Any]:
     """Wrap a function so that each device runs it on its local shards.
 
-    Use it for an operation that DTensor cannot expand, or for communication of your own. Inside `fn`, tensors have
-    their local shapes, and no tensor moves between devices except by `tfshard.psum`. Call the result in a compiled
-    step: in a layer, a loss, or a `strategy.run`. Where no ShardedStrategy is active and `mesh` is None, the result
-    calls `fn` on the full tensors, so a model gives the same numbers on one device.
+    Use it for an operation that DTensor cannot expand, or for custom communication. Inside `fn`, tensors have their
+    local shapes, and no tensor moves between devices except by `tfshard.psum`. Call the result in a compiled step: in a
+    layer, a loss, or a `strategy.run`. If no ShardedStrategy is active and `mesh` is None, the result calls `fn` on the
+    full tensors. The model then gives the same numbers on one device.
 
-    If an axis does not divide the dim that it should shard, as with the last batch of an epoch, every device computes
+    An axis may not divide the dim that it should shard, as with the last batch of an epoch. Then every device computes
     with the full dim, and `psum` over that axis returns its argument.
 
     Args:
@@ -83,9 +83,9 @@ def local_map(
             write to a variable: pass values as arguments.
         in_layouts: For each argument, the mesh axis that shards each dim, or None for a dim that is not sharded.
             Missing entries at the end are None; `()` or None is a replicated tensor.
-        out_layouts: The same for each result. `fn` must return equal values on all devices along axes that a result's
+        out_layouts: The layout of each result. `fn` must return equal values on all devices along axes that a result's
             layout does not name.
-        mesh: The mesh. By default that of the strategy in whose scope the call is.
+        mesh: The mesh. By default the mesh of the strategy in scope.
 
     Returns:
         A function of global tensors that returns global tensors. You can differentiate it to any order.
@@ -95,7 +95,7 @@ def local_map(
             an axis twice; a wrong number of arguments or results.
         UnsupportedOperationError: `fn` uses a tensor from outside or draws random numbers; an eager step calls it.
 
-    Example: a normalization by the norm of the whole batch.
+    Example: a normalization by the norm of the full batch.
 
     >>> import tensorflow as tf, tfshard
     >>> def normalize(x, scale):

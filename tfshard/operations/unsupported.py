@@ -15,9 +15,9 @@ class _Refused:
 
     Attributes:
         layers: Their classes.
-        when: Which of them; by default all.
-        reason: What cannot be expanded, by the name of TensorFlow's operation.
-        remedy: What to do instead.
+        when: Selects layers of these classes; by default all.
+        reason: The reason, with the name of TensorFlow's operation.
+        remedy: A replacement for the layer.
     """
 
     layers: tuple[type, ...]
@@ -29,7 +29,7 @@ class _Refused:
 def _refused(
     *names: str, reason: str, remedy: str, when: Callable[[keras.Layer], bool] = lambda layer: True
 ) -> _Refused:
-    # Those that this Keras has: 3.12 has no AdaptiveAveragePooling1D.
+    # Make a refusal of the layers that this Keras has: 3.12 has no AdaptiveAveragePooling1D.
     layers = tuple(getattr(keras.layers, name) for name in names if hasattr(keras.layers, name))
     return _Refused(layers=layers, when=when, reason=reason, remedy=remedy)
 

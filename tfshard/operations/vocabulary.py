@@ -1,8 +1,8 @@
 """Vocabulary parallelism: embedding lookups and metrics that leave tables and logits sharded over the vocabulary.
 
-DTensor gathers the whole table for a lookup along a sharded dim, and whole logits for an argmax or a top-k. The
-functions here say the same in operations that it expands without that. Loss functions send three numbers for each token
-(cross_entropies.py; DTensor's own expansion of what is left to it does so, too).
+DTensor gathers the full table for a lookup along a sharded dim, and full logits for an argmax or a top-k. The functions
+here compute the same results with operations that DTensor expands without these gathers. Loss functions send three
+numbers for each token (cross_entropies.py; DTensor's expansion of the other losses does so, too).
 """
 
 import functools
@@ -24,20 +24,19 @@ from tfshard.storage.variables import ShardedVariable
 
 
 def is_vocabulary_layout(axes: Axes) -> bool:
-    """Whether a table `(rows, width)` in this compute layout is sharded by rows."""
+    """Return whether a table `(rows, width)` in this compute layout is sharded by rows."""
     return len(axes) == 2 and axes[0] is not None and axes[1] is None
 
 
 def lookup(table: tf.Tensor, ids: tf.Tensor, *, axis: str, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Rows of a table that is sharded by rows (Megatron-LM, Shoeybi et al. 2019, section 3).
+    """Look up rows of a table that is sharded by rows (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-    Each device looks `id mod rows-of-a-device` up in its own rows, sets to zero what another device owns, and one
-    all-reduce of the result adds them up. The gradient is summed by rows on the device that owns them and sends
-    nothing over `axis`.
+    Each device looks up `id mod rows-of-a-device` in its local rows, and sets the rows of other devices to zero. An
+    all-reduce sums the results. Each device sums the gradient of its local rows, and sends nothing over `axis`.
 
     Args:
         table: `(rows, width)`, its compute layout `(axis, None)`.
-        ids: Integers of any shape, from 0 to rows - 1, sharded over the batch axis or whole.
+        ids: Integers of any shape, from 0 to rows - 1, sharded over the batch axis or replicated.
         axis: The mesh axis of the rows.
         mesh: The mesh.
 
@@ -53,8 +52,8 @@ def lookup(table: tf.Tensor, ids: tf.Tensor, *, axis: str, mesh: dtensor.Mesh) -
     owner = transfer.relayout(tf.cast((ids // rows)[..., None] == numbers, table.dtype), (*of_ids, axis), mesh)
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
-        # The devices are a dim behind that of the segments, which DTensor keeps sharded; the segments themselves
-        # are the same on all of them.
+        # The dim of the devices follows the dim of the segments, and DTensor keeps it sharded. The segments are the
+        # same on all devices.
         mine = transfer.relayout(owner[..., None] * tf.expand_dims(upstream, -2), (*of_ids, axis, None), mesh)
         summed = transfer.relayout(tf.math.unsorted_segment_sum(mine, row, rows), (None, axis, None), mesh)
         summed = transfer.relayout(tf.transpose(summed, (1, 0, 2)), (axis, None, None), mesh)
@@ -83,16 +82,16 @@ def _read_function(variable: keras.Variable, original: None) -> Callable[..., tf
 
 
 def _read_rows(variable: keras.Variable, ids: Any, name: str | None = None) -> tf.Tensor:
-    """What `tf.gather(variable, ids)` calls (TensorFlow's protocol for resource variables)."""
+    """Replace the method that `tf.gather(variable, ids)` calls (TensorFlow's protocol for resource variables)."""
     current = _private.backend_variable(variable)
     inside = steps.current() is not None and steps.open_update() is None
     if not inside or not isinstance(current, ShardedVariable) or not is_vocabulary_layout(current.layout.compute):
-        # tf.gather then reads the whole variable.
+        # tf.gather then reads the full variable.
         raise AttributeError("sparse_read")
     del name
     axis = current.layout.compute[0]
     assert axis is not None
-    # Through Keras's variable, so that mixed precision casts it.
+    # Read through Keras's variable: mixed precision casts it.
     with current.read_for_lookup():
         table = tf.convert_to_tensor(variable)
     return lookup(table, tf.convert_to_tensor(ids), axis=axis, mesh=current.mesh)

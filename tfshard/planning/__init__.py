@@ -1,6 +1,6 @@
-"""What will be stored and sent, and what is wrong with it? Told before anything is allocated.
+"""Predict what a training step stores and sends, and what is wrong with its layouts, before anything is allocated.
 
-Read `sharding_plan` first: what a plan holds.
+Read `sharding_plan` first: it defines the contents of a plan.
 
     sharding_plan         `ShardingPlan`: what will be stored and sent
     analyzer              `plan`

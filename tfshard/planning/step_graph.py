@@ -1,8 +1,8 @@
 """Trace the forward and backward pass of a step on one device's share of a batch. Nothing is computed or allocated.
 
-The model's own operations are traced as Keras traces them. Variables are placeholders; each gather of a stored variable
-is an `Identity`. The passes of a real step then change the graph: `recomputing.recompute` adds what blocks compute
-again, and `unshard_schedule.arrange` decides when the step gathers what. So the plan counts the gathers of a step.
+Keras traces the model's operations. Variables are placeholders; each gather of a stored variable is an `Identity`. The
+passes of a real step then change the graph: `recomputing.recompute` adds the operations that blocks compute again, and
+`unshard_schedule.arrange` decides when the step gathers each variable. The plan thereby counts the gathers of a step.
 
 A step's collectives and updates are not in this graph. The simulator adds them (`step_collectives`).
 """
@@ -119,7 +119,7 @@ class StepGraph:
 
     @functools.cached_property
     def known(self) -> frozenset[tf.Operation]:
-        """The operations on constants and shapes, whose results are known before the step runs."""
+        """The operations on constants and shapes. Their results are known before the step runs."""
         return recomputing.known_before(self.operations)
 
     @functools.cached_property
@@ -171,7 +171,7 @@ def trace(
         model: A built model, or specs.
         placement: The layouts of its variables.
         inputs: The batch of the step over all devices, as for `model_graph.trace`.
-        recompute: Blocks to compute again besides those that the model has marked, as `blocks.install` takes them.
+        recompute: Blocks to compute again in addition to the model's marked blocks, as for `blocks.install`.
 
     Raises:
         LayoutError: The model cannot be called on its inputs, or its loss does not fit its outputs.
@@ -208,7 +208,7 @@ class Tracer:
     def run(self, model: ModelOrSpecs, inputs: Any, recompute: str | Sequence[str] | None) -> StepGraph:
         """Trace a model, and let the passes of a step change its graph."""
         with self._graph.as_default(), contextlib.ExitStack() as stack, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The model's own call warns again when it is trained.
+            warnings.simplefilter("ignore")  # The model warns again when it is trained.
             with tf.name_scope(_OURS):
                 for name, members in self._units.items():
                     self._store(name, members)
@@ -359,9 +359,10 @@ class Tracer:
                     begun[operation.outputs[0].ref()] = name
 
     def _all_sources(self) -> dict[Any, Axes]:
-        """Tensors that stand for variables, also those that turns have cut out of a group that they gather again.
+        """Tensors that stand for variables, including the copies that a schedule has cut out of a group that it gathers
+        again.
 
-        Such a copy is given the shape of its variable by the same constant.
+        A copy gets the shape of its variable from the same constant.
         """
         axes_of = {
             ref.deref().op.inputs[1].ref(): axes

@@ -68,7 +68,7 @@ class ShardedVariable(VariableSurface):
                 local shard only.
             layout: The layout.
             mesh: The mesh.
-            trainable: Whether gradient tapes watch the variable.
+            trainable: True if gradient tapes watch the variable.
             name: A name for messages and TensorFlow.
             unique_id: TensorFlow's id of the variable that this one replaces. Optimizers know the variable by it.
             storage: The storage of the group, if `layout.grouped`. By default a new storage for this variable alone.
