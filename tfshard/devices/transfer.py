@@ -133,8 +133,8 @@ def scatter(tensor: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mesh
 
 def _copied(tensor: tf.Tensor, dim: int, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     """Copy a tensor in the layout `axes` to new memory. `dim` has several elements and is not sharded."""
-    # Of the operations that DTensor expands, only concat never works in place. The halves do not come from a split: in
-    # a step, the rule for splits (`operations.dims`) would replicate the dim.
+    # Concat is the only operation that DTensor expands and that never works in place. The halves do not come from a
+    # split: in a step, the rule for splits (`operations.dims`) would replicate the dim.
     half = tensor.shape[dim] // 2
     begins, counts = (0, half), (half, tensor.shape[dim] - half)
     halves = [

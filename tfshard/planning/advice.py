@@ -205,8 +205,8 @@ def advise(
         The `Advice`.
 
     Raises:
-        StrategyError: A number is not a positive integer, or a size cannot be read; the model cannot be planned; a
-            compression is given without links, or the links lack its encoding time.
+        StrategyError: A number is not a positive integer, or a size or the model is invalid. Or a compression is given
+            without links, or the links lack its encoding time.
         LayoutError: The layout map names an axis other than `batch` and `model`.
 
     >>> import tfshard

@@ -216,9 +216,9 @@ class Links:
     def seconds(self, collective: Collective, mesh_shape: Mapping[str, int]) -> float | None:
         """Return the time of one collective of a plan by its links alone; None if its bytes are unknown.
 
-        In a ring over n devices, each device sends (n-1)/n of the result of a gather or of the input of an all-to-all,
-        and twice this share of the input of an all-reduce. If a group spans several hosts, its devices on one host
-        share the host's link.
+        In a ring over n devices, each device sends (n-1)/n of the result of a gather or of the input of an all-to-all.
+        In an all-reduce, each device sends twice this share of the input. If a group spans several hosts, its devices
+        on one host share the host's link.
 
         Args:
             collective: The collective. Its `count` is ignored.

@@ -60,13 +60,16 @@ def lint(
 ) -> tuple[Finding, ...]:
     """List the faults that `compile` would refuse in a model and a layout map, and slow layouts, without a device.
 
-    Errors of the model are layers that DTensor cannot expand, and `jit_compile=True`. Errors of the map are a pattern
-    that matches nothing; two rules for one weight (also by the names of two layers that share it); a dim that its axis
-    does not divide; the kernel of a convolution other than Conv2D and Conv3D; a matrix of more than 2% of the model's
-    bytes without a rule (or all matrices together, if no rule uses a model axis); and `"auto"` that finds nothing.
-    Warnings are a model axis that shards nothing and, from the model's graph, three kinds of kernels: a kernel sharded
-    by column with an input that is already sharded (a row rule would save collectives); a kernel sharded along another
-    dim than its neighbours ask for (transposed); and a kernel with sharding that the next operation undoes. `lint` also
+    Errors of the model are layers that DTensor cannot expand, and `jit_compile=True`.
+
+    Errors of the map are a pattern that matches nothing, and two rules for one weight (also by the names of two layers
+    that share it). A dim that its axis does not divide is an error, as is a rule for the kernel of a convolution other
+    than Conv2D and Conv3D. A matrix of more than 2% of the model's bytes without a rule is an error; if no rule uses a
+    model axis, all matrices count together. `"auto"` that finds nothing is an error.
+
+    Warnings are a model axis that shards nothing and, from the model's graph, three kinds of kernels. A kernel sharded
+    by column may have an input that is already sharded: a row rule would save collectives. A kernel may be sharded
+    along another dim than its neighbours ask for (transposed). The next operation may undo the sharding. `lint` also
     reports each axis that has its role from a name such as `dp` or `fsdp`.
 
     Args:

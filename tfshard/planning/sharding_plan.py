@@ -1,4 +1,4 @@
-"""Predict what is stored on each device, and what each step sends, before anything is allocated.
+"""Predict the storage of each device, and the traffic of each step, before anything is allocated.
 
 Nothing here touches a device. A plan is made from variable specs, so it works for meshes larger than this machine,
 and with `abstract_model` for models larger than its memory.

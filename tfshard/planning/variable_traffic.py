@@ -177,9 +177,9 @@ def predict_collectives(
 
     Stage 3 gathers each group and each variable that is stored sharded for the forward pass and, with
     `reshard_after_forward`, once more for the backward pass. Stages 1 and 2 gather the variables that devices have
-    updated shard by shard. From stage 1 on, the gradient of a variable outside of groups that is sharded along one of
-    its dims is reduce-scattered (on CPU, by an all-reduce and a local slice). DTensor merges all other gradients of one
-    dtype in one all-reduce, with the loss and the metrics.
+    updated shard by shard. From stage 1 on, a gradient is reduce-scattered if its variable is outside of groups and
+    sharded along one of its dims. On CPU, the reduce-scatter is an all-reduce and a local slice. DTensor merges all
+    other gradients of one dtype in one all-reduce, with the loss and the metrics.
 
     An optimizer that scales the loss needs to know whether all gradients are finite. For it, the gradients of stage 1
     are reduced in full, and a flag is reduced if devices have different shards. The optimizer updates in a branch. On a

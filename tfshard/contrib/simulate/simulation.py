@@ -179,10 +179,11 @@ def simulate(
 ) -> Simulation:
     """Predict steps of a model on clusters of several sizes, and find the quickest mesh that fits each size.
 
-    For each number of devices, `simulate` tries the sizes of the model axis within a host (with a layout map), replicas
-    of full hosts, numbers of microbatches, and blocks computed again or not. The graph of a step gives its time
-    (`tfshard.planning.machine`), with the collectives beside it; memory is estimated as in `advise`. Nothing is
-    allocated. docs/simulating.md lists the assumptions, and compares predictions with measured and published numbers.
+    For each number of devices, `simulate` tries the sizes of the model axis within a host (with a layout map) and
+    replicas of full hosts. It also tries numbers of microbatches, and blocks computed again or not. The graph of a step
+    gives its time (`tfshard.planning.machine`), with the collectives beside it; memory is estimated as in `advise`.
+    Nothing is allocated. docs/simulating.md lists the assumptions, and compares predictions with measured and published
+    numbers.
 
     Args:
         model: A built model, also from `tfshard.abstract_model`, in the dtype policy of the training.
@@ -255,7 +256,7 @@ def _check_count(name: str, number: Any) -> None:
 
 
 class CannotBeError(Exception):
-    """Says why a step on a mesh is impossible."""
+    """The reason why a step on a mesh is impossible."""
 
 
 class Simulator:
