@@ -19,11 +19,11 @@ _met: set[str] = set()
 
 
 def meet(mesh: dtensor.Mesh) -> None:
-    """Makes the devices of a mesh meet once, in each group of devices that a collective can take. Eager only.
+    """Let the devices of a mesh meet once, in each group of devices that a collective can take. Eager only.
 
-    TensorFlow forms such a group at its first collective. If an operation fails on one device before that, the group
-    stays cancelled for as long as the process lives: every later step fails, and the error is not the first one's.
-    Along each axis the devices then gather their places. DTensor gathers over one axis only; over several it reduces.
+    TensorFlow forms a group at its first collective. If an operation fails on one device before that, the group stays
+    cancelled for as long as the process lives: every later step fails, and with another error. The devices therefore
+    gather their places along each axis. DTensor gathers over one axis only; over several it reduces.
 
     Raises:
         MeshError: TensorFlow has the devices of a group in another order than the mesh.
@@ -50,12 +50,12 @@ def meet(mesh: dtensor.Mesh) -> None:
 
 
 def layout(axes: Axes, mesh: dtensor.Mesh) -> dtensor.Layout:
-    """A DTensor layout from the mesh axis, or None, of each dim."""
+    """Return a DTensor layout from the mesh axis, or None, of each dim."""
     return dtensor.Layout([dtensor.UNSHARDED if axis is None else axis for axis in axes], mesh)
 
 
 def axes_of(layout: dtensor.Layout) -> Axes:
-    """The mesh axis, or None, of each dim of a DTensor layout: what `layout` was given."""
+    """Return the mesh axis, or None, of each dim of a DTensor layout. Inverts `layout`."""
     return tuple(None if axis == dtensor.UNSHARDED else axis for axis in layout.sharding_specs)
 
 
@@ -66,12 +66,12 @@ def shard_shape(shape: tuple[int, ...], layout: dtensor.Layout) -> tuple[int, ..
 
 
 def relayout(tensor: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Brings a DTensor to the layout `axes`, with the communication that it takes."""
+    """Bring a DTensor to the layout `axes`, with the communication that it takes."""
     return dtensor.relayout(tensor, layout(axes, mesh))
 
 
 def whole(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """A tensor of a step, the same on every device: pinned there in a graph, brought there in eager code."""
+    """Replicate a tensor of a step: pin it in a graph, move it in eager code."""
     return _in_turn(tensor, (None,) * tensor.shape.rank, mesh)
 
 
@@ -173,7 +173,7 @@ def host_shards(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> Iterator[t
 
 
 def zeros(shape: tuple[int, ...], dtype: tf.DType, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Zeros on the mesh, in eager code and in a graph."""
+    """Return zeros on the mesh, in eager code and in a graph."""
     if tf.executing_eagerly():
         return host_to_mesh(np.zeros(shape, dtype.as_numpy_dtype), axes, mesh)
     return relayout(tf.zeros(shape, dtype), axes, mesh)
@@ -193,7 +193,7 @@ def mesh_to_host(tensor: tf.Tensor) -> np.ndarray:
 
 
 def _put_together(tensor: tf.Tensor, found: dtensor.Layout) -> np.ndarray | None:
-    """The value, from what the clients have that have devices of its mesh; None on others."""
+    """Join the full value from the shards of the clients with devices of its mesh. Returns None on other clients."""
     mesh, sizes = found.mesh, axis_sizes(found.mesh)
     local = [np.asarray(piece) for piece in messages.unpacked(tensor)]
     if found.is_fully_replicated():
@@ -274,7 +274,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def to_host(value: Any) -> np.ndarray:
-    """A numpy value from whatever the user has: a DTensor, a tensor, a variable, a number."""
+    """Return a NumPy value of a DTensor, a tensor, a variable or a number."""
     if is_dtensor(value):
         return mesh_to_host(value)
     numpy = getattr(value, "numpy", None)
@@ -294,10 +294,10 @@ def host_view(value: Any) -> np.ndarray:
 
 
 def map_tensors(fn: Callable[[tf.Tensor], Any], structure: Any) -> Any:
-    """Maps `fn` over the tensors of a structure, leaving None and everything else as it is."""
+    """Map `fn` over the tensors of a structure. Other leaves stay unchanged."""
     return tf.nest.map_structure(lambda leaf: fn(leaf) if tf.is_tensor(leaf) else leaf, structure)
 
 
 def local_bytes(tensor: tf.Tensor) -> Mapping[str, int]:
-    """Bytes that each device of this process really holds of an eager DTensor, by device name."""
+    """Return the bytes that each device of this process holds of an eager DTensor, by device name."""
     return {piece.device: int(np.asarray(piece).nbytes) for piece in messages.unpacked(tensor)}

@@ -67,7 +67,7 @@ def flops_of(operation: tf.Operation) -> int:
 
 
 def turns_of(loop: tf.Operation) -> int | None:
-    """How often a loop of a graph runs; None where that is not known."""
+    """Return the number of iterations of a loop; None if unknown."""
     try:
         return _turns(loop)
     except _UnknownError:

@@ -91,7 +91,7 @@ def install_remat(model: keras.Model) -> None:
 
 
 def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> dict[keras.Layer, str]:
-    """The layers of blocks, with the name of their block."""
+    """Return the layers that are blocks, with the names of the blocks."""
     if not model.built:
         raise StrategyError(
             f"Model '{model.name}' is not built: build it, or call it once, before its blocks are marked."
@@ -101,7 +101,7 @@ def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> dict[keras.La
 
 
 def _found(layers: Sequence[keras.Layer]) -> dict[keras.Layer, str]:
-    """The layers of blocks that come again, with the name of their block."""
+    """Return the layers of repeated blocks, with the names of the blocks."""
     inside: set[int] = set()
     by_kind: dict[tuple[type, frozenset[type]], list[keras.Layer]] = collections.defaultdict(list)
     for layer in layers:

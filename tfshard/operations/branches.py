@@ -39,7 +39,7 @@ def value_of(predicate: tf.Tensor) -> bool | None:
 
 
 def number_of(tensor: tf.Tensor) -> int | None:
-    """An integer; None if that does not follow from constants and static shapes."""
+    """Return an integer. None if constants and static shapes do not tell."""
     value = _value(tensor)
     return None if value is None else int(value)
 

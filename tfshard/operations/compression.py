@@ -179,7 +179,7 @@ class _Reduction:
         return result if form.dim is None else transfer.scatter(result, self._variable.layout.gradient, self._mesh)
 
     def _added_up(self, own: tf.Tensor) -> tf.Tensor:
-        """The exact sum, as a matrix."""
+        """Return the exact sum, as a matrix."""
         add_up = replicas.all_reduce if self._form.adders > 1 else replicas.sum_over_devices
         return self._whole(tf.reshape(add_up(self._parted(own), self._mesh), self._form.matrix))
 

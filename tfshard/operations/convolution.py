@@ -27,7 +27,7 @@ from tfshard.storage.variables import ShardedVariable
 
 
 def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
-    """Lets the layers of a model that can convolve with sharded kernels do so."""
+    """Patch the layers of a model that can convolve with sharded kernels."""
     for layer in _private.flatten_layers(model):
         if _private.can_shard_convolution(layer):
             layer_patch.apply(layer_patch.CONVOLUTION, layer, functools.partial(_convolution_op, layer, mesh))
@@ -36,8 +36,8 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
 
 
 def _by_group(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
-    """A layer's `convolution_op`, a convolution for each group of channels inside a step: TensorFlow has no CPU kernel
-    for all of them together outside of XLA."""
+    """Replace a layer's `convolution_op` inside a step by one convolution for each group of channels. Outside of XLA,
+    TensorFlow has no CPU kernel for all groups together."""
 
     def convolution_op(inputs: Any, kernel: Any) -> tf.Tensor:
         if steps.current() is None:
@@ -55,7 +55,7 @@ def _by_group(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Meth
 
 
 def _convolution_op(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
-    """A layer's `convolution_op`, by matrix products inside a step where its kernel is sharded."""
+    """Replace a layer's `convolution_op` inside a step by matrix products if the kernel is sharded."""
 
     def convolution_op(inputs: Any, kernel: Any) -> tf.Tensor:
         axes = _kernel_axes(layer)
@@ -74,7 +74,7 @@ def _convolution_op(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patc
 
 
 def _kernel_axes(layer: keras.Layer) -> Axes:
-    """The model axes that shard the kernel of a layer, by dim; empty if it is on no mesh."""
+    """Return the model axes that shard the kernel of a layer, by dim. Empty if the kernel is not on a mesh."""
     current = _private.backend_variable(_private.layer_variables(layer)[0])
     return current.layout.compute if isinstance(current, ShardedVariable) else ()
 
@@ -195,7 +195,7 @@ def _window(tensor: tf.Tensor, begin: Sequence[int], sizes: Sequence[int], strid
 
 
 def _spread(tensor: tf.Tensor, strides: Sequence[int]) -> tf.Tensor:
-    """Zeros between the places of each spatial dim, so that they are `strides` apart."""
+    """Insert zeros between the places of each spatial dim. The places are then `strides` apart."""
     for dim, stride in enumerate(strides, start=1):
         if stride == 1:
             continue

@@ -89,7 +89,7 @@ def sparse(
 
 
 def of_one_device() -> contextlib.AbstractContextManager[None]:
-    """A context in which a device's part of a step is traced as it computes it, without a mesh."""
+    """Return a context in which a step is traced as one device computes it, without a mesh."""
     version = functools.partial(sparse, None, lambda tensor: None)
     return replaced([(tf.nn, "sparse_softmax_cross_entropy_with_logits", version)])
 
@@ -154,7 +154,7 @@ class _Labels:
         return cls(places=places, has=has, axes=axes, mesh=mesh)
 
     def take(self, logits: tf.Tensor) -> tf.Tensor:
-        """The logit of each label."""
+        """Return the logit of each label."""
         if self.mesh is None:
             return tf.gather_nd(logits, self.places)[..., 0]
         expansions.allow_local("GatherNd")
@@ -166,7 +166,7 @@ class _Labels:
         return tf.reduce_sum(tf.where(self.has, found, tf.zeros_like(found)), -1)
 
     def less(self, shares: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
-        """Shares of the classes, less an amount at each label's."""
+        """Subtract an amount from the share of each label."""
         amounts = -amounts[..., None]
         if self.mesh is None:
             return _add(shares, self.places, amounts)
@@ -186,7 +186,7 @@ class _Labels:
 
 
 def _add(tensor: tf.Tensor, places: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
-    """Adds amounts at places: in the memory of a tensor that nothing else needs, while TensorScatterSub copies it."""
+    """Add amounts at places. It overwrites a tensor that nothing else needs; TensorScatterSub would copy the tensor."""
     result: tf.Tensor = tf.raw_ops.ScatterNdNonAliasingAdd(input=tensor, indices=places, updates=amounts)
     return result
 

@@ -190,7 +190,7 @@ def shard_segments(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] |
 
 
 def pin_rows(tensor: tf.Tensor, mesh: dtensor.Mesh, kept: int = 1) -> tf.Tensor:
-    """A tensor pinned so that no axis shards a dim but dim `kept`, which stays as it is."""
+    """Pin a tensor: no axis shards its dims, except that dim `kept` stays sharded as before."""
     specs = [dtensor.MATCH if dim == kept else dtensor.UNSHARDED for dim in range(tensor.shape.rank)]
     return dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
 

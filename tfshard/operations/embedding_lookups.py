@@ -34,7 +34,7 @@ _GRADIENT = "gradient_of_rows"
 
 
 def install(variables: list[keras.Variable]) -> None:
-    """Lets lookups of a model's embedding tables ask for rows.
+    """Patch a model's embedding tables: lookups ask other devices for rows.
 
     Args:
         variables: The variables of the model, all on the mesh.
@@ -127,7 +127,7 @@ def _looked_up(table: ShardedVariable, ids: tf.Tensor, step: Step) -> tf.Tensor:
 
 
 def _check(table: ShardedVariable, ids: tf.Tensor, step: Step) -> None:
-    """Raises `StrategyError` if this cannot be looked up."""
+    """Raise `StrategyError` if the step cannot look up these ids."""
     what = None
     if step.is_microbatch:
         what = "in a step that takes its batch in microbatches. Set strategy.microbatches = 1"
@@ -142,7 +142,7 @@ def _check(table: ShardedVariable, ids: tf.Tensor, step: Step) -> None:
 
 
 def _in_line(tensor: tf.Tensor, is_shared_out: bool, mesh: dtensor.Mesh, inner: int = 0) -> tf.Tensor:
-    """A tensor with the dims before the last `inner` ones made one."""
+    """Merge the dims of a tensor in front of the last `inner` ones into one."""
     tensor = transfer.by_sample(tensor, mesh) if is_shared_out else transfer.whole(tensor, mesh)
     kept = tensor.shape[tensor.shape.rank - inner :]
     return tf.reshape(tensor, (math.prod(tensor.shape[: tensor.shape.rank - inner]), *kept))
@@ -175,7 +175,7 @@ _NO_ROW = np.int64(np.iinfo(np.int32).max - 1)
 
 
 def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
-    """The rows of ids, one behind the other, sharded like them."""
+    """Return the rows of ids, one behind the other, sharded like the ids."""
     mesh, format, width = table.mesh, table.storage.format, table.layout.spec.shape[1]
     assert isinstance(format, TableRows)
     devices = axis_sizes(mesh).data_size

@@ -125,7 +125,7 @@ def update(
 
 
 def _rows_to_update(table: ShardedVariable, step: Step, different: tf.Tensor | None) -> SparseRows:
-    """The rows that an update touches: all of a device's if `different` does not say which."""
+    """Return the rows that an update changes. If `different` is None, these are all local rows."""
     found = step.tables.updates.get(table.storage)
     if different is None:
         if found is None:

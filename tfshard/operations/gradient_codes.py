@@ -17,15 +17,15 @@ _UPPER = -(1 << 16)
 
 
 def encode(values: tf.Tensor, compression: str) -> tf.Tensor:
-    """Lines as they are sent.
+    """Encode lines for sending.
 
     Args:
         values: float32, `(lines, elements)`, on one device.
         compression: `"bfloat16"` or `"int8"`.
 
     Returns:
-        int32, `(lines, words)`, since an all-gather takes no smaller elements: two of bfloat16 in a word; or of each
-        block the 256 codes, four in a word, and the scale. A block with an element that is not finite decodes to NaN.
+        int32, `(lines, words)`, since an all-gather takes no smaller elements. A word holds two bfloat16 elements or
+        four codes; a block has 256 codes and then its scale. A block with an element that is not finite decodes to NaN.
         (TensorFlow's bitcast of several elements to one is not used: in a "parted" layout it ends the process.)
     """
     lines, elements = values.shape
@@ -71,5 +71,5 @@ def _joined(words: tf.Tensor, others: tf.Tensor) -> tf.Tensor:
 
 
 def _shifted(words: tf.Tensor, bits: int) -> tf.Tensor:
-    """To the right, filled up with zeros."""
+    """Shift to the right, and fill up with zeros."""
     return tf.bitwise.bitwise_and(tf.bitwise.right_shift(words, bits), (1 << 32 - bits) - 1)

@@ -210,7 +210,7 @@ def applied(change: Change, owner: Owner, make: Callable[[Any], Method]) -> Iter
 
 
 def patches_on(owner: Owner) -> list[LayerPatch]:
-    """The patches on one object, for each attribute the last one first."""
+    """Return the patches on one object. For each attribute, the last patch comes first."""
     found = []
     for value in vars(owner).values():
         while isinstance(value, LayerPatch):
@@ -220,19 +220,19 @@ def patches_on(owner: Owner) -> list[LayerPatch]:
 
 
 def patches_of(model: keras.Model) -> list[LayerPatch]:
-    """All patches on a model, and on its layers, variables, compiled metrics and optimizer."""
+    """Return all patches on a model, and on its layers, variables, compiled metrics and optimizer."""
     return [patch for owner in _parts(model) for patch in patches_on(owner)]
 
 
 def undo_of(change: Change, owner: Owner) -> None:
-    """Takes one patch of one object back, if it has it."""
+    """Undo a patch of an object, if the object has it."""
     for patch in patches_on(owner):
         if patch.change is change:
             _take_back(patch)
 
 
 def undo(model: keras.Model, changes: Collection[Change] | None = None) -> None:
-    """Takes patches of a model back, by default all. Functions that were traced before keep them."""
+    """Undo patches of a model, by default all. Functions that were traced before keep them."""
     for patch in patches_of(model):
         if changes is None or patch.change in changes:
             _take_back(patch)
@@ -252,14 +252,14 @@ def _take_back(patch: LayerPatch) -> None:
 
 
 def operations_of(model: keras.Model) -> list[keras.Operation]:
-    """A model's layers, and the functions of keras.ops in functional models, each once."""
+    """Return a model's layers, and the functions of keras.ops in functional models, each once."""
     layers = _private.flatten_layers(model)
     functional = [operation for layer in layers for operation in getattr(layer, "operations", ())]
     return list({id(each): each for each in (*layers, *functional)}.values())
 
 
 def _parts(model: keras.Model) -> list[Owner]:
-    """The objects of a model, each once."""
+    """Return the objects of a model that may have patches, each once."""
     found: list[Owner] = []
     found += operations_of(model)
     for layer in _private.flatten_layers(model):

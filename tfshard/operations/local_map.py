@@ -43,7 +43,7 @@ class _Map:
     sizes: dict[str, int]
 
     def copies(self, layout: Axes) -> int:
-        """How many devices hold the same part of a tensor in `layout`."""
+        """Return how many devices hold the same shard of a tensor in `layout`."""
         return math.prod(size for axis, size in self.sizes.items() if axis not in layout)
 
     def sharded(self, layout: Axes) -> Axes:

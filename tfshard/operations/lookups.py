@@ -13,14 +13,14 @@ from tfshard.storage import steps
 
 
 def install(model: keras.Model) -> None:
-    """Exchanges the tables of a model's lookups of integers."""
+    """Patch a model's lookups of integers to use constant tables."""
     for layer in _private.flatten_layers(model):
         if isinstance(layer, keras.layers.IntegerLookup):
             layer_patch.apply(layer_patch.LOOKUP, layer, functools.partial(_lookup, layer))
 
 
 def _lookup(layer: keras.Layer, original: layer_patch.Method) -> layer_patch.Method:
-    """A layer's `_lookup_dense`, with the table's keys and values as constants inside a step."""
+    """Replace a layer's `_lookup_dense`: inside a step, the table's keys and values are constants."""
 
     def lookup(inputs: Any) -> tf.Tensor:
         if steps.current() is None:

@@ -34,12 +34,12 @@ _origins = _Origins()
 
 
 def forget() -> None:
-    """A step begins to be traced."""
+    """Forget the operations of the last step. The trace of a step calls this at its start."""
     _origins.places.clear()
 
 
 def note(operation: tf.Operation) -> None:
-    """Remembers where an operation of the step that is being traced came from."""
+    """Record the origin of an operation of the step that is being traced."""
     places = _origins.places.setdefault(operation.type, {})
     if len(places) < _MOST:
         places[_describe(operation)] = None

@@ -125,7 +125,7 @@ def _own(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
 
 
 def _again(operation: tf.Operation, inputs: Mapping[int, tf.Tensor]) -> tf.Tensor:
-    """The same operation, with some of its inputs replaced."""
+    """Repeat an operation with some of its inputs replaced."""
     with local_shards.scope():
         given = [inputs.get(number, each) for number, each in enumerate(operation.inputs)]
         (made,) = _private.copied(operation, given)
@@ -185,7 +185,7 @@ def _convolution(operation: tf.Operation, axes: Axes) -> Operands:
 
 
 def _static(tensor: tf.Tensor) -> np.ndarray | None:
-    """The value of a tensor that follows from shapes, such as the dims that a gradient is summed over."""
+    """Return the value of a tensor that follows from shapes, such as the dims that a gradient is summed over."""
     if tensor.op.type != "BroadcastGradientArgs":
         value: np.ndarray | None = tf.get_static_value(tensor)
         return value
@@ -200,7 +200,7 @@ def _static(tensor: tf.Tensor) -> np.ndarray | None:
 
 
 def _part_of_shape(tensor: tf.Tensor) -> np.ndarray | None:
-    """The value of a shape, or of its first or last dims."""
+    """Return the value of a shape, or of its first or last dims."""
     operation = tensor.op
     if operation.type != "StridedSlice" or operation.get_attr("shrink_axis_mask"):
         value: np.ndarray | None = tf.get_static_value(tensor)

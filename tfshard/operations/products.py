@@ -99,7 +99,7 @@ def compare_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] 
 
 
 def _kept_dims(call: _private.Call) -> tuple[int, int] | None:
-    """The dims of two matrices that the result has; None for other products."""
+    """Return the dims of two matrices that the result keeps; None for other products."""
     if len(call.inputs) != 2 or any(each.shape.rank != 2 for each in call.inputs):
         return None
     if call.type == "MatMul":

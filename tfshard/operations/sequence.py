@@ -77,7 +77,7 @@ def _is_row(variable: ShardedVariable, layer: keras.Layer, axis: str | None) -> 
 
 
 def _check_between(model: keras.Model, devices: int) -> None:
-    """Raises for an operation between blocks that merges the sequence with another dim."""
+    """Raise for an operation between blocks that merges the sequence with another dim."""
     with _recorded() as (scattered, gathered):
         graph = trace(model)
     waiting, known = [(name, 1) for name in scattered], set()

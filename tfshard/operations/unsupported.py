@@ -61,7 +61,7 @@ def unsupported_reason(layer: keras.Layer) -> str | None:
 
 
 def check_layers(model: keras.Model) -> None:
-    """Raises `UnsupportedLayerError` naming every layer that DTensor cannot expand, with the remedy."""
+    """Raise `UnsupportedLayerError` with every layer that DTensor cannot expand, and the remedy."""
     found = [(layer, unsupported_reason(layer)) for layer in _private.flatten_layers(model)]
     lines = [f"- '{layer.name}' ({type(layer).__name__}): {reason}" for layer, reason in found if reason]
     for tensor in keras.tree.flatten(getattr(model, "inputs", None) or []):

@@ -70,7 +70,7 @@ def lookup(table: tf.Tensor, ids: tf.Tensor, *, axis: str, mesh: dtensor.Mesh) -
 
 
 def _batch_axes(tensor: tf.Tensor, mesh: dtensor.Mesh) -> Axes:
-    """The layout that a tensor computed from a batch has: data.batch_axes, unless its first dim is not known."""
+    """Return the layout of a tensor that is computed from a batch: data.batch_axes, unless its first dim is unknown."""
     axes: Axes = (None,) * tensor.shape.rank
     return batching.batch_axes(tuple(tensor.shape), mesh) if axes and tensor.shape[0] is not None else axes
 
@@ -101,9 +101,9 @@ def _read_rows(variable: keras.Variable, ids: Any, name: str | None = None) -> t
 
 
 def _places(labels: tf.Tensor, scores: tf.Tensor, axis: str, mesh: dtensor.Mesh) -> tuple[tf.Tensor, ...]:
-    """How many classes score above the label's, how many equal it and come before it, and the label's score.
+    """Return how many classes score above the label's class, how many earlier classes equal it, and the label's score.
 
-    Sends the label's score and the counts: two numbers for each sample.
+    The devices send the label's score and the counts: two numbers for each sample.
     """
     classes = scores.shape[-1]
     scores = transfer.relayout(scores, (*_batch_axes(scores, mesh)[:-1], axis), mesh)
@@ -125,10 +125,10 @@ def _labels(y_true: Any, y_pred: tf.Tensor, *, sparse: bool) -> tf.Tensor:
 
 
 def sharded_axis(scores: Any) -> str | None:
-    """The model axis that shards the last dim of a tensor of a step, None when none does.
+    """Return the model axis that shards the last dim of a tensor of a step; None if no axis does.
 
-    In a graph, where tensors have no layouts yet, the dim is followed back to the kernel or table that it comes from:
-    what a step reads of a variable is brought to its compute layout by a `Relayout`.
+    In a graph, tensors have no layouts yet. The function follows the dim back to its kernel or table: a `Relayout`
+    brings each variable that a step reads to its compute layout.
     """
     if not isinstance(scores, tf.Tensor) or not scores.shape.rank or scores.shape[-1] is None:
         return None
@@ -191,9 +191,10 @@ _METRICS: dict[_Function, _Function] = {
 
 
 def _update_function(metric: keras.Metric, update: layer_patch.Method, mesh: dtensor.Mesh) -> layer_patch.Method:
-    """A metric's `update_state` with ours in the place of its function, inside a step.
+    """Replace a metric's `update_state`: inside a step, it runs with tfshard's function.
 
-    Only while it runs: a metric's config holds its function, and clones and files are made from that.
+    The metric has tfshard's function only while it runs: its config holds the function, and clones and files are made
+    from the config.
     """
     keras_function = _private.metric_function(metric)
     assert keras_function is not None
@@ -212,7 +213,7 @@ def _update_function(metric: keras.Metric, update: layer_patch.Method, mesh: dte
 
 
 def install(model: keras.Model, variables: list[keras.Variable], mesh: dtensor.Mesh) -> None:
-    """Lets lookups of vocabulary-sharded tables, and the model's compiled metrics, use the functions above.
+    """Patch the reads of vocabulary-sharded tables, and the model's compiled metrics, to use the functions above.
 
     Args:
         model: A model under a strategy.

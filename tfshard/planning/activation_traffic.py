@@ -151,7 +151,7 @@ def plan(
 
 
 def _uses(graph: ModelGraph) -> dict[str, int]:
-    """How many gradients each variable collects."""
+    """Return how many gradients each variable collects."""
     found = {}
     for name, spec in graph.variables.items():
         users = [graph.operations[place] for place, _ in graph.consumers.get(name, ())]

@@ -342,7 +342,7 @@ def _at_most(candidate: Candidate, exact: Candidate) -> float:
 
 
 def _preferred_by(candidate: Candidate, exact: Candidate) -> float:
-    """Less is better: seconds, more of a compression that does not clearly pay."""
+    """Return the number of seconds to minimize. A compression that does not clearly pay counts more."""
     if candidate.compression is None or math.isinf(candidate.seconds):
         return candidate.seconds
     return _at_most(candidate, exact) / _CLEARLY
@@ -375,7 +375,7 @@ class _AdvisedStep:
     machine: Machine | None
 
     def measure(self, empty: Candidate, layout_map: LayoutMap, activation_bytes: int) -> Candidate:
-        """A candidate with its peak, or why it cannot be used."""
+        """Return a candidate with its peak, or with the reason why it is impossible."""
         try:
             config = dataclasses.replace(
                 self.config,
@@ -445,7 +445,7 @@ class _AdvisedStep:
 
 
 def _choose(candidates: Sequence[Candidate], without_activations: bool, has_model_axis: bool) -> Advice:
-    """Candidates come in order of preference."""
+    """Choose from candidates in order of preference."""
     possible = [candidate for candidate in candidates if candidate.problem is None]
     chosen = next((candidate for candidate in possible if candidate.fits), None)
     shortfall: int | None = 0

@@ -43,7 +43,8 @@ def _scales(optimizer: OptimizerLike) -> bool:
 
 
 def _dtypes(model: keras.Model, inputs: Any) -> dict[str, str]:
-    """The dtype in which each trained variable is used, by path; of one that is used in several, none."""
+    """Return the dtype in which the model uses each trained variable, by path. A variable with several dtypes is left
+    out."""
     try:
         graph = trace(model, inputs)
     except LayoutError:

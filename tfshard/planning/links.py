@@ -125,11 +125,11 @@ class Links:
         return bool(self.between)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the links as plain data."""
         return dataclasses.asdict(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes them to a file, as JSON."""
+        """Write the links to a file, as JSON."""
         pathlib.Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
@@ -164,10 +164,10 @@ class Links:
 
     @classmethod
     def from_any(cls, links: "LinksLike") -> "Links":
-        """Links as they are, or the file that they are in.
+        """Return links, read from their file if a path is given.
 
         Raises:
-            StrategyError: Something else.
+            StrategyError: The argument is neither links nor a path.
         """
         if isinstance(links, Links):
             return links

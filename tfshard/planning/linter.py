@@ -210,7 +210,7 @@ def _found_findings(placement: ModelPlacement) -> list[Finding]:
 
 
 def _rule_findings(model: keras.Model, placement: ModelPlacement) -> list[Finding]:
-    """Faults of the rules by themselves."""
+    """Find faults of the rules alone."""
     layout_map, specs = placement.layout_map, placement.specs
     findings, matched = [], set()
     for number, (spec, planned) in enumerate(zip(specs, placement.variables, strict=True)):
@@ -318,7 +318,8 @@ def _spec(specs: tuple[VariableSpec, ...], path: str) -> VariableSpec:
 
 
 def _tied(model: keras.Model, pattern: str) -> tuple[str, str] | None:
-    """The name that a pattern gives a shared weight, and the path that it has; None when it matches no such name."""
+    """Return the name that a pattern gives a shared weight, and the weight's path. None if the pattern matches no other
+    name."""
     for layer in _private.flatten_layers(model):
         for variable in _private.layer_variables(layer):
             alias = f"{layer.path}/{variable.path.rpartition('/')[2]}"

@@ -54,7 +54,7 @@ class Work:
 
     @classmethod
     def total(cls, works: "Iterable[Work]") -> "Work":
-        """All of it together."""
+        """Return the sum of works."""
         found = list(works)
         return cls(**{name: sum(getattr(each, name) for each in found) for name in KINDS_OF_WORK})
 
@@ -241,7 +241,7 @@ class Machine:
     __repr__ = __str__
 
     def seconds(self, work: Work) -> float:
-        """In which a device does it."""
+        """Return the time in which a device does some work."""
         return (
             work.product_flops / self.product_flops
             + work.convolution_flops / self.convolution_flops
@@ -290,7 +290,7 @@ class Machine:
 
     @classmethod
     def of_prices(cls, prices: Mapping[str, float], *, name: str, links: Links, cores: int | None = None) -> "Machine":
-        """A machine on which one of each kind of `Work` takes so many seconds, none of them 0."""
+        """Return a machine from the seconds that each kind of `Work` takes. No price is 0."""
         return cls(
             name=name,
             product_flops=1 / prices["product_flops"],
@@ -311,13 +311,13 @@ class Machine:
     # --- Files ---------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, as it is in a file."""
+        """Return the machine as plain data, as in its file."""
         links = self.links.to_dict()
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "links"}
         return own | links
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file, as YAML."""
+        """Write the machine to a file, as YAML."""
         pathlib.Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
 
     @classmethod
@@ -354,10 +354,10 @@ class Machine:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Machine":
-        """A machine as `to_dict` gives it, or as docs/simulating.md describes one.
+        """Return a machine from plain data: from `to_dict`, or as docs/simulating.md describes it.
 
         Raises:
-            StrategyError: Something is missing, unknown, or no number.
+            StrategyError: A value is missing, unknown, or not a number.
         """
         unknown = sorted(set(values) - _NAMES)
         missing = sorted(_NEEDED - set(values))
@@ -393,10 +393,10 @@ class Machine:
 
     @classmethod
     def from_any(cls, machine: "MachineLike") -> "Machine":
-        """A machine as it is, or the file that it is in.
+        """Return a machine, read from its file if a path is given.
 
         Raises:
-            StrategyError: Something else.
+            StrategyError: The argument is neither a machine nor a path.
         """
         if isinstance(machine, Machine):
             return machine
@@ -441,7 +441,7 @@ _NAMES = _NEEDED | set(_RATES) | set(_STARTS) | set(_DEFAULTS)
 
 
 def _number(name: str, value: Any) -> float:
-    """A number of a file: YAML takes 80e9 for a text."""
+    """Return a number of a file: YAML reads 80e9 as a text."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -451,7 +451,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _links(group: str, given: Any) -> dict[str, Link]:
-    """The links of a group: one for all kinds of collectives, or one for each."""
+    """Return the links of a group: one for all kinds of collectives, or one for each."""
     if not given:
         return {}
     if isinstance(given, Mapping) and set(given) == set(KINDS):

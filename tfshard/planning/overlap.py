@@ -78,7 +78,7 @@ def overlap_of(graph: StepGraph, links: Links, mesh_shape: Mapping[str, int], co
 
 
 def sending_seconds(stand_in: StandIn, links: Links, mesh_axes: MeshAxes) -> float:
-    """Seconds of a collective."""
+    """Return the time of a collective."""
     axis = mesh_axes.data
     assert axis is not None
     if stand_in.by_replicas:

@@ -304,7 +304,7 @@ class _Lifetimes:
     # --- what the graph makes ---------------------------------------------------------------------------
 
     def _tensors(self) -> Iterable[_Lifetime]:
-        """The tensors of the graph, gathers and gradients included."""
+        """Yield the tensors of the graph, gathers and gradients included."""
         last: dict[Any, int] = {}
         for operation, number in self._number_of.items():
             for each in self._graph.needed[operation]:
@@ -428,7 +428,7 @@ class _Lifetimes:
         return found
 
     def _freed_after_scatter(self) -> Iterable[tuple[Gradient, int]]:
-        """The scattered gradients, each with the moment when its reduction has ended.
+        """Yield the scattered gradients, each with the moment when its reduction has ended.
 
         At stage 3 the backward pass waits for the reduction. At stages 1 and 2 it makes one more gradient meanwhile.
         """
@@ -438,7 +438,7 @@ class _Lifetimes:
             yield each, self._made(each) + 2 if is_last else self._made(order[number + 1])
 
     def _gradients(self) -> Iterable[_Lifetime]:
-        """The buffers of reductions, and shards of gradients that wait for the update."""
+        """Yield the buffers of reductions, and shards of gradients that wait for the update."""
         for each, freed in self._freed_after_scatter():
             bytes_ = self._counted(self._local_bytes(each))
             ring = bytes_ * (self._devices - 1) // self._devices

@@ -207,7 +207,8 @@ class ShardingPlan:
         return math.prod(self.mesh.values())
 
     def bytes_per_device(self, kind: str | None = None) -> int:
-        """Bytes that the fullest device holds of `"parameter"`, `"state"`, `"gradient"`, `"slot"`, or of all."""
+        """Return the bytes that the fullest device holds of `"parameter"`, `"state"`, `"gradient"`, `"slot"`, or of
+        all."""
         if kind is None:
             return sum(self.bytes_per_device(each) for each in KINDS)
         _check_kind(kind)
@@ -219,12 +220,12 @@ class ShardingPlan:
         return sum(row.bytes_per_device or 0 for row in rows if row.kind == kind)
 
     def host_bytes_per_device(self) -> int:
-        """Bytes of slots that the host holds for each device (`offload="slots"`)."""
+        """Return the bytes of slots that the host holds for each device (`offload="slots"`)."""
         slots = sum(slot.host_bytes_per_device or 0 for slot in self.slots)
         return slots + sum(group.slot_host_bytes_per_device for group in self.groups)
 
     def bytes_on_one_device(self, kind: str | None = None) -> int:
-        """Bytes that a single device would hold without sharding."""
+        """Return the bytes that a single device would hold without sharding."""
         if kind is None:
             return sum(self.bytes_on_one_device(each) for each in KINDS)
         _check_kind(kind)
@@ -243,11 +244,11 @@ class ShardingPlan:
         return dataclasses.replace(self, collective_seconds=links.total_seconds(self.collectives, self.mesh))
 
     def collective_count(self) -> int:
-        """How many collectives a step has."""
+        """Return the number of collectives in a step."""
         return sum(collective.count for collective in self.collectives)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data: JSON types only, apart from tuples."""
+        """Return the plan as plain data: JSON types only, apart from tuples."""
         totals = {
             kind or "all": {
                 "bytes_per_device": self.bytes_per_device(kind),
@@ -263,11 +264,11 @@ class ShardingPlan:
         }
 
     def to_json(self, indent: int | None = None) -> str:
-        """The plan as a JSON text."""
+        """Return the plan as a JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def resting_bytes(self) -> int:
-        """Bytes of parameters, untrained state and slots that the fullest device holds between steps."""
+        """Return the bytes of parameters, untrained state and slots that the fullest device holds between steps."""
         return sum(self.bytes_per_device(kind) for kind in ("parameter", "state", "slot"))
 
     def to_keras_layout_map(

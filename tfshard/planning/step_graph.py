@@ -298,7 +298,7 @@ class Tracer:
         return {path: tf.convert_to_tensor(gradient) for path, gradient in found if gradient is not None}
 
     def _together(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """As `Step.tie`."""
+        """Put tensors behind one barrier, like `Step.tie`."""
         made: list[tf.Tensor] = tf.raw_ops.IdentityN(input=[tf.compat.v1.placeholder(tf.float32, ()), *tensors])
         self._results.append(made[0])
         return made[1:]
@@ -359,8 +359,8 @@ class Tracer:
                     begun[operation.outputs[0].ref()] = name
 
     def _all_sources(self) -> dict[Any, Axes]:
-        """Tensors that stand for variables, including the copies that a schedule has cut out of a group that it gathers
-        again.
+        """Return the tensors that stand for variables, including copies that a schedule has cut out of a group that it
+        gathers again.
 
         A copy gets the shape of its variable from the same constant.
         """

@@ -95,7 +95,7 @@ def _squares(optimizer: Any) -> bool:
 
 
 def _lookups(model: ModelOrSpecs, inputs: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The shapes of the ids of each lookup, by the path of the variable."""
+    """Return the shapes of the ids of each lookup, by the path of the variable."""
     try:
         graph = trace(model, inputs) if isinstance(model, keras.Model) else None
     except LayoutError:

@@ -73,11 +73,12 @@ class Reductions:
     scales_loss: bool = False
 
     def dtype_of(self, spec: VariableSpec) -> str:
-        """The dtype of a variable's gradient as it is reduced."""
+        """Return the dtype in which a variable's gradient is reduced."""
         return self.dtypes.get(spec.path, spec.dtype)
 
     def bytes_of(self, layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
-        """Bytes of a variable's gradient, as one device sends it. bfloat16 is added up in float32 (reductions.py)."""
+        """Return the bytes of a variable's gradient that one device sends. A bfloat16 gradient is summed in float32
+        (reductions.py)."""
         dtype = self.dtype_of(layout.spec)
         sent = "float32" if dtype == "bfloat16" else dtype
         return device_bytes(layout.spec.shape, layout.compute, mesh_shape, sent)
@@ -298,7 +299,7 @@ def by_replicas(path: str, bytes_: int, count: int, mesh_axes: MeshAxes) -> list
 
 
 def _compressed(path: str, form: CompressedForm, count: int, mesh_axes: MeshAxes) -> list[Collective]:
-    """A gradient that devices add up compressed."""
+    """Return the collectives of a gradient that devices sum compressed."""
     found = []
     for sent in form.sends():
         axis = mesh_axes.replica if sent.between_replicas else mesh_axes.data
@@ -360,7 +361,7 @@ def joins(layout: VariableLayout, uses: int) -> bool:
 
 
 def updated_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int]) -> int:
-    """Bytes on one device of the parameters in the layouts in which they are updated."""
+    """Return the bytes on one device of the parameters in their update layouts."""
     updated = [each.slot(each.spec) for each in units(planned) if each.spec.trainable]
     return sum(device_bytes(each.storage_shape, each.storage, mesh_shape, each.spec.dtype) for each in updated)
 
@@ -378,7 +379,7 @@ def units(planned: Sequence[VariableLayout]) -> list[VariableLayout]:
 
 
 def members_of(planned: Sequence[VariableLayout]) -> dict[str, list[VariableLayout]]:
-    """The variables of each unit, by its name."""
+    """Return the variables of each unit, by the unit's name."""
     found: dict[str, list[VariableLayout]] = {}
     for layout in planned:
         found.setdefault(unit_name(layout), []).append(layout)
@@ -390,24 +391,24 @@ def unit_name(layout: VariableLayout) -> str:
 
 
 def device_bytes(shape: tuple[int, ...], axes: Axes, mesh_shape: Mapping[str, int], dtype: str) -> int:
-    """Bytes that one device holds of a tensor in a layout."""
+    """Return the bytes that one device holds of a tensor in a layout."""
     elements = math.prod(shape) // math.prod(mesh_shape[axis] for axis in axes if axis is not None)
     return elements * variable_layout.itemsize(dtype)
 
 
 def resting_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
-    """Bytes that one device holds of a variable, or of its buffer, between steps."""
+    """Return the bytes that one device stores of a variable, or of its buffer, between steps."""
     shares = math.prod(mesh_shape[axis] for axis in layout.storage if axis is not None)
     return layout.stored_bytes_of(math.prod(layout.storage_shape) // shares)
 
 
 def whole_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
-    """Bytes of a variable, or of its buffer, on one device once it is gathered over the batch axis."""
+    """Return the bytes of a variable, or of its buffer, on one device after the gather over the batch axis."""
     return device_bytes(layout.gathered_shape, layout.gathered, mesh_shape, layout.spec.dtype)
 
 
 def gradient_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int], *, scattered: bool) -> int:
-    """Bytes of a gradient on one device, as a shard or as it comes out of the backward pass.
+    """Return the bytes of a gradient on one device, as a shard or as the backward pass makes it.
 
     The gradient of an embedding table has the rows that were looked up, which count as activations.
     """

@@ -27,14 +27,15 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 def encode(values: tf.Tensor) -> tf.Tensor:
-    """Blocks as codes and scales.
+    """Encode blocks as codes and scales.
 
     Args:
         values: float32, `(..., 256)`.
 
     Returns:
         uint8, `(..., 260)`: the codes, and behind them the four bytes of the scale. The scale is the largest magnitude,
-        negative where nothing in the block is. A block with an element that is not finite decodes to such elements.
+        with a negative sign if no element of the block is negative. A block with an element that is not finite decodes
+        to elements that are not finite.
     """
     largest = tf.reduce_max(tf.abs(values), axis=-1, keepdims=True)
     largest = tf.where(largest < _SMALLEST, tf.zeros_like(largest), largest)

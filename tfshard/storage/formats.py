@@ -108,7 +108,7 @@ class StorageFormat(abc.ABC):
 
     @staticmethod
     def of(layout: VariableLayout, mesh: dtensor.Mesh) -> "StorageFormat":
-        """The format of the storage in which a variable of this layout lives."""
+        """Return the format of the storage for a variable of this layout."""
         format: StorageFormat
         if layout.table is not None:
             return TableRows(layout, mesh)
@@ -128,7 +128,7 @@ class StorageFormat(abc.ABC):
     # --- elements -------------------------------------------------------------------------------------
 
     def encode(self, values: Elements) -> Elements:
-        """The buffer as it is stored; an array on the host, or a tensor on the mesh."""
+        """Return the stored form of a buffer: an array on the host, or a tensor on the mesh."""
         return values
 
     def decode(self, stored: Elements) -> Elements:
@@ -154,7 +154,7 @@ class StorageFormat(abc.ABC):
 
     @abc.abstractmethod
     def unpack_host(self, stored: np.ndarray, member: int) -> np.ndarray:
-        """A member's value."""
+        """Return the value of a member."""
 
     # --- on the mesh ----------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class StorageFormat(abc.ABC):
         """
 
     def to_stored(self, buffer: tf.Tensor) -> tf.Tensor:
-        """The buffer, in any layout, as it is stored, in its storage layout."""
+        """Encode a buffer of any layout, and bring it to the storage layout."""
         return self._to_rest(self.encode(buffer))
 
     def _to_rest(self, buffer: tf.Tensor) -> tf.Tensor:
@@ -178,11 +178,11 @@ class StorageFormat(abc.ABC):
         return replicas.gathered(buffer, axes or self.storage, self.storage, self.mesh)
 
     def in_update(self, buffer: tf.Tensor) -> tf.Tensor:
-        """The buffer, in any layout, in the one in which it is updated."""
+        """Bring a buffer of any layout to the update layout."""
         return transfer.relayout(buffer, self.update, self.mesh)
 
     def for_update(self, stored: tf.Tensor) -> tf.Tensor:
-        """The buffer, as it is stored, in the layout in which it is updated."""
+        """Decode a stored buffer, and bring it to the update layout."""
         return self.decode(transfer.relayout(stored, self.update, self.mesh))
 
     @abc.abstractmethod
@@ -192,7 +192,7 @@ class StorageFormat(abc.ABC):
 
     @abc.abstractmethod
     def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:
-        """A member's value under its compute layout, out of what `gather` returned."""
+        """Return the value of a member in its compute layout, from the result of `gather`."""
 
     # --- updates of the buffer: of packed formats -----------------------------------------------------
 
@@ -211,7 +211,7 @@ class StorageFormat(abc.ABC):
 
     @abc.abstractmethod
     def extract(self, stored: tf.Tensor, member: int) -> tf.Tensor:
-        """A member's value out of an ordinary tensor."""
+        """Return the value of a member from an ordinary tensor."""
 
     @abc.abstractmethod
     def insert(self, stored: Callable[[], tf.Tensor], member: int, value: tf.Tensor) -> tf.Tensor:
@@ -342,12 +342,12 @@ Pin: TypeAlias = Callable[[tf.Tensor, Axes], tf.Tensor]
 
 
 def _as_it_is(tensor: tf.Tensor, axes: Axes) -> tf.Tensor:
-    """The pin of ordinary tensors, which have no layout."""
+    """Return the tensor: ordinary tensors have no layout to pin."""
     return tensor
 
 
 def _to_rows(value: tf.Tensor, rows: ShardRows, pin: Pin) -> tf.Tensor:
-    """A tensor with a row for each shard."""
+    """Reshape a member to a tensor with a row for each shard."""
     value = pin(value, rows.axes)
     if rows.front:
         value = pin(tf.reshape(value, rows.split_shape), rows.split_axes)
@@ -404,7 +404,7 @@ class Flat(StorageFormat):
 
     @staticmethod
     def _for_replicas(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The rows once for each replica, where the buffer of this shape has them so often."""
+        """Repeat the rows for each replica, if the buffer of this shape contains them repeatedly."""
         count = shape[-2] // rows.shape[-2]
         return rows if count == 1 else np.concatenate([rows] * count, axis=-2)
 
@@ -431,7 +431,7 @@ class Flat(StorageFormat):
         return axis_sizes(self.mesh).replicas > 1
 
     def _brought(self, buffer: tf.Tensor, axes: Axes) -> tf.Tensor:
-        """The buffer, sharded or gathered, in one of the two layouts."""
+        """Bring the buffer, sharded or gathered, to one of the two layouts."""
         form = self._form
         is_sharded = self._has_replicas and buffer.shape[-2] == form.buffer_shape[-2]
         if is_sharded and axes == form.gathered_axes:
@@ -452,7 +452,7 @@ class Flat(StorageFormat):
         return self.decode(self._brought(stored, self.update))
 
     def _join(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The buffer, gathered over the batch axis, with zeros between and behind the members."""
+        """Join members to the buffer, gathered over the batch axis, with zeros between and behind the members."""
         form, model = self._form, self._model_axes
         parts, end = [], 0
         for value, place in zip(values, form.members, strict=True):
@@ -469,7 +469,7 @@ class Flat(StorageFormat):
         return transfer.zeros((*self._form.model_sizes, elements), dtype, (*self._model_axes, None), self.mesh)
 
     def _to_part(self, value: tf.Tensor, place: FlatMember, pin: Pin) -> tf.Tensor:
-        """A member's value as it lies in the line."""
+        """Reshape the value of a member to its place in the line."""
         return _to_rows(value, self._form.shard_rows(place), pin)
 
     def gather(self, stored: tf.Tensor) -> tf.Tensor:
@@ -483,7 +483,7 @@ class Flat(StorageFormat):
         return self._from_line(gathered, self._form.members[member], self._pin)
 
     def _from_line(self, line: tf.Tensor, place: FlatMember, pin: Pin) -> tf.Tensor:
-        """A member's value out of the line."""
+        """Return the value of a member from the line."""
         tensor = line
         if (place.offset, place.elements) != (0, self._in_line[-1]):
             tensor = pin(tensor[..., place.offset : place.end], (*self._model_axes, None))
@@ -698,7 +698,7 @@ class InBlocks(StorageFormat):
         return _from_rows(self._from_blocks(pin(stored, self.storage), pin), self._rows, pin)
 
     def _to_blocks(self, rows: tf.Tensor, pin: Pin) -> tf.Tensor:
-        """Rows `(..., elements)` as encoded blocks `(..., blocks, bytes)`; the last one is filled up with zeros."""
+        """Encode rows `(..., elements)` as blocks `(..., blocks, bytes)`. Zeros fill up the last block."""
         front, elements = tuple(rows.shape[:-1]), self._blocks * variable_layout.BLOCK_ELEMENTS
         if elements > self._rows.elements:
             shape, axes = (*front, elements - self._rows.elements), self._rows.row_axes

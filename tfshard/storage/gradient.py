@@ -110,7 +110,8 @@ def layout_before(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> Axes | N
 
 
 def _transposed_order(transpose: tf.Operation) -> list[int] | None:
-    """In which order a transpose has the dims, if it is known; of a gradient it is the inverse of another one's."""
+    """Return the order of a transpose's dims, if it is known. The order of a gradient is the inverse of another
+    order."""
     given = transpose.inputs[1]
     if given.op.type == "InvertPermutation":
         inverse = tf.get_static_value(given.op.inputs[0])
@@ -120,8 +121,8 @@ def _transposed_order(transpose: tf.Operation) -> list[int] | None:
 
 
 def _without_identities(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    """The same gradient, before the operations that stand for custom gradients, which are for other tapes. They would
-    stand between an all-reduce and the scatter that it is fused with."""
+    """Return a gradient in front of the operations of custom gradients, which serve other tapes. These operations would
+    separate an all-reduce from the scatter that DTensor fuses with it."""
     while not (_private.is_eager() or _private.could_record()) and isinstance(gradient, tf.Tensor):
         if gradient.op.type not in ("Identity", "IdentityN"):
             break
@@ -167,7 +168,7 @@ def layout_of(tensor: tf.Tensor | tf.IndexedSlices) -> Axes | None:
 
 
 def _pinned_axes(tensor: tf.Tensor) -> Axes | None:
-    """The layout that a tensor of a graph is pinned to, if it is."""
+    """Return the layout that a tensor of a graph is pinned to, or None."""
     if tensor.op.type != "Relayout":
         return None
     axes = transfer.axes_of(dtensor.Layout.from_string(tensor.op.get_attr("layout").decode()))

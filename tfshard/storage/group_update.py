@@ -75,7 +75,7 @@ class UpdateBatch:
         args: tuple[Any, ...],
         optimizer: keras.optimizers.Optimizer,
     ) -> None:
-        """Takes one update of a member; `fn` must be elementwise."""
+        """Take one update of a member. `fn` must be elementwise."""
         storage = variable.storage
         if storage in self._pending and self._functions[storage][0] is not fn:
             self._run(storage)
@@ -91,7 +91,7 @@ class UpdateBatch:
 
 
 def open_here() -> UpdateBatch | None:
-    """The step's UpdateBatch, if it was opened in the graph that is being built."""
+    """Return the step's UpdateBatch, if it was opened in the graph that is being built."""
     step = steps.current()
     batch = None if step is None else step.writes.updates
     return batch if isinstance(batch, UpdateBatch) and batch.graph is steps.here() else None
@@ -107,7 +107,7 @@ def run_alone(
 def run_as_one(
     storage: Storage, fn: Callable[..., Any], updates: list[_PendingUpdate], optimizer: keras.optimizers.Optimizer
 ) -> None:
-    """Runs `fn` once for each set of members that it treats alike."""
+    """Run `fn` once for each set of members that it treats alike."""
     everyone = frozenset(range(len(storage.format.members)))
     alike: dict[Hashable, list[_PendingUpdate]] = {}
     for update in updates:
@@ -136,7 +136,7 @@ def _masked(
     before: Mapping[Storage, Recorded | None],
     results: Mapping[Storage, tf.Tensor],
 ) -> dict[Storage, tf.Tensor]:
-    """The buffers that were just written, with only `members` of them changed; the writes are taken back."""
+    """Return the buffers that were just written, with only `members` changed. The writes are undone."""
     step = steps.current()
     assert step is not None, "Partial updates happen in steps only."
     changed = {}
@@ -152,7 +152,7 @@ def _masked(
 
 
 def _pack_args(storage: Storage, updates: list[_PendingUpdate]) -> list[Any]:
-    """The gradients, and whatever else differs from member to member, as one tensor; the others as they are."""
+    """Pack the gradients, and other arguments that differ from member to member. Other arguments stay unchanged."""
     packed = []
     for position, first in enumerate(updates[0].args):
         given = {update.variable.member: update.args[position] for update in updates}

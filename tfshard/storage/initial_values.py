@@ -55,7 +55,7 @@ class InitialValue:
         return f"{type(self.initializer).__name__} {sorted(vars(self.initializer).items())} {self.shape} {self.dtype}"
 
     def draw(self) -> np.ndarray:
-        """The value, on the host, as plain Keras has it. Not to be written to. Eager only.
+        """Return the value on the host, equal to plain Keras's. Do not write to it. Eager only.
 
         If all elements are one number, the array stores the number once.
         """

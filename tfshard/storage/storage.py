@@ -81,7 +81,7 @@ class Storage:
         return [variable.path for variable in self.members.values()]
 
     def slot_storage(self, key: SlotKey, format: StorageFormat, name: str) -> "Storage":
-        """The storage of the slots `key` of the variables that live here, made when it is first asked for."""
+        """Return the storage of the slots `key` of this storage's variables. The first call makes it."""
         storage = self.slots.get(key)
         if storage is None:
             storage = Storage(format, name=name)
@@ -128,7 +128,7 @@ class Storage:
                 self._host[member] = np.array(value)
 
     def make_if_filled(self) -> None:
-        """Makes the buffer, if all members have come: nothing waits on the host any more."""
+        """Make the buffer if all members have a value: nothing waits on the host any more."""
         if self._buffer is None and len(self._host) == len(self.format.members):
             _ = self.buffer
 
@@ -138,7 +138,7 @@ class Storage:
         return self._buffer is None
 
     def pop_waiting(self, member: int) -> HostValue | None:
-        """The value of a member that leaves before the buffer was made; None when it is in the buffer."""
+        """Remove and return the value of a member that waits on the host; None if it is in the buffer."""
         return self._host.pop(member, None)
 
     def pop_checksum(self, member: int) -> int | None:
@@ -368,7 +368,7 @@ class Storage:
         return value
 
     def invalidate(self) -> None:
-        """Frees what a storage holds that its variables have left: a function that still reads it fails."""
+        """Free the memory of a storage that its variables have left. A function that still reads the storage fails."""
         if self._buffer is not None:
             for _, handle in self.handles:
                 invalidate(handle, self._buffer.dtype, self._buffer.shape)
@@ -402,7 +402,7 @@ class Storage:
         return cache[key][0]
 
     def _graph_of(self, recorded: Recorded | None) -> tf.Graph | None:
-        """The outermost graph in which the buffer's value is known; None in eager code."""
+        """Return the outermost graph in which the buffer's value is known; None in eager code."""
         if _private.is_eager():
             return None
         if recorded is not None and recorded.base is not None:
@@ -427,7 +427,7 @@ def invalidate(handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> Non
 
 
 def _empty(handle: tf.Tensor, dtype: tf.DType, rank: int) -> None:
-    """Frees the memory of a variable that gets another value at once. A scalar keeps its value."""
+    """Free the memory of a variable that gets another value at once. A scalar keeps its value."""
     _set_zeros(handle, dtype, [0] * rank)
 
 

@@ -67,7 +67,7 @@ class VariableSurface(tf.Variable, _private.TensorType):  # type: ignore[misc]
         return _plain_variable, (self.numpy(), self.trainable, self.name.partition(":")[0])
 
     def _as_plain_variable(self) -> tf.Variable:
-        """A variable of this value that is on no mesh: a copy may outlive it."""
+        """Return a variable of this value that is on no mesh: a copy may outlive the mesh."""
         return _plain_variable(self.numpy(), self.trainable, self.name.partition(":")[0])
 
     def _export_to_saved_model_graph(
@@ -98,7 +98,7 @@ class VariableSurface(tf.Variable, _private.TensorType):  # type: ignore[misc]
         raise AttributeError(f"A sharded variable belongs to no graph. Received: variable '{self.path}'")
 
     def set_shape(self, shape: Any) -> None:
-        """Checks that the shape is the one that it has."""
+        """Check that the variable has the shape."""
         if not self.shape.is_compatible_with(shape):
             raise ValueError(
                 f"The shape of variable '{self.path}' cannot be changed. Its shape: {self.shape}. Received: {shape}"

@@ -334,11 +334,11 @@ class ShardedVariable(VariableSurface):
         return kinds == {True}
 
     def note_gradient(self, tensor: tf.Tensor | tf.IndexedSlices) -> None:
-        """Remembers the layout in which a gradient came to an optimizer's update."""
+        """Record the layout of a gradient that came to an optimizer's update."""
         self.gradient_layout = gradient.layout_of(tensor)
 
     def reduced(self, tensor: tf.Tensor) -> tf.Tensor:
-        """A gradient that was added up over the devices, as those are that come out of layers."""
+        """Return a gradient that was summed over the devices, in the layout of gradients that come out of layers."""
         compute = self.layout.compute
         if self.layout.gradient == compute or self.storage.format.packed:
             return transfer.relayout(tensor, compute, self.mesh)

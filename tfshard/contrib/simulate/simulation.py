@@ -120,7 +120,7 @@ class Simulation:
     __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, bytes and seconds as numbers."""
+        """Return the result as plain data, bytes and seconds as numbers."""
         return {
             "machine": self.machine.to_dict(),
             "best": {
@@ -134,10 +134,10 @@ class Simulation:
         return json.dumps(self.to_dict(), **options)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws samples a second and the utilization over the number of devices. Needs matplotlib.
+        """Draw samples a second and the utilization over the number of devices. Needs matplotlib.
 
         Raises:
-            StrategyError: There is nothing to draw: nothing fits.
+            StrategyError: No step fits, so the plot would be empty.
         """
         import matplotlib.figure
 
@@ -321,7 +321,7 @@ class Simulator:
         self._flops = None if flops is None else flops * batch
 
     def on(self, machine: MachineLike, devices: Iterable[int]) -> Simulation:
-        """The quickest steps on a machine, by number of devices: `simulate`."""
+        """Find the quickest steps on a machine, by number of devices, as `simulate` does."""
         machine, counts = Machine.from_any(machine), list(devices)
         for count in counts:
             _check_count("devices", count)
