@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.operations.replacing import replaced
 
-# Gives the same tensors, of which none is there before the others are.
+# Returns the same tensors behind one barrier: none exists before all do.
 Together: TypeAlias = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 _Function: TypeAlias = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 
@@ -45,7 +45,7 @@ def gelu(
 
 
 def silu(together: Together, original: Callable[..., tf.Tensor], features: Any, beta: Any = 1.0) -> tf.Tensor:
-    """`tf.nn.silu`, in the same way."""
+    """`tf.nn.silu`, with its derivative."""
     if not _can_be(features) or tf.is_tensor(beta) or beta != 1:
         return original(features, beta)
     with tf.name_scope("Silu"):

@@ -82,7 +82,8 @@ def _kernel_axes(layer: keras.Layer) -> Axes:
 def _pinned(images: tf.Tensor, *, axis: str | None, mesh: dtensor.Mesh) -> tf.Tensor:
     """Pin images so that the data axis shards samples and `axis` shards channels.
 
-    DTensor pads a tensor only where it gives the result the same layout, and takes that from what follows the padding.
+    DTensor pads a tensor only if the result gets the same layout, and it takes this layout from the operations behind
+    the padding.
     """
     if tf.executing_eagerly() or images.shape[0] is None:
         return images

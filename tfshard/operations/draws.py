@@ -258,7 +258,7 @@ class _Draw:
         return result
 
 
-# Microbatches that cannot draw their rows begin so many counts apart: none draws as many.
+# The distance between the counters of microbatches that cannot draw their rows. No microbatch draws as many numbers.
 _FAR = 1 << 40
 
 
@@ -268,7 +268,7 @@ def _microbatch() -> Microbatch | None:
 
 
 def _later(counter: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Return a counter so many counts later. Its first number counts, from 0 for a seed."""
+    """Return a counter that is advanced by some counts. Its first number counts, from 0 for a seed."""
     moved = tf.bitcast(counter, tf.int64) + tf.reshape(counts, [1]) * tf.constant([1, 0], tf.int64)
     return tf.bitcast(moved, tf.uint64)
 

@@ -146,7 +146,8 @@ def _rows_to_update(table: ShardedVariable, step: Step, different: tf.Tensor | N
 
 @contextlib.contextmanager
 def _squared(gradient: tf.Tensor, squared: Sequence[tf.Tensor]) -> Iterator[None]:
-    """While this is open, an optimizer that squares a gradient gets what Keras's squares of a sparse one add up to."""
+    """Open a scope in which an optimizer that squares the gradient gets the sums of Keras's squares of a sparse
+    gradient."""
     if not squared:
         yield
         return

@@ -34,7 +34,7 @@ class Change:
     module: str
 
 
-# The one list, also in docs/design.md.
+# This is the only list, also in docs/design.md.
 TABLE_READ = Change(
     of="matrices of which a model axis shards the rows",
     attribute="sparse_read",

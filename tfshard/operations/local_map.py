@@ -1,4 +1,4 @@
-"""local_map: run a function on each device's local shards. psum: add up what the devices have.
+"""local_map: run a function on each device's local shards. psum: sum local tensors over devices.
 
 PyTorch calls it `local_map` (torch.distributed.tensor.experimental), JAX "shard_map".
 
@@ -6,7 +6,7 @@ devices/local_shards.py keeps DTensor from expanding local operations. operation
 the rows of a batch, which need no collective.
 
 Gradients follow the rule of JAX's "shard_map". The gradient of an output is divided by the number of devices that hold
-the same part of the output. The gradient of an input is added up over the devices that hold the same part of the input.
+the same shard of the output. The gradient of an input is summed over the devices that hold the same shard of the input.
 The gradient of `psum` is `psum`.
 """
 
@@ -134,7 +134,7 @@ def local_map(
 
 
 def psum(value: Any, axis: str) -> Any:
-    """Add up a local tensor over the devices along a mesh axis. Call it inside a function of `tfshard.local_map`.
+    """Sum a local tensor over the devices along a mesh axis. Call it inside a function of `tfshard.local_map`.
 
     Args:
         value: A tensor of a floating or integer dtype, or a structure of them, in local shapes.
@@ -266,7 +266,7 @@ def _check_function(traced: Any) -> None:
 
 
 def _to_local(tensor: tf.Tensor, axes: Axes, call: _Map, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return the local shard. Its gradient is added up over the devices that hold the same shard."""
+    """Return the local shard. Its gradient is summed over the devices that hold the same shard."""
     over = tuple(axis for axis, size in call.sizes.items() if size > 1 and axis not in axes)
 
     def shard(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:

@@ -18,7 +18,7 @@ from tfshard.operations.registry import rewrite_rule
 def multiply_integers(call: _private.Call) -> tf.Tensor:
     """Cast both operands to the dtype of the result, and multiply.
 
-    TensorFlow's kernel on CPU casts them, too. If the summed dim is sharded, DTensor adds up integers, which rounds
+    TensorFlow's kernel on CPU casts them, too. If the summed dim is sharded, DTensor sums integers, which rounds
     nothing.
     """
     x, y = (tf.cast(each, call.get_attr("Tout")) for each in call.inputs)

@@ -163,8 +163,8 @@ def rewrite(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     if not call.outputs or _private.is_stateful(call.outputs[0].op):
         return None
     if is_nested(call.outputs[0].graph):
-        # Nothing is pinned there: DTensor ends the process at a relayout of what its compiler finds to be what a loop
-        # was given (EraseCopyToMeshWithinCluster in TensorFlow 2.21's handle_cross_cluster_dependencies.cc).
+        # Nothing is pinned in a loop: DTensor ends the process at a relayout if its compiler finds that the operand is
+        # an input of a loop (EraseCopyToMeshWithinCluster in TensorFlow 2.21's handle_cross_cluster_dependencies.cc).
         return _rewrite_by_rule(call, mesh)
     if any(each.dtype == tf.variant for each in (*call.inputs, *call.outputs)):
         # TensorFlow looks for operations on lists of tensors as it makes gradients of loops: they stay.

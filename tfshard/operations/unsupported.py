@@ -1,4 +1,4 @@
-"""Checks on Keras models before anything is done to them, and what a model consists of."""
+"""Checks of Keras models before tfshard changes them: layers that DTensor cannot expand, and jit_compile."""
 
 import dataclasses
 from collections.abc import Callable

@@ -172,7 +172,7 @@ def _top_k(
     mesh: dtensor.Mesh,
     **options: Any,
 ) -> tf.Tensor:
-    """1 where fewer than k classes score above the label: what `tf.math.in_top_k` computes."""
+    """Return 1 for samples with fewer than k classes that score above the label's class: `tf.math.in_top_k`."""
     axis = sharded_axis(y_pred)
     if axis is None or any(options.values()):
         return keras_function(y_true, y_pred, k=k, **options)

@@ -302,7 +302,7 @@ class _TrafficPrediction:
                 self.columns[base.name] = (place, users | {step.name}, count + 1)
 
     def _separate_columns(self) -> None:
-        """DTensor adds the gradients of several kernels up before it reduces them, if nothing else is added to them.
+        """DTensor sums the gradients of several kernels before it reduces them, if nothing else is added to them.
 
         A residual that begins at the same tensor (post-norm blocks) is added too: then they are reduced one by one, and
         merged into one all-reduce of all their bytes.

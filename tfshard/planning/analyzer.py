@@ -1,4 +1,4 @@
-"""Plan a model: what devices store and send, decided from the layouts of its variables."""
+"""Plan a model: decide from the layouts of its variables what devices store and send."""
 
 import dataclasses
 from collections.abc import Sequence

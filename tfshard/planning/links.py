@@ -1,4 +1,4 @@
-"""How fast devices reach each other, inside a host and between hosts, and what a plan's collectives take over that."""
+"""The speed of links inside a host and between hosts, and the time of a plan's collectives over them."""
 
 import dataclasses
 import json
@@ -167,7 +167,7 @@ class Links:
         """Return links, read from their file if a path is given.
 
         Raises:
-            StrategyError: The argument is neither links nor a path.
+            StrategyError: The argument is not links or a path.
         """
         if isinstance(links, Links):
             return links

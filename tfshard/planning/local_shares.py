@@ -19,7 +19,7 @@ def shares_of(sources: Mapping[Any, Axes], mesh_shape: MeshAxes) -> Callable[[tf
         mesh_shape: Axis name to size.
 
     Returns:
-        Returns the number of devices for a tensor.
+        A function that returns the number of devices for a tensor.
     """
     found: dict[Hashable, int] = collections.defaultdict(lambda: 1)
     for axis in mesh_shape.tensor:

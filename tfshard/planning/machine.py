@@ -396,7 +396,7 @@ class Machine:
         """Return a machine, read from its file if a path is given.
 
         Raises:
-            StrategyError: The argument is neither a machine nor a path.
+            StrategyError: The argument is not a machine or a path.
         """
         if isinstance(machine, Machine):
             return machine

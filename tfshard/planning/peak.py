@@ -176,7 +176,7 @@ def added_bytes(
     is_microbatch: bool,
     least: int = 0,
 ) -> dict[str, int]:
-    """Return what a step, or one of its microbatches, adds on a device at the peak: the bytes of each part of `Peak`.
+    """Return the bytes that a step, or one of its microbatches, adds on a device at the peak, for each part of `Peak`.
 
     Args:
         graph: As for `peak_of`, as all others.
@@ -301,7 +301,7 @@ class _Lifetimes:
     def _takers(self, operation: tf.Operation) -> set[tf.Operation]:
         return {user for output in operation.outputs for user in self._users[output.ref()]}
 
-    # --- what the graph makes ---------------------------------------------------------------------------
+    # --- tensors of the graph ---------------------------------------------------------------------------
 
     def _tensors(self) -> Iterable[_Lifetime]:
         """Yield the tensors of the graph, gathers and gradients included."""
@@ -351,7 +351,7 @@ class _Lifetimes:
                 return tensor
 
     def _is_stored(self, tensor: tf.Tensor) -> bool:
-        """Return True for what the step stores or gathers, and for parts of it."""
+        """Return True for tensors that the step stores or gathers, and for slices of them."""
         base = self._base(tensor)
         return base.op in self._graph.stand_ins or base.name in self._graph.stored
 
@@ -387,7 +387,8 @@ class _Lifetimes:
         return bytes_ if bytes_ >= self._least else 0
 
     def _list_bytes(self, tensor: tf.Tensor) -> int:
-        """Return the bytes of a list that the iterations of a loop fill, such as what its gradient needs of each."""
+        """Return the bytes of a list that the iterations of a loop fill, such as the tensors that its gradient needs of
+        each iteration."""
         loop = tensor.op
         body = _private.function_graph(loop, "body") if loop.type in flops.LOOPS else None
         if body is None:
@@ -401,7 +402,7 @@ class _Lifetimes:
         share = self._graph.shares(loop.outputs[0])
         return (flops.turns_of(loop) or 1) * self._counted(_size(item) // share)
 
-    # --- what becomes of gradients ----------------------------------------------------------------------
+    # --- gradients after the backward pass ----------------------------------------------------------------------
 
     def _local_bytes(self, gradient: Gradient) -> int:
         """Return the bytes of a gradient on one device, full over the batch axis."""
@@ -449,7 +450,7 @@ class _Lifetimes:
                 yield _Lifetime(freed, self._end + 2, bytes_ // self._devices, "gradient_bytes")
         if self._devices == 1 or not self._merged:
             return
-        # The buffer of the merged all-reduce is there with the first gradient. The step cuts the reduced gradients out
+        # The buffer of the merged all-reduce exists from the first gradient on. The step cuts the reduced gradients out
         # of the buffer, and then frees it.
         sizes = [self._local_bytes(each) for each in self._merged]
         yield _Lifetime(min(map(self._made, self._merged)), self._end + 1, self._counted(sum(sizes)), "reduced_bytes")

@@ -1,4 +1,4 @@
-"""Add to the graph of a step what its collectives and updates wait for, for predictions of its time.
+"""Add stand-ins for collectives and updates to the graph of a step, to predict the time of the step.
 
 Only `overlap`, `step_times` and the simulator use this. The operations stand for collectives, and compute nothing.
 """

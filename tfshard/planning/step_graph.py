@@ -51,7 +51,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StandIn:
-    """An operation that stands for a collective or an update.
+    """An operation with the role of a collective or an update.
 
     Attributes:
         kind: A collective, an update, or a copy.
@@ -114,7 +114,7 @@ class StepGraph:
 
     @property
     def itemsizes(self) -> dict[str, int]:
-        """Bytes of an element of what a step gathers, by the name of the variable or group."""
+        """Bytes of an element of each gathered tensor, by the name of the variable or group."""
         return {each.unit: operation.outputs[0].dtype.size for operation, each in self.stand_ins.items() if each.unit}
 
     @functools.cached_property
@@ -165,7 +165,7 @@ def trace(
 ) -> StepGraph:
     """Trace a step.
 
-    A list of specs is taken for a chain: products of one sample with one variable after the other.
+    A list of specs counts as a chain: products of one sample with one variable after the other.
 
     Args:
         model: A built model, or specs.
@@ -180,7 +180,7 @@ def trace(
 
 
 class Tracer:
-    """Traces a step. A subclass may add to the graph what becomes of the gradients.
+    """Traces a step. A subclass may add the reductions and updates of gradients to the graph.
 
     Args:
         placement: The layouts of the model's variables.
@@ -228,7 +228,8 @@ class Tracer:
         return self._arrange(noted, waiting)
 
     def _after_backward(self, gradients: Mapping[str, tf.Tensor]) -> list[unshard_schedule.WaitingGradient]:
-        """Add to the graph what becomes of the gradients; return those for which the backward pass waits."""
+        """Add the reductions and updates of gradients to the graph. Return the gradients for which the backward pass
+        waits."""
         alone = {each.layout.spec.path for each in self._gradients}
         for layout in self._placement.variables:
             if layout.spec.path in gradients and layout.spec.path not in alone:

@@ -1,4 +1,4 @@
-"""How long a training step takes on a machine, by its graph: what operations do, at the machine's prices."""
+"""Predict the time of a training step on a machine: the work of its operations at the machine's prices."""
 
 import contextlib
 import dataclasses

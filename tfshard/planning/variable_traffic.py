@@ -102,7 +102,7 @@ def inputs_of_microbatch(microbatches: Microbatches, inputs: Any, mesh_shape: Ma
 
 
 def sum_bytes(microbatches: Microbatches, planned: Sequence[VariableLayout], mesh_shape: Mapping[str, int]) -> int:
-    """Return the bytes in which a device adds up the gradients of microbatches."""
+    """Return the bytes in which a device sums the gradients of microbatches."""
     if microbatches.count == 1:
         return 0
     return sum(

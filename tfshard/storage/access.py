@@ -216,7 +216,7 @@ class InUpdate(InStep):
     """An optimizer's update: variables are read and written in the update layout, unless a buffer packs them."""
 
     def _is_buffer(self, storage: Storage) -> bool:
-        """Return whether a variable of the storage stands for the buffer."""
+        """Return whether a variable of the storage has the role of the buffer."""
         return not storage.format.packed
 
     def _read(self, variable: VariableView) -> tf.Tensor:
@@ -242,7 +242,8 @@ class InUpdate(InStep):
 
 
 class InPackedUpdate(InUpdate):
-    """An update of a packed buffer as one tensor: one member stands for the buffer, and its slots for theirs."""
+    """An update of a packed buffer as one tensor: one member has the role of the buffer, and its slots have the roles
+    of the slots' buffers."""
 
     def __init__(self, step: Step | None, packed: Any):
         super().__init__(step)

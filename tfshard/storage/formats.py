@@ -54,7 +54,7 @@ class StorageFormat(abc.ABC):
 
     Attributes:
         mesh: The mesh.
-        rests_on: The mesh on which the buffer is stored between steps: the host mesh, or `mesh`.
+        stored_on: The mesh on which the buffer is stored between steps: the host mesh, or `mesh`.
         members: The variables in the buffer, by number.
         shape: The shape of the buffer.
         storage: The layout in which the buffer is stored between steps.
@@ -383,7 +383,7 @@ class Flat(StorageFormat):
         super().__init__(layout, mesh, tuple(members))
         self._form = form
         self._model_axes: Axes = form.model_axes
-        # The buffer without rows: what the members follow each other in.
+        # The shape of the buffer without rows: the members follow each other in its last dim.
         self._in_line = (*form.model_sizes, form.rows * form.columns)
 
     # --- on the host ----------------------------------------------------------------------------------
@@ -714,7 +714,7 @@ class InBlocks(StorageFormat):
         rows = pin(tf.reshape(blocks, (*front, self._blocks * variable_layout.BLOCK_ELEMENTS)), axes)
         return pin(rows[..., : self._rows.elements], axes)
 
-    # --- what the other format does -------------------------------------------------------------------
+    # --- the inner format -------------------------------------------------------------------
 
     def pack_host(self, values: Mapping[int, HostValue]) -> np.ndarray:
         stored: np.ndarray = self.encode(self._inner.pack_host(values))

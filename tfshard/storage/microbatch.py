@@ -25,8 +25,8 @@ class Microbatch:
     is_of_each_device: bool = True
 
     def blocks(self, devices: int) -> np.ndarray:
-        """Return `(devices, count)`: which of `devices * count` equal blocks of the batch a device has of a
-        microbatch."""
+        """Return `(devices, count)`: the number of the block that a device takes in a microbatch. The batch has
+        `devices * count` equal blocks."""
         shape = (devices, self.count) if self.is_of_each_device else (self.count, devices)
         blocks: np.ndarray = np.arange(devices * self.count).reshape(shape)
         return blocks if self.is_of_each_device else blocks.T

@@ -104,7 +104,8 @@ def recompute(
         graph: The graph.
         blocks: The blocks to compute again. They do not overlap.
         barrier: Makes barriers.
-        stored: References to reads of variables. The unshard schedule copies what a use computes from them.
+        stored: References to reads of variables. The unshard schedule copies the operations that compute a use from
+            them.
 
     Returns:
         All operations of the graph, in the order in which they should run.

@@ -14,7 +14,7 @@ from tfshard.storage.step_record import StepRecord
 from tfshard.storage.update_order import LEAST_BYTES
 from tfshard.storage.writes import Recorded, Writable
 
-# Operations between a new value and its write that leave a value of the right layout as it is.
+# Operations between a new value and its write. They leave a value of the right layout unchanged.
 _SAME = frozenset(("Identity", "IdentityN", "Relayout"))
 
 
@@ -34,7 +34,7 @@ def takers_of(storage: Writable, updated: tf.Tensor | None, value: tf.Tensor) ->
     Args:
         storage: The storage.
         updated: The new value as the update computed it.
-        value: The same value as it is written.
+        value: The value that is written: the new value behind casts and pins.
     """
     is_traced = updated is not None and hasattr(updated, "graph")
     if not is_traced or not storage.is_stored_as_updated or storage.updated_bytes < LEAST_BYTES:

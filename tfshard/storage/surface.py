@@ -123,7 +123,7 @@ class VariableSurface(tf.Variable, _private.TensorType):  # type: ignore[misc]
         return self.assign_sub(self._dense(sparse_delta))
 
     def _dense(self, sparse: tf.IndexedSlices | tf.Tensor) -> tf.Tensor:
-        """IndexedSlices as a tensor of the variable's shape, rows that occur twice added up."""
+        """Convert IndexedSlices to a tensor of the variable's shape. Rows that occur twice are summed."""
         if isinstance(sparse, tf.IndexedSlices):
             sparse = tf.IndexedSlices(sparse.values, sparse.indices, tf.constant(self.shape.as_list(), tf.int64))
         return tf.convert_to_tensor(sparse)

@@ -121,7 +121,8 @@ class Use:
         operation: The operation.
         numbers: The numbers of its inputs that come from stored buffers, by the buffer's key.
         narrow: The dtype that each of these buffers was cast to on the way; None without a cast.
-        batch_input: Another input, computed from the batch: of several the one that was added last. None without one.
+        batch_input: Another input that is computed from the batch, the last one that was added to the graph. None
+            without such an input.
     """
 
     operation: tf.Operation
@@ -529,7 +530,7 @@ class _Unshard:
         self._copies: dict[tf.Operation, list[tf.Tensor]] = {}
 
     def rebuilt(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the same tensor, computed from what this unshard gathers."""
+        """Return the same tensor, computed from the value that this unshard gathers."""
         if self._values.key_of.get(tensor.ref()) != self._key:
             return tensor
         if self._values.is_read(tensor):

@@ -43,7 +43,7 @@ class ShardedVariable(VariableSurface):
         slots: Its optimizer slots, by optimizer and number of the slot.
         kept: The state that the compression of its gradient keeps between steps, by name (`compressed_form`).
         gradient_layout: The layout in which an optimizer got its gradient, in the last step that was traced or ran
-            eagerly. None before that, and where it cannot be told.
+            eagerly. None before this step, and if the layout is unknown.
     """
 
     _should_act_as_resource_variable = True
@@ -323,7 +323,7 @@ class ShardedVariable(VariableSurface):
             self._is_looked_up = False
 
     def _note_kind(self) -> Callable[[bool], object]:
-        """Return what notes the kind of the gradient of the read that is made now."""
+        """Return a function that records the kind of the gradient of the current read."""
         is_looked_up = self._is_looked_up
         return lambda is_sparse: self._gradient_kinds.add(is_sparse or is_looked_up)
 

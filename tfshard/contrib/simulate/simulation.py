@@ -1,4 +1,4 @@
-"""simulate: what steps of a model take on clusters of any size, and which mesh is best there, predicted on paper."""
+"""Predict steps of a model on clusters of any size, and find the best mesh, without running a step."""
 
 import dataclasses
 import json
