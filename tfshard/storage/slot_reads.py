@@ -34,7 +34,7 @@ def takers_of(storage: Writable, updated: tf.Tensor | None, value: tf.Tensor) ->
     Args:
         storage: The storage.
         updated: The new value as the update computed it.
-        value: The value that is written: the new value behind casts and pins.
+        value: The value that is written: the new value behind identities and pins.
     """
     is_traced = updated is not None and hasattr(updated, "graph")
     if not is_traced or not storage.is_stored_as_updated or storage.updated_bytes < LEAST_BYTES:
