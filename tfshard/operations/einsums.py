@@ -27,7 +27,7 @@ def _equation(call: _private.Call) -> str:
     fault="refuses it", cases=("einsum with an ellipsis", "einsum in an eager step"),
 )  # fmt: skip
 def spell_ellipsis(call: _private.Call) -> tf.Tensor:
-    """Write a letter for each dim of the ellipsis, and squeeze dims of size 1 that are broadcast."""
+    """Write a letter for each dim that the ellipsis stands for, and squeeze dims of size 1 that are broadcast."""
     equation = _equation(call)
     sources, result = equation.split("->")
     terms = sources.split(",")

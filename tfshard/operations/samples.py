@@ -65,8 +65,8 @@ def layout_replicated_along(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> 
     """Return a layout for a tensor that no axis shards along a dim.
 
     A single dim stays sharded as before ("match"; a layout may have one). If samples are known to be in one dim, and a
-    model axis shards another, the latter stays, and the data axis shards the samples. Otherwise the dim of the samples
-    stays, or the first dim.
+    model axis shards another, the dim of the model axis stays, and the data axis shards the samples. Otherwise the dim
+    of the samples stays, or the first dim.
     """
     sizes, others = axis_sizes(mesh), [each for each in range(tensor.shape.rank) if each != dim]
     specs = dict.fromkeys(range(tensor.shape.rank), dtensor.UNSHARDED)

@@ -70,9 +70,9 @@ def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor
 
     DTensor fuses the all-reduce of a gradient with a scatter that follows it directly. It merges other all-reduces with
     each other. But several operations may separate the two: EinsumDense multiplies matrices and reshapes, mixed
-    precision casts, and logits of a transposed table transpose their gradient. If a shard is cast, transposed, or
-    reshaped with a sharded dim in front of the dims that it becomes, the result is a shard of the full result. These
-    operations can therefore follow the scatter.
+    precision casts, and logits of a transposed table transpose their gradient. A shard that is cast or transposed is a
+    shard of the full result. So is a shard that is reshaped, if a sharded dim stays the first of the dims that it
+    becomes. These operations can therefore follow the scatter.
     """
     # The operations to repeat on the shards, each with the layout of its result.
     redo: list[tuple[Callable[[tf.Tensor], tf.Tensor], Axes]] = []
@@ -96,8 +96,8 @@ def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor
 
 
 def layout_before(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> Axes | None:
-    """Return the layout of a rearranged operation's input for which each device rearranges its local shard; None if
-    none does."""
+    """Return the layout of the input of a cast, transpose or reshape with which each device rearranges its local shard.
+    None if no layout does."""
     source = tensor.op.inputs[0] if tensor.op.inputs else tensor
     if tensor.op.type in ("Cast", "Relayout"):
         return axes

@@ -14,7 +14,7 @@ from tfshard.storage.writes import Writable
 class MicrobatchStep(Step):
     """The step of one microbatch, in a separate graph: the body of a loop.
 
-    It reads variables in that graph. It writes nothing, and passes its writes on to the next microbatch.
+    The step reads variables in that graph. It assigns nothing, and passes its writes on to the next microbatch.
 
     Args:
         outer: The step of the full batch.
