@@ -71,7 +71,7 @@ def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor
     DTensor fuses the all-reduce of a gradient with a scatter that follows it directly. It merges other all-reduces with
     each other. But several operations may separate the two: EinsumDense multiplies matrices and reshapes, mixed
     precision casts, and logits of a transposed table transpose their gradient. A shard that is cast or transposed is a
-    shard of the full result. So is a shard that is reshaped, if a sharded dim stays the first of the dims that it
+    shard of the full result. A reshaped shard is one, too, if a sharded dim stays the first of the dims that it
     becomes. These operations can therefore follow the scatter.
     """
     # The operations to repeat on the shards, each with the layout of its result.
