@@ -15,8 +15,7 @@ the record. No pass calls another. Their order matters:
 7. `write` assigns the values. Nothing may follow.
 
 A microbatch writes nothing, so it runs only the first two, on the graph of the microbatch. The step then runs all
-seven on its graph.
-In eager code only `write` has an effect.
+seven on its graph. In eager code only `write` has an effect.
 
 `hooks.ShardedExtended.step` opens a step, `Step` records, and `Step.finish` runs the passes. docs/design.md follows a
 batch through a step.

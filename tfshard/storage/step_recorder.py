@@ -141,9 +141,9 @@ class Step:
     ) -> tf.Tensor:
         """Return a read on a host mesh that waits for the gradient of the current update.
 
-        The devices send the host one number of each shard of the gradient for this. Otherwise the devices would hold every
-        offloaded value from the beginning of the step. In a branch of a `tf.cond` they still do, because the gradient
-        is unknown outside of the branch.
+        The devices send the host one number of each shard of the gradient for this. Otherwise the devices would hold
+        every offloaded value from the beginning of the step. In a branch of a `tf.cond` they still do, because the
+        gradient is unknown outside of the branch.
 
         Args:
             stored: The read.
