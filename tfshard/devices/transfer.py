@@ -19,11 +19,11 @@ _met: set[str] = set()
 
 
 def meet(mesh: dtensor.Mesh) -> None:
-    """Makes the devices of a mesh meet once, in each group of devices that a collective can take. Eager only.
+    """Let the devices of a mesh meet once, in each group of devices that a collective can take. Eager only.
 
-    TensorFlow forms such a group at its first collective. If an operation fails on one device before that, the group
-    stays cancelled for as long as the process lives: every later step fails, and the error is not the first one's.
-    Along each axis the devices then gather their places. DTensor gathers over one axis only; over several it reduces.
+    TensorFlow forms a group at its first collective. If an operation fails on one device before that, the group stays
+    cancelled for as long as the process lives: every later step fails, and with another error. The devices therefore
+    gather their places along each axis. DTensor gathers over one axis only; over several it reduces.
 
     Raises:
         MeshError: TensorFlow has the devices of a group in another order than the mesh.
@@ -50,33 +50,34 @@ def meet(mesh: dtensor.Mesh) -> None:
 
 
 def layout(axes: Axes, mesh: dtensor.Mesh) -> dtensor.Layout:
-    """A DTensor layout from the mesh axis, or None, of each dim."""
+    """Return a DTensor layout from the mesh axis, or None, of each dim."""
     return dtensor.Layout([dtensor.UNSHARDED if axis is None else axis for axis in axes], mesh)
 
 
 def axes_of(layout: dtensor.Layout) -> Axes:
-    """The mesh axis, or None, of each dim of a DTensor layout: what `layout` was given."""
+    """Return the mesh axis, or None, of each dim of a DTensor layout. Inverts `layout`."""
     return tuple(None if axis == dtensor.UNSHARDED else axis for axis in layout.sharding_specs)
 
 
 def shard_shape(shape: tuple[int, ...], layout: dtensor.Layout) -> tuple[int, ...]:
-    """The shape of a device's piece of a tensor."""
+    """Return the shape of a local shard."""
     sizes = axis_sizes(layout.mesh)
     return boxes.shard_box(shape, axes_of(layout), sizes, dict.fromkeys(sizes, 0)).shape
 
 
 def relayout(tensor: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Brings a DTensor to the layout `axes`, with the communication that it takes."""
+    """Bring a DTensor to the layout `axes`, with the communication that it takes."""
     return dtensor.relayout(tensor, layout(axes, mesh))
 
 
 def whole(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """A tensor of a step, the same on every device: pinned there in a graph, brought there in eager code."""
+    """Replicate a tensor of a step: pin it in a graph, move it in eager code."""
     return _in_turn(tensor, (None,) * tensor.shape.rank, mesh)
 
 
 def by_sample(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """A tensor of a step, sharded over the batch axis in its first dim if that divides it, and whole otherwise."""
+    """Shard a tensor of a step over the batch axis in its first dim. If the axis does not divide the dim, replicate the
+    tensor."""
     axes = axis_sizes(mesh)
     size = tensor.shape[0] if tensor.shape.rank else None
     axis = axes.data if axes.data_size > 1 and size is not None and size % axes.data_size == 0 else None
@@ -104,10 +105,10 @@ def _in_turn(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def scatter(tensor: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """`relayout` to fewer elements a device, in memory of their own.
+    """`relayout` to fewer elements a device, in newly allocated memory.
 
-    On CPU a piece along the first dim is a view of the whole tensor, which in-place arithmetic hands on to
-    whatever is computed from it: a parameter of one quarter would keep four quarters alive until the next step.
+    On CPU a shard along the first dim is a view of the full tensor. In-place arithmetic passes the view on to its
+    results: a parameter of one quarter would keep four quarters alive until the next step.
     """
     tensor = relayout(tensor, axes, mesh)
     if mesh.device_type().upper() != "CPU" or not axes or axes[0] is None:
@@ -118,8 +119,8 @@ def scatter(tensor: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mesh
     sizes = axis_sizes(mesh)
     if axes[0] != sizes.data:
         return tensor  # Cut along a later dim, as a row kernel: no view.
-    # Every dim is sharded, as in a column kernel: the last one of which a piece has several elements is made two, what
-    # shards it and what a piece has.
+    # Every dim is sharded, as in a column kernel. Split the last dim with several local elements in two: the axis that
+    # shards it, and the local elements.
     shares = [1 if axis is None else sizes[axis] for axis in axes]
     dim = next((d for d in reversed(range(len(axes))) if tensor.shape[d] > shares[d]), None)
     if dim is None:
@@ -131,9 +132,9 @@ def scatter(tensor: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mesh
 
 
 def _copied(tensor: tf.Tensor, dim: int, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """A tensor in the layout `axes`, in memory of its own; `dim` has several elements and is not sharded."""
-    # Of the operations that DTensor expands, concat is the one that never works in place.
-    # Not by a split: in a step that is given dims that are whole (`operations.dims`).
+    """Copy a tensor in the layout `axes` to new memory. `dim` has several elements and is not sharded."""
+    # Concat is the only operation that DTensor expands and that never works in place. The halves do not come from a
+    # split: in a step, the rule for splits (`operations.dims`) would replicate the dim.
     half = tensor.shape[dim] // 2
     begins, counts = (0, half), (half, tensor.shape[dim] - half)
     halves = [
@@ -148,7 +149,7 @@ def _copied(tensor: tf.Tensor, dim: int, axes: Axes, mesh: dtensor.Mesh) -> tf.T
 
 
 def host_to_mesh(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Puts a host value on the mesh; each device receives its own piece only."""
+    """Put a host value on the mesh. Each device receives only its local shard."""
     sizes = axis_sizes(mesh)
     parts = [boxes.shard_box(value.shape, axes, sizes, location) for location in mesh.local_device_locations()]
     pieces = [tf.constant(value[part.slices]) for part in parts]
@@ -156,10 +157,10 @@ def host_to_mesh(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor
 
 
 def host_shards(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> Iterator[tf.Tensor]:
-    """The pieces of a host value for a variable, in the order of this client's devices, made one by one.
+    """Yield the shards of a host value for a variable, in the order of this client's devices, made one by one.
 
-    They are in memory that TensorFlow has allocated. Its allocator on CPU keeps what it once had: pieces in NumPy's
-    memory would leave the place of what they replace unused. Each goes to its device before the next is made.
+    TensorFlow allocates their memory. Its allocator on CPU keeps freed memory: shards in NumPy's memory would leave the
+    memory of the shards that they replace unused. Each shard goes to its device before the next is made.
     """
     sizes = axis_sizes(mesh)
     on_host = mesh.device_type().upper() == "CPU"
@@ -172,16 +173,16 @@ def host_shards(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> Iterator[t
 
 
 def zeros(shape: tuple[int, ...], dtype: tf.DType, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Zeros on the mesh, in eager code and in a graph."""
+    """Return zeros on the mesh, in eager code and in a graph."""
     if tf.executing_eagerly():
         return host_to_mesh(np.zeros(shape, dtype.as_numpy_dtype), axes, mesh)
     return relayout(tf.zeros(shape, dtype), axes, mesh)
 
 
 def mesh_to_host(tensor: tf.Tensor) -> np.ndarray:
-    """The whole value of an eager DTensor, put together on the host from the devices' pieces.
+    """Return the full value of an eager DTensor, joined on the host from the devices' shards.
 
-    Where clients of a launched run hold different pieces, or none, they exchange them: all clients have to call this.
+    If clients of a launched run hold different shards, or none, they exchange them: all clients have to call this.
     """
     found = dtensor.fetch_layout(tensor)
     value = _put_together(tensor, found)
@@ -192,7 +193,7 @@ def mesh_to_host(tensor: tf.Tensor) -> np.ndarray:
 
 
 def _put_together(tensor: tf.Tensor, found: dtensor.Layout) -> np.ndarray | None:
-    """The value, from what the clients have that have devices of its mesh; None on others."""
+    """Join the full value from the shards of the clients with devices of its mesh. Returns None on other clients."""
     mesh, sizes = found.mesh, axis_sizes(found.mesh)
     local = [np.asarray(piece) for piece in messages.unpacked(tensor)]
     if found.is_fully_replicated():
@@ -215,12 +216,13 @@ def _put_together(tensor: tf.Tensor, found: dtensor.Layout) -> np.ndarray | None
 
 
 def is_local(axes: Sequence[str], mesh: dtensor.Mesh) -> bool:
-    """Whether every client holds all pieces of a tensor that `axes` shard. The same on all clients."""
+    """Return whether every client holds all shards of a tensor that `axes` shard. The result is the same on all
+    clients."""
     return messages.is_everywhere(mesh) and _is_with_each(axes, mesh)
 
 
 def _is_with_each(axes: Sequence[str], mesh: dtensor.Mesh) -> bool:
-    """Whether every client that has devices of a mesh holds all pieces of a tensor that `axes` shard."""
+    """Return whether every client with devices of a mesh holds all shards of a tensor that `axes` shard."""
     if len(messages.clients_of(mesh)) == 1:
         return True
     names = mesh.global_devices()
@@ -235,15 +237,15 @@ def _is_with_each(axes: Sequence[str], mesh: dtensor.Mesh) -> bool:
 def _exchange(
     pieces: Mapping[tuple[int, ...], np.ndarray], used: tuple[str, ...], mesh: dtensor.Mesh, like: np.ndarray
 ) -> dict[tuple[int, ...], np.ndarray]:
-    """All pieces of a tensor, by place on the `used` axes, from the local ones.
+    """Return all shards of a tensor, by place on the `used` axes, from the local shards.
 
-    They travel as words of 32 bits: all-gathers take few dtypes, and every bit arrives.
+    Shards are sent as words of 32 bits: all-gathers take few dtypes, and every bit arrives.
 
     Args:
-        pieces: The local ones; none on a client that has no devices of the mesh, which goes along.
+        pieces: The local shards. Empty on a client without devices of the mesh, which also takes part.
         used: The axes.
         mesh: The mesh.
-        like: Of a piece's shape and dtype.
+        like: An array of a shard's shape and dtype.
     """
     rows = []
     for location in mesh.local_device_locations():
@@ -254,7 +256,7 @@ def _exchange(
     with clients.here().operation(f"the exchange of {row.nbytes} bytes a device", first=True):
         shape = (*(axis_sizes(mesh)[axis] for axis in used), row.size)
         gathered = messages.packed([tf.constant(row) for row in rows], shape, tf.int32, layout(axes, mesh))
-        # One axis after the other: an eager relayout over two of them at once can fail.
+        # Gather one axis after the other: an eager relayout over two axes at once can fail.
         with gathers.one_axis_at_once():
             for i in reversed(range(len(used))):
                 axes = tuple(None if dim == i else axis for dim, axis in enumerate(axes))
@@ -267,12 +269,12 @@ def _exchange(
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether `value` is an eager tensor that lives on a mesh."""
+    """Return whether `value` is an eager tensor that lives on a mesh."""
     return isinstance(value, tf.__internal__.EagerTensor) and dtensor.is_dtensor(value)
 
 
 def to_host(value: Any) -> np.ndarray:
-    """A numpy value from whatever the user has: a DTensor, a tensor, a variable, a number."""
+    """Return a NumPy value of a DTensor, a tensor, a variable or a number."""
     if is_dtensor(value):
         return mesh_to_host(value)
     numpy = getattr(value, "numpy", None)
@@ -285,17 +287,17 @@ def eager_on_host(value: Any) -> Any:
 
 
 def host_view(value: Any) -> np.ndarray:
-    """`to_host` without a copy where that can be. Not to be written to, nor kept: it keeps the tensor's memory."""
+    """`to_host` without a copy if possible. Do not write to the array or keep it: it keeps the tensor's memory."""
     if not isinstance(value, tf.__internal__.EagerTensor) or is_dtensor(value):
         return to_host(value)
     return host_memory.view(value)
 
 
 def map_tensors(fn: Callable[[tf.Tensor], Any], structure: Any) -> Any:
-    """Maps `fn` over the tensors of a structure, leaving None and everything else as it is."""
+    """Map `fn` over the tensors of a structure. Other leaves stay unchanged."""
     return tf.nest.map_structure(lambda leaf: fn(leaf) if tf.is_tensor(leaf) else leaf, structure)
 
 
 def local_bytes(tensor: tf.Tensor) -> Mapping[str, int]:
-    """Bytes that each device of this process really holds of an eager DTensor, by device name."""
+    """Return the bytes that each device of this process holds of an eager DTensor, by device name."""
     return {piece.device: int(np.asarray(piece).nbytes) for piece in messages.unpacked(tensor)}

@@ -13,23 +13,23 @@ from tfshard.graph import inventory, model_graph, traced_loss
 
 
 def training_flops(model: keras.Model, inputs: Any) -> int | None:
-    """Counts the operations of matrix products and convolutions in a step; nothing is computed or allocated.
+    """Count the operations of matrix products and convolutions in a step. Nothing is computed or allocated.
 
-    A product of (m, k) and (k, n) is 2 m k n: a multiplication and an addition for each k. A convolution is
-    2 * (elements of its output) * (elements of its kernel) / (output channels). The backward pass is counted in the
-    graph as well: for most layers two such products for one of the forward pass, so that a chain of Dense layers with P
-    parameters in kernels comes to about 6 P for each sample (Kaplan et al. 2020, section 2.1). What works element by
-    element, optimizers, and what `strategy.recompute` computes again, are not counted: model FLOPs as in PaLM
-    (Chowdhery et al. 2022, appendix B).
+    A product of (m, k) and (k, n) is 2 m k n: a multiplication and an addition for each k. A convolution is 2 *
+    (elements of its output) * (elements of its kernel) / (output channels). The graph includes the backward pass: most
+    layers have two products there for one of the forward pass. A chain of Dense layers with P parameters in kernels
+    therefore comes to about 6 P for each sample (Kaplan et al. 2020, section 2.1). The count excludes elementwise
+    operations, optimizers, and the repeated work of `strategy.recompute`: model FLOPs as in PaLM (Chowdhery et al.
+    2022, appendix B).
 
     Args:
-        model: A built model, sharded or not. With the loss that it is compiled with, else with a mean square.
-        inputs: What it is called on, over all devices: arrays, or anything with a shape and a dtype, nested like its
-            inputs.
+        model: A built model, sharded or not. The loss is the compiled loss, or a mean square.
+        inputs: The inputs of the model over all devices: arrays, or anything with a shape and a dtype, nested like the
+            model's inputs.
 
     Returns:
-        The count, over all devices. None where the graph does not tell: a dim is not known before the step runs, or how
-        often a loop runs that has such products.
+        The count, over all devices. None if the graph does not tell: a dim is unknown before the step runs, or the
+        number of iterations of a loop with products or convolutions is unknown.
 
     Raises:
         LayoutError: The model cannot be called on `inputs`, or no loss can be made of its outputs.
@@ -43,7 +43,7 @@ def training_flops(model: keras.Model, inputs: Any) -> int | None:
     """
     graph = _private.func_graph("tfshard_flops")
     with graph.as_default(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # The model's own call warns again when it is trained.
+        warnings.simplefilter("ignore")  # The model warns again when it is trained.
         variables = [variable for variable, _ in inventory.owned_variables(model)]
         values = {each.path: tf.compat.v1.placeholder(each.dtype, each.shape) for each in variables}
         trained = [values[each.path] for each in variables if each.trainable]
@@ -59,7 +59,7 @@ def training_flops(model: keras.Model, inputs: Any) -> int | None:
 
 
 def flops_of(operation: tf.Operation) -> int:
-    """Those of the products of one operation; 0 where its graph does not tell."""
+    """Return the count of one operation; 0 if its graph does not tell."""
     try:
         return _OF[operation.type](operation) if operation.type in _OF else 0
     except _UnknownError:
@@ -67,7 +67,7 @@ def flops_of(operation: tf.Operation) -> int:
 
 
 def turns_of(loop: tf.Operation) -> int | None:
-    """How often a loop of a graph runs; None where that is not known."""
+    """Return the number of iterations of a loop; None if unknown."""
     try:
         return _turns(loop)
     except _UnknownError:
@@ -79,7 +79,8 @@ class _UnknownError(Exception):
 
 
 def _of_results(tensors: Iterable[tf.Tensor]) -> int:
-    """Of all that leads to some tensors of a graph: TensorFlow takes the rest away."""
+    """Return the count of all operations that lead to some tensors of a graph. TensorFlow removes the other
+    operations."""
     waiting = [each.op for each in tensors]
     needed: set[tf.Operation] = set()
     while waiting:
@@ -104,7 +105,8 @@ def _of_product(operation: tf.Operation) -> int:
 
 
 def _of_einsum(operation: tf.Operation) -> int:
-    """Of two operands: every product is added up once. One operand is only added up, or turned."""
+    """Return the count of an einsum. With two operands, every product is summed once. With a single operand, an einsum
+    only sums or transposes."""
     if len(operation.inputs) != 2:
         return 0
     given, result = operation.get_attr("equation").decode().split("->")
@@ -120,11 +122,11 @@ def _of_einsum(operation: tf.Operation) -> int:
 
 
 def _of_convolution(kernel: int, output: int) -> Callable[[tf.Operation], int]:
-    """Of a convolution or one of its gradients.
+    """Return a counter of a convolution or one of its gradients.
 
     Args:
-        kernel: Which of its inputs has the shape of the kernel; -1: its result.
-        output: Likewise, of the convolution's output.
+        kernel: The number of the input with the shape of the kernel; -1 for the result.
+        output: The number of the input with the shape of the convolution's output; -1 for the result.
     """
 
     def count(operation: tf.Operation) -> int:
@@ -142,8 +144,8 @@ def _of_loop(operation: tf.Operation) -> int:
 
 
 def _turns(loop: tf.Operation) -> int:
-    """How often a loop runs, if that is known: its second input is the most that it may, and a gradient's loop runs as
-    often as that of the forward pass."""
+    """Return the number of iterations of a loop, if it is known. The second input of a loop is its limit, and the loop
+    of a gradient runs as often as the loop of the forward pass."""
     most = loop.inputs[1]
     if most.op.type in LOOPS:
         return _turns(most.op)
@@ -159,12 +161,12 @@ def _of_call(operation: tf.Operation) -> int:
 
 
 def _of_branches(operation: tf.Operation) -> int:
-    """Of the branch that has the most."""
+    """Return the count of the branch with the most operations."""
     return max(_of_function(operation, name) for name in ("then_branch", "else_branch"))
 
 
 def _of_function(operation: tf.Operation, attribute: str) -> int:
-    """Of one run of a function that an operation has."""
+    """Return the count of one call of an operation's function."""
     graph = _private.function_graph(operation, attribute)
     if graph is None:
         raise _UnknownError

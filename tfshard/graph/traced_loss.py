@@ -43,7 +43,7 @@ def loss_of_model(model: keras.Model, tensors: Any, read: Callable[[str], tf.Ten
     with _Reads(read, model), adapters.apart(model):
         try:
             return _loss_of(model, model(tensors, training=True))
-        # A model's own call may raise anything.
+        # The model's code may raise anything.
         except Exception as error:
             raise LayoutError(
                 f"A training step of model '{model.name}' cannot be traced: give an example of what it is called on, "

@@ -1,4 +1,4 @@
-"""What can DTensor not do by itself?
+"""The operations and layers that DTensor cannot expand, and their replacements.
 
 Rewrite rules replace operations that DTensor expands wrongly or not at all, while a step is traced or run. Layers that
 need other functions get a `LayerPatch`. Read `registry` first, then `rewrites`.
@@ -7,38 +7,38 @@ need other functions get a `LayerPatch`. Read `registry` first, then `rewrites`.
     conditions      conditions that several rules share
     rewrites        applies the rules to the operations of a step
     refusals        operations that a compiled step cannot have
-    slices          slices and slice updates as DTensor expands them right
-    scatters        scatters, gathers by index tuples and `tf.where`, computed whole on every device
-    unsized         tensors whose shape depends on values
-    samples         which dims of the tensors of a step are those of its samples
-    dims            what needs all of a dim that may be sharded: splits, tiles, paddings, convolutions
+    slices          slices and slice updates, in forms that DTensor expands correctly
+    scatters        scatters, gathers by index tuples and `tf.where`, computed in full on every device
+    unsized         tensors with a shape that depends on values
+    samples         the dims of the tensors of a step that hold its samples
+    dims            operations that need a full dim on each device: splits, tiles, paddings, convolutions
     joins           concats, stacks, slices, splits, gathers and reshapes of the rows of a batch
     candidates      samplers of candidate classes, the same on every device
     selects         `tf.where` by one number, one-hot vectors
-    branches        which branch of a `tf.cond` is known while a step is traced
+    branches        the branch of a `tf.cond` that is known while a step is traced
     einsums         einsums with an ellipsis, by letters
     counts          `tf.math.bincount` with a number of bins that is known
-    rows            how each device computes something with its own rows
-    draws           random numbers: each device draws its rows of what one device draws
-    row_operations  the operations that are computed so
+    rows            how each device computes with its local rows
+    draws           random numbers: each device draws its local rows of the draw of one device
+    row_operations  rewrite rules of operations that each device computes with its local rows
     row_functions   `tf.map_fn`, `tf.vectorized_map`, `tf.nn.ctc_loss`
     cross_entropies cross entropy of logits with integer labels, in a third of the time of TensorFlow's kernel on CPU
     loops           loops of recurrent layers, and the lists that loops fill
-    partial_sums    gradients as each device has them, before they are added up over the devices
-    compression     gradients that are added up compressed, with error feedback
+    partial_sums    local gradients, before the reduction over the devices
+    compression     gradients that devices sum compressed, with error feedback
     gradient_codes  bfloat16, and codes of 8 bits, as they are sent
-    products        products of integers of 8 bits, those of quantized layers
+    products        products of integers of 8 bits, as in quantized layers
     lookups         lookups of integers in a vocabulary
-    origins         which layer, loss or metric made an operation, and the user's line
+    origins         the layer, loss or metric that made an operation, and the user's line
     layer_patch     every change to a layer or metric of a user's model, with undo
     vocabulary      lookups and metrics over a sharded vocabulary
     embedding_lookups  lookups in tables that are sharded by rows over the batch axis
-    embedding_updates  their updates, by rows
+    embedding_updates  updates of these tables, by rows
     convolution     convolutions with sharded kernels, dilated ones, and grouped ones of volumes
     assignments     arrays that are assigned to large variables
-    averages        moving averages of weights on shards
+    averages        moving averages of local shards of weights
     adapters        LoRA by its two matrices
     blocks          blocks of layers that are computed again in the backward pass
-    sequence        sequence parallelism: what layers gather and scatter
+    sequence        sequence parallelism: layers gather and scatter the sequence
     unsupported     layers and optimizers that cannot be sharded, and what to do instead
 """

@@ -1,9 +1,9 @@
-"""Activations whose derivative is made in the forward pass, at once with their result.
+"""Activations that compute their derivative in the forward pass, together with the result.
 
-As TensorFlow writes a GELU, three or four tensors of each are there until the backward pass; of a SiLU, two or three.
-Which, its executor decides: what could be multiplied early waits in a queue until a thread has nothing better to do,
-and its factors with it. In a transformer these are the largest activations. Here result and derivative are made
-together, and nothing else is kept: two tensors, on every device and in every order.
+TensorFlow's GELU keeps three or four tensors of each activation until the backward pass; its SiLU keeps two or three.
+The number depends on the executor: a product that could run early waits in a queue until a thread is free, and its
+factors wait with it. In a transformer these are the largest activations. The functions here compute result and
+derivative together. They keep two tensors, on every device and in every order of execution.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.operations.replacing import replaced
 
-# Gives the same tensors, of which none is there before the others are.
+# Returns the same tensors behind one barrier: none exists before all do.
 Together: TypeAlias = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 _Function: TypeAlias = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 
-# Of the approximation by a tanh (Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", section 2).
+# The constant of the approximation by a tanh (Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", section 2).
 _CUBIC = 0.044715
 
 
 def with_derivatives(together: Together) -> contextlib.AbstractContextManager[None]:
-    """A context in which `VERSIONS` make their derivatives at once."""
+    """Return a context in which `VERSIONS` compute their derivatives in the forward pass."""
     return replaced((tf.nn, name, functools.partial(version, together)) for name, version in VERSIONS.items())
 
 
@@ -45,7 +45,7 @@ def gelu(
 
 
 def silu(together: Together, original: Callable[..., tf.Tensor], features: Any, beta: Any = 1.0) -> tf.Tensor:
-    """`tf.nn.silu`, in the same way."""
+    """`tf.nn.silu`, with its derivative."""
     if not _can_be(features) or tf.is_tensor(beta) or beta != 1:
         return original(features, beta)
     with tf.name_scope("Silu"):
@@ -60,11 +60,11 @@ def _can_be(features: Any) -> bool:
 
 
 def _kept(function: _Function, x: tf.Tensor, together: Together) -> tf.Tensor:
-    """A function of each element, of which the derivative is kept for the backward pass.
+    """Apply an elementwise function, and keep its derivative for the backward pass.
 
     Args:
-        function: Gives the result and the derivative.
-        x: What it is called on.
+        function: Returns the result and the derivative.
+        x: The argument of the function.
         together: As for `with_derivatives`.
     """
 

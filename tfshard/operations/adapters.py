@@ -9,7 +9,7 @@ from tfshard.operations import layer_patch
 
 
 def install(model: keras.Model) -> None:
-    """Patches the layers of a model that have LoRA."""
+    """Patch the layers of a model that have LoRA."""
     for layer in adapters.adapted(model):
         for change in (layer_patch.ADAPTER, layer_patch.QUANTIZED_ADAPTER):
             layer_patch.apply(change, layer, functools.partial(adapters.call_function, layer))

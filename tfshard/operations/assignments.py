@@ -15,13 +15,13 @@ _LARGE_BYTES = 1 << 20
 
 
 def install(variable: keras.Variable, current: ShardedVariable) -> None:
-    """Lets a large Keras variable hand arrays of its own dtype and shape to its sharded one as they are.
+    """Let a large Keras variable pass arrays of its dtype and shape directly to its sharded variable.
 
-    Keras makes a tensor of an array first, which takes two copies more than the array.
+    Keras would make a tensor of the array first, which takes two more copies.
 
     Args:
         variable: The Keras variable.
-        current: What is in it, or is about to be.
+        current: The sharded variable that is in the Keras variable, or is about to be.
     """
     if current.shape.num_elements() * current.dtype.size >= _LARGE_BYTES:
         layer_patch.apply(layer_patch.ASSIGNED_ARRAY, variable, lambda assign: _as_array(variable, assign))

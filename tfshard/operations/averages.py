@@ -10,7 +10,7 @@ from tfshard.storage import steps
 
 
 def install(optimizer: keras.optimizers.Optimizer) -> None:
-    """Lets an optimizer that averages do so in the layout of its slots."""
+    """Let an optimizer with `use_ema` compute its averages in the layout of its slots."""
     if optimizer.use_ema:
         layer_patch.apply(layer_patch.AVERAGES, optimizer, _in_update)
 

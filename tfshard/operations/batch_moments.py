@@ -1,8 +1,9 @@
 """Batch normalization in one small gather forward and one small all-reduce backward.
 
-As TensorFlow writes it there are two reductions forward, one after the other, and several backward, which DTensor's
-combiner merges: it looks at each pair of them, which takes most of the time to compile a net with hundreds of such
-layers. What is in here is only for meshes without a tensor axis: there, channels may be sharded as well.
+TensorFlow's batch normalization has two reductions forward, one after the other, and several backward. DTensor's
+combiner merges them. It compares each pair of reductions, which takes most of the time to compile a net with hundreds
+of these layers. This module handles meshes without a tensor axis only: with a tensor axis, channels may be sharded as
+well.
 """
 
 from collections.abc import Callable
@@ -25,9 +26,9 @@ def moments(
     keepdims: bool = False,
     name: Any = None,
 ) -> Any:
-    """`tf.nn.moments`: mean and variance of each device's own rows, and of those the mean and variance of all.
+    """`tf.nn.moments`: compute mean and variance of each device's local rows, and combine them over the devices.
 
-    No digits are lost, as they are in a mean of squares (Chan, Golub and LeVeque 1979, "Updating formulae and a
+    The variance keeps all digits, unlike a mean of squares (Chan, Golub and LeVeque 1979, "Updating formulae and a
     pairwise algorithm for computing sample variances", eq. 2.1).
     """
     if (
@@ -48,7 +49,7 @@ def moments(
         def gradient(of_mean: tf.Tensor, of_variance: tf.Tensor) -> tf.Tensor:
             count = tf.cast(tf.size(x) // tf.size(mean), x.dtype)
             of_mean, of_variance = tf.reshape(of_mean, mean.shape), tf.reshape(of_variance, mean.shape)
-            # As in TensorFlow, whose second derivative of the variance leaves out that of the mean.
+            # Like TensorFlow, the second derivative of the variance ignores the derivative of the mean.
             return (of_mean + 2 * of_variance * (x - tf.stop_gradient(mean))) / count
 
         return ((mean, variance) if keepdims else (tf.squeeze(mean, dims), tf.squeeze(variance, dims))), gradient
@@ -104,7 +105,7 @@ def _can_be(x: Any, mesh: dtensor.Mesh) -> bool:
 
 
 def _are_of_channels(tensors: list[tf.Tensor], x: tf.Tensor) -> bool:
-    """Whether each has a value a channel, the same for all samples."""
+    """Return whether each tensor has one value for each channel, the same for all samples."""
     shape = tensors[0].shape
     same = all(each.dtype == x.dtype and each.shape == shape for each in tensors) and shape.is_fully_defined()
     return bool(same and (shape.rank < x.shape.rank or shape[0] == 1) and x.shape[1:].is_fully_defined())

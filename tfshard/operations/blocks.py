@@ -1,7 +1,8 @@
-"""Which layers are blocks that are computed again in the backward pass (`tfshard.storage.recomputing`).
+"""Choose the layers that are blocks: the backward pass computes them again (`tfshard.storage.recomputing`).
 
-A block is a layer that holds others, such as a transformer layer; or, in a model that is flat, layers whose names begin
-alike, such as `conv2_block1_1_conv`. Layers that were made under a `keras.RematScope` are blocks as Keras means it.
+A block is a layer that holds other layers, such as a transformer layer. In a flat model, a block is a group of layers
+with names that begin alike, such as `conv2_block1_1_conv`. Layers that were made under a `keras.RematScope` are blocks
+with Keras's meaning.
 """
 
 import collections
@@ -26,18 +27,19 @@ _NAMED_BLOCK = re.compile(r"(.*?block_?\d+[a-z]?)_.*")
 
 
 def install(model: keras.Model, blocks: str | Sequence[str], keep_products: bool) -> list[str]:
-    """Marks the blocks of a model.
+    """Mark the blocks of a model.
 
     Args:
         model: A built model.
         blocks: `"auto"`, or regular expressions of layers' paths.
-        keep_products: Whether results of matrix products and convolutions stay.
+        keep_products: True to keep the results of matrix products and convolutions in memory.
 
     Returns:
-        Their names.
+        The names of the blocks.
 
     Raises:
-        StrategyError: The model is not built; there are none; a pattern matches no layer, or is no regular expression.
+        StrategyError: The model is not built or has no blocks, or a pattern matches no layer or is no regular
+            expression.
     """
     names = _blocks_of(model, blocks)
     keeps = recomputing.PRODUCTS if keep_products else frozenset()
@@ -49,7 +51,7 @@ def install(model: keras.Model, blocks: str | Sequence[str], keep_products: bool
 
 @contextlib.contextmanager
 def marked(model: keras.Model, blocks: str | Sequence[str] = AUTO) -> Iterator[None]:
-    """`install` for as long as this is open, for what is not marked yet.
+    """Mark the blocks of layers that are not marked yet, until the scope ends.
 
     Raises:
         StrategyError: As `install`.
@@ -64,7 +66,7 @@ def marked(model: keras.Model, blocks: str | Sequence[str] = AUTO) -> Iterator[N
 
 
 def can_mark(model: keras.Model) -> bool:
-    """Whether `marked` finds blocks, and none are marked yet."""
+    """Return whether `marked` finds blocks in a model without marked blocks."""
     if has_marked(model):
         return False
     try:
@@ -74,14 +76,14 @@ def can_mark(model: keras.Model) -> bool:
 
 
 def has_marked(model: keras.Model) -> bool:
-    """Whether blocks of a model are computed again."""
+    """Return whether a model has blocks that are computed again."""
     return any(patch.change in (BLOCK, REMAT) for patch in layer_patch.patches_of(model))
 
 
 def install_remat(model: keras.Model) -> None:
-    """Lets layers that were made under a `keras.RematScope` be blocks, where Keras calls `tf.recompute_grad`.
+    """Make blocks of layers that were made under a `keras.RematScope`, in place of Keras's `tf.recompute_grad`.
 
-    That refuses keyword arguments in graphs, and reads variables where the step does not see it.
+    `tf.recompute_grad` refuses keyword arguments in graphs, and hides its variable reads from the step.
     """
     for operation in layer_patch.operations_of(model):
         if _private.remat_mode(operation) is not None:
@@ -89,7 +91,7 @@ def install_remat(model: keras.Model) -> None:
 
 
 def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> dict[keras.Layer, str]:
-    """The layers of blocks, with the name of their block."""
+    """Return the layers that are blocks, with the names of the blocks."""
     if not model.built:
         raise StrategyError(
             f"Model '{model.name}' is not built: build it, or call it once, before its blocks are marked."
@@ -99,7 +101,7 @@ def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> dict[keras.La
 
 
 def _found(layers: Sequence[keras.Layer]) -> dict[keras.Layer, str]:
-    """The layers of blocks that come again, with the name of their block."""
+    """Return the layers of repeated blocks, with the names of the blocks."""
     inside: set[int] = set()
     by_kind: dict[tuple[type, frozenset[type]], list[keras.Layer]] = collections.defaultdict(list)
     for layer in layers:
@@ -157,7 +159,7 @@ def _in_block(call: layer_patch.Method, *, name: str, keeps: frozenset[str]) -> 
 
 
 def _rematerialized(operation: keras.Operation, original: layer_patch.Method) -> layer_patch.Method:
-    """What Keras calls to be given a `call` that is recomputed."""
+    """Replace the method that Keras calls to wrap a `call` for recomputation."""
 
     @functools.wraps(original)
     def given(call: layer_patch.Method, *args: Any, **kwargs: Any) -> layer_patch.Method:

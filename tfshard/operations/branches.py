@@ -1,11 +1,11 @@
-"""A `tf.cond` whose branch is known while a step is traced: DTensor has no expansion for many conditions."""
+"""A `tf.cond` with a branch that is known while a step is traced: DTensor has no expansion for many conditions."""
 
 from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 
-# Those of which conditions are made, besides constants, shapes and ranks.
+# The operations that make conditions, in addition to constants, shapes and ranks.
 _FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "LogicalAnd": np.logical_and,
     "LogicalOr": np.logical_or,
@@ -26,7 +26,7 @@ _FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
 
 
 def value_of(predicate: tf.Tensor) -> bool | None:
-    """Whether a condition is true; None if that does not follow from constants and static shapes.
+    """Return whether a condition is true. None if constants and static shapes do not tell.
 
     Example:
         >>> with tf.Graph().as_default():
@@ -39,7 +39,7 @@ def value_of(predicate: tf.Tensor) -> bool | None:
 
 
 def number_of(tensor: tf.Tensor) -> int | None:
-    """An integer; None if that does not follow from constants and static shapes."""
+    """Return an integer. None if constants and static shapes do not tell."""
     value = _value(tensor)
     return None if value is None else int(value)
 
@@ -60,7 +60,7 @@ def _value(tensor: tf.Tensor) -> np.ndarray | None:
 
 
 def _element(tensor: tf.Tensor) -> np.ndarray | None:
-    """One element of a vector, such as a size of a shape of which others are not known."""
+    """Return an element of a vector, such as a known size of a shape with other unknown sizes."""
     vector, begin, *_ = tensor.op.inputs
     place, known = tf.get_static_value(begin), tf.get_static_value(vector)
     if place is None or tensor.shape.rank != 0 or vector.shape.rank != 1:

@@ -1,17 +1,17 @@
-"""Gradients that devices add up compressed, with error feedback: what a step does not send, a later one does.
+"""Gradients that devices sum compressed, with error feedback: a later step sends the residual.
 
 Seide et al. 2014, "1-Bit Stochastic Gradient Descent", and Karimireddy et al. 2019, "Error Feedback Fixes SignSGD"
-(https://arxiv.org/abs/1901.09847). Each device adds what it has not sent so far to its part of the gradient, sends the
-sum encoded (`gradient_codes`), and keeps the difference. An all-to-all gives each device its chunk of all parts, which
-it adds up in float32. Where the gradient ends whole on each device, the chunks of the sum are encoded as well, and
-gathered; what that loses is kept by the device whose chunk it is, as in Tang et al. 2021, "1-bit Adam"
+(https://arxiv.org/abs/1901.09847). Each device adds its error-feedback residual to its local gradient, sends the sum
+encoded (`gradient_codes`), and keeps the difference. An all-to-all gives each device its chunk of all local gradients,
+and the device sums the chunk in float32. If every device needs the full gradient, the devices also encode the summed
+chunks and gather them. The device that summed a chunk keeps the chunk's residual, as in Tang et al. 2021, "1-bit Adam"
 (https://arxiv.org/abs/2102.02888).
 
-PowerSGD adds up two factors of the gradient instead (`layouts.compression.PowerSGD`). Both are linear in it: over
-replicas the sum is that which an exact sum in each replica first would give. All devices send, and what each has not
-sent is of its own part (line 8 of Algorithm 2).
+PowerSGD sums two factors of the gradient instead (`layouts.compression.PowerSGD`). Both factors are linear in the
+gradient: over replicas, the sum equals the result of an exact sum in each replica first. All devices send, and each
+residual belongs to the device's local gradient (line 8 of Algorithm 2).
 
-A layer that is used several times has so many gradients, one after the other, each with what the one before left.
+A layer that is used several times has several gradients. Each takes the residual of the gradient before.
 """
 
 from typing import TypeAlias
@@ -33,15 +33,15 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 
 def reduced(gradient: Gradient, variable: ShardedVariable, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """A gradient that was added up over the devices, in the layout in which it is to be, in a step that is traced.
+    """Return a gradient that was summed over the devices, in the layout that the variable needs, in a traced step.
 
     Args:
-        gradient: As a layer gives it.
-        variable: Its variable, whose gradients are compressed.
-        mesh: A mesh of a data axis only.
+        gradient: The gradient that a layer gives.
+        variable: The variable of the gradient. Its layout has a compression.
+        mesh: A mesh with a data axis only.
 
     Returns:
-        None for one that DTensor has added up already, or of which a device has no part of its own.
+        None if DTensor has already summed the gradient, or the devices have no local gradients.
     """
     with _private.stop_recording():
         own = partial_sums.found_of(gradient, mesh)
@@ -49,7 +49,7 @@ def reduced(gradient: Gradient, variable: ShardedVariable, mesh: dtensor.Mesh) -
 
 
 def reduce_local(own: tf.Tensor, variable: ShardedVariable, mesh: dtensor.Mesh) -> tf.Tensor:
-    """The same of what each device has, which DTensor believes to be the same on all."""
+    """Sum local gradients, which DTensor treats as replicated."""
     form = compressed_form.of(variable.layout, axis_sizes(mesh))
     assert form is not None, variable
     with local_shards.scope():
@@ -58,7 +58,7 @@ def reduce_local(own: tf.Tensor, variable: ShardedVariable, mesh: dtensor.Mesh) 
 
 
 class _Reduction:
-    """One gradient on its way."""
+    """The reduction of one gradient."""
 
     def __init__(self, form: CompressedForm, variable: ShardedVariable, mesh: dtensor.Mesh):
         self._form = form
@@ -69,14 +69,15 @@ class _Reduction:
     def of(self, own: tf.Tensor) -> tf.Tensor:
         return self._low_rank(own) if isinstance(self._form.compression, PowerSGD) else self._encoded(own)
 
-    # --- what is kept
+    # --- the residuals
 
     def _unsent(self, name: str) -> tf.Tensor:
-        """What this device has kept, `(1, elements)`."""
+        """Return this device's residual, `(1, elements)`."""
         return self._parted(rows.to_local(self._kept[name].storage.update_value(), self._mesh))
 
     def _keep(self, name: str, error: tf.Tensor) -> None:
-        """Replaces it. What is not a number would be one for ever: a step with such gradients is lost as without."""
+        """Replace the residual. Numbers that are not finite become zero: otherwise the residual would stay so for
+        ever."""
         error = tf.where(tf.math.is_finite(error), error, tf.zeros_like(error))
         self._kept[name].assign(rows.from_local(self._whole(error), self._mesh))
 
@@ -112,14 +113,14 @@ class _Reduction:
         return gradient_codes.decode(encoded, self._form.compression, self._form.chunk)
 
     def _cut(self, line: tf.Tensor) -> tf.Tensor:
-        """A piece as chunks, a row for each device that exchanges; the last is filled up with zeros."""
+        """Cut a local gradient into chunks, a row for each device that exchanges. Zeros fill up the last chunk."""
         form, count = self._form, self._form.exchanging
         if form.dim is None:
             return tf.reshape(tf.pad(line, [[0, count * form.chunk - form.piece]]), (count, form.chunk))
         return tf.reshape(tf.transpose(tf.reshape(line, self._split), (1, 0, 2)), (count, form.chunk))
 
     def _joined(self, chunks: tf.Tensor) -> tf.Tensor:
-        """What `_cut` took."""
+        """Invert `_cut`."""
         form = self._form
         if form.dim is None:
             return tf.reshape(chunks, (-1,))[: form.piece]
@@ -128,7 +129,7 @@ class _Reduction:
 
     @property
     def _split(self) -> tuple[int, int, int]:
-        """The gradient with the devices that shard its dim as a dim: what is before, and what behind."""
+        """The gradient's shape with the exchanging devices as the middle dim: `(before, devices, behind)`."""
         form = self._form
         assert form.dim is not None
         before = int(np.prod(form.shape[: form.dim], dtype=int))
@@ -137,14 +138,14 @@ class _Reduction:
     # --- layouts
 
     def _parted(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Of which each device does what follows with what it has."""
+        """Return a local tensor in a parted layout: each device runs the next operation on its local value."""
         return local_shards.varying(tensor, self._mesh)
 
     def _whole(self, tensor: tf.Tensor) -> tf.Tensor:
         return transfer.relayout(tensor, (None,) * tensor.shape.rank, self._mesh)
 
     def _shard(self, chunk: tf.Tensor, dim: int) -> tf.Tensor:
-        """Of each device's chunk the tensor that the data axis shards in a dim."""
+        """Return the tensor that the data axis shards in `dim`, from each device's chunk."""
         form = self._form
         size = form.shape[dim] // form.devices
         axes = tuple(form.axis if each == dim else None for each in range(len(form.shape)))
@@ -178,12 +179,12 @@ class _Reduction:
         return result if form.dim is None else transfer.scatter(result, self._variable.layout.gradient, self._mesh)
 
     def _added_up(self, own: tf.Tensor) -> tf.Tensor:
-        """The exact sum, as a matrix."""
+        """Return the exact sum, as a matrix."""
         add_up = replicas.all_reduce if self._form.adders > 1 else replicas.sum_over_devices
         return self._whole(tf.reshape(add_up(self._parted(own), self._mesh), self._form.matrix))
 
     def _iterated(self, own: tf.Tensor, error: tf.Tensor, factor: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """One power iteration: the sum of rank `rank`, what of this device's part is not in it, and the next factor."""
+        """Run one power iteration. Return the sum of rank `rank`, this device's residual, and the next factor."""
         matrix = tf.reshape(self._parted(own), self._form.matrix) + tf.reshape(self._parted(error), self._form.matrix)
         before = self._parted(factor)
         left, _ = tf.linalg.qr(replicas.sum_over_devices(tf.matmul(matrix, before), self._mesh))
@@ -191,6 +192,6 @@ class _Reduction:
         right = replicas.sum_over_devices(part, self._mesh)
         result = tf.matmul(left, right, transpose_b=True)
         error = tf.reshape(matrix - tf.matmul(left, part, transpose_b=True), (1, -1))
-        # What is not a number would be one for ever.
+        # Keep the last factor if the new factor is not finite: it would stay so for ever.
         factor = tf.where(tf.reduce_all(tf.math.is_finite(right), keepdims=True), right, before)
         return self._whole(result), self._whole(error), self._whole(factor)

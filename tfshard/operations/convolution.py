@@ -1,10 +1,10 @@
-"""Convolutions that DTensor does not expand, or not well: with sharded kernels, of volumes in groups.
+"""Convolutions that DTensor does not expand, or expands badly: with sharded kernels, and of volumes in groups.
 
-Those whose kernels a model axis shards are sums of matrix products. DTensor expands no convolution over sharded
-channels ("Filter for convolution must have fully replicated layout" in TensorFlow's conv_spmd_expander.cc). A
-convolution is the sum, over the places of its kernel, of products of a shifted input and a matrix. DTensor expands
-those, and adds up before it reduces: a column and a row kernel send one all-reduce forward and one backward, as two
-Dense layers do.
+DTensor expands no convolution over sharded channels ("Filter for convolution must have fully replicated layout" in
+TensorFlow's conv_spmd_expander.cc). If a model axis shards the kernel, the module therefore sums matrix products: for
+each place of the kernel, the product of a shifted input and a matrix. DTensor expands these products, and sums them
+locally before the all-reduce. A column and a row kernel send one all-reduce forward and one backward, like two Dense
+layers.
 """
 
 import functools
@@ -27,7 +27,7 @@ from tfshard.storage.variables import ShardedVariable
 
 
 def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
-    """Lets the layers of a model that can convolve with sharded kernels do so."""
+    """Patch the layers of a model that can convolve with sharded kernels."""
     for layer in _private.flatten_layers(model):
         if _private.can_shard_convolution(layer):
             layer_patch.apply(layer_patch.CONVOLUTION, layer, functools.partial(_convolution_op, layer, mesh))
@@ -36,8 +36,8 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
 
 
 def _by_group(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
-    """A layer's `convolution_op`, a convolution for each group of channels inside a step: TensorFlow has no CPU kernel
-    for all of them together outside of XLA."""
+    """Replace a layer's `convolution_op` inside a step by one convolution for each group of channels. Outside of XLA,
+    TensorFlow has no CPU kernel for all groups together."""
 
     def convolution_op(inputs: Any, kernel: Any) -> tf.Tensor:
         if steps.current() is None:
@@ -55,7 +55,7 @@ def _by_group(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Meth
 
 
 def _convolution_op(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch.Method:
-    """A layer's `convolution_op`, by matrix products inside a step where its kernel is sharded."""
+    """Replace a layer's `convolution_op` inside a step by matrix products if the kernel is sharded."""
 
     def convolution_op(inputs: Any, kernel: Any) -> tf.Tensor:
         axes = _kernel_axes(layer)
@@ -74,7 +74,7 @@ def _convolution_op(layer: keras.Layer, mesh: dtensor.Mesh, original: layer_patc
 
 
 def _kernel_axes(layer: keras.Layer) -> Axes:
-    """The model axes that shard the kernel of a layer, by dim; empty if it is on no mesh."""
+    """Return the model axes that shard the kernel of a layer, by dim. Empty if the kernel is not on a mesh."""
     current = _private.backend_variable(_private.layer_variables(layer)[0])
     return current.layout.compute if isinstance(current, ShardedVariable) else ()
 
@@ -82,7 +82,8 @@ def _kernel_axes(layer: keras.Layer) -> Axes:
 def _pinned(images: tf.Tensor, *, axis: str | None, mesh: dtensor.Mesh) -> tf.Tensor:
     """Pin images so that the data axis shards samples and `axis` shards channels.
 
-    DTensor pads a tensor only where it gives the result the same layout, and takes that from what follows the padding.
+    DTensor pads a tensor only if the result gets the same layout, and it takes this layout from the operations behind
+    the padding.
     """
     if tf.executing_eagerly() or images.shape[0] is None:
         return images
@@ -106,14 +107,14 @@ def convolve(
     same: bool,
     pins: Sequence[Callable[[tf.Tensor], tf.Tensor]] = (_as_it_is, _as_it_is),
 ) -> tf.Tensor:
-    """What `tf.nn.convolution` computes, by matrix products.
+    """Compute `tf.nn.convolution` by matrix products.
 
     Args:
-        inputs: `(batch, *spatial, channels)`, spatial sizes known.
+        inputs: `(batch, *spatial, channels)` with known spatial sizes.
         kernel: `(*sizes, channels, filters)`.
-        strides: Of each spatial dim.
-        dilation: Of each spatial dim.
-        same: Whether the inputs are padded so that the output has `size / stride` places, else not at all.
+        strides: The stride of each spatial dim.
+        dilation: The dilation of each spatial dim.
+        same: True to pad the inputs so that the output has `size / stride` places. False for no padding.
         pins: Pin the layouts of images with the channels of the inputs, and of images with the filters.
     """
     sizes = tuple(kernel.shape[:-2])
@@ -137,14 +138,14 @@ def convolve(
     ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]]:
         padded = _pad(inputs, before, after, pins[0])
         matrices = tf.unstack(tf.reshape(kernel, (math.prod(sizes), *kernel.shape[-2:])))
-        # One all-reduce behind the sum, where the channels are sharded.
+        # A single all-reduce behind the sum, if the channels are sharded.
         result = tf.add_n([
             _product(shifted(padded, offset), matrix) for offset, matrix in zip(offsets, matrices, strict=True)
         ])  # fmt: skip
 
         def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             per_place = [_outer(shifted(padded, offset), upstream) for offset in offsets]
-            # The input's gradient likewise: upstream between zeros, shifted the other way.
+            # The gradient of the input works alike: the upstream gradient, padded with zeros and shifted the other way.
             spread = _spread(pins[1](upstream), strides)
             room = [span - 1 for span in spans]
             padded_lengths = [n + b + a for n, b, a in zip(lengths, before, after, strict=True)]
@@ -195,7 +196,7 @@ def _window(tensor: tf.Tensor, begin: Sequence[int], sizes: Sequence[int], strid
 
 
 def _spread(tensor: tf.Tensor, strides: Sequence[int]) -> tf.Tensor:
-    """Zeros between the places of each spatial dim, so that they are `strides` apart."""
+    """Insert zeros between the places of each spatial dim. The places are then `strides` apart."""
     for dim, stride in enumerate(strides, start=1):
         if stride == 1:
             continue

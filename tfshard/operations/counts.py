@@ -29,7 +29,7 @@ def count(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
 
 
 def _number(size: tf.Tensor) -> int | None:
-    """A number that is known, or which two bounds leave no choice."""
+    """Return a number that is known, or that two bounds determine."""
     known = tf.get_static_value(size)
     if known is not None or size.op.type != "Minimum":
         return None if known is None else int(known)

@@ -1,15 +1,15 @@
 """Cross entropy of logits with integer labels, by operations that pass over the logits a few times.
 
-TensorFlow's kernel on CPU takes some 5 ns for each logit, as it computes exponentials one by one, twice. The same in
-vectorized operations takes a third of that; and logits that a model axis shards by classes stay so, without one-hot
-vectors as large as they are. Of a large vocabulary that is a good part of a step.
+TensorFlow's kernel on CPU takes about 5 ns for each logit: it computes exponentials one by one, twice. Vectorized
+operations take a third of the time. They also keep logits sharded if a model axis shards the classes, and need no
+one-hot vectors as large as the logits. With a large vocabulary, the kernel takes a good part of a step.
 
-By z, the logits of a token, and y, its label:
+With z, the logits of a token, and y, its label:
 
     loss = log(sum(exp(z - max(z)))) + max(z) - z[y]
     gradient = exp(z - max(z)) / sum(exp(z - max(z))), less 1 at y
 
-What is taken at y, and from there, is done by each device in what it has of the logits.
+Each device reads and changes the logits at y in its local shard.
 """
 
 import contextlib
@@ -43,15 +43,15 @@ def sparse(
     logits: Any = None,
     name: Any = None,
 ) -> tf.Tensor:
-    """`tf.nn.sparse_softmax_cross_entropy_with_logits` in a step that is traced.
+    """`tf.nn.sparse_softmax_cross_entropy_with_logits` in a traced step.
 
     Args:
-        mesh: The mesh; None if there are no other devices.
-        class_axis: Gives the mesh axis that shards the last dim of a tensor; None if none does.
-        original: The function itself, which is called for what is small or of other dtypes.
+        mesh: The mesh; None on a single device.
+        class_axis: Returns the mesh axis that shards the last dim of a tensor; None if no axis does.
+        original: TensorFlow's function, for small logits and other dtypes.
         labels: Integers `(d_0, ..., d_r)`, from 0 to classes - 1.
         logits: `(d_0, ..., d_r, classes)`.
-        name: Of the operation.
+        name: The name of the operation.
 
     Returns:
         `(d_0, ..., d_r)`, in the dtype of the logits.
@@ -64,7 +64,8 @@ def sparse(
 
         def loss(logits: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
             most, own = tf.reduce_max(logits, -1), at.take(logits)
-            # `own` is no larger. As this waits for it, too, nothing needs the logits any more, which are overwritten.
+            # The label's logit is at most `most`, so it changes nothing. But the exponential waits for it: nothing
+            # needs the logits any more, and TensorFlow overwrites them.
             shares = tf.exp(logits - tf.maximum(most, own)[..., None])
             total = tf.reduce_sum(shares, -1)
 
@@ -88,7 +89,7 @@ def sparse(
 
 
 def of_one_device() -> contextlib.AbstractContextManager[None]:
-    """A context in which a device's part of a step is traced as it computes it, without a mesh."""
+    """Return a context in which a step is traced as one device computes it, without a mesh."""
     version = functools.partial(sparse, None, lambda tensor: None)
     return replaced([(tf.nn, "sparse_softmax_cross_entropy_with_logits", version)])
 
@@ -110,12 +111,12 @@ def _shares(tensor: tf.Tensor, mesh: dtensor.Mesh | None) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Labels:
-    """Where the labels are in what a device has of the logits.
+    """The places of the labels in the local shards of the logits.
 
     Attributes:
         places: `(*labels.shape, devices, rank)`: for each device of the axis that shards the classes, the index of the
-            label's logit in what it has; of any logit, if it does not have the label's.
-        has: `(*labels.shape, devices)`: whether it does; None if all do.
+            label's logit in the local shard. The index of any logit, if the shard does not contain the label's.
+        has: `(*labels.shape, devices)`: whether the local shard contains the label's logit; None if all shards do.
         axes: The layout of the logits.
         mesh: The mesh.
     """
@@ -139,9 +140,9 @@ class _Labels:
             its = classes // devices
             first = transfer.relayout(its * tf.range(devices, dtype=tf.int32), (axis,), mesh)
             is_known = (labels >= 0) & (labels < classes)
-            # DTensor sees that devices differ in what is compared with `first`.
+            # DTensor knows that devices have different values of `first`, so the comparison is sharded.
             has = transfer.relayout((labels >= first) & (labels < first + its), axes, mesh)
-            # A label that is no class stays as it is, so that the step fails and names it.
+            # A label that is no class stays unchanged: the step fails and names it.
             labels = transfer.relayout(tf.where(has, labels - first, tf.where(is_known, 0, labels)), axes, mesh)
         shares = _shares(logits, mesh)
         own = np.tile(np.arange(shape[0] // shares, dtype="int32"), shares)
@@ -153,7 +154,7 @@ class _Labels:
         return cls(places=places, has=has, axes=axes, mesh=mesh)
 
     def take(self, logits: tf.Tensor) -> tf.Tensor:
-        """The logit of each label."""
+        """Return the logit of each label."""
         if self.mesh is None:
             return tf.gather_nd(logits, self.places)[..., 0]
         expansions.allow_local("GatherNd")
@@ -165,7 +166,7 @@ class _Labels:
         return tf.reduce_sum(tf.where(self.has, found, tf.zeros_like(found)), -1)
 
     def less(self, shares: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
-        """Shares of the classes, less an amount at each label's."""
+        """Subtract an amount from the share of each label."""
         amounts = -amounts[..., None]
         if self.mesh is None:
             return _add(shares, self.places, amounts)
@@ -185,7 +186,7 @@ class _Labels:
 
 
 def _add(tensor: tf.Tensor, places: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
-    """Adds amounts at places: in the memory of a tensor that nothing else needs, while TensorScatterSub copies it."""
+    """Add amounts at places. It overwrites a tensor that nothing else needs; TensorScatterSub would copy the tensor."""
     result: tf.Tensor = tf.raw_ops.ScatterNdNonAliasingAdd(input=tensor, indices=places, updates=amounts)
     return result
 

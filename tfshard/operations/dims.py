@@ -3,7 +3,7 @@
 DTensor refuses these operations if the dim is sharded, or shards a result that it cannot shard. The rules replicate the
 dim before and after the operation if the dim is the batch, or the last of two or three dims on a mesh of several axes.
 Tracing does not show what shards the other dims, and a layout may keep the sharding of one dim only ("match"). With
-more dims, such as those of attention heads, the rules would gather more than they must.
+more dims, such as the dims of attention heads, the rules would gather more than they must.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ def concat(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     return [dtensor.relayout(each, layout) for each in joined]
 
 
-# The operands of what DTensor computes for whole samples only ("must be batch parallel").
+# The operands of operations that DTensor computes for full samples only ("must be batch parallel").
 OF_SAMPLES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Conv2D", "Conv3D", "MaxPool", "MaxPool3D", "AvgPool", "AvgPool3D"), (0,)),
     "DepthwiseConv2dNative": (0,),
@@ -190,7 +190,7 @@ def shard_segments(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] |
 
 
 def pin_rows(tensor: tf.Tensor, mesh: dtensor.Mesh, kept: int = 1) -> tf.Tensor:
-    """A tensor pinned so that no axis shards a dim but dim `kept`, which stays as it is."""
+    """Pin a tensor: no axis shards its dims, except that dim `kept` stays sharded as before."""
     specs = [dtensor.MATCH if dim == kept else dtensor.UNSHARDED for dim in range(tensor.shape.rank)]
     return dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
 

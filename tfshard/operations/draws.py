@@ -1,9 +1,9 @@
-"""Random numbers of a step: each device draws those of its own rows, as one device would draw them.
+"""Random numbers of a step: each device draws the numbers that one device would draw for its local rows.
 
 TensorFlow's generator is a counter (Philox; Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"). Its
-kernels make a fixed number of elements at each count, whichever thread makes them (`FillPhiloxRandom` in TensorFlow
-2.21's core/kernels/random_op_cpu.h and random_op_gpu.h), so a device that begins at another count draws a part of what
-one device draws. DTensor's own expansion gives each shard another seed instead: other numbers than on one device.
+kernels make a fixed number of elements at each count, in any thread (`FillPhiloxRandom` in TensorFlow 2.21's
+core/kernels/random_op_cpu.h and random_op_gpu.h). A device that begins at another count therefore draws a slice of the
+draw of one device. DTensor's expansion gives each shard another seed instead, and the numbers differ from one device.
 
 - Each device draws its local rows if the draw may have the rows of the batch (`sharded_dim`).
 - A microbatch draws its rows of the draw of the full batch. All microbatches of a step have the same seeds.
@@ -258,7 +258,7 @@ class _Draw:
         return result
 
 
-# Microbatches that cannot draw their rows begin so many counts apart: none draws as many.
+# The distance between the counters of microbatches that cannot draw their rows. No microbatch draws as many numbers.
 _FAR = 1 << 40
 
 
@@ -268,7 +268,7 @@ def _microbatch() -> Microbatch | None:
 
 
 def _later(counter: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Return a counter so many counts later. Its first number counts, from 0 for a seed."""
+    """Return a counter that is advanced by some counts. Its first number counts, from 0 for a seed."""
     moved = tf.bitcast(counter, tf.int64) + tf.reshape(counts, [1]) * tf.constant([1, 0], tf.int64)
     return tf.bitcast(moved, tf.uint64)
 

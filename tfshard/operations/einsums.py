@@ -38,7 +38,7 @@ def spell_ellipsis(call: _private.Call) -> tf.Tensor:
     ]
     count = max(map(len, hidden))
     free = [letter for letter in string.ascii_letters if letter not in equation][:count]
-    # A size that is not known (None) is that of the others, or of a dim that they are broadcast along.
+    # An unknown size (None) equals the other sizes, or the size of a dim that the operands are broadcast along.
     each_dim = [[dims[i - count] for dims in hidden if len(dims) >= count - i] for i in range(count)]
     is_one = [all(size == 1 for size in sizes) for sizes in each_dim]
     tensors, spelled = [], []

@@ -1,9 +1,9 @@
-"""Lookups in embedding tables that rest sharded by rows over the batch axis: devices ask each other for rows.
+"""Lookups in embedding tables that are stored sharded by rows over the batch axis: devices ask each other for rows.
 
-Each device looks up the ids of its own part of the batch. It sends each different id once, to the device that has the
-row (exchanges.py), and gets the rows back: two all-to-all, and the maximum of a number. The gradient of a lookup is
-what it is on one device, `IndexedSlices` of what was looked up, sharded like the batch; an update sends it
-(`embedding_updates`).
+Each device looks up the ids of its local shard of the batch. It sends each distinct id once, to the device that stores
+the row (exchanges.py), and receives the row: two all-to-all, and the maximum of a number. As on one device, the
+gradient of a lookup is `IndexedSlices` of the rows that were looked up, sharded like the batch. An update sends the
+gradient (`embedding_updates`).
 """
 
 import functools
@@ -34,7 +34,7 @@ _GRADIENT = "gradient_of_rows"
 
 
 def install(variables: list[keras.Variable]) -> None:
-    """Lets lookups of a model's embedding tables ask for rows.
+    """Patch a model's embedding tables: lookups ask other devices for rows.
 
     Args:
         variables: The variables of the model, all on the mesh.
@@ -52,36 +52,36 @@ def _read_function(variable: keras.Variable, original: None) -> Callable[..., tf
 
 
 def _read_rows(variable: keras.Variable, ids: Any, name: str | None = None) -> tf.Tensor:
-    """What `tf.gather(variable, ids)` calls (TensorFlow's protocol for resource variables)."""
+    """Replace the method that `tf.gather(variable, ids)` calls (TensorFlow's protocol for resource variables)."""
     del name
     current = _private.backend_variable(variable)
     step = steps.current()
     if step is None or not isinstance(current, ShardedVariable) or current.layout.table is None:
-        # tf.gather then reads the whole variable: Keras learns shapes, or no strategy runs this.
+        # tf.gather then reads the full variable: Keras learns shapes, or no strategy runs the function.
         raise AttributeError("sparse_read")
     try:
         found = lookup(current, tf.convert_to_tensor(ids))
     except AttributeError as error:
-        # tf.gather would take it for a variable that has no `sparse_read`.
+        # tf.gather would take an AttributeError for a variable without `sparse_read`.
         raise RuntimeError(f"A lookup in embedding table '{current.path}' failed") from error
-    # Keras casts a variable as mixed precision has it; here what was looked up.
+    # Under mixed precision, Keras casts a variable when it reads it. The lookup casts the rows.
     return tf.cast(found, variable.value.dtype)
 
 
 def lookup(table: ShardedVariable, ids: tf.Tensor) -> tf.Tensor:
-    """Rows of an embedding table, in a step that is traced.
+    """Look up rows of an embedding table, in a traced step.
 
     Args:
         table: The table, `(rows, width)`.
-        ids: Integers of any shape, sharded over the batch axis or whole. One that is not from 0 to rows - 1 is an error
-            of TensorFlow's when the step runs on CPU, and gives zeros on GPU, as on one device.
+        ids: Integers of any shape, sharded over the batch axis or replicated. An id outside of 0 to rows - 1 raises a
+            TensorFlow error when the step runs on CPU, and gives zeros on GPU, as on one device.
 
     Returns:
         `(*ids.shape, width)`, sharded like `ids`.
 
     Raises:
-        StrategyError: The step is eager, takes its batch in parts, has updated the table, or looks up in a loop, a
-            branch or a function; or the shape of the ids is not known.
+        StrategyError: The step is eager, has microbatches, has updated the table, or looks up in a loop, a branch or a
+            function; or the shape of the ids is unknown.
     """
     table.check_compiled()
     step = steps.current()
@@ -95,10 +95,10 @@ def _looked_up(table: ShardedVariable, ids: tf.Tensor, step: Step) -> tf.Tensor:
     mesh, shape, width = table.mesh, tuple(ids.shape), table.layout.spec.shape[1]
     devices, count = axis_sizes(mesh).data_size, math.prod(shape)
     total = ids_of_a_device(shape, devices) * devices
-    # Positions are not the batch's: what is looked up for all samples alike is whole.
+    # Position ids do not come from the batch: ids that are the same for all samples are replicated.
     is_shared_out = bool(shape) and shape[0] % devices == 0 and rows.comes_from_batch(ids)
     line = _in_line(tf.cast(ids, tf.int64), is_shared_out, mesh)
-    if total > count:  # Filled up with the first ids, whose gradients there are zero.
+    if total > count:  # Filled up with the first ids, with zero gradients.
         line = transfer.whole(tf.gather(line, np.arange(total) % count), mesh)
     line = _sharded(line, mesh)
 
@@ -127,7 +127,7 @@ def _looked_up(table: ShardedVariable, ids: tf.Tensor, step: Step) -> tf.Tensor:
 
 
 def _check(table: ShardedVariable, ids: tf.Tensor, step: Step) -> None:
-    """Raises `StrategyError` if this cannot be looked up."""
+    """Raise `StrategyError` if the step cannot look up these ids."""
     what = None
     if step.is_microbatch:
         what = "in a step that takes its batch in microbatches. Set strategy.microbatches = 1"
@@ -142,7 +142,7 @@ def _check(table: ShardedVariable, ids: tf.Tensor, step: Step) -> None:
 
 
 def _in_line(tensor: tf.Tensor, is_shared_out: bool, mesh: dtensor.Mesh, inner: int = 0) -> tf.Tensor:
-    """A tensor with the dims before the last `inner` ones made one."""
+    """Merge the dims of a tensor in front of the last `inner` ones into one."""
     tensor = transfer.by_sample(tensor, mesh) if is_shared_out else transfer.whole(tensor, mesh)
     kept = tensor.shape[tensor.shape.rank - inner :]
     return tf.reshape(tensor, (math.prod(tensor.shape[: tensor.shape.rank - inner]), *kept))
@@ -155,13 +155,13 @@ def _sharded(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def owners(ids: tf.Tensor, format: TableRows, count: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Which device has the row of each id, and where among its own: int32.
+    """Return the device that stores the row of each id, and the row's number on that device: int32.
 
-    An id that is none gives a place that no device has, by which TensorFlow's kernel names it.
+    An invalid id gives a row number that no device has, and TensorFlow's kernel names it in its error.
 
     Args:
-        ids: Any, int64.
-        format: How the table rests.
+        ids: Any int64 numbers.
+        format: The format of the table.
         count: The number of rows of the table.
     """
     each = format.rows_of_a_device
@@ -175,7 +175,7 @@ _NO_ROW = np.int64(np.iinfo(np.int32).max - 1)
 
 
 def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
-    """The rows of ids, one behind the other, sharded like them."""
+    """Return the rows of ids, one behind the other, sharded like the ids."""
     mesh, format, width = table.mesh, table.storage.format, table.layout.spec.shape[1]
     assert isinstance(format, TableRows)
     devices = axis_sizes(mesh).data_size
@@ -184,7 +184,7 @@ def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
         ids, where = exchanges.distinct(local_shards.local_rows(line, mesh))
         owner, own = owners(ids, format, table.layout.spec.shape[0])
         lists = exchanges.Lists.to(owner, each, mesh)
-        # One more, since the lists end with zeros.
+        # Ids are sent plus one, since the lists end with zeros.
         asked = lists.sent(own + 1) - 1
         given = sparse_rows.read(table.storage, tf.maximum(asked, 0))
         step.tables.note_rows(table.storage, given)

@@ -1,13 +1,11 @@
 """Updates of embedding tables by the rows that a step has looked up.
 
-The gradient of a table is sharded like the batch (`embedding_lookups`). Each device adds up what it has of each row and
-sends it to the device that has the row in the table (exchanges.py). The optimizer's own update function runs on each
-device on its own rows: what it reads of the table and of its slots are those rows, and so is what it writes
-(`SparseRows`).
+The gradient of a table is sharded like the batch (`embedding_lookups`). Each device sums its local gradients of each
+row and sends the sum to the device that stores the row (exchanges.py). Each device runs the optimizer's update function
+on its local rows: these rows are all that the function reads and writes of the table and of its slots (`SparseRows`).
 
-Keras squares a sparse gradient as it is, so that what a row was given in several places is squared before it is added
-up. With `sparse="keras"` the devices send these sums of squares besides, which take the place of the square that the
-update function asks for.
+Keras squares a sparse gradient before it sums repeated rows. With `sparse="keras"` the devices also send the sums of
+these squares. The sums replace the square that the update function computes.
 """
 
 import contextlib
@@ -34,11 +32,11 @@ from tfshard.storage.variables import ShardedVariable
 
 
 def check(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """Raises `StrategyError` if an optimizer cannot update the embedding tables among variables.
+    """Raise `StrategyError` if an optimizer cannot update the embedding tables among the variables.
 
     Args:
         optimizer: The optimizer.
-        variables: Those of its model.
+        variables: The variables of its model.
     """
     for variable in variables:
         current = _private.backend_variable(variable)
@@ -85,16 +83,16 @@ def update(
     args: tuple[Any, ...],
     optimizer: keras.optimizers.Optimizer | None,
 ) -> Any:
-    """Runs an optimizer's update function on each device's own rows, in a step that is traced.
+    """Run an optimizer's update function on each device's local rows, in a traced step.
 
     Args:
         table: The table.
-        fn: Takes it and `args`.
-        args: The gradient and others; none for a decay of all rows.
-        optimizer: Whose update it is.
+        fn: Takes the table and `args`.
+        args: The gradient and other arguments. Empty for a decay of all rows.
+        optimizer: The optimizer of the update.
 
     Raises:
-        StrategyError: It cannot be updated so.
+        StrategyError: The optimizer or the gradient does not fit an update by rows.
     """
     step = _check_here(table)
     if optimizer is None:
@@ -112,7 +110,7 @@ def update(
     is_lazy = table.layout.table == LAZY
     every = not is_lazy and not optimizer_kinds.leaves_others(optimizer, table)
     if not args and not optimizer_kinds.decays(optimizer, table):
-        return None  # It is weight decay, of a table that has none.
+        return None  # The call is weight decay, and the table has none.
     with local_shards.scope():
         if not args:
             with steps.update_scope(rows=_rows_to_update(table, step, None)):
@@ -127,7 +125,7 @@ def update(
 
 
 def _rows_to_update(table: ShardedVariable, step: Step, different: tf.Tensor | None) -> SparseRows:
-    """The rows that an update touches: all of a device's if `different` does not say which."""
+    """Return the rows that an update changes. If `different` is None, these are all local rows."""
     found = step.tables.updates.get(table.storage)
     if different is None:
         if found is None:
@@ -148,7 +146,8 @@ def _rows_to_update(table: ShardedVariable, step: Step, different: tf.Tensor | N
 
 @contextlib.contextmanager
 def _squared(gradient: tf.Tensor, squared: Sequence[tf.Tensor]) -> Iterator[None]:
-    """While this is open, an optimizer that squares a gradient gets what Keras's squares of a sparse one add up to."""
+    """Open a scope in which an optimizer that squares the gradient gets the sums of Keras's squares of a sparse
+    gradient."""
     if not squared:
         yield
         return
@@ -161,7 +160,7 @@ def _squared(gradient: tf.Tensor, squared: Sequence[tf.Tensor]) -> Iterator[None
 
 
 class _Squares(threading.local):
-    """What the square of a gradient is, until it is asked for."""
+    """The square of a gradient, until the update function asks for it."""
 
     values: dict[Hashable, tf.Tensor]
 
@@ -199,16 +198,16 @@ def _check_here(table: ShardedVariable) -> Step:
 
 
 def _brought(table: ShardedVariable, gradient: tf.IndexedSlices, *, squares: bool) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """A gradient on the devices that have its rows.
+    """Send a gradient to the devices that store its rows.
 
     Args:
         table: The table.
-        gradient: Sharded like the batch.
-        squares: Whether the sums of the squares are needed, too.
+        gradient: The gradient, sharded like the batch.
+        squares: True to send the sums of the squares, too.
 
     Returns:
-        `(items,)`, int32: which of a device's own rows; and `(items, width)`, what devices have added up for each: the
-        gradients, and their squares if they are needed.
+        `(items,)`, int32: numbers of local rows. And `(items, width)` tensors, the sums of the devices for each row:
+        the gradients, and their squares if they are needed.
     """
     mesh, format = table.mesh, table.storage.format
     assert isinstance(format, TableRows)
@@ -219,7 +218,7 @@ def _brought(table: ShardedVariable, gradient: tf.IndexedSlices, *, squares: boo
     sums = [tf.math.unsorted_segment_sum(each, where, tf.size(ids)) for each in parts]
     owner, own = embedding_lookups.owners(ids, format, table.layout.spec.shape[0])
     lists = exchanges.Lists.to(owner, math.prod(gradient.indices.shape) // devices, mesh)
-    # One more, since the lists end with zeros.
+    # Rows are sent plus one, since the lists end with zeros.
     came = lists.sent(own + 1)
     given = tf.split(lists.sent(tf.concat(sums, axis=1)), len(sums), axis=2)
     own, *sums = exchanges.flattened(came, given, came > 0)

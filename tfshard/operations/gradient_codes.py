@@ -1,8 +1,8 @@
 """Gradients as they are sent: bfloat16, or codes of 8 bits in blocks of 256 elements that share a scale.
 
-The codes are linear: an element is one of 255 multiples of the block's largest magnitude over 127, to the nearest
-(Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning", https://arxiv.org/abs/1511.04561, has other
-spacings; these take the fewest operations). What is lost is not: it is kept, and sent with a later gradient.
+The codes are linear: an element becomes the nearest of 255 multiples of the block's largest magnitude over 127.
+Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning", https://arxiv.org/abs/1511.04561, has other
+spacings; these codes take the fewest operations. The rounding error is kept, and sent with a later gradient.
 """
 
 import numpy as np
@@ -17,15 +17,15 @@ _UPPER = -(1 << 16)
 
 
 def encode(values: tf.Tensor, compression: str) -> tf.Tensor:
-    """Lines as they are sent.
+    """Encode lines for sending.
 
     Args:
         values: float32, `(lines, elements)`, on one device.
         compression: `"bfloat16"` or `"int8"`.
 
     Returns:
-        int32, `(lines, words)`, since an all-gather takes no smaller elements: two of bfloat16 in a word; or of each
-        block the 256 codes, four in a word, and the scale. A block with an element that is not finite decodes to NaN.
+        int32, `(lines, words)`, since an all-gather takes no smaller elements. A word holds two bfloat16 elements or
+        four codes; a block has 256 codes and then its scale. A block with an element that is not finite decodes to NaN.
         (TensorFlow's bitcast of several elements to one is not used: in a "parted" layout it ends the process.)
     """
     lines, elements = values.shape
@@ -39,7 +39,7 @@ def encode(values: tf.Tensor, compression: str) -> tf.Tensor:
     largest = tf.reduce_max(tf.abs(blocks), axis=-1, keepdims=True)
     is_finite = tf.reduce_all(tf.math.is_finite(blocks), axis=-1, keepdims=True)
     scale = tf.where(is_finite, largest / _LARGEST, np.float32("nan"))
-    # Of a block that is not finite, any codes will do.
+    # A block that is not finite may have any codes.
     codes = tf.round(tf.math.divide_no_nan(blocks, tf.where(is_finite, scale, tf.zeros_like(scale))))
     codes = tf.clip_by_value(codes, -_LARGEST, _LARGEST)
     quarters = tf.reshape(tf.cast(codes, tf.int32), (*blocks.shape[:-1], 4, -1))
@@ -52,14 +52,14 @@ def encode(values: tf.Tensor, compression: str) -> tf.Tensor:
 
 
 def decode(encoded: tf.Tensor, compression: str, elements: int) -> tf.Tensor:
-    """What `encode` took, rounded: float32, `(lines, elements)`."""
+    """Return the elements that `encode` rounded: float32, `(lines, elements)`."""
     lines = encoded.shape[0]
     if compression == "bfloat16":
         words = tf.stack([tf.bitwise.bitwise_and(encoded, _UPPER), tf.bitwise.left_shift(encoded, 16)], axis=1)
         return tf.reshape(tf.bitcast(words, tf.float32), (lines, -1))[:, :elements]
     blocks = tf.reshape(encoded, (lines, -1, BLOCK_WORDS))
     words = blocks[..., :-1]
-    # What is shifted to the right keeps its sign.
+    # A shift to the right keeps the sign.
     quarters = [tf.bitwise.right_shift(tf.bitwise.left_shift(words, 8 * quarter), 24) for quarter in range(4)]
     codes = tf.cast(tf.concat(quarters, axis=-1), tf.float32)
     values = codes * tf.bitcast(blocks[..., -1:], tf.float32)
@@ -71,5 +71,5 @@ def _joined(words: tf.Tensor, others: tf.Tensor) -> tf.Tensor:
 
 
 def _shifted(words: tf.Tensor, bits: int) -> tf.Tensor:
-    """To the right, filled up with zeros."""
+    """Shift to the right, and fill up with zeros."""
     return tf.bitwise.bitwise_and(tf.bitwise.right_shift(words, bits), (1 << 32 - bits) - 1)

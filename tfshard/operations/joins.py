@@ -1,8 +1,8 @@
 """Rewrite rules of operations that join, cut or reorder the samples of a batch: concats, stacks, slices, gathers.
 
-DTensor refuses most of these operations if the batch axis shards the dim ("concat dimension in sharded dimension"), or
-shards a result that it cannot shard, as soon as the next operation works row by row. The rules replicate the operands,
-and each device keeps its local rows of the result. They leave an operation that moves no sample.
+If the batch axis shards the dim, DTensor refuses most of these operations ("concat dimension in sharded dimension"). It
+also shards results that it cannot shard, as soon as the next operation works row by row. The rules replicate the
+operands, and each device keeps its local rows of the result. They leave an operation that moves no sample.
 """
 
 import dataclasses
@@ -91,7 +91,7 @@ def _rows(
 
 
 def _is_gradient_of_a_join(call: _private.Call) -> bool:
-    """Return whether a slice takes the gradient of an operand of a concat or a pad, whose begin is computed."""
+    """Return whether a slice with a computed begin takes the gradient of an operand of a concat or a pad."""
     is_computed = call.type == "Slice" and call.inputs[1].op.type in ("ConcatOffset", "Reshape")
     return is_computed and call.inputs[0].dtype.is_floating and call.inputs[0].shape.rank > 1
 

@@ -1,8 +1,9 @@
-"""Every function of ours that stands in the place of a method of a layer, metric or variable of a user's model.
+"""Patches: tfshard's functions that replace methods of a layer, metric or variable of a user's model.
 
-A patch is on the object, never on its class: `apply` puts a `LayerPatch` into the object's own attributes, in front of
-what was there, once for each `Change`. It is found there again (`patches_of`), and goes with its object: nothing
-else knows of it. What Keras makes from configs and files (clones, copies, unpickled and loaded models) has none.
+A patch is on the object, never on its class: `apply` puts a `LayerPatch` into the object's attributes, in front of the
+attribute that was there, once for each `Change`. `patches_of` finds the patch there, and the patch dies with its
+object: nothing else refers to it. Objects that Keras makes from configs and files (clones, copies, unpickled and loaded
+models) have no patch.
 """
 
 import contextlib
@@ -21,10 +22,10 @@ class Change:
     """A kind of patch.
 
     Attributes:
-        of: On which objects, in words.
-        attribute: What is replaced.
-        why: What the replacement does that the original does not.
-        module: Where the replacement is.
+        of: The patched objects, in words.
+        attribute: The attribute that is replaced.
+        why: What does the replacement do that the original does not?
+        module: The module of the replacement.
     """
 
     of: str
@@ -33,7 +34,7 @@ class Change:
     module: str
 
 
-# The one list, also in docs/design.md.
+# This is the only list, also in docs/design.md.
 TABLE_READ = Change(
     of="matrices of which a model axis shards the rows",
     attribute="sparse_read",
@@ -148,24 +149,25 @@ CHANGES = (
     RECORDED_GRADIENTS,
 )  # fmt: skip
 
-# Those that know a mesh.
+# The changes that know a mesh.
 OF_MESHES = (TABLE_READ, ROWS_READ, METRIC_UPDATE, CONVOLUTION, RECURRENCE, SEQUENCE)
 
 
 # A layer, a function in a functional model, a metric, variable, optimizer or model.
 Owner: TypeAlias = keras.Operation | keras.Metric | keras.Variable | keras.optimizers.Optimizer
-# A method of one of them, or ours in its place.
+# A method of an owner, or its replacement.
 Method = Callable[..., Any]
 
 
 class LayerPatch:
-    """A function in the place of one attribute of one object; it is called as the original is.
+    """A function that replaces an attribute of an object. Its callers call it like the original.
 
     Attributes:
         owner: The layer, function, metric, variable, optimizer or model.
-        change: What is changed, and why.
-        replacement: Our function.
-        before: The object's own attribute before, perhaps another patch; None where it was its class's, or none.
+        change: The kind of patch.
+        replacement: tfshard's function.
+        before: The object's attribute before the patch, perhaps another patch. None if the attribute was the class's,
+            or did not exist.
     """
 
     def __init__(self, owner: Owner, change: Change, replacement: Method):
@@ -184,22 +186,22 @@ class LayerPatch:
 
 
 def apply(change: Change, owner: Owner, make: Callable[[Any], Method]) -> None:
-    """Puts a patch on an object, unless it has this one.
+    """Patch an object, unless it has this patch.
 
     Args:
-        change: Which.
+        change: The kind of patch.
         owner: The object.
-        make: Gives our function for the original: the attribute as the object has it now, None if it has none.
+        make: Returns the replacement of the original. Its argument is the current attribute of the object, or None.
     """
     if all(patch.change is not change for patch in patches_on(owner)):
         original = getattr(owner, change.attribute, None)
-        # Without Keras taking note of it: it tracks what is set on layers.
+        # Set behind Keras's back: Keras tracks attributes that are set on layers.
         vars(owner)[change.attribute] = LayerPatch(owner, change, make(original))
 
 
 @contextlib.contextmanager
 def applied(change: Change, owner: Owner, make: Callable[[Any], Method]) -> Iterator[None]:
-    """`apply` for as long as this is open."""
+    """Patch an object until the scope ends."""
     apply(change, owner, make)
     try:
         yield
@@ -208,7 +210,7 @@ def applied(change: Change, owner: Owner, make: Callable[[Any], Method]) -> Iter
 
 
 def patches_on(owner: Owner) -> list[LayerPatch]:
-    """The patches on one object, for each attribute the last one first."""
+    """Return the patches on one object. For each attribute, the last patch comes first."""
     found = []
     for value in vars(owner).values():
         while isinstance(value, LayerPatch):
@@ -218,19 +220,19 @@ def patches_on(owner: Owner) -> list[LayerPatch]:
 
 
 def patches_of(model: keras.Model) -> list[LayerPatch]:
-    """All patches on a model, and on its layers, variables, compiled metrics and optimizer."""
+    """Return all patches on a model, and on its layers, variables, compiled metrics and optimizer."""
     return [patch for owner in _parts(model) for patch in patches_on(owner)]
 
 
 def undo_of(change: Change, owner: Owner) -> None:
-    """Takes one patch of one object back, if it has it."""
+    """Undo a patch of an object, if the object has it."""
     for patch in patches_on(owner):
         if patch.change is change:
             _take_back(patch)
 
 
 def undo(model: keras.Model, changes: Collection[Change] | None = None) -> None:
-    """Takes patches of a model back, by default all. Functions that were traced before keep them."""
+    """Undo patches of a model, by default all. Functions that were traced before keep them."""
     for patch in patches_of(model):
         if changes is None or patch.change in changes:
             _take_back(patch)
@@ -250,14 +252,14 @@ def _take_back(patch: LayerPatch) -> None:
 
 
 def operations_of(model: keras.Model) -> list[keras.Operation]:
-    """A model's layers, and the functions of keras.ops in functional models, each once."""
+    """Return a model's layers, and the functions of keras.ops in functional models, each once."""
     layers = _private.flatten_layers(model)
     functional = [operation for layer in layers for operation in getattr(layer, "operations", ())]
     return list({id(each): each for each in (*layers, *functional)}.values())
 
 
 def _parts(model: keras.Model) -> list[Owner]:
-    """The objects of a model, each once."""
+    """Return the objects of a model that may have patches, each once."""
     found: list[Owner] = []
     found += operations_of(model)
     for layer in _private.flatten_layers(model):

@@ -1,4 +1,4 @@
-"""local_map: run a function on each device's local shards. psum: add up what the devices have.
+"""local_map: run a function on each device's local shards. psum: sum local tensors over devices.
 
 PyTorch calls it `local_map` (torch.distributed.tensor.experimental), JAX "shard_map".
 
@@ -6,7 +6,7 @@ devices/local_shards.py keeps DTensor from expanding local operations. operation
 the rows of a batch, which need no collective.
 
 Gradients follow the rule of JAX's "shard_map". The gradient of an output is divided by the number of devices that hold
-the same part of the output. The gradient of an input is added up over the devices that hold the same part of the input.
+the same shard of the output. The gradient of an input is summed over the devices that hold the same shard of the input.
 The gradient of `psum` is `psum`.
 """
 
@@ -43,7 +43,7 @@ class _Map:
     sizes: dict[str, int]
 
     def copies(self, layout: Axes) -> int:
-        """How many devices hold the same part of a tensor in `layout`."""
+        """Return how many devices hold the same shard of a tensor in `layout`."""
         return math.prod(size for axis, size in self.sizes.items() if axis not in layout)
 
     def sharded(self, layout: Axes) -> Axes:
@@ -69,12 +69,12 @@ def local_map(
 ) -> Callable[..., Any]:
     """Wrap a function so that each device runs it on its local shards.
 
-    Use it for an operation that DTensor cannot expand, or for communication of your own. Inside `fn`, tensors have
-    their local shapes, and no tensor moves between devices except by `tfshard.psum`. Call the result in a compiled
-    step: in a layer, a loss, or a `strategy.run`. Where no ShardedStrategy is active and `mesh` is None, the result
-    calls `fn` on the full tensors, so a model gives the same numbers on one device.
+    Use it for an operation that DTensor cannot expand, or for custom communication. Inside `fn`, tensors have their
+    local shapes, and no tensor moves between devices except by `tfshard.psum`. Call the result in a compiled step: in a
+    layer, a loss, or a `strategy.run`. If no ShardedStrategy is active and `mesh` is None, the result calls `fn` on the
+    full tensors. The model then gives the same numbers on one device.
 
-    If an axis does not divide the dim that it should shard, as with the last batch of an epoch, every device computes
+    An axis may not divide the dim that it should shard, as with the last batch of an epoch. Then every device computes
     with the full dim, and `psum` over that axis returns its argument.
 
     Args:
@@ -83,9 +83,9 @@ def local_map(
             write to a variable: pass values as arguments.
         in_layouts: For each argument, the mesh axis that shards each dim, or None for a dim that is not sharded.
             Missing entries at the end are None; `()` or None is a replicated tensor.
-        out_layouts: The same for each result. `fn` must return equal values on all devices along axes that a result's
+        out_layouts: The layout of each result. `fn` must return equal values on all devices along axes that a result's
             layout does not name.
-        mesh: The mesh. By default that of the strategy in whose scope the call is.
+        mesh: The mesh. By default the mesh of the strategy in scope.
 
     Returns:
         A function of global tensors that returns global tensors. You can differentiate it to any order.
@@ -95,7 +95,7 @@ def local_map(
             an axis twice; a wrong number of arguments or results.
         UnsupportedOperationError: `fn` uses a tensor from outside or draws random numbers; an eager step calls it.
 
-    Example: a normalization by the norm of the whole batch.
+    Example: a normalization by the norm of the full batch.
 
     >>> import tensorflow as tf, tfshard
     >>> def normalize(x, scale):
@@ -134,7 +134,7 @@ def local_map(
 
 
 def psum(value: Any, axis: str) -> Any:
-    """Add up a local tensor over the devices along a mesh axis. Call it inside a function of `tfshard.local_map`.
+    """Sum a local tensor over the devices along a mesh axis. Call it inside a function of `tfshard.local_map`.
 
     Args:
         value: A tensor of a floating or integer dtype, or a structure of them, in local shapes.
@@ -266,7 +266,7 @@ def _check_function(traced: Any) -> None:
 
 
 def _to_local(tensor: tf.Tensor, axes: Axes, call: _Map, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return the local shard. Its gradient is added up over the devices that hold the same shard."""
+    """Return the local shard. Its gradient is summed over the devices that hold the same shard."""
     over = tuple(axis for axis, size in call.sizes.items() if size > 1 and axis not in axes)
 
     def shard(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:

@@ -13,14 +13,14 @@ from tfshard.storage import steps
 
 
 def install(model: keras.Model) -> None:
-    """Exchanges the tables of a model's lookups of integers."""
+    """Patch a model's lookups of integers to use constant tables."""
     for layer in _private.flatten_layers(model):
         if isinstance(layer, keras.layers.IntegerLookup):
             layer_patch.apply(layer_patch.LOOKUP, layer, functools.partial(_lookup, layer))
 
 
 def _lookup(layer: keras.Layer, original: layer_patch.Method) -> layer_patch.Method:
-    """A layer's `_lookup_dense`, with the table's keys and values as constants inside a step."""
+    """Replace a layer's `_lookup_dense`: inside a step, the table's keys and values are constants."""
 
     def lookup(inputs: Any) -> tf.Tensor:
         if steps.current() is None:
@@ -35,10 +35,10 @@ def _lookup(layer: keras.Layer, original: layer_patch.Method) -> layer_patch.Met
 
 
 def _search(tokens: tf.Tensor, keys: np.ndarray, values: np.ndarray, default: int) -> tf.Tensor:
-    """The values of tokens, `default` for those that are no keys. The keys are sorted."""
+    """Return the values of tokens, and `default` for tokens that are no keys. The keys are sorted."""
     if not len(keys):
         return tf.fill(tf.shape(tokens), tf.constant(default, values.dtype))
-    # Element by element, so that the layout stays; `tf.searchsorted` has rows of its own.
+    # Search element by element: the layout stays. `tf.searchsorted` would search each row separately.
     place = tf.zeros_like(tokens, tf.int32)
     step = 1 << (len(keys) - 1).bit_length()
     while step:

@@ -57,7 +57,7 @@ def _inner_loop(mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch
 
 
 def without_cudnn() -> contextlib.AbstractContextManager[None]:
-    """A context in which Keras runs the loops of LSTM and GRU without cuDNN, or refuses `use_cudnn=True`."""
+    """Return a context in which Keras runs the loops of LSTM and GRU without cuDNN, or refuses `use_cudnn=True`."""
     return replaced((_private.keras_backend, name, _refused) for name in ("lstm", "gru"))
 
 

@@ -1,6 +1,6 @@
-"""Which layer, loss or metric made an operation of a step, and the user's line: for errors about the operation.
+"""Find the layer, loss or metric that made an operation of a step, and the user's line, for errors about the operation.
 
-DTensor's own errors carry the line that started the step only.
+DTensor's errors name only the line that started the step.
 """
 
 import pathlib
@@ -13,14 +13,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-_MOST = 3  # Of one type of operation. The first ones will do.
+_MOST = 3  # The number of recorded operations of one type.
 # The folder of tfshard.
 PACKAGE = pathlib.Path(__file__).parents[1].as_posix()
-# Packages of which no line is the user's. `optree` calls what `keras.tree.map_structure` is given.
+# Packages without lines of the user. `optree` calls the functions of `keras.tree.map_structure`.
 _PACKAGES = (PACKAGE, *(pathlib.Path(package.__file__).parent.as_posix() for package in (tf, keras)))
 _NAMES = ("keras_hub", "optree", "wrapt")
 _STANDARD_LIBRARY = pathlib.Path(sysconfig.get_path("stdlib")).as_posix()
-# Where Python and notebooks have what was typed.
+# The file names of code that was typed into Python or a notebook.
 _TYPED = ("<stdin>", "<ipython-input", "<python-input")
 _METHODS = ("call", "__call__", "update_state", "result", "get_config", "compute_loss", "apply")
 
@@ -34,19 +34,19 @@ _origins = _Origins()
 
 
 def forget() -> None:
-    """A step begins to be traced."""
+    """Forget the operations of the last step. The trace of a step calls this at its start."""
     _origins.places.clear()
 
 
 def note(operation: tf.Operation) -> None:
-    """Remembers where an operation of the step that is being traced came from."""
+    """Record the origin of an operation of the step that is being traced."""
     places = _origins.places.setdefault(operation.type, {})
     if len(places) < _MOST:
         places[_describe(operation)] = None
 
 
 def find(operation_type: str) -> list[str]:
-    """Where the first operations of a type in the last traced step came from."""
+    """Return the origins of the first operations of a type in the last traced step."""
     return list(_origins.places.get(operation_type, {}))
 
 
@@ -62,12 +62,12 @@ def _describe(operation: tf.Operation) -> str:
 
 
 def _owner() -> keras.metrics.Metric | keras.losses.Loss | keras.Layer | None:
-    """The innermost metric, loss or layer whose method is running."""
+    """Return the innermost metric, loss or layer with a running method."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in _METHODS:
             owner = frame.f_locals.get("self")
-            # Keras's own containers of what the user gave are not what the user knows.
+            # Users do not know Keras's containers of their losses and metrics.
             if isinstance(owner, (keras.metrics.Metric, keras.losses.Loss, keras.Layer)):
                 return None if isinstance(owner, keras.Model) else owner
         frame = frame.f_back
@@ -85,7 +85,7 @@ def user_frame(operation: tf.Operation) -> Any:
 
 
 def _is_users(filename: str) -> bool:
-    """Whether a file is of none of the packages between a user's line and an operation, nor of Python's library."""
+    """Return whether a file is a user's: outside of Python's library and of the packages that call operations."""
     if filename.startswith("<"):
         return filename.startswith(_TYPED)
     path = pathlib.PurePath(filename).as_posix()

@@ -1,11 +1,11 @@
-"""Gradients as each device has them of its own rows, before they are added up over the devices.
+"""Local gradients: the gradients of each device's local rows, before the reduction over the devices.
 
-DTensor has no layout for partial sums. Here the operations that add up over the rows of the batch are made again, of
-the rows of each device (rows.py): each device has a sum of its own where DTensor believes it to be the same on all.
-`stack` makes a tensor of it that has a layout: a row for each device, which the batch axis shards.
+DTensor has no layout for partial sums. This module repeats the operations that sum over the rows of the batch, on the
+local rows of each device (rows.py). Each device then has a local sum, which DTensor treats as replicated. `stack` makes
+a tensor with a layout of the local sums: a row for each device, sharded over the batch axis.
 
-Of a gradient that model axes shard a device has its shard only, in the shape of a shard: the layout is followed from
-the result to the operands.
+If model axes shard a gradient, a device has its local shard only, in the shape of a shard. The module follows the
+layout from the result to the operands.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,31 +27,31 @@ Operands: TypeAlias = dict[int, Axes]
 
 
 def of_gradient(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh) -> tf.Tensor:
-    """The part of a gradient that a device has: the gradient is their sum over the devices.
+    """Return the local gradient. The full gradient is the sum of the local gradients over the devices.
 
     Args:
-        gradient: Of a variable that no model axis shards, in a step that is traced: what a layer gives, whole.
+        gradient: A full gradient that a layer gives, in a traced step. No model axis shards its variable.
         mesh: A mesh with a batch axis only.
     """
     with _private.stop_recording():
         found = found_of(gradient, mesh)
-        if found is None:  # It is whole on all devices: such as of a penalty of the weights.
+        if found is None:  # The gradient is replicated, such as the gradient of a weight penalty.
             whole = transfer.whole(tf.convert_to_tensor(gradient), mesh)
             found = whole / tf.cast(axis_sizes(mesh).data_size, gradient.dtype)
         return found
 
 
 def by_replicas(gradient: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """A gradient, as a layer gives it, that is added up in each replica first, and then between them.
+    """Sum a layer's gradient in each replica first, and then between the replicas.
 
     Args:
-        gradient: In a step that is traced.
-        axes: The layout in which its variable is read: the model axes that shard it.
+        gradient: The gradient, in a traced step.
+        axes: The layout of reads of its variable: the model axes that shard it.
         mesh: The mesh.
 
     Returns:
-        The sum, in that layout. None for one that DTensor has added up already, or of which a device has no part of its
-        own.
+        The sum, in that layout. None if DTensor has already summed the gradient, or the devices have no local
+        gradients.
     """
     with _private.stop_recording():
         found = found_of(gradient, mesh, axes)
@@ -62,12 +62,12 @@ def by_replicas(gradient: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtenso
 
 
 def found_of(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh, axes: Axes = ()) -> tf.Tensor | None:
-    """The part of a gradient that a device has, as `of_gradient` gives it; None if it has no part of its own.
+    """Return the local gradient, as `of_gradient` does. None if the devices have no local gradients.
 
     Args:
-        gradient: In a step that is traced.
+        gradient: The gradient, in a traced step.
         mesh: The mesh.
-        axes: The model axes that shard its dims; none.
+        axes: The model axes that shard its dims. Empty if no axis does.
     """
     if isinstance(gradient, tf.IndexedSlices):
         return None if any(axes) else _of_lookups(gradient, mesh)
@@ -75,29 +75,29 @@ def found_of(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh, axes: A
 
 
 def stack(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """What each device has, of shape `(...)`, as a tensor `(devices, ...)`, a row for each."""
+    """Stack the local tensors of shape `(...)` to a tensor `(devices, ...)`, a row for each device."""
     with local_shards.scope():
         return rows.from_local(tf.expand_dims(own, 0), mesh)
 
 
 def unstacked(stacked: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """What `stack` took."""
+    """Invert `stack`."""
     with local_shards.scope():
         return tf.squeeze(rows.to_local(stacked, mesh), 0)
 
 
 def total(stacked: tf.Tensor) -> tf.Tensor:
-    """The sum of what each device has: of what `stack` gave."""
+    """Return the sum of the local tensors that `stack` stacked."""
     return tf.reduce_sum(stacked, 0)
 
 
 def _own(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
     operation = tensor.op
-    if operation.type == "IdentityN":  # Of a custom gradient, such as that of what a loop of rows takes.
+    if operation.type == "IdentityN":  # Part of a custom gradient, such as the gradient of a local loop's inputs.
         return _own(operation.inputs[tensor.value_index], axes, mesh)
     if operation.type in ("Cast", "Identity", "Relayout"):
         before = _own(operation.inputs[0], axes, mesh)
-        if before is None or operation.type == "Relayout":  # What it was pinned to.
+        if before is None or operation.type == "Relayout":  # A pin has no operation to repeat.
             return before
         return _again(operation, {0: before})
     if operation.type in ("Reshape", "Transpose") and not any(axes):
@@ -125,7 +125,7 @@ def _own(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
 
 
 def _again(operation: tf.Operation, inputs: Mapping[int, tf.Tensor]) -> tf.Tensor:
-    """The same operation, with some of its inputs replaced."""
+    """Repeat an operation with some of its inputs replaced."""
     with local_shards.scope():
         given = [inputs.get(number, each) for number, each in enumerate(operation.inputs)]
         (made,) = _private.copied(operation, given)
@@ -133,12 +133,12 @@ def _again(operation: tf.Operation, inputs: Mapping[int, tf.Tensor]) -> tf.Tenso
 
 
 def _of_shard(shape: Sequence[int], axes: Axes, sizes: Mapping[str, int]) -> list[int]:
-    """The shape of what a device has of a tensor."""
+    """Return the shape of a local shard."""
     return [size if axis is None else size // sizes[axis] for size, axis in zip(shape, axes, strict=True)]
 
 
 def _of_lookups(gradient: tf.IndexedSlices, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """Of a table in which rows were looked up: what a device looked up is added up by row."""
+    """Return the local gradient of a table: the sum by row of the rows that a device looked up."""
     ids, values = gradient.indices, gradient.values
     count = tf.get_static_value(gradient.dense_shape)[0]
     if not rows.are_sharded(ids, mesh):
@@ -185,7 +185,7 @@ def _convolution(operation: tf.Operation, axes: Axes) -> Operands:
 
 
 def _static(tensor: tf.Tensor) -> np.ndarray | None:
-    """The value of a tensor that follows from shapes, such as the dims that a gradient is summed over."""
+    """Return the value of a tensor that follows from shapes, such as the dims that a gradient is summed over."""
     if tensor.op.type != "BroadcastGradientArgs":
         value: np.ndarray | None = tf.get_static_value(tensor)
         return value
@@ -200,7 +200,7 @@ def _static(tensor: tf.Tensor) -> np.ndarray | None:
 
 
 def _part_of_shape(tensor: tf.Tensor) -> np.ndarray | None:
-    """The value of a shape, or of its first or last dims."""
+    """Return the value of a shape, or of its first or last dims."""
     operation = tensor.op
     if operation.type != "StridedSlice" or operation.get_attr("shrink_axis_mask"):
         value: np.ndarray | None = tf.get_static_value(tensor)
@@ -214,8 +214,8 @@ def _part_of_shape(tensor: tf.Tensor) -> np.ndarray | None:
     return part
 
 
-# Of operations that add up over the first dim of some inputs, by the layout of their result: those inputs, and which
-# model axes shard their dims.
+# The operations that sum over the first dim of some inputs. Each function takes the operation and the layout of its
+# result, and returns these inputs and the model axes that shard their dims.
 _SUMS: dict[str, Callable[[tf.Operation, Axes], Operands]] = {
     "BiasAddGrad": _bias,
     "Conv2DBackpropFilter": _convolution,

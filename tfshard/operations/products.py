@@ -18,7 +18,7 @@ from tfshard.operations.registry import rewrite_rule
 def multiply_integers(call: _private.Call) -> tf.Tensor:
     """Cast both operands to the dtype of the result, and multiply.
 
-    TensorFlow's kernel on CPU casts them, too. If the summed dim is sharded, DTensor adds up integers, which rounds
+    TensorFlow's kernel on CPU casts them, too. If the summed dim is sharded, DTensor sums integers, which rounds
     nothing.
     """
     x, y = (tf.cast(each, call.get_attr("Tout")) for each in call.inputs)
@@ -99,7 +99,7 @@ def compare_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] 
 
 
 def _kept_dims(call: _private.Call) -> tuple[int, int] | None:
-    """The dims of two matrices that the result has; None for other products."""
+    """Return the dims of two matrices that the result keeps; None for other products."""
     if len(call.inputs) != 2 or any(each.shape.rank != 2 for each in call.inputs):
         return None
     if call.type == "MatMul":

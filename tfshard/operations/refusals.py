@@ -1,4 +1,4 @@
-"""Rewrite rules that refuse operations, with a message that says what to do instead."""
+"""Rewrite rules that refuse operations. The message says what to do instead."""
 
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError

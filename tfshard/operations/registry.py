@@ -98,7 +98,7 @@ def rewrite_rule(
         gradient: The right gradient. A function sets the gradient in loops and branches only (see the module).
         fault: How DTensor fails with the operation, for the table in docs/design.md.
         cases: Names of the tests of the rule, in tests/operations/rewrite_cases.py.
-        when: A function with a docstring that takes what the rule takes. The rule is skipped if the function returns
+        when: A function with a docstring and the parameters of the rule. The rule is skipped if the function returns
             False.
         order: The place of the rule among the rules of an operation: smaller numbers come first. Two rules that may
             apply to one call must differ in it.
@@ -157,7 +157,7 @@ def _compete(one: RewriteRule, other: RewriteRule) -> bool:
 
 
 def first_rewrite(rules: Iterable[RewriteRule], call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
-    """Try the rules in their order, and return the outputs of the first that rewrites the operation, or None."""
+    """Try the rules in their order, and return the outputs of the first rule that rewrites the operation, or None."""
     for rule in rules:
         if rule.applies(call, mesh):
             result = rule.rewrite(call, mesh)

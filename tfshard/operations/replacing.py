@@ -10,11 +10,11 @@ from tfshard import _private
 
 @contextlib.contextmanager
 def replaced(functions: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
-    """A context in which functions of modules are others.
+    """Return a context in which functions of modules are replaced.
 
     Args:
-        functions: A module, the name of its function, and what is called instead: with the function itself, then with
-            what it is called with.
+        functions: For each function, its module, its name, and the replacement. The replacement receives the original
+            function, and then the arguments of the call.
     """
     with contextlib.ExitStack() as stack:
         for module, name, version in functions:

@@ -50,7 +50,7 @@ MODULES = (
 
 @contextlib.contextmanager
 def rewritten(mesh: dtensor.Mesh) -> Iterator[None]:
-    """A context in which a step on a mesh is traced, or run in eager code, with rewritten operations."""
+    """Open a scope in which a step on a mesh is traced, or run in eager code, with rewritten operations."""
 
     def bring(tensor: tf.Tensor) -> tf.Tensor:
         if transfer.is_dtensor(tensor):

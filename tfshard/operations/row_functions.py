@@ -1,7 +1,8 @@
-"""Functions of TensorFlow that take one sample after the other, called by each device with its own rows (rows.py).
+"""TensorFlow functions that process one sample after the other. Each device calls them with its local rows (rows.py).
 
-They are written with loops, lists and scatters, which DTensor would compute whole on every device, if at all. A dilated
-convolution puts its places into the batch and takes them back: over the rows of all devices, an exchange of everything.
+TensorFlow writes these functions with loops, lists and scatters. DTensor would compute them in full on every device, if
+at all. A dilated convolution moves its places into the batch and back: over the rows of all devices, this would
+exchange the full tensor.
 """
 
 import contextlib
@@ -22,9 +23,9 @@ from tfshard.storage import steps
 
 
 def called_with_rows(mesh: dtensor.Mesh) -> contextlib.AbstractContextManager[None]:
-    """A context for a step that is being traced: `tf.map_fn`, `tf.nn.ctc_loss`, dilated convolutions on a mesh. And
-    what is not a function of rows, but ours as well: batch normalization, activations with their derivative, and cross
-    entropy with integer labels."""
+    """Replace `tf.map_fn`, `tf.nn.ctc_loss` and dilated convolutions on a mesh, while a step is traced. Also replace
+    some other functions: batch normalization, activations with their derivative, and cross entropy with integer labels.
+    """
     return replaced((module, name, functools.partial(version, mesh)) for module, name, version in _VERSIONS)
 
 
@@ -72,7 +73,7 @@ def _is_composite(value: Any) -> bool:
 
 
 def _is_of_batch(leaf: Any, mesh: dtensor.Mesh) -> bool:
-    """Whether the rows of a tensor may be those of the batch: `TimeDistributed` maps over timesteps."""
+    """Return whether the rows of a tensor may be the rows of the batch. `TimeDistributed` maps over timesteps."""
     if not isinstance(leaf, tf.Tensor) or not rows.can_be(leaf, mesh):
         return False
     permutation = tf.get_static_value(leaf.op.inputs[1]) if leaf.op.type == "Transpose" else None

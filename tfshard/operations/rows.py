@@ -1,4 +1,4 @@
-"""Functions of rows, computed on each device with its local rows: a way around what DTensor has no expansion for.
+"""Functions of rows, computed on each device with its local rows, for functions that DTensor has no expansion for.
 
 DTensor has no rule for many operations on one sample after the other: the gradient of an average pooling, a matrix
 inverse, a loop with lists. Here each device computes with its local rows of the batch (devices/local_shards.py):
@@ -174,7 +174,8 @@ def local_map(
 
 
 def _captured(tensor: tf.Tensor, size: int | None, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return the value of a captured tensor for a function: its local rows if it has `size` rows, else all of it."""
+    """Return the value of a captured tensor for a function: its local rows if it has `size` rows, otherwise the full
+    tensor."""
     if tensor.dtype in (tf.resource, tf.variant):
         return tensor
     if size is None:

@@ -1,4 +1,4 @@
-"""Which dims of the tensors of a step are those of its samples."""
+"""Find the dims of the tensors of a step that hold its samples."""
 
 import functools
 import weakref
@@ -11,17 +11,17 @@ from tfshard.devices import transfer
 from tfshard.graph import dim_rules
 from tfshard.layouts.axes import axis_sizes
 
-# In the names of operations that give samples in dim 0.
+# Part of the names of operations that give samples in dim 0.
 _NAME = "rows_of_samples"
 
-# Of each graph, names and dims of tensors that are not of samples: each is followed back once.
+# Names and dims of tensors without samples, for each graph: each is followed back once.
 _others: weakref.WeakKeyDictionary[tf.Graph, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
 
 
 def are_in(tensor: tf.Tensor, dim: int) -> bool:
-    """Return whether a dim of a tensor of a step is that of the samples.
+    """Return whether a dim of a tensor of a step holds the samples.
 
-    Followed back, it is the first dim of what the step is given, or a dim that tfshard has pinned as one of samples.
+    Followed back, the dim is the first dim of an input of the step, or a dim that tfshard has pinned as samples.
     """
     others, seen = _others.setdefault(tensor.graph, set()), set()
     for source, place in dim_rules.way_back(tensor, dim, others):
@@ -64,8 +64,9 @@ def by_row(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
 def layout_replicated_along(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> dtensor.Layout:
     """Return a layout for a tensor that no axis shards along a dim.
 
-    One dim stays as it is sharded ("match"; a layout may have one): one that a model axis shards, where samples are
-    known to be in another, which the data axis shards then; else that of the samples, or the first.
+    A single dim stays sharded as before ("match"; a layout may have one). If samples are known to be in one dim, and a
+    model axis shards another, the dim of the model axis stays, and the data axis shards the samples. Otherwise the dim
+    of the samples stays, or the first dim.
     """
     sizes, others = axis_sizes(mesh), [each for each in range(tensor.shape.rank) if each != dim]
     specs = dict.fromkeys(range(tensor.shape.rank), dtensor.UNSHARDED)
@@ -82,9 +83,9 @@ def layout_replicated_along(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> 
 
 
 def replicated_along(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return a tensor with samples in a dim, of which every device has all.
+    """Return a tensor with samples in a dim, replicated along the dim.
 
-    One other dim stays as it is sharded: one that a model axis shards, as far as that is known, else the first.
+    Another dim stays sharded as before: a dim that is known to be sharded by a model axis, otherwise the first.
     """
     others = [each for each in range(tensor.shape.rank) if each != dim and tensor.shape[each] > 1]
     on_model = [each for each in others if is_on_model_axis(tensor, each, mesh)]
@@ -103,6 +104,6 @@ def sharded_along(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> tf.Tensor:
 
 @functools.cache
 def _axes(layout: str, dim: int) -> tuple[str, str | None]:
-    """What shards a dim in a layout, and the data axis of its mesh."""
+    """Return the axis that shards a dim in a layout, and the data axis of its mesh."""
     found = dtensor.Layout.from_string(layout)
     return found.sharding_specs[dim], axis_sizes(found.mesh).data

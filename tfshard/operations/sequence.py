@@ -1,9 +1,10 @@
-"""Sequence parallelism: between tensor-parallel blocks, activations rest sharded along the sequence.
+"""Sequence parallelism: between tensor-parallel blocks, activations are sharded along the sequence.
 
-Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2: what lies
-between a row layer and the next column layer (residual, normalization, dropout) works on each position by itself, so
-each device of the model axis keeps a share of the positions. The all-reduce behind a row layer becomes a
-reduce-scatter, and an all-gather stands in front of the column layers; backward the other way round.
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2: the operations
+between a row layer and the next column layer (residual, normalization, dropout) work on each position separately. Each
+device of the model axis therefore keeps a shard of the positions. The all-reduce behind a row layer becomes a
+reduce-scatter, and an all-gather precedes the column layers. The backward pass has the same two collectives the other
+way round.
 """
 
 import contextlib
@@ -33,14 +34,14 @@ from tfshard.storage.variables import ShardedVariable
 
 
 def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
-    """Lets layers with kernels gather their inputs, and row layers and lookups scatter their results.
+    """Let layers with kernels gather their inputs, and row layers and lookups scatter their results.
 
     Args:
-        model: A model whose variables are on the mesh.
+        model: A model with variables on the mesh.
         mesh: The mesh.
 
     Raises:
-        LayoutError: No layer is sharded by row over a model axis, so nothing lies between blocks; or an operation
+        LayoutError: No layer is sharded by row over a model axis, so no operation lies between blocks. Or an operation
             between blocks merges the sequence with another dim, which DTensor does in the wrong order.
     """
     axis = auto_layout.model_axis(axis_sizes(mesh))
@@ -65,7 +66,8 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
 
 
 def _is_row(variable: ShardedVariable, layer: keras.Layer, axis: str | None) -> bool:
-    """Whether each device has a part of the result: a kernel by row, a table by rows."""
+    """Return whether a layer's devices each compute a part of the result: with a kernel sharded by row, or a table by
+    rows."""
     spec = dataclasses.replace(variable.layout.spec, layer=layer)
     try:
         dim = layer_dim(spec, "row")
@@ -75,7 +77,7 @@ def _is_row(variable: ShardedVariable, layer: keras.Layer, axis: str | None) -> 
 
 
 def _check_between(model: keras.Model, devices: int) -> None:
-    """Raises for an operation between blocks that merges the sequence with another dim."""
+    """Raise for an operation between blocks that merges the sequence with another dim."""
     with _recorded() as (scattered, gathered):
         graph = trace(model)
     waiting, known = [(name, 1) for name in scattered], set()
@@ -113,8 +115,8 @@ def _recorded() -> Iterator[tuple[set[str], set[str]]]:
         _recording = None
 
 
-# What has been gathered in the step that is open, by the tensor and the graph that it was gathered in; with the tensor,
-# so that its id stays its own.
+# Gathered tensors of the open step, by the id of the tensor and by the graph of the gather. The value keeps the tensor
+# alive, so no other tensor gets its id.
 _gathered: "weakref.WeakKeyDictionary[Step, dict[tuple[int, tf.Graph | None], tuple[tf.Tensor, tf.Tensor]]]"
 _gathered = weakref.WeakKeyDictionary()
 
@@ -128,7 +130,7 @@ class _SequenceCall:
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if steps.current() is None and _recording is None:
             return self.call(inputs, *args, **kwargs)
-        # The table of tied logits is sharded by rows, and works as a column layer then.
+        # A table that also computes logits is sharded by rows, and works as a column layer then.
         gathers = self.kind == "column" or bool(kwargs.get("reverse"))
         if gathers and tf.is_tensor(inputs) and self._fits(inputs):
             inputs = self._gathered(inputs)
@@ -141,7 +143,7 @@ class _SequenceCall:
         return outputs
 
     def _fits(self, tensor: tf.Tensor) -> bool:
-        """Whether it is (batch, sequence, width) with positions that the axis divides."""
+        """Return whether a tensor is (batch, sequence, width), and the axis divides the number of positions."""
         if tensor.shape.rank != 3 or not tensor.shape[1]:
             return False
         return int(tensor.shape[1]) % axis_sizes(self.mesh)[self.axis] == 0
@@ -157,8 +159,8 @@ class _SequenceCall:
         return (self._batch(tensor), None, None)
 
     def _gathered(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The whole sequence; once for all layers that take the same tensor, so that their gradients are added up
-        before they are scattered."""
+        """Gather the full sequence. All layers that take the same tensor share one gather: their gradients are summed
+        before the scatter."""
         if _recording is not None:
             _recording[1].add(tensor.name)
             return tensor

@@ -192,7 +192,7 @@ def _from_the_front(index: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def _range_size(begin: tf.Tensor, end: tf.Tensor) -> int | None:
-    """Return the size of a range whose end is its begin plus a number, as in `x[i : i + 8]`, else None."""
+    """Return the size of a range with an end that is its begin plus a number, as in `x[i : i + 8]`, else None."""
     if end.op.type not in ("Add", "AddV2"):
         return None
     first, second = end.op.inputs

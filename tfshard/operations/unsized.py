@@ -1,4 +1,4 @@
-"""Tensors whose shape depends on values, such as what `tf.boolean_mask` gives, in a compiled step.
+"""Tensors with a shape that depends on values, such as the results of `tf.boolean_mask`, in a compiled step.
 
 DTensor expands an operation with the shapes that it knows when it compiles. It cannot shard a dim of unknown size, and
 refuses a reshape, a slice or a broadcast of such a tensor. Therefore every device computes these tensors in full:
@@ -150,7 +150,8 @@ _ON_LISTS = frozenset(("TensorListGetItem", "TensorListPushBack", "TensorListEle
 
 
 def is_unsized(call: _private.Call) -> bool:
-    """Return whether an operation takes or gives a tensor whose shape depends on values, or holds such a shape."""
+    """Return whether an operation takes or gives a tensor with a shape that depends on values, or holds such a
+    shape."""
     if not call.outputs or call.type in _LEFT or call.type in _ON_LISTS:
         return False
     return depends_on_values(*call.inputs, *call.outputs)
@@ -162,8 +163,8 @@ def rewrite(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     if not call.outputs or _private.is_stateful(call.outputs[0].op):
         return None
     if is_nested(call.outputs[0].graph):
-        # Nothing is pinned there: DTensor ends the process at a relayout of what its compiler finds to be what a loop
-        # was given (EraseCopyToMeshWithinCluster in TensorFlow 2.21's handle_cross_cluster_dependencies.cc).
+        # Nothing is pinned in a loop: DTensor ends the process at a relayout if its compiler finds that the operand is
+        # an input of a loop (EraseCopyToMeshWithinCluster in TensorFlow 2.21's handle_cross_cluster_dependencies.cc).
         return _rewrite_by_rule(call, mesh)
     if any(each.dtype == tf.variant for each in (*call.inputs, *call.outputs)):
         # TensorFlow looks for operations on lists of tensors as it makes gradients of loops: they stay.
@@ -201,7 +202,7 @@ def _whole(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def is_nested(graph: tf.Graph) -> bool:
-    """Return whether a graph is that of a loop, a branch or a function in the step."""
+    """Return whether a graph belongs to a loop, a branch or a function in the step."""
     step = steps.current()
     return step is not None and graph is not step.graph
 
@@ -260,7 +261,7 @@ def reshape(call: _private.Call) -> tf.Tensor | None:
         return None
     open_dims = [dim for dim, size in enumerate(output.shape) if size is None]
     if list(tensor.shape) == list(output.shape) and len(open_dims) == 1:
-        return tf.identity(tensor)  # One dim is not known: it is the same.
+        return tf.identity(tensor)  # With a single unknown dim, the sizes are equal.
     if tensor.shape.rank == output.shape.rank and output.shape.is_fully_defined():
         if all(a in (None, b) for a, b in zip(tensor.shape, output.shape, strict=True)):
             return tf.raw_ops.EnsureShape(input=tensor, shape=output.shape)
@@ -277,7 +278,7 @@ def reshape(call: _private.Call) -> tf.Tensor | None:
         total, product = tf.raw_ops.Size(input=elements), tf.cast(tf.reduce_prod(shape), tf.int32)
         for dim in open_dims:
             given = tf.cast(tf.gather(shape, dim), tf.int32)
-            # One may be -1: what is left for it.
+            # A size of -1 is the remaining size.
             sizes[dim] = tf.where(given < 0, total // tf.maximum(-product, 1), given)
     index, stride = tf.constant(0), tf.constant(1)
     for dim in reversed(range(len(sizes))):
@@ -334,7 +335,7 @@ def sum_broadcast(call: _private.Call) -> tf.Tensor | None:
     if is_known(axes):
         return None
     if axes.op.type != "BroadcastGradientArgs":
-        # Without keepdims only the step knows which dims are left, which matters in a user's own sum.
+        # Without keepdims only the step knows which dims remain, which matters in a user's sum.
         if not call.get_attr("keep_dims") and not _is_of_broadcast(axes):
             return None
         return _summed_over(gradient, tf.math.floormod(axes, tf.constant(gradient.shape.rank, axes.dtype)))
@@ -353,7 +354,7 @@ def sum_broadcast(call: _private.Call) -> tf.Tensor | None:
         if size == 1 and other != 1:
             gradient = tf.reduce_sum(gradient, dim, keepdims=True)
         elif size is None and other != 1:
-            # It was broadcast if its size, which only the step knows, is 1 and that of the result is not.
+            # The dim was broadcast if its size, which only the step knows, is 1 and the size of the result is not.
             number = tf.gather(tf.cast(axes.op.inputs[which], tf.int32), dim)
             is_summed = tf.cast(tf.not_equal(number, tf.gather(tf.shape(gradient), dim)), tf.int32)
             gradient = _summed_if(is_summed, gradient, dim)

@@ -1,4 +1,4 @@
-"""Checks on Keras models before anything is done to them, and what a model consists of."""
+"""Checks of Keras models before tfshard changes them: layers that DTensor cannot expand, and jit_compile."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,9 +15,9 @@ class _Refused:
 
     Attributes:
         layers: Their classes.
-        when: Which of them; by default all.
-        reason: What cannot be expanded, by the name of TensorFlow's operation.
-        remedy: What to do instead.
+        when: Selects layers of these classes; by default all.
+        reason: The reason, with the name of TensorFlow's operation.
+        remedy: A replacement for the layer.
     """
 
     layers: tuple[type, ...]
@@ -29,7 +29,7 @@ class _Refused:
 def _refused(
     *names: str, reason: str, remedy: str, when: Callable[[keras.Layer], bool] = lambda layer: True
 ) -> _Refused:
-    # Those that this Keras has: 3.12 has no AdaptiveAveragePooling1D.
+    # Make a refusal of the layers that this Keras has: 3.12 has no AdaptiveAveragePooling1D.
     layers = tuple(getattr(keras.layers, name) for name in names if hasattr(keras.layers, name))
     return _Refused(layers=layers, when=when, reason=reason, remedy=remedy)
 
@@ -61,7 +61,7 @@ def unsupported_reason(layer: keras.Layer) -> str | None:
 
 
 def check_layers(model: keras.Model) -> None:
-    """Raises `UnsupportedLayerError` naming every layer that DTensor cannot expand, with the remedy."""
+    """Raise `UnsupportedLayerError` with every layer that DTensor cannot expand, and the remedy."""
     found = [(layer, unsupported_reason(layer)) for layer in _private.flatten_layers(model)]
     lines = [f"- '{layer.name}' ({type(layer).__name__}): {reason}" for layer, reason in found if reason]
     for tensor in keras.tree.flatten(getattr(model, "inputs", None) or []):

@@ -1,8 +1,8 @@
 """Vocabulary parallelism: embedding lookups and metrics that leave tables and logits sharded over the vocabulary.
 
-DTensor gathers the whole table for a lookup along a sharded dim, and whole logits for an argmax or a top-k. The
-functions here say the same in operations that it expands without that. Loss functions send three numbers for each token
-(cross_entropies.py; DTensor's own expansion of what is left to it does so, too).
+DTensor gathers the full table for a lookup along a sharded dim, and full logits for an argmax or a top-k. The functions
+here compute the same results with operations that DTensor expands without these gathers. Loss functions send three
+numbers for each token (cross_entropies.py; DTensor's expansion of the other losses does so, too).
 """
 
 import functools
@@ -24,20 +24,19 @@ from tfshard.storage.variables import ShardedVariable
 
 
 def is_vocabulary_layout(axes: Axes) -> bool:
-    """Whether a table `(rows, width)` in this compute layout is sharded by rows."""
+    """Return whether a table `(rows, width)` in this compute layout is sharded by rows."""
     return len(axes) == 2 and axes[0] is not None and axes[1] is None
 
 
 def lookup(table: tf.Tensor, ids: tf.Tensor, *, axis: str, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Rows of a table that is sharded by rows (Megatron-LM, Shoeybi et al. 2019, section 3).
+    """Look up rows of a table that is sharded by rows (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-    Each device looks `id mod rows-of-a-device` up in its own rows, sets to zero what another device owns, and one
-    all-reduce of the result adds them up. The gradient is summed by rows on the device that owns them and sends
-    nothing over `axis`.
+    Each device looks up `id mod rows-of-a-device` in its local rows, and sets the rows of other devices to zero. An
+    all-reduce sums the results. Each device sums the gradient of its local rows, and sends nothing over `axis`.
 
     Args:
         table: `(rows, width)`, its compute layout `(axis, None)`.
-        ids: Integers of any shape, from 0 to rows - 1, sharded over the batch axis or whole.
+        ids: Integers of any shape, from 0 to rows - 1, sharded over the batch axis or replicated.
         axis: The mesh axis of the rows.
         mesh: The mesh.
 
@@ -53,8 +52,8 @@ def lookup(table: tf.Tensor, ids: tf.Tensor, *, axis: str, mesh: dtensor.Mesh) -
     owner = transfer.relayout(tf.cast((ids // rows)[..., None] == numbers, table.dtype), (*of_ids, axis), mesh)
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
-        # The devices are a dim behind that of the segments, which DTensor keeps sharded; the segments themselves
-        # are the same on all of them.
+        # The dim of the devices follows the dim of the segments, and DTensor keeps it sharded. The segments are the
+        # same on all devices.
         mine = transfer.relayout(owner[..., None] * tf.expand_dims(upstream, -2), (*of_ids, axis, None), mesh)
         summed = transfer.relayout(tf.math.unsorted_segment_sum(mine, row, rows), (None, axis, None), mesh)
         summed = transfer.relayout(tf.transpose(summed, (1, 0, 2)), (axis, None, None), mesh)
@@ -71,7 +70,7 @@ def lookup(table: tf.Tensor, ids: tf.Tensor, *, axis: str, mesh: dtensor.Mesh) -
 
 
 def _batch_axes(tensor: tf.Tensor, mesh: dtensor.Mesh) -> Axes:
-    """The layout that a tensor computed from a batch has: data.batch_axes, unless its first dim is not known."""
+    """Return the layout of a tensor that is computed from a batch: data.batch_axes, unless its first dim is unknown."""
     axes: Axes = (None,) * tensor.shape.rank
     return batching.batch_axes(tuple(tensor.shape), mesh) if axes and tensor.shape[0] is not None else axes
 
@@ -83,16 +82,16 @@ def _read_function(variable: keras.Variable, original: None) -> Callable[..., tf
 
 
 def _read_rows(variable: keras.Variable, ids: Any, name: str | None = None) -> tf.Tensor:
-    """What `tf.gather(variable, ids)` calls (TensorFlow's protocol for resource variables)."""
+    """Replace the method that `tf.gather(variable, ids)` calls (TensorFlow's protocol for resource variables)."""
     current = _private.backend_variable(variable)
     inside = steps.current() is not None and steps.open_update() is None
     if not inside or not isinstance(current, ShardedVariable) or not is_vocabulary_layout(current.layout.compute):
-        # tf.gather then reads the whole variable.
+        # tf.gather then reads the full variable.
         raise AttributeError("sparse_read")
     del name
     axis = current.layout.compute[0]
     assert axis is not None
-    # Through Keras's variable, so that mixed precision casts it.
+    # Read through Keras's variable: mixed precision casts it.
     with current.read_for_lookup():
         table = tf.convert_to_tensor(variable)
     return lookup(table, tf.convert_to_tensor(ids), axis=axis, mesh=current.mesh)
@@ -102,9 +101,9 @@ def _read_rows(variable: keras.Variable, ids: Any, name: str | None = None) -> t
 
 
 def _places(labels: tf.Tensor, scores: tf.Tensor, axis: str, mesh: dtensor.Mesh) -> tuple[tf.Tensor, ...]:
-    """How many classes score above the label's, how many equal it and come before it, and the label's score.
+    """Return how many classes score above the label's class, how many earlier classes equal it, and the label's score.
 
-    Sends the label's score and the counts: two numbers for each sample.
+    The devices send the label's score and the counts: two numbers for each sample.
     """
     classes = scores.shape[-1]
     scores = transfer.relayout(scores, (*_batch_axes(scores, mesh)[:-1], axis), mesh)
@@ -126,10 +125,10 @@ def _labels(y_true: Any, y_pred: tf.Tensor, *, sparse: bool) -> tf.Tensor:
 
 
 def sharded_axis(scores: Any) -> str | None:
-    """The model axis that shards the last dim of a tensor of a step, None when none does.
+    """Return the model axis that shards the last dim of a tensor of a step; None if no axis does.
 
-    In a graph, where tensors have no layouts yet, the dim is followed back to the kernel or table that it comes from:
-    what a step reads of a variable is brought to its compute layout by a `Relayout`.
+    In a graph, tensors have no layouts yet. The function follows the dim back to its kernel or table: a `Relayout`
+    brings each variable that a step reads to its compute layout.
     """
     if not isinstance(scores, tf.Tensor) or not scores.shape.rank or scores.shape[-1] is None:
         return None
@@ -173,7 +172,7 @@ def _top_k(
     mesh: dtensor.Mesh,
     **options: Any,
 ) -> tf.Tensor:
-    """1 where fewer than k classes score above the label: what `tf.math.in_top_k` computes."""
+    """Return 1 for samples with fewer than k classes that score above the label's class: `tf.math.in_top_k`."""
     axis = sharded_axis(y_pred)
     if axis is None or any(options.values()):
         return keras_function(y_true, y_pred, k=k, **options)
@@ -192,9 +191,10 @@ _METRICS: dict[_Function, _Function] = {
 
 
 def _update_function(metric: keras.Metric, update: layer_patch.Method, mesh: dtensor.Mesh) -> layer_patch.Method:
-    """A metric's `update_state` with ours in the place of its function, inside a step.
+    """Replace a metric's `update_state`: inside a step, it runs with tfshard's function.
 
-    Only while it runs: a metric's config holds its function, and clones and files are made from that.
+    The metric has tfshard's function only while it runs: its config holds the function, and clones and files are made
+    from the config.
     """
     keras_function = _private.metric_function(metric)
     assert keras_function is not None
@@ -213,7 +213,7 @@ def _update_function(metric: keras.Metric, update: layer_patch.Method, mesh: dte
 
 
 def install(model: keras.Model, variables: list[keras.Variable], mesh: dtensor.Mesh) -> None:
-    """Lets lookups of vocabulary-sharded tables, and the model's compiled metrics, use the functions above.
+    """Patch the reads of vocabulary-sharded tables, and the model's compiled metrics, to use the functions above.
 
     Args:
         model: A model under a strategy.

@@ -1,23 +1,23 @@
-"""What will be stored and sent, and what is wrong with it? Told before anything is allocated.
+"""Predict the storage and the traffic of a training step, and find faults in its layouts, before anything is allocated.
 
-Read `sharding_plan` first: what a plan holds.
+Read `sharding_plan` first: it defines the contents of a plan.
 
-    sharding_plan         `ShardingPlan`: what will be stored and sent
+    sharding_plan         `ShardingPlan`: the storage and the traffic of a step
     analyzer              `plan`
-    variable_traffic      what a step sends of variables and gradients
-    table_traffic         what a step sends of embedding tables, at the most
+    variable_traffic      the collectives of variables and gradients in a step
+    table_traffic         the largest traffic of embedding tables in a step
     gather_counts         how often a step gathers a variable or a group
-    gradient_dtypes       in which dtype a step reduces each gradient
-    activation_traffic    what a step sends of activations over a model axis
-    statistics_traffic    what normalization over a batch sends
+    gradient_dtypes       the dtype in which a step reduces each gradient
+    activation_traffic    the collectives of activations over a model axis in a step
+    statistics_traffic    the collectives of normalization over a batch
     step_graph            the graph of a step's forward and backward pass, after the passes of a real step
-    step_collectives      the same with what its collectives and updates wait for, to predict its time
-    local_shares          what model axes shard of it
-    peak                  what a device holds at the peak of a step
+    step_collectives      the same graph with collectives and updates, to predict the time of a step
+    local_shares          how model axes shard the tensors of the graph
+    peak                  the memory of a device at the peak of a step
     linter                mistakes in layout maps; run by compile
-    links                 how fast devices reach each other, and what collectives take over that
-    overlap               how much of what a step sends is hidden behind what it computes
-    machine               what devices do in a second: measured, or described
+    links                 the speed of links between devices, and the time of collectives over them
+    overlap               how much of a step's sending time its computation hides
+    machine               the speed of devices: measured, or described
     step_times            how long a step takes on a machine
     compression_gain      whether a compression of gradients pays on a link
     advice                which mesh and stage fit in memory

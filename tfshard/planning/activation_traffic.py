@@ -1,4 +1,4 @@
-"""What a training step sends of activations over a model axis, derived from the model's graph and its layouts."""
+"""Predict the activations that a training step sends over a model axis, from the model's graph and its layouts."""
 
 import dataclasses
 import math
@@ -21,16 +21,16 @@ from tfshard.planning.variable_traffic import Collective
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sent:
-    """One tensor that devices of the model axis send each other in a step.
+    """A tensor that devices of the model axis send each other in a step.
 
     Attributes:
         kind: `"all-reduce"` or `"all-gather"`.
-        what: The variable it comes from, by path, or the operation.
+        what: The path of its variable, or the name of the operation.
         why: `"row"`, `"lookup"`, `"experts"`, `"column"`, `"softmax"`, `"scale"`, `"loss"` or
             `"cut"`.
-        shape: Of the whole tensor.
-        bytes: Of the whole tensor.
-        count: How often.
+        shape: The full shape.
+        bytes: The bytes of the full tensor.
+        count: The number of times that a step sends it.
     """
 
     kind: str
@@ -43,14 +43,15 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Obstacle:
-    """An operation that needs a sharded dim whole, or cannot use that it is: DTensor sends more than is predicted.
+    """An operation that needs a sharded dim in full, or cannot use its sharding. DTensor sends more than the
+    prediction.
 
     Attributes:
-        operation: Its name.
-        kernel: The path of the variable it works with, if any.
-        arrives_sharded: Whether the activation arrives sharded at a kernel that does not fit it; else the kernel is
-            sharded over a dim that its input is not.
-        reason: Why.
+        operation: The name of the operation.
+        kernel: The path of the operation's variable, if it has one.
+        arrives_sharded: True if the activation arrives sharded at a kernel that does not fit it. Otherwise the kernel
+            is sharded along a dim along which its input is not.
+        reason: The reason.
     """
 
     operation: str
@@ -61,12 +62,12 @@ class Obstacle:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What is sent, in the order of the forward pass.
+    """The traffic of a step, in the order of the forward pass.
 
     Attributes:
-        sent: Each tensor.
-        merges: Whether some do not depend on each other, so that DTensor may merge them into one.
-        obstacles: Where more is sent; what it is then is up to DTensor.
+        sent: The tensors.
+        merges: True if some tensors do not depend on each other: DTensor may merge their collectives.
+        obstacles: The operations for which DTensor decides what more is sent.
     """
 
     sent: tuple[Sent, ...]
@@ -88,12 +89,12 @@ _FORMULAS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedActivations:
-    """What a plan says of activations.
+    """The activations in a plan.
 
     Attributes:
-        collectives: What a step sends of them over model axes.
-        uses: How often the forward pass uses each variable, by path; None when it is not known.
-        unknown: Why the collectives are not known; empty when they are.
+        collectives: The collectives of activations over model axes in a step.
+        uses: How often the forward pass uses each variable, by path; None if unknown.
+        unknown: Why the collectives are unknown; empty if they are known.
     """
 
     collectives: tuple[Collective, ...] = ()
@@ -104,13 +105,13 @@ class PlannedActivations:
 def plan(
     model: ModelOrSpecs, planned: Sequence[VariableLayout], mesh_shape: Mapping[str, int], inputs: Any = None
 ) -> PlannedActivations:
-    """What a step sends of activations over each model axis.
+    """Predict the activations that a step sends over each model axis.
 
     Args:
-        model: A built `keras.Model`; nothing is known of a list of specs.
+        model: A built `keras.Model`. The result is unknown for a list of specs.
         planned: The layouts of its variables.
         mesh_shape: Axis name to size.
-        inputs: What a step calls the model on, for bytes.
+        inputs: The inputs of a step, for bytes.
     """
     mesh_axes = MeshAxes.of(mesh_shape)
     dims = {axis: variable_layout.sharded_dims(planned, axis) for axis in mesh_axes.tensor if mesh_axes[axis] > 1}
@@ -123,7 +124,7 @@ def plan(
     except LayoutError as e:
         return PlannedActivations(unknown=str(e))
     devices = mesh_axes.data_size
-    # A batch that does not divide is whole on every device.
+    # A batch that does not divide is replicated.
     shared = inputs is not None and all(tuple(leaf.shape)[0] % devices == 0 for leaf in keras.tree.flatten(inputs))
     collectives, unknown = [], []
     for axis in dims:
@@ -150,7 +151,7 @@ def plan(
 
 
 def _uses(graph: ModelGraph) -> dict[str, int]:
-    """How many gradients each variable collects."""
+    """Return how many gradients each variable collects."""
     found = {}
     for name, spec in graph.variables.items():
         users = [graph.operations[place] for place, _ in graph.consumers.get(name, ())]
@@ -159,12 +160,12 @@ def _uses(graph: ModelGraph) -> dict[str, int]:
 
 
 def predict(graph: ModelGraph, dims: Mapping[str, int], devices: int) -> Traffic:
-    """What a step sends, for sharded dims of variables.
+    """Predict the traffic of a step for sharded dims of variables.
 
-    By Megatron-LM's count (Shoeybi et al. 2019, section 3): forward, a sum over a sharded dim (row kernels, lookups)
-    is one all-reduce of its result. Backward, a whole tensor that goes into kernels sharded by column collects their
+    By Megatron-LM's count (Shoeybi et al. 2019, section 3): forward, a sum over a sharded dim (row kernels, lookups) is
+    one all-reduce of its result. Backward, a full tensor that goes into kernels sharded by column collects their
     gradients in one all-reduce. A softmax over a sharded dim sends its maximum and its sum; softmax cross entropy of
-    sharded outputs also the label's score.
+    sharded outputs also sends the label's score.
 
     Args:
         graph: The model.
@@ -189,7 +190,8 @@ class _TrafficPrediction:
         self.sharded: dict[str, int] = {
             name: dims[spec.path] for name, spec in graph.variables.items() if spec.path in dims
         }
-        # For tensors that only rearrange another: that one, so that several layers' own reshapes of it count once.
+        # The source of each tensor that only rearranges another. If several layers reshape a source, the source counts
+        # once.
         self.base: dict[str, tf.Tensor] = {}
         # The operation through which such a tensor came from its base.
         self.step: dict[str, tf.Operation] = {}
@@ -199,7 +201,7 @@ class _TrafficPrediction:
         self.collected: set[str] = set()
         # By the name of a base: its place in `sent`, and the operations that bring it to kernels sharded by column.
         self.columns: dict[str, tuple[int, set[str], int]] = {}
-        # Which of the forward collectives a tensor depends on, as bits.
+        # The forward collectives that a tensor depends on, as bits.
         self.after: dict[str, int] = {}
         self.merges = False
 
@@ -223,7 +225,7 @@ class _TrafficPrediction:
         return Traffic(sent=tuple(self.sent), merges=self.merges, obstacles=tuple(self.obstacles))
 
     def _forward(self, operation: tf.Operation) -> Sent | None:
-        """Carries sharded dims through an operation; what it reduces, if it does."""
+        """Carry sharded dims through an operation. Return the tensor that the operation reduces, or None."""
         inputs = [(number, self.sharded[t.name]) for number, t in enumerate(operation.inputs) if t.name in self.sharded]
         reduced = None
         for number, dim in inputs:
@@ -249,7 +251,7 @@ class _TrafficPrediction:
                 if both or number == kernel:
                     reduced = _sent("all-reduce", path or operation.name, "row", operation.outputs[0])
                 if not both:
-                    # A kernel of which another dim is sharded, too, is left to DTensor.
+                    # DTensor decides about a kernel with another sharded dim.
                     reason = "sums over a dim that is sharded in one input only"
                     self._obstacle(operation, path, number != kernel, reason)
             elif isinstance(outcome, Summed):
@@ -264,7 +266,7 @@ class _TrafficPrediction:
         )
 
     def _cut(self, operation: tf.Operation, flow: Flow) -> None:
-        """A whole activation that is cut along with a sharded one: its gradient is gathered again."""
+        """Record the gathers of the gradient of a full activation that is cut along with a sharded activation."""
         for other, _ in flow.aligned:
             tensor = operation.inputs[other]
             trained = tensor.name in self.graph.trained and tensor.name not in self.variable_of
@@ -280,7 +282,7 @@ class _TrafficPrediction:
                 self.merges = True
 
     def _backward(self, operation: tf.Operation) -> None:
-        """The gradient of a whole activation that meets a kernel sharded by column."""
+        """Record the all-reduce of the gradient of a full activation that meets a kernel sharded by column."""
         for number, kernel in enumerate(operation.inputs):
             dim = self.sharded.get(kernel.name)
             if dim is None or kernel.name not in self.variable_of or len(operation.inputs) != 2:
@@ -300,7 +302,7 @@ class _TrafficPrediction:
                 self.columns[base.name] = (place, users | {step.name}, count + 1)
 
     def _separate_columns(self) -> None:
-        """DTensor adds the gradients of several kernels up before it reduces them, if nothing else is added to them.
+        """DTensor sums the gradients of several kernels before it reduces them, if nothing else is added to them.
 
         A residual that begins at the same tensor (post-norm blocks) is added too: then they are reduced one by one, and
         merged into one all-reduce of all their bytes.

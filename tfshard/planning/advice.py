@@ -32,28 +32,28 @@ from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_graph import StepGraph
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
 
-# A compression is proposed where collectives and encoding take at most so much of what exact sums take, though so much
-# of the time that the link is spared was hidden behind computing anyhow: it loses something, and encoding takes time of
-# computing.
+# `advise` proposes a compression if collectives and encoding take at most the share `_CLEARLY` of the time of exact
+# sums. The comparison assumes that computing hid the share `_HIDDEN` of the link's saved time anyhow. Compression loses
+# precision, and encoding takes time to compute.
 _CLEARLY, _HIDDEN = 0.9, 0.5
 AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Candidate(Peak):
-    """A mesh and a stage that were considered, with the predicted peak of a step. All bytes are of the fullest device.
+    """A candidate mesh and stage, with the predicted peak of a step. All bytes are on the fullest device.
 
     Attributes:
         mesh_shape: Axis name to size.
         zero_stage: 0 to 3.
-        recompute: Whether blocks are computed again (`strategy.recompute(model)`).
-        problem: Why it cannot be used whatever the memory, or None.
-        memory_per_device: What a device has.
-        collective_seconds: What the collectives of a step take, one after the other; None without links, or where their
-            bytes are not known.
-        compression: Of gradients; None for exact sums.
-        encode_seconds: What a device takes in a step to encode and decode gradients; None without links.
-        step_seconds: What a step takes; None without a machine, or with a compression.
+        recompute: True if blocks are computed again (`strategy.recompute(model)`).
+        problem: Why the candidate is impossible with any memory, or None.
+        memory_per_device: The memory of a device, in bytes.
+        collective_seconds: The time of a step's collectives, one after the other. None without links, or if their bytes
+            are unknown.
+        compression: The compression of gradients; None for exact sums.
+        encode_seconds: The time in which a device encodes and decodes the gradients of a step; None without links.
+        step_seconds: The time of a step; None without a machine, or with a compression.
     """
 
     mesh_shape: dict[str, int]
@@ -68,19 +68,20 @@ class Candidate(Peak):
 
     @property
     def seconds(self) -> float:
-        """What collectives and encoding take, one after the other; infinite where that is not known."""
+        """The time of collectives and encoding, one after the other; infinite if unknown."""
         if self.collective_seconds is None or self.encode_seconds is None:
             return math.inf
         return self.collective_seconds + self.encode_seconds
 
     @property
     def needed_bytes(self) -> int:
-        """What a device should have: the peak, a margin, and one slot whose old value a busy device frees late."""
+        """The memory that a device needs: the peak, a margin, and one slot, because a busy device frees its old value
+        late."""
         return with_room(self.peak_bytes, recompute=self.recompute) + self.overlap_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether it can be used and what it needs is within the memory."""
+        """True if the candidate is possible and its needed bytes fit into the memory."""
         return self.problem is None and self.needed_bytes <= self.memory_per_device
 
     def __str__(self) -> str:
@@ -98,9 +99,9 @@ class Advice:
 
     Attributes:
         recommended: The candidate to use, or None when none fits.
-        shortfall_bytes: By how many bytes a device the best candidate misses; 0 when one fits, None when there is
-            none that could be used whatever the memory.
-        reasons: Sentences.
+        shortfall_bytes: The bytes a device that the best candidate lacks. 0 if a candidate fits, None if none is
+            possible with any memory.
+        reasons: The reasons, in sentences.
         candidates: Every mesh and stage that was considered, the preferred ones first.
     """
 
@@ -118,7 +119,7 @@ class Advice:
         timed = any(each.collective_seconds is not None for each in self.candidates)
         encoded = any(each.compression is not None for each in self.candidates)
         if timed:
-            # With what it encodes: a column more would not be wide enough for the last one.
+            # The time includes encoding: another column would leave too little width for the last one.
             table.add_column("takes,\nms" if encoded else "sends,\nms", justify="right", no_wrap=True)
         if stepped:
             table.add_column("step,\nms", justify="right", no_wrap=True)
@@ -157,59 +158,56 @@ def advise(
     compression: Compression = None,
     machine: MachineLike | None = None,
 ) -> Advice:
-    """Recommends a mesh and a ZeRO stage for a model, or says by how much nothing fits.
+    """Recommend a mesh and a ZeRO stage for a model, or say how many bytes are missing.
 
-    The smallest stage that fits with all devices on the batch axis is preferred: a lower stage sends less, and the
-    batch axis sends nothing for activations. Then comes stage 3 with blocks computed again, which costs time. Meshes
-    with a model axis are considered when a layout map names the axis `model`, the smallest model axis first.
+    `advise` prefers the smallest stage that fits with all devices on the batch axis: a lower stage sends less, and the
+    batch axis sends no activations. Its next choice is stage 3 with blocks computed again, which costs time. It
+    considers meshes with a model axis if a layout map names the axis `model`, the smallest model axis first.
 
-    With `links`, what `tfshard profile-network` measured, the mesh and the stage are preferred whose collectives take
-    least by themselves, of those that fit; with blocks computed again only where nothing else fits. Hybrid meshes are
-    considered then, `create_mesh(replica=2, batch=4)`: a replica is a host, or some hosts.
+    With `links` (the result of `tfshard profile-network`), `advise` prefers the fitting mesh and stage with the
+    shortest time of collectives alone. It computes blocks again only if nothing else fits. It also considers hybrid
+    meshes, `create_mesh(replica=2, batch=4)`: a replica is a host, or some hosts.
 
-    With `machine`, what `tfshard calibrate` measured or a file describes, the mesh and the stage are preferred whose
-    steps are quickest, of those that fit: what is computed, also again, and what of the collectives is not hidden
-    behind it (docs/simulating.md). Its links are taken where no others are given.
+    With `machine` (measured by `tfshard calibrate`, or described in a file), `advise` prefers the fitting mesh and
+    stage with the shortest steps. A step is the computation, repeated computation included, and the part of the
+    collectives that the computation does not hide (docs/simulating.md). `links` replaces the links of the machine.
 
-    With `compression` besides links, each mesh and stage is considered with it, too, and proposed where that clearly
-    pays: where collectives and the time to encode are at most nine tenths of the collectives of exact sums, even if
-    half of what the link is spared was hidden behind computing. The reasons say what it gains or loses on the mesh and
-    the stage that are recommended, whether it is proposed or not.
+    With `compression` and links, `advise` also considers each mesh and stage with the compression, and proposes it if
+    it clearly pays: if collectives and encoding take at most nine tenths of the time of exact collectives, even if
+    computing hid half of the time saved on the link. The reasons give the gain or loss on the recommended mesh and
+    stage, with or without the proposal.
 
-    The peak of a step on one device is estimated from its layouts and its traced graph. docs/planning.md says how, and
-    docs/measurements.md sets the estimates beside what steps took. `advise` keeps a margin above the estimate. Not
-    counted: what the runtime holds besides, and fragmentation. Leave room for them in `memory_per_device`;
-    `Candidate.resident_bytes` says what a client on CPU holds with the runtime.
+    `advise` estimates the peak of a step on one device from its layouts and its traced graph. docs/planning.md says
+    how, and docs/measurements.md compares the estimates with measured steps. `advise` keeps a margin above the
+    estimate. The estimate excludes other memory of the runtime, and fragmentation. Leave room for them in
+    `memory_per_device`; `Candidate.resident_bytes` says what a client on CPU holds with the runtime.
 
     Args:
         model: A built `keras.Model`, also one from `tfshard.abstract_model`, or a list of `VariableSpec`.
-        devices: How many there are; all are used.
-        memory_per_device: Of one device: bytes, or a text such as `"16GiB"` or `"80GB"`.
+        devices: The number of devices; all are used.
+        memory_per_device: The memory of a device: bytes, or a text such as `"16GiB"` or `"80GB"`.
         batch: Samples of one step over all devices.
-        optimizer: An optimizer, its name, or None for no slots. By default the one that the model was compiled with,
-            else Adam.
+        optimizer: An optimizer, its name, or None for no slots. By default the optimizer that the model was compiled
+            with, else Adam.
         analyzer: Makes the groups; None for none.
         layout_map: As for `tfshard.ShardedStrategy`.
         activation_bytes: Bytes that one sample's activations take on a device at the peak. By default they are found in
             the model's graph, if the shapes of its inputs are known.
         reshard_after_forward: As for `tfshard.ShardedStrategy`.
         slot_dtype: As for `tfshard.ShardedStrategy`.
-        inputs: What a step calls the model on, of `batch` samples (or anything with shapes and dtypes). By default what
-            the model was built for, if it leaves no dim open but the batch.
-        links: `tfshard.planning.Links`, or the file that they are in.
+        inputs: The inputs of a step, with `batch` samples (or anything with shapes and dtypes). By default the shapes
+            that the model was built for, if only their batch dim is open.
+        links: `tfshard.planning.Links`, or the path of their file.
         compression: As for `tfshard.ShardedStrategy`, or `"auto"` for `"bfloat16"` and `"int8"`.
-        machine: A `tfshard.planning.Machine`, or the file that it is in. The model is a `keras.Model` then,
-            and `inputs` are known.
+        machine: A `tfshard.planning.Machine`, or the path of its file. It needs a `keras.Model` with known `inputs`.
 
     Returns:
         The `Advice`.
 
     Raises:
-        StrategyError: A number that is not a positive integer, or a size that cannot be read; a model that cannot be
-            planned; a compression without links, or one of which the links do not tell how long it takes.
+        StrategyError: A number is not a positive integer, or a size or the model is invalid. Or a compression is given
+            without links, or the links lack its encoding time.
         LayoutError: The layout map names an axis other than `batch` and `model`.
-
-    Example:
 
     >>> import tfshard
     >>> from tfshard.layouts import VariableSpec
@@ -287,18 +285,18 @@ def advise(
     if on is not None:
         candidates.sort(key=lambda each: math.inf if each.step_seconds is None else each.step_seconds)
     elif known is not None:
-        # Those of which nothing is known come last.
+        # Candidates with unknown times come last.
         exact = {_where(each): each for each in candidates if each.compression is None}
         candidates.sort(key=lambda each: (each.recompute, _preferred_by(each, exact[_where(each)])))
     return _choose(candidates, activation_bytes is None and inputs is None, has_model_axis)
 
 
 def _meshes(devices: int, model_sizes: Sequence[int] | None, links: Links | None) -> list[dict[str, int]]:
-    """The meshes to consider: flat ones, and, over several hosts, those whose replicas are whole hosts.
+    """Return the meshes to consider: flat ones and, over several hosts, meshes with replicas of full hosts.
 
     Args:
-        devices: How many there are.
-        model_sizes: Sizes of the model axis, which each mesh has then.
+        devices: The number of devices.
+        model_sizes: Sizes of the model axis. If given, each mesh has a model axis.
         links: The links between devices, if they are known.
     """
     hosts = devices // links.devices_per_host if links is not None and links.has_hosts else 1
@@ -316,7 +314,7 @@ def _meshes(devices: int, model_sizes: Sequence[int] | None, links: Links | None
 
 
 def _compressions(given: Compression, links: Links | None) -> list[str | PowerSGD]:
-    """Which compressions are considered, checked."""
+    """Return the compressions to consider, checked."""
     if given is None:
         return []
     found: list[str | PowerSGD] = [*CODES] if given == AUTO else [given]
@@ -333,18 +331,18 @@ def _compressions(given: Compression, links: Links | None) -> list[str | PowerSG
 
 
 def _where(candidate: Candidate) -> tuple[object, ...]:
-    """What candidates have in common that differ in their compression."""
+    """Return the key that candidates share if only their compression differs."""
     return tuple(candidate.mesh_shape.items()), candidate.zero_stage, candidate.recompute
 
 
 def _at_most(candidate: Candidate, exact: Candidate) -> float:
-    """What collectives and encoding take, if a part of what they are less than those of exact sums was hidden."""
+    """Return the time of collectives and encoding, if computing hid a part of the saved time of exact collectives."""
     spared = exact.seconds - (candidate.seconds - (candidate.encode_seconds or 0.0))
     return candidate.seconds + _HIDDEN * max(0.0, spared)
 
 
 def _preferred_by(candidate: Candidate, exact: Candidate) -> float:
-    """Less is better: seconds, more of a compression that does not clearly pay."""
+    """Return the number of seconds to minimize. A compression that does not clearly pay counts more."""
     if candidate.compression is None or math.isinf(candidate.seconds):
         return candidate.seconds
     return _at_most(candidate, exact) / _CLEARLY
@@ -352,18 +350,18 @@ def _preferred_by(candidate: Candidate, exact: Candidate) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _AdvisedStep:
-    """What is the same for all candidates.
+    """The settings that all candidates share.
 
     Attributes:
         model: The model or its specs.
-        specs: Its variables.
-        slots: The optimizer's.
+        specs: The variables of the model.
+        slots: The slots of the optimizer.
         optimizer: The optimizer.
         links: The links between devices, if they are known.
         config: The settings that all candidates share.
         timing: When updates can run.
-        inputs: What the model is called on; None where that is not known, or activations are given.
-        machine: What computes, if that is known.
+        inputs: The inputs of the model. None if they are unknown, or the caller gave the activations.
+        machine: The machine, if it is known.
     """
 
     model: ModelOrSpecs
@@ -377,7 +375,7 @@ class _AdvisedStep:
     machine: Machine | None
 
     def measure(self, empty: Candidate, layout_map: LayoutMap, activation_bytes: int) -> Candidate:
-        """A candidate with its peak, or why it cannot be used."""
+        """Return a candidate with its peak, or with the reason why it is impossible."""
         try:
             config = dataclasses.replace(
                 self.config,
@@ -407,7 +405,7 @@ class _AdvisedStep:
         return self._timed(dataclasses.replace(empty, **dataclasses.asdict(peak)), placement, graph)
 
     def _timed(self, empty: Candidate, placement: ModelPlacement, graph: StepGraph) -> Candidate:
-        """With the time of what it sends and encodes, if the links are known."""
+        """Add the time of collectives and encoding, if the links are known."""
         if self.links is None:
             return empty
         with contextlib.ExitStack() as stack:
@@ -420,7 +418,7 @@ class _AdvisedStep:
                 slots=self.slots,
                 optimizer=self.optimizer,
                 inputs=self.inputs,
-                # Without inputs it is the graph of the specs, not of the model.
+                # Without inputs, `graph` is the graph of the specs, not of the model.
                 graph=graph if self.inputs is not None else None,
             )
         how, encode_seconds = empty.compression, 0.0
@@ -447,7 +445,7 @@ class _AdvisedStep:
 
 
 def _choose(candidates: Sequence[Candidate], without_activations: bool, has_model_axis: bool) -> Advice:
-    """Candidates come in order of preference."""
+    """Choose from candidates in order of preference."""
     possible = [candidate for candidate in candidates if candidate.problem is None]
     chosen = next((candidate for candidate in possible if candidate.fits), None)
     shortfall: int | None = 0
@@ -496,7 +494,7 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
 
 
 def _compared(chosen: Candidate, possible: Sequence[Candidate]) -> list[str]:
-    """What the best of the other kind of meshes, hybrid or flat, would take that fits: a sentence, if that is known."""
+    """Return a sentence on the time of the best fitting mesh of the other kind, hybrid or flat, if it is known."""
     if chosen.collective_seconds is None:
         return []
     is_hybrid = REPLICA_AXIS in chosen.mesh_shape
@@ -512,7 +510,7 @@ def _compared(chosen: Candidate, possible: Sequence[Candidate]) -> list[str]:
 
 
 def _judged(chosen: Candidate, possible: Sequence[Candidate]) -> list[str]:
-    """What each compression gains or loses on the mesh and the stage that are recommended: sentences."""
+    """Return sentences on the gain or loss of each compression on the recommended mesh and stage."""
     twins = {each.compression: each for each in possible if _where(each) == _where(chosen)}
     exact = twins[None]
     reasons = []
@@ -531,7 +529,7 @@ def _judged(chosen: Candidate, possible: Sequence[Candidate]) -> list[str]:
 
 
 def _verdict(each: Candidate, exact: Candidate, chosen: Candidate) -> str:
-    """Whether it is proposed, and if not, why."""
+    """Say whether a compression is proposed, and if not, why."""
     most = _at_most(each, exact)
     share = f"That is {each.seconds / exact.seconds:.2f} of what exact sums take"
     if most > each.seconds:

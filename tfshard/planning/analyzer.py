@@ -1,4 +1,4 @@
-"""Plan a model: what devices store and send, decided from the layouts of its variables."""
+"""Plan a model: decide from the layouts of its variables what devices store and send."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def plan(
     compression: Compression = None,
     tables: EmbeddingTables | str | Sequence[str] | None = None,
 ) -> ShardingPlan:
-    """Plans a model on a mesh, without a device and without a step.
+    """Plan a model on a mesh, without a device and without a step.
 
     Args:
         model_or_specs: A built `keras.Model`, also one from `tfshard.abstract_model`, or a list of `VariableSpec`.
@@ -65,32 +65,31 @@ def plan(
         layout_map: As for `tfshard.ShardedStrategy`.
         zero_stage: 0 to 3.
         analyzer: Makes the groups; None for none.
-        optimizer: An optimizer or its name, for the bytes of the slots. By default the one that the model was
-            compiled with; without any, no slots.
-        inputs: What a step calls the model on (a batch, or anything with shapes and dtypes), for the peak of a step,
-            and the bytes of activations over a model axis, of which else only the number is predicted.
+        optimizer: An optimizer or its name, for the bytes of the slots. By default the optimizer that the model was
+            compiled with; without one, no slots.
+        inputs: The inputs of a step (a batch, or anything with shapes and dtypes). They give the peak of a step, and
+            the bytes of activations over a model axis; without inputs, only the number of these collectives is
+            predicted.
         reshard_after_forward: As for `tfshard.ShardedStrategy`.
         slot_dtype: As for `tfshard.ShardedStrategy`.
         microbatches: As for `tfshard.ShardedStrategy`. It divides the rows of a device.
         reduce_once: As for `tfshard.ShardedStrategy`.
-        offload: As for `tfshard.ShardedStrategy` on GPUs: bytes of slots that go to the host are not the devices'.
-        links: What `tfshard profile-network --save=FILE` wrote, or `tfshard.planning.Links`: tells what the collectives
-            of a step take.
-        compute_seconds: What a device takes to compute a step (`profile_step(...).timeline.computing_seconds`). With
-            `links` and `inputs` the plan tells how much of what a step sends is hidden behind that.
+        offload: As for `tfshard.ShardedStrategy` on GPUs: offloaded bytes of slots do not count for the devices.
+        links: `tfshard.planning.Links`, or the file of `tfshard profile-network --save=FILE`. They give the time of the
+            collectives of a step.
+        compute_seconds: The time in which a device computes a step (`profile_step(...).timeline.computing_seconds`).
+            With `links` and `inputs`, the plan tells how much of the sending time this computation hides.
         compression: As for `tfshard.ShardedStrategy`.
-        tables: As for `tfshard.ShardedStrategy`. What a step sends of them is planned as the most that it can be.
+        tables: As for `tfshard.ShardedStrategy`. The plan gives the largest possible traffic of tables.
 
     Returns:
-        The `ShardingPlan`. What `compile` would refuse of the model is in its `refused`.
+        The `ShardingPlan`. Its `refused` lists what `compile` would refuse in the model.
 
     Raises:
-        MeshError: A mesh that cannot exist.
+        MeshError: The mesh cannot exist.
         LayoutError: The layout map does not fit the mesh or the model.
-        StrategyError: A model that is not built, an unknown stage, optimizer or compression, links that cannot be read
-            or are those of other hosts.
-
-    Example:
+        StrategyError: The model is not built; the stage, optimizer or compression is unknown; or the links cannot be
+            read, or belong to other hosts.
 
     >>> import keras, tfshard
     >>> def build():
@@ -142,20 +141,20 @@ def plan_placement(
     links: LinksLike | None = None,
     compute_seconds: float | None = None,
 ) -> ShardingPlan:
-    """What a placement stores and sends.
+    """Predict what a placement stores and sends.
 
     Args:
-        placement: Where the variables of the model go.
+        placement: The layouts of the model's variables.
         model_or_specs: As for `plan`.
         optimizer: As for `plan`.
         inputs: As for `plan`.
-        automatic: Whether the layout map was found for the model.
+        automatic: True if the layout map was found for the model.
         links: As for `plan`.
         compute_seconds: As for `plan`.
 
     Raises:
         LayoutError: The layout map does not fit the model.
-        StrategyError: An unknown optimizer, or links that do not fit.
+        StrategyError: The optimizer is unknown, or the links do not fit.
     """
     known = None if links is None else Links.from_any(links)
     placement.check()
@@ -215,15 +214,15 @@ def without_peak(
     refused: Sequence[str] = (),
     graph: StepGraph | None = None,
 ) -> ShardingPlan:
-    """A plan without the peak of a step.
+    """Plan without the peak of a step.
 
     Args:
-        placement: Where the variables of the model go.
+        placement: The layouts of the model's variables.
         model_or_specs: As for `plan`.
         slots: The optimizer's variables.
         optimizer: As for `plan`.
         inputs: As for `plan`.
-        refused: What `compile` would refuse.
+        refused: The faults that `compile` would refuse.
         graph: The graph of the step or of one of its microbatches, if it is traced already.
     """
     microbatches = placement.config.microbatches

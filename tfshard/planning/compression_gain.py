@@ -1,4 +1,4 @@
-"""Whether a compression of gradients pays on a link: the bytes that it saves against the time that it takes."""
+"""Compare the bytes that a compression of gradients saves on a link with the time that it takes."""
 
 import dataclasses
 
@@ -11,11 +11,11 @@ from tfshard.planning.sharding_plan import ShardingPlan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompressionGain:
-    """What a compression of gradients changes of a step, if nothing overlaps.
+    """The gain of a compression of gradients in a step, if nothing overlaps.
 
     Attributes:
-        link_seconds: That the link is busy for less.
-        encode_seconds: That devices encode and decode.
+        link_seconds: The time that the compression saves on the link.
+        encode_seconds: The time in which devices encode and decode.
     """
 
     link_seconds: float
@@ -23,12 +23,12 @@ class CompressionGain:
 
     @property
     def seconds(self) -> float:
-        """That a step takes less; negative if it takes more."""
+        """The time that a step saves; negative if it takes more."""
         return self.link_seconds - self.encode_seconds
 
     @property
     def pays(self) -> bool:
-        """Whether it saves time."""
+        """True if the compression saves time."""
         return self.seconds > 0
 
     def __str__(self) -> str:
@@ -48,20 +48,18 @@ def compression_pays(
     encode_seconds_per_byte: float,
     link_bytes_per_second: float,
 ) -> CompressionGain:
-    """Judges a compression for a link.
+    """Judge a compression for a link.
 
     Args:
-        exact_bytes: What goes over the link in a step without it.
-        compressed_bytes: What goes over it with it.
-        gradient_bytes: Of the gradients that a device compresses.
-        encode_seconds_per_byte: Time to encode and decode a byte of them, as `tfshard.measure.encode_seconds_per_byte`
-            measures it.
+        exact_bytes: Bytes that go over the link in a step without compression.
+        compressed_bytes: Bytes that go over the link in a step with compression.
+        gradient_bytes: Bytes of the gradients that a device compresses.
+        encode_seconds_per_byte: Time to encode and decode a byte of the gradients, as
+            `tfshard.measure.encode_seconds_per_byte` measures it.
         link_bytes_per_second: The bandwidth of the link.
 
     Raises:
         StrategyError: A number is negative, or the link has no bandwidth.
-
-    Example:
 
     >>> from tfshard.planning import compression_pays
     >>> gradients = {"exact_bytes": 40 * 10**6, "compressed_bytes": 10 * 10**6, "gradient_bytes": 10 * 10**6}
@@ -87,11 +85,12 @@ def compression_pays(
 
 
 def encoded_bytes(placement: ModelPlacement, plan: ShardingPlan) -> int:
-    """Float32 bytes of gradients that a device encodes in a step: with replicas and codes of its pieces, else whole.
+    """Return the float32 bytes of gradients that a device encodes in a step. With replicas and codes, these are the
+    bytes of its shards, otherwise of the full gradients.
 
     Args:
-        placement: Where the variables of the model go, and what compresses their gradients.
-        plan: What a step of it sends, which tells how often each gradient is added up.
+        placement: The layouts of the model's variables, with their compressions.
+        plan: The plan of the placement. It tells how often a step reduces each gradient.
     """
     total = 0
     for layout in placement.variables:

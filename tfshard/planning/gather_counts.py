@@ -25,7 +25,7 @@ def gathers_of(
 ) -> dict[str, variable_traffic.Gathers]:
     """Return how a step of stage 3 gathers each variable and group, by its name in a plan.
 
-    For a list of specs, and for a model that cannot be called on inputs made up for it, the forward pass uses each
+    A list of specs, or a model that cannot be called on made-up inputs, counts as follows: the forward pass uses each
     variable once, in the order of the list, and the backward pass once more.
 
     Args:
@@ -69,7 +69,7 @@ def _of_list(gathered: Sequence[VariableLayout], placement: ModelPlacement) -> d
 def _of(
     units: Mapping[str, Sequence[VariableLayout]], counted: Mapping[str, int], itemsizes: Mapping[str, int]
 ) -> dict[str, variable_traffic.Gathers]:
-    # The graph has no gather of a variable that only other code reads, but a step gathers what it reads.
+    # The graph has no gather of a variable that only other code reads, but a step gathers every variable that it reads.
     return {
         name: variable_traffic.Gathers(
             count=max(1, counted.get(name, 0)), itemsize=itemsizes.get(name, itemsize(members[0].spec.dtype))

@@ -1,4 +1,4 @@
-"""In which dtype a step reduces each gradient, by the model's graph: that of the operation which takes the variable."""
+"""Find the dtype in which a step reduces each gradient: the dtype of the operation that takes the variable."""
 
 import collections
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from tfshard.storage import unshard_schedule
 def reductions_of(
     model: ModelOrSpecs, planned: Sequence[VariableLayout], optimizer: OptimizerLike, inputs: Any = None
 ) -> Reductions:
-    """How a step reduces the gradients of a model.
+    """Return how a step reduces the gradients of a model.
 
     Args:
-        model: A built model. Of a list of specs, and of a model that cannot be called on inputs that are made up for
-            it, gradients are taken to have the dtypes of the variables.
+        model: A built model. For a list of specs, or a model that cannot be called on made-up inputs, gradients have
+            the dtypes of the variables.
         planned: The layouts of its variables.
         optimizer: An optimizer or its name, if any.
-        inputs: What a step calls the model on.
+        inputs: The inputs of a step.
     """
     if not isinstance(model, keras.Model):
         return Reductions(scales_loss=_scales(optimizer))
-    # What `compile` does with another optimizer than that of the model.
+    # `compile` wraps an optimizer that is not the model's.
     wraps = optimizer is not getattr(model, "optimizer", None) and model.dtype_policy.name == "mixed_float16"
     is_mixed = any(getattr(each.spec.layer, "compute_dtype", None) not in (None, each.spec.dtype) for each in planned)
     dtypes = _dtypes(model, inputs) if is_mixed else {}
@@ -37,13 +37,14 @@ def reductions_of(
 
 
 def _scales(optimizer: OptimizerLike) -> bool:
-    """Whether an optimizer scales the loss, and so looks at all gradients before it updates."""
+    """Return whether an optimizer scales the loss: it then looks at all gradients before it updates."""
     chain = _private.optimizer_chain(None if optimizer is None else keras.optimizers.get(optimizer))
     return any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in chain)
 
 
 def _dtypes(model: keras.Model, inputs: Any) -> dict[str, str]:
-    """The dtype in which each trained variable is used, by path; of one that is used in several, none."""
+    """Return the dtype in which the model uses each trained variable, by path. A variable with several dtypes is left
+    out."""
     try:
         graph = trace(model, inputs)
     except LayoutError:

@@ -1,4 +1,4 @@
-"""How fast devices reach each other, inside a host and between hosts, and what a plan's collectives take over that."""
+"""The speed of links inside a host and between hosts, and the time of a plan's collectives over them."""
 
 import dataclasses
 import json
@@ -20,19 +20,19 @@ KINDS = (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL)
 REDUCE_SCATTER = "reduce-scatter"
 INSIDE, BETWEEN, ACROSS = "inside", "between", "across"
 GROUPS = (INSIDE, BETWEEN, ACROSS)
-# The name of PowerSGD among what was measured of compressions, and with which rank it was.
+# The name of PowerSGD among the measured compressions, and the measured rank.
 POWER_SGD, MEASURED_RANK = "powersgd", 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a collective takes by its bytes: `latency + sent / bandwidth` (Hockney 1994, as in `tfshard.presets`).
+    """The time of a collective by its bytes: `latency + sent / bandwidth` (Hockney 1994, as in `tfshard.presets`).
 
     Attributes:
-        latency: Seconds of one that sends next to nothing.
-        bandwidth: Bytes a second: inside a host of each device, between hosts of each host, all its devices together.
-        hop: Seconds that each member of a group beyond two adds to the latency: what is sent goes round a ring. 0 where
-            the latency was measured in groups of the size that is planned for.
+        latency: Seconds of a collective that sends next to nothing.
+        bandwidth: Bytes a second: inside a host for each device, between hosts for each host, all its devices together.
+        hop: Seconds that each member of a group beyond two adds to the latency: data goes round a ring. 0 if the
+            latency was measured in groups of the planned size.
     """
 
     latency: float
@@ -47,7 +47,7 @@ class Link:
             )
 
     def seconds(self, sent: float, members: int = 2) -> float:
-        """Of a collective of so many members that sends so many bytes over it."""
+        """Return the time of a collective with some members that sends some bytes over the link."""
         return self.latency + self.hop * max(0, members - 2) + sent / self.bandwidth
 
 
@@ -55,18 +55,17 @@ class Link:
 class Links:
     """The links of some hosts: measured (`tfshard.profile_network`, `tfshard profile-network --save=FILE`), or given.
 
-    Each has the kinds of collectives, `"all-gather"`, `"all-reduce"` and `"all-to-all"`, and a link for each.
+    Each attribute maps the kinds of collectives, `"all-gather"`, `"all-reduce"` and `"all-to-all"`, to a link.
 
     Attributes:
-        devices_per_host: How many devices a host has; those of a host follow each other in a mesh.
-        inside: Among the devices of a host.
-        between: Among one device of each host, of as many groups at once as a host has devices. Empty where there is
+        devices_per_host: The number of devices of a host. The devices of a host follow each other in a mesh.
+        inside: Links among the devices of a host.
+        between: Links among one device of each host. As many groups as a host has devices use them at once. Empty with
             one host.
-        across: Among all devices, in one ring; likewise.
+        across: Links among all devices, in one ring. Empty with one host.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`.
-        encoding: Seconds in which a device encodes and decodes a byte of a float32 gradient, while all devices of its
-            host do, by compression: `"bfloat16"`, `"int8"` and `"powersgd"`, which is one of rank 4. Empty where that
-            is not known.
+        encoding: Seconds in which a device encodes and decodes a byte of a float32 gradient while all devices of its
+            host do so, by compression: `"bfloat16"`, `"int8"` and `"powersgd"` (of rank 4). Empty if unknown.
 
     Example: hosts of four devices, with a network of 125 MB/s between them.
 
@@ -94,17 +93,17 @@ class Links:
         device_type: str = "CPU",
         encoding: Mapping[str, float] | None = None,
     ) -> "Links":
-        """Links that are alike for all kinds of collectives.
+        """Return links that are alike for all kinds of collectives.
 
         Args:
-            devices_per_host: How many devices a host has.
-            inside: Among those of a host; its bandwidth is a device's.
-            between: Between hosts; its bandwidth is a host's. None for one host.
+            devices_per_host: The number of devices of a host.
+            inside: The link among the devices of a host. Its bandwidth is per device.
+            between: The link between hosts. Its bandwidth is per host. None for one host.
             device_type: `"CPU"`, `"GPU"` or `"TPU"`.
-            encoding: As in the attribute; None where that is not known.
+            encoding: As in the attribute; None if unknown.
 
         Raises:
-            StrategyError: A number of devices that is not a positive integer.
+            StrategyError: The number of devices is not a positive integer.
         """
         if isinstance(devices_per_host, bool) or not isinstance(devices_per_host, int) or devices_per_host < 1:
             raise StrategyError(
@@ -122,23 +121,23 @@ class Links:
 
     @property
     def has_hosts(self) -> bool:
-        """Whether there are several hosts."""
+        """True if the links connect several hosts."""
         return bool(self.between)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the links as plain data."""
         return dataclasses.asdict(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes them to a file, as JSON."""
+        """Write the links to a file, as JSON."""
         pathlib.Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Links":
-        """Reads what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            StrategyError: There is no such file, or it holds something else.
+            StrategyError: The file does not exist, or it holds something else.
         """
         try:
             text = pathlib.Path(path).read_text()
@@ -153,7 +152,7 @@ class Links:
             return cls(
                 devices_per_host=int(values["devices_per_host"]),
                 device_type=str(values["device_type"]),
-                # Files of before there was compression have none.
+                # Files that are older than compression have no encoding times.
                 encoding={str(name): float(seconds) for name, seconds in values.get("encoding", {}).items()},
                 **groups,
             )
@@ -165,10 +164,10 @@ class Links:
 
     @classmethod
     def from_any(cls, links: "LinksLike") -> "Links":
-        """Links as they are, or the file that they are in.
+        """Return links, read from their file if a path is given.
 
         Raises:
-            StrategyError: Something else.
+            StrategyError: The argument is not links or a path.
         """
         if isinstance(links, Links):
             return links
@@ -180,7 +179,7 @@ class Links:
         )
 
     def check_devices(self, devices: int) -> None:
-        """Raises `StrategyError` where so many devices are no whole number of hosts."""
+        """Raise `StrategyError` if the devices do not fill a number of hosts exactly."""
         if devices > self.devices_per_host and devices % self.devices_per_host:
             raise StrategyError(
                 f"The links are those of hosts of {self.devices_per_host} devices, so there can be so many devices, or "
@@ -194,14 +193,15 @@ class Links:
             )
 
     def encode_seconds(self, compression: str | PowerSGD, gradient_bytes: int) -> float:
-        """In which a device encodes and decodes gradients. PowerSGD of a higher rank than 4 takes in proportion to it.
+        """Return the time in which a device encodes and decodes gradients. The time of PowerSGD grows with the rank
+        above rank 4.
 
         Args:
             compression: `"bfloat16"`, `"int8"` or a `tfshard.PowerSGD`.
-            gradient_bytes: Of what a device compresses, in float32.
+            gradient_bytes: Float32 bytes of the gradients that a device compresses.
 
         Raises:
-            StrategyError: That was not measured.
+            StrategyError: The links have no time for this compression.
         """
         name = compression if isinstance(compression, str) else POWER_SGD
         if name not in self.encoding:
@@ -214,13 +214,14 @@ class Links:
         return more * gradient_bytes * self.encoding[name]
 
     def seconds(self, collective: Collective, mesh_shape: Mapping[str, int]) -> float | None:
-        """What one collective of a plan takes by itself; None where its bytes are not known.
+        """Return the time of one collective of a plan by its links alone; None if its bytes are unknown.
 
-        A ring over n devices: each sends (n-1)/n of what a gather gives or an all-to-all takes, and twice that of what
-        an all-reduce takes. Where groups of it are on several hosts, those of a host share its link.
+        In a ring over n devices, each device sends (n-1)/n of the result of a gather or of the input of an all-to-all.
+        In an all-reduce, each device sends twice this share of the input. If a group spans several hosts, its devices
+        on one host share the host's link.
 
         Args:
-            collective: The collective; its `count` is not looked at.
+            collective: The collective. Its `count` is ignored.
             mesh_shape: The mesh of the plan.
         """
         mesh_axes = MeshAxes.of(mesh_shape)
@@ -243,7 +244,7 @@ class Links:
         return link.seconds(sent * (self.devices_per_host // together), count)
 
     def total_seconds(self, collectives: Iterable[Collective], mesh_shape: Mapping[str, int]) -> float | None:
-        """What all collectives of a plan take, one after the other; None where bytes are not known.
+        """Return the time of all collectives of a plan, one after the other; None if bytes are unknown.
 
         Args:
             collectives: `ShardingPlan.collectives`.
@@ -262,8 +263,9 @@ LinksLike: TypeAlias = Links | str | os.PathLike[str]
 
 
 def _sent_as(collective: Collective, mesh_axes: MeshAxes, device_type: str) -> str:
-    """The kind that a plan's collective is on the devices: a CPU's reduce-scatter is an all-reduce and a slice, and so
-    is a gather on a mesh of several axes, of zeros and a piece, unless it is over the data axis."""
+    """Return the kind of collective that the devices run for a plan's collective. On CPU, a reduce-scatter is an
+    all-reduce and a slice. On a mesh of several axes, a gather is an all-reduce of zeros and a shard, unless it is over
+    the data axis."""
     if collective.kind == REDUCE_SCATTER and device_type == "CPU":
         return ALL_REDUCE
     if collective.kind == ALL_GATHER and mesh_axes.gathers_by_reduction(collective.axis):
@@ -272,8 +274,8 @@ def _sent_as(collective: Collective, mesh_axes: MeshAxes, device_type: str) -> s
 
 
 def _members(collective: Collective, mesh_axes: MeshAxes) -> list[int]:
-    """The devices of the first group of a collective, by their numbers in the mesh. What is gathered over the data axis
-    is gathered in a replica; what DTensor adds up over it, over all devices."""
+    """Return the devices of the first group of a collective, by their numbers in the mesh. A gather over the data axis
+    stays in a replica; a reduction over the data axis spans all devices."""
     axes = {collective.axis}
     if collective.axis == mesh_axes.data and collective.kind in (ALL_REDUCE, REDUCE_SCATTER):
         axes |= {mesh_axes.replica or collective.axis}

@@ -29,14 +29,14 @@ _NAMED_ROLE = "named role"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One fault of a layout map.
+    """A fault of a layout map.
 
     Attributes:
-        kind: `"cannot be expanded"`, `"jit_compile"`, `"unmatched"`, `"tied"`, `"ambiguous"`,
-            `"indivisible"`, `"unsupported"`, `"left whole"`, `"idle axis"`, `"column after column"`, `"transposed"`,
-            `"unused sharding"` or `"named role"`.
-        is_error: Whether `compile` refuses it. `compile` warns of the others, except `"named role"`, which only `lint`
-            reports.
+        kind: `"cannot be expanded"`, `"jit_compile"`, `"unmatched"`, `"tied"`, `"ambiguous"`, `"indivisible"`,
+            `"unsupported"`, `"left whole"`, `"idle axis"`, `"column after column"`, `"transposed"`, `"unused sharding"`
+            or `"named role"`.
+        is_error: True if `compile` refuses the fault. `compile` warns of the others, except `"named role"`, which only
+            `lint` reports.
         where: The pattern, the path of the variable, or the name of the layer or model.
         message: The fault and its fix.
     """
@@ -58,31 +58,32 @@ def lint(
     *,
     inputs: Any = None,
 ) -> tuple[Finding, ...]:
-    """Says what `compile` would refuse of a model and a layout map, and what is slow, without a device.
+    """List the faults that `compile` would refuse in a model and a layout map, and slow layouts, without a device.
 
-    Errors of the model: layers that DTensor cannot expand, and `jit_compile=True`.
-    Errors of the map: a pattern that matches nothing, two rules for one weight (also by the names of two layers that
-    share it), a dim that its axis does not divide, the kernel of a convolution but Conv2D and Conv3D, a matrix of
-    more than 2% of the model's bytes without a rule (of all matrices together, where no rule uses a model axis),
-    `"auto"` that finds nothing. Warnings: a model axis over which nothing is sharded, and from its graph
-    a kernel sharded by column whose input is sharded already, where a row rule would save collectives; a kernel sharded
-    along another dim than its neighbours ask for (transposed); sharding that the next operation undoes. Beside them,
-    the role of each axis that has its role from a name such as `dp` or `fsdp`.
+    Errors of the model are layers that DTensor cannot expand, and `jit_compile=True`.
+
+    Errors of the map are a pattern that matches nothing, and two rules for one weight (also by the names of two layers
+    that share it). A dim that its axis does not divide is an error, as is a rule for the kernel of a convolution other
+    than Conv2D and Conv3D. A matrix of more than 2% of the model's bytes without a rule is an error; if no rule uses a
+    model axis, all matrices count together. `"auto"` that finds nothing is an error.
+
+    Warnings are a model axis that shards nothing and, from the model's graph, three kinds of kernels. A kernel sharded
+    by column may have an input that is already sharded: a row rule would save collectives. A kernel may be sharded
+    along another dim than its neighbours ask for (transposed). The next operation may undo the sharding. `lint` also
+    reports each axis that has its role from a name such as `dp` or `fsdp`.
 
     Args:
         model: A built model, also one from `tfshard.abstract_model`.
         mesh: A mesh, or a mapping from axis name to size.
-        layout_map: What a `ShardedStrategy` takes as its layout map.
-        inputs: An example of the model's inputs, for a subclassed model; without it, and if they are not known, only
-            the errors are looked for.
+        layout_map: The layout map, as for `ShardedStrategy`.
+        inputs: An example of the model's inputs, for a subclassed model. If the inputs are unknown, `lint` looks for
+            errors only.
 
     Returns:
         The findings, errors first.
 
     Raises:
-        LayoutError: Not a layout map, or an axis that the mesh does not have.
-
-    Example:
+        LayoutError: The layout map is invalid, or names an axis that the mesh does not have.
 
     >>> import keras, tfshard
     >>> inputs = keras.Input((64,))
@@ -110,13 +111,13 @@ def judge(
     inputs: Any = None,
     automatic: bool = False,
 ) -> tuple[Finding, ...]:
-    """`lint` of a placement that is made: see there.
+    """Lint a finished placement, as `lint` does.
 
     Args:
         model: A built model.
-        placement: Where its variables go.
+        placement: The layouts of its variables.
         inputs: As for `lint`.
-        automatic: Whether the layout map was `"auto"`.
+        automatic: True if the layout map was `"auto"`.
     """
     findings = refusals(model, placement, automatic=automatic)
     if not any(finding.is_error for finding in findings):
@@ -125,12 +126,12 @@ def judge(
 
 
 def refusals(model: keras.Model, placement: ModelPlacement, *, automatic: bool = False) -> list[Finding]:
-    """What compile and the first step would refuse.
+    """Return the faults that `compile` and the first step would refuse.
 
     Args:
         model: A built model.
-        placement: Where its variables go.
-        automatic: Whether the layout map was found for the model, because it was `"auto"`.
+        placement: The layouts of its variables.
+        automatic: True if the layout map was found for the model, because it was `"auto"`.
     """
     findings = model_findings(model)
     findings += _found_findings(placement) if automatic else []
@@ -138,15 +139,16 @@ def refusals(model: keras.Model, placement: ModelPlacement, *, automatic: bool =
 
 
 def check(model: keras.Model, placement: ModelPlacement) -> None:
-    """What compile does: raises `LayoutError` with all errors at once, and warns of the rest (`LayoutWarning`)."""
+    """Raise `LayoutError` with all errors at once, and warn of the other findings (`LayoutWarning`). `compile` calls
+    this."""
     findings = tuple(found for found in judge(model, placement) if found.kind not in _OF_THE_MODEL)
     _raise_errors(model, findings)
     _warn(findings)
 
 
 def check_found(model: keras.Model, placement: ModelPlacement) -> None:
-    """What compile does with `layout_map="auto"`: raises `LayoutError` when the map that was found for the model shards
-    nothing, and warns of an idle axis."""
+    """Raise `LayoutError` if the map of `layout_map="auto"` shards nothing, and warn of an idle axis. `compile` calls
+    this."""
     _raise_errors(model, _found_findings(placement))
     _warn(_idle_findings(placement))
 
@@ -165,12 +167,12 @@ def _raise_errors(model: keras.Model, findings: Iterable[Finding]) -> None:
         raise LayoutError(f"The layout map does not fit model '{model.name}':\n" + "\n".join(lines))
 
 
-# What a model is refused for whatever the layout map.
+# The kinds of faults that do not depend on the layout map.
 _OF_THE_MODEL = ("cannot be expanded", "jit_compile")
 
 
 def model_findings(model: keras.Model) -> list[Finding]:
-    """What compile and the first step refuse of a model, whatever the mesh and the layout map.
+    """Return the faults of a model that `compile` and the first step refuse with any mesh and layout map.
 
     Args:
         model: A built model.
@@ -193,7 +195,7 @@ def model_findings(model: keras.Model) -> list[Finding]:
 
 
 def _found_findings(placement: ModelPlacement) -> list[Finding]:
-    """That `layout_map="auto"` found nothing to shard over a model axis."""
+    """Return a finding if `layout_map="auto"` found nothing to shard over a model axis."""
     layout_map, sizes = placement.layout_map, placement.mesh_shape
     axis = auto_layout.model_axis(sizes)
     if axis is None or sizes[axis] == 1 or any(any(rule.axes) for rule in layout_map.values()):
@@ -208,7 +210,7 @@ def _found_findings(placement: ModelPlacement) -> list[Finding]:
 
 
 def _rule_findings(model: keras.Model, placement: ModelPlacement) -> list[Finding]:
-    """Faults of the rules by themselves."""
+    """Find faults of the rules alone."""
     layout_map, specs = placement.layout_map, placement.specs
     findings, matched = [], set()
     for number, (spec, planned) in enumerate(zip(specs, placement.variables, strict=True)):
@@ -316,7 +318,8 @@ def _spec(specs: tuple[VariableSpec, ...], path: str) -> VariableSpec:
 
 
 def _tied(model: keras.Model, pattern: str) -> tuple[str, str] | None:
-    """The name that a pattern gives a shared weight, and the path that it has; None when it matches no such name."""
+    """Return the name that a pattern gives a shared weight, and the weight's path. None if the pattern matches no other
+    name."""
     for layer in _private.flatten_layers(model):
         for variable in _private.layer_variables(layer):
             alias = f"{layer.path}/{variable.path.rpartition('/')[2]}"
@@ -336,7 +339,7 @@ def _nearest(pattern: str, paths: Sequence[str]) -> list[str]:
 
 
 def _whole_findings(placement: ModelPlacement) -> list[Finding]:
-    """Large matrices that no rule mentions, though there is a model axis."""
+    """Find large matrices without a rule on a mesh with a model axis."""
     layout_map, specs, sizes = placement.layout_map, placement.specs, placement.mesh_shape
     axes = [axis for axis in sizes.tensor if sizes[axis] > 1]
     if not axes:
@@ -349,7 +352,7 @@ def _whole_findings(placement: ModelPlacement) -> list[Finding]:
         if len(layout.spec.shape) > 1 and layout.table is None and not layout_map.matching(layout.spec)
     ]
     unmentioned = [spec for spec in matrices if auto_layout.is_large(spec, total)]
-    # Together: a deep model has no matrix that is large by itself.
+    # Sum all matrices: a deep model may have no single large matrix.
     left = sum(variable_layout.spec_bytes(spec) for spec in matrices)
     if left > auto_layout.LARGE_SHARE * total and not used & set(axes):
         text = (
@@ -411,7 +414,7 @@ def _role_findings(placement: ModelPlacement) -> tuple[Finding, ...]:
 
 
 def _graph_findings(model: keras.Model, placement: ModelPlacement, inputs: Any) -> list[Finding]:
-    """What the layouts make of the model's graph."""
+    """Find the faults that the layouts cause in the model's graph."""
     findings: list[Finding] = []
     graph: ModelGraph | None = None
     for axis in placement.mesh_shape.tensor:
@@ -422,7 +425,7 @@ def _graph_findings(model: keras.Model, placement: ModelPlacement, inputs: Any) 
             try:
                 graph = trace(model, inputs)
             except LayoutError:
-                # The inputs of a subclassed model are not known, or it takes only some: nothing to look at.
+                # The inputs of a subclassed model are unknown, or it refuses these: skip the graph.
                 return findings
         findings += _axis_findings(graph, dims, axis, size)
     return findings
@@ -436,7 +439,7 @@ def _axis_findings(graph: ModelGraph, dims: Mapping[str, int], axis: str, size: 
         return str(tuple(axis if i == dim else None for i in range(len(shapes[path]))))
 
     findings: dict[str, Finding] = {}
-    # A registered layer may have pairs of its own, which can be sharded instead.
+    # A registered layer may pair its kernels, which can be sharded instead.
     own_rules = {spec.path for spec in graph.variables.values() if layout_maps.is_registered(spec.layer)}
     for path, dim in dims.items():
         if path in own_rules:

@@ -1,4 +1,4 @@
-"""Among how many devices of the model axes each tensor of a step is shared out."""
+"""Among how many devices of the model axes is each tensor of a step sharded?"""
 
 import collections
 from collections.abc import Callable, Hashable, Mapping
@@ -12,14 +12,14 @@ from tfshard.layouts.variable_layout import Axes
 
 
 def shares_of(sources: Mapping[Any, Axes], mesh_shape: MeshAxes) -> Callable[[tf.Tensor], int]:
-    """Follows the sharded dims of variables through a graph, forward and backward, by the rules of `dim_rules`.
+    """Follow the sharded dims of variables through a graph, forward and backward, by the rules of `dim_rules`.
 
     Args:
         sources: References to tensors that stand for variables, with the axis of each dim.
         mesh_shape: Axis name to size.
 
     Returns:
-        The number for a tensor.
+        A function that returns the number of devices for a tensor.
     """
     found: dict[Hashable, int] = collections.defaultdict(lambda: 1)
     for axis in mesh_shape.tensor:

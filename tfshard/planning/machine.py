@@ -1,4 +1,4 @@
-"""What a device does in a second, and so how long steps take: measured (`tfshard calibrate`), or described."""
+"""Predict the time of a step from the speed of a device: measured (`tfshard calibrate`), or described."""
 
 import collections
 import dataclasses
@@ -18,26 +18,26 @@ from tfshard.graph import flops as counts
 from tfshard.planning.links import GROUPS, INSIDE, KINDS, Link, Links
 from tfshard.planning.step_graph import WITHOUT_WORK, StepGraph
 
-# A rate from which on work costs nothing: calibration found that its time is that of other work.
+# The rate above which work costs nothing: calibration found that other work explains its time.
 _NOTHING = 1e17
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What operations do, by kinds that have a price each.
+    """The work of operations, by kinds with a price each.
 
     Attributes:
         product_flops: Floating-point operations of matrix products.
-        convolution_flops: Of convolutions.
-        depthwise_flops: Of depthwise convolutions, which have few operations for what they read.
-        depthwise_weights: Weights of which a gradient is made of depthwise kernels larger than 3 x 3.
-        product_bytes: That products and convolutions read and write.
-        bytes: That all others read and write.
-        transcendentals: Elements of which an exponential or another function of the kind is computed.
-        updated_bytes: That an optimizer writes.
-        operations: How many there are.
-        turned_operations: How many there are in loops, in all their turns.
-        steps: How many steps there are.
+        convolution_flops: Floating-point operations of convolutions.
+        depthwise_flops: Floating-point operations of depthwise convolutions, which have few operations for their bytes.
+        depthwise_weights: Weights of depthwise kernels larger than 3 x 3 that get a gradient.
+        product_bytes: Bytes that products and convolutions read and write.
+        bytes: Bytes that all other operations read and write.
+        transcendentals: Elements for which an exponential or a similar function is computed.
+        updated_bytes: Bytes that an optimizer writes.
+        operations: The number of operations.
+        turned_operations: The number of operations in loops, in all iterations.
+        steps: The number of steps.
     """
 
     product_flops: float = 0.0
@@ -54,19 +54,19 @@ class Work:
 
     @classmethod
     def total(cls, works: "Iterable[Work]") -> "Work":
-        """All of it together."""
+        """Return the sum of works."""
         found = list(works)
         return cls(**{name: sum(getattr(each, name) for each in found) for name in KINDS_OF_WORK})
 
 
 KINDS_OF_WORK = tuple(field.name for field in dataclasses.fields(Work))
-# What one core does of a device; the rest is in operations that take all cores, if they are large.
+# The work of a device that one core does. The other work is in operations that take all cores, if they are large.
 _IN_TURNS = frozenset({"operations", "steps", "turned_operations", "updated_bytes"})
 
 
 def work_of(graph: StepGraph) -> dict[tf.Operation, Work]:
-    """What each operation of a step does on one device that leads to a result: nothing, if it stands for another, or
-    names what there is. Updates are not among them."""
+    """Return the work on one device of each operation of a step that leads to a result. An operation without
+    computation, such as a stand-in, has no work. Updates are not included."""
     return {operation: _work(operation, inputs, graph) for operation, inputs in graph.needed.items()}
 
 
@@ -83,7 +83,7 @@ def _of_one(
     *,
     is_turned: bool = False,
 ) -> Work:
-    """What an operation does, and what is in its loop or its function."""
+    """Return the work of an operation, including its loop or its function."""
     if operation.type in _FREE:
         return Work()
     is_loop = operation.type in counts.LOOPS
@@ -105,43 +105,44 @@ def _of_one(
     def moved(of: Iterable[tf.Tensor]) -> float:
         return sum(_bytes(each) / shares(each) for each in of)
 
-    # What is added up over a sharded dim has a whole result, of which each device has a part of the work.
+    # A sum over a sharded dim has a full result, but each device does only a part of the work.
     flops = counts.flops_of(operation) / max((shares(each) for each in tensors), default=1)
     if flops:
         is_slow = operation.type == _DEPTHWISE_GRADIENT and max(outputs[0].shape.as_list()[:2]) > 3
         weights = _elements(outputs[0]) / shares(outputs[0]) if is_slow else 0.0
         bytes_ = moved(tensors)
         if is_turned and bytes_ < _CACHED_BYTES:
-            bytes_ = 0.0  # The turn before left them in the cache.
+            bytes_ = 0.0  # The iteration before left them in the cache.
         return Work(
             **{_kind_of_product(operation): flops}, depthwise_weights=weights, product_bytes=bytes_, operations=1
         )
     functions = 0.0
     if operation.type in _TRANSCENDENTAL:
         functions = max(_elements(each) / shares(each) for each in outputs)
-    # What reads a part of something reads as much as it writes: a weight that is cut out of its group is not the group.
+    # A slice reads as much as it writes: a weight that is cut out of its group does not read the group.
     read_and_written = 2 * moved(outputs) if operation.type in _PARTS else moved(tensors)
-    if operation.type == "ScatterNdNonAliasingAdd":  # In the memory of what it adds to.
+    if operation.type == "ScatterNdNonAliasingAdd":  # The result overwrites the first operand.
         read_and_written = moved(tensors[1:-1])
     return Work(bytes=read_and_written, transcendentals=functions, operations=1)
 
 
 def _kind_of_product(operation: tf.Operation) -> str:
-    """As what the floating-point operations of a product count."""
+    """Return the kind of work of a product's floating-point operations."""
     if "Depthwise" in operation.type:
         return "depthwise_flops"
     return "convolution_flops" if "Conv" in operation.type else "product_flops"
 
 
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-# Of kernels larger than 3 x 3 oneDNN takes about as long for each weight, however few samples are added up: 0.1 us,
-# where those of 3 x 3 take a tenth of it (docs/measurements.md).
+# For kernels larger than 3 x 3, oneDNN takes about 0.1 us for each weight, with any number of samples to sum. Kernels
+# of 3 x 3 take a tenth of this (docs/measurements.md).
 _DEPTHWISE_GRADIENT = "DepthwiseConv2dNativeBackpropFilter"
-# Of what a product in a loop reads and writes, so much stays in the caches of a processor or of a GPU between turns.
+# If a product in a loop reads and writes at most this much, its data stays in the caches of a processor or of a GPU
+# between iterations.
 _CACHED_BYTES = 4 << 20
 _PARTS = frozenset({"GatherNd", "GatherV2", "ResourceGather", "Slice", "StridedSlice"})
 _FREE = WITHOUT_WORK - _PARTS
-# Exponentials and what is made of them, which a processor computes by polynomials.
+# Exponentials and related functions, which a processor computes by polynomials.
 _TRANSCENDENTAL = frozenset(
     "Acos Acosh Asin Asinh Atan Atan2 Atanh Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Lgamma Log Log1p LogSoftmax "
     "Ndtri Pow Selu Sigmoid Sin Sinh Softmax SoftmaxCrossEntropyWithLogits Softplus "
@@ -162,31 +163,34 @@ def _bytes(tensor: tf.Tensor) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Machine:
-    """What the devices of some hosts do in a second, what they hold, and how they reach each other.
+    """The speed of the devices of some hosts, their memory, and the links between them.
 
-    A step takes on a device what its operations take, each kind of work at its price: a roofline without a roof, in
-    which times add up, as they do where each operation is a kernel of its own. Prices are found by `tfshard.calibrate`
-    (`tfshard calibrate --save=FILE`), or are those of a data sheet, in a file as docs/simulating.md has it.
+    The time of a step on a device is the sum of the times of its operations, with a price for each kind of work: a
+    roofline without a roof. Times add up if each operation is a separate kernel. `tfshard.calibrate` measures the
+    prices (`tfshard calibrate --save=FILE`). Alternatively, a file gives the prices of a data sheet
+    (docs/simulating.md).
 
     Attributes:
-        name: What it is called.
+        name: The name of the machine.
         product_flops: Floating-point operations a second that a device reaches in large matrix products.
-        convolution_flops: Likewise, in convolutions.
-        depthwise_flops: Likewise, in depthwise convolutions.
-        product_bandwidth: Bytes a second that products and convolutions read and write, on top of their operations.
+        convolution_flops: Floating-point operations a second in convolutions.
+        depthwise_flops: Floating-point operations a second in depthwise convolutions.
+        product_bandwidth: Bytes a second that products and convolutions read and write, in addition to their
+            operations.
         bandwidth: Bytes a second that other operations read and write.
         update_bandwidth: Bytes a second of weights and slots that an optimizer writes.
-        transcendental_seconds: What each element takes on top of which an exponential or the like is computed.
-        depthwise_weight_seconds: What each weight of a depthwise kernel larger than 3 x 3 takes on top, of which a
-            gradient is made.
-        operation_seconds: What each operation takes on top.
-        turned_operation_seconds: Likewise, of one in a loop, for each turn.
-        step_seconds: What each step takes on a device besides: its batch, its start, its metrics.
-        links: How devices reach each other.
-        memory: Bytes of a device; None where that is not known.
-        peak_flops: Operations a second that the maker of the devices tells, for the utilization; None: product_flops.
-        cores: How many devices of a host compute at once; None: all of them. Logical CPU devices share so many cores:
-            they take turns, and hide nothing behind another's work. Large operations of one device alone use all cores.
+        transcendental_seconds: Additional seconds for each element of an exponential or a similar function.
+        depthwise_weight_seconds: Additional seconds for the gradient of each weight of a depthwise kernel larger than 3
+            x 3.
+        operation_seconds: Additional seconds for each operation.
+        turned_operation_seconds: Additional seconds for each operation in a loop, in each iteration.
+        step_seconds: Additional seconds for each step on a device: its batch, its start, its metrics.
+        links: The links between devices.
+        memory: Bytes of a device; None if unknown.
+        peak_flops: Operations a second from the maker's data sheet, for the utilization. By default product_flops.
+        cores: The number of devices of a host that compute at once; None: all of them. Logical CPU devices share so
+            many cores: they compute one after the other, and hide nothing behind another's work. Large operations of
+            one device alone use all cores.
     """
 
     name: str
@@ -237,7 +241,7 @@ class Machine:
     __repr__ = __str__
 
     def seconds(self, work: Work) -> float:
-        """In which a device does it."""
+        """Return the time in which a device does some work."""
         return (
             work.product_flops / self.product_flops
             + work.convolution_flops / self.convolution_flops
@@ -253,21 +257,19 @@ class Machine:
         )
 
     def in_turns(self, work: Work, devices: int) -> Work:
-        """Of work that so many devices of a host do, each as much, what one device does in the same time, alone on its
-        core. Where devices share no cores, that is the work."""
+        """Return the work that one device alone on its core does in the time in which `devices` devices of a host each
+        do `work`. Devices that share no cores do `work` itself."""
         if self.cores is None:
             return work
         turns, share = devices / min(devices, self.cores), devices / self.cores
         return Work(**{name: (turns if name in _IN_TURNS else share) * getattr(work, name) for name in KINDS_OF_WORK})
 
     def at_pace(self, pace: float) -> "Machine":
-        """The machine while all that a host does takes `pace` times as long: one that others use besides, or that is
-        too hot. The links between hosts stay as they are.
+        """Return the machine with all work inside a host `pace` times as slow, as on a busy or overheated host. The
+        links between hosts stay unchanged.
 
         Raises:
-            StrategyError: `pace` is no positive number.
-
-        Example:
+            StrategyError: `pace` is not a positive number.
 
         >>> from tfshard.planning import Machine
         >>> machine = Machine.load("h100")
@@ -288,7 +290,7 @@ class Machine:
 
     @classmethod
     def of_prices(cls, prices: Mapping[str, float], *, name: str, links: Links, cores: int | None = None) -> "Machine":
-        """A machine on which one of each kind of `Work` takes so many seconds, none of them 0."""
+        """Return a machine from the seconds that each kind of `Work` takes. No price is 0."""
         return cls(
             name=name,
             product_flops=1 / prices["product_flops"],
@@ -309,26 +311,24 @@ class Machine:
     # --- Files ---------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, as it is in a file."""
+        """Return the machine as plain data, as in its file."""
         links = self.links.to_dict()
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "links"}
         return own | links
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file, as YAML."""
+        """Write the machine to a file, as YAML."""
         pathlib.Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Machine":
-        """Reads what `save` wrote, or a description: see docs/simulating.md.
+        """Read a file that `save` wrote, or a description (docs/simulating.md).
 
         Args:
-            path: The file; or the name of a description that comes with tfshard: `"a100"`, `"h100"` or `"v5p"`.
+            path: The file, or the name of a description in tfshard: `"a100"`, `"h100"` or `"v5p"`.
 
         Raises:
-            StrategyError: There is no such file, or it does not describe a machine.
-
-        Example:
+            StrategyError: The file does not exist, or it does not describe a machine.
 
         >>> from tfshard.planning import Machine
         >>> Machine.load("h100").name
@@ -354,10 +354,10 @@ class Machine:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Machine":
-        """A machine as `to_dict` gives it, or as docs/simulating.md describes one.
+        """Return a machine from plain data: from `to_dict`, or as docs/simulating.md describes it.
 
         Raises:
-            StrategyError: Something is missing, unknown, or no number.
+            StrategyError: A value is missing, unknown, or not a number.
         """
         unknown = sorted(set(values) - _NAMES)
         missing = sorted(_NEEDED - set(values))
@@ -393,10 +393,10 @@ class Machine:
 
     @classmethod
     def from_any(cls, machine: "MachineLike") -> "Machine":
-        """A machine as it is, or the file that it is in.
+        """Return a machine, read from its file if a path is given.
 
         Raises:
-            StrategyError: Something else.
+            StrategyError: The argument is not a machine or a path.
         """
         if isinstance(machine, Machine):
             return machine
@@ -415,7 +415,7 @@ _CLUSTERS = pathlib.Path(__file__).parent / "clusters"
 _RATES = (
     "product_flops", "convolution_flops", "depthwise_flops", "product_bandwidth", "bandwidth", "update_bandwidth"
 )  # fmt: skip
-# Of rates that are not given, what stands for them; for the others `bandwidth`.
+# The rates that replace missing rates; `bandwidth` replaces the others.
 _TAKEN_FOR = {"convolution_flops": "product_flops", "depthwise_flops": "convolution_flops"}
 _STARTS = (
     "transcendental_seconds", "depthwise_weight_seconds", "operation_seconds", "turned_operation_seconds",
@@ -441,7 +441,7 @@ _NAMES = _NEEDED | set(_RATES) | set(_STARTS) | set(_DEFAULTS)
 
 
 def _number(name: str, value: Any) -> float:
-    """A number of a file: YAML takes 80e9 for a text."""
+    """Return a number of a file: YAML reads 80e9 as a text."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -451,7 +451,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _links(group: str, given: Any) -> dict[str, Link]:
-    """The links of a group: one for all kinds of collectives, or one for each."""
+    """Return the links of a group: one for all kinds of collectives, or one for each."""
     if not given:
         return {}
     if isinstance(given, Mapping) and set(given) == set(KINDS):

@@ -1,4 +1,4 @@
-"""How much of what a step sends is hidden behind what it computes, predicted from its graph and the links."""
+"""Predict how much of a step's sending time its computation hides, from the graph of the step and the links."""
 
 import collections
 import dataclasses
@@ -14,10 +14,10 @@ from tfshard.planning import variable_traffic
 from tfshard.planning.links import Links
 from tfshard.planning.step_graph import WITHOUT_WORK, Kind, StandIn, StepGraph
 
-# An element that is written takes as long as so many operations of a product: about 50 GFLOP/s beside 10 GB/s to and
-# from memory, of three numbers of four bytes for each. Only shares of the time are made of it.
+# Writing an element takes as long as this many operations of a product: about 50 GFLOP/s beside 10 GB/s to and from
+# memory, with three numbers of four bytes for each. The constant only divides the time among operations.
 _FLOPS_OF_ELEMENT = 60
-# What an optimizer makes of each element: its slots, and the new value.
+# The elements that an optimizer writes for each element: its slots, and the new value.
 _ELEMENTS_OF_UPDATE = 8
 
 
@@ -26,10 +26,11 @@ class Overlap:
     """A step over some links, on one device.
 
     Attributes:
-        seconds: From its first operation to its last.
-        collective_seconds: In which it sends.
-        compute_seconds: In which it computes.
-        hidden: The share of `collective_seconds` in which it also computes; None of a step without collectives.
+        seconds: The time from the first operation to the last.
+        collective_seconds: The time in which the device sends.
+        compute_seconds: The time in which the device computes.
+        hidden: The share of `collective_seconds` in which the device also computes; None for a step without
+            collectives.
     """
 
     seconds: float
@@ -47,19 +48,19 @@ class Overlap:
 
 
 def overlap_of(graph: StepGraph, links: Links, mesh_shape: Mapping[str, int], compute_seconds: float) -> Overlap | None:
-    """Runs a step on paper: one operation after the other, and beside them one collective after the other.
+    """Simulate a step: one operation after the other, and beside them one collective after the other.
 
-    Both in the order in which they can run. The time of computing is shared out among operations: by the products that
-    they make (`training_flops`), and by the elements that they write.
+    Operations and collectives run in the order in which they can run. The computing time is divided among operations by
+    their products (`training_flops`), and by the elements that they write.
 
     Args:
         graph: The step.
         links: The links between its devices.
         mesh_shape: Its mesh.
-        compute_seconds: What a device takes to compute all of it.
+        compute_seconds: The time in which a device computes the step.
 
     Returns:
-        The overlap. None for a mesh with model axes: what is sent of activations is not in the graph.
+        The overlap. None for a mesh with model axes: the graph lacks the collectives of activations.
     """
     mesh_axes = MeshAxes.of(mesh_shape)
     if mesh_axes.shards_by_several or mesh_axes.data_size == 1:
@@ -77,7 +78,7 @@ def overlap_of(graph: StepGraph, links: Links, mesh_shape: Mapping[str, int], co
 
 
 def sending_seconds(stand_in: StandIn, links: Links, mesh_axes: MeshAxes) -> float:
-    """Seconds of a collective."""
+    """Return the time of a collective."""
     axis = mesh_axes.data
     assert axis is not None
     if stand_in.by_replicas:
@@ -100,19 +101,19 @@ def _weight(operation: tf.Operation, graph: StepGraph) -> float:
 
 
 def run_on_paper(graph: StepGraph, seconds: Callable[[tf.Operation], float]) -> Overlap:
-    """Runs the operations of a step one after the other, and beside them its collectives one after the other, each as
-    soon as it can run.
+    """Simulate a step: its operations run one after the other, and beside them its collectives one after the other,
+    each as soon as it can run.
 
     Args:
         graph: The step.
-        seconds: What each operation takes.
+        seconds: Returns the time of an operation.
     """
     waits = {each: len({tensor.op for tensor in inputs}) for each, inputs in graph.needed.items()}
     users: dict[tf.Operation, list[tf.Operation]] = collections.defaultdict(list)
     for operation, inputs in graph.needed.items():
         for made_by in dict.fromkeys(tensor.op for tensor in inputs):
             users[made_by].append(operation)
-    # What can run, and what runs until when: of operations, and of collectives.
+    # The operations and the collectives that can run, and the ends of the running ones.
     ready: tuple[collections.deque[tf.Operation], ...] = (collections.deque(), collections.deque())
     busy = [0.0, 0.0]
     ends: list[tuple[float, int, int, tf.Operation]] = []

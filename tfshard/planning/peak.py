@@ -1,8 +1,9 @@
-"""What a device holds at the peak of a step, estimated from layouts and the graph of the forward and backward pass.
+"""Estimate the memory of a device at the peak of a step, from layouts and the graph of the forward and backward pass.
 
-One rule: a tensor lives from the operation that makes it to the last one that takes it, in the order of the trace. What
-the step stores, gathers, reduces and updates follows from the layouts. TensorFlow runs operations in another order at
-times, so a measured peak differs: docs/planning.md says by how much, and `with_room` is the margin that `advise` keeps.
+The estimate has one rule: a tensor lives from the operation that makes it to the last operation that takes it, in the
+order of the trace. The layouts tell what the step stores, gathers, reduces and updates. TensorFlow runs operations in
+another order at times, so a measured peak differs: docs/planning.md says by how much, and `with_room` is the margin
+that `advise` keeps.
 """
 
 import collections
@@ -32,8 +33,9 @@ class Peak:
         gradient_bytes: Full gradients, and shards of gradients that wait for the update.
         reduced_bytes: The buffers of reductions.
         updated_bytes: New values of slots beside the old ones.
-        activation_bytes: All other tensors: what the backward pass needs of the forward pass, and what it makes.
-        overlap_bytes: Not part of the peak: the largest slot, whose old value a busy device may free late.
+        activation_bytes: All other tensors: the forward tensors that the backward pass needs, and the tensors that it
+            makes.
+        overlap_bytes: Not part of the peak: the largest slot. A busy device may free its old value late.
     """
 
     stored_bytes: int = 0
@@ -73,10 +75,10 @@ class Peak:
         return f"{tables.size(self.peak_bytes)} a device at the peak of a step" + (f": {named}" if named else "")
 
 
-# What a client on CPU holds besides tensors: TensorFlow 2.21, its libraries and the compiled step.
+# The memory of a client on CPU in addition to tensors: TensorFlow 2.21, its libraries and the compiled step.
 PROCESS_BYTES = 800 << 20
 
-# Of a small model, by how much a step's peak may be above the predicted one, in bytes.
+# The bytes by which the peak of a small model may exceed the prediction.
 _LEAST_ABOVE = 2 << 20
 
 PARTS = tuple(field.name for field in dataclasses.fields(Peak) if field.name != "overlap_bytes")
@@ -102,8 +104,8 @@ class UpdateTiming:
     """When an optimizer's updates can run.
 
     Attributes:
-        needs_all_gradients: Whether none can before all gradients are there: with a `global_clipnorm`, or in a branch.
-        in_branch: Whether they are in a branch, which gives out all new values at its end: with
+        needs_all_gradients: True if updates wait for all gradients: with a `global_clipnorm`, or in a branch.
+        in_branch: True if updates are in a branch, which returns all new values at its end: with
             `gradient_accumulation_steps`.
     """
 
@@ -112,7 +114,7 @@ class UpdateTiming:
 
     @staticmethod
     def of(optimizer: OptimizerLike) -> "UpdateTiming":
-        """Of an optimizer."""
+        """Return the timing of an optimizer's updates."""
         in_branch = getattr(optimizer, "gradient_accumulation_steps", None) is not None
         is_clipped = getattr(optimizer, "global_clipnorm", None) is not None
         return UpdateTiming(needs_all_gradients=in_branch or is_clipped, in_branch=in_branch)
@@ -146,7 +148,7 @@ def peak_of(
         stored_bytes: Bytes that the device stores between steps.
         slots: The optimizer's variables.
         timing: When updates can run.
-        activation_bytes: Activations to add to those of the graph.
+        activation_bytes: Bytes to add to the activations of the graph.
         waits_in_backward: True if devices wait for each other in the backward pass, as batch normalization does.
     """
     microbatches = placement.config.microbatches
@@ -174,7 +176,7 @@ def added_bytes(
     is_microbatch: bool,
     least: int = 0,
 ) -> dict[str, int]:
-    """Return what a step, or one of its microbatches, adds on a device at the peak: the bytes of each part of `Peak`.
+    """Return the bytes that a step, or one of its microbatches, adds on a device at the peak, for each part of `Peak`.
 
     Args:
         graph: As for `peak_of`, as all others.
@@ -259,7 +261,8 @@ class _Lifetimes:
         return most
 
     def _is_scattered(self, layout: VariableLayout) -> bool:
-        """Return True if each device keeps its shard only of the gradient of a variable, reduced by itself."""
+        """Return True if each device keeps only its shard of a variable's gradient, and the gradient is reduced
+        alone."""
         if self._devices == 1:
             return False
         if variable_layout.is_added_up_by_replicas(layout, self._mesh_shape):
@@ -271,7 +274,7 @@ class _Lifetimes:
     def _numbers(self, late: set[tf.Operation]) -> dict[tf.Operation, int]:
         """Number the operations in the order of the trace, but some at the end.
 
-        What the schedule of gathers added comes right after its inputs.
+        An operation that the schedule of gathers added follows directly after its inputs.
         """
         needed = self._graph.needed
         place: dict[tf.Operation, int] = {}
@@ -298,10 +301,10 @@ class _Lifetimes:
     def _takers(self, operation: tf.Operation) -> set[tf.Operation]:
         return {user for output in operation.outputs for user in self._users[output.ref()]}
 
-    # --- what the graph makes ---------------------------------------------------------------------------
+    # --- tensors of the graph ---------------------------------------------------------------------------
 
     def _tensors(self) -> Iterable[_Lifetime]:
-        """The tensors of the graph, gathers and gradients included."""
+        """Yield the tensors of the graph, gathers and gradients included."""
         last: dict[Any, int] = {}
         for operation, number in self._number_of.items():
             for each in self._graph.needed[operation]:
@@ -348,7 +351,7 @@ class _Lifetimes:
                 return tensor
 
     def _is_stored(self, tensor: tf.Tensor) -> bool:
-        """Return True for what the step stores or gathers, and for parts of it."""
+        """Return True for tensors that the step stores or gathers, and for slices of them."""
         base = self._base(tensor)
         return base.op in self._graph.stand_ins or base.name in self._graph.stored
 
@@ -384,7 +387,8 @@ class _Lifetimes:
         return bytes_ if bytes_ >= self._least else 0
 
     def _list_bytes(self, tensor: tf.Tensor) -> int:
-        """Return the bytes of a list that the iterations of a loop fill, such as what its gradient needs of each."""
+        """Return the bytes of a list that the iterations of a loop fill, such as the tensors that its gradient needs of
+        each iteration."""
         loop = tensor.op
         body = _private.function_graph(loop, "body") if loop.type in flops.LOOPS else None
         if body is None:
@@ -398,7 +402,7 @@ class _Lifetimes:
         share = self._graph.shares(loop.outputs[0])
         return (flops.turns_of(loop) or 1) * self._counted(_size(item) // share)
 
-    # --- what becomes of gradients ----------------------------------------------------------------------
+    # --- gradients after the backward pass ----------------------------------------------------------------------
 
     def _local_bytes(self, gradient: Gradient) -> int:
         """Return the bytes of a gradient on one device, full over the batch axis."""
@@ -425,7 +429,7 @@ class _Lifetimes:
         return found
 
     def _freed_after_scatter(self) -> Iterable[tuple[Gradient, int]]:
-        """The scattered gradients, each with the moment when its reduction has ended.
+        """Yield the scattered gradients, each with the moment when its reduction has ended.
 
         At stage 3 the backward pass waits for the reduction. At stages 1 and 2 it makes one more gradient meanwhile.
         """
@@ -435,18 +439,18 @@ class _Lifetimes:
             yield each, self._made(each) + 2 if is_last else self._made(order[number + 1])
 
     def _gradients(self) -> Iterable[_Lifetime]:
-        """The buffers of reductions, and shards of gradients that wait for the update."""
+        """Yield the buffers of reductions, and shards of gradients that wait for the update."""
         for each, freed in self._freed_after_scatter():
             bytes_ = self._counted(self._local_bytes(each))
             ring = bytes_ * (self._devices - 1) // self._devices
             if variable_layout.is_added_up_by_replicas(each.layout, self._mesh_shape):
-                ring = 2 * bytes_  # The shards of all devices of a replica, and what is gathered of their sums.
+                ring = 2 * bytes_  # The shards of all devices of a replica, and the gathered sums.
             yield _Lifetime(self._made(each) + 1, freed, ring, "reduced_bytes")
             if self._timing.needs_all_gradients:
                 yield _Lifetime(freed, self._end + 2, bytes_ // self._devices, "gradient_bytes")
         if self._devices == 1 or not self._merged:
             return
-        # The buffer of the merged all-reduce is there with the first gradient. The step cuts the reduced gradients out
+        # The buffer of the merged all-reduce exists from the first gradient on. The step cuts the reduced gradients out
         # of the buffer, and then frees it.
         sizes = [self._local_bytes(each) for each in self._merged]
         yield _Lifetime(min(map(self._made, self._merged)), self._end + 1, self._counted(sum(sizes)), "reduced_bytes")

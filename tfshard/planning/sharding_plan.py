@@ -1,4 +1,4 @@
-"""What will be stored where, and what each step will send, told before anything is allocated.
+"""Predict the storage of each device, and the traffic of each step, before anything is allocated.
 
 Nothing here touches a device. A plan is made from variable specs, so it works for meshes larger than this machine,
 and with `abstract_model` for models larger than its memory.
@@ -34,20 +34,21 @@ KINDS = ("parameter", "state", "gradient", "slot")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedVariable:
-    """One variable or slot.
+    """A variable or a slot.
 
     Attributes:
-        path: The Keras path; of a slot, its name.
+        path: The Keras path of a variable, or the name of a slot.
         kind: `"parameter"`, `"state"` (not trained) or `"slot"`.
-        shape: Of the whole variable.
-        dtype: Its name.
-        compute_layout: The mesh axis of each dim when the forward pass reads it.
+        shape: The full shape.
+        dtype: The name of its dtype.
+        compute_layout: The mesh axis of each dim when the forward pass reads the variable.
         storage_layout: The mesh axis of each dim of the stored tensor; of the group's buffer for a member.
         storage_shape: The shape of the stored tensor; differs from `shape` when padded or in a group.
-        group: The index of its group, or None.
-        bytes_whole: Bytes of the whole variable.
-        bytes_per_device: Bytes that the fullest device holds; None for a member, whose bytes its group counts.
-        gradient_bytes_per_device: Likewise, of its gradient as it waits for the update; 0 without one.
+        group: The number of its group, or None.
+        bytes_whole: Bytes of the full variable.
+        bytes_per_device: Bytes that the fullest device holds. None for a member: its group counts the bytes.
+        gradient_bytes_per_device: Bytes that the fullest device holds of its gradient while it waits for the update; 0
+            without a gradient.
         host_bytes_per_device: Bytes that the host holds for each device; None for a member.
     """
 
@@ -79,10 +80,10 @@ class PlannedGroup:
     """Small variables in one buffer.
 
     Attributes:
-        index: Its number.
+        index: The number of the group.
         kind: `"parameter"` or `"state"`.
-        dtype: Of all members.
-        members: Their places, in order.
+        dtype: The dtype of all members.
+        members: The places of the members in the buffer, in order.
         storage_layout: The mesh axis of each dim of the stored buffer.
         storage_shape: The shape of the buffer: model axes, rows, columns.
         padding: Elements of one model shard that no member uses.
@@ -91,8 +92,8 @@ class PlannedGroup:
         bytes_gathered: Bytes of the buffer on one device once it is gathered over the batch axis.
         bytes_per_device: Bytes of the stored buffer on one device.
         gradient_bytes_per_device: Bytes of the gradients as they wait for the update.
-        slot_bytes_per_device: Bytes of all slots that rest on the device.
-        slot_host_bytes_per_device: Bytes of those that rest on the host, for each device.
+        slot_bytes_per_device: Bytes of all slots that are stored on the device.
+        slot_host_bytes_per_device: Bytes of the slots that are stored on the host, for each device.
     """
 
     index: int
@@ -113,22 +114,23 @@ class PlannedGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ShardingPlan:
-    """What will be stored where and what a step will send; `print` it, or use it as data.
+    """The storage and the traffic of a step; `print` it, or use it as data.
 
     Attributes:
         mesh: Axis name to size.
         zero_stage: 0 to 3.
         groups: The groups.
         variables: Each variable of the model once, in the order of its layers.
-        slots: Each optimizer variable, and what the compression of gradients keeps between steps.
-        collectives: What a step sends: `variable_traffic` predicts it for variables, `activation_traffic` for
+        slots: The optimizer variables, and the error-feedback residuals of compressed gradients.
+        collectives: The collectives of a step: `variable_traffic` predicts them for variables, `activation_traffic` for
             activations.
-        unknown: Why what is sent of activations could not be predicted; empty when it was.
-        refused: What `compile` or the first step would refuse of the model, with the remedies (`tfshard.lint`).
-        peak: What a device holds at the peak of a step; None where the plan was made without `inputs`.
-        collective_seconds: What the collectives take one after the other, over the links that the plan was given; None
-            without links, or where bytes are not known.
-        overlap: How much of that is hidden behind what a step computes; None where it was not given what that takes.
+        unknown: Why the traffic of activations could not be predicted; empty if it was.
+        refused: The faults that `compile` or the first step would refuse in the model, with the remedies
+            (`tfshard.lint`).
+        peak: The memory of a device at the peak of a step; None if the plan was made without `inputs`.
+        collective_seconds: The time of the collectives one after the other, over the plan's links. None without links,
+            or if bytes are unknown.
+        overlap: How much of this time the computation of a step hides; None if the computing time is unknown.
     """
 
     mesh: MeshAxes
@@ -156,17 +158,17 @@ class ShardingPlan:
         reductions: variable_traffic.Reductions = variable_traffic.PLAIN,
         refused: Sequence[str] = (),
     ) -> "ShardingPlan":
-        """The plan of variables whose places are decided.
+        """Return the plan of a finished placement.
 
         Args:
-            placement: Where each variable goes.
+            placement: The layouts of the model's variables.
             slots: The optimizer's variables.
-            activations: What a step sends of activations.
-            unknown: Why that is not known.
-            uses: How often the forward pass uses a variable, by path, where that is known.
+            activations: The collectives of activations.
+            unknown: Why the collectives of activations are unknown.
+            uses: How often the forward pass uses a variable, by path, if known.
             gathers: How a step of stage 3 gathers a variable or a group, by its name.
             reductions: How a step reduces gradients.
-            refused: What `compile` would refuse.
+            refused: The faults that `compile` would refuse.
         """
         mesh_shape = placement.mesh_shape
         slot_layouts = [placement.slot(slot.spec, slot.reference) for slot in slots]
@@ -205,7 +207,8 @@ class ShardingPlan:
         return math.prod(self.mesh.values())
 
     def bytes_per_device(self, kind: str | None = None) -> int:
-        """Bytes that the fullest device holds of `"parameter"`, `"state"`, `"gradient"`, `"slot"`, or of all."""
+        """Return the bytes that the fullest device holds of `"parameter"`, `"state"`, `"gradient"`, `"slot"`, or of
+        all."""
         if kind is None:
             return sum(self.bytes_per_device(each) for each in KINDS)
         _check_kind(kind)
@@ -217,12 +220,12 @@ class ShardingPlan:
         return sum(row.bytes_per_device or 0 for row in rows if row.kind == kind)
 
     def host_bytes_per_device(self) -> int:
-        """Bytes of slots that the host holds for each device (`offload="slots"`)."""
+        """Return the bytes of slots that the host holds for each device (`offload="slots"`)."""
         slots = sum(slot.host_bytes_per_device or 0 for slot in self.slots)
         return slots + sum(group.slot_host_bytes_per_device for group in self.groups)
 
     def bytes_on_one_device(self, kind: str | None = None) -> int:
-        """Bytes that a single device would hold without sharding."""
+        """Return the bytes that a single device would hold without sharding."""
         if kind is None:
             return sum(self.bytes_on_one_device(each) for each in KINDS)
         _check_kind(kind)
@@ -232,20 +235,20 @@ class ShardingPlan:
         return sum(variable.bytes_whole for variable in self.variables if variable.kind == kind)
 
     def over(self, links: Links) -> "ShardingPlan":
-        """The same plan, with what its collectives take over some links.
+        """Return the plan with the time of its collectives over some links.
 
         Raises:
-            StrategyError: The devices of the plan are no whole number of the links' hosts.
+            StrategyError: The devices of the plan do not fill a number of the links' hosts exactly.
         """
         links.check_devices(self.world_size)
         return dataclasses.replace(self, collective_seconds=links.total_seconds(self.collectives, self.mesh))
 
     def collective_count(self) -> int:
-        """How many collectives a step has."""
+        """Return the number of collectives in a step."""
         return sum(collective.count for collective in self.collectives)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data: JSON types only, apart from tuples."""
+        """Return the plan as plain data: JSON types only, apart from tuples."""
         totals = {
             kind or "all": {
                 "bytes_per_device": self.bytes_per_device(kind),
@@ -261,34 +264,34 @@ class ShardingPlan:
         }
 
     def to_json(self, indent: int | None = None) -> str:
-        """The plan as a JSON text."""
+        """Return the plan as a JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def resting_bytes(self) -> int:
-        """Bytes of parameters, untrained state and slots that the fullest device holds between steps."""
+        """Return the bytes of parameters, untrained state and slots that the fullest device holds between steps."""
         return sum(self.bytes_per_device(kind) for kind in ("parameter", "state", "slot"))
 
     def to_keras_layout_map(
         self, device_mesh: keras.distribution.DeviceMesh | None = None
     ) -> keras.distribution.LayoutMap:
-        """The compute layouts as a `keras.distribution.LayoutMap`, for `keras.distribution.ModelParallel` on JAX.
+        """Return the compute layouts as a `keras.distribution.LayoutMap`, for `keras.distribution.ModelParallel` on
+        JAX.
 
-        It has an entry for each variable that a model axis shards, with its path as the pattern: Keras matches the
-        whole path, with `re.fullmatch`. What the stage shards over the batch axis is not in it. Under `ModelParallel`
-        slots are sharded like their parameters. The object can be pickled, and loaded where Keras runs on JAX.
+        It has an entry for each variable that a model axis shards. The pattern is the variable's path: Keras matches
+        the full path, with `re.fullmatch`. Sharding over the batch axis (the ZeRO stage) is not included. Under
+        `ModelParallel` slots are sharded like their parameters. You can pickle the object, and load it where Keras runs
+        on JAX.
 
         Args:
-            device_mesh: A `keras.distribution.DeviceMesh` with the plan's axes. By default one of the plan's shape,
-                after an axis `batch` of size 1 if the plan has none, since `ModelParallel` shards data over one of
-                the axes; its devices are named as JAX names them: `cpu:0`, `cpu:1`, ...
+            device_mesh: A `keras.distribution.DeviceMesh` with the plan's axes. By default a mesh of the plan's shape.
+                If the plan has no axis `batch`, the mesh gets one of size 1 in front, since `ModelParallel` shards data
+                over one of the axes. Its devices have the names of JAX: `cpu:0`, `cpu:1`, ...
 
         Returns:
             The layout map. `ModelParallel(layout_map=..., batch_dim_name="batch")` takes it.
 
         Raises:
-            LayoutError: `device_mesh` is no DeviceMesh, or lacks an axis of the plan that shards a variable.
-
-        Example:
+            LayoutError: `device_mesh` is not a DeviceMesh, or lacks an axis of the plan that shards a variable.
 
         >>> import keras, tfshard
         >>> _ = tfshard.initialize(num_devices=4, device_type="CPU")
@@ -326,10 +329,10 @@ class ShardingPlan:
         return layout_map
 
     def tables(self, *, detail: bool = False) -> tuple[rich.table.Table, ...]:
-        """The plan as rich tables: the totals, what rests where, what a step sends, and its peak if it is known.
+        """Return the plan as rich tables: the totals, the storage, the traffic of a step, and its peak if it is known.
 
         Args:
-            detail: A row for each variable, slot and collective. By default those that are alike share one.
+            detail: True for a row for each variable, slot and collective. By default equal ones share a row.
         """
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.given.items())
         title = f"Plan for {self.world_size} devices ({axes}), ZeRO stage {self.zero_stage}"
@@ -344,10 +347,11 @@ class ShardingPlan:
         return tuple(parts if self.peak is None else [*parts, _peak_table(self.peak)])
 
     def text(self, *, detail: bool = False) -> str:
-        """What `print` shows: the totals, what rests where, what a step sends, and what `compile` would refuse.
+        """Return the text that `print` shows: the totals, the storage, the traffic of a step, and the faults that
+        `compile` would refuse.
 
         Args:
-            detail: A row for each variable, slot and collective. By default those that are alike share one.
+            detail: True for a row for each variable, slot and collective. By default equal ones share a row.
         """
         notes = []
         if not self.slots:
@@ -418,7 +422,7 @@ def _planned_variable(layout: VariableLayout, mesh_shape: Mapping[str, int], *, 
 
 
 def _planned_errors(placement: ModelPlacement) -> Iterator[PlannedVariable]:
-    """What the compression of gradients keeps, which one device would not."""
+    """Yield the error-feedback residuals of compressed gradients, which one device would not have."""
     for layout in placement.variables:
         form = compressed_form.of(layout, placement.mesh_shape)
         for kept in () if form is None else form.state(layout.spec.path).values():
@@ -482,7 +486,7 @@ def _check_kind(kind: str) -> None:
 
 
 def _sums(collectives_: Sequence[Collective]) -> tuple[str, str]:
-    """How many they are and their bytes; with a question mark where those of some depend on the batch."""
+    """Return the number of collectives and their bytes, with a question mark if some bytes depend on the batch."""
     count = sum(each.count for each in collectives_)
     known = [each.count * each.bytes for each in collectives_ if each.bytes is not None]
     parts = [tables.size(sum(known))] if known or not collectives_ else []

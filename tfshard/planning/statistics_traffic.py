@@ -1,5 +1,5 @@
-"""What layers that normalize by the batch send: small tensors, for which a step waits (`operations.batch_moments`); and
-what they execute for that."""
+"""Predict the traffic and the operations of layers that normalize by the batch. A step waits for their small tensors
+(`operations.batch_moments`)."""
 
 import dataclasses
 import functools
@@ -13,18 +13,19 @@ from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.variable_layout import itemsize
 from tfshard.planning.variable_traffic import Collective
 
-# Of the rows of a device, and of what all devices have found: besides the operations of the layer on one device.
+# Operations for the local rows, and for the results of all devices, in addition to the layer's operations on one
+# device.
 _OPERATIONS = 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """The mean and the variance of what a layer normalizes.
+    """The mean and the variance of a layer's normalization.
 
     Attributes:
-        path: The layer's.
+        path: The path of the layer.
         uses: How often a step calls it.
-        bytes: Of both.
+        bytes: Bytes of both.
     """
 
     path: str
@@ -33,12 +34,12 @@ class Statistics:
 
 
 def statistics_of(model: keras.Model) -> tuple[Statistics, ...]:
-    """Those of each layer that takes them of the batch, as it does unless it is frozen."""
+    """Return the statistics of each layer that normalizes by the batch: a layer does unless it is frozen."""
     return tuple(
         Statistics(
             path=layer.path,
             uses=max(1, len(_private.layer_uses(layer))),
-            # Of half precision they are taken in float32.
+            # In half precision the layer computes them in float32.
             bytes=2 * max(4, itemsize(layer.compute_dtype)) * math.prod(layer.moving_mean.shape),
         )
         for layer in _private.flatten_layers(model)
@@ -47,20 +48,20 @@ def statistics_of(model: keras.Model) -> tuple[Statistics, ...]:
 
 
 def operations(statistics: Iterable[Statistics], mesh_shape: Mapping[str, int]) -> int:
-    """How many operations a device executes besides those of the layers on one device.
+    """Return the number of operations that a device executes in addition to the layers' operations on one device.
 
     Args:
-        statistics: Those of a model.
+        statistics: The statistics of a model.
         mesh_shape: Axis name to size.
     """
     return _OPERATIONS * sum(each.uses for each in statistics) if MeshAxes.of(mesh_shape).data_size > 1 else 0
 
 
 def collectives(statistics: Iterable[Statistics], mesh_shape: Mapping[str, int]) -> list[Collective]:
-    """What a step sends of them: forward those of each device's rows, backward their gradients.
+    """Return the collectives of a step for statistics: forward the local statistics, backward their gradients.
 
     Args:
-        statistics: Those of a model.
+        statistics: The statistics of a model.
         mesh_shape: Axis name to size, without model axes: there DTensor decides.
     """
     mesh_axes = MeshAxes.of(mesh_shape)
@@ -74,7 +75,7 @@ def collectives(statistics: Iterable[Statistics], mesh_shape: Mapping[str, int])
         gathered = mesh_axes.shards * each.bytes
         found += [
             one(kind="all-gather", what=each.path, count=each.uses, bytes=gathered, formula=f"{by_device} over {axis}"),
-            # Those of layers that are not behind each other DTensor merges.
+            # DTensor merges the all-reduces of layers that do not follow each other.
             one(
                 kind="all-reduce",
                 what=each.path,

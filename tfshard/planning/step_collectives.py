@@ -1,4 +1,4 @@
-"""Add to the graph of a step what its collectives and updates wait for, for predictions of its time.
+"""Add stand-ins for collectives and updates to the graph of a step, to predict the time of the step.
 
 Only `overlap`, `step_times` and the simulator use this. The operations stand for collectives, and compute nothing.
 """
@@ -54,7 +54,7 @@ class _CollectiveTracer(Tracer):
         self._needs_all = needs_all_gradients
         # Scattered gradients, as shards, with the name of their unit; one for each use.
         self._scattered: list[tuple[str, tf.Tensor]] = []
-        # Of a variable that stands alone, the number of its uses, and the gradients that join the merged all-reduce.
+        # For a variable outside of groups, the number of its uses, and its gradients that join the merged all-reduce.
         self._reads: dict[str, int] = collections.Counter()
         self._joining: dict[str, list[tf.Tensor]] = collections.defaultdict(list)
 
@@ -82,7 +82,7 @@ class _CollectiveTracer(Tracer):
         return tf.custom_gradient(lambda given: (tf.identity(given), reduce))(value)
 
     def _is_scattered(self, layout: VariableLayout) -> bool:
-        """Return True if the step reduces a gradient by itself, and each device keeps its shard."""
+        """Return True if the step reduces a gradient alone, and each device keeps its shard."""
         alone = layout.flat is None and layout.sharded is not None
         return alone and layout.spec.trainable and layout.update_sharded and self._devices > 1
 

@@ -1,8 +1,8 @@
 """Trace the forward and backward pass of a step on one device's share of a batch. Nothing is computed or allocated.
 
-The model's own operations are traced as Keras traces them. Variables are placeholders; each gather of a stored variable
-is an `Identity`. The passes of a real step then change the graph: `recomputing.recompute` adds what blocks compute
-again, and `unshard_schedule.arrange` decides when the step gathers what. So the plan counts the gathers of a step.
+Keras traces the model's operations. Variables are placeholders; each gather of a stored variable is an `Identity`. The
+passes of a real step then change the graph: `recomputing.recompute` adds the operations that blocks compute again, and
+`unshard_schedule.arrange` decides when the step gathers each variable. The plan thereby counts the gathers of a step.
 
 A step's collectives and updates are not in this graph. The simulator adds them (`step_collectives`).
 """
@@ -51,7 +51,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StandIn:
-    """An operation that stands for a collective or an update.
+    """An operation with the role of a collective or an update.
 
     Attributes:
         kind: A collective, an update, or a copy.
@@ -114,12 +114,12 @@ class StepGraph:
 
     @property
     def itemsizes(self) -> dict[str, int]:
-        """Bytes of an element of what a step gathers, by the name of the variable or group."""
+        """Bytes of an element of each gathered tensor, by the name of the variable or group."""
         return {each.unit: operation.outputs[0].dtype.size for operation, each in self.stand_ins.items() if each.unit}
 
     @functools.cached_property
     def known(self) -> frozenset[tf.Operation]:
-        """The operations on constants and shapes, whose results are known before the step runs."""
+        """The operations on constants and shapes. Their results are known before the step runs."""
         return recomputing.known_before(self.operations)
 
     @functools.cached_property
@@ -165,13 +165,13 @@ def trace(
 ) -> StepGraph:
     """Trace a step.
 
-    A list of specs is taken for a chain: products of one sample with one variable after the other.
+    A list of specs counts as a chain: products of one sample with one variable after the other.
 
     Args:
         model: A built model, or specs.
         placement: The layouts of its variables.
         inputs: The batch of the step over all devices, as for `model_graph.trace`.
-        recompute: Blocks to compute again besides those that the model has marked, as `blocks.install` takes them.
+        recompute: Blocks to compute again in addition to the model's marked blocks, as for `blocks.install`.
 
     Raises:
         LayoutError: The model cannot be called on its inputs, or its loss does not fit its outputs.
@@ -180,7 +180,7 @@ def trace(
 
 
 class Tracer:
-    """Traces a step. A subclass may add to the graph what becomes of the gradients.
+    """Traces a step. A subclass may add the reductions and updates of gradients to the graph.
 
     Args:
         placement: The layouts of the model's variables.
@@ -208,7 +208,7 @@ class Tracer:
     def run(self, model: ModelOrSpecs, inputs: Any, recompute: str | Sequence[str] | None) -> StepGraph:
         """Trace a model, and let the passes of a step change its graph."""
         with self._graph.as_default(), contextlib.ExitStack() as stack, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The model's own call warns again when it is trained.
+            warnings.simplefilter("ignore")  # The model warns again when it is trained.
             with tf.name_scope(_OURS):
                 for name, members in self._units.items():
                     self._store(name, members)
@@ -228,7 +228,8 @@ class Tracer:
         return self._arrange(noted, waiting)
 
     def _after_backward(self, gradients: Mapping[str, tf.Tensor]) -> list[unshard_schedule.WaitingGradient]:
-        """Add to the graph what becomes of the gradients; return those for which the backward pass waits."""
+        """Add the reductions and updates of gradients to the graph. Return the gradients for which the backward pass
+        waits."""
         alone = {each.layout.spec.path for each in self._gradients}
         for layout in self._placement.variables:
             if layout.spec.path in gradients and layout.spec.path not in alone:
@@ -298,7 +299,7 @@ class Tracer:
         return {path: tf.convert_to_tensor(gradient) for path, gradient in found if gradient is not None}
 
     def _together(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """As `Step.tie`."""
+        """Put tensors behind one barrier, like `Step.tie`."""
         made: list[tf.Tensor] = tf.raw_ops.IdentityN(input=[tf.compat.v1.placeholder(tf.float32, ()), *tensors])
         self._results.append(made[0])
         return made[1:]
@@ -359,9 +360,10 @@ class Tracer:
                     begun[operation.outputs[0].ref()] = name
 
     def _all_sources(self) -> dict[Any, Axes]:
-        """Tensors that stand for variables, also those that turns have cut out of a group that they gather again.
+        """Return the tensors that stand for variables, including copies that a schedule has cut out of a group that it
+        gathers again.
 
-        Such a copy is given the shape of its variable by the same constant.
+        A copy gets the shape of its variable from the same constant.
         """
         axes_of = {
             ref.deref().op.inputs[1].ref(): axes

@@ -1,4 +1,4 @@
-"""How long a training step takes on a machine, by its graph: what operations do, at the machine's prices."""
+"""Predict the time of a training step on a machine: the work of its operations at the machine's prices."""
 
 import contextlib
 import dataclasses
@@ -24,12 +24,12 @@ from tfshard.planning.variable_traffic import Collective
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """What a step takes.
+    """The time of a step.
 
     Attributes:
-        seconds: All of it.
-        compute_seconds: In which a device computes.
-        collective_seconds: In which it sends; some of it while it computes.
+        seconds: The time of the full step.
+        compute_seconds: The time in which a device computes.
+        collective_seconds: The time in which a device sends, partly while it computes.
     """
 
     seconds: float
@@ -39,14 +39,14 @@ class StepTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TracedStep:
-    """A step, or a part of one, that was traced once, for every mesh on which a device computes the same.
+    """A step, or a microbatch of one, that was traced once for every mesh on which a device computes the same.
 
     Attributes:
-        graph: Its graph.
-        work: What its operations do.
-        sent: What it sends over model axes.
-        statistics: Of each layer that normalizes by the batch.
-        unknown: What it sends of which the bytes are not known, or an empty text.
+        graph: The graph of the step.
+        work: The work of its operations.
+        sent: Its collectives over model axes.
+        statistics: The statistics of each layer that normalizes by the batch.
+        unknown: Traffic with unknown bytes, or an empty text.
     """
 
     graph: StepGraph
@@ -57,11 +57,11 @@ class TracedStep:
 
     @functools.cached_property
     def total(self) -> Work:
-        """What its operations do together on one device."""
+        """The work of all operations on one device."""
         return Work.total(self.work.values())
 
     def synchronizing(self, mesh_shape: Mapping[str, int]) -> Work:
-        """What a device does besides on a mesh, so that layers normalize by the whole batch."""
+        """Return the additional work on a mesh of layers that normalize by the full batch."""
         return Work(operations=statistics_traffic.operations(self.statistics, mesh_shape))
 
     @classmethod
@@ -74,14 +74,14 @@ class TracedStep:
         timing: UpdateTiming | None = None,
         recompute: str | Sequence[str] | None = None,
     ) -> "TracedStep":
-        """Traces it.
+        """Trace a step.
 
         Args:
             model: A built model.
-            placement: Where its variables go.
-            inputs: What the model is called on, over all devices.
-            timing: When updates can run; by default when there is their gradient.
-            recompute: Which blocks are computed again, besides those that are marked: as `blocks.marked` takes them.
+            placement: The layouts of the model's variables.
+            inputs: The inputs of the model, over all devices.
+            timing: When updates can run. By default an update runs once its gradient exists.
+            recompute: Blocks to compute again in addition to the marked blocks, as for `blocks.marked`.
 
         Raises:
             LayoutError: The model cannot be called on its inputs.
@@ -106,17 +106,18 @@ class TracedStep:
     def on(
         self, machine: Machine, mesh_shape: Mapping[str, int], *, updated_bytes: int, microbatches: int = 1
     ) -> StepTime:
-        """What it takes on a mesh of a machine's devices.
+        """Return the time of the step on a mesh of a machine's devices.
 
-        Collectives over the batch axis run beside what is computed, one after the other, as soon as they can
-        (`overlap`). Those over model axes are waited for. Devices that share cores take turns, and hide nothing.
+        Collectives over the batch axis run beside the computation, one after the other, as soon as they can
+        (`overlap`). The step waits for collectives over model axes. Devices that share cores compute one after the
+        other, and hide nothing.
 
         Args:
             machine: The machine.
             mesh_shape: The mesh.
-            updated_bytes: Of weights and slots that a device writes, after it or after the last microbatch
+            updated_bytes: Bytes of weights and slots that a device writes after the step, or after the last microbatch
                 (`updated_bytes_of`).
-            microbatches: Microbatches of a step; this graph is that of one of them.
+            microbatches: The number of microbatches of a step. This graph is the graph of one microbatch.
         """
         mesh_axes, links = MeshAxes.of(mesh_shape), machine.links
 
@@ -151,6 +152,6 @@ class TracedStep:
 
 
 def updated_bytes_of(placement: ModelPlacement, slots: Sequence[SlotSpec]) -> int:
-    """Of weights and slots that an optimizer writes on one device."""
+    """Return the bytes of weights and slots that an optimizer writes on one device."""
     weights = variable_traffic.updated_bytes(placement.variables, mesh_shape=placement.mesh_shape)
     return weights + sum(slot_bytes_of(placement, slots).values())

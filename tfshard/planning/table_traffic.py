@@ -1,4 +1,4 @@
-"""What a step sends of embedding tables: ids, rows and their gradients, at the most."""
+"""Predict the largest traffic of embedding tables in a step: ids, rows and their gradients."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.planning.variable_traffic import Collective
 from tfshard.storage import optimizer_kinds
 
-# Of what is sent: the place of a row, the length of the longest list, an element.
+# The bytes of a row's number, of the length of the longest list, and of an element.
 _BYTES = 4
 
 
@@ -26,18 +26,18 @@ def collectives(
     optimizer: Any = None,
     inputs: Any = None,
 ) -> list[Collective]:
-    """What a training step sends of embedding tables.
+    """Predict the collectives of embedding tables in a training step.
 
-    A device sends each other one a list of the different ids that it looks up there. The bytes are those of the longest
-    that there can be: if all ids of each device were different, and in the rows of one. A step sends what its longest
-    list takes, about a fraction `1 / devices` of that if ids lie evenly.
+    A device sends every other device a list of the distinct ids that it looks up there. The bytes assume the longest
+    possible list: all ids of a device are different, and one device stores all their rows. A step sends its actual
+    longest list, about a fraction `1 / devices` of the bytes if the ids are spread evenly.
 
     Args:
-        model: A built model; of a list of specs, each table is taken to be looked up once.
+        model: A built model. For a list of specs, each table is looked up once.
         planned: The layouts of its variables.
         mesh_shape: Axis name to size.
         optimizer: As for `plan`.
-        inputs: What a step calls the model on; without it bytes are not known.
+        inputs: The inputs of a step. Without them, bytes are unknown.
     """
     axes = MeshAxes.of(mesh_shape)
     tables = [each for each in planned if each.table is not None]
@@ -95,7 +95,7 @@ def _squares(optimizer: Any) -> bool:
 
 
 def _lookups(model: ModelOrSpecs, inputs: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The shapes of the ids of each lookup, by the path of the variable."""
+    """Return the shapes of the ids of each lookup, by the path of the variable."""
     try:
         graph = trace(model, inputs) if isinstance(model, keras.Model) else None
     except LayoutError:

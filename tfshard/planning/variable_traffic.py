@@ -1,4 +1,5 @@
-"""What a training step sends of variables and their gradients over the batch axis, derived from their layouts."""
+"""Predict the collectives of variables and their gradients over the batch axis in a training step, from their
+layouts."""
 
 import dataclasses
 import functools
@@ -19,18 +20,19 @@ from tfshard.layouts.variable_layout import Axes, VariableLayout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """What the devices send each other in a step.
+    """A collective of a step.
 
     Attributes:
         kind: `"all-gather"`, `"reduce-scatter"`, `"all-reduce"` or `"all-to-all"`.
         what: The path of the variable, `"group 3"`, or `"float32 gradients"`.
-        axis: The mesh axis over which it runs.
-        count: How often in a step.
-        bytes: Of the whole tensor on one device: what a gather gives, what a reduction takes. None for activations
-            when no `inputs` were given to plan for: they depend on the batch.
-        formula: How `bytes` comes about.
-        merges: Whether DTensor may merge it with others that do not depend on it: `count` is then the most there are.
-        at_most: Whether `bytes` is the most that it may be: it depends on the values of the batch.
+        axis: The mesh axis of the collective.
+        count: The number of times that a step runs it.
+        bytes: Bytes of the full tensor on one device: the result of a gather, the input of a reduction. None for
+            activations without `inputs` for the plan: their bytes depend on the batch.
+        formula: How `bytes` is computed.
+        merges: True if DTensor may merge the collective with others that do not depend on it. `count` is then the
+            maximum.
+        at_most: True if `bytes` is a maximum: the actual bytes depend on the values of the batch.
     """
 
     kind: str
@@ -61,20 +63,22 @@ class Reductions:
     """How a step reduces gradients.
 
     Attributes:
-        dtypes: The dtype of the gradient as it is reduced, by the variable's path; by default the variable's.
-        scales_loss: Whether the optimizer scales the loss: it looks whether all gradients are finite, and updates in a
-            branch.
+        dtypes: The dtype of the gradient as it is reduced, by the variable's path. By default the dtype of the
+            variable.
+        scales_loss: True if the optimizer scales the loss. It then checks whether all gradients are finite, and updates
+            in a branch.
     """
 
     dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scales_loss: bool = False
 
     def dtype_of(self, spec: VariableSpec) -> str:
-        """The dtype of a variable's gradient as it is reduced."""
+        """Return the dtype in which a variable's gradient is reduced."""
         return self.dtypes.get(spec.path, spec.dtype)
 
     def bytes_of(self, layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
-        """Bytes of a variable's gradient, as one device sends it. bfloat16 is added up in float32 (reductions.py)."""
+        """Return the bytes of a variable's gradient that one device sends. A bfloat16 gradient is summed in float32
+        (reductions.py)."""
         dtype = self.dtype_of(layout.spec)
         sent = "float32" if dtype == "bfloat16" else dtype
         return device_bytes(layout.spec.shape, layout.compute, mesh_shape, sent)
@@ -98,7 +102,7 @@ def inputs_of_microbatch(microbatches: Microbatches, inputs: Any, mesh_shape: Ma
 
 
 def sum_bytes(microbatches: Microbatches, planned: Sequence[VariableLayout], mesh_shape: Mapping[str, int]) -> int:
-    """Return the bytes in which a device adds up the gradients of microbatches."""
+    """Return the bytes in which a device sums the gradients of microbatches."""
     if microbatches.count == 1:
         return 0
     return sum(
@@ -109,7 +113,8 @@ def sum_bytes(microbatches: Microbatches, planned: Sequence[VariableLayout], mes
 
 
 def _compressed_in_microbatches(each: Collective, microbatches: Microbatches) -> Collective:
-    """Return what a step sends of a compressed gradient, from what it sends without microbatches."""
+    """Return the collectives of a compressed gradient in a step with microbatches, from a collective without
+    microbatches."""
     if microbatches.count == 1:
         return each
     if microbatches.reduce_once:
@@ -124,7 +129,7 @@ def _in_microbatches(
     mesh_shape: Mapping[str, int],
     config: ShardingConfig,
 ) -> list[Collective]:
-    """Return what a step sends, from what it sends without microbatches."""
+    """Return the collectives of a step with microbatches, from the collectives without microbatches."""
     microbatches, zero_stage = config.microbatches, config.zero_stage
     if microbatches.count == 1:
         return list(collectives)
@@ -169,27 +174,27 @@ def predict_collectives(
     gathers: Mapping[str, Gathers] | None = None,
     reductions: Reductions = PLAIN,
 ) -> tuple[Collective, ...]:
-    """What a training step sends over the batch axis.
+    """Predict the collectives of a training step over the batch axis.
 
-    Stage 3 gathers each group and each variable that rests sharded for the forward pass, and, with
-    `reshard_after_forward`, once more for the backward pass. Stages 1 and 2 gather what was updated shard by shard.
-    From stage 1 on the gradient of a variable that stands alone and is cut along one of its dims is reduce-scattered
-    (on CPU an all-reduce and a local slice). All other gradients of one dtype are merged by DTensor in one all-reduce,
-    which the loss and the metrics join. An optimizer that scales the loss needs to know whether all gradients are
-    finite: those of stage 1 are reduced whole for it, and one flag is reduced besides where devices have different
-    parts. It updates in a branch, and on a mesh of several axes nothing of such a step is merged
-    (`tfshard.devices.merges`), nor the metrics. What is sent of a compressed gradient its form says, once PowerSGD is
-    warm.
+    Stage 3 gathers each group and each variable that is stored sharded for the forward pass and, with
+    `reshard_after_forward`, once more for the backward pass. Stages 1 and 2 gather the variables that devices have
+    updated shard by shard. From stage 1 on, a gradient is reduce-scattered if its variable is outside of groups and
+    sharded along one of its dims. On CPU, the reduce-scatter is an all-reduce and a local slice. DTensor merges all
+    other gradients of one dtype in one all-reduce, with the loss and the metrics.
 
-    Not predicted: what a custom step reduces besides. What normalization over a batch sends is in `statistics_traffic`;
-    the gradients of its scale and offset come out of that.
+    An optimizer that scales the loss needs to know whether all gradients are finite. For it, the gradients of stage 1
+    are reduced in full, and a flag is reduced if devices have different shards. The optimizer updates in a branch. On a
+    mesh of several axes DTensor merges no reduction of this step (`tfshard.devices.merges`), including the metrics. The
+    form of a compressed gradient gives its collectives, once PowerSGD is warm.
+
+    The prediction excludes further reductions of a custom step. `statistics_traffic` predicts the traffic of
+    normalization over a batch, which includes the gradients of its scale and offset.
 
     Args:
         planned: The layout of each variable, groups included.
         config: The settings.
         mesh_shape: Axis name to size.
-        uses: How often the forward pass uses a variable, by path. By default what a functional model tells of its
-            layers.
+        uses: How often the forward pass uses a variable, by path. By default the uses of layers in a functional model.
         gathers: How stage 3 gathers a variable or a group, by its name here (`gather_counts`); by default once.
         reductions: How gradients are reduced (`gradient_dtypes`).
     """
@@ -277,7 +282,8 @@ def predict_collectives(
 
 
 def by_replicas(path: str, bytes_: int, count: int, mesh_axes: MeshAxes) -> list[Collective]:
-    """A gradient that is added up in each replica, by pieces, then between replicas, and gathered."""
+    """Return the collectives of a gradient that is reduce-scattered in each replica, all-reduced between replicas, and
+    gathered."""
     assert mesh_axes.data is not None and mesh_axes.replica is not None
     when = "for each use of the layer"
     return [
@@ -293,7 +299,7 @@ def by_replicas(path: str, bytes_: int, count: int, mesh_axes: MeshAxes) -> list
 
 
 def _compressed(path: str, form: CompressedForm, count: int, mesh_axes: MeshAxes) -> list[Collective]:
-    """A gradient that devices add up compressed."""
+    """Return the collectives of a gradient that devices sum compressed."""
     found = []
     for sent in form.sends():
         axis = mesh_axes.replica if sent.between_replicas else mesh_axes.data
@@ -304,7 +310,8 @@ def _compressed(path: str, form: CompressedForm, count: int, mesh_axes: MeshAxes
 
 
 def _flags(planned: Sequence[VariableLayout], mesh_axes: MeshAxes) -> list[Collective]:
-    """Whether gradients of which devices have different parts are finite: a number for each, merged on one axis."""
+    """Return the reductions of the flags that say whether gradients are finite, for gradients with different shards on
+    the devices. The flags are merged on one axis."""
     waiting = []
     for layout in planned:
         axes = [axis for axis in layout.gradient if axis is not None and mesh_axes[axis] > 1]
@@ -324,9 +331,10 @@ _FLAG_BYTES = 4
 
 
 def _contributions(layout: VariableLayout, known_uses: Mapping[str, int]) -> tuple[int, int]:
-    """How many parts of a variable's gradient are reduce-scattered, and how many join the merged all-reduce.
+    """Return how many contributions to a variable's gradient are reduce-scattered, and how many join the merged
+    all-reduce.
 
-    Each use of a layer in a functional model adds a part, which DTensor reduces by itself.
+    Each use of a layer in a functional model adds a contribution, which DTensor reduces separately.
     """
     uses = known_uses.get(layout.spec.path) or max(1, len(_private.layer_uses(layout.spec.layer)))
     if not layout.update_sharded or layout.sharded is None or joins(layout, uses):
@@ -335,25 +343,25 @@ def _contributions(layout: VariableLayout, known_uses: Mapping[str, int]) -> tup
 
 
 def _comes_reduced(layout: VariableLayout, mesh_axes: MeshAxes) -> bool:
-    """Whether a gradient comes out of sums that its layer sends (`statistics_traffic`)."""
+    """Return whether the sums that a layer sends include the reduction of its gradient (`statistics_traffic`)."""
     layer = layout.spec.layer
     is_by_batch = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
     return is_by_batch and not mesh_axes.has_tensor_parallelism
 
 
 def joins(layout: VariableLayout, uses: int) -> bool:
-    """Whether the parts of a gradient that is sharded join the merged all-reduce: at stage 1 they are added up before
-    they are scattered, so that more than one are not fused with that.
+    """Return whether the contributions to a sharded gradient join the merged all-reduce. At stage 1, several
+    contributions are summed before the scatter, so DTensor cannot fuse the reductions with the scatter.
 
     Args:
-        layout: Of a variable that is updated in shards.
+        layout: The layout of a variable that is updated in shards.
         uses: How often it is used.
     """
     return uses > 1 and not layout.reduce_scatter
 
 
 def updated_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str, int]) -> int:
-    """Bytes on one device of the parameters in the layouts in which they are updated."""
+    """Return the bytes on one device of the parameters in their update layouts."""
     updated = [each.slot(each.spec) for each in units(planned) if each.spec.trainable]
     return sum(device_bytes(each.storage_shape, each.storage, mesh_shape, each.spec.dtype) for each in updated)
 
@@ -366,12 +374,12 @@ def is_gathered(layout: VariableLayout, zero_stage: ZeroStage) -> bool:
 
 
 def units(planned: Sequence[VariableLayout]) -> list[VariableLayout]:
-    """What is communicated as one: variables that stand alone, and of each group its first member."""
+    """Return the units of communication: variables outside of groups, and the first member of each group."""
     return [layout for layout in planned if layout.group is None or layout.member == 0]
 
 
 def members_of(planned: Sequence[VariableLayout]) -> dict[str, list[VariableLayout]]:
-    """The variables of each unit, by its name."""
+    """Return the variables of each unit, by the unit's name."""
     found: dict[str, list[VariableLayout]] = {}
     for layout in planned:
         found.setdefault(unit_name(layout), []).append(layout)
@@ -383,26 +391,26 @@ def unit_name(layout: VariableLayout) -> str:
 
 
 def device_bytes(shape: tuple[int, ...], axes: Axes, mesh_shape: Mapping[str, int], dtype: str) -> int:
-    """Bytes that one device holds of a tensor in a layout."""
+    """Return the bytes that one device holds of a tensor in a layout."""
     elements = math.prod(shape) // math.prod(mesh_shape[axis] for axis in axes if axis is not None)
     return elements * variable_layout.itemsize(dtype)
 
 
 def resting_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
-    """Bytes that one device holds of a variable, or of its buffer, between steps."""
+    """Return the bytes that one device stores of a variable, or of its buffer, between steps."""
     shares = math.prod(mesh_shape[axis] for axis in layout.storage if axis is not None)
     return layout.stored_bytes_of(math.prod(layout.storage_shape) // shares)
 
 
 def whole_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
-    """Bytes of a variable, or of its buffer, on one device once it is gathered over the batch axis."""
+    """Return the bytes of a variable, or of its buffer, on one device after the gather over the batch axis."""
     return device_bytes(layout.gathered_shape, layout.gathered, mesh_shape, layout.spec.dtype)
 
 
 def gradient_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int], *, scattered: bool) -> int:
-    """Bytes of a gradient on one device, as a shard or as it comes out of the backward pass.
+    """Return the bytes of a gradient on one device, as a shard or as the backward pass makes it.
 
-    That of an embedding table has what was looked up, which is counted with the activations.
+    The gradient of an embedding table has the rows that were looked up, which count as activations.
     """
     if layout.table is not None:
         return 0

@@ -1,15 +1,15 @@
 """How is a variable stored, read and written?
 
-A *storage* is one DTensor variable; the members of a group share it. A *step* defers writes to its end. Read
-`variables` and `access` first, then `steps`, whose note says why writes are deferred, then `passes`.
+A *storage* is one DTensor variable, shared by the members of a group. A *step* defers writes to its end. Read
+`variables` and `access` first. Then read `steps` (its note says why writes are deferred) and `passes`.
 
-    formats            how a storage keeps its members: `Unpacked` in their own shape, `Flat` in a padded buffer
+    formats            how a storage keeps its members: `Unpacked` in the variable's shape, `Flat` in a padded buffer
     initial_values     initial values that are not drawn before their place is known
     eight_bits         float32 elements as codes of 8 bits in blocks
-    storage            `Storage`: a DTensor variable and the variables that live in it
+    storage            `Storage`: a DTensor variable and the variables that it holds
     variables          `ShardedVariable`: a Keras variable's view of its storage
     access             how a variable is read and written in each context
-    surface            what a `tf.Variable` does besides being read and written
+    surface            the other methods of a `tf.Variable`
     outside            variables in traced functions that belong to no step
     gradient           gradients from the compute layout to the update layout
 
@@ -27,7 +27,7 @@ A *storage* is one DTensor variable; the members of a group share it. A *step* d
     recomputing        pass: compute blocks again in the backward pass
     unshard_schedule   pass: gather sharded values shortly before each use, and free them
     late_slices        pass: slice replicated values for updates when the gradient exists
-    update_order       pass: order updates whose gradients are reduced together
+    update_order       pass: order the updates of gradients that are reduced together
     slot_reads         pass: read a slot's new value from the slot once it is written
     small_copies       pass: write counters and metrics only if the step succeeds on all devices
     commit             pass: assign the storages that a step has written

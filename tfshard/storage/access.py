@@ -13,7 +13,7 @@ Each read or write of a variable goes to the access object of the current contex
     | an update of a packed buffer as one tensor          | `InPackedUpdate`   | the same, for its members and slots   |
     | an update of an embedding table by rows             | `InRowUpdate`      | rows, for the table and its slots     |
 
-Branches of a `tf.cond`, called functions and recomputed blocks have no access of their own: in a step, the write log
+Branches of a `tf.cond`, called functions and recomputed blocks have no access object. In a step, the write log
 (write_log.py) follows the graph that is being built, and blocks only mark operations.
 """
 
@@ -142,7 +142,7 @@ class InPlainFunction:
 
 
 class AroundSteps(InPlainFunction):
-    """A traced function that runs steps: each read and each write between them is a step of its own."""
+    """A traced function that runs steps: each read and each write between them is a separate step."""
 
     def read(self, variable: VariableView) -> tf.Tensor:
         with steps.step_scope(reads_only=True):
@@ -208,7 +208,7 @@ class InStep:
         if read is not None:
             return read
         if self._step is not None and variable.layout.table is not None and not _private.is_eager():
-            return self._step.tables.source(variable.storage)  # No lookup took it: there is no gradient.
+            return self._step.tables.source(variable.storage)  # No lookup took the read: it has no gradient.
         return variable.source()
 
 
@@ -216,7 +216,7 @@ class InUpdate(InStep):
     """An optimizer's update: variables are read and written in the update layout, unless a buffer packs them."""
 
     def _is_buffer(self, storage: Storage) -> bool:
-        """Return whether a variable of the storage stands for the buffer."""
+        """Return whether a variable of the storage has the role of the buffer."""
         return not storage.format.packed
 
     def _read(self, variable: VariableView) -> tf.Tensor:
@@ -242,7 +242,8 @@ class InUpdate(InStep):
 
 
 class InPackedUpdate(InUpdate):
-    """An update of a packed buffer as one tensor: one member stands for the buffer, and its slots for theirs."""
+    """An update of a packed buffer as one tensor: one member has the role of the buffer, and its slots have the roles
+    of the slots' buffers."""
 
     def __init__(self, step: Step | None, packed: Any):
         super().__init__(step)

@@ -11,16 +11,17 @@ barrier:
 
 - **DTensor** merges all-reduces, and then sorts all operations by their operands only
   (dtensor_allreduce_combine_optimization.cc). Control edges do not survive, and a read, which has no operand but its
-  handle, may move in front of a write. So order is expressed by operands. The handle of a read that follows a write
+  handle, may move in front of a write. Therefore operands express the order. The handle of a read that follows a write
   goes through a barrier with the value that is written (`write_then_read`).
-- **MLIR** removes an output of an `IdentityN` that nothing uses, together with its input. So every output is used.
+- **MLIR** removes an output of an `IdentityN` that nothing uses, together with its input. Therefore every output is
+  used.
 - **Grappler** removes an `IdentityN` unless its first input is the read of a variable
-  (`DependencyOptimizer::SafeToRemoveIdentity`), and prunes outputs that lead to no result (ModelPruner). So the first
-  input is a read: of the tensor's own variable, or of the *token*. The token is a variable with one number, always
+  (`DependencyOptimizer::SafeToRemoveIdentity`), and prunes outputs that lead to no result (ModelPruner). Therefore the
+  first input is a read of the tensor's variable, or of the *token*. The token is a variable with one number, always
   zero. A step sums the tokens that went through its barriers, and assigns the sum to the token's variable at its end.
 - **oneDNN** computes the gradients by a convolution's kernel and by its bias in one operation, if both take outputs of
-  one operation, even different outputs (mkl_layout_pass.cc). The results are then silently wrong. So no barrier gives
-  outputs to both, and callers leave gradients of convolutions alone.
+  one operation, even different outputs (mkl_layout_pass.cc). The results are then silently wrong. Therefore no barrier
+  gives outputs to both, and callers leave gradients of convolutions alone.
 
 By itself, a barrier copies nothing and changes no number. It also keeps TensorFlow from fusing the operations before
 and behind it, and from merging equal operations on its two sides.
@@ -55,7 +56,8 @@ def tie(read: tf.Tensor, *tensors: tf.Tensor) -> list[tf.Tensor]:
 
 
 def hold(read: tf.Tensor, *held: Held) -> list[tf.Tensor]:
-    """Tie tensors, and give each tied tensor to its consumers. Return all tied tensors, the read first."""
+    """Put tensors behind one barrier, and give each output to the tensor's consumers. Return all outputs, the read
+    first."""
     tied = tie(read, *(tensor for tensor, _ in held))
     for (_, inputs), tensor in zip(held, tied[1:], strict=True):
         for each in inputs:
@@ -73,7 +75,7 @@ def write_then_read(variable: dtensor.DVariable, value: tf.Tensor) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Barrier:
-    """Makes barriers for one step. The token is the first input of each.
+    """Makes the barriers of one step. The token is the first input of each barrier.
 
     Attributes:
         read_token: Reads the token.
@@ -100,7 +102,7 @@ class Barrier:
         return tied
 
     def hold(self, *held: Held) -> list[tf.Tensor]:
-        """Tie tensors, give each tied tensor to its consumers, and return the tied tensors."""
+        """Put tensors behind one barrier, give each output to the tensor's consumers, and return the outputs."""
         token, *tied = hold(self.read_token(), *held)
         self.tokens.append(token)
         return tied

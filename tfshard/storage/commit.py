@@ -23,8 +23,8 @@ def write(record: StepRecord, barrier: Barrier) -> None:
 def _behind_earlier_step(record: StepRecord, storage: Writable, value: tf.Tensor) -> tf.Tensor:
     """Return a value that is written behind the value that an earlier step of the same function wrote.
 
-    DTensor orders the two writes by their operands only. So the earlier value is written once more, and both values
-    wait for each other.
+    DTensor orders the two writes by their operands only. This function therefore writes the earlier value once more,
+    behind a barrier with the new value.
     """
     earlier = traced_steps.written_before(record.graph, storage)
     if earlier is None:

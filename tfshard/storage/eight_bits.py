@@ -1,16 +1,16 @@
 """Float32 elements as codes of 8 bits, in blocks of 256 that each have a scale.
 
-Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (https://arxiv.org/abs/2110.02861). A block is
-divided by its largest magnitude. What is left, at most 1, is told by its decade, of which there are seven, and by its
-place in it: the higher the decade, the more places it has, so that large elements are told most exactly and those of a
-ten-millionth of the largest still are. With the sign, the places of the decades are 1, 2, 4, ... 64: 127 magnitudes. A
-block in which nothing is negative, as of second moments, needs no sign and has twice as many.
+Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (https://arxiv.org/abs/2110.02861). `encode`
+divides a block by its largest magnitude. A code names the decade of each quotient (one of seven), and a place in the
+decade. Higher decades have more places: large elements are the most exact, and an element a ten-millionth of the
+largest still has a code. With the sign, the decades have 1, 2, 4, ... 64 places: 127 magnitudes. A block without
+negative elements, such as a block of second moments, needs no sign and has twice as many places.
 
-Three things differ from the paper. Each block chooses its map, by its elements and not by the name of the slot. No
-element that is not 0 becomes 0, whatever it is next to: a second moment of 0 would divide an update by epsilon. And the
-largest element is told exactly, with either sign, so that what was decoded is encoded to the same codes again.
+Three things differ from the paper. Each block chooses its map by its elements, not by the name of the slot. No element
+other than 0 becomes 0, whatever its neighbours are: a second moment of 0 would divide an update by epsilon. The largest
+element is exact, with either sign; encoding a decoded block therefore gives the same codes.
 
-Operations are those that DTensor expands along dims in front of the block, on every device by itself.
+DTensor expands all operations along dims in front of the block, so each device encodes its local shard.
 """
 
 import math
@@ -27,14 +27,15 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 def encode(values: tf.Tensor) -> tf.Tensor:
-    """Blocks as codes and scales.
+    """Encode blocks as codes and scales.
 
     Args:
         values: float32, `(..., 256)`.
 
     Returns:
         uint8, `(..., 260)`: the codes, and behind them the four bytes of the scale. The scale is the largest magnitude,
-        negative where nothing in the block is. A block with an element that is not finite decodes to such elements.
+        with a negative sign if no element of the block is negative. A block with an element that is not finite decodes
+        to elements that are not finite.
     """
     largest = tf.reduce_max(tf.abs(values), axis=-1, keepdims=True)
     largest = tf.where(largest < _SMALLEST, tf.zeros_like(largest), largest)
@@ -51,7 +52,7 @@ def encode(values: tf.Tensor) -> tf.Tensor:
 
 
 def decode(stored: tf.Tensor) -> tf.Tensor:
-    """What `encode` took, rounded.
+    """Return the elements that `encode` rounded to these codes.
 
     Args:
         stored: uint8, `(..., 260)`.
@@ -71,7 +72,7 @@ def _to_bytes(scale: tf.Tensor) -> tf.Tensor:
 
 
 def _from_bytes(stored: tf.Tensor) -> tf.Tensor:
-    """What `_to_bytes` took."""
+    """Invert `_to_bytes`."""
     words = tf.bitwise.left_shift(tf.cast(stored, tf.int32), _SHIFTS)
     return tf.bitcast(tf.reduce_sum(words, axis=-1, keepdims=True), tf.float32)
 
@@ -86,7 +87,7 @@ def _magnitudes(places_of_the_first: int) -> np.ndarray:
 
 
 def _table() -> np.ndarray:
-    """What codes stand for: 256 with a sign, and 256 without, of which the last does not occur."""
+    """Return the value of each code: 256 with a sign, and 256 without. The last one does not occur."""
     signed = _magnitudes(1)
     return np.concatenate([signed, -signed, _magnitudes(2), [1.0]]).astype(np.float32)
 

@@ -1,12 +1,13 @@
 """StorageFormat: how a storage keeps its members on the mesh.
 
-`Unpacked` keeps one variable in its own shape, `Flat` one or more in a padded buffer. A format knows everything that
-differs between the two. Another way of storing is one more class here, and a line in `StorageFormat.of`; one that
-differs in its elements only, such as in their dtype, gives `encode` and `decode` (tests/storage/test_formats.py). One
-that stores what devices have of another's buffer in a form of its own, as `InBlocks` does, has that other.
+`Unpacked` keeps one variable in the variable's shape. `Flat` keeps one or more variables in a padded buffer. A format
+knows everything that differs between the two. To add a way of storing, add a class here and a line in
+`StorageFormat.of`. A format that changes only the elements, such as their dtype, overrides `encode` and `decode`
+(tests/storage/test_formats.py). A format that stores the local shards of another format's buffer in another form, such
+as `InBlocks`, wraps the other format.
 
-The words: *values* are members' whole values, in their shapes. The *buffer* holds all members in one tensor; *stored*
-is the buffer as it rests, with its elements encoded.
+The words: *values* are the members' full values, in their shapes. The *buffer* holds all members in one tensor.
+*stored* is the buffer as it is kept between steps, with its elements encoded.
 """
 
 import abc
@@ -38,9 +39,9 @@ class Member:
     """A variable of a storage.
 
     Attributes:
-        shape: The shape of the whole variable.
-        compute: Its compute layout.
-        update: The layout in which it is updated by itself.
+        shape: The full shape of the variable.
+        compute: The compute layout of the variable.
+        update: The layout in which the variable is updated if it is updated alone.
     """
 
     shape: tuple[int, ...]
@@ -49,21 +50,23 @@ class Member:
 
 
 class StorageFormat(abc.ABC):
-    """How a storage keeps its members on the mesh, is read, written and updated.
+    """Stores the members of a storage on the mesh, and brings them to the layouts of reads, writes and updates.
 
     Attributes:
         mesh: The mesh.
-        rests_on: The mesh on which the buffer rests between steps: the host's, or `mesh`.
-        members: The variables that have a place in it, by number.
-        shape: The buffer's.
-        storage: The layout in which the buffer rests between steps.
-        update: The layout in which it is updated.
+        stored_on: The mesh on which the buffer is stored between steps: the host mesh, or `mesh`.
+        members: The variables in the buffer, by number.
+        shape: The shape of the buffer.
+        storage: The layout in which the buffer is stored between steps.
+        update: The layout in which the buffer is updated.
         gathered: The layout from which members are read: gathered over the batch axis.
-        direct: Whether a read is one of what is stored, brought to the compute layout: a tape can watch that.
-        is_encoded: Whether elements are stored in another form than that in which they are updated.
-        packed: Whether members have other shapes in the buffer than by themselves. An update that works element by
-            element is then one of the buffer.
-        is_repeated: Whether what the data axis shards is there once for each replica; else it is other in each.
+        direct: True if a read is the stored tensor, brought to the compute layout. A tape can watch the stored tensor
+            then.
+        is_encoded: True if the stored elements have another form than the updated elements.
+        packed: True if members have another shape in the buffer than alone. An elementwise update then updates the
+            buffer as one tensor.
+        is_repeated: True if every replica stores the same shards along the data axis. Otherwise each replica stores
+            others.
     """
 
     direct: bool
@@ -82,18 +85,18 @@ class StorageFormat(abc.ABC):
 
     @property
     def mesh_axes(self) -> MeshAxes:
-        """The mesh, with replicas if what is stored is the same in each."""
+        """The mesh axes. They include replicas only if every replica stores the same shards."""
         axes = axis_sizes(self.mesh)
         return axes if self.is_repeated else MeshAxes(axes.axes)
 
     @property
     def is_gathered(self) -> bool:
-        """Whether a read gathers what is stored over the batch axis."""
+        """True if a read gathers the stored buffer over the batch axis."""
         return self.storage != self.gathered
 
     @property
     def gathered_elements(self) -> int:
-        """What a device has of the buffer once it is gathered."""
+        """The number of elements that a device holds of the gathered buffer."""
         sizes = axis_sizes(self.mesh)
         shares = math.prod(sizes[axis] for axis in self.gathered if axis is not None)
         return math.prod(self.gathered_shape) // shares
@@ -105,7 +108,7 @@ class StorageFormat(abc.ABC):
 
     @staticmethod
     def of(layout: VariableLayout, mesh: dtensor.Mesh) -> "StorageFormat":
-        """The format of the storage in which a variable of this layout lives."""
+        """Return the format of the storage for a variable of this layout."""
         format: StorageFormat
         if layout.table is not None:
             return TableRows(layout, mesh)
@@ -125,112 +128,115 @@ class StorageFormat(abc.ABC):
     # --- elements -------------------------------------------------------------------------------------
 
     def encode(self, values: Elements) -> Elements:
-        """The buffer as it is stored; an array on the host, or a tensor on the mesh."""
+        """Return the stored form of a buffer: an array on the host, or a tensor on the mesh."""
         return values
 
     def decode(self, stored: Elements) -> Elements:
-        """What `encode` took."""
+        """Invert `encode`."""
         return stored
 
     def encode_local(self, values: Elements) -> Elements:
-        """What one device has of the buffer, as it is stored there; an array or tensor on the host."""
+        """Return the stored form of one device's shard of the buffer: an array or a tensor on the host."""
         return self.encode(values)
 
     def decode_local(self, stored: Elements) -> Elements:
-        """What `encode_local` took."""
+        """Invert `encode_local`."""
         return self.decode(stored)
 
     # --- on the host ----------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def pack_host(self, values: Mapping[int, HostValue]) -> np.ndarray:
-        """What is stored of members' values, by number; zeros of those that are not there.
+        """Return the stored buffer for the given values of members, by number. Absent members become zeros.
 
-        One after the other is drawn, where that is not done yet.
+        Initial values that are not drawn yet are drawn one after the other.
         """
 
     @abc.abstractmethod
     def unpack_host(self, stored: np.ndarray, member: int) -> np.ndarray:
-        """A member's value."""
+        """Return the value of a member."""
 
     # --- on the mesh ----------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def pack(self, written: Mapping[int, tf.Tensor], read: Callable[[int], tf.Tensor]) -> tf.Tensor:
-        """The buffer, in any layout, once members were written.
+        """Return the buffer, in any layout, after writes to members.
 
         Args:
-            written: What was written, by member; in any layout.
-            read: Gives any member's value under its compute layout, what was written included.
+            written: The written values by member, in any layout.
+            read: Returns the value of a member in its compute layout, after the writes.
         """
 
     def to_stored(self, buffer: tf.Tensor) -> tf.Tensor:
-        """The buffer, in any layout, as it is stored, in its storage layout."""
+        """Encode a buffer of any layout, and bring it to the storage layout."""
         return self._to_rest(self.encode(buffer))
 
     def _to_rest(self, buffer: tf.Tensor) -> tf.Tensor:
-        """What is stored, in any layout, in its storage layout. Stages 1 and 2 gather it after its update."""
+        """Bring an encoded buffer of any layout to the storage layout. Stages 1 and 2 gather the buffer after its
+        update."""
         axes = gradient.layout_of(buffer) if self.storage != self.update else None
         return replicas.gathered(buffer, axes or self.storage, self.storage, self.mesh)
 
     def in_update(self, buffer: tf.Tensor) -> tf.Tensor:
-        """The buffer, in any layout, in the one in which it is updated."""
+        """Bring a buffer of any layout to the update layout."""
         return transfer.relayout(buffer, self.update, self.mesh)
 
     def for_update(self, stored: tf.Tensor) -> tf.Tensor:
-        """The buffer, as it is stored, in the layout in which it is updated."""
+        """Decode a stored buffer, and bring it to the update layout."""
         return self.decode(transfer.relayout(stored, self.update, self.mesh))
 
     @abc.abstractmethod
     def gather(self, stored: tf.Tensor) -> tf.Tensor:
-        """What `read` reads members from, whole over the batch axis: one all-gather if it was sharded."""
+        """Return the buffer from which `read` takes members: full along the batch axis, by one all-gather if it is
+        sharded."""
 
     @abc.abstractmethod
     def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:
-        """A member's value under its compute layout, out of what `gather` returned."""
+        """Return the value of a member in its compute layout, from the result of `gather`."""
 
     # --- updates of the buffer: of packed formats -----------------------------------------------------
 
     def pack_gradients(self, gradients: Sequence[tf.Tensor | None], dtype: tf.DType) -> tf.Tensor:
-        """One tensor of whole ones in the members' shapes, in the layout in which the buffer is updated.
+        """Pack full gradients, in the members' shapes, into one tensor in the update layout of the buffer.
 
-        Zeros take the place of None.
+        Zeros replace None.
         """
         raise AssertionError("Its member is updated by itself.")
 
     def mask(self, members: frozenset[int]) -> tf.Tensor:
-        """Which elements of the buffer belong to `members`, in a shape that broadcasts to the buffer's."""
+        """Return which elements of the buffer belong to `members`, in a shape that broadcasts to the buffer's shape."""
         raise AssertionError("Its member is updated by itself.")
 
     # --- on one device, outside of a step -------------------------------------------------------------
 
     @abc.abstractmethod
     def extract(self, stored: tf.Tensor, member: int) -> tf.Tensor:
-        """A member's value out of an ordinary tensor."""
+        """Return the value of a member from an ordinary tensor."""
 
     @abc.abstractmethod
     def insert(self, stored: Callable[[], tf.Tensor], member: int, value: tf.Tensor) -> tf.Tensor:
-        """What is stored once a member has this value.
+        """Return the stored buffer after one member got a new value.
 
         Args:
-            stored: Gives what is stored now, for the other members.
-            member: Its number.
-            value: Its whole value, an ordinary tensor.
+            stored: Returns the stored buffer, for the other members.
+            member: The number of the member.
+            value: Its full value, an ordinary tensor.
         """
 
-    # --- what a device holds --------------------------------------------------------------------------
+    # --- the local shards -----------------------------------------------------------------------------
 
     @abc.abstractmethod
     def pieces(self, location: Mapping[str, int]) -> list[Shard]:
-        """What the device at `location` (axis name to index) holds of the members."""
+        """Return the shards of members that the device at `location` (axis name to index) stores."""
 
     @abc.abstractmethod
     def share(self, piece: int, member: int) -> int:
-        """Bytes of a device's piece of the buffer that are this member's. Those of all members add up to it."""
+        """Return the bytes of a device's shard of the buffer that belong to one member. The bytes of all members add up
+        to the shard."""
 
 
 class Unpacked(StorageFormat):
-    """One variable in its own shape."""
+    """A single variable in the variable's shape."""
 
     direct = True
     packed = False
@@ -299,7 +305,7 @@ class TableRows(StorageFormat):
         value, filling = drawn(values[0]), self.shape[0] - self._rows
         if not filling:
             return value
-        if not any(value.strides):  # One number for all elements, which takes the memory of one.
+        if not any(value.strides):  # All elements are one number, stored once.
             return np.broadcast_to(value[:1, :1], self.shape)
         return np.concatenate([value, np.zeros((filling, value.shape[1]), value.dtype)])
 
@@ -336,12 +342,12 @@ Pin: TypeAlias = Callable[[tf.Tensor, Axes], tf.Tensor]
 
 
 def _as_it_is(tensor: tf.Tensor, axes: Axes) -> tf.Tensor:
-    """The pin of ordinary tensors, which have no layout."""
+    """Return the tensor: ordinary tensors have no layout to pin."""
     return tensor
 
 
 def _to_rows(value: tf.Tensor, rows: ShardRows, pin: Pin) -> tf.Tensor:
-    """A tensor with a row for each shard."""
+    """Reshape a member to a tensor with a row for each shard."""
     value = pin(value, rows.axes)
     if rows.front:
         value = pin(tf.reshape(value, rows.split_shape), rows.split_axes)
@@ -350,7 +356,7 @@ def _to_rows(value: tf.Tensor, rows: ShardRows, pin: Pin) -> tf.Tensor:
 
 
 def _from_rows(tensor: tf.Tensor, rows: ShardRows, pin: Pin) -> tf.Tensor:
-    """What `_to_rows` took."""
+    """Invert `_to_rows`."""
     if rows.front:
         tensor = pin(tf.reshape(tensor, rows.moved_shape), rows.moved_axes)
         tensor = pin(tf.transpose(tensor, np.argsort(rows.to_front)), rows.split_axes)
@@ -358,7 +364,7 @@ def _from_rows(tensor: tf.Tensor, rows: ShardRows, pin: Pin) -> tf.Tensor:
 
 
 class Flat(StorageFormat):
-    """One or more variables in a `FlatForm`.
+    """A group of variables, or a single one, in a `FlatForm`.
 
     Every step between the two forms is pinned to its layout. Left to propagation, the batch axis of the buffer would
     travel back through the reshapes and meet dims that it does not divide.
@@ -377,7 +383,7 @@ class Flat(StorageFormat):
         super().__init__(layout, mesh, tuple(members))
         self._form = form
         self._model_axes: Axes = form.model_axes
-        # The buffer without rows: what the members follow each other in.
+        # The shape of the buffer without rows: the members follow each other in its last dim.
         self._in_line = (*form.model_sizes, form.rows * form.columns)
 
     # --- on the host ----------------------------------------------------------------------------------
@@ -398,7 +404,7 @@ class Flat(StorageFormat):
 
     @staticmethod
     def _for_replicas(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The rows once for each replica, where the buffer of this shape has them so often."""
+        """Repeat the rows for each replica, if the buffer of this shape contains them repeatedly."""
         count = shape[-2] // rows.shape[-2]
         return rows if count == 1 else np.concatenate([rows] * count, axis=-2)
 
@@ -425,7 +431,7 @@ class Flat(StorageFormat):
         return axis_sizes(self.mesh).replicas > 1
 
     def _brought(self, buffer: tf.Tensor, axes: Axes) -> tf.Tensor:
-        """The buffer, sharded or gathered, in one of the two layouts."""
+        """Bring the buffer, sharded or gathered, to one of the two layouts."""
         form = self._form
         is_sharded = self._has_replicas and buffer.shape[-2] == form.buffer_shape[-2]
         if is_sharded and axes == form.gathered_axes:
@@ -446,7 +452,7 @@ class Flat(StorageFormat):
         return self.decode(self._brought(stored, self.update))
 
     def _join(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The buffer, gathered over the batch axis, with zeros between and behind the members."""
+        """Join members to the buffer, gathered over the batch axis, with zeros between and behind the members."""
         form, model = self._form, self._model_axes
         parts, end = [], 0
         for value, place in zip(values, form.members, strict=True):
@@ -463,7 +469,7 @@ class Flat(StorageFormat):
         return transfer.zeros((*self._form.model_sizes, elements), dtype, (*self._model_axes, None), self.mesh)
 
     def _to_part(self, value: tf.Tensor, place: FlatMember, pin: Pin) -> tf.Tensor:
-        """A member's value as it lies in the line."""
+        """Reshape the value of a member to its place in the line."""
         return _to_rows(value, self._form.shard_rows(place), pin)
 
     def gather(self, stored: tf.Tensor) -> tf.Tensor:
@@ -477,7 +483,7 @@ class Flat(StorageFormat):
         return self._from_line(gathered, self._form.members[member], self._pin)
 
     def _from_line(self, line: tf.Tensor, place: FlatMember, pin: Pin) -> tf.Tensor:
-        """A member's value out of the line."""
+        """Return the value of a member from the line."""
         tensor = line
         if (place.offset, place.elements) != (0, self._in_line[-1]):
             tensor = pin(tensor[..., place.offset : place.end], (*self._model_axes, None))
@@ -516,13 +522,13 @@ class Flat(StorageFormat):
         rows = tf.reshape(joined, self._form.gathered_shape)
         return tf.concat([rows] * (self.shape[-2] // self._form.rows), axis=-2)
 
-    # --- what a device holds --------------------------------------------------------------------------
+    # --- the local shards -----------------------------------------------------------------------------
 
     def pieces(self, location: Mapping[str, int]) -> list[Shard]:
         return boxes.flat_shards(self._form, self.storage, location)
 
     def share(self, piece: int, member: int) -> int:
-        # Cut where the next member begins.
+        # A shard is cut where the next member begins.
         begins = [0, *(place.offset for place in self._form.members[1:]), self._form.elements]
         return piece * begins[member + 1] // self._form.elements - piece * begins[member] // self._form.elements
 
@@ -551,7 +557,7 @@ class _Bfloat16(_Cast):
 
 
 class UnpackedInBfloat16(_Bfloat16, Unpacked):
-    """One variable in its own shape, as bfloat16."""
+    """A single variable in the variable's shape, as bfloat16."""
 
 
 class FlatInBfloat16(_Bfloat16, Flat):
@@ -563,7 +569,7 @@ class _Int64(_Cast):
 
 
 class UnpackedInInt64(_Int64, Unpacked):
-    """One variable in its own shape, as int64."""
+    """A single variable in the variable's shape, as int64."""
 
 
 class FlatInInt64(_Int64, Flat):
@@ -571,15 +577,15 @@ class FlatInInt64(_Int64, Flat):
 
 
 def _has_int32(mesh: dtensor.Mesh) -> bool:
-    """Whether devices have variables of int32. TensorFlow keeps those of GPUs on the host."""
+    """Return whether devices can hold int32 variables. TensorFlow keeps the int32 variables of GPUs on the host."""
     return str(mesh.device_type()).upper() != "GPU"
 
 
 class FlatInWords(Flat):
     """Members of one byte an element in a padded buffer, stored as int64.
 
-    DTensor gathers integers of 32 and 64 bits only. It makes int32 of smaller ones, and of the gather an all-reduce:
-    eight times the bytes. A word is taken apart on each device by itself.
+    DTensor gathers integers of 32 and 64 bits only. It casts smaller integers to int32, and gathers them by an
+    all-reduce: eight times the bytes. Each device takes its words apart locally.
     """
 
     is_encoded = True
@@ -645,8 +651,8 @@ class FlatInWords(Flat):
 class InBlocks(StorageFormat):
     """Float32 members of another format, in codes of 8 bits with a scale for each block of 256 (eight_bits.py).
 
-    Stored is a matrix with a row for each block, for each shard of the other's buffer in its update layout, in which it
-    rests: no block has elements of two shards, and none is sent to be encoded.
+    The stored tensor is a matrix with one row for each block. It holds the blocks of each shard of the other format's
+    buffer, in the update layout of that buffer. No block has elements of two shards, so encoding sends nothing.
     """
 
     direct = False
@@ -692,7 +698,7 @@ class InBlocks(StorageFormat):
         return _from_rows(self._from_blocks(pin(stored, self.storage), pin), self._rows, pin)
 
     def _to_blocks(self, rows: tf.Tensor, pin: Pin) -> tf.Tensor:
-        """Rows `(..., elements)` as encoded blocks `(..., blocks, bytes)`; the last one is filled up with zeros."""
+        """Encode rows `(..., elements)` as blocks `(..., blocks, bytes)`. Zeros fill up the last block."""
         front, elements = tuple(rows.shape[:-1]), self._blocks * variable_layout.BLOCK_ELEMENTS
         if elements > self._rows.elements:
             shape, axes = (*front, elements - self._rows.elements), self._rows.row_axes
@@ -702,13 +708,13 @@ class InBlocks(StorageFormat):
         return pin(eight_bits.encode(blocks), self.storage)
 
     def _from_blocks(self, stored: tf.Tensor, pin: Pin) -> tf.Tensor:
-        """What `_to_blocks` took."""
+        """Invert `_to_blocks`."""
         front, axes = tuple(stored.shape[:-2]), self._rows.row_axes
         blocks = pin(eight_bits.decode(stored), self.storage)
         rows = pin(tf.reshape(blocks, (*front, self._blocks * variable_layout.BLOCK_ELEMENTS)), axes)
         return pin(rows[..., : self._rows.elements], axes)
 
-    # --- what the other format does -------------------------------------------------------------------
+    # --- the inner format -------------------------------------------------------------------
 
     def pack_host(self, values: Mapping[int, HostValue]) -> np.ndarray:
         stored: np.ndarray = self.encode(self._inner.pack_host(values))
@@ -746,7 +752,7 @@ class InBlocks(StorageFormat):
 
 
 def _by_tensors(function: Callable[[tf.Tensor], tf.Tensor], values: np.ndarray) -> np.ndarray:
-    """What a function of tensors makes of an array on the host."""
+    """Call a function of tensors on an array, on the host."""
     with tf.device("CPU:0"):
         result: np.ndarray = function(tf.constant(values)).numpy()
     return result

@@ -25,7 +25,7 @@ def with_pinned_gradient(
     stored: Axes | None = None,
     note_kind: Callable[[bool], object] = lambda is_sparse: None,
 ) -> tf.Tensor:
-    """Return a value in one layout whose gradient has another layout as soon as it exists.
+    """Return a value in one layout. Its gradient gets another layout as soon as the gradient exists.
 
     A sparse gradient (IndexedSlices) becomes dense here.
 
@@ -45,7 +45,7 @@ def with_pinned_gradient(
         is_sparse = isinstance(upstream, tf.IndexedSlices)
         note_kind(is_sparse)
         if not is_sparse and not upstream.shape.is_fully_defined():
-            # TensorFlow may not know the shape of a gradient by a tensor whose size depends on values.
+            # TensorFlow may not know the shape of a gradient by a tensor if the tensor's size depends on values.
             upstream = tf.raw_ops.EnsureShape(input=upstream, shape=value.shape)
         made = None if local_gradient is None else local_gradient(upstream)
         if made is not None:
@@ -66,14 +66,15 @@ def with_pinned_gradient(
 
 
 def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """A whole gradient to shards, with what comes after its all-reduce done on the shards.
+    """Shard a full gradient, and apply the operations behind its all-reduce to the shards.
 
-    DTensor fuses the all-reduce of a gradient with the scatter that follows it directly; others are merged with all
-    other all-reduces. EinsumDense multiplies matrices and reshapes, mixed precision casts, logits of a table that is
-    transposed transpose its gradient. Shards of a tensor that is cast, transposed, or reshaped so that a dim which is
-    sharded stays the first of what it becomes, are shards of the result: those steps can come after the scatter.
+    DTensor fuses the all-reduce of a gradient with a scatter that follows it directly. It merges other all-reduces with
+    each other. But several operations may separate the two: EinsumDense multiplies matrices and reshapes, mixed
+    precision casts, and logits of a transposed table transpose their gradient. A shard that is cast or transposed is a
+    shard of the full result. A reshaped shard is one, too, if a sharded dim stays the first of the dims that it
+    becomes. These operations can therefore follow the scatter.
     """
-    # With the layout of what each step gives.
+    # The operations to repeat on the shards, each with the layout of its result.
     redo: list[tuple[Callable[[tf.Tensor], tf.Tensor], Axes]] = []
     gradient = _without_identities(gradient)
     while not _private.is_eager() and isinstance(gradient, tf.Tensor):
@@ -95,7 +96,8 @@ def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor
 
 
 def layout_before(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> Axes | None:
-    """The layout of what a tensor is rearranged from, so that each device rearranges its shard, if there is one."""
+    """Return the layout of the input of a cast, transpose or reshape with which each device rearranges its local shard.
+    None if no layout does."""
     source = tensor.op.inputs[0] if tensor.op.inputs else tensor
     if tensor.op.type in ("Cast", "Relayout"):
         return axes
@@ -108,7 +110,8 @@ def layout_before(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> Axes | N
 
 
 def _transposed_order(transpose: tf.Operation) -> list[int] | None:
-    """In which order a transpose has the dims, if it is known; of a gradient it is the inverse of another one's."""
+    """Return the order of a transpose's dims, if it is known. The order of a gradient is the inverse of another
+    order."""
     given = transpose.inputs[1]
     if given.op.type == "InvertPermutation":
         inverse = tf.get_static_value(given.op.inputs[0])
@@ -118,8 +121,8 @@ def _transposed_order(transpose: tf.Operation) -> list[int] | None:
 
 
 def _without_identities(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    """The same gradient, before the operations that stand for custom gradients, which are for other tapes. They would
-    stand between an all-reduce and the scatter that it is fused with."""
+    """Return a gradient in front of the operations of custom gradients, which serve other tapes. These operations would
+    separate an all-reduce from the scatter that DTensor fuses with it."""
     while not (_private.is_eager() or _private.could_record()) and isinstance(gradient, tf.Tensor):
         if gradient.op.type not in ("Identity", "IdentityN"):
             break
@@ -131,9 +134,9 @@ def layout_of(tensor: tf.Tensor | tf.IndexedSlices) -> Axes | None:
     """Return the layout of a gradient that an optimizer receives.
 
     In eager code a tensor has a layout. In a graph it has none yet: `with_pinned_gradient` pins each gradient to one.
-    Later operations (clipping, scaling, sums) work element by element, and DTensor computes them in the layout of
-    their operands. So the function follows operands of the same shape back to where they are pinned. A sharded operand
-    makes the result sharded.
+    Later operations (clipping, scaling, sums) work element by element, and DTensor computes them in the layout of their
+    operands. This function therefore follows operands of the same shape back to where they are pinned. A sharded
+    operand makes the result sharded.
 
     Returns:
         The mesh axis of each dim. None if the operations pin no layout, or contradict each other.
@@ -155,7 +158,7 @@ def layout_of(tensor: tf.Tensor | tf.IndexedSlices) -> Axes | None:
                 merged[dim] = axis or merged[dim]
             continue
         if current.op.type.endswith("If"):
-            continue  # What a branch is given says nothing of what it gives.
+            continue  # The input of a branch says nothing about its result.
         sources = [_private.captured(current)] if current.op.type == "Placeholder" else current.op.inputs
         for source in sources:
             if source is not None and source.shape == tensor.shape and source.ref() not in seen:
@@ -165,7 +168,7 @@ def layout_of(tensor: tf.Tensor | tf.IndexedSlices) -> Axes | None:
 
 
 def _pinned_axes(tensor: tf.Tensor) -> Axes | None:
-    """The layout that a tensor of a graph is pinned to, if it is."""
+    """Return the layout that a tensor of a graph is pinned to, or None."""
     if tensor.op.type != "Relayout":
         return None
     axes = transfer.axes_of(dtensor.Layout.from_string(tensor.op.get_attr("layout").decode()))

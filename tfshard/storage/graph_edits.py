@@ -61,7 +61,7 @@ def depends_on(tensor: tf.Tensor, operations: Collection[tf.Operation], passes: 
 
 
 def graphs_out_to(outermost: tf.Graph | None) -> list[tf.Graph | None]:
-    """Return the graphs from the one that is being built out to a given one; only None in eager code."""
+    """Return the graphs from the one that is being built out to a given one. In eager code, the only item is None."""
     if outermost is None:
         return [None]
     graph = tf.compat.v1.get_default_graph()

@@ -19,7 +19,7 @@ from tfshard.storage.writes import Recorded
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _PendingUpdate:
-    """One call of `extended.update`."""
+    """A call of `extended.update`."""
 
     variable: ShardedVariable
     args: tuple[Any, ...]
@@ -28,10 +28,10 @@ class _PendingUpdate:
 class UpdateBatch:
     """The updates between an optimizer's entering and leaving of `merge_call`.
 
-    Keras hands over one variable after the other. Those of a group wait until all of its members have come, or until
-    the batch ends; then the update function runs once, with one member standing for the whole buffer: what it reads
-    of parameters and slots is the buffer, what it writes is the buffer. Members that did not come, and members that
-    the function would treat differently (weight decay), are put right with masks.
+    Keras updates one variable after the other. The members of a group wait until all of them have a gradient, or until
+    the batch ends. Then the update function runs once, with one member in the role of the buffer: its reads and writes
+    of parameters and slots are reads and writes of the buffer. Masks leave out members without a gradient, and members
+    that the function treats differently (weight decay).
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class UpdateBatch:
             self._step.writes.updates = self._outer
 
     def note(self, variable: ShardedVariable, tensor: tf.Tensor) -> None:
-        """Record an update whose gradient is reduced together with others."""
+        """Record an update with a gradient that is reduced together with others."""
         if self.graph is None or self.graph is not self._step.graph:
             return  # The inputs of a branch exist when it begins.
         is_sum = tensor.op.type in ("AddN", "AddV2")
@@ -75,7 +75,7 @@ class UpdateBatch:
         args: tuple[Any, ...],
         optimizer: keras.optimizers.Optimizer,
     ) -> None:
-        """Takes one update of a member; `fn` must be elementwise."""
+        """Take one update of a member. `fn` must be elementwise."""
         storage = variable.storage
         if storage in self._pending and self._functions[storage][0] is not fn:
             self._run(storage)
@@ -91,7 +91,7 @@ class UpdateBatch:
 
 
 def open_here() -> UpdateBatch | None:
-    """The step's UpdateBatch, if it was opened in the graph that is being built."""
+    """Return the step's UpdateBatch, if it was opened in the graph that is being built."""
     step = steps.current()
     batch = None if step is None else step.writes.updates
     return batch if isinstance(batch, UpdateBatch) and batch.graph is steps.here() else None
@@ -100,14 +100,14 @@ def open_here() -> UpdateBatch | None:
 def run_alone(
     variable: ShardedVariable, fn: Callable[..., Any], args: tuple[Any, ...], optimizer: keras.optimizers.Optimizer
 ) -> None:
-    """The elementwise update of a variable that rests alone in a flat form."""
+    """Run the elementwise update of a variable that is stored alone in a flat form."""
     run_as_one(variable.storage, fn, [_PendingUpdate(variable=variable, args=args)], optimizer)
 
 
 def run_as_one(
     storage: Storage, fn: Callable[..., Any], updates: list[_PendingUpdate], optimizer: keras.optimizers.Optimizer
 ) -> None:
-    """Runs `fn` once for each set of members that it treats alike."""
+    """Run `fn` once for each set of members that it treats alike."""
     everyone = frozenset(range(len(storage.format.members)))
     alike: dict[Hashable, list[_PendingUpdate]] = {}
     for update in updates:
@@ -136,7 +136,7 @@ def _masked(
     before: Mapping[Storage, Recorded | None],
     results: Mapping[Storage, tf.Tensor],
 ) -> dict[Storage, tf.Tensor]:
-    """The buffers that were just written, with only `members` of them changed; the writes are taken back."""
+    """Return the buffers that were just written, with only `members` changed. The writes are undone."""
     step = steps.current()
     assert step is not None, "Partial updates happen in steps only."
     changed = {}
@@ -152,7 +152,7 @@ def _masked(
 
 
 def _pack_args(storage: Storage, updates: list[_PendingUpdate]) -> list[Any]:
-    """The gradients, and whatever else differs from member to member, as one tensor; the others as they are."""
+    """Pack the gradients, and other arguments that differ from member to member. Other arguments stay unchanged."""
     packed = []
     for position, first in enumerate(updates[0].args):
         given = {update.variable.member: update.args[position] for update in updates}

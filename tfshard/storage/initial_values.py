@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from tfshard.devices import clients, host_memory
 
-# Not those of users: subclasses may do anything.
+# Without initializers of users: their classes may do anything.
 _OF_KERAS = frozenset(each for each in vars(keras.initializers).values() if isinstance(each, type))
-# Those that give one number for all elements.
+# The initializers that give one number for all elements.
 _UNIFORM = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
 # From here on a random value is drawn in a graph: 10 ms more, and one copy instead of three.
 _LARGE_BYTES = 1 << 20
@@ -21,14 +21,12 @@ _LARGE_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitialValue:
-    """What one of Keras's initializers will give, the same whenever it is called.
+    """The value that one of Keras's initializers will give, the same in every call.
 
     Attributes:
-        initializer: The initializer; all that it depends on are numbers and texts, among them its seed.
-        shape: The shape of the whole variable.
+        initializer: The initializer. It depends on numbers and texts only, among them its seed.
+        shape: The full shape of the variable.
         dtype: Its dtype.
-
-    Example:
 
     >>> zeros = InitialValue.of(keras.initializers.Zeros(), (2, 3), "float32")
     >>> zeros.draw().shape
@@ -43,8 +41,8 @@ class InitialValue:
 
     @classmethod
     def of(cls, initializer: object, shape: tuple[int, ...], dtype: str) -> "InitialValue | None":
-        """What an initializer will give; None if that may depend on when it is called: on a generator of seeds, or on
-        what a class of the user's does."""
+        """Return the value that an initializer will give. None if the value may depend on the time of the call: the
+        initializer has a seed generator, or its class is the user's."""
         if type(initializer) not in _OF_KERAS:
             return None
         if not all(isinstance(value, (bool, int, float, str, type(None))) for value in vars(initializer).values()):
@@ -57,9 +55,9 @@ class InitialValue:
         return f"{type(self.initializer).__name__} {sorted(vars(self.initializer).items())} {self.shape} {self.dtype}"
 
     def draw(self) -> np.ndarray:
-        """The value, on the host, as plain Keras has it. Not to be written to. Eager only.
+        """Return the value on the host, equal to plain Keras's. Do not write to it. Eager only.
 
-        One number for all elements takes the memory of one.
+        If all elements are one number, the array stores the number once.
         """
         dtype = tf.as_dtype(self.dtype).name
         with tf.init_scope(), tf.device("CPU:0"):
@@ -72,17 +70,17 @@ class InitialValue:
             return host_memory.view(tf.convert_to_tensor(draw()))
 
 
-# The value of a member on the host, or what it will be.
+# The value of a member on the host, or the initializer that will give it.
 HostValue: TypeAlias = np.ndarray | InitialValue
 
 
 def drawn(value: HostValue) -> np.ndarray:
-    """The value itself."""
+    """Return the value. Draw it if it is not drawn yet."""
     return value.draw() if isinstance(value, InitialValue) else value
 
 
 def checksum(value: HostValue) -> int | None:
-    """Of what has to be the same on all clients; None where there is nothing to compare it with."""
+    """Return a checksum of a value that all clients must share. None if no other client exists."""
     if isinstance(value, InitialValue):
         value = np.frombuffer(value.text.encode(), np.uint8)
     return clients.here().checksum(value)

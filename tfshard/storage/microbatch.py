@@ -15,8 +15,8 @@ class Microbatch:
         number: A scalar, from 0.
         count: The number of microbatches.
         rows: The rows of each microbatch, over all devices.
-        is_of_each_device: Whether each microbatch has some of the rows that each device has of the batch. Otherwise
-            the rows of a microbatch follow each other in the batch.
+        is_of_each_device: True if each microbatch takes some of each device's local rows. Otherwise the rows of a
+            microbatch follow each other in the batch.
     """
 
     number: tf.Tensor
@@ -25,8 +25,8 @@ class Microbatch:
     is_of_each_device: bool = True
 
     def blocks(self, devices: int) -> np.ndarray:
-        """Return `(devices, count)`: which of `devices * count` equal blocks of the batch a device has of a
-        microbatch."""
+        """Return `(devices, count)`: the number of the block that a device takes in a microbatch. The batch has
+        `devices * count` equal blocks."""
         shape = (devices, self.count) if self.is_of_each_device else (self.count, devices)
         blocks: np.ndarray = np.arange(devices * self.count).reshape(shape)
         return blocks if self.is_of_each_device else blocks.T

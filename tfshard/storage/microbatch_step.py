@@ -12,9 +12,9 @@ from tfshard.storage.writes import Writable
 
 
 class MicrobatchStep(Step):
-    """The step of one microbatch, in a graph of its own: the body of a loop.
+    """The step of one microbatch, in a separate graph: the body of a loop.
 
-    It reads variables in that graph. It writes nothing, and passes on what it would write.
+    The step reads variables in that graph. It assigns nothing, and passes its writes on to the next microbatch.
 
     Args:
         outer: The step of the full batch.

@@ -1,4 +1,4 @@
-"""Which optimizers update element by element, so that a padded or grouped buffer can be updated as it is."""
+"""The optimizers that update element by element: they can update a padded or grouped buffer directly."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -23,25 +23,26 @@ _ELEMENTWISE = (
 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer | None) -> bool:
-    """Whether each element of an update depends on the same element of gradient, slots and parameter only.
+    """Return whether each updated element depends on the same element of the gradient, slots and parameter only.
 
-    A subclass may do anything, so it has to say so with a class attribute: `tfshard_elementwise = True`.
+    A subclass may do anything, so it declares this with a class attribute: `tfshard_elementwise = True`.
     """
     declared = getattr(type(optimizer), "tfshard_elementwise", None)
     return type(optimizer) in _ELEMENTWISE if declared is None else bool(declared)
 
 
 def update_key(optimizer: keras.optimizers.Optimizer, fn: Callable[..., Any], variable: tf.Variable) -> Hashable:
-    """What an elementwise update depends on besides the elements: members of a group with one key are updated alike.
+    """Return a key for everything that changes an elementwise update except the elements. Members with equal keys are
+    updated alike.
 
-    For Keras's weight decay, whether the variable is excluded from it. A subclass whose `update_step` looks at the
-    variable (a learning rate of its own, say) gives a method `tfshard_update_key(variable)`.
+    The key says whether Keras's weight decay excludes the variable. A subclass with an `update_step` that looks at the
+    variable (such as for its learning rate) defines a method `tfshard_update_key(variable)`.
     """
     key = getattr(optimizer, "tfshard_update_key", None)
     return _private.uses_weight_decay(optimizer, fn, variable), key(variable) if key is not None else None
 
 
-# Those of Keras that square a gradient once, and use it besides in sums and multiples only.
+# Keras's optimizers that square a gradient once, and otherwise use the gradient only in sums and multiples.
 _SQUARE = (
     keras.optimizers.Adagrad,
     keras.optimizers.Adam,
@@ -52,20 +53,20 @@ _SQUARE = (
 
 
 def squares(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether an update depends on a gradient, and on its square, by sums and multiples only."""
+    """Return whether an update uses a gradient and its square, in sums and multiples only."""
     return type(optimizer) in _SQUARE
 
 
 def is_known_sparse(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether it is known what an update is of a sparse gradient with the same row in several places."""
+    """Return whether tfshard knows how the optimizer updates rows that occur twice in a sparse gradient."""
     return type(optimizer) is keras.optimizers.SGD or squares(optimizer)
 
 
 def adds_up_rows(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return whether Keras on TensorFlow updates by a sparse gradient as by the dense sum of its rows.
 
-    SGD and Lion do: they use the gradient in sums only. Other optimizers square the gradient, and so does clipping by
-    a norm, and Keras squares each occurrence of a row by itself.
+    SGD and Lion do: they use the gradient in sums only. Other optimizers square the gradient, as does clipping by a
+    norm, and Keras squares each occurrence of a row separately.
     """
     chain = _private.optimizer_chain(optimizer)
     clips = ("clipnorm", "global_clipnorm", "clipvalue")
@@ -75,7 +76,7 @@ def adds_up_rows(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def leaves_others(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
-    """Whether Keras's update leaves elements and slots as they are whose gradient is zero."""
+    """Return whether Keras's update leaves elements and slots with a zero gradient unchanged."""
     if decays(optimizer, variable):
         return False
     is_plain = type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
@@ -83,5 +84,5 @@ def leaves_others(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) 
 
 
 def decays(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
-    """Whether an optimizer lets a variable decay."""
+    """Return whether an optimizer applies weight decay to a variable."""
     return _private.decays(optimizer, variable)

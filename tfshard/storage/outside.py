@@ -1,9 +1,9 @@
 """Variables in traced functions that belong to no step: `tf.function(model)(x)`, `predict` of a plain model around it.
 
-Such a function computes on one device, on ordinary tensors. There a variable is put together from the devices' pieces,
-and a write goes to them, as operations of the function itself: every call sees the values of that moment, and
-TensorFlow orders reads and writes as those of any variable. So are gradients, by variables and by activations. An
-optimizer's update is refused: who trains has to say on which mesh.
+The function computes on one device, with ordinary tensors. A read joins the devices' shards, and a write assigns them,
+as operations of the function. Every call therefore sees the current values, and TensorFlow orders the reads and writes
+as for any variable. Tapes differentiate by variables and by activations. An optimizer's update raises an error: a
+strategy must say on which mesh to train.
 """
 
 from typing import Protocol
@@ -30,13 +30,13 @@ class View(Protocol):
 
     @property
     def outside_handle(self) -> tf.Tensor:
-        """What tapes watch."""
+        """The tensor that tapes watch."""
 
 
 def is_here() -> bool:
-    """Whether a function is being traced that belongs to no step, and that will be run.
+    """Return whether a function is being traced that belongs to no step, and that will run.
 
-    Keras calls layers in graphs of its own to learn the shapes of their results; these are never run.
+    Keras calls layers in separate graphs to learn the shapes of their results. These graphs never run.
     """
     return steps.current() is None and not _private.is_eager() and not _private.in_symbolic_scope()
 
@@ -54,10 +54,10 @@ def is_around_steps() -> bool:
 
 
 def read(variable: View) -> tf.Tensor:
-    """The whole value, as an ordinary tensor of the function that is being traced.
+    """Return the full value, as an ordinary tensor of the function that is being traced.
 
     Raises:
-        StrategyError: In a launched run, a variable of which this client does not hold all pieces.
+        StrategyError: This client of a launched run does not hold all shards of the variable.
     """
     storage = variable.storage
     if not transfer.is_local(_used_axes(storage), storage.mesh):
@@ -69,10 +69,11 @@ def read(variable: View) -> tf.Tensor:
 
 
 def write(variable: View, value: tf.Tensor) -> None:
-    """Sets the whole value in the function that is being traced.
+    """Set the full value in the function that is being traced.
 
     Raises:
-        StrategyError: An optimizer trains the variable; or in a launched run, whose clients would not agree on it.
+        StrategyError: An optimizer trains the variable, or the run is launched: its clients would not agree on the
+            value.
     """
     storage = variable.storage
     if _is_updated(variable):
@@ -94,14 +95,14 @@ def write(variable: View, value: tf.Tensor) -> None:
 
 
 def watched(variable: View, value: tf.Tensor) -> tf.Tensor:
-    """Return a value that was read, as gradient tapes see that of a `tf.Variable`.
+    """Return a value that was read, with the gradient of a read of a `tf.Variable`.
 
-    The tapes watch a trainable variable, so that they record what is computed from it: gradients by it, and by
+    Tapes watch a trainable variable. They then record the operations that use it, and differentiate by it and by
     activations.
     """
     if not variable.trainable:
         return value
-    variable.storage.read_by_eager_step = False  # A gradient is taken by what was read last.
+    variable.storage.read_by_eager_step = False  # A gradient is taken by the last read.
     _private.record_outside_access(variable)
     if _private.is_eager():
         return _private.with_gradient_to(variable.outside_handle, value)
@@ -109,8 +110,8 @@ def watched(variable: View, value: tf.Tensor) -> tf.Tensor:
     function = _private.function_of_flow(graph)
     if function is graph:
         return _private.with_gradient_to(variable.outside_handle, value)
-    # The gradient of a loop or a branch begins with zeros in the shape of what it takes, and a resource without a value
-    # has none. So it takes a value that was read in front of it.
+    # The gradient of a loop or a branch begins with zeros in the shape of its inputs. A resource without a value has no
+    # shape for the zeros. The loop therefore takes a value that was read in front of it.
     with function.as_default():
         before = watched(variable, read(variable))
     return _private.with_gradient_to(before, value)
@@ -129,7 +130,7 @@ def warn_of_update(variable: View) -> None:
 
 
 def _is_updated(variable: View) -> bool:
-    """Whether an optimizer is at work, and the variable is one that it trains."""
+    """Return whether an optimizer is updating, and the variable is trainable."""
     return variable.trainable and any(isinstance(c, keras.optimizers.Optimizer) for c in _private.scope_callers())
 
 
@@ -145,11 +146,11 @@ def _used_axes(storage: Storage) -> tuple[str, ...]:
 
 
 def _in_shape(piece: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
-    """Return what was read of a piece's resource, with the shape of the piece.
+    """Return a shard that was read from its resource, with the shape of the shard.
 
-    DTensor makes the resource say that it holds the whole variable, and TensorFlow computes with the shapes that it
-    knows before a function runs: a gradient by a convolution's kernel would take it for several kernels, joined. An
-    optional value has the shape that is asked for.
+    DTensor describes the resource as one of the full variable, and TensorFlow uses the shapes that it knows before a
+    function runs. The gradient by a convolution's kernel would then take a shard for several kernels that were joined.
+    An optional value has the shape that its reader asks for.
     """
     optional = tf.raw_ops.OptionalFromValue(components=[piece])
     (known,) = tf.raw_ops.OptionalGetValue(optional=optional, output_types=[piece.dtype], output_shapes=[shape])
@@ -157,7 +158,7 @@ def _in_shape(piece: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
 
 
 def _assembled(storage: Storage) -> tf.Tensor:
-    """The stored tensor, from one piece of each part."""
+    """Return the full stored tensor. If devices store equal shards, only the first of these shards is read."""
     used = _used_axes(storage)
     pieces: dict[tuple[int, ...], tf.Tensor] = {}
     for location, handle in storage.handles:
@@ -166,7 +167,7 @@ def _assembled(storage: Storage) -> tf.Tensor:
             with tf.device(handle.device):
                 piece = tf.raw_ops.ReadVariableOp(resource=handle, dtype=storage.buffer.dtype)
                 pieces[part] = _in_shape(piece, storage.shard_shape)
-    # The last axis first: what is left are pieces by the axes before it.
+    # Join along the last axis first. The remaining shards are then sharded over the axes before it.
     for number in reversed(range(len(used))):
         dim = storage.format.storage.index(used[number])
         joined: dict[tuple[int, ...], list[tf.Tensor]] = {}

@@ -9,12 +9,13 @@ the record. No pass calls another. Their order matters:
    replaces `StepRecord.values` and `StepRecord.results`.
 3. `slice_with_gradient` delays the slice of a replicated value until its gradient exists.
 4. `order_updates` runs the updates of gradients that are reduced together one after another.
-5. `read_slots_after_write` finds the consumers of new values. It runs before passes that add consumers of their own.
-6. `hold_small_copies` ties the small values, and assigns the sum of all tokens, so that no compiler drops a barrier.
+5. `read_slots_after_write` finds the consumers of new values. It runs before passes that add more consumers.
+6. `hold_small_copies` puts the small values behind a barrier, and assigns the sum of all tokens: no compiler then drops
+   a barrier.
 7. `write` assigns the values. Nothing may follow.
 
-A microbatch writes nothing, so it runs only the first two, on its own graph. The step then runs all seven on its graph.
-In eager code only `write` has an effect.
+A microbatch writes nothing, so it runs only the first two, on the graph of the microbatch. The step then runs all
+seven on its graph. In eager code only `write` has an effect.
 
 `hooks.ShardedExtended.step` opens a step, `Step` records, and `Step.finish` runs the passes. docs/design.md follows a
 batch through a step.

@@ -1,15 +1,15 @@
 """Recomputation: free what a block of the forward pass computed, and compute it again in the backward pass.
 
-The pass changes the graph of a step once it is traced. Where the backward pass takes a tensor that an operation of a
-block computed, it gets the tensor from a copy of the operation. Copies take the results of copies, back to the inputs
-of the block. A barrier ties these inputs to the gradient of the block's outputs: copies cannot start before the
-gradient exists, and TensorFlow cannot merge them with the originals. The bits are the same, masks of dropout included,
-since their seeds are inputs. Writes of the block (batch statistics, seeds) are not copied, so they happen once. (Chen
-et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; by blocks, as in Korthikanti et al. 2022, "Reducing
-Activation Recomputation in Large Transformer Models".)
+The pass changes the graph of a step once it is traced. If the backward pass takes a tensor that an operation of a block
+computed, it gets the tensor from a copy of the operation. Copies take the results of copies, back to the inputs of the
+block. A barrier joins these inputs with the gradient of the block's outputs: copies cannot start before the gradient
+exists, and TensorFlow cannot merge them with the originals. The bits are the same, masks of dropout included, since
+their seeds are inputs. Writes of the block (batch statistics, seeds) are not copied, so they happen once. (Chen et al.
+2016, "Training Deep Nets with Sublinear Memory Cost"; by blocks, as in Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models".)
 
-In memory stay the inputs of the block, its outputs, results of operations with state or random numbers, of loops and
-branches, and what `keeps` names.
+Memory keeps the inputs and outputs of the block, the results of operations with state or random numbers, of loops and
+branches, and the results of the operations in `keeps`.
 """
 
 import collections
@@ -39,11 +39,11 @@ PRODUCTS = frozenset(
     )
 )
 
-# The name scope of operations whose results stay in memory: rows that devices send each other.
+# The name scope of operations with results that stay in memory: rows that devices send each other.
 STAYS = "stays_in_memory"
 
 _NEVER = frozenset(("Const", "Placeholder", "ReadVariableOp"))
-# Operations whose results are known when the step is traced.
+# Operations with results that are known when the step is traced.
 _KNOWN = unshard_schedule.SIZES | {"BroadcastGradientArgs", "Const"}
 _WITH_BODIES = ("Case", "If", "PartitionedCall", "While")
 
@@ -63,13 +63,13 @@ class BlockRecorder:
 
     @contextlib.contextmanager
     def block(self, name: str, keeps: frozenset[str]) -> Iterator[None]:
-        """Make the operations that are added meanwhile to the recorder's own graph a block.
+        """Make a block of the operations that the scope adds to the recorder's graph.
 
         A block inside a block is part of it. Operations in other graphs, such as bodies of loops, are not recomputed.
 
         Args:
             name: The name of the block. If the block before has the same name, this one continues it.
-            keeps: Types of operations whose results stay in memory.
+            keeps: Types of operations. Their results stay in memory.
         """
         graph = self._graph
         if graph is None or graph is not tf.compat.v1.get_default_graph() or _private.is_eager() or self._is_open:
@@ -104,7 +104,8 @@ def recompute(
         graph: The graph.
         blocks: The blocks to compute again. They do not overlap.
         barrier: Makes barriers.
-        stored: References to reads of variables. The unshard schedule copies what a use computes from them.
+        stored: References to reads of variables. The unshard schedule copies the operations that compute a use from
+            them.
 
     Returns:
         All operations of the graph, in the order in which they should run.
@@ -114,8 +115,8 @@ def recompute(
     captured, known = _private.captured_placeholders(graph), known_before(operations)
     with graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
         number_of = {operation: number for number, operation in enumerate(operations)}
-        # Tapes add operations in the name scope of `tf.GradientTape`. A gradient of the model's own
-        # (`tf.custom_gradient`, as in silu) adds operations without the scope, but behind one that has it.
+        # Tapes add operations in the name scope of `tf.GradientTape`. A custom gradient of the model
+        # (`tf.custom_gradient`, as in silu) adds operations without the scope, but behind an operation that has it.
         tapes = [number for operation, number in number_of.items() if "gradient_tape/" in operation.name]
         for block in blocks:
             backward = next((number for number in tapes if number >= block.end), len(operations))
@@ -127,7 +128,7 @@ def recompute(
 
 
 def known_before(operations: Sequence[tf.Operation]) -> frozenset[tf.Operation]:
-    """Return the operations whose results are known before they run: constants and shapes.
+    """Return the operations with results that are known before they run: constants and shapes.
 
     They must stay known: DTensor needs some of the results when it expands a step.
     """
@@ -163,8 +164,8 @@ class _Recomputation:
         self._captured = captured
         self._known = known
         self._backward = backward
-        # Operations that other blocks have added have no number, and count as no users. They may read the token, whose
-        # handle was captured in this block.
+        # Operations that other blocks have added have no number, and do not count as users. They may read the token,
+        # and this block captured the token's handle.
         self._given = {
             output.ref()
             for operation in inside
@@ -194,7 +195,7 @@ class _Recomputation:
     def _gradient_before(self, first: tf.Operation) -> tf.Tensor | None:
         """Return the gradient that an operation of the backward pass takes, or an operation that uses its result.
 
-        None if no gradient arrives: a gradient function of the model's own may begin with tensors of the block alone.
+        None if no gradient arrives: a custom gradient of the model may begin with tensors of the block alone.
         """
         after, numbers = self._made_after(), range(self._backward, self._number_of[first])
         left, seen = collections.deque([first]), {first}
@@ -259,10 +260,11 @@ class _Recomputation:
     def _keep_apart(
         self, tensor: tf.Tensor, read: tf.Tensor, barrier: Barrier, places: dict[tf.Operation, tuple[int, int]]
     ) -> None:
-        """Give each operation of the forward pass an output of its own of a barrier around the tensor.
+        """Give each forward operation that uses a tensor a separate output of a barrier around the tensor.
 
-        With no other use left TensorFlow would fuse the operations before and behind the tensor, or those behind it
-        with each other (a product with the sigmoid of the same tensor), and round otherwise.
+        If the tensor had no other use, TensorFlow would fuse the operations before and behind it, which rounds
+        differently. TensorFlow would also fuse operations behind the tensor with each other, such as a product with the
+        sigmoid of the same tensor.
         """
         users = [user for user in dict.fromkeys(tensor.consumers()) if user in self._inside]
         if not users or self._is_stored(tensor):

@@ -1,8 +1,8 @@
 """Pass: read a slot's new value from the slot once it is written.
 
-A device would hold a slot's old value beside the new one until a thread has time to assign the slot, which may be after
-the update where devices outnumber cores. So operations that use the new value wait for the assignment and read the slot
-(`barrier.write_then_read`). The old value is free by then.
+A device would hold a slot's old value beside the new one until a thread assigns the slot. If devices outnumber cores,
+this may happen only after the update. Operations that use the new value therefore wait for the assignment and read the
+slot (`barrier.write_then_read`). The old value is free by then.
 """
 
 import tensorflow as tf
@@ -14,7 +14,7 @@ from tfshard.storage.step_record import StepRecord
 from tfshard.storage.update_order import LEAST_BYTES
 from tfshard.storage.writes import Recorded, Writable
 
-# Operations between a new value and its write that leave a value of the right layout as it is.
+# Operations between a new value and its write. They leave a value of the right layout unchanged.
 _SAME = frozenset(("Identity", "IdentityN", "Relayout"))
 
 
@@ -34,7 +34,7 @@ def takers_of(storage: Writable, updated: tf.Tensor | None, value: tf.Tensor) ->
     Args:
         storage: The storage.
         updated: The new value as the update computed it.
-        value: The same value as it is written.
+        value: The value that is written: the new value behind identities and pins.
     """
     is_traced = updated is not None and hasattr(updated, "graph")
     if not is_traced or not storage.is_stored_as_updated or storage.updated_bytes < LEAST_BYTES:

@@ -18,8 +18,8 @@ _SMALL_BYTES = 1 << 20
 def hold_small_copies(record: StepRecord, barrier: Barrier) -> None:
     """Let counters, seeds, statistics and metrics wait for each other and for one large value.
 
-    They also wait for the new rows of embedding tables. The large value is that of the first layer: its gradient comes
-    last. A value that operations take from its storage once it is written (`StepRecord.takers`) cannot wait.
+    They also wait for the new rows of embedding tables. The large value is the value of the first layer: its gradient
+    comes last. A value that operations take from its storage once it is written (`StepRecord.takers`) cannot wait.
 
     The pass uses the tokens of the step. A step that writes nothing returns their sum to its caller.
     """

@@ -1,14 +1,14 @@
 """SparseRows: the rows of an embedding table, and of its slots, that one device updates in a step.
 
 Each device updates other rows, and another number of rows. Operations on the resource of the device's local shard read
-and write them ("parted" layouts, devices/local_shards.py), so that neither time nor memory depends on the size of the
-table.
+and write the rows ("parted" layouts, devices/local_shards.py). Their time and memory therefore do not depend on the
+size of the table.
 
 A step stays a pure function of its reads: a write is only recorded, and carried out as the last operation on the table.
 It waits for all reads of the table, since its indices are computed from them. Otherwise DTensor, which orders a step by
 operands, could move it in front of a read.
 
-The operations take index tuples. TensorFlow's compiler turns ResourceGather and ResourceScatterUpdate into a read, an
+The operations take index tuples. TensorFlow's compiler replaces ResourceGather and ResourceScatterUpdate by a read, an
 operation on tensors and an assignment (decompose_resource_ops.td), which copy all rows.
 """
 

@@ -32,13 +32,13 @@ class RowUpdate(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """A part of the forward pass that the backward pass computes again.
+    """A block of the forward pass that the backward pass computes again.
 
     Attributes:
         name: The name of the block.
         begin: The number of its first operation, in the order in which operations were added to the graph.
         end: The number behind its last operation.
-        keeps: Types of operations whose results stay in memory.
+        keeps: Types of operations. Their results stay in memory.
     """
 
     name: str
@@ -57,12 +57,12 @@ class StoredRead:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PendingGradient:
-    """A gradient that waits for an update in shards.
+    """A gradient that waits for a sharded update.
 
     Attributes:
         storage: The storage that is updated.
         tensor: The gradient.
-        is_scattered: Whether the gradient is sharded while it waits.
+        is_scattered: True if the gradient is sharded while it waits.
     """
 
     storage: Writable
@@ -72,7 +72,7 @@ class PendingGradient:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class JointUpdate:
-    """An update whose gradient DTensor reduces together with others.
+    """An update with a gradient that DTensor reduces together with others.
 
     Attributes:
         storage: The storage that is updated; a group has one update for each member.
@@ -100,14 +100,14 @@ class SlicedRead:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class StepRecord:
-    """What one step did in its own graph. Data only: `Step` fills it, and the passes change it.
+    """The data of one step, in the graph of the step. `Step` fills the record, and the passes change it.
 
     Attributes:
-        graph: The step's own graph; None in eager code.
+        graph: The graph of the step; None in eager code.
         reshard: When to gather and free sharded values; None leaves both to DTensor.
         reads: Reads of stored values, in order.
-        gradients: Gradients that wait for an update in shards.
-        updates: Updates whose gradients are reduced together, in order.
+        gradients: Gradients that wait for a sharded update.
+        updates: Updates with gradients that are reduced together, in order.
         sliced_reads: Replicated reads that updates slice.
         blocks: Blocks to compute again. They do not overlap.
         rows_read: The rows that lookups read of each embedding table.
@@ -148,7 +148,7 @@ class StepRecord:
 
     @property
     def mesh(self) -> dtensor.Mesh | None:
-        """The mesh of the step; None if the step neither reads nor writes a variable."""
+        """The mesh of the step. None if the step reads and writes no variable."""
         storages = (*self.values, *self.results, *(read.storage for read in self.reads))
         return storages[0].mesh if storages else None
 

@@ -31,7 +31,7 @@ class ReadLog:
     """The reads of one step: gathered values, and the last read of each trained variable.
 
     Args:
-        graph: The step's own graph; None in eager code.
+        graph: The graph of the step; None in eager code.
     """
 
     def __init__(self, graph: tf.Graph | None):
@@ -61,12 +61,12 @@ class ReadLog:
 
 
 class Step:
-    """One trace of a step function, or one eager run of it.
+    """The trace of a step function, or an eager run of it.
 
-    The step collects data in its record, and answers what was read and written so far. `finish` runs the passes.
+    The step collects data in its record, and looks up earlier reads and writes. `finish` runs the passes.
 
     Args:
-        graph: The step's own graph; None in eager code.
+        graph: The graph of the step; None in eager code.
         reshard: When to gather and free sharded values; None leaves both to DTensor.
         reduce_gradient: Reduces local gradients of variables; None leaves reductions to DTensor.
 
@@ -100,7 +100,7 @@ class Step:
 
     @property
     def graph(self) -> tf.Graph | None:
-        """The step's own graph; None in eager code."""
+        """The graph of the step; None in eager code. Branches and called functions have other graphs."""
         return self.record.graph
 
     def check_read(self, variable: tf.Variable) -> None:
@@ -118,7 +118,7 @@ class Step:
             self.record.gradients.append(PendingGradient(storage=storage, tensor=gradient, is_scattered=is_scattered))
 
     def note_update(self, update: JointUpdate) -> None:
-        """Record an update in the step's own graph whose gradient is reduced together with others."""
+        """Record an update in the graph of the step with a gradient that is reduced together with others."""
         self.record.updates.append(update)
 
     def note_slice(self, stored: tf.Tensor, gradient: tf.Tensor | None) -> bool:
@@ -126,7 +126,7 @@ class Step:
 
         Args:
             stored: The read.
-            gradient: The gradient of the update, if there is one.
+            gradient: The gradient of the update, or None.
 
         Returns:
             False in eager code and inside branches, where nothing is recorded.
@@ -141,13 +141,13 @@ class Step:
     ) -> tf.Tensor:
         """Return a read on a host mesh that waits for the gradient of the current update.
 
-        One number of each shard of the gradient is sent to the host for this. Otherwise the devices would hold every
-        offloaded value from the beginning of the step. In a branch of a `tf.cond` they still do, because the gradient
-        is unknown outside of the branch.
+        The devices send the host one number of each shard of the gradient for this. Otherwise the devices would hold
+        every offloaded value from the beginning of the step. In a branch of a `tf.cond` they still do, because the
+        gradient is unknown outside of the branch.
 
         Args:
             stored: The read.
-            gradient: The gradient of the update, if there is one.
+            gradient: The gradient of the update, or None.
             axes: The layout of the gradient.
             mesh: The mesh of the step.
             host: Its host mesh.
@@ -164,7 +164,7 @@ class Step:
         return waiting
 
     def tie(self, mesh: dtensor.Mesh, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        """Return tied tensors of the step's own graph (`Barrier.tie`). The caller must use every output."""
+        """Return tied tensors of the step's graph (`Barrier.tie`). The caller must use every output."""
         return Barrier.on(mesh, self.record.tokens).tie(*tensors)
 
     def return_sums(self, sums: dict[Writable, tf.Tensor]) -> None:
@@ -179,7 +179,7 @@ class Step:
         self.record.results = sums
 
     def tensors_of(self, storage: Writable) -> list[tf.Tensor]:
-        """Return the reads and the last write of a storage in the step's own graph."""
+        """Return the reads and the last write of a storage in the graph of the step."""
         recorded = self.writes.own(storage)
         new = [] if recorded is None else [recorded.base, *recorded.written.values()]
         return [

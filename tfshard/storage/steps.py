@@ -2,10 +2,10 @@
 
 # Note: why writes are deferred
 
-DTensor's all-reduce combiner ends in a topological sort by operands only. A resource read has no operand, so
-it can move ahead of the write it should follow. Adam, RMSprop and Adagrad, which write a slot and read it
-again, then train silently wrong (tests/storage/test_stale_read.py reproduces it). Turning the combiner off avoids this,
-and costs a collective for each gradient. Instead, a step is a pure function of what it reads:
+DTensor's all-reduce combiner ends in a topological sort by operands only. A resource read has no operand, so it can
+move ahead of the write it should follow. Adam, RMSprop and Adagrad, which write a slot and read it again, then train
+silently wrong (tests/storage/test_stale_read.py reproduces it). Turning the combiner off avoids this, and costs a
+collective for each gradient. Instead, a step is a pure function of its reads:
 
 - inside a step a write only records the new value, and a later read sees the recorded value;
 - at the end of the step each written storage is assigned once, in its storage layout.
@@ -40,7 +40,8 @@ class OpenUpdate:
     """An optimizer's update that is running.
 
     Attributes:
-        packed: The storage that is updated as one tensor. Its members and those of its slots stand for the buffer.
+        packed: The storage that is updated as one tensor. Its members and the members of its slots stand for the
+            buffer.
         gradient: The gradient, on the mesh of the step. Reads on the host wait for it.
         axes: The layout of the gradient.
         rows: The rows of an embedding table that are updated. The table and its slots stand for them.
@@ -54,12 +55,12 @@ class OpenUpdate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepContext:
-    """The state that reads and writes of variables depend on, besides the graph that is being built.
+    """The state that reads and writes of variables depend on, in addition to the graph that is being built.
 
     Attributes:
         step: The open step; None outside of steps.
         update: The open update; None outside of updates.
-        blocks: Records blocks of a graph that belongs to no step: that of a plan.
+        blocks: Records blocks of a graph that belongs to no step: the graph of a plan.
     """
 
     step: Step | None = None
@@ -100,7 +101,7 @@ def open_update() -> OpenUpdate | None:
 
 
 def block_recorder() -> BlockRecorder | None:
-    """Return the recorder of blocks: that of the open step, or of `recorded_blocks`."""
+    """Return the recorder of blocks of the open step, or of `recorded_blocks`."""
     step = current()
     return context().blocks if step is None else step.blocks
 
@@ -116,7 +117,7 @@ def is_outside() -> bool:
 
 
 def reading_scope() -> contextlib.AbstractContextManager[object]:
-    """Return a context that adds reads to the step's own graph, also inside a branch.
+    """Return a context that adds reads to the graph of the step, also inside a branch.
 
     A read in the branch could follow a write that the compiler moved ahead of the branch.
     """
@@ -148,7 +149,7 @@ def step_scope(
     Args:
         reshard: When a traced step gathers and frees sharded values; by default it gathers all of them at its start.
         reduce_gradient: Reduces a local gradient of a variable; by default DTensor does.
-        reads_only: Whether the scope only reads variables, around other steps.
+        reads_only: True if the scope only reads variables, around other steps.
     """
     if current() is not None:
         yield
@@ -167,7 +168,7 @@ def microbatch_scope(
     carried: Mapping[Writable, tf.Tensor] | None = None,
     local_gradient: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> Iterator[MicrobatchStep]:
-    """Open the step of a microbatch, in a graph of its own.
+    """Open the step of a microbatch, in a separate graph.
 
     Args:
         graph: The graph.

@@ -25,23 +25,24 @@ from tfshard.storage.writes import Recorded
 # A slot of a variable: the id of its optimizer, and its number among that optimizer's slots of the variable.
 SlotKey: TypeAlias = tuple[int, int]
 
-# DTensor compiles a program for each name of a handle, and keeps it: 0.2 MiB and 10 ms. So all have one, which the
-# slash at the end keeps from being put into the name scope of a layer. Messages name a variable by its path.
+# DTensor compiles a program for each name of a handle, and keeps it: 0.2 MiB and 10 ms. Therefore all handles share one
+# name. The slash at the end keeps TensorFlow from putting the name into the name scope of a layer. Messages name a
+# variable by its path.
 _HANDLE_NAME = "storage/"
 
 
 class Storage:
     """A DTensor variable that holds one variable, or a group of them.
 
-    Inside a step its value is what the step has recorded for it; writing is the step's business.
+    Inside a step, the value is the value that the step has recorded. The step carries out writes.
 
     Attributes:
         format: How it keeps its members.
-        mesh: The mesh of steps; the buffer may rest on another (`StorageFormat.stored_on`).
-        members: The variables that live in it, by number.
-        root: The storage of the parameters that these slots belong to; itself for parameters.
+        mesh: The mesh of steps. The buffer may be stored on another mesh (`StorageFormat.stored_on`).
+        members: The variables in the storage, by number.
+        root: The storage of the parameters of these slots. For parameters, the storage itself.
         slots: The storages of slots in the same form, by optimizer and number of the slot.
-        times_set: How often it was set from the host, and not by a step.
+        times_set: How often code outside of steps set the storage from the host.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class Storage:
         self._checksums: dict[int, int | None] = {}
         self._buffer: dtensor.DVariable | None = None
         self.members: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
-        # Whether a gradient may be asked for: an eager step has read it.
+        # An eager step has read the storage, so a caller may ask for a gradient.
         self.read_by_eager_step = False
         self.times_set = 0
-        # Whole values that eager steps and graphs without a step have read, by graph and member, while a tape or their
-        # graph keeps them: a gradient may be asked for after the step.
+        # Full values that eager steps and graphs without a step have read, by graph and member. A tape or their graph
+        # keeps them alive: a caller may ask for a gradient after the step.
         self._last_full: weakref.WeakValueDictionary[tuple[int, int], tf.Tensor] = weakref.WeakValueDictionary()
 
     @property
@@ -76,11 +77,11 @@ class Storage:
 
     @property
     def paths(self) -> list[str]:
-        """Of the variables that live in it."""
+        """The paths of the members."""
         return [variable.path for variable in self.members.values()]
 
     def slot_storage(self, key: SlotKey, format: StorageFormat, name: str) -> "Storage":
-        """The storage of the slots `key` of the variables that live here, made when it is first asked for."""
+        """Return the storage of the slots `key` of this storage's variables. The first call makes it."""
         storage = self.slots.get(key)
         if storage is None:
             storage = Storage(format, name=name)
@@ -91,10 +92,10 @@ class Storage:
     # --- the buffer on the mesh ------------------------------------------------------------------------
 
     def fill(self, member: int, value: HostValue) -> None:
-        """Sets a member from the host.
+        """Set a member from the host.
 
-        The buffer is made by `make_if_filled`, or when it is first used, from what was filled by then. Once there is
-        one, each device's piece is written by itself, when the old one is gone.
+        `make_if_filled` or the first use makes the buffer, from the values filled until then. Once the buffer exists,
+        each device's shard is written separately, after the old shard is freed.
         """
         self._checksums[member] = initial_values.checksum(value)
         self.times_set += 1
@@ -113,10 +114,10 @@ class Storage:
                 tf.raw_ops.AssignVariableOp(resource=handle, value=next(pieces))
 
     def set_again(self, member: int, value: np.ndarray) -> None:
-        """`fill` from an array that is somebody else's, who goes on with it.
+        """Call `fill` with an array that the caller goes on using.
 
-        What waits is made when the last of the members has a value that was set: a file is read from its begin to its
-        end, and a group is packed once.
+        The buffer of waiting members is made when the last member is set. A loader therefore reads a file from its
+        begin to its end, and a group is packed once.
         """
         self.fill(member, value)
         if self._buffer is None:
@@ -127,21 +128,22 @@ class Storage:
                 self._host[member] = np.array(value)
 
     def make_if_filled(self) -> None:
-        """Makes the buffer, if all members have come: nothing waits on the host any more."""
+        """Make the buffer if all members have a value: nothing waits on the host any more."""
         if self._buffer is None and len(self._host) == len(self.format.members):
             _ = self.buffer
 
     @property
     def waits(self) -> bool:
-        """Whether there is no buffer yet."""
+        """True if the buffer does not exist yet."""
         return self._buffer is None
 
     def pop_waiting(self, member: int) -> HostValue | None:
-        """The value of a member that leaves before the buffer was made; None when it is in the buffer."""
+        """Remove and return the value of a member that waits on the host; None if it is in the buffer."""
         return self._host.pop(member, None)
 
     def pop_checksum(self, member: int) -> int | None:
-        """Of the value that a member was last filled with, in a launched run; None when it was asked for already."""
+        """Return the checksum of the value that last filled a member in a launched run. None if a caller has already
+        asked for it."""
         return self._checksums.pop(member, None)
 
     @property
@@ -171,18 +173,18 @@ class Storage:
         return transfer.host_shards(self.format.pack_host(values), self.format.storage, self.format.stored_on)
 
     def host_value(self, member: int) -> np.ndarray:
-        """A member's whole value on the host. Eager only."""
+        """Return the full value of a member on the host. Eager only."""
         return self.format.unpack_host(transfer.mesh_to_host(self.buffer.value()), member)
 
     def local_tensors(self) -> list[tuple[dict[str, int], tf.Tensor]]:
-        """What each device of this client holds, with its location (axis name to index). Eager only."""
+        """Return the local shard of each device of this client, with its location (axis name to index). Eager only."""
         pieces = messages.unpacked(self.buffer.value())
         return list(zip(self.format.stored_on.local_device_locations(), pieces, strict=True))
 
     @functools.cached_property
     def handles(self) -> list[tuple[dict[str, int], tf.Tensor]]:
-        """The resource of each device of this client's piece, with its location. The same objects each time: by them
-        TensorFlow orders what a function reads and writes."""
+        """The resource of each local shard of this client, with its location. The property always returns the same
+        objects: TensorFlow orders the reads and writes of a function by them."""
         with tf.init_scope():
             handles = [] if self.format.stored_on.is_remote() else dtensor.unpack(self.buffer.handle)
         for handle in handles:
@@ -191,11 +193,11 @@ class Storage:
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """The shape of what each device stores."""
+        """The shape of the shard that each device stores."""
         return transfer.shard_shape(self.format.shape, transfer.layout(self.format.storage, self.format.stored_on))
 
     def set_local(self, pieces: list[np.ndarray]) -> None:
-        """Sets what each device of this client holds, in the order of `local_tensors`. Eager only."""
+        """Set the local shards of this client's devices, in the order of `local_tensors`. Eager only."""
         self.times_set += 1
         if pieces:
             value = dtensor.pack(
@@ -204,20 +206,20 @@ class Storage:
             self._set_shards(value)
 
     def _set_shards(self, value: tf.Tensor) -> None:
-        """Assigns each device's variable its piece of a value in the storage layout. Eager only.
+        """Assign each device its shard of a value in the storage layout. Eager only.
 
-        Not by an operation on the mesh: DTensor compiles an eager operation again for each value that a small operand
-        has (ExecutableManager::ShouldFoldInput), and never frees what it has compiled.
+        An operation on the mesh would not do: DTensor compiles an eager operation again for each value of a small
+        operand (ExecutableManager::ShouldFoldInput), and never frees a compiled program.
         """
         for (_, handle), piece in zip(self.handles, messages.unpacked(value), strict=True):
             with tf.device(handle.device):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=piece)
 
     def equalize(self) -> bool:
-        """Gives devices of this client that should hold the same the value of the first. Eager only.
+        """Copy the first device's shard to the devices of this client that should hold the same shard. Eager only.
 
         Returns:
-            Whether they differed.
+            True if the shards differed.
         """
         first: dict[tuple[int, ...], np.ndarray] = {}
         pieces, differed = [], False
@@ -301,17 +303,17 @@ class Storage:
 
     @property
     def is_stored_on_host(self) -> bool:
-        """Whether the buffer is on the host mesh of the mesh, and visits the devices when it is read."""
+        """True if the buffer is stored on the host mesh, and copied to the devices for each step that reads it."""
         return self.format.stored_on is not self.mesh
 
     @property
     def is_stored_as_updated(self) -> bool:
-        """Whether the buffer is stored on the devices of the update, in the same layout and dtype."""
+        """True if the buffer is stored on the devices of the update, in the update layout and dtype."""
         return self.format.storage == self.format.update and not self.format.is_encoded and not self.is_stored_on_host
 
     @property
     def _is_sliced_for_update(self) -> bool:
-        """Whether the devices store the full buffer, and each updates a slice."""
+        """True if each device stores the full buffer and updates a slice of it."""
         return self.format.storage != self.format.update and not self.is_stored_on_host
 
     @property
@@ -326,8 +328,9 @@ class Storage:
         """Return the stored buffer on the mesh of steps. An offloaded buffer comes from the host once in a step.
 
         Args:
-            for_update: Whether the copy from the host waits for the gradient of the open update. A buffer that is
-                gathered must not wait: DTensor would merge an all-reduce of the gather with that of the gradient.
+            for_update: True if the copy from the host waits for the gradient of the open update. A buffer that is
+                gathered must not wait: DTensor would merge an all-reduce of the gather with the all-reduce of the
+                gradient.
         """
         if not self.is_stored_on_host:
             return self.buffer.value()
@@ -341,20 +344,20 @@ class Storage:
         return cache[key][0]
 
     def _recorded_buffer(self, recorded: Recorded) -> tf.Tensor:
-        """The buffer that is recorded, with what was written to members packed into it."""
+        """Return the recorded buffer, with the values that were written to members packed into it."""
         if not recorded.written:
             assert recorded.base is not None
             return recorded.base
         return self.format.pack(recorded.written, functools.partial(self._member, recorded))
 
     def whole(self, member: int) -> tf.Tensor:
-        """A member's whole value, as one tensor that is the same object until the next write.
+        """Return the full value of a member. The tensor is the same object until the next write.
 
-        The tape differentiates with respect to it (`ShardedVariable.handle`), so it need not have seen it being made.
+        A tape differentiates by this tensor (`ShardedVariable.handle`), so the tape need not have watched the gather.
         """
         graph, step = steps.here(), steps.current()
         key = (id(graph), member)
-        scratch = graph is not None and step is None  # Keras learns shapes there; it is never run.
+        scratch = graph is not None and step is None  # Keras learns shapes in this graph, and never runs it.
         if (scratch or steps.is_outside()) and key in self._last_full:
             return self._last_full[key]
         value = self._member(self.recorded(), member)
@@ -365,7 +368,7 @@ class Storage:
         return value
 
     def invalidate(self) -> None:
-        """Frees what a storage holds that its variables have left: a function that still reads it fails."""
+        """Free the memory of a storage that its variables have left. A function that still reads the storage fails."""
         if self._buffer is not None:
             for _, handle in self.handles:
                 invalidate(handle, self._buffer.dtype, self._buffer.shape)
@@ -375,7 +378,8 @@ class Storage:
             return self._written(recorded.written[member], member)
         graph = self._graph_of(recorded)
         cache = self._cache(graph)
-        # The state's own id would change with every member written; what is not written changes with the base.
+        # Each write to a member changes the id of `recorded`. The values of the other members change with the base
+        # only.
         base = None if recorded is None else recorded.base
         key = (self, None if base is None else id(base))
         if (key, member) not in cache:
@@ -387,7 +391,8 @@ class Storage:
         return cache[key, member][0]
 
     def _written(self, value: tf.Tensor, member: int) -> tf.Tensor:
-        """What was written to a member, as a read gives it: no gradient flows back through an assignment."""
+        """Return the value that was written to a member, as a read gives it. No gradient flows back through an
+        assignment."""
         graph = None if _private.is_eager() else value.graph
         cache = self._cache(graph)
         key = (self, member, id(value))
@@ -397,7 +402,7 @@ class Storage:
         return cache[key][0]
 
     def _graph_of(self, recorded: Recorded | None) -> tf.Graph | None:
-        """The outermost graph in which the buffer's value is known; None in eager code."""
+        """Return the outermost graph in which the buffer's value is known; None in eager code."""
         if _private.is_eager():
             return None
         if recorded is not None and recorded.base is not None:
@@ -412,17 +417,17 @@ class Storage:
 
 
 def invalidate(handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> None:
-    """Leaves a variable of TensorFlow's with a few elements in a shape that does not go with what it was. Whoever reads
-    it by mistake fails rather than goes on with an old value. A scalar keeps its value.
+    """Leave a TensorFlow variable with a few elements, in a shape that does not fit its old shape. A read by mistake
+    then fails instead of returning an old value. A scalar keeps its value.
 
-    Not without elements: TensorFlow's collectives on CPUs read beyond a tensor that has none.
+    The variable keeps some elements: TensorFlow's collectives on CPUs read beyond a tensor without elements.
     """
-    # Sizes that no device's part has.
+    # Sizes that no device's shard has.
     _set_zeros(handle, dtype, [next(n for n in itertools.count(2) if (size or 1) % n) for size in shape])
 
 
 def _empty(handle: tf.Tensor, dtype: tf.DType, rank: int) -> None:
-    """Frees the memory of a variable that gets another value at once. A scalar keeps its value."""
+    """Free the memory of a variable that gets another value at once. A scalar keeps its value."""
     _set_zeros(handle, dtype, [0] * rank)
 
 

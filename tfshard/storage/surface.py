@@ -1,4 +1,4 @@
-"""What a tf.Variable does besides being read and written, in terms of `value`, `numpy` and `assign`."""
+"""The methods of a `tf.Variable` other than read and write, in terms of `value`, `numpy` and `assign`."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -34,9 +34,9 @@ def _unsupported(method: str, instead: str) -> Callable[..., NoReturn]:
 class VariableSurface(tf.Variable, _private.TensorType):  # type: ignore[misc]
     """Mixed into `ShardedVariable`: conversions to Python, copies, and writes to parts of the value.
 
-    It is a tensor to `tf.is_tensor` and to `tape.watch`, as TensorFlow's own variables are.
+    A `ShardedVariable` is a tensor to `tf.is_tensor` and to `tape.watch`, as TensorFlow's variables are.
 
-    A part is written by writing the whole value with that part changed.
+    A write to a slice writes the full value with the slice changed.
     """
 
     path: str
@@ -67,7 +67,7 @@ class VariableSurface(tf.Variable, _private.TensorType):  # type: ignore[misc]
         return _plain_variable, (self.numpy(), self.trainable, self.name.partition(":")[0])
 
     def _as_plain_variable(self) -> tf.Variable:
-        """A variable of this value that is on no mesh: a copy may outlive it."""
+        """Return a variable of this value that is on no mesh: a copy may outlive the mesh."""
         return _plain_variable(self.numpy(), self.trainable, self.name.partition(":")[0])
 
     def _export_to_saved_model_graph(
@@ -98,7 +98,7 @@ class VariableSurface(tf.Variable, _private.TensorType):  # type: ignore[misc]
         raise AttributeError(f"A sharded variable belongs to no graph. Received: variable '{self.path}'")
 
     def set_shape(self, shape: Any) -> None:
-        """Checks that the shape is the one that it has."""
+        """Check that the variable has the shape."""
         if not self.shape.is_compatible_with(shape):
             raise ValueError(
                 f"The shape of variable '{self.path}' cannot be changed. Its shape: {self.shape}. Received: {shape}"
@@ -123,7 +123,7 @@ class VariableSurface(tf.Variable, _private.TensorType):  # type: ignore[misc]
         return self.assign_sub(self._dense(sparse_delta))
 
     def _dense(self, sparse: tf.IndexedSlices | tf.Tensor) -> tf.Tensor:
-        """IndexedSlices as a tensor of the variable's shape, rows that occur twice added up."""
+        """Convert IndexedSlices to a tensor of the variable's shape. Rows that occur twice are summed."""
         if isinstance(sparse, tf.IndexedSlices):
             sparse = tf.IndexedSlices(sparse.values, sparse.indices, tf.constant(self.shape.as_list(), tf.int64))
         return tf.convert_to_tensor(sparse)

@@ -1,7 +1,8 @@
-"""Steps that were traced, and what each of them writes.
+"""Steps that were traced, and the values that each step writes.
 
 A function may run several steps, and read or write variables around them. DTensor may move a read in front of a write
-that it does not depend on (steps.py), so what comes after a step in its function takes the value that the step wrote.
+that it does not depend on (steps.py). Operations behind a step in its function therefore take the value that the step
+wrote.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ traced: weakref.WeakKeyDictionary[tf.Graph, StepsOfGraph] = weakref.WeakKeyDicti
 
 
 def note_step(graph: tf.Graph, written: Mapping[Writable, tf.Tensor]) -> None:
-    """Remembers the graph of a step that was traced, and what it writes."""
+    """Record the graph of a traced step, and the values that the step writes."""
     count, before = len(graph.get_operations()), traced.get(graph)
     writes = tuple(
         Write(storage=weakref.ref(storage), tensor=value.name, operations=count) for storage, value in written.items()
@@ -63,7 +64,7 @@ def note_step(graph: tf.Graph, written: Mapping[Writable, tf.Tensor]) -> None:
 
 
 def is_around_steps(graph: tf.Graph | None) -> bool:
-    """Return whether a graph, or one around it, has run a step, by itself or in a function that it calls."""
+    """Return whether a graph, a graph around it, or a function called in either has run a step."""
     while graph is not None:
         if graph in traced or _operations_with_steps(graph):
             return True
@@ -75,11 +76,11 @@ def written_before(graph: tf.Graph | None, storage: Writable) -> tf.Tensor | Non
     """Return the value that earlier steps of the function that is being traced wrote to a storage, as it is stored.
 
     Args:
-        graph: The graph in which it is asked for; a branch sees what was written before its `tf.cond`.
+        graph: The graph that asks for the value. A branch sees the writes before its `tf.cond`.
         storage: The storage.
 
     Raises:
-        StrategyError: DTensor would not keep the order of a write and what follows it.
+        StrategyError: DTensor would not keep the order of a write and the operations behind it.
     """
     between = False
     while graph is not None:
@@ -127,7 +128,8 @@ _BODIES = {
 
 @dataclasses.dataclass
 class _Seen:
-    """The operations of a graph that were looked at: how many, and those whose functions run steps, by number."""
+    """The operations of a graph that were searched: their count, and the operations that call functions with steps, by
+    number."""
 
     count: int = 0
     with_steps: list[tuple[int, str]] = dataclasses.field(default_factory=list)
@@ -137,7 +139,7 @@ _seen: weakref.WeakKeyDictionary[tf.Graph, _Seen] = weakref.WeakKeyDictionary()
 
 
 def _operations_with_steps(graph: tf.Graph) -> list[tuple[int, tf.Operation]]:
-    """Return the operations of a graph whose functions run steps, each with its number."""
+    """Return the operations of a graph that call functions with steps, each with its number."""
     if not traced:
         return []
     seen, operations = _seen.setdefault(graph, _Seen()), graph.get_operations()
@@ -154,7 +156,7 @@ def _bodies(operation: tf.Operation) -> list[tf.Graph]:
 
 
 def _writes(operation: tf.Operation, storage: Writable) -> bool:
-    """Whether a step that runs in an operation writes a storage."""
+    """Return whether a step that runs in an operation writes a storage."""
     for graph in _bodies(operation):
         steps = traced.get(graph)
         if steps is not None and any(write.storage() is storage for write in steps.writes):

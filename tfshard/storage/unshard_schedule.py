@@ -1,16 +1,16 @@
 """The unshard schedule: gather a sharded value shortly before its use, free it, and gather it again for a later use.
 
 DTensor starts every all-gather of a step at once, since nothing orders them, and a gathered value stays until its last
-use in the backward pass. A step of stage 3 would hold all parameters unsharded. So this pass changes the graph of a
-step once it is traced:
+use in the backward pass. A step of stage 3 would hold all parameters unsharded. This pass therefore changes the graph
+of a step once it is traced:
 
 - It lists the uses of stored values in the order in which they were added to the graph, and gives each *unshard* a
-  gather of its own. A gathered value is kept from one use to a later one as long as all kept values fit into
+  separate gather. A gathered value is kept from one use to a later one as long as all kept values fit into
   `kept_bytes`. The value that is needed last is freed first, which takes the fewest gathers (Belady 1966, "A study of
   replacement algorithms for a virtual-storage computer"). A gather may start some unshards ahead (`prefetch`). A value
-  that would be gathered again at once, and that is larger than what is used meanwhile, is not freed: a group would
-  otherwise be in memory twice around each kernel that is stored alone.
-- A barrier ties the stored value to the input that the operation of an earlier unshard waits for. The gather cannot
+  is not freed if it would be gathered again at once, and is larger than the values used meanwhile: otherwise a group
+  would be in memory twice around each kernel that is stored alone.
+- A barrier joins the stored value with the input that the operation of an earlier unshard waits for. The gather cannot
   start before that tensor exists, and DTensor cannot merge it with the gather of another unshard.
 - In the same way an operation of the backward pass waits until an earlier gradient is scattered, and its variable is
   updated, if the update takes no other gradient. Otherwise the backward pass would run ahead of reductions and updates
@@ -42,7 +42,7 @@ ON_THE_WAY = frozenset({
     "StridedSlice", "Transpose", replicas.GATHER,
 })  # fmt: skip
 
-# Operations that turn stored integers into numbers: Keras's `quantize` packs and scales kernels.
+# Operations that make numbers of stored integers: Keras's `quantize` packs and scales kernels.
 _OF_INTEGERS = frozenset(("BitwiseAnd", "BitwiseXor", "Mul", "Pack", "RealDiv", "RightShift", "Sub"))
 
 # The compute dtypes of mixed precision.
@@ -51,14 +51,14 @@ _NARROW = (tf.bfloat16, tf.float16)
 # The dtype in which their bits are sent. A gather reads no bits; DTensor would send bfloat16 as a float32 all-reduce.
 _DTYPE_SENT = tf.float16
 
-# Operations on the batch whose results are known when the step is traced.
+# Operations on the batch with results that are known when the step is traced.
 SIZES = frozenset(("Rank", "Shape", "ShapeN", "Size"))
 
 # A value with this share of all gathered bytes, such as a language model's table, is not unsharded while its gradient
 # is.
 _HEAVY = 1 / 8
 
-# The operations whose gradients are ordered that way; not convolutions (barrier.py, oneDNN).
+# The operations with gradients that wait for an update. Convolutions do not (barrier.py, oneDNN).
 _PRODUCTS = frozenset(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"))
 
 # Values that are smaller than `kept_bytes` by this factor do not count as unshards to wait for. The smallest values,
@@ -74,8 +74,8 @@ class StoredBuffer:
         key: The identity of the buffer.
         bytes: The bytes that a device holds of the gathered buffer.
         itemsize: Bytes of an element.
-        is_gathered: Whether the buffer is stored sharded, and gathered for each use.
-        keeps: Whether the buffer stays gathered from its first use to its last.
+        is_gathered: True if the buffer is stored sharded, and gathered for each use.
+        keeps: True if the buffer stays gathered from its first use to its last.
     """
 
     key: Hashable
@@ -103,7 +103,7 @@ class WaitingGradient:
     Attributes:
         key: The key of its `StoredBuffer`.
         tensor: The gradient as it waits for the update.
-        is_scattered: Whether the gradient is sharded while it waits.
+        is_scattered: True if the gradient is sharded while it waits.
         updated: The new value that will be stored for its variable; None if the step does not update the variable.
     """
 
@@ -121,7 +121,8 @@ class Use:
         operation: The operation.
         numbers: The numbers of its inputs that come from stored buffers, by the buffer's key.
         narrow: The dtype that each of these buffers was cast to on the way; None without a cast.
-        batch_input: Another input, computed from the batch: of several the one that was added last. None without one.
+        batch_input: Another input that is computed from the batch, the last one that was added to the graph. None
+            without such an input.
     """
 
     operation: tf.Operation
@@ -201,7 +202,7 @@ def arrange(
         begins = unshards([[stored[key] for key in keys] for keys in gathered], kept_bytes, reshard.prefetch)
         current: dict[Hashable, _Unshard] = {}
         waits: list[OpInput] = []  # The batch inputs of earlier large unshards.
-        waiting: set[Hashable] = set()  # Large unshards whose first use has no batch input: the shape of a kernel.
+        waiting: set[Hashable] = set()  # Large unshards without a batch input so far.
         traced = [None if use.batch_input is None else use.batch_input.tensor for use in uses]
         for use, keys, beginning, tensor in zip(uses, gathered, begins, traced, strict=True):
             here = [] if use.batch_input is None else [use.batch_input]
@@ -263,7 +264,7 @@ def unshards(uses: Sequence[Sequence[StoredBuffer]], kept_bytes: int, prefetch: 
         uses: The buffers that each operation uses, in order.
         kept_bytes: How many gathered bytes are kept.
         prefetch: How many unshards ahead a gather may start. A buffer that would be gathered again at once is kept if
-            it is larger than what is used meanwhile.
+            it is larger than the buffers used meanwhile.
     """
     later: dict[Hashable, collections.deque[int]] = collections.defaultdict(collections.deque)
     for number, use in enumerate(uses):
@@ -429,7 +430,7 @@ def _look_up(operation: tf.Operation, table: tf.Tensor) -> None:
 
 
 def sent_dtypes(uses: Iterable[Use]) -> dict[Hashable, tf.DType]:
-    """Return the dtype of each key whose uses all cast it to one smaller dtype."""
+    """Return the smaller dtype of each key that all uses cast to the same smaller dtype."""
     found: dict[Hashable, set[tf.DType | None]] = collections.defaultdict(set)
     for use in uses:
         for key, narrow in use.narrow.items():
@@ -510,7 +511,7 @@ class _BackwardGates:
 
 
 class _Unshard:
-    """One gather of a stored buffer, and the uses until the gathered value is freed.
+    """A gather of a stored buffer, and the uses until the gathered value is freed.
 
     Args:
         values: The tensors computed from stored buffers.
@@ -529,7 +530,7 @@ class _Unshard:
         self._copies: dict[tf.Operation, list[tf.Tensor]] = {}
 
     def rebuilt(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the same tensor, computed from what this unshard gathers."""
+        """Return the same tensor, computed from the value that this unshard gathers."""
         if self._values.key_of.get(tensor.ref()) != self._key:
             return tensor
         if self._values.is_read(tensor):
@@ -565,5 +566,5 @@ class _Unshard:
 
 
 def _received(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Return a tensor that was sent as `_DTYPE_SENT`, in its own dtype."""
+    """Bitcast a tensor that was sent as `_DTYPE_SENT` back to its dtype."""
     return tensor if dtype == _DTYPE_SENT else tf.bitcast(tensor, dtype)

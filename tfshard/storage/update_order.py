@@ -1,10 +1,10 @@
 """Pass: order the updates of gradients that are reduced together.
 
-DTensor reduces all gradients that are not scattered as one, so that they arrive at once, and nothing orders the work
-that follows. A device would hold the buffer of the reduction until the last gradient is sliced out of it, while it
-updates other variables already, and it would update several variables at the same time. This can be much of a step's
-memory, and it differs from step to step. So no update begins before all gradients of its optimizer are sliced out, nor
-before the update in front of it has computed a new value.
+DTensor reduces all gradients that are not scattered in one all-reduce. The gradients arrive at once, and nothing orders
+the work that follows. A device would hold the buffer of the reduction until the last gradient is sliced out of it,
+while it already updates other variables, several at the same time. This can be much of a step's memory, and it differs
+from step to step. Therefore an update waits for two things: all gradients of its optimizer are sliced out, and the
+update in front of it has computed a new value.
 
 No number changes.
 """

@@ -28,11 +28,11 @@ _serial = itertools.count()
 class ShardedVariable(VariableSurface):
     """A `tf.Variable` of which each device stores a shard.
 
-    It has the shape of the full variable. The access object of the current context reads and writes it (access.py). In
-    a step, a read (`value()`, any operation on the variable) gives the full value in the compute layout, by one
-    all-gather if the variable is stored sharded over the batch axis. A write takes full values of any layout, and is
-    deferred (see the note at the top of steps.py). In eager code outside of steps, reads and writes happen at once, on
-    the host.
+    The variable has the shape of the full variable. The access object of the current context reads and writes it
+    (access.py). In a step, a read (`value()`, any operation on the variable) gives the full value in the compute
+    layout. If the variable is stored sharded over the batch axis, the read is one all-gather. A write takes full values
+    of any layout, and is deferred (see the note at the top of steps.py). In eager code outside of steps, reads and
+    writes happen at once, on the host.
 
     Attributes:
         path: The Keras path, for messages.
@@ -41,9 +41,9 @@ class ShardedVariable(VariableSurface):
         storage: The `Storage` it lives in, alone or with others.
         member: Its number among the members of the storage.
         slots: Its optimizer slots, by optimizer and number of the slot.
-        kept: What the compression of its gradient keeps between steps, by name (`compressed_form`).
+        kept: The state that the compression of its gradient keeps between steps, by name (`compressed_form`).
         gradient_layout: The layout in which an optimizer got its gradient, in the last step that was traced or ran
-            eagerly. None before that, and where it cannot be told.
+            eagerly. None before this step, and if the layout is unknown.
     """
 
     _should_act_as_resource_variable = True
@@ -61,17 +61,20 @@ class ShardedVariable(VariableSurface):
         options: Mapping[str, Any] | None = None,
         waits: Callable[["ShardedVariable"], None] | None = None,
     ):
-        """Args:
-        initial_value: The whole value, on the host, or what it will be; each device receives its piece only.
-        layout: Where it lives.
-        mesh: The mesh.
-        trainable: Whether gradient tapes watch it by themselves.
-        name: A name for messages and TensorFlow.
-        unique_id: TensorFlow's name for it, of the variable that it replaces: optimizers know it by that.
-        storage: The storage of its group, when `layout.grouped`; else it gets one of its own.
-        options: More arguments of `tf.Variable`: `aggregation`, `synchronization`, `caching_device`, ...
-        waits: Given if it stays on the host until it is used, or is moved: to its group, when the model is known. It is
-            called before a value is set, and may move it.
+        """Create the variable.
+
+        Args:
+            initial_value: The full value, on the host, or the initializer that will give it. Each device receives its
+                local shard only.
+            layout: The layout.
+            mesh: The mesh.
+            trainable: True if gradient tapes watch the variable.
+            name: A name for messages and TensorFlow.
+            unique_id: TensorFlow's id of the variable that this one replaces. Optimizers know the variable by it.
+            storage: The storage of the group, if `layout.grouped`. By default a new storage for this variable alone.
+            options: More arguments of `tf.Variable`: `aggregation`, `synchronization`, `caching_device`, ...
+            waits: If given, the value stays on the host until the variable is used, or moved to its group once the
+                model is known. The variable calls it before a value is set, and it may move the variable.
         """
         if tuple(initial_value.shape) != layout.spec.shape:
             raise LayoutError(
@@ -90,10 +93,10 @@ class ShardedVariable(VariableSurface):
         self.layout = layout
         self.member = layout.member
         self.gradient_layout: Axes | None = None
-        # Whether gradients that reached this variable in the current step were sparse.
+        # The kinds of gradients that reached this variable in the current step: True for a sparse gradient.
         self._gradient_kinds: set[bool] = set()
         self._is_looked_up = False
-        # Whether a warning was given that Keras would update this variable differently.
+        # A warning was given that Keras would update this variable differently.
         self.told_of_sparse = False
         self.storage = storage or self._own_storage(layout)
         self.storage.members[self.member] = self
@@ -108,9 +111,9 @@ class ShardedVariable(VariableSurface):
         )
 
     def move(self, layout: VariableLayout, storage: Storage | None = None) -> None:
-        """Takes the value to another storage, or to one of its own. Eager only.
+        """Move the value to another storage, or to a new storage of the variable alone. Eager only.
 
-        If there is no buffer of what waits on the host, this makes none.
+        A value that waits on the host goes on waiting: this method makes no buffer for it.
         """
         value = self.storage.pop_waiting(self.member)
         waited = value is not None
@@ -127,10 +130,10 @@ class ShardedVariable(VariableSurface):
             self.storage.make_if_filled()
 
     def stay(self) -> None:
-        """Its place is known: it waits no more for another, and goes there when it has a value, or is used."""
+        """Stop waiting for a storage: the storage is known. The value goes there when it is set or used."""
         self._waits = None
 
-    # --- what it is ---------------------------------------------------------------------------------
+    # --- attributes ---------------------------------------------------------------------------------
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -149,7 +152,7 @@ class ShardedVariable(VariableSurface):
 
     @property
     def trainable(self) -> bool:
-        """Whether it is trained; also for gradient tapes."""
+        """True if the variable is trained. Gradient tapes watch trainable variables."""
         return self._trainable
 
     @property
@@ -181,7 +184,7 @@ class ShardedVariable(VariableSurface):
 
     @property
     def buffer(self) -> dtensor.DVariable:
-        """The DTensor variable that holds the pieces; in the flat form where the layout has one."""
+        """The DTensor variable that holds the shards, in the flat form if the layout has one."""
         return self.storage.buffer
 
     @property
@@ -288,8 +291,8 @@ class ShardedVariable(VariableSurface):
     ) -> Callable[[tf.Tensor], tf.Tensor | None] | None:
         """Return a function of an upstream gradient: the unreduced local gradient, or a custom reduction of it.
 
-        A microbatch whose reduction waits for the last one keeps the local gradient. With compression or replicas, the
-        step reduces gradients by its own function. Returns None if DTensor reduces the gradient.
+        A microbatch with a reduction that waits for the last microbatch keeps the local gradient. With compression or
+        replicas, the step reduces gradients by a custom function. Returns None if DTensor reduces the gradient.
         """
         step = steps.current()
         if step is None or not self._trainable:
@@ -311,7 +314,8 @@ class ShardedVariable(VariableSurface):
 
     @contextlib.contextmanager
     def read_for_lookup(self) -> Iterator[None]:
-        """A context whose reads are looked up by row, so that Keras on one device would make their gradient sparse."""
+        """Open a scope in which lookups read rows of the variable. Keras on one device would make their gradient
+        sparse."""
         self._is_looked_up = True
         try:
             yield
@@ -319,7 +323,7 @@ class ShardedVariable(VariableSurface):
             self._is_looked_up = False
 
     def _note_kind(self) -> Callable[[bool], object]:
-        """Return what notes the kind of the gradient of the read that is made now."""
+        """Return a function that records the kind of the gradient of the current read."""
         is_looked_up = self._is_looked_up
         return lambda is_sparse: self._gradient_kinds.add(is_sparse or is_looked_up)
 
@@ -330,18 +334,18 @@ class ShardedVariable(VariableSurface):
         return kinds == {True}
 
     def note_gradient(self, tensor: tf.Tensor | tf.IndexedSlices) -> None:
-        """Remembers the layout in which a gradient came to an optimizer's update."""
+        """Record the layout of a gradient that came to an optimizer's update."""
         self.gradient_layout = gradient.layout_of(tensor)
 
     def reduced(self, tensor: tf.Tensor) -> tf.Tensor:
-        """A gradient that was added up over the devices, as those are that come out of layers."""
+        """Return a gradient that was summed over the devices, in the layout of gradients that come out of layers."""
         compute = self.layout.compute
         if self.layout.gradient == compute or self.storage.format.packed:
             return transfer.relayout(tensor, compute, self.mesh)
         return gradient.scatter(tensor, forward=compute, backward=self.layout.gradient, mesh=self.mesh)
 
     def to_update(self, tensor: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-        """Brings a gradient to the layout in which the variable is updated by itself; a sparse one becomes dense."""
+        """Bring a gradient to the layout in which the variable is updated alone. A sparse gradient becomes dense."""
         compute = self.layout.compute
         update = self.storage.format.members[self.member].update
         # The mean of several microbatches is scattered already.
@@ -351,13 +355,13 @@ class ShardedVariable(VariableSurface):
         return gradient.scatter(tensor, forward=compute, backward=update, mesh=self.mesh)
 
     def numpy(self) -> np.ndarray:
-        """The whole value on the host, put together from the devices' pieces. Eager only."""
+        """Return the full value on the host, joined from the devices' shards. Eager only."""
         if not _private.is_eager():
             raise NotImplementedError("numpy() is only available when eager execution is enabled.")
         if self.storage.recorded() is not None:
-            return transfer.to_host(self.value())[()]  # What the eager step has written so far.
+            return transfer.to_host(self.value())[()]  # The value that the eager step has written so far.
         with process_lock.held(), clients.here().purpose(f"the value of variable '{self.path}'"):
-            return self.storage.host_value(self.member)[()]  # A scalar is NumPy's, as of other variables.
+            return self.storage.host_value(self.member)[()]  # A scalar is a NumPy scalar, as for other variables.
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.numpy(), dtype)

@@ -30,14 +30,14 @@ class Updates(Protocol):
 
 
 class WriteLog:
-    """The writes of one step, in its own graph, in branches and in functions that it calls.
+    """The writes of one step, in its graph, in branches and in functions that it calls.
 
     A write in a branch of a `tf.cond` is an output of the branch, and then recorded in the graph around it. The value
     that a called `tf.function` writes belongs to the function, so the function assigns it at once.
 
     Args:
-        graph: The step's own graph; None in eager code.
-        follows_steps: Whether reads see what earlier steps of the same function wrote.
+        graph: The graph of the step; None in eager code.
+        follows_steps: True if reads see the writes of earlier steps of the same function.
 
     Attributes:
         updates: The open UpdateBatch.
@@ -49,7 +49,7 @@ class WriteLog:
         self._follows_steps = follows_steps
         # The last write of each storage, by graph.
         self._recorded: dict[tf.Graph | None, dict[Writable, Recorded]] = {graph: {}}
-        # Storages in the order in which the step's own graph wrote them first.
+        # Storages in the order in which the graph of the step first wrote them.
         self._written: dict[Writable, None] = {}
         # Storages that the open UpdateBatch wrote in a function. The batch assigns them when it ends.
         self._postponed: dict[Writable, None] = {}
@@ -62,11 +62,11 @@ class WriteLog:
 
     @property
     def storages(self) -> list[Writable]:
-        """The storages that the step's own graph wrote."""
+        """The storages that the graph of the step wrote."""
         return list(self._written)
 
     def take(self) -> dict[Writable, Recorded]:
-        """Return the writes of the step's own graph, and remove them from the order."""
+        """Return the writes of the step's graph, and remove them from the order."""
         found = {storage: self._recorded[self._graph][storage] for storage in self._written}
         self._written.clear()
         return found
@@ -76,7 +76,7 @@ class WriteLog:
         self._recorded[self._graph][storage] = Recorded(base=value, written={})
 
     def own(self, storage: Writable) -> Recorded | None:
-        """Return the last write of the step's own graph."""
+        """Return the last write in the graph of the step."""
         return self._recorded[self._graph].get(storage)
 
     def find(self, storage: Writable) -> Recorded | None:
@@ -132,7 +132,7 @@ class WriteLog:
                 "do. Unroll the loop in Python, or carry the value as a loop variable and assign it after the loop."
             )
         if storage in self._written:
-            # Assigned before the function's own write, so that the function has the last word.
+            # The storage is assigned before the function writes it. The write of the function comes last.
             del self._written[storage]
             assert self._graph is not None, "Eager code has no branches."
             with self._graph.as_default(), tf.control_dependencies(None):
@@ -170,7 +170,7 @@ class WriteLog:
         self._postponed.clear()
 
     def both_branches(self, branches: tuple[Branch, Branch], cond: Callable[[Branch, Branch], Any]) -> Any:
-        """Call a `tf.cond` whose branches return their writes, and record these behind it.
+        """Call a `tf.cond` with branches that return their writes, and record the writes behind it.
 
         Each branch is traced once more before that, to learn its writes.
 

@@ -37,7 +37,7 @@ class Writable(Protocol):
 
     @property
     def is_group(self) -> bool:
-        """Whether several variables share the storage."""
+        """True if several variables share the storage."""
 
     @property
     def updated_bytes(self) -> int:
@@ -45,7 +45,7 @@ class Writable(Protocol):
 
     @property
     def is_stored_as_updated(self) -> bool:
-        """Whether the buffer is stored on the devices of the update, in the same layout and dtype."""
+        """True if the buffer is stored on the devices of the update, in the update layout and dtype."""
 
     def in_update(self, recorded: Recorded | None) -> tf.Tensor:
         """Return the recorded buffer, or else the stored buffer, in the update layout."""
@@ -66,8 +66,8 @@ class Writable(Protocol):
         """Assign the recorded buffer now."""
 
     def equalize(self) -> bool:
-        """Give devices of this client that should hold equal copies the value of the first. Eager only.
+        """Copy the first device's shard to the devices of this client that should hold equal shards. Eager only.
 
         Returns:
-            Whether the copies differed.
+            True if the shards differed.
         """

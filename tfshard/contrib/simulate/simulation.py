@@ -1,4 +1,4 @@
-"""simulate: what steps of a model take on clusters of any size, and which mesh is best there, predicted on paper."""
+"""Predict steps of a model on clusters of any size, and find the best mesh, without running a step."""
 
 import dataclasses
 import json
@@ -29,31 +29,31 @@ from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
 from tfshard.planning.variable_traffic import sum_bytes
 
-# On more devices than this a step is taken for the one on so many: what a device computes is the same, and its shards,
-# which are smaller still, are next to nothing of its peak. They are what rests, which is counted exactly.
+# A step on more devices is predicted from a step on this many. The computation of a device is the same. Its shards are
+# smaller still, and small beside its peak. The stored bytes are counted exactly.
 _TRACED_DEVICES = 8
-# Rows that a device has of a part of a batch, which are tried.
+# The numbers of rows that a device has of a microbatch, to try.
 _ROWS = (1, 2, 4, 8, 16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a step takes on a mesh.
+    """The time and memory of a step on a mesh.
 
     Attributes:
-        devices: How many there are.
+        devices: The number of devices.
         mesh_shape: Axis name to size.
         zero_stage: 0 to 3.
-        microbatches: In how many parts the batch is taken.
-        recompute: Whether blocks are computed again.
+        microbatches: The number of microbatches.
+        recompute: True if blocks are computed again.
         batch: Samples of a step, over all devices.
-        seconds: What a step takes.
-        compute_seconds: In which a device computes.
-        collective_seconds: In which it sends; what of it is hidden behind computing is in both.
+        seconds: The time of a step.
+        compute_seconds: The time in which a device computes.
+        collective_seconds: The time in which a device sends. Sending that computing hides is in both times.
         utilization: Model FLOPs of a step over what the devices could do in its time (MFU, Chowdhery et al. 2022).
-        peak_bytes: At the peak of a step, on a device.
-        needed_bytes: What a device should have for it.
-        unknown: What is sent besides of which the bytes are not known; an empty text if nothing.
+        peak_bytes: Bytes of a device at the peak of a step.
+        needed_bytes: The memory that a device needs, in bytes.
+        unknown: Further traffic with unknown bytes; empty if none.
     """
 
     devices: int
@@ -82,9 +82,9 @@ class Simulation:
 
     Attributes:
         machine: The machine.
-        best: For each number of devices the quickest step that fits, or None.
-        considered: All that were predicted, by number of devices, the quickest first; also those that do not fit.
-        problems: For each number of devices for which there is no step, why.
+        best: The quickest step that fits for each number of devices, or None.
+        considered: All predictions, by number of devices, the quickest first. Predictions that do not fit are included.
+        problems: Why no step is possible, for each number of devices without a step.
     """
 
     machine: Machine
@@ -120,7 +120,7 @@ class Simulation:
     __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, bytes and seconds as numbers."""
+        """Return the result as plain data, bytes and seconds as numbers."""
         return {
             "machine": self.machine.to_dict(),
             "best": {
@@ -130,14 +130,14 @@ class Simulation:
         }
 
     def to_json(self, **options: Any) -> str:
-        """`to_dict` as JSON; options are those of `json.dumps`."""
+        """Return `to_dict` as JSON. The options go to `json.dumps`."""
         return json.dumps(self.to_dict(), **options)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws samples a second and the utilization over the number of devices. Needs matplotlib.
+        """Draw samples a second and the utilization over the number of devices. Needs matplotlib.
 
         Raises:
-            StrategyError: There is nothing to draw: nothing fits.
+            StrategyError: No step fits, so the plot would be empty.
         """
         import matplotlib.figure
 
@@ -177,19 +177,20 @@ def simulate(
     zero_stages: Sequence[int] = (3,),
     reshard_after_forward: bool | str | Sequence[str] = True,
 ) -> Simulation:
-    """Predicts steps of a model on clusters of several sizes, and finds the quickest mesh that fits for each.
+    """Predict steps of a model on clusters of several sizes, and find the quickest mesh that fits each size.
 
-    For each number of devices it goes through the sizes of the model axis within a host (with a layout map), through
-    replicas of whole hosts, through parts of the batch, and with blocks computed again or not. The time of a step is
-    that of its graph (`tfshard.planning.machine`), with what is sent beside it; memory is as for `advise`. Nothing is
-    allocated. docs/simulating.md says what is assumed, and sets predictions beside what was measured and published.
+    For each number of devices, `simulate` tries the sizes of the model axis within a host (with a layout map) and
+    replicas of full hosts. It also tries numbers of microbatches, and blocks computed again or not. The graph of a step
+    gives its time (`tfshard.planning.machine`), with the collectives beside it; memory is estimated as in `advise`.
+    Nothing is allocated. docs/simulating.md lists the assumptions, and compares predictions with measured and published
+    numbers.
 
     Args:
-        model: A built model, also one of `tfshard.abstract_model`, in the dtype policy in which it will be trained.
-        machine: A `tfshard.planning.Machine`, or the file that it is in.
-        devices: How many, each of them.
+        model: A built model, also from `tfshard.abstract_model`, in the dtype policy of the training.
+        machine: A `tfshard.planning.Machine`, or the path of its file.
+        devices: The numbers of devices.
         batch: Samples of one step over all devices.
-        length: Of dims that the model's inputs leave open, but the first: tokens of a sequence.
+        length: The size of open dims of the model's inputs other than the first: the tokens of a sequence.
         optimizer: As for `tfshard.advise`.
         analyzer: Makes the groups; None for none.
         layout_map: As for `tfshard.ShardedStrategy`, over the axis `model`.
@@ -197,8 +198,8 @@ def simulate(
         reshard_after_forward: As for `tfshard.ShardedStrategy`.
 
     Raises:
-        StrategyError: A number that is not a positive integer, a machine that cannot be read or has no links for so
-            many devices, or a model whose inputs are not known.
+        StrategyError: A number is not a positive integer, the machine cannot be read or has no links for so many
+            devices, or the model's inputs are unknown.
         LayoutError: The layout map names an axis other than `batch` and `model`.
 
     Example: eight times the devices, on hosts of eight with a slow network between them.
@@ -233,7 +234,7 @@ def simulate(
 
 
 def meshes(devices: int, devices_per_host: int, has_model_axis: bool) -> list[dict[str, int]]:
-    """Flat meshes and those of replicas of whole hosts, with each size of the model axis within a host."""
+    """Return flat meshes and meshes with replicas of full hosts, with each size of the model axis within a host."""
     found = []
     for size in range(1, min(devices, devices_per_host) + 1):
         if devices % size or devices_per_host % size or (size > 1 and not has_model_axis):
@@ -255,16 +256,16 @@ def _check_count(name: str, number: Any) -> None:
 
 
 class CannotBeError(Exception):
-    """Why there is no step on a mesh."""
+    """The reason why a step on a mesh is impossible."""
 
 
 class Simulator:
-    """Predicts steps of one model on any machine: what was traced for a mesh serves for all.
+    """Predicts steps of one model on any machine. Each step is traced once for a mesh, and serves all machines.
 
     Args:
-        model: As for `simulate`, as all others.
+        model: As for `simulate`, like the other arguments.
         batch: Samples.
-        length: Of open dims.
+        length: The size of open dims.
         optimizer: The optimizer.
         analyzer: Makes the groups.
         layout_map: The layout map.
@@ -320,7 +321,7 @@ class Simulator:
         self._flops = None if flops is None else flops * batch
 
     def on(self, machine: MachineLike, devices: Iterable[int]) -> Simulation:
-        """The quickest steps on a machine, by number of devices: `simulate`."""
+        """Find the quickest steps on a machine, by number of devices, as `simulate` does."""
         machine, counts = Machine.from_any(machine), list(devices)
         for count in counts:
             _check_count("devices", count)
@@ -357,15 +358,16 @@ class Simulator:
         rows: Iterable[int] = _ROWS,
         recomputes: Iterable[str | None] = (None, blocks.AUTO),
     ) -> list[Prediction]:
-        """Those of a mesh and a stage, with more and more rows of a part on a device until they do not fit, with blocks
-        computed again and without.
+        """Return the predictions for a mesh and a stage, with blocks computed again and without. The rows of a
+        microbatch on a device grow until the step does not fit.
 
         Args:
             machine: The machine.
             mesh_shape: The mesh.
             stage: The ZeRO stage.
-            rows: Which are tried of those that divide the rows of a device; all at once as well, if they are no more.
-            recomputes: Which blocks are computed again, if any: as `strategy.recompute` takes them.
+            rows: The numbers of rows to try, if they divide the rows of a device. The rows of a device are also tried
+                as one microbatch, if they are no more than the largest number.
+            recomputes: The blocks to compute again, if any, as for `strategy.recompute`.
         """
         axes = MeshAxes.of(mesh_shape)
         if self._batch % axes.data_size:
@@ -436,7 +438,7 @@ class Simulator:
     def _traced(
         self, mesh_shape: Mapping[str, int], stage: int, rows: int, is_part: bool, recompute: str | None
     ) -> tuple[TracedStep, int]:
-        """A part of so many rows a device, and what it makes at its peak."""
+        """Return the trace of a microbatch with some rows a device, and the bytes that it adds at its peak."""
         most = {REPLICA_AXIS: 2, BATCH_AXIS: _TRACED_DEVICES}
         small = {axis: min(size, most.get(axis, size)) for axis, size in mesh_shape.items()}
         key = (*small.items(), stage, rows, is_part, recompute)
