@@ -29,7 +29,7 @@ from tfshard.storage.step_recorder import Step
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "tfshard"
 DESIGN = (ROOT / "docs" / "design.md").read_text()
-WINGS = re.findall(r"^\| `(\w+)` \|", DESIGN.partition("\n## Wings")[2].partition("\n## ")[0], re.MULTILINE)
+SUBPACKAGES = re.findall(r"^\| `(\w+)` \|", DESIGN.partition("\n## Subpackages")[2].partition("\n## ")[0], re.MULTILINE)
 MODULES = {
     ".".join(("tfshard", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -45,7 +45,7 @@ RUNTIME = {
 }  # fmt: skip
 
 
-def wing(module: str) -> str:
+def subpackage(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -66,19 +66,21 @@ def imported_beside_the_seam(module: str) -> set[str]:
     return {name for name in imported(module) if module != SEAM or not name.startswith(PLANS)}
 
 
-def test_the_wings_are_those_of_the_package():
+def test_the_subpackages_are_those_of_the_table():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     files = {path.stem for path in PACKAGE.glob("[!_]*.py")}
-    assert set(WINGS) == folders | files
+    assert set(SUBPACKAGES) == folders | files
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if wing(name) in WINGS])
-def test_a_module_imports_from_its_own_wing_and_those_above_it(module):
-    above = WINGS[: WINGS.index(wing(module)) + 1]
-    assert sorted(name for name in imported_beside_the_seam(module) if wing(name) not in (*above, "_version")) == []
+@pytest.mark.parametrize("module", [name for name in MODULES if subpackage(name) in SUBPACKAGES])
+def test_a_module_imports_from_its_subpackage_and_those_above_it(module):
+    above = SUBPACKAGES[: SUBPACKAGES.index(subpackage(module)) + 1]
+    assert (
+        sorted(name for name in imported_beside_the_seam(module) if subpackage(name) not in (*above, "_version")) == []
+    )
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if wing(name) in RUNTIME])
+@pytest.mark.parametrize("module", [name for name in MODULES if subpackage(name) in RUNTIME])
 def test_the_runtime_imports_no_plan(module):
     """Neither itself, nor through other modules, nor inside functions: only the seam does."""
     reached, left = set(), [module]
@@ -98,7 +100,7 @@ def test_core_imports_no_extension():
     importers = {
         name
         for name in MODULES
-        if wing(name) != "contrib" and any(wing(found) == "contrib" for found in imported(name))
+        if subpackage(name) != "contrib" and any(subpackage(found) == "contrib" for found in imported(name))
     }
     assert importers == HANDED_THROUGH
     for name in HANDED_THROUGH - {"tfshard"}:
@@ -138,7 +140,7 @@ def test_nothing_but_optional_libraries_is_imported_inside_a_function(module):
     assert {name if name == PLANS else name.partition(".")[0] for name in found} <= allowed
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if wing(name) != "_private"])
+@pytest.mark.parametrize("module", [name for name in MODULES if subpackage(name) != "_private"])
 def test_private_names_are_imported_in_one_wing_only(module):
     text = MODULES[module].read_text()
     assert not re.search(r"^\s*(from|import) (keras\.src|tensorflow\.python)", text, re.MULTILINE)
@@ -221,7 +223,7 @@ def test_no_code_compares_the_number_of_a_zero_stage(module):
 OTHER_IDENTITIES = {"tfshard._private.graphs", "tfshard.storage.unshard_schedule"}
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if wing(name) != "planning"])
+@pytest.mark.parametrize("module", [name for name in MODULES if subpackage(name) != "planning"])
 def test_barriers_are_made_in_one_module(module):
     """`storage/barrier.py` knows how an operation is ordered so that the compilers leave the order alone."""
     makes_identities = re.search(r"\b(IdentityN|identity_n)\(", MODULES[module].read_text()) is not None
@@ -240,7 +242,9 @@ def test_a_step_has_few_attributes():
 
 def test_a_thread_has_one_context():
     """Scopes of steps and updates replace a frozen object. All other code asks `steps` for it."""
-    local = {name for name in MODULES if "threading.local" in MODULES[name].read_text() and wing(name) == "storage"}
+    local = {
+        name for name in MODULES if "threading.local" in MODULES[name].read_text() and subpackage(name) == "storage"
+    }
     assert local == {"tfshard.storage.steps"}
     assert [name for name in vars(steps._Thread) if not name.startswith("_")] == ["context"]
     assert [name for name in MODULES if "steps._thread" in MODULES[name].read_text()] == []

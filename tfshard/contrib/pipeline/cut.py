@@ -62,7 +62,7 @@ class CutModel:
     """A model in stages.
 
     Attributes:
-        parts: The stages, in order.
+        stages: The stages, in order.
         outputs: The source of each output of the model.
         graph: The Functional model with these inputs and outputs.
     """

@@ -33,7 +33,7 @@ class PipelineRank:
     Attributes:
         number: The index, from 0.
         strategy: The strategy on the mesh of the pipeline rank.
-        parts: The stages on the pipeline rank.
+        stages: The stages on the pipeline rank.
         mirrors: Variables with a home on another pipeline rank, and their mirrors here.
         shared: Optimizer variables that all pipeline ranks have, and their copies here; empty on the last pipeline
             rank, which holds the variables that a user sees.

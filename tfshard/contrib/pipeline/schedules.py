@@ -45,7 +45,7 @@ class Schedule:
     Attributes:
         name: `"gpipe"`, `"1f1b"` or `"interleaved"`.
         ranks: The number of pipeline ranks.
-        parts: The number of stages; a multiple of `ranks`.
+        stages: The number of stages; a multiple of `ranks`.
         microbatches: The number of microbatches.
         tasks: The tasks of each pipeline rank.
 

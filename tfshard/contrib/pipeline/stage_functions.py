@@ -76,7 +76,7 @@ class StageFunctions:
     Args:
         model: The model that was cut.
         cut: All stages of the model.
-        part: The stage.
+        stage: The stage.
         rank: The pipeline rank of the stage.
         count: The number of microbatches of a batch.
     """
@@ -379,7 +379,7 @@ class PipelineRankFunctions:
 
     Args:
         rank: The pipeline rank.
-        parts: The functions of its stages.
+        stages: The functions of its stages.
         optimizer: The model's optimizer.
         mirrored: Variables that have mirrors on some pipeline rank, by id.
 
