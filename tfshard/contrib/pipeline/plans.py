@@ -17,7 +17,7 @@ from tfshard.contrib.pipeline.pipeline import Pipeline
 from tfshard.contrib.pipeline.runner import Measured
 from tfshard.contrib.pipeline.schedules import Schedule, Timed
 from tfshard.devices import messages
-from tfshard.errors import StrategyError
+from tfshard.errors import StrategyError, warn
 from tfshard.graph.flops import training_flops
 from tfshard.measure.report import REPORTERS, Report
 
@@ -60,6 +60,12 @@ class PipelinePlan:
     mesh: dict[str, int]
     schedule: Schedule
     stages: tuple[PlannedStage, ...]
+
+    @property
+    def parts(self) -> tuple[PlannedStage, ...]:
+        """The old name of `stages`, which warns."""
+        warn("PipelinePlan.parts is called PipelinePlan.stages since tfshard 0.3.", DeprecationWarning)
+        return self.stages
 
     def bytes_per_device(self, kind: str | None = None) -> int:
         """Return the bytes that the fullest device stores; `kind` as for `ShardingPlan.bytes_per_device`."""
