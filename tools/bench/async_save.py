@@ -1,13 +1,13 @@
-"""What saving costs a training step: none, asynchronous and synchronous saves of one GPT, in turn in one run.
+"""Measure what saving costs a training step: one GPT with no saves, asynchronous saves and synchronous saves.
 
     python tools/bench/async_save.py
     python tools/bench/async_save.py --every_steps=50 --layers=8 --width=512
 
-A block is `every_steps` steps with one save before the first of them; what the save still does in the background
-when the block ends is waited for within it. Blocks with no, an asynchronous and a synchronous save take turns, so that
-a machine whose speed drifts slows all of them. A step's time is that of its block, a loop over one batch that is made
-before, through the number of its steps. Figures are medians of the rounds, with the least and the most; ratios are to
-no save in the same round.
+A block is `every_steps` steps, with one save before its first step. A block lasts until the background part of its save
+has ended. Blocks of the three kinds alternate in one process, which spreads a drift of the machine evenly over them.
+The step time of a block is the block's time divided by its number of steps. All steps train on one batch, which is made
+before. Each figure is the median over the rounds, with the minimum and the maximum. Each ratio compares a block with
+the block without a save in the same round.
 """
 
 import pathlib
@@ -39,7 +39,7 @@ def main(argv):
     blocked = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory(dir=_DIRECTORY.value) as directory:
         manager = tfshard.CheckpointManager(directory, keep=1)
-        # The first step traces, the first save compiles the reading of each layout.
+        # The first step traces the training step. The first save compiles the read of each layout.
         model.train_on_batch(x, y)
         path = manager.save(model, 0)
         size = sum(file.stat().st_size for file in pathlib.Path(path).iterdir())

@@ -1,19 +1,26 @@
-"""Time of a step, and bytes between hosts, over links of some rates: two hosts of one client with two devices.
+"""Measure step times and the bytes between hosts, over links of several rates: two hosts with two devices each.
 
     python tools/bench/between_hosts.py                          # narrow: 196 variables of 2.6M parameters
     python tools/bench/between_hosts.py --rates=1gbit --stages=3 --width=256 --layers=4
     python tools/bench/between_hosts.py --ways=flat,hybrid --stages=3 --width=256 --layers=4
     python tools/bench/between_hosts.py --ways=hybrid --compressions=none,bfloat16,int8,powersgd:4 --stages=3
 
-The hosts are network namespaces of this machine (tools/hosts.py), so it takes root. Each rate is one run of two
-clients, which train at one stage after the other. A step ends with its loss on the host; bytes are what the interface
-of host 0 sent, by the kernel's counter. *Planned* are those of a ring over four devices of which two are on each host,
-for the collectives of the plan: 3/4 of what a gather gives, 3/2 of what a reduction takes (a CPU reduces all before it
-scatters). *Hybrid* is a mesh of two replicas, each of them a host: what its devices send each other does not count, and
-each of the two sends what it reduces with the other host. A *pipeline* has half of the model on each host, with two
-devices of a batch axis; sent are the activations at the cut, and the table that is also the last matrix, whose value
-is on both. *Compressions* are those of gradients (`ShardedStrategy`). *Of first* is the time of a step over that with
-the first compression, at the same stage, in the same way and run; or, with one compression, over that in the first way.
+The hosts are network namespaces of this machine (tools/hosts.py), which take root. Each host runs one client. Each rate
+is one launched run, which trains with one ZeRO stage after the other. A step ends with its loss on the host. The kernel
+counts the bytes that the interface of host 0 sends.
+
+The ways are:
+
+- *flat*: a batch axis of four devices. *Planned* bytes assume a ring over the devices, of which each host has two. An
+  all-gather sends 3/4 of its result. A reduction sends 3/2 of its input, because a CPU all-reduces before it scatters.
+- *hybrid*: a mesh of two replicas, one for each host. *Planned* leaves out the traffic between the devices of a host.
+  Each device reduces its gradients with a device of the other host.
+- *pipeline*: half of the model on each host, with two devices on a batch axis. The hosts exchange the activations at
+  the cut. They also exchange the value of the embedding table, which both stages use.
+
+*Compressions* are the gradient compressions of `ShardedStrategy`. *Of first* divides a step time by the step time of
+the first compression, with the same stage and way in the same run. With a single compression, it divides by the step
+time of the first way.
 """
 
 import itertools
@@ -45,7 +52,7 @@ _COMPRESSIONS = flags.DEFINE_list("compressions", ["none"], "`none`, `bfloat16`,
 _STEPS = flags.DEFINE_integer("steps", 20, "Steps, besides the first two.", lower_bound=1)
 _MEASURE = flags.DEFINE_boolean("measure", False, "Measure here, in a client of a launched run, and print JSON.")
 
-# Narrow, unless the flags say otherwise.
+# The narrow model is the default.
 for _name, _value in {"layers": 12, "width": 128, "vocabulary": 1500, "batch_size": 8}.items():
     flags.FLAGS.set_default(_name, _value)
 
@@ -58,19 +65,19 @@ MESHES = {
 
 
 def sent_by_a_host(way: str, kind: str, axis: str, size: int) -> float:
-    """Bytes that a host sends to the other for a collective of so many bytes."""
+    """Return the bytes that a host sends to the other host for a collective of `size` bytes."""
     if way == "hybrid" and axis == "replica":
-        return 2 * size if kind == "all-reduce" else size  # Each of two devices: half of it, of a reduction twice.
+        return 2 * size if kind == "all-reduce" else size  # Each of two devices sends half, for a reduction twice.
     if way == "hybrid" and kind in ("all-gather", "all-to-all"):
         return 0.0
     if kind == "all-to-all":
-        return size  # Each of two devices: half of it, to the two of the other host.
+        return size  # Each of two devices sends half to the two devices of the other host.
     share = (common.DEVICES - 1) / common.DEVICES * size
     return share if kind == "all-gather" else 2 * share
 
 
 def compression_of(name: str):
-    """What `ShardedStrategy` takes."""
+    """Return the `compression` argument of `ShardedStrategy`."""
     import tfshard
 
     kind, _, rank = name.partition(":")
@@ -78,7 +85,10 @@ def compression_of(name: str):
 
 
 def measure(stage: int, way: str, compression: str) -> dict:
-    """Step times in seconds and bytes sent, of each step but the first two, and the plan's bytes."""
+    """Train in this client. Returns the median step time in seconds, and the sent and planned bytes of a step.
+
+    The first two steps do not count.
+    """
     import keras
 
     import tfshard
@@ -100,7 +110,7 @@ def measure(stage: int, way: str, compression: str) -> dict:
             model.compile("adam", loss)
 
     def sent_so_far() -> int:
-        # Once all clients have got what they wait for.
+        # After the barrier, all earlier data has arrived on all clients.
         tfshard.collectives.barrier()
         return network.own_traffic().sent
 
@@ -112,7 +122,7 @@ def measure(stage: int, way: str, compression: str) -> dict:
         times.append(time.perf_counter())
     sent = sent_so_far() - sent
     if way == "pipeline":
-        # What the first part gives, and the value of what both have.
+        # The activations that stage 0 sends, and the variables that both stages mirror.
         rank = pipeline_of(model).ranks[1]
         planned = [tfshard.contrib.pipeline.plan(model, x).parts[0].sent_bytes]
         planned += [4 * math.prod(variable.shape) for variable, _ in rank.mirrors.values()]
@@ -135,7 +145,7 @@ def measure(stage: int, way: str, compression: str) -> dict:
 
 
 def run(rate: str) -> list[dict]:
-    """What client 0 finds in a launched run over links of this rate."""
+    """Launch a run over links of this rate, and return the results of client 0."""
     script = str(pathlib.Path(sys.argv[0]).resolve())
     done = subprocess.run(
         [sys.executable, "-m", "tools.hosts", f"--rate={rate}", script, *sys.argv[1:], "--measure"], cwd=ROOT,

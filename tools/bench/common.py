@@ -109,7 +109,7 @@ def scope(way: str, *, devices: int = DEVICES, **options):
 
 
 def gpt2(*, layers: int, width: int, heads: int, vocabulary: int, sequence: int, samples: int):
-    """Return a KerasHub GPT-2 with tied embeddings, and random samples: (model, (x, y))."""
+    """Return a KerasHub GPT-2 with its embedding table as output layer, and random samples: (model, (x, y))."""
     import keras
     import keras_hub
     import numpy as np

@@ -1,24 +1,25 @@
-"""How well the time and the memory of steps are predicted: measured on this machine, beside `tfshard.simulate`.
+"""Compare the step times and the memory that `tfshard.simulate` predicts with measurements on this machine.
 
     python -m tools.bench.cost_model --measure=/tmp/steps.json --rounds=1 --hosts    # 40 minutes, quiet
     python -m tools.bench.cost_model --steps=/tmp/steps.json
 
-The first calibrates the machine (`tfshard.calibrate`), and measures configurations: a model, a mesh and a stage, with
-blocks computed again or a batch in parts. None of them is among the models of the calibration.
+The first command calibrates the machine (`tfshard.calibrate`) and measures configurations. A configuration is a model,
+a mesh and a ZeRO stage, optionally with recomputed blocks or microbatches. The calibration uses none of these models.
 
-Machines drift, by a fifth within an hour: a calibration is of the minutes in which it was made. So two models that are
-no configurations, the pacemakers, are timed before and after the calibration and each configuration: what they take
-beside what they took at the calibration is the pace. The second command predicts by the machine at that pace
-(`Machine.at_pace`); and says how far the machine as it was calibrated is off. Each is measured in several rounds, in
-another order each; what is compared is the median of the rounds, and their spread is in the table.
+The speed of a machine drifts by a fifth within an hour, and a calibration only describes the minutes in which it ran.
+Two more models, the pacemakers, are therefore timed before and after the calibration and before and after each
+configuration. The pace is their step time divided by their step time at the calibration. The second command predicts
+with the machine at that pace (`Machine.at_pace`). It also prints the error of the machine as it was calibrated. Each
+configuration is measured in several rounds, in a different order each round. The table compares the median over the
+rounds, and shows the range.
 
-Memory is of `PeakMemory.device_added` above what rests: in a round what all but one of five steps stay within, since
-that is what a device must have. Where devices outnumber cores, steps of one process differ by what threads come to
-first, and one in dozens stands out. Tensors below 256 KiB are in neither, since the trace leaves them out. Links are
-those of so many logical devices: what they send each other takes the cores of all.
+The memory is the size of the variables plus `PeakMemory.device_added`. Each round profiles five steps, and takes the
+second largest of them. A device needs about this much: if devices outnumber cores, the thread order varies, and one
+step in dozens stands out. The measurement and the prediction leave out tensors below 256 KiB, as the trace does. Links
+are measured for each number of logical devices, because their transfers use the cores of all devices.
 
-With `--hosts` (root), some are measured on two hosts with links of some rates between them (tools/hosts.sh), two
-devices each, and the links besides. The hosts share the cores of this machine: a host has half of them.
+With `--hosts` (root), some configurations and their links are measured on two hosts of two devices each, with links of
+several rates between the hosts (tools/hosts.sh). The hosts share this machine: each host has half of its cores.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ _LEAST_TRACED = 1 << 18
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """How a model is trained: all of it JSON."""
+    """A model and how it is trained. All fields can be written as JSON."""
 
     model: models.Model
     mesh: dict[str, int]
@@ -69,7 +70,7 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """A line."""
+        """The configuration in one line."""
         model, mesh = self.model, " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         sizes = (
             f"{model.kind} {model.layers}x{model.width}, batch {model.batch}x{model.length}, {mesh}, stage {self.stage}"
@@ -86,7 +87,7 @@ def _gpt(layers: int, width: int, batch: int = 8, length: int = 96, vocabulary: 
 
 
 def configurations() -> list[Configuration]:
-    """Models of different depth, width, batch and kind, on meshes of one to eight devices."""
+    """Return models of different depth, width, batch and kind, on meshes of one to eight devices."""
     found = []
     for number, (layers, width) in enumerate([(7, 168), (4, 248), (2, 464), (10, 152)]):
         model = _gpt(layers, width)
@@ -123,7 +124,7 @@ RATES = ("1gbit", "300mbit")
 
 
 def on_hosts() -> list[Configuration]:
-    """On two hosts, of two devices each."""
+    """Return the configurations for two hosts of two devices each."""
     return [
         Configuration(model=_gpt(layers, width), mesh=mesh, stage=stage, rate=rate)
         for rate in RATES
@@ -137,7 +138,7 @@ def on_hosts() -> list[Configuration]:
 
 
 def measure(configuration: Configuration) -> dict[str, Any]:
-    """The seconds of a step, its peak on a device, and what its graph has."""
+    """Measure the seconds of a step and the peak bytes of a device."""
     import keras
 
     import tfshard
@@ -162,7 +163,7 @@ def measure(configuration: Configuration) -> dict[str, Any]:
 
 
 def predicted(configuration: Configuration, machines: list[Any]) -> list[Any]:
-    """What is predicted of it on each machine, on paper."""
+    """Return the simulator's prediction of a configuration for each machine."""
     import keras
 
     from tfshard.contrib.simulate import simulation
@@ -186,22 +187,22 @@ def predicted(configuration: Configuration, machines: list[Any]) -> list[Any]:
 
 
 def links_file(file: pathlib.Path, rate: str) -> pathlib.Path:
-    """Where the links of two hosts, or of so many devices of one, are, beside what was measured."""
+    """Return the file of the links, beside the measurements. `rate` is a link rate, or a number of devices."""
     return file.with_suffix(f".{rate}.json")
 
 
 def machine_file(file: pathlib.Path) -> pathlib.Path:
-    """Where the machine is, as it was calibrated, beside what was measured."""
+    """Return the file of the calibrated machine, beside the measurements."""
     return file.with_suffix(".machine.yaml")
 
 
 def pace_file(file: pathlib.Path) -> pathlib.Path:
-    """Where it is what the pacemakers took at the calibration."""
+    """Return the file of the pacemakers' step times at the calibration."""
     return file.with_suffix(".pace.json")
 
 
 class Pacemakers:
-    """Two models, one of products and one of convolutions, that tell how quick the machine is at a time."""
+    """Two models that track the speed of the machine, one of matrix products and one of convolutions."""
 
     def __init__(self) -> None:
         import keras
@@ -223,8 +224,11 @@ class Pacemakers:
         ]
 
     def around(self, measures: Iterable[Callable[[], Any]]) -> Iterator[tuple[Any, list[float]]]:
-        """Measures one after the other: what each gives, and seconds of a step of each model meanwhile, as the mean of
-        before and after."""
+        """Call each function in order, and time the pacemakers between the calls.
+
+        Yields:
+            The result of a call, and the pacemakers' step times: the mean of before and after the call.
+        """
         before = self._times()
         for measure in measures:
             found = measure()
@@ -234,7 +238,7 @@ class Pacemakers:
 
 
 def reached(machine: Any, configuration: Configuration, file: pathlib.Path) -> Any:
-    """The machine, with the links that a configuration has."""
+    """Return the machine with the links of a configuration."""
     from tfshard.planning import Links
 
     if configuration.rate:
@@ -245,18 +249,18 @@ def reached(machine: Any, configuration: Configuration, file: pathlib.Path) -> A
 
 
 def _off(rounds: list[float], predicted: float) -> float:
-    """By which part of the median it is predicted too high."""
+    """Return the relative error of a prediction, positive if the prediction is too high."""
     return predicted / statistics.median(rounds) - 1
 
 
 def _pace(runs: list[dict[str, Any]], calibrated: list[float]) -> float:
-    """The median of how long the pacemakers took, beside what they took at the calibration."""
+    """Return the median ratio of the pacemakers' step times to their step times at the calibration."""
     pairs = [zip(run["pacemakers"], calibrated, strict=True) for run in runs]
     return statistics.median(statistics.geometric_mean(now / then for now, then in each) for each in pairs)
 
 
 def report(file: pathlib.Path, machine: Any) -> None:
-    """Prints a table, the worst last."""
+    """Print the table, sorted by the error of the predicted step time, and a summary."""
     rows: dict[str, list[dict[str, Any]]] = json.loads(file.read_text())
     calibrated = json.loads(pace_file(file).read_text())
     by_name = {each.name: each for each in (*configurations(), *on_hosts())}
@@ -287,7 +291,7 @@ def report(file: pathlib.Path, machine: Any) -> None:
 
 
 def measure_all(file: pathlib.Path, rounds: int) -> None:
-    """Measures what a file does not have yet."""
+    """Measure what the file does not contain yet."""
     from tfshard.planning import Machine
 
     rows: dict[str, list[dict[str, Any]]] = json.loads(file.read_text()) if file.exists() else {}
@@ -304,7 +308,7 @@ def measure_all(file: pathlib.Path, rounds: int) -> None:
             links_file(file, rate).write_text(json.dumps(said(rate, "--links")))
     tried = configurations() + on_hosts() * _HOSTS.value
     tried = [each for each in tried if each.model.kind in (_KINDS.value or [each.model.kind])]
-    # In any order, so that what drifts is not taken for what one kind of model takes.
+    # A random order keeps a drift of the machine from looking like an effect of a kind of model.
     each_round = [random.Random(number).sample(tried, len(tried)) for number in range(rounds)]
     left = [each for number, order in enumerate(each_round) for each in order if len(rows.get(each.name, [])) <= number]
     measures = [functools.partial(said, each.rate, f"--one={json.dumps(dataclasses.asdict(each))}") for each in left]
@@ -315,7 +319,7 @@ def measure_all(file: pathlib.Path, rounds: int) -> None:
 
 
 def said(rate: str, *what: str) -> Any:
-    """What a process says that measures something; or client 0 of those on two hosts with links of this rate."""
+    """Run a measuring process, and return its result. With a rate, run client 0 on two hosts with links of that rate."""
     command = [sys.executable, "-m", "tools.bench.cost_model", *what]
     if rate:
         script = str(pathlib.Path(__file__).resolve())

@@ -1,10 +1,11 @@
-"""How the peak of a step grows with depth and with devices: GPT-2 blocks of one width at stage 3, by the allocator.
+"""Measure how the peak of a step grows with depth and with devices: GPT-2 blocks of one width at stage 3.
 
     python tools/bench/depth.py --plot=docs/depth.png
     python tools/bench/depth.py --depths=12 --devices=2,4,8
 
-Each depth is a process of its own. A block adds what rests of it, parameters and Adam's slots; what is gathered does
-not grow. Activations do, so there are few of them here. Bytes are of all devices together.
+Each depth runs in a separate process. A block adds its parameters and Adam's slots to the stored bytes. The gathered
+bytes do not grow with depth. Activations grow with depth, and are kept small here. Bytes are summed over
+all devices, by the allocator's trace.
 """
 
 import json
@@ -25,7 +26,7 @@ _WAY = flags.DEFINE_string("way", None, "Measure depth:devices here, and print J
 
 
 def measure(depth: int, devices: int) -> dict:
-    """The peak of a step in this process."""
+    """Measure the stored bytes and the peak of a step in this process."""
     import keras
 
     import tfshard

@@ -1,4 +1,4 @@
-"""The flags of benchmarks that train a GPT-2, and the model that they ask for."""
+"""Define the flags of benchmarks that train a GPT-2, and build the model."""
 
 import common
 from absl import flags
@@ -12,7 +12,7 @@ BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Samples of a step.")
 
 
 def gpt2(*, steps: int = 1):
-    """`common.gpt2` with the batches of `steps` steps."""
+    """Return the model of `common.gpt2` that the flags describe, and batches for `steps` steps."""
     return common.gpt2(
         layers=_LAYERS.value, width=_WIDTH.value, heads=_HEADS.value, vocabulary=_VOCABULARY.value,
         sequence=SEQUENCE.value, samples=BATCH_SIZE.value * steps,

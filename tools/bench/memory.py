@@ -1,18 +1,21 @@
-"""Memory of one process that trains a large model with Adam on four devices and on one.
+"""Measure the memory of one process that trains a large model with Adam on four devices and on one.
 
-The ways are: sharded, with all gathered once, by plain Keras on one device, and mirrored.
+The ways are: sharded, sharded with all variables gathered once, plain Keras on one device, and mirrored.
 
     python tools/bench/memory.py
     python tools/bench/memory.py --layers=16
     python tools/bench/memory.py --model=gpt2 --ways=sharded
     python tools/bench/memory.py --allocator=system
 
-Each way runs in a process of its own, in turn, `rounds` times over. The unit is one float32 copy of the parameters;
-figures are medians of the rounds, with the least and the most. *Resident* is what the process took of the system, what
-it holds to compile included; *in use* what the allocator had given out at the peak of a step, and
-*activations* what the plan says of it that belongs to the batch. The GPT-2 has 12 blocks, 768 units and 110 million
-parameters; a batch is 8 texts of 128 tokens. TensorFlow's allocator on CPU keeps what is freed; the system's takes it
-back, and does not tell what is in use.
+Each way runs in a separate process, interleaved with the other ways, `rounds` times. The unit is one float32 copy of
+the parameters. Figures are medians over the rounds, with the minimum and the maximum. The columns are:
+
+- *resident*: the resident memory of the process, including the memory that compilation takes.
+- *in use*: the memory that the allocator has given out at the peak of a step.
+- *activations*: the part of that peak that the plan attributes to the batch.
+
+The GPT-2 has 12 blocks, 768 units and 110 million parameters; a batch is 8 texts of 128 tokens. TensorFlow's CPU
+allocator keeps freed memory. The system's allocator returns freed memory, but does not report the memory in use.
 """
 
 import json
@@ -34,7 +37,7 @@ _WAY = flags.DEFINE_enum("way", None, WAYS, "Measure this here, and print JSON."
 
 
 def measure(way: str) -> dict:
-    """Trains in this process."""
+    """Train in this process, and measure its memory."""
     import keras
     import numpy as np
 
@@ -67,7 +70,7 @@ def measure(way: str) -> dict:
         return result
     first = keras.tree.map_structure(lambda leaf: leaf[:size], x)
     planned = model.distribute_strategy.plan(model, inputs=first)
-    peak = tfshard.profile_step(model, (first, y[:size])).peak  # None: the system's allocator does not tell.
+    peak = tfshard.profile_step(model, (first, y[:size])).peak  # None: the system's allocator does not report it.
     return {**result, "in_use": 0 if peak is None else peak.bytes, "activations": 4 * planned.peak.activation_bytes}
 
 

@@ -1,10 +1,11 @@
-"""A GPT on one GPU, by plain Keras, beside what `tfshard.simulate` predicts for a machine: time of a step, and memory.
+"""Compare a GPT on one GPU, trained with plain Keras, with the step time and memory that `tfshard.simulate` predicts.
 
     python tools/bench/one_gpu.py --machine=h100 --policy=mixed_bfloat16 --layers=12 --width=768 --heads=12 \
         --vocabulary=50257 --sequence_length=1024 --batch_size=8
 
-Without a GPU, what is predicted. `--bandwidth` is for a card with another memory than the machine's: bytes a second, by
-its data sheet, of which 0.8 are reached, as in tfshard/planning/clusters/h100.yaml.
+Without a GPU, only the prediction is printed. If the card's memory differs from the machine's, pass the bandwidth of
+its data sheet as `--bandwidth`, in bytes a second. A program reaches 0.8 of that bandwidth, as
+tfshard/planning/clusters/h100.yaml assumes.
 """
 
 import dataclasses
@@ -17,12 +18,12 @@ _MACHINE = flags.DEFINE_string("machine", "h100", "What tfshard.planning.Machine
 _POLICY = flags.DEFINE_string("policy", "mixed_bfloat16", "Keras's dtype policy.")
 _BANDWIDTH = flags.DEFINE_float("bandwidth", None, "Of the card's memory, bytes a second; by default the machine's.")
 _STEPS = flags.DEFINE_integer("steps", 8, "Steps of an epoch.", lower_bound=2)
-# Of what a data sheet tells of memory.
+# The share of a data sheet's memory bandwidth that a program reaches.
 _REACHED = 0.8
 
 
 def predicted() -> tuple[float, float]:
-    """Seconds of a step, and bytes of its peak."""
+    """Predict the seconds and the peak bytes of a step."""
     import tfshard
     from tfshard.planning import Machine
 

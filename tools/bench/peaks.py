@@ -1,12 +1,12 @@
-"""The peak of a step on one device: what `strategy.plan` predicts, beside the allocator's trace; and whether what
-`advise` recommends stays within the memory that it was given.
+"""Compare the peak of a step on one device that `strategy.plan` predicts with the allocator's trace.
 
     python tools/bench/peaks.py
     python tools/bench/peaks.py --advice=30
 
-Each configuration is a process of its own. *Measured* is what the variables take on the fullest device, and the most
-that a step asks the allocator for on top, on one device (`PeakMemory.device_added`). *Given* is what the allocator gave
-out for it, over all devices, divided by their number: it rounds up, to twice as much at times.
+Each configuration runs in a separate process. *Measured* is the bytes of the variables on the fullest device, plus the
+largest amount that a step requests from the allocator on one device (`PeakMemory.device_added`). *Given* is the amount
+that the allocator gave out over all devices, divided by their number. The allocator rounds up, sometimes to twice as
+much. With `--advice`, the benchmark checks that the recommendations of `advise` stay within the given memory.
 """
 
 import json
@@ -49,7 +49,7 @@ CONFIGURATIONS = (
 
 
 def build(way: dict):
-    """A model under no strategy, its loss, and its batch."""
+    """Build a model without a strategy. Returns the model, its loss, and its batch."""
     import keras
     import numpy as np
 
@@ -66,7 +66,7 @@ def build(way: dict):
 
 
 def profiled(way: dict, model, loss, batch):
-    """A model's strategy and the profile of a step."""
+    """Compile a model under the strategy of a configuration. Returns the strategy and the profile of a step."""
     import keras
 
     import tfshard
@@ -111,7 +111,7 @@ def measure(way: dict) -> dict:
 
 
 def advised(way: dict) -> dict:
-    """Takes the advice for a share of what the least candidate to the most would take, and measures it."""
+    """Take the advice for a memory size between the smallest and the largest candidate, and measure its peak."""
     import tfshard
 
     tfshard.initialize(num_devices=way["devices"], device_type="CPU")

@@ -1,10 +1,12 @@
-"""What recomputation saves and costs: a GPT-2 at stage 3 on four devices, without it, with it, and with products kept.
+"""Measure the memory that recomputation saves and the time it costs, for a GPT-2 at stage 3 on four devices.
 
     python tools/bench/recompute.py --layers=12
 
-*Adds* is what a step has in memory at its peak above what was there before, by the allocator's trace, over all devices.
-*Activations* is that less what a step adds with one sample of two tokens a device; *saved* is the share of them that is
-gone. Steps are timed in turn, in one process; ratios are of the same turn. Losses are compared bit by bit.
+The ways are: no recomputation, recomputation, and recomputation that keeps the outputs of matrix products. *Adds* is
+the peak memory that a step adds, by the allocator's trace, summed over all devices. *Activations* is *adds* minus the
+peak that a step adds with one sample of two tokens per device. *Saved* is the share of the activations that
+recomputation saves. Steps of all ways are interleaved in one process. Each ratio compares two steps of the same round.
+Losses are compared bit by bit.
 """
 
 import statistics
@@ -20,7 +22,7 @@ WAYS = {"all kept": None, "recomputed": False, "products kept": True}
 
 
 def build(keep_products: bool | None):
-    """A compiled model with its batch."""
+    """Return a compiled model and its batch."""
     import keras
 
     import tfshard

@@ -1,14 +1,15 @@
-"""Step time of one GPT configuration: one device, MirroredStrategy, ShardedStrategy stages 0 to 3 on four devices.
+"""Measure the step time of one GPT on one device, under MirroredStrategy, and at stages 0 to 3 on four devices.
 
     python tools/bench/step_time.py --rounds=5
     python tools/bench/step_time.py --layers=12 --width=128 --vocabulary=1500 --batch_size=8
 
-The second is narrow: 196 variables of 2.6M parameters, where groups matter most ("alone": without groups). In the way
-"stage 3 all threads" an operation has a thread for each core, as TensorFlow would have it, whatever shares the cores.
+The second command trains a narrow model of 196 variables and 2.6M parameters, for which groups matter most. "Alone"
+means without groups. In the way "stage 3 all threads", an operation has a thread for each core, which is TensorFlow's
+default, even though the devices share the cores.
 
-Each way runs in a process of its own, in turn, `rounds` times over, so that a machine whose speed drifts slows all of
-them. A round's figure is the median of its steps, each timed by itself; printed is the median of the rounds, with the
-least and the most. Ratios are of the same round.
+Each way runs in a separate process, interleaved with the other ways, `rounds` times. Interleaving spreads a drift of
+the machine evenly over the ways. The figure of a round is the median of its steps. Printed are the median, the minimum
+and the maximum of the rounds. Each ratio compares two figures of the same round.
 """
 
 import json
@@ -27,7 +28,7 @@ WAYS = ("one device", "mirrored", "stage 0", "stage 1", "stage 2", "stage 3", "s
 
 
 def measure(way: str) -> dict:
-    """Seconds to the first step, and of a later one, in this process."""
+    """Measure the seconds to the end of the first step, and of later steps, in this process."""
     import keras
 
     options = {"analyzer": None} if way.endswith("alone") else {}

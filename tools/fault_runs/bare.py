@@ -1,7 +1,7 @@
-"""Import this first, and launchers and clients run without TensorFlow: they start in a fraction of a second.
+"""Let launchers and clients run without TensorFlow, which starts them in a fraction of a second. Import this first.
 
-What a launcher does, and what a client tells it, is the package's own code; only the `__init__` of three packages
-imports TensorFlow on the way to it. Empty packages take their place in this process.
+The launcher and its messages to clients do not need TensorFlow, but the `__init__` of three packages imports it. This
+module replaces these three packages with empty packages in this process.
 """
 
 import pathlib

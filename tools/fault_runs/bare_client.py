@@ -1,7 +1,7 @@
-"""A client of a launched run without TensorFlow: it joins, agrees and takes steps as `client.py`, and computes nothing.
+"""Run a client without TensorFlow: it joins, agrees and takes steps like `client.py`, but computes nothing.
 
-Its messages are those of the package's own client. In a step all clients wait for each other, as in a collective: one
-that waits for a client that has gone hangs.
+The client sends the same messages as a client with TensorFlow. In a step, all clients wait for each other, as in a
+collective: a client that waits for a dead client hangs.
 """
 
 import os
@@ -20,7 +20,7 @@ _FLAGS = flags.FLAGS
 
 
 def exchange(here: clients.Clients) -> None:
-    """Waits in what takes all clients."""
+    """Wait in an operation that needs all clients."""
     with here.operation("the exchange of 4 bytes a device"):
         time.sleep(10000)
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     kinds.at_joining(fault, clients)
     here = clients.join(settings)
     jobs = here.register({"devices": 1})
-    # As TensorFlow's server does.
+    # TensorFlow's server listens on this port, too.
     server = socket.create_server(("", int(jobs[here.rank].rpartition(":")[2])))
     print(f"port {server.getsockname()[1]}", flush=True)
     with here.operation("the start of DTensor"):

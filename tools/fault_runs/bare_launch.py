@@ -1,4 +1,4 @@
-"""`tfshard launch` in a process that does not import TensorFlow; it takes the flags of which `Launch` has a field.
+"""Run `tfshard launch` without importing TensorFlow. It takes the flags for which `Launch` has a field.
 
 python tools/fault_runs/bare_launch.py --num_processes=2 tools/fault_runs/bare_client.py --steps=20
 """
@@ -12,7 +12,7 @@ from tfshard.launch import hosts, launcher, options
 
 
 def main(arguments: list[str]) -> int:
-    """Launches; returns the exit code."""
+    """Launch, and return the exit code."""
     given: dict[str, object] = {}
     while arguments[0].startswith("--"):
         name, _, text = arguments.pop(0)[2:].partition("=")
@@ -32,6 +32,6 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except ValueError as error:
-        # As the command line does.
+        # The command line prints errors in this form.
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,6 +1,6 @@
-"""The faults that a client can bring about in itself, before it trains and between its steps; its command line.
+"""Define the faults that a client causes in itself, before training and between steps, and the client's flags.
 
-Imports neither TensorFlow nor tfshard: a client is there before it has imported them.
+This module does not import TensorFlow or tfshard, because a client announces itself before it imports them.
 """
 
 import os
@@ -31,7 +31,7 @@ _COMPRESSION = flags.DEFINE_list(
 
 
 def fault() -> tuple[str, int]:
-    """What happens in this process, and after which step."""
+    """Return the fault of this process, and the step after which it happens."""
     restart = int(os.environ["TFSHARD_RESTART"])
     if int(os.environ["TFSHARD_LOCAL_INDEX"]) != _CLIENT.value or restart >= len(_FAULT.value):
         return "", 0
@@ -39,17 +39,17 @@ def fault() -> tuple[str, int]:
 
 
 def replicas() -> int:
-    """How many replicas the mesh of this start has."""
+    """Return the number of replicas of the mesh in this start."""
     return int(_of_this_start(_REPLICAS.value))
 
 
 def pipeline() -> int:
-    """How many places the pipeline axis of this start has."""
+    """Return the size of the pipeline axis in this start."""
     return int(_of_this_start(_PIPELINE.value))
 
 
 def compression() -> str | None:
-    """What this start does with gradients."""
+    """Return the gradient compression of this start."""
     name = _of_this_start(_COMPRESSION.value)
     return None if name == "none" else name
 
@@ -59,12 +59,12 @@ def _of_this_start(values: list[str]) -> str:
 
 
 def kill() -> None:
-    """Ends this process as `kill -9` does."""
+    """End this process like `kill -9`."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def before_joining(fault: str) -> None:
-    """Says that the process is there, and brings about what goes wrong before it is a client."""
+    """Announce the process, and cause a fault that happens before the process joins."""
     print(f"pid {os.getpid()}, control port {os.environ['TFSHARD_CONTROL'].rpartition(':')[2]}", flush=True)
     if fault == "kill_importing":
         kill()
@@ -77,14 +77,14 @@ def before_joining(fault: str) -> None:
 
 
 def at_joining(fault: str, clients: types.ModuleType) -> None:
-    """Brings about what goes wrong while clients wait for each other for the first time.
+    """Cause a fault that happens while clients first wait for each other.
 
     Args:
-        fault: Which.
-        clients: The module of the package.
+        fault: The name of the fault.
+        clients: The module `tfshard.devices.clients`.
     """
     if "kill_registered" in _FAULT.value and not fault:
-        time.sleep(3.0)  # The other one has to wait.
+        time.sleep(3.0)  # The other client has to wait.
     if fault == "kill_registered":
         threading.Thread(target=_kill_when_registered, args=(clients,), daemon=True).start()
     if fault == "kill_agreeing":
@@ -104,11 +104,11 @@ def _kill_when_registered(clients: types.ModuleType) -> None:
 
 
 def in_training(fault: str, alone: Callable[[], object]) -> None:
-    """Brings about what goes wrong after a step.
+    """Cause a fault that happens after a step.
 
     Args:
-        fault: Which.
-        alone: What takes all clients, and is done by one.
+        fault: The name of the fault.
+        alone: A function that needs all clients, but that only this client calls.
     """
     if fault == "raise":
         raise RuntimeError("the disk is full")

@@ -1,14 +1,14 @@
-"""The small model of `client.py` and its batches, which are the same in every run."""
+"""Build the small model of `client.py` and its batches, which are the same in every run."""
 
 import keras
 import tensorflow as tf
 
-# From how many bytes on its gradients are compressed, where that is asked for: all but the last bias.
+# The least bytes of a gradient that is compressed, if compression is on: all but the last bias's gradient.
 COMPRESSED_BYTES = 100
 
 
 def batches(steps: int, wrong_from: int | None = None) -> tf.data.Dataset:
-    """The batches of a run, other ones from a step on."""
+    """Return the batches of a run. From step `wrong_from` on, the batches are different."""
     last = steps if wrong_from is None else wrong_from
 
     def batch(step, number):
@@ -16,11 +16,11 @@ def batches(steps: int, wrong_from: int | None = None) -> tf.data.Dataset:
         x = tf.random.stateless_normal((24, 16), tf.stack([seed, 0]))
         return x, tf.reduce_sum(x, axis=1, keepdims=True)
 
-    # In one order, however often it is iterated: under a strategy Keras looks into a dataset before it trains.
+    # The order is fixed for all iterations: under a strategy, Keras iterates a dataset once before training.
     shuffled = tf.data.Dataset.range(steps).shuffle(64, seed=0, reshuffle_each_iteration=False)
     return shuffled.enumerate().map(batch)
 
 
 def build(up: type[keras.layers.Dense] = keras.layers.Dense) -> keras.Sequential:
-    """The model."""
+    """Return the model."""
     return keras.Sequential([keras.Input((16,)), up(32, "tanh", name="up"), keras.layers.Dense(1)], name="sequential")

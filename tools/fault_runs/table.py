@@ -1,4 +1,4 @@
-"""The faults of launched runs: how each is brought about, and what has to follow."""
+"""List the faults of launched runs, with the cause and the expected result of each fault."""
 
 import dataclasses
 import os
@@ -11,9 +11,9 @@ from tools.fault_runs.watched import Run
 
 STEP_TIMEOUT = 8
 REGISTRATION_TIMEOUT = 6
-# A client that died ends all others within this, in seconds.
+# After a client died, all other clients end within this many seconds.
 DEATH_LIMIT = 15
-# A stuck one within its timeout and this.
+# A stuck client ends within its timeout plus this many seconds.
 MARGIN = 10
 # The time from the start of Python to tfshard.initialize(), which imports TensorFlow.
 _IMPORTS = 30
@@ -21,20 +21,20 @@ _IMPORTS = 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault and what has to follow.
+    """A fault and its expected result.
 
     Attributes:
-        cause: What the launcher's message has to match.
-        flags: Of the client.
-        launch_flags: Of the launcher.
-        bring_about: What is done to the run from outside; it returns when the fault has happened.
-        limit: Within how many seconds everything has ended.
-        code: The exit code, of the first host's launcher.
-        hosts: How many launchers there are, each of which stands for a host.
-        servers: Whether the clients' servers were up before: then their ports have to be known, too.
-        listens: Whether the launcher's own was.
-        check: What else has to be so at the end.
-        bare: Whether clients without TensorFlow can have it.
+        cause: A pattern that the launcher's message matches.
+        flags: The flags of the client.
+        launch_flags: The flags of the launcher.
+        bring_about: Acts on the run from outside, and returns after the fault has happened.
+        limit: The number of seconds within which all processes end.
+        code: The exit code of the first host's launcher.
+        hosts: The number of launchers. Each launcher stands for a host.
+        servers: True if the clients' servers are up before the fault. Then their ports must be known, too.
+        listens: True if the launcher listens before the fault.
+        check: Checks the run at the end.
+        bare: True if the fault can happen to clients without TensorFlow.
     """
 
     cause: str
@@ -57,7 +57,7 @@ def in_training(run: Run) -> None:
 
 
 def _has_begun(run: Run) -> None:
-    """What fails as its clients come may end one before it has said anything."""
+    """Wait for the first client. A fault during the start may end a client before it prints anything."""
     run.wait_for(r"\[client +\d+\] pid")
 
 
@@ -94,7 +94,7 @@ def _kill_compiling(run: Run) -> None:
 
 
 def _goes_on_from(*steps: int) -> Callable[[Run], None]:
-    """Checks what follows a kill in the save after step 4: the values of the last commit, which was one of these."""
+    """Return a check for a kill in the save after step 4: the run resumes from the last commit, one of `steps`."""
 
     def check(run: Run) -> None:
         resumed = [re.search(r"resumes after step (\w+)", line) for line in run.lines if "[client 0] resumes" in line]
@@ -102,7 +102,7 @@ def _goes_on_from(*steps: int) -> Callable[[Run], None]:
         assert first == "None" and int(step) in steps, run.text
         found = run.steps(0)
         assert [number for number, _, _ in found] == [1, 2, 3, 4, *range(int(step) + 1, 7)], run.text
-        # A step that is done again has the same loss to the last digit.
+        # A repeated step has the same loss to the last digit.
         before = {number: loss for number, loss, _ in found[:4]}
         again = {number: loss for number, loss, _ in found[4:]}
         assert all(before[number] == again[number] for number in before.keys() & again.keys()), run.text
@@ -118,7 +118,7 @@ def _in_save(point: str, client: int, *resumes: int) -> Fault:
         launch_flags=("--max_restarts=1",),
         bring_about=lambda run: run.wait_for(r"restart 1 of 1"),
         cause=rf"Client {client} was killed by signal 9 \(SIGKILL\)",
-        # It starts again, and trains to the end.
+        # The run restarts, and trains to the end.
         limit=2 * _IMPORTS + DEATH_LIMIT,
         code=0,
         check=_goes_on_from(*resumes),
@@ -127,7 +127,7 @@ def _in_save(point: str, client: int, *resumes: int) -> Fault:
 
 
 def faults(num_processes: int) -> dict[str, Fault]:
-    """All faults, by name."""
+    """Return all faults by name."""
     found = {}
     for client in range(num_processes):
         found[f"kill_{client}"] = Fault(
@@ -196,7 +196,7 @@ def faults(num_processes: int) -> dict[str, Fault]:
         ),
         "save_pieces": _in_save("save_pieces", 1, 2),
         "save_written": _in_save("save_written", 1, 2),
-        # The other one may commit what was written.
+        # The other client may commit the checkpoint.
         "save_published": _in_save("save_published", 1, 2, 4),
         "save_gathered": _in_save("save_gathered", 0, 2),
         "save_committed": _in_save("save_committed", 0, 4),
@@ -325,7 +325,7 @@ def faults(num_processes: int) -> dict[str, Fault]:
             code=-9,
         ),
         "kill_launcher": Fault(bring_about=_signal_launcher(0, signal.SIGKILL), cause="", code=-9),
-        # Nothing but the kernel ends a client that has not joined.
+        # Only the kernel ends a client that has not joined.
         "kill_launcher_early": Fault(
             flags=("--fault=never",), bring_about=_kill_launcher_early, cause="", code=-9, servers=False,
         ),

@@ -1,4 +1,4 @@
-"""How `client.py` trains: with the faults that happen while it compiles, steps and saves."""
+"""Train the model of `client.py`, with faults during compilation, steps and saves."""
 
 import os
 import time
@@ -16,7 +16,7 @@ from tfshard.devices import clients, startup
 from tfshard.layouts import variable_layout
 
 _FLAGS = flags.FLAGS
-# Where a save of several clients is cut off: before or after which function of tfshard/checkpoints/writer.py.
+# The points that cut off a save of several clients: before or after a function of tfshard/checkpoints/writer.py.
 SAVES = {
     "save_pieces": ("_write_shards", False),
     "save_written": ("_write_shards", True),
@@ -25,12 +25,12 @@ SAVES = {
     "save_committed": ("_commit", True),
     "save_pruned": ("_prune", True),
 }
-# How often `--seconds` is looked at, in steps.
+# The number of steps between two checks of `--seconds`.
 _LOOK_EVERY = 20
 
 
 class Progress(keras.callbacks.Callback):
-    """Prints each step, brings a fault about after one of them, and ends the training after `--seconds`."""
+    """Print each step, cause a fault after a step, and end the training after `--seconds`."""
 
     def __init__(self, fault: str, at_step: int):
         super().__init__()
@@ -49,13 +49,13 @@ class Progress(keras.callbacks.Callback):
             kinds.in_training(self.fault, self.model.get_weights)
         time.sleep(_FLAGS.step_seconds)
         if _FLAGS.seconds and not step % _LOOK_EVERY:
-            # By the clock of client 0: all of them end with the same step.
+            # All clients use the clock of client 0, and end with the same step.
             trained = tfshard.collectives.broadcast(np.float64(time.monotonic() - self.begun))
             self.model.stop_training = bool(trained > _FLAGS.seconds)
 
 
 def _kill_in_save(name: str, step: int) -> None:
-    """Has this process killed in the save of a step."""
+    """Kill this process in the save of a step."""
     function, after = SAVES[name]
     whole = getattr(writer.Writing, function)
 
@@ -70,7 +70,7 @@ def _kill_in_save(name: str, step: int) -> None:
 
 
 def train(fault: str, at_step: int) -> None:
-    """Trains as the flags of `client.py` say."""
+    """Train according to the flags of `client.py`."""
     if fault == "kill_starting":
         startup._start = lambda *_, **__: kinds.kill()
     tfshard.initialize()
@@ -83,7 +83,7 @@ def train(fault: str, at_step: int) -> None:
     options: dict[str, Any] = {}
     if kinds.replicas() > 1:
         axes = {"replica": kinds.replicas(), **axes}
-        # Each gradient is added up in a replica first, and then between them, also those of this small model.
+        # Each gradient is reduced within a replica first and then across replicas, even in this small model.
         variable_layout.LEAST_BY_REPLICAS_BYTES = 0
         options = {"analyzer": None}
     if kinds.pipeline() > 1:
@@ -100,7 +100,7 @@ def train(fault: str, at_step: int) -> None:
     progress = Progress(fault, at_step)
 
     class Up(keras.layers.Dense):
-        """Kills its process when its first step is traced."""
+        """A layer that kills its process when the process traces its first step."""
 
         def call(self, x):
             if fault == "kill_tracing" and progress.begun is not None:

@@ -1,4 +1,4 @@
-"""A launched run that is watched from outside: what it says, its processes, and the ports on which these listen."""
+"""Watch a launched run from outside: its output, its processes, and the ports on which they listen."""
 
 import contextlib
 import os
@@ -18,16 +18,16 @@ from collections.abc import Iterator
 _HERE = pathlib.Path(__file__).parent
 LAUNCH = (sys.executable, "-m", "tfshard", "launch")
 CLIENT = str(_HERE / "client.py")
-# The same launchers, and clients that tell them the same, without TensorFlow.
+# The same launchers, without TensorFlow.
 BARE_LAUNCH = (sys.executable, str(_HERE / "bare_launch.py"))
 BARE_CLIENT = str(_HERE / "bare_client.py")
-# In the environment of every process of a run.
+# An environment variable of every process of a run.
 _MARK = "FAULTS_RUN"
-# How often the processes of a run are looked at.
+# The seconds between two looks at the processes of a run.
 _LOOK_SECONDS = 0.1
-# A new process has the environment of its parent for no longer.
+# A new process has its parent's environment for at most this many seconds.
 _EXEC_SECONDS = 1.0
-# How long what a process held may take to be free.
+# The seconds within which the ports of ended processes must become free.
 _GIVE_UP_SECONDS = 2.0
 
 
@@ -35,12 +35,12 @@ class Run:
     """A launched run that is being watched.
 
     Attributes:
-        lines: What its launchers have written so far.
-        times: When each of them came.
-        launchers: The processes of its launchers, the leader first.
-        pids: The process ids of its clients, by client, of the last start.
-        ports: On which its launchers and clients said that they listen, or were seen to.
-        random: What its random moments are drawn from.
+        lines: The output of the launchers so far.
+        times: The time at which each line came.
+        launchers: The processes of the launchers, the leader first.
+        pids: The process ids of the clients of the last start, by client.
+        ports: The ports on which the launchers and clients listen, as printed or as seen from outside.
+        random: The generator of random moments.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Run:
         self._mark = secrets.token_hex(8)
         self._new: queue.Queue[tuple[float, str]] = queue.Queue()
         self._readers: list[threading.Thread] = []
-        # Processes of the run by their time of start, and those that are none of it by when they were first seen.
+        # Processes of the run with their start times, and other processes with the time at which they were first seen.
         self._known: dict[int, int] = {}
         self._others: dict[int, float] = {}
         self._looking = threading.Lock()
@@ -72,7 +72,7 @@ class Run:
         self.launch(*command, environment=environment)
 
     def launch(self, *command: str, environment: dict[str, str] | None = None) -> None:
-        """Starts a launcher."""
+        """Start a launcher."""
         launcher = subprocess.Popen(
             [*self._command, *command],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
@@ -90,13 +90,13 @@ class Run:
                 self._new.put((time.monotonic(), line.rstrip("\n")))
 
     def _watch(self) -> None:
-        """Notes ports from the moment when a process is there, also those of which it says nothing."""
+        """Record the ports of each process from its start, including ports that the process does not print."""
         while not self._closed.wait(_LOOK_SECONDS):
             for pid in self.living():
                 self.ports |= listening_ports(pid)
 
     def take(self, timeout: float) -> str | None:
-        """The next line, None when there is none for so many seconds."""
+        """Return the next line of output, or None if no line comes within `timeout` seconds."""
         try:
             came, line = self._new.get(timeout=timeout)
         except queue.Empty:
@@ -111,7 +111,7 @@ class Run:
         return line
 
     def wait_for(self, text: str, timeout: float = 240.0) -> None:
-        """Until a line matches, on all clients if it says so with `CLIENT`."""
+        """Wait for a line that matches. If `text` contains `CLIENT`, wait for such a line of every client."""
         clients = range(self._num_clients) if "CLIENT" in text else [0]
         needed = {text.replace("CLIENT", rf"\[client +{client}\]") for client in clients}
         deadline = time.monotonic() + timeout
@@ -122,7 +122,7 @@ class Run:
             needed = {pattern for pattern in needed if not re.search(pattern, line)}
 
     def living(self) -> set[int]:
-        """The processes of the run that have not ended: launchers, clients, and what these have started."""
+        """Return the processes of the run that have not ended: launchers, clients, and their child processes."""
         now, listed = time.monotonic(), {int(name) for name in os.listdir("/proc") if name.isdigit()}
         with self._looking:
             self._others = {pid: since for pid, since in self._others.items() if pid in listed}
@@ -134,7 +134,7 @@ class Run:
                         self._known[pid] = process_state(pid)[1]
                     else:
                         self._others.setdefault(pid, now)
-            # One that is ending has no environment any more, and still has its ports.
+            # A process that is ending has no environment any more, but still has its ports.
             states = {pid: process_state(pid) for pid in self._known.keys() & listed}
         return {pid for pid, (state, start) in states.items() if state not in "ZX" and start == self._known[pid]}
 
@@ -143,7 +143,7 @@ class Run:
             return f"{_MARK}={self._mark}".encode() in file.read().split(b"\0")
 
     def wait(self, timeout: float) -> float:
-        """Until all of its processes have ended, but launchers that are stopped; returns the seconds it took."""
+        """Wait until all processes of the run but stopped launchers have ended, and return the seconds."""
         begin = time.monotonic()
         while left := self._left():
             if time.monotonic() - begin > timeout:
@@ -161,14 +161,14 @@ class Run:
         return self.living() - {launcher.pid for launcher in self.launchers if is_stopped(launcher.pid)}
 
     def drain(self) -> None:
-        """Takes the lines that are still on their way."""
+        """Take the remaining lines."""
         for reader in self._readers:
             reader.join(0.5)
         while self.take(0.0) is not None:
             pass
 
     def close(self) -> None:
-        """Ends whatever is left."""
+        """End all processes that remain."""
         for pid in self.living():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -184,17 +184,17 @@ class Run:
 
     @property
     def said(self) -> str:
-        """What the launchers themselves said."""
+        """The output of the launchers, without the clients' output."""
         return " ".join(line for line in self.lines if not line.startswith("[client"))
 
     def steps(self, client: int) -> list[tuple[int, str, int]]:
-        """The steps of a client: number, loss, and how many clients there were."""
+        """Return the steps of a client: number, loss, and number of clients."""
         pattern = rf"\[client +{client}\] step (\d+) loss (\S+) clients (\d+)"
         found = [re.match(pattern, line) for line in self.lines]
         return [(int(match[1]), match[2], int(match[3])) for match in found if match]
 
     def check_nothing_is_left(self, ports: int) -> None:
-        """No process of the run lives, and of its ports, of which so many are known at least, none is held."""
+        """Check that no process of the run lives, that at least `ports` ports are known, and that none is held."""
         left = self._left()
         assert not left, f"Processes {left} are left:\n{self.text}"
         assert len(self.ports) >= ports, f"Of {ports} ports only {self.ports} are known:\n{self.text}"
@@ -203,11 +203,11 @@ class Run:
 
 
 def process_state(pid: int) -> tuple[str, int]:
-    """The state of a process, `"X"` when it is gone, and when it was started, in the kernel's ticks."""
+    """Return the state of a process, `"X"` if the process is gone, and its start time in the kernel's ticks."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
-        # Its main thread may end before the others, which have the files and ports.
+        # The main thread may end before other threads, which hold the files and ports.
         state = "R" if fields[0] == "Z" and len(os.listdir(f"/proc/{pid}/task")) > 1 else fields[0]
     except OSError:
         return "X", 0
@@ -215,12 +215,12 @@ def process_state(pid: int) -> tuple[str, int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal."""
+    """Return True if a signal has stopped the process."""
     return process_state(pid)[0] == "T"
 
 
 def is_given_up(port: int) -> bool:
-    """Whether the processes that had a port, and are gone, hold it no more: it can be had, or others have got it."""
+    """Return True if the ended processes no longer hold a port: the port is free, or another process has it."""
     deadline = time.monotonic() + _GIVE_UP_SECONDS
     while True:
         with socket.socket() as sock:
@@ -228,7 +228,7 @@ def is_given_up(port: int) -> bool:
             with contextlib.suppress(OSError):
                 sock.bind(("", port))
                 return True
-        # Runs beside this one get their ports of the same few thousand.
+        # Runs on the same machine get their ports from the same few thousand.
         if any(port in ports_of(int(pid)) for pid in os.listdir("/proc") if pid.isdigit()):
             return True
         if time.monotonic() > deadline:
@@ -237,7 +237,7 @@ def is_given_up(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port on which no process listens."""
     with socket.socket() as sock:
         sock.bind(("", 0))
         return sock.getsockname()[1]
@@ -247,11 +247,11 @@ _LISTENING = "0A"
 
 
 def ports_of(pid: int, state: str = "") -> set[int]:
-    """The TCP ports that a process holds, in one state of /proc/net/tcp or in any."""
+    """Return the TCP ports that a process holds, in one state of /proc/net/tcp or in any."""
     inodes = set()
     with contextlib.suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # It was closed meanwhile.
+            with contextlib.suppress(OSError):  # The descriptor was closed meanwhile.
                 link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
                 if link.startswith("socket:["):
                     inodes.add(link[8:-1])
@@ -264,13 +264,13 @@ def ports_of(pid: int, state: str = "") -> set[int]:
 
 
 def listening_ports(pid: int) -> set[int]:
-    """The TCP ports on which a process listens."""
+    """Return the TCP ports on which a process listens."""
     return ports_of(pid, _LISTENING)
 
 
 @contextlib.contextmanager
 def running(*command: str, **options) -> Iterator[Run]:
-    """A `Run`, of which nothing is left afterwards."""
+    """Yield a `Run`, and end all its processes afterwards."""
     run = Run(*command, **options)
     try:
         yield run

@@ -1,11 +1,10 @@
-"""Hosts on one Linux machine: network namespaces on a bridge, with links of one rate.
+"""Create hosts on one Linux machine: network namespaces on a bridge, with links of one rate.
 
     host 0 [eth0] ---- [port0  bridge  port1] ---- [eth0] host 1
 
-The bridge has a namespace of its own, so nothing of this is in the machine's network, and a namespace that is deleted
-takes its links with it. Both ends of a link are shaped (tc-tbf), which limits what a host sends and what it gets.
-Names hold the process that made them and when it was started, so that runs do not collide and what a dead one left can
-be told.
+The bridge has a separate namespace, which keeps all interfaces out of the machine's network. Deleting a namespace also
+deletes its links. Both ends of a link are shaped (tc-tbf), which limits the rate in both directions. The names contain
+the id and the start time of their process: runs do not collide, and the remains of a dead run can be recognized.
 """
 
 import contextlib
@@ -26,28 +25,28 @@ INTERFACE = "eth0"
 _NAME = re.compile(r"tfshard-(\d+)-(\d+)-\d+-(?:switch|host\d+)")
 RATE = re.compile(r"([1-9]\d*)([kmg]bit)")
 _BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-# What may be sent at once: so much time at the rate, and a segment of TCP at least.
+# The burst of a link: the bytes of this many seconds at the rate, but at least a segment of TCP.
 _BURST_SECONDS = 0.001
 _LEAST_BURST_BYTES = 1 << 16
-# What waits longer at a link is dropped.
+# A link drops a packet that waits longer.
 _QUEUE = "50ms"
 MAX_HOSTS = 254
 _numbers = itertools.count()
 
 
 class NetworkError(Exception):
-    """This machine has no such network, or `ip` or `tc` refused something."""
+    """This machine cannot create such a network, or `ip` or `tc` failed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What a host's interface sent and received, as the kernel counts it.
+    """The traffic of a host's interface, as the kernel counts it.
 
     Attributes:
-        sent: Bytes, with headers. A packet may be of up to 64 KiB with one header, as a network card that cuts it (TSO)
-            is given it.
-        received: Likewise.
-        packets: How many it sent.
+        sent: The bytes sent, with headers. A packet may have up to 64 KiB and one header, because the kernel counts
+            packets before a network card cuts them (TSO).
+        received: The bytes received, with headers.
+        packets: The number of packets sent.
     """
 
     sent: int
@@ -55,7 +54,7 @@ class Traffic:
     packets: int
 
     def since(self, before: "Traffic") -> "Traffic":
-        """What came on top of an earlier count."""
+        """Return the traffic since an earlier count."""
         return Traffic(
             sent=self.sent - before.sent,
             received=self.received - before.received,
@@ -64,16 +63,16 @@ class Traffic:
 
 
 def own_traffic() -> Traffic:
-    """What the interface of the host on which this process runs sent and received so far."""
+    """Return the traffic so far of the host on which this process runs."""
     with open("/proc/self/net/dev", encoding="ascii") as file:
         lines = dict(line.split(":", 1) for line in file.readlines()[2:])
-    # Of what was received, and then of what was sent: bytes, packets and six other counts.
+    # Each line has the counts of received data, then of sent data: bytes, packets and six other counts.
     counts = [int(word) for word in {name.strip(): counts for name, counts in lines.items()}[INTERFACE].split()]
     return Traffic(sent=counts[8], received=counts[0], packets=counts[9])
 
 
 def bits_per_second(rate: str) -> int:
-    """What a rate as `"1gbit"` says.
+    """Parse a rate such as `"1gbit"`.
 
     >>> bits_per_second("100mbit")
     100000000
@@ -84,21 +83,21 @@ def bits_per_second(rate: str) -> int:
 
 
 class Network:
-    """Hosts with links of one rate; `connected` makes one and takes it away.
+    """Hosts with links of one rate. `connected` creates a network and removes it.
 
     Attributes:
-        addresses: Of the hosts, all private.
+        addresses: The addresses of the hosts, all private.
     """
 
     def __init__(self, num_hosts: int, rate: str):
-        """Makes it.
+        """Create the namespaces and the links.
 
         Args:
-            num_hosts: 1 to 254.
-            rate: Of each link and direction, such as `"1gbit"`.
+            num_hosts: The number of hosts, 1 to 254.
+            rate: The rate of each link and direction, such as `"1gbit"`.
 
         Raises:
-            NetworkError: It cannot be made; then nothing of it is left.
+            NetworkError: The network cannot be created. Nothing of the network is left.
         """
         assert 1 <= num_hosts <= MAX_HOSTS, num_hosts
         run = f"tfshard-{os.getpid()}-{process_state(os.getpid())[1]}-{next(_numbers)}"
@@ -128,7 +127,7 @@ class Network:
                 "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", "rate", rate, "burst", str(burst),
                 "latency", _QUEUE,
             )  # fmt: skip
-            # IPv6 would have things to say of its own.
+            # IPv6 would send packets of its protocol on the link.
             _ip("-n", namespace, "link", "set", interface, "addrgenmode", "none")
         _ip("-n", name, "address", "add", f"{self.addresses[host]}/24", "dev", INTERFACE)
         _ip("-n", name, "link", "set", "lo", "up")
@@ -136,15 +135,15 @@ class Network:
         self.set_link(host, up=True)
 
     def on(self, host: int, *command: str) -> tuple[str, ...]:
-        """The command that runs a command on a host. It ends with the process that starts it."""
+        """Return the command that runs `command` on a host. The process ends with its parent."""
         return ("ip", "netns", "exec", self._hosts[host], "setpriv", "--pdeathsig", "KILL", *command)
 
     def set_link(self, host: int, *, up: bool) -> None:
-        """Plugs a host's cable in, or pulls it: the host keeps its address, and nothing goes in or out."""
+        """Connect or disconnect a host's link. The host keeps its address, but a disconnected link carries nothing."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "up" if up else "down")
 
     def traffic(self, host: int) -> Traffic:
-        """What a host's interface sent and received since the network was made."""
+        """Return the traffic of a host since the network was created."""
         return self._counted(host).since(self._begin[host])
 
     def _counted(self, host: int) -> Traffic:
@@ -153,13 +152,13 @@ class Network:
         return Traffic(sent=sent["bytes"], received=received["bytes"], packets=sent["packets"])
 
     def close(self) -> None:
-        """Ends the processes on all hosts, and takes the hosts away."""
+        """End the processes on all hosts, and remove the hosts."""
         _remove({*self._hosts, self._switch} & set(_names()))
 
 
 @contextlib.contextmanager
 def connected(num_hosts: int, rate: str) -> Iterator[Network]:
-    """A `Network`, of which nothing is left afterwards."""
+    """Yield a `Network`, and remove it afterwards."""
     network = Network(num_hosts, rate)
     try:
         yield network
@@ -168,7 +167,7 @@ def connected(num_hosts: int, rate: str) -> Iterator[Network]:
 
 
 def missing() -> str | None:
-    """Why there cannot be such a network here; None where there can."""
+    """Return why this machine cannot create such a network, or None if it can."""
     try:
         Network(1, "1gbit").close()
     except NetworkError as error:
@@ -177,10 +176,10 @@ def missing() -> str | None:
 
 
 def clean() -> list[str]:
-    """Takes away what dead runs left, and ends what still runs there; returns the names of the namespaces.
+    """Remove the namespaces of dead runs, and end the processes in them. Returns the names of the namespaces.
 
     Raises:
-        NetworkError: This machine has no such networks, or `ip` refused something.
+        NetworkError: This machine cannot create such networks, or `ip` failed.
     """
     _check_machine()
     left = [name for name in _names() if (match := _NAME.fullmatch(name)) and not _lives(int(match[1]), int(match[2]))]
@@ -225,7 +224,7 @@ def _tc(*arguments: str) -> str:
 
 
 def _run(*command: str) -> str:
-    """What a command prints. A ^C at the terminal does not reach it: it is needed to clean up."""
+    """Run a command, and return its output. A ^C at the terminal does not reach the command, which cleanup needs."""
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
         raise NetworkError(f"'{' '.join(command)}' failed: {' '.join(done.stderr.split()) or done.returncode}")
