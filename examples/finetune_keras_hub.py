@@ -1,11 +1,12 @@
-"""Finetunes a KerasHub backbone with a classification head, sharded over a mesh.
+"""Finetune a KerasHub backbone with a classification head, sharded over a mesh.
 
     python examples/finetune_keras_hub.py --mesh=batch:4 --zero_stage=3
     python examples/finetune_keras_hub.py --mesh=batch:2,model:2 --backbone=gemma
     python examples/finetune_keras_hub.py --mesh=batch:4 --preset=bert_tiny_en_uncased
 
-By default the backbone is tiny and has random weights, so nothing is downloaded; --preset takes a trained one. The
-data is made here: the tokens of a sequence come from two groups, and the label says from which group more of them do.
+By default, the backbone is tiny and has random weights, and nothing is downloaded. --preset takes a pretrained
+backbone. The example generates its data: the tokens of a sequence come from two groups, and the label names the larger
+group.
 """
 
 import math
@@ -31,7 +32,7 @@ _MIN_ACCURACY = flags.DEFINE_float("min_accuracy", 0.0, "The program fails below
 flags.register_validator("sequence_length", lambda value: value > 0 and value % 2, "must be positive and odd")
 
 HELD_OUT = 512
-VOCABULARY = 128  # Of the tiny backbones.
+VOCABULARY = 128  # The vocabulary size of the tiny backbones.
 # Tokens 10 to 29 are one group, 30 to 49 the other. Lower ids are special tokens in some vocabularies.
 FIRST_TOKEN, GROUP = 10, 20
 
@@ -44,19 +45,19 @@ class Sequences(NamedTuple):
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Axis name to size: `"batch:2,model:2"` to `{"batch": 2, "model": 2}`."""
+    """Parse mesh axes: `"batch:2,model:2"` to `{"batch": 2, "model": 2}`."""
     axes = (part.split(":") for part in text.split(",") if part)
     return {name.strip(): int(size) for name, size in axes}
 
 
 def start(axes: dict[str, int]) -> None:
-    """Starts as many devices as the mesh has."""
+    """Start as many devices as the mesh has."""
     if axes:
         tfshard.initialize(num_devices=None if -1 in axes.values() else math.prod(axes.values()))
 
 
 def make_strategy(axes: dict[str, int]) -> tfshard.ShardedStrategy | None:
-    """The strategy that the flags ask for, None for one device."""
+    """Return the strategy that the flags ask for, or None for one device."""
     if not axes:
         return None
     layout_map = "auto" if "model" in axes else None
@@ -64,7 +65,7 @@ def make_strategy(axes: dict[str, int]) -> tfshard.ShardedStrategy | None:
 
 
 def make_backbone() -> keras.Model:
-    """The preset, or a tiny backbone with random weights."""
+    """Return the preset, or a tiny backbone with random weights."""
     if _PRESET.value is not None:
         return keras_hub.models.Backbone.from_preset(_PRESET.value)
     if _BACKBONE.value == "gemma":
@@ -89,7 +90,7 @@ def make_backbone() -> keras.Model:
 
 
 def add_head(backbone: keras.Model) -> keras.Model:
-    """The backbone, a mean over its sequence output, and two logits."""
+    """Return the backbone with a mean over its sequence output, and two logits."""
     features = backbone.output["sequence_output"] if isinstance(backbone.output, dict) else backbone.output
     pooled = keras.layers.GlobalAveragePooling1D(name="pool")(features)
     logits = keras.layers.Dense(2, dtype="float32", name="logits")(pooled)
@@ -97,7 +98,7 @@ def add_head(backbone: keras.Model) -> keras.Model:
 
 
 def make_sequences(count: int, input_names: list[str], random: np.random.Generator) -> Sequences:
-    """Draws `count` sequences; each has its own share of tokens of the second group."""
+    """Draw `count` sequences. Each sequence draws its share of tokens from the second group at random."""
     shape = (count, _SEQUENCE_LENGTH.value)
     second = random.random(shape) < random.random((count, 1))
     tokens = FIRST_TOKEN + random.integers(0, GROUP, shape) + GROUP * second
@@ -110,7 +111,7 @@ def make_sequences(count: int, input_names: list[str], random: np.random.Generat
 
 
 def main(argv: list[str]) -> int:
-    """Finetunes and measures; returns 1, the exit status, when the accuracy is below `--min_accuracy`."""
+    """Finetune and measure. Returns 1, the exit status, if the accuracy is below `--min_accuracy`."""
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {argv[1:]}")
     axes = parse_mesh(_MESH.value)

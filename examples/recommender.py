@@ -1,13 +1,14 @@
-"""Trains a two-tower recommender whose table of items has ten million rows, on data that it makes, sharded over a mesh.
+"""Train a two-tower recommender on generated data, sharded over a mesh. Its table of items has ten million rows.
 
     python examples/recommender.py --mesh=batch:4
     python examples/recommender.py --mesh=batch:4 --optimizer=adam --sparse=lazy
     python examples/recommender.py                        # one device, plain Keras
     python examples/recommender.py --mesh=batch:4 --rows=20000 --steps=60     # a small run
 
-What it makes: items have a topic, and are met as often as in a log-uniform distribution of ranks, so that most of the
-rows are rare. A user has a topic, a history of items, most of them of it, and is shown an item of it or of any. The
-program tells which of the two (the area under the curve, on users that it was not trained on), and what devices hold.
+Each item has a topic. The ranks of items follow a log-uniform distribution, which makes most of the rows rare. Each
+user has a topic and a history of items, mostly of the same topic. Each user is shown an item, either of the user's
+topic or of a random topic. The model predicts which of the two. The program prints the area under the curve for users
+outside of the training data, and the bytes that each device holds.
 """
 
 import contextlib
@@ -22,7 +23,8 @@ from sklearn.metrics import roc_auc_score
 
 import tfshard
 
-# With a known rate. Gradients of rows that are met once in a thousand are small, so Adagrad begins with little.
+# Learning rates that are known to work. Rows that occur once in a thousand have small gradients, so Adagrad's initial
+# accumulator is zero.
 _OPTIMIZERS = {
     "adagrad": functools.partial(
         keras.optimizers.Adagrad, learning_rate=0.05, initial_accumulator_value=0.0, epsilon=1e-14
@@ -47,7 +49,7 @@ _HELD_OUT = 8192
 
 
 class Users(NamedTuple):
-    """Histories `(n, history)`, items that were shown `(n, 1)`, and whether they are of the user's topic `(n, 1)`."""
+    """Histories `(n, history)`, shown items `(n, 1)`, and labels `(n, 1)`: 1 for an item of the user's topic."""
 
     histories: np.ndarray
     items: np.ndarray
@@ -55,7 +57,7 @@ class Users(NamedTuple):
 
 
 def make_users(count: int, random: np.random.Generator) -> Users:
-    """Users with what they met and what they are shown."""
+    """Draw users, their histories and the items that they are shown."""
     rows, topics = _ROWS.value, _TOPICS.value
     topic = random.integers(0, topics, (count, 1))
     labels = random.integers(0, 2, (count, 1))
@@ -71,12 +73,12 @@ def make_users(count: int, random: np.random.Generator) -> Users:
 
 
 def _spread(rows: int) -> int:
-    """A number by which all rows are met, one after the other."""
+    """Return a stride that visits every row once."""
     return next(number for number in range(int(0.618 * rows) | 1, 2 * rows + 2, 2) if math.gcd(number, rows) == 1)
 
 
 def make_strategy() -> tfshard.ShardedStrategy | None:
-    """The strategy that the flags ask for, None for one device."""
+    """Return the strategy that the flags ask for, or None for one device."""
     axes = {name.strip(): int(size) for name, size in (part.split(":") for part in _MESH.value.split(",") if part)}
     if not axes:
         return None
@@ -88,7 +90,7 @@ def make_strategy() -> tfshard.ShardedStrategy | None:
 
 
 def make_model() -> keras.Model:
-    """A tower for what a user has met and one for an item, over one table; their product says whether it fits."""
+    """Return a tower for a history and a tower for an item, over one table. Their dot product is the logit."""
     layers = keras.layers
     history, item = keras.Input((_HISTORY.value,), dtype="int32"), keras.Input((1,), dtype="int32")
     table = layers.Embedding(_ROWS.value, _WIDTH.value, name="items")
@@ -100,7 +102,7 @@ def make_model() -> keras.Model:
 
 
 def make_compiled(strategy: tfshard.ShardedStrategy | None) -> keras.Model:
-    """The model with its optimizer, born where it is trained."""
+    """Return the compiled model, created under the strategy."""
     rate = {"learning_rate": _LEARNING_RATE.value} if _LEARNING_RATE.value else {}
     optimizer = _OPTIMIZERS[_OPTIMIZER.value](**rate)
     with contextlib.nullcontext() if strategy is None else strategy.scope():
@@ -110,13 +112,13 @@ def make_compiled(strategy: tfshard.ShardedStrategy | None) -> keras.Model:
 
 
 def area_under_curve(model: keras.Model, users: Users) -> float:
-    """Of users that it was not trained on."""
+    """Return the area under the curve for users outside of the training data."""
     scores = model.predict([users.histories, users.items], batch_size=_BATCH_SIZE.value, verbose=0)
     return float(roc_auc_score(users.labels, scores))
 
 
 def main(argv: list[str]) -> int:
-    """Trains and measures; returns 1, the exit status, when the area is below `--min_auc`."""
+    """Train and measure. Returns 1, the exit status, if the area is below `--min_auc`."""
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {argv[1:]}")
     strategy = make_strategy()  # First: TensorFlow fixes its devices at the first tensor.

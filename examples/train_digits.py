@@ -1,11 +1,11 @@
-"""Trains a small CNN with batch normalization on scikit-learn's bundled digits, sharded over a mesh.
+"""Train a small CNN with batch normalization on scikit-learn's bundled digits, sharded over a mesh.
 
     python examples/train_digits.py --mesh=batch:4 --zero_stage=3
     python examples/train_digits.py --mesh=batch:2,model:2
     python examples/train_digits.py                       # one device, plain Keras
 
-It prints the accuracy on held-out digits and what every device holds. The last batch of an epoch does not divide
-by the devices; every sample is trained on once all the same.
+The example prints the accuracy on held-out digits and the bytes that every device holds. The size of an epoch's last
+batch is not divisible by the number of devices. Every sample is still trained on once.
 """
 
 import math
@@ -29,7 +29,7 @@ _MIN_ACCURACY = flags.DEFINE_float("min_accuracy", 0.0, "The program fails below
 
 
 class Digits(NamedTuple):
-    """Images `(n, 8, 8, 1)` in [0, 1] and labels `(n,)`, a fifth of them held out."""
+    """Images `(n, 8, 8, 1)` in [0, 1] and labels `(n,)`. A fifth of the images is held out."""
 
     train_images: np.ndarray
     held_out_images: np.ndarray
@@ -38,13 +38,13 @@ class Digits(NamedTuple):
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Axis name to size: `"batch:2,model:2"` to `{"batch": 2, "model": 2}`."""
+    """Parse mesh axes: `"batch:2,model:2"` to `{"batch": 2, "model": 2}`."""
     axes = (part.split(":") for part in text.split(",") if part)
     return {name.strip(): int(size) for name, size in axes}
 
 
 def make_strategy() -> tfshard.ShardedStrategy | None:
-    """The strategy that the flags ask for, None for one device."""
+    """Return the strategy that the flags ask for, or None for one device."""
     axes = parse_mesh(_MESH.value)
     if not axes:
         return None
@@ -54,7 +54,7 @@ def make_strategy() -> tfshard.ShardedStrategy | None:
 
 
 def make_model() -> keras.Model:
-    """Two convolutions with batch normalization, two dense layers."""
+    """Return a model of two convolutions with batch normalization and two dense layers."""
     layers = keras.layers
     return keras.Sequential(
         [
@@ -76,7 +76,7 @@ def make_model() -> keras.Model:
 
 
 def load_data() -> Digits:
-    """The 1797 digits that come with scikit-learn."""
+    """Load the 1797 digits that come with scikit-learn."""
     digits = load_digits()
     images = (digits.images / 16).astype(np.float32)[..., None]
     labels = digits.target.astype(np.int32)
@@ -84,7 +84,7 @@ def load_data() -> Digits:
 
 
 def main(argv: list[str]) -> int:
-    """Trains and measures; returns 1, the exit status, when the accuracy is below `--min_accuracy`."""
+    """Train and measure. Returns 1, the exit status, if the accuracy is below `--min_accuracy`."""
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {argv[1:]}")
     strategy = make_strategy()  # First: TensorFlow fixes its devices at the first tensor.

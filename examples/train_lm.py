@@ -1,11 +1,12 @@
-"""Trains a byte-level GPT on real text: by default the source code of Python's own standard library.
+"""Train a byte-level GPT on real text, by default on the source code of Python's standard library.
 
     python examples/train_lm.py --mesh=batch:4 --zero_stage=3
     python examples/train_lm.py --mesh=batch:2,model:2
     python examples/train_lm.py                           # one device, plain Keras
 
-Nothing is downloaded. Whole files are held out, and the last lines say how well the model predicts them, in bits
-per byte (8 is no knowledge at all), show what it writes, and sum up what every device holds: `--detail` lists it.
+Nothing is downloaded. Some files are held out. At the end, the example prints the loss on the held-out files in bits
+per byte (8 is the loss of a random guess) and a sample of the model's text. It also prints the bytes that every device
+holds. `--detail` lists the bytes of every variable.
 """
 
 import math
@@ -45,7 +46,7 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.5, "Of the sample; 0 takes th
 _DETAIL = flags.DEFINE_boolean("detail", False, "List what the devices hold of every variable, not of every block.")
 
 VOCABULARY = 256
-HELD_OUT_EVERY = 20  # Of the sorted files; of a single file the last 1/20 is held out.
+HELD_OUT_EVERY = 20  # Every 20th of the sorted files is held out, or the last 1/20 of a single file.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -57,7 +58,7 @@ class Text(NamedTuple):
 
 
 class PositionEmbedding(keras.layers.Layer):
-    """Adds a learned vector for each position."""
+    """A layer that adds a learned vector for each position."""
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
         self.embeddings = self.add_weight(shape=input_shape[1:], initializer="uniform", name="embeddings")
@@ -93,19 +94,19 @@ class Block(keras.layers.Layer):
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Axis name to size: `"batch:2,model:2"` to `{"batch": 2, "model": 2}`."""
+    """Parse mesh axes: `"batch:2,model:2"` to `{"batch": 2, "model": 2}`."""
     axes = (part.split(":") for part in text.split(",") if part)
     return {name.strip(): int(size) for name, size in axes}
 
 
 def parse_compression(text: str) -> str | tfshard.PowerSGD | None:
-    """What the flag says: `"powersgd:4"` is a `tfshard.PowerSGD` of rank 4, with the first tenth of the steps exact."""
+    """Parse a compression. `"powersgd:4"` is `tfshard.PowerSGD` of rank 4, which starts after a tenth of the steps."""
     name, _, rank = text.partition(":")
     return tfshard.PowerSGD(rank=int(rank), warm_up_steps=_STEPS.value // 10) if name == "powersgd" else text or None
 
 
 def make_strategy() -> tfshard.ShardedStrategy | None:
-    """The strategy that the flags ask for, None for one device."""
+    """Return the strategy that the flags ask for, or None for one device."""
     axes = parse_mesh(_MESH.value)
     if not axes:
         return None
@@ -119,7 +120,7 @@ def make_strategy() -> tfshard.ShardedStrategy | None:
 
 
 def make_model() -> keras.Model:
-    """A decoder-only transformer from windows of bytes to the logits of each next byte."""
+    """Return a decoder-only transformer from windows of bytes to the logits of each next byte."""
     inputs = keras.Input((_SEQUENCE_LENGTH.value,), dtype="int32", name="bytes")
     token_embedding = keras.layers.ReversibleEmbedding(VOCABULARY, _WIDTH.value, name="token_embedding")
     x = PositionEmbedding(name="position_embedding")(token_embedding(inputs))
@@ -130,7 +131,7 @@ def make_model() -> keras.Model:
 
 
 def compile_model(model: keras.Model, strategy: tfshard.ShardedStrategy | None) -> None:
-    """AdamW with a short warmup and a cosine decay to a tenth."""
+    """Compile the model with AdamW, a short warmup and a cosine decay to a tenth."""
     warmup = max(1, _STEPS.value // 20)
     schedule = keras.optimizers.schedules.CosineDecay(
         _LEARNING_RATE.value / warmup,
@@ -145,7 +146,7 @@ def compile_model(model: keras.Model, strategy: tfshard.ShardedStrategy | None) 
 
 
 def find_files() -> list[pathlib.Path]:
-    """The files to read, sorted so that every run holds out the same ones."""
+    """Return the files to read, sorted, which makes every run hold out the same files."""
     if _TEXT_PATH.value is None:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
         found = (path for path in root.rglob("*.py") if not _NOT_LIBRARY.intersection(path.relative_to(root).parts))
@@ -159,7 +160,7 @@ def find_files() -> list[pathlib.Path]:
 
 
 def load_text() -> Text:
-    """Reads the files and holds out every 20th, or the end of a single one."""
+    """Read the files, and hold out every 20th file, or the end of a single file."""
     files = find_files()
     contents = [np.frombuffer(path.read_bytes(), np.uint8) for path in files]
     if len(files) == 1:
@@ -181,7 +182,7 @@ def load_text() -> Text:
 
 
 def make_dataset(text: np.ndarray, starts: np.ndarray) -> tf.data.Dataset:
-    """Batches of windows that begin at `starts`, each with the same window one byte later as its target."""
+    """Return batches of windows that begin at `starts`. The target of a window is the window one byte later."""
     length = _SEQUENCE_LENGTH.value
     content = tf.constant(text)
 
@@ -193,14 +194,14 @@ def make_dataset(text: np.ndarray, starts: np.ndarray) -> tf.data.Dataset:
 
 
 def training_dataset(text: np.ndarray) -> tf.data.Dataset:
-    """Windows at random places, enough for all steps."""
+    """Return windows at random places, enough for all steps."""
     random = np.random.default_rng(_SEED.value)
     starts = random.integers(0, len(text) - _SEQUENCE_LENGTH.value, _STEPS.value * _BATCH_SIZE.value)
     return make_dataset(text, starts)
 
 
 def held_out_dataset(text: np.ndarray, size: int) -> tf.data.Dataset:
-    """About `size` bytes of text as windows that do not overlap, evenly spread, in full batches if there are enough."""
+    """Return non-overlapping windows of about `size` bytes in total, evenly spread, in full batches if possible."""
     starts = np.arange(0, len(text) - _SEQUENCE_LENGTH.value, _SEQUENCE_LENGTH.value)
     count = min(len(starts), max(_BATCH_SIZE.value, size // _SEQUENCE_LENGTH.value))
     if count > _BATCH_SIZE.value:
@@ -209,10 +210,10 @@ def held_out_dataset(text: np.ndarray, size: int) -> tf.data.Dataset:
 
 
 class Progress(keras.callbacks.Callback):
-    """Prints a line every `every` steps and after the last one, with the means since the line before.
+    """Print a line every `every` steps and after the last step, with the means since the line before.
 
-    On a terminal a bar below the lines moves with every step. Elsewhere, as in a log file, there are the lines alone.
-    Use it as a context manager around `fit`: the bar goes at its end, also when `fit` fails.
+    On a terminal, a bar below the lines moves with every step. Elsewhere, as in a log file, only the lines are printed.
+    Use the callback as a context manager around `fit`: the bar disappears at the end, even if `fit` fails.
     """
 
     def __init__(self, every: int, last: int, bytes_per_step: int):
@@ -247,7 +248,7 @@ class Progress(keras.callbacks.Callback):
         self._step += 1
         seconds = time.perf_counter() - self._time_at_line
         if self._step == 1:
-            # Not counted in the speed: the first step is traced and compiled.
+            # The speed does not count the first step, which is traced and compiled.
             self._bar.advance(self._task)
             print(f"first step after {seconds:.1f} s", flush=True)
         else:
@@ -263,7 +264,7 @@ class Progress(keras.callbacks.Callback):
 
 
 def write_sample(model: keras.Model, prompt: bytes) -> str:
-    """Goes on from `prompt` byte by byte; the model sees a window of fixed length, filled from the left."""
+    """Continue `prompt` byte by byte. The model sees a window of fixed length, filled from the left."""
     length = _SEQUENCE_LENGTH.value
     random = np.random.default_rng(_SEED.value)
     text = list(prompt or b"\n")
@@ -271,14 +272,14 @@ def write_sample(model: keras.Model, prompt: bytes) -> str:
         seen = text[-length:]
         window = np.zeros((1, length), np.int32)
         window[0, : len(seen)] = seen
-        # What follows the seen bytes in the window does not matter: attention is causal.
+        # Attention is causal: the bytes after the seen bytes in the window do not matter.
         logits = model.predict(window, verbose=0)[0, len(seen) - 1]
         text.append(choose(logits, random))
     return bytes(text).decode("utf-8", errors="replace")
 
 
 def choose(logits: np.ndarray, random: np.random.Generator) -> int:
-    """Draws a byte from its logits at the temperature of the flags."""
+    """Draw a byte from its logits at the temperature of the flags."""
     if _TEMPERATURE.value == 0:
         return int(logits.argmax())
     logits = logits.astype(np.float64) / _TEMPERATURE.value
@@ -287,7 +288,7 @@ def choose(logits: np.ndarray, random: np.random.Generator) -> int:
 
 
 def main(argv: list[str]) -> None:
-    """Trains, measures, writes a sample and sums up what every device holds."""
+    """Train, measure, write a sample, and print the bytes that every device holds."""
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {argv[1:]}")
     if _WIDTH.value % _HEADS.value:

@@ -59,8 +59,8 @@ def pytest_collection_finish():
 def no_kept_gradients():
     """Drop the custom gradients that a test registered.
 
-    TensorFlow keeps each traced custom gradient, and with it the graph of the step, for the life of the process. That
-    is some megabytes per test, which each garbage collection would look through.
+    TensorFlow keeps each traced custom gradient, and with it the graph of the step, for the life of the process. The
+    graphs take some megabytes per test, and slow down each garbage collection.
     """
     yield
     entries = ops.gradient_registry._registry

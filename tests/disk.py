@@ -373,7 +373,7 @@ class Durable:
 class Watch:
     """The changes of names in a folder and its subfolders, as the system reports them."""
 
-    # Of inotify(7): modified, moved away and here, created, deleted.
+    # The flags of inotify(7): modified, moved away and here, created, deleted.
     _MASK = 0x2 | 0x40 | 0x80 | 0x100 | 0x200
     _DIRECTORY = 0x40000000
 

@@ -41,7 +41,7 @@ def loss() -> keras.losses.Loss:
 
 
 class Plain:
-    """One device, without a strategy."""
+    """Training on one device, without a strategy."""
 
     strategy: tfshard.ShardedStrategy | None = None
 

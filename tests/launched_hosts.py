@@ -12,7 +12,7 @@ from tools.host_runs import network
 
 DEVICES = 4
 STEPS = 6
-# One-time messages were sent before these steps.
+# All one-time messages are sent before these steps.
 COUNTED = 4
 # Stage, and whether variables share a buffer.
 WAYS = {"stage 0": (0, True), "stage 3": (3, True), "stage 3, alone": (3, False)}

@@ -1,6 +1,6 @@
 """Train an embedding table in clients.
 
-One client is killed, or loses its host, and the run resumes from a checkpoint.
+A client is killed, or loses its host, and the run resumes from a checkpoint.
 """
 
 import json

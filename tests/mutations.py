@@ -21,8 +21,8 @@ class Mutation:
 
     Attributes:
         area: The topic.
-        function: Where the fault goes: `"module:function"`, `"module:Class.method"` or `"module:NAME"` for an assignment
-            at module level. For a file that is not Python, the path of the file.
+        function: The place of the fault: `"module:function"`, `"module:Class.method"` or `"module:NAME"` for an
+            assignment at module level. For a file that is not Python, the path of the file.
         old: The text that is replaced. The text occurs once in the function.
         new: The replacement.
         what: The wrong behaviour.

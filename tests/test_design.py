@@ -38,7 +38,7 @@ MODULES = {
 OPTIONAL = {"keras_hub", "matplotlib", "scipy"}
 # The one module of the runtime that calls plans. It imports them late, inside functions and for types.
 SEAM, PLANS = "tfshard.layouts.planner", "tfshard.planning"
-# What a training step needs.
+# The subpackages that a training step needs.
 RUNTIME = {
     "_private", "callbacks", "checkpoints", "collectives", "devices", "errors", "graph", "launch", "layers", "layouts",
     "operations", "presets", "storage", "training",
@@ -82,7 +82,7 @@ def test_a_module_imports_from_its_subpackage_and_those_above_it(module):
 
 @pytest.mark.parametrize("module", [name for name in MODULES if subpackage(name) in RUNTIME])
 def test_the_runtime_imports_no_plan(module):
-    """Neither itself, nor through other modules, nor inside functions: only the seam does."""
+    """The runtime imports plans only through the seam, including indirect imports and imports inside functions."""
     reached, left = set(), [module]
     while left:
         name = left.pop()

@@ -4,8 +4,8 @@
     python tools/same_numbers.py > after.json        # from another checkout, with PYTHONPATH set to it
     diff before.json after.json
 
-It prints the losses of four steps, and digests of the final weights, of the plan, and of the collectives that the
-profiler saw. A change of structure changes none of them.
+The program prints the losses of four steps. It also prints digests of the final weights, of the plan, and of the
+profiled collectives. A change of structure changes none of them.
 """
 
 import dataclasses

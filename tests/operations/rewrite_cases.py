@@ -38,7 +38,7 @@ class Case:
     Attributes:
         function: Returns a structure of tensors.
         mesh: A key of `MESHES`.
-        eager: Whether the step is eager.
+        eager: True for an eager step.
         error: A pattern of the message with which the step is refused, if it is.
     """
 

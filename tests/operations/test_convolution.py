@@ -83,7 +83,7 @@ def test_a_residual_network_matches_one_device(mesh, stage):
     parity.assert_same(run, parity.train(residual, batches, **settings), rtol=0, atol=2e-5)
     if mesh == "model4":
         profile = tfshard.profile_step(run.model, batches[0])
-        # One in the forward pass after the row kernel, one in the backward pass before the column kernel.
+        # The forward pass has an all-reduce after the row kernel, the backward pass before the column kernel.
         assert len(profile.collectives) == profile.count("all-reduce") == 2
 
 

@@ -1,4 +1,4 @@
-"""Each pass by itself, on a small graph and a record that is written by hand."""
+"""Test each pass alone, on a small graph and a hand-written record."""
 
 import dataclasses
 import types

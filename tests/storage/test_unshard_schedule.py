@@ -324,7 +324,7 @@ def test_prefetch_hides_reductions_behind_one_more_layer_and_takes_its_memory():
     assert losses[0] == losses[1]
     assert overlaps[0].collective_seconds == pytest.approx(overlaps[1].collective_seconds), "premise"
     assert overlaps[1].hidden > overlaps[0].hidden + 0.1 and overlaps[1].seconds < overlaps[0].seconds
-    # One more gradient, and its reduction buffer.
+    # The peak may grow by one gradient and its reduction buffer.
     assert peaks[0] < peaks[1] <= peaks[0] + 2 * 4 * 256 * 256
 
 

@@ -63,7 +63,7 @@ def watched():
 
     def drawing(self):
         value = draw(self)
-        size = value.nbytes if all(value.strides) else 0  # One number for all elements.
+        size = value.nbytes if all(value.strides) else 0  # A stride of 0 means one number for all elements.
         found["draws"] += 1
         live["drawn"] += size
         found["drawn"] = max(found["drawn"], live["drawn"])

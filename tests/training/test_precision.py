@@ -24,8 +24,8 @@ OVERFLOW = np.where(np.arange(X.size).reshape(X.shape) == X.size - 3, 3e5, X).as
 POISONED = np.where(np.arange(X.size).reshape(X.shape) == X.size - 3, 100.0, X).astype("float32")
 
 GROWTH, SCALE = 2, 8.0
-# One step in seven overflows. The scales after each step, by Keras's rule: doubled after two steps, halved by an
-# overflow.
+# The fourth of seven steps overflows. The scales after each step follow Keras's rule: doubled after two steps, halved
+# by an overflow.
 STEPS = (X, X, X, OVERFLOW, X, X, X)
 SKIPPED = 3
 SCALES = [8.0, 16.0, 16.0, 8.0, 8.0, 16.0, 16.0]

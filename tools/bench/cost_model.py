@@ -319,7 +319,7 @@ def measure_all(file: pathlib.Path, rounds: int) -> None:
 
 
 def said(rate: str, *what: str) -> Any:
-    """Run a measuring process, and return its result. With a rate, run client 0 on two hosts with links of that rate."""
+    """Run a measurement in a process, or on two hosts with links of this rate. Returns the result of client 0."""
     command = [sys.executable, "-m", "tools.bench.cost_model", *what]
     if rate:
         script = str(pathlib.Path(__file__).resolve())

@@ -1,7 +1,7 @@
-"""Trains a model of tools/report/models.py under keras.distribution.ModelParallel, in the environment with JAX.
+"""Train a model of tools/report/models.py under keras.distribution.ModelParallel, in the environment with JAX.
 
-Started by parity.py. The layout map is the pickled object that
-`plan.to_keras_layout_map()` made. Prints JSON.
+parity.py starts this program. The layout map is the pickled result of `plan.to_keras_layout_map()`. The program prints
+JSON.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""One model's losses: one device, tfshard on a model axis of 4, and Keras on JAX under the same plan's layout map.
+"""Compare the losses of one model on one device, with tfshard on a model axis of 4, and with Keras on JAX.
 
     tools/jax_comparison.sh
 
-All start from the same weights, take the same batches, and use Adam. Exits with 1 if a loss differs by more than
-`--tolerance` of its value.
+Keras on JAX takes the layout map of tfshard's plan. All three start from the same weights, take the same batches, and
+use Adam. The program exits with 1 if the relative difference of a loss is more than `--tolerance`.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
 
 
 def _on_jax(layout_map: object, weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What Keras on JAX makes of these weights: what it prints, and the weights after the steps."""
+    """Train from these weights with Keras on JAX. Returns the printed results and the weights after the steps."""
     import numpy as np
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
-"""What Keras's tests import of its repository's conftest, which is not in its wheel."""
+"""Define the names that Keras's tests import from the conftest of Keras's repository, which the wheel does not have."""
 
 import keras
 import pytest
 
 
 def skip_if_backend(backend: str, reason: str) -> pytest.MarkDecorator:
-    """A mark: the test is not for this backend."""
+    """Return a mark that skips a test on a backend."""
     return pytest.mark.skipif(keras.backend.backend() == backend, reason=reason)

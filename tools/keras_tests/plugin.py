@@ -1,4 +1,4 @@
-"""A plugin of pytest that has each `compile` of a Keras model come under a strategy (tools/keras_tests/run.py)."""
+"""Compile each Keras model under a strategy: a plugin of pytest (tools/keras_tests/run.py)."""
 
 import threading
 
@@ -19,7 +19,7 @@ def _strategy() -> tfshard.ShardedStrategy:
 
 
 def compile_sharded(model: keras.Model, *args, **kwargs) -> None:
-    """`keras.Model.compile` under the strategy; XLA, which a test asks for by the way, is left out."""
+    """Call `keras.Model.compile` under the strategy, without XLA even if the test asks for XLA."""
     if getattr(_inside, "model", None) is model:
         _compile(model, *args, **kwargs)
         return

@@ -1,10 +1,10 @@
-"""Runs Keras's own tests of layers and of training with every `compile` under a ShardedStrategy, and without.
+"""Run Keras's tests of layers and of training twice: with every `compile` under a ShardedStrategy, and without.
 
     tools/keras_tests.sh                        # keras/src/layers and keras/src/trainers
     tools/keras_tests.sh --tests=layers/rnn
 
-Prints how many pass beside plain Keras, and those that pass there and not here. `--log` says where all that pytest
-prints of them is kept.
+The program prints how many tests pass in each run, and lists the tests that only pass without a strategy. `--log` names
+a file for the output of pytest in the run under the strategy.
 """
 
 import os
@@ -25,7 +25,7 @@ _KERAS = pathlib.Path(keras.__file__).parent / "src"
 
 
 def run(*options: str) -> dict[str, str]:
-    """How each test ended, by its name."""
+    """Run the tests, and return the outcome of each test by name."""
     command = [
         sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", "-p", "no:cacheprovider",
         "-n", str(_PROCESSES.value), "--rootdir", str(_KERAS), "-c", os.devnull, "--import-mode=importlib", *options,
@@ -34,7 +34,7 @@ def run(*options: str) -> dict[str, str]:
     environment = {
         **os.environ,
         "KERAS_BACKEND": "tensorflow",
-        # Its conftest is the one that tests import.
+        # The tests import the conftest in this folder.
         "PYTHONPATH": os.pathsep.join((str(_HERE), os.environ.get("PYTHONPATH", ""))),
     }
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=_HERE)

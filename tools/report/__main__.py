@@ -1,16 +1,16 @@
-"""One report: tfshard beside one device, MirroredStrategy, Keras on JAX and PyTorch's FSDP2.
+"""Compare tfshard with one device, MirroredStrategy, Keras on JAX and PyTorch's FSDP2 in a report.
 
-    tools/report.sh                    # all of it: hours
+    tools/report.sh                    # the full report: hours
     tools/report.sh --quick            # ten minutes: two models, fewer ways
     tools/report.sh --models="gpt 5M,lstm" --rounds=3 --parts=time
-    tools/report.sh --resume           # what a report that was stopped does not have yet
-    tools/report.sh --out=DIR --compare=docs/benchmarks/report.json    # again: DIR/repeated.md tells what moved
-    git archive COMMIT tfshard | tar -x -C DIR    # then, for what was changed since:
+    tools/report.sh --resume           # the remaining part of an interrupted report
+    tools/report.sh --out=DIR --compare=docs/benchmarks/report.json    # repeat: DIR/repeated.md lists the differences
+    git archive COMMIT tfshard | tar -x -C DIR    # then compare with an earlier commit:
     tools/report.sh --before=DIR --ways="stage 3,2-D" --models="gpt 5M,lstm"
 
-Each way of training runs in a process of its own, beside one of plain Keras on one device. They train in turn, an epoch
-of a few steps each, and wait while the other trains: a machine whose speed drifts slows both, and a ratio is of two
-epochs that followed each other. Results go to docs/benchmarks: report.json, report.md and plots.
+Each way of training runs in a separate process, beside a process of plain Keras on one device. The two processes
+alternate epochs of a few steps, and each waits while the other trains. A drift of the machine therefore slows both, and
+each ratio compares two consecutive epochs. Results go to docs/benchmarks: report.json, report.md and plots.
 """
 
 import contextlib
@@ -42,9 +42,9 @@ _JAX = flags.DEFINE_string("jax_python", None, "Python of the environment with J
 _TORCH = flags.DEFINE_string("torch_python", None, "Python of the environment with PyTorch; without it no such rows.")
 
 QUICK_MODELS = ("gpt 5M", "lstm")
-# Epochs of a way, each beside one of plain Keras.
+# The number of epochs of a way. Each epoch is paired with an epoch of plain Keras.
 PAIRS = 3
-# Ways that some models only are trained in.
+# The models for ways that only some models are trained in.
 _FINER_MODELS = ("gpt 5M", "gpt narrow")
 _MODELS_OF = {
     "stage 1": _FINER_MODELS,
@@ -54,12 +54,12 @@ _MODELS_OF = {
 
 
 def runs_on(way: str) -> str:
-    """`"tensorflow"`, `"jax"` or `"torch"`."""
+    """Return the backend of a way: `"tensorflow"`, `"jax"` or `"torch"`."""
     return "jax" if way.startswith("JAX") else "torch" if way in ("FSDP2", "torch, one device") else "tensorflow"
 
 
 def can_be(way: str, model: models.Model) -> bool:
-    """Whether a model can be trained in a way: see the notes of docs/benchmarks/report.md."""
+    """Return True if a model can be trained in a way: see the notes of docs/benchmarks/report.md."""
     if way in ("tensor", "2-D", "pipeline", "JAX, tensor"):
         return model.kind in ("gpt", "bert")
     return not (runs_on(way) == "jax" and model.kind == "moe")
@@ -69,17 +69,17 @@ def can_be(way: str, model: models.Model) -> bool:
 def process(
     model: models.Model, way: str, *, devices: int = 4, memory: bool = False, package: str | None = None
 ) -> Iterator[serving.Process]:
-    """One that trains a model in a way.
+    """Yield a process that trains a model in a way.
 
     Args:
-        model: Which.
-        way: How.
-        devices: On how many.
-        memory: Whether memory is measured.
-        package: The directory whose tfshard is taken, in place of ours. Needs Python 3.11.
+        model: The model.
+        way: The name of the way.
+        devices: The number of devices.
+        memory: True to measure memory.
+        package: A directory with another tfshard, used instead of ours. Needs Python 3.11.
 
     Raises:
-        serving.FailedError: There is no environment for it, or no layout map.
+        serving.FailedError: The environment or the layout map of the way is missing.
     """
     python = {"jax": _JAX.value, "torch": _TORCH.value, "tensorflow": sys.executable}[runs_on(way)]
     if python is None:
@@ -106,10 +106,10 @@ def process(
 
 
 def compared(training: serving.Process, base: serving.Process) -> dict[str, Any]:
-    """What a process takes, and how its epochs compare with those of another beside them."""
+    """Measure the epochs of a process, and their ratios to the epochs of the process beside it."""
     found, steps, ratios = training.ask("first"), [], []
     for number in range(PAIRS):
-        # The one or the other first: what drifts evenly is no difference.
+        # The first process alternates, which cancels a linear drift.
         order = (training, base) if number % 2 else (base, training)
         pair = {each: each.ask("epoch")["steps"] for each in order}
         steps += pair[training]
@@ -118,7 +118,7 @@ def compared(training: serving.Process, base: serving.Process) -> dict[str, Any]
 
 
 def times(report: dict[str, Any], names: list[str], rounds: int, ways: tuple[str, ...]) -> Iterator[str]:
-    """Adds what each round says of each model and way to a report, and tells what was measured."""
+    """Add the results of each round, model and way to a report, and yield a line about each."""
     for number in range(rounds):
         for name in names:
             model, found = models.MODELS[name], report.setdefault("time", {}).setdefault(name, {})
@@ -144,7 +144,7 @@ def _compared(model: models.Model, way: str, base: serving.Process, *, sent: boo
 
 
 def since(names: list[str], ways: list[str], package: str) -> Iterator[str]:
-    """How our tfshard compares with that of another directory, a line of Markdown for each model and way."""
+    """Compare our tfshard with the tfshard in a directory. Yields a Markdown row for each model and way."""
     yield from ("| model | way | step, ms | before | now / before |", "| --- | --- | --- | --- | --- |")
     for name in names:
         for way in (way for way in ways if can_be(way, models.MODELS[name])):
@@ -165,7 +165,10 @@ def _today() -> str:
 
 
 def memory(report: dict[str, Any], cases: dict[str, tuple[models.Model, int]], ways: tuple[str, ...]) -> Iterator[str]:
-    """Adds the bytes of a device, for each case, a model and a number of devices, and way; likewise."""
+    """Add the bytes per device of each case and way to a report, and yield a line about each.
+
+    Each case is a model and a number of devices.
+    """
     for name, (model, devices) in cases.items():
         found = report.setdefault(name, {})
         for way in ways:
@@ -180,7 +183,7 @@ def memory(report: dict[str, Any], cases: dict[str, tuple[models.Model, int]], w
 
 
 def grown() -> dict[str, dict[str, tuple[models.Model, int]]]:
-    """The cases of what grows: by devices, by depth and by width."""
+    """Return the cases of growth: by devices, by depth and by width."""
     return {
         "devices": {str(count): (models.MODELS["gpt 5M"], count) for count in models.DEVICES},
         "depth": {str(layers): (models.deeper(layers), 4) for layers in models.DEPTHS},
@@ -203,7 +206,7 @@ def main(argv: list[str]) -> None:
     report: dict[str, Any] = {}
     if _RESUME.value and (out / "report.json").exists():
         report = json.loads((out / "report.json").read_text())
-    # Read first: the report may be written over it.
+    # Read the file first: the report may overwrite it.
     other = json.loads(pathlib.Path(_COMPARE.value).read_text()) if _COMPARE.value else None
     report |= {"machine": writing.machine(), "quick": _QUICK.value}
     for line in _measure(report, names, rounds):

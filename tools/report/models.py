@@ -1,6 +1,6 @@
-"""The models of the report and their batches: for Keras on any backend, the same sizes that on_torch.py builds.
+"""Build the models of the report and their batches, for Keras on any backend. on_torch.py builds the same sizes.
 
-No import of a backend: keras is imported when it is configured.
+This module imports no backend: it imports keras after keras is configured.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ class Model:
 
     Attributes:
         kind: `"gpt"`, `"bert"`, `"resnet"`, `"efficientnet"`, `"lstm"` or `"moe"`.
-        batch: Samples of a step, over all devices.
-        layers: Blocks.
-        width: Of the residual stream, or of a recurrent layer.
-        heads: Of attention.
-        vocabulary: Tokens, or classes of images.
-        length: Tokens of a sample, or pixels of a side of an image.
-        steps: Of an epoch.
+        batch: The samples of a step, over all devices.
+        layers: The number of blocks.
+        width: The width of the residual stream, or of a recurrent layer.
+        heads: The number of attention heads.
+        vocabulary: The number of tokens, or of image classes.
+        length: The tokens of a sample, or the side of an image in pixels.
+        steps: The steps of an epoch.
     """
 
     kind: str
@@ -43,7 +43,7 @@ MODELS = {
     "lstm": Model(kind="lstm", batch=32, layers=2, width=256, vocabulary=8000, length=64),
     "moe": Model(kind="moe", batch=8, layers=2, width=256, heads=4, vocabulary=4000, length=64),
 }
-# What grows: memory and time by devices, by depth and by width.
+# The values of the growth cases: memory and time by devices, by depth and by width.
 DEPTHS = (6, 12, 24, 48)
 WIDTHS = (128, 256, 512, 1024)
 DEVICES = (1, 2, 4, 8)
@@ -52,24 +52,24 @@ EXPERTS, CHOSEN = 4, 2
 
 
 def deeper(layers: int) -> Model:
-    """A GPT of width 128 with so many blocks."""
+    """Return a GPT of width 128 with `layers` blocks."""
     return Model(kind="gpt", batch=8, layers=layers, width=128, heads=4, vocabulary=1500, length=64)
 
 
 def wider(width: int) -> Model:
-    """A GPT of four blocks, of so much width."""
+    """Return a GPT of four blocks with this width."""
     return Model(kind="gpt", batch=8, layers=4, width=width, heads=4, vocabulary=1500, length=64)
 
 
 def tiny(model: Model) -> Model:
-    """One of the same kind with next to nothing in it, for what a process loads when it trains the first of a kind."""
+    """Return a tiny model of the same kind. Training it loads what a process loads once for each kind."""
     return dataclasses.replace(
         model, layers=1, width=16 * (model.heads or 1), vocabulary=64, length=min(model.length, 32)
     )
 
 
 def data(model: Model, steps: int) -> tuple[Any, Any]:
-    """Random samples for so many steps, and what is to be told of them."""
+    """Return random samples and labels for `steps` steps."""
     import numpy as np
 
     rs, count = np.random.RandomState(0), steps * model.batch
@@ -83,7 +83,7 @@ def data(model: Model, steps: int) -> tuple[Any, Any]:
 
 
 def build(model: Model) -> Any:
-    """The model in Keras, without dropout."""
+    """Return the Keras model, without dropout."""
     import keras
 
     keras.utils.set_random_seed(0)
@@ -112,7 +112,7 @@ def build(model: Model) -> Any:
 
 
 def _transformer(model: Model) -> Any:
-    """Norms first, learned positions, tied embeddings; GPT-2's where it is causal."""
+    """Return a pre-norm transformer with learned positions and a shared embedding table. A causal one equals GPT-2."""
     import keras
     from keras import layers
 
@@ -138,7 +138,7 @@ def _transformer(model: Model) -> Any:
 
 
 def options() -> dict[str, Any]:
-    """What the model is compiled with in every way."""
+    """Return the arguments of `compile`, which are the same in every way."""
     import keras
 
     return {
@@ -148,7 +148,7 @@ def options() -> dict[str, Any]:
 
 
 def inputs_of(model: Model, tokens: Any) -> Any:
-    """What the Keras model takes."""
+    """Return the inputs of the Keras model."""
     import numpy as np
 
     return {"token_ids": tokens, "padding_mask": np.ones_like(tokens)} if model.kind == "moe" else tokens

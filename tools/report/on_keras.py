@@ -1,8 +1,8 @@
-"""Trains a model of the report with Keras on TensorFlow or on JAX, and answers what it took (tools/report/serving.py).
+"""Train a model of the report with Keras on TensorFlow or on JAX, and serve the measurements (tools/report/serving.py).
 
     python -m tools.report.on_keras --model='{"kind": "gpt", ...}' --way="stage 3" --devices=4
 
-Started by tools/report/__main__.py, in the environment of the way.
+tools/report/__main__.py starts this program, in the environment of the way.
 """
 
 import collections
@@ -25,7 +25,7 @@ _WAY = flags.DEFINE_string("way", None, "How it is trained.", required=True)
 _DEVICES = flags.DEFINE_integer("devices", 4, "Logical CPU devices.")
 _MAP_FILE = flags.DEFINE_string("map_file", None, "Where the layout map for Keras on JAX is, or goes.")
 
-# Way to the options of a strategy, and its mesh for so many devices.
+# The strategy options of each way, and a function from the number of devices to the mesh.
 SHARDED: dict[str, tuple[dict[str, Any], Any]] = {
     **{f"stage {stage}": ({"zero_stage": stage}, lambda devices: {"batch": devices}) for stage in range(4)},
     "stage 3 alone": ({"zero_stage": 3, "analyzer": None}, lambda devices: {"batch": devices}),
@@ -37,7 +37,7 @@ MICROBATCHES = 4
 
 
 def compiled(model: models.Model, way: str) -> Any:
-    """The model, compiled as the way says."""
+    """Return the model, compiled for a way."""
     with _scope(way) if way not in SHARDED else contextlib.nullcontext():
         if way in SHARDED:
             import tfshard
@@ -56,7 +56,7 @@ def compiled(model: models.Model, way: str) -> Any:
 
 
 def _scope(way: str) -> Any:
-    """What the model is built and compiled under, of ways without tfshard."""
+    """Return the scope to build and compile the model in, for a way without tfshard."""
     import keras
 
     if way == "mirrored":
@@ -72,14 +72,14 @@ def _scope(way: str) -> Any:
 
 @functools.cache
 def _mirrored() -> Any:
-    """One for all models of a process: those of two would give their collectives the same keys."""
+    """Return the process's only strategy: the collectives of two strategies would use the same keys."""
     import tensorflow as tf
 
     return tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(_DEVICES.value)])
 
 
 def start(way: str) -> None:
-    """Makes the devices, before anything else does."""
+    """Create the devices, before TensorFlow initializes them."""
     if way in SHARDED:
         import tfshard
 
@@ -92,7 +92,7 @@ def start(way: str) -> None:
 
 
 class Timed:
-    """A model that is trained an epoch at a time."""
+    """A model that is trained one epoch at a time."""
 
     def __init__(self, model: models.Model, way: str):
         if way == "one device, a quarter":
@@ -103,18 +103,18 @@ class Timed:
         self._data = (models.inputs_of(model, x), y)
 
     def first(self) -> dict[str, Any]:
-        """The first epoch: seconds to the end of its first step."""
+        """Train the first epoch, and return the seconds to the end of its first step."""
         begin = time.perf_counter()
         return {"first": self._ends()[0] - begin, "parameters": self._built.count_params(), "versions": _versions()}
 
     def epoch(self) -> dict[str, Any]:
-        """One more: seconds of its steps but the first."""
+        """Train another epoch, and return the seconds of its steps but the first."""
         from tools.bench import common
 
         return {"steps": common.step_times(self._ends())}
 
     def sent(self) -> dict[str, int]:
-        """Collectives of a step, by trace, and their bytes, as planned; nothing of ways without tfshard."""
+        """Return the collectives of a step by trace, and their planned bytes. Empty for ways without tfshard."""
         if self._way not in SHARDED or self._way == "pipeline":
             return {}
         import keras
@@ -130,7 +130,7 @@ class Timed:
         }
 
     def kernels(self) -> dict[str, float]:
-        """By type of operation, the seconds that it takes in a step, added up over devices, by trace."""
+        """Return the seconds of a step by type of operation, summed over devices, by trace."""
         from tfshard.measure import step_profile, timeline
 
         with step_profile.traced() as trace:
@@ -148,7 +148,7 @@ class Timed:
 
 
 def remembered(model: models.Model, way: str) -> dict[str, Any]:
-    """Bytes a device between two steps, and at the peak of a step, above what the process had before the model."""
+    """Return the bytes per device between two steps and at the peak of a step, minus the bytes before the model."""
 
     def trains(model: models.Model) -> Callable[[], object]:
         built = compiled(model, way)
@@ -179,7 +179,7 @@ def main(argv: list[str]) -> None:
 
 
 def write_map(model: models.Model) -> dict[str, Any]:
-    """Writes the layout map with which Keras on JAX shards as tfshard does on a model axis."""
+    """Write the layout map with which Keras on JAX shards like tfshard on a model axis."""
     import tfshard
 
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(model=_DEVICES.value), "auto", zero_stage=0)

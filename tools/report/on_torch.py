@@ -1,11 +1,10 @@
-"""Trains a model of the report with PyTorch's FSDP2, a process for each device, and answers what it took
-(tools/report/serving.py).
+"""Train a model of the report with PyTorch's FSDP2, and serve the measurements (tools/report/serving.py).
 
     python -m tools.report.on_torch --model='{"kind": "gpt", ...}' --devices=4
 
-Started by tools/report/__main__.py, in PyTorch's environment. The model is born on the meta device, sharded block by
-block (`fully_shard`), and its values are drawn in shards. Collectives go over gloo. `--way="torch, one device"` is one
-process without FSDP2.
+tools/report/__main__.py starts this program, in PyTorch's environment. Each device has a process. The model is created
+on the meta device and sharded block by block (`fully_shard`). Its values are drawn in shards. Collectives use gloo.
+`--way="torch, one device"` runs one process without FSDP2.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from tools.report import models, resident, serving
 
 
 class Recurrent(nn.Module):
-    """LSTM layers behind a table, two classes."""
+    """An embedding table, LSTM layers, and a head of two classes."""
 
     def __init__(self, model: models.Model):
         super().__init__()
@@ -45,13 +44,13 @@ class Recurrent(nn.Module):
 
 
 def build(model: models.Model) -> tuple[nn.Module, list[nn.Module]]:
-    """The model, and those of its modules that are gathered one after the other."""
+    """Return the model, and its modules that FSDP2 unshards one after the other."""
     if model.kind == "lstm":
         made = Recurrent(model)
         return made, list(made.blocks)
     import transformers
 
-    if model.kind == "resnet":  # Its defaults are those of ResNet50.
+    if model.kind == "resnet":  # The default configuration is ResNet50.
         made = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=model.vocabulary))
         return made, [layer for stage in made.resnet.encoder.stages for layer in stage.layers]
     if model.kind == "efficientnet":
@@ -91,12 +90,12 @@ def build(model: models.Model) -> tuple[nn.Module, list[nn.Module]]:
 
 
 def logits_of(outputs: Any) -> torch.Tensor:
-    """Of what a model of transformers gives, or of a tensor."""
+    """Return the logits of a transformers output, or of a tensor."""
     return outputs if torch.is_tensor(outputs) else outputs.logits
 
 
 def born(model: models.Model, sharded: bool) -> nn.Module:
-    """The model with values; sharded, it never was whole in a process."""
+    """Create a model with values. No process ever holds all values of a sharded model."""
     torch.manual_seed(0)
     if not sharded:
         return build(model)[0]
@@ -118,7 +117,7 @@ def born(model: models.Model, sharded: bool) -> nn.Module:
 
 
 def _fill(made: nn.Module, name: str, buffer: torch.Tensor, model: models.Model) -> None:
-    """Buffers that a module makes in its constructor, which to_empty() took away."""
+    """Fill a buffer that the constructor of a module sets, and that to_empty() has cleared."""
     if "running_var" in name:
         buffer.fill_(1.0)
     elif "position_ids" in name:
@@ -133,7 +132,7 @@ def _fill(made: nn.Module, name: str, buffer: torch.Tensor, model: models.Model)
 
 
 def run(rank: int, arguments: argparse.Namespace, port: int, asked: Any) -> None:
-    """One device's process: answers what comes through the pipe, until it is closed."""
+    """Run the process of one device: answer questions from the pipe until the pipe is closed."""
     devices, model = arguments.devices, models.Model(**json.loads(arguments.model))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // devices))
     sharded = arguments.way == "FSDP2"
@@ -156,17 +155,17 @@ def run(rank: int, arguments: argparse.Namespace, port: int, asked: Any) -> None
         "sent": lambda: _sent(made()),
         "memory": memory,
     }
-    with contextlib.suppress(EOFError):  # The process that asks has ended.
+    with contextlib.suppress(EOFError):  # The asking process has ended.
         while True:
             asked.send(answers[asked.recv()]())
 
 
 class Steps:
-    """One process's share of an epoch.
+    """The share of an epoch that one process trains.
 
     Attributes:
-        ends: When each step of the last epoch ended.
-        parameters: Of the model, whole.
+        ends: The time at the end of each step of the last epoch.
+        parameters: The number of parameters of the full model.
     """
 
     def __init__(self, model: models.Model, rank: int, devices: int, sharded: bool, count: int):
@@ -184,13 +183,13 @@ class Steps:
         self.parameters = sum(each.numel() for each in self.model.parameters())
 
     def first(self) -> float:
-        """Seconds to the end of the first step, the model's birth left out as it is with Keras."""
+        """Train the first epoch. Returns the seconds to the end of its first step, without the model's creation."""
         begin = time.perf_counter()
         self()
         return self.ends[0] - begin
 
     def times(self) -> list[float]:
-        """Of an epoch: seconds of its steps but the first."""
+        """Train an epoch, and return the seconds of its steps but the first."""
         self()
         return common.step_times(self.ends)
 
@@ -207,7 +206,7 @@ class Steps:
 
 
 def _sent(steps: Steps) -> dict[str, int]:
-    """How many collectives a step runs, and the bytes of the whole tensors that they gather, scatter and add up."""
+    """Return the number of collectives of a step, and the bytes of the full tensors that they gather or reduce."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         steps()
     found = [event for event in profile.events() if event.name.startswith("c10d::")]
@@ -232,7 +231,7 @@ def main() -> None:
     for rank in range(arguments.devices):
         ours, theirs = context.Pipe()
         context.Process(target=run, args=(rank, arguments, port, theirs), daemon=True).start()
-        theirs.close()  # So that a process that has died is the end of its pipe.
+        theirs.close()  # Without this copy, the pipe ends when the process dies.
         pipes.append(ours)
 
     def answer(question: str) -> dict[str, Any]:

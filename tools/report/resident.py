@@ -1,8 +1,9 @@
-"""What a process has in memory by the kernel's count. Linux only.
+"""Measure the resident memory of a process by the kernel's count, on Linux.
 
-A tensor that is freed counts as free only if its memory goes back to the system. Every peer runs with `ENVIRONMENT`:
-blocks of 256 KiB and more are mapped one by one (glibc's M_MMAP_THRESHOLD, which is fixed once it is set), and unmapped
-when they are freed; TensorFlow's kernels and PyTorch's take their memory there, where theirs would keep it.
+A freed tensor counts as free only if its memory returns to the system. All compared programs therefore run with
+`ENVIRONMENT`: glibc maps each block of 256 KiB or more separately (M_MMAP_THRESHOLD, which glibc does not adapt once
+the variable is set) and unmaps it when the block is freed. TensorFlow and PyTorch allocate there, because their
+allocators would keep freed memory.
 """
 
 import gc
@@ -10,31 +11,31 @@ import pathlib
 import runpy
 from collections.abc import Callable
 
-# The file is run by its path: peers do without tfshard and TensorFlow.
+# The file is run by its path, because the other programs run without tfshard and TensorFlow.
 _ALLOCATORS = pathlib.Path(__file__).parents[2] / "tfshard" / "devices" / "allocators.py"
 ENVIRONMENT: dict[str, str] = runpy.run_path(str(_ALLOCATORS))["SYSTEM_ALLOCATOR"]
 _KIBIBYTE = 1024
 
 
 def now() -> int:
-    """Bytes that are resident."""
+    """Return the resident bytes."""
     gc.collect()
     return _status("VmRSS")
 
 
 def between_and_at_peak(steps: Callable[[], object], before: int, devices: int) -> dict[str, float]:
-    """Runs some steps more.
+    """Measure the bytes of a device before some steps, and at the peak of the steps.
 
     Args:
-        steps: That have run before.
-        before: Bytes before there was a model.
-        devices: Of this process.
+        steps: Runs steps that have run before.
+        before: The resident bytes before the model was created.
+        devices: The number of devices of this process.
 
     Returns:
-        `"rests"` and `"peak"`: bytes a device.
+        The bytes per device, with the keys `"rests"` (between steps) and `"peak"`.
     """
     rests = now() - before
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # The highest so far is what there is now.
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # This resets the peak to the current value.
     steps()
     return {"rests": rests / devices, "peak": (_status("VmHWM") - before) / devices}
 

@@ -1,6 +1,6 @@
-"""A process that trains, and the one that asks it: each question is a line, each answer a line of JSON.
+"""Connect a process that trains with the process that asks it. Each question is a line, each answer a line of JSON.
 
-The process answers nothing that it is not asked, so that two of them can train in turn.
+The training process only works when it is asked, which lets two such processes alternate.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ _END_SECONDS = 20
 
 
 class FailedError(Exception):
-    """The process ended, or took too long; with the last line that it said of why."""
+    """The process ended or timed out. The message is its last line of output that tells why."""
 
 
 def serve(answers: Mapping[str, Callable[[], Mapping[str, Any]]]) -> None:
-    """Answers questions until there are no more. What else is printed goes to standard error."""
+    """Answer questions until the input ends. All other output goes to standard error."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -31,7 +31,7 @@ def serve(answers: Mapping[str, Callable[[], Mapping[str, Any]]]) -> None:
 
 
 class Process:
-    """A process that `serve`s, for as long as the context lasts."""
+    """A process that `serve`s until the context ends."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str]):
         self._errors = tempfile.TemporaryFile("w+")
@@ -45,10 +45,10 @@ class Process:
         )
 
     def ask(self, question: str) -> dict[str, Any]:
-        """Its answer.
+        """Return the answer of the process.
 
         Raises:
-            FailedError: It has none.
+            FailedError: The process ended or timed out.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:

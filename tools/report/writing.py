@@ -1,4 +1,4 @@
-"""What the report says of what was measured: tables, plots, and how its ratios compare with those of another day."""
+"""Write the report: tables, plots, and a comparison of its ratios with an earlier report."""
 
 import json
 import os
@@ -17,9 +17,9 @@ QUICK_WAYS = ("one device", "mirrored", "stage 0", "stage 3", "tensor", "JAX, te
 MEMORY_WAYS = ("mirrored", "stage 0", "stage 3", "JAX, data", "FSDP2")
 GROWING_WAYS = ("stage 3", "FSDP2")
 
-# What each way is divided by: plain Keras without sharding.
+# The way that each ratio divides by: plain Keras without sharding.
 BASE = "one device"
-# How far a ratio may be from that of another day.
+# The largest relative difference of a ratio between two reports.
 TOLERANCE = 0.15
 _MIB = 1 << 20
 
@@ -29,7 +29,7 @@ Runs: TypeAlias = list[dict[str, Any]]
 
 
 def machine() -> dict[str, str]:
-    """Where."""
+    """Return the Python version and the size of the machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "python": platform.python_version(),
@@ -38,7 +38,7 @@ def machine() -> dict[str, str]:
 
 
 def spread(values: Iterable[float], form: str = ".2f") -> str:
-    """The median, and from the least to the most."""
+    """Format the median, the minimum and the maximum."""
     found = sorted(values)
     if len(found) == 1:
         return f"{found[0]:{form}}"
@@ -46,17 +46,17 @@ def spread(values: Iterable[float], form: str = ".2f") -> str:
 
 
 def told(run: Mapping[str, Any]) -> str:
-    """What a way took, in short."""
+    """Format the result of a way in short."""
     return run["failed"] if "failed" in run else f"{1e3 * run['step']:.0f} ms, {spread(run['ratios'])} of one device"
 
 
 def ratios(runs: Runs) -> list[float]:
-    """How the epochs of a way compare with those of one device beside them."""
+    """Return the ratios of a way's epochs to the paired epochs of one device."""
     return [ratio for run in runs for ratio in run.get("ratios", ())]
 
 
 def all_ratios(report: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """Of each model and way the median ratio to one device."""
+    """Return the median ratio to one device of each model and way."""
     found = {}
     for name, ways in report.get("time", {}).items():
         for way, runs in ways.items():
@@ -66,7 +66,7 @@ def all_ratios(report: Mapping[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[tuple[str, str], tuple[float, float]]:
-    """The ratios that are in both reports, then and now, by model and way: those that moved the most first."""
+    """Return the ratios in both reports, before and now, by model and way. The largest change comes first."""
     old, new = all_ratios(before), all_ratios(now)
     common = sorted(old.keys() & new.keys(), key=lambda each: (-_off(old[each], new[each]), each))
     return {each: (old[each], new[each]) for each in common}
@@ -77,7 +77,7 @@ def _off(then: float, now: float) -> float:
 
 
 def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The ratios of both reports that are not within 15% of each other, a line each."""
+    """Return a line for each ratio that differs by more than 15% between the reports."""
     return [
         f"{name}, {way}: {then:.2f} then, {found:.2f} now"
         for (name, way), (then, found) in changes(before, now).items()
@@ -86,7 +86,7 @@ def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def repeated(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Two reports that have ratios in common beside each other, as Markdown."""
+    """Compare two reports that share ratios, as Markdown."""
     found = changes(before, now)
     rows = [
         [name, way, f"{first:.2f}", f"{second:.2f}", f"{second / first:.2f}"]
@@ -144,7 +144,7 @@ def _memory_table(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], what: st
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     where = report["machine"]
     versions = sorted({
         run["versions"] for ways in report.get("time", {}).values() for runs in ways.values() for run in runs
@@ -170,13 +170,13 @@ def text(report: Mapping[str, Any]) -> str:
 
 
 def _days(report: Mapping[str, Any]) -> str:
-    """From when to when."""
+    """Return the first and the last day of the measurements."""
     dates = sorted(_dates(report))
     return " to ".join(dict.fromkeys((dates[0], dates[-1])))
 
 
 def _dates(report: Mapping[str, Any]) -> Iterator[str]:
-    """On which days something was measured."""
+    """Yield the day of each measurement."""
     for ways in report.get("time", {}).values():
         yield from (run["date"] for runs in ways.values() for run in runs)
     for cases in (report.get("memory", {}), *report.get("growth", {}).values()):
@@ -184,13 +184,13 @@ def _dates(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def save(report: Mapping[str, Any], out: pathlib.Path) -> None:
-    """Writes report.json into a directory, as far as there is one."""
+    """Write report.json into a directory, even if the report is incomplete."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def write(report: Mapping[str, Any], out: pathlib.Path) -> None:
-    """Writes report.json, report.md and the plots into a directory."""
+    """Write report.json, report.md and the plots into a directory."""
     save(report, out)
     (out / "report.md").write_text(text(report).rstrip() + "\n")
     if "time" in report:

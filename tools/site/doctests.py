@@ -1,4 +1,4 @@
-"""Examples in docstrings, for the site: what begins with `>>>` becomes a block of code. An extension of griffe."""
+"""Show examples of docstrings on the site: render `>>>` lines as blocks of code. An extension of griffe."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ _EXAMPLE = re.compile(r"^(?P<indent> *)>>> .*(?:\n(?! *$).*)*", re.MULTILINE)
 
 
 def fenced(text: str) -> str:
-    """A docstring with its examples as blocks of Markdown."""
+    """Return a docstring with its examples as Markdown blocks of code."""
     text = _EXAMPLE.sub(lambda found: f"{found['indent']}```pycon\n{found[0]}\n{found['indent']}```", text)
     return re.sub(r"^Examples?:$(?=\n\n)", "**Example**", text, flags=re.MULTILINE)
 

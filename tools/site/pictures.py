@@ -1,10 +1,10 @@
-"""Draws the pictures of the documents, as SVG.
+"""Draw the pictures of the documents, as SVG.
 
-    python -m tools.site.pictures --write     # without the flag: says which are not as they are drawn
+    python -m tools.site.pictures --write     # without the flag: lists the files that differ from the drawings
 
-stages_rest.svg and stages_peak.svg are of plans of a GPT-2 of 5.2 million parameters on four devices. saved.svg is of
-what docs/measurements.md says in the tables of tools/bench/memory.py and tools/bench/depth.py. step.svg is a step
-as data flows through it.
+stages_rest.svg and stages_peak.svg show plans of a GPT-2 of 5.2 million parameters on four devices. saved.svg shows the
+tables of tools/bench/memory.py and tools/bench/depth.py in docs/measurements.md. step.svg shows the data flow of a
+step.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import tfshard
 
 DOCS = pathlib.Path(__file__).parent.parent.parent / "docs"
 MIB = 2**20
-# Okabe and Ito 2008: told apart by all.
+# The palette of Okabe and Ito (2008), which color-blind people can distinguish.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
 
@@ -30,9 +30,9 @@ class Chart:
     """Bars of stacked parts.
 
     Attributes:
-        title: Above it.
-        unit: Of the numbers.
-        parts: The names of what is stacked, from below.
+        title: The title above the chart.
+        unit: The unit of the numbers.
+        parts: The names of the stacked parts, from the bottom.
         bars: The name of each bar, and the sizes of its parts.
     """
 
@@ -43,7 +43,7 @@ class Chart:
 
 
 def svg(*charts: Chart, width: int = 760, height: int = 320) -> str:
-    """Charts beside each other."""
+    """Return the SVG text of charts beside each other."""
     each = width / len(charts)
     drawn = [line for i, chart in enumerate(charts) for line in _drawn(chart, i * each, each, height)]
     alt = html.escape("; ".join(chart.title for chart in charts))
@@ -104,7 +104,10 @@ PEAK_PARTS = {
 
 
 def plans() -> dict[int, tfshard.planning.ShardingPlan]:
-    """By stage: of a GPT-2 of four blocks of width 256 with 8000 tokens, Adam, and a batch of 8 x 64."""
+    """Return a plan for each ZeRO stage.
+
+    The model is a GPT-2 of four blocks of width 256 with 8000 tokens, Adam, and a batch of 8 x 64.
+    """
     import keras_hub
 
     def build() -> keras.Model:
@@ -124,7 +127,7 @@ def plans() -> dict[int, tfshard.planning.ShardingPlan]:
 
 
 def stages_rest(by_stage: Mapping[int, tfshard.planning.ShardingPlan]) -> Chart:
-    """What a device holds between steps, and of gradients until the update."""
+    """Chart the bytes that a device holds between steps, and its gradients until the update."""
     kinds = ("parameter", "slot", "gradient")
     return Chart(
         title=f"What one of {DEVICES} devices holds",
@@ -135,7 +138,7 @@ def stages_rest(by_stage: Mapping[int, tfshard.planning.ShardingPlan]) -> Chart:
 
 
 def stages_peak(by_stage: Mapping[int, tfshard.planning.ShardingPlan]) -> Chart:
-    """What a device holds at the peak of a step."""
+    """Chart the bytes that a device holds at the peak of a step."""
     bars = {}
     for stage, plan in by_stage.items():
         assert plan.peak is not None
@@ -148,11 +151,11 @@ def stages_peak(by_stage: Mapping[int, tfshard.planning.ShardingPlan]) -> Chart:
     )
 
 
-# --- what was measured -------------------------------------------------------------------------------
+# --- measurements ------------------------------------------------------------------------------------
 
 
 def measured() -> tuple[Chart, Chart]:
-    """The memory of a run in three ways, and by depth, from docs/measurements.md."""
+    """Chart the memory of a run in three ways, and by depth, from docs/measurements.md."""
     text = (DOCS / "measurements.md").read_text()
     ways = _rows(text, "| | resident, GB | above the start | in use |")
     depths = _rows(text, "| blocks | parameters | rests | a step adds |")
@@ -173,7 +176,7 @@ def measured() -> tuple[Chart, Chart]:
 
 
 def _rows(text: str, header: str) -> list[list[str]]:
-    """The cells of the first table with a header."""
+    """Return the cells of the first table with this header."""
     table = text.partition(f"{header}\n")[2].partition("\n\n")[0].splitlines()[1:]
     return [re.split(r"\s*\|\s*", line.strip("| ")) for line in table]
 
@@ -181,7 +184,7 @@ def _rows(text: str, header: str) -> list[list[str]]:
 # --- a step ------------------------------------------------------------------------------------------
 
 LANES = {"host": (120, 130), "devices": (275, 235), "between": (535, 215)}
-# Where something is done, and what: at stage 3, on four devices.
+# The place and the text of each box: stage 3 on four devices.
 STEP = (
     ("host", "a batch of 64 rows"),
     ("devices", "each takes its 16 rows"),
@@ -195,12 +198,12 @@ STEP = (
     ("devices", "at the end all shards are written"),
     ("host", "loss and metrics"),
 )
-# What is done for each layer: from which of them to which, and in what order.
+# The boxes that repeat for each layer: the first box, the last box, and the label.
 LOOPS = ((2, 3, "each layer"), (5, 8, "each layer,", "from the last"))
 
 
 def step_flow() -> str:
-    """One step as data flows: from box to box, each in the lane where it is done."""
+    """Draw the data flow of a step, box to box. Each box is in the lane of its place."""
     height, rows = 44, len(STEP)
     size = (760, 50 + height * rows)
     box = f'viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}" height="{size[1]}"'
@@ -234,7 +237,7 @@ def step_flow() -> str:
 
 
 def pictures() -> dict[str, str]:
-    """By the name of the file."""
+    """Return the text of each picture by file name."""
     by_stage = plans()
     return {
         "stages_rest.svg": svg(stages_rest(by_stage)),

@@ -1,8 +1,8 @@
-"""Writes docs/troubleshooting.md: each error of tfshard, with examples that raise it and what they say.
+"""Write docs/troubleshooting.md: each error of tfshard, with examples that raise it and their messages.
 
-    python -m tools.site.troubleshooting --write     # without the flag: prints what is not as in the file
+    python -m tools.site.troubleshooting --write     # without the flag: prints the differences from the file
 
-Every example is run. The page has the messages as they came.
+Every example is run, and the page shows the actual messages.
 """
 
 import argparse
@@ -30,15 +30,15 @@ PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "troubleshooting.m
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """What raises an error.
+    """Code that raises an error.
 
     Attributes:
-        error: The name of its class.
-        title: What was done wrong, in a few words.
-        remedy: What to do instead.
-        code: Ends with the line that raises; runs behind `SETUP`.
-        launched: It is run in two clients.
-        lines: How many of the message are shown.
+        error: The name of the error's class.
+        title: The mistake in a few words.
+        remedy: The advice.
+        code: The code. It runs after `SETUP`, and its last line raises.
+        launched: True to run the example in two clients.
+        lines: The number of message lines on the page.
     """
 
     error: str
@@ -324,7 +324,7 @@ Launch(command=("train.py",), num_processes=0)""",
 
 
 def raised(example: Example) -> str:
-    """What an example says, with the name of its class in front; in an empty folder."""
+    """Run an example in an empty folder, and return its message with the class name in front."""
     here = os.getcwd()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         path = pathlib.Path(folder, "example.py")
@@ -346,7 +346,7 @@ def raised(example: Example) -> str:
 
 
 def launched(path: pathlib.Path) -> str:
-    """What client 0 says at last, in a run of two clients."""
+    """Run a program in two clients, and return the last error message of client 0."""
     command = [sys.executable, "-m", "tfshard", "launch", "--num_processes=2", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     said = re.findall(r"^\[client 0\] tfshard\.errors\.(\w+Error: .*)$", done.stdout + done.stderr, re.MULTILINE)
@@ -355,22 +355,22 @@ def launched(path: pathlib.Path) -> str:
 
 
 def alike(message: str) -> str:
-    """Without what is another in each process: addresses, lines of the call, which line DTensor takes for a step's begin."""
-    # What AutoGraph makes of an error.
+    """Remove what differs between processes: call lines, addresses, and DTensor's location of an operation."""
+    # AutoGraph adds these lines before the message.
     message = re.sub(r"in user code:\n.*?\n    \w+Error: ", "", message, flags=re.DOTALL)
     message = re.sub(r" at 0x[0-9a-f]+", "", message)
     return re.sub(r"(?<=Received from DTensor: )\S.*?: error: ", "", message)
 
 
 def shown(example: Example) -> str:
-    """The first lines of what an example says, none longer than a page."""
+    """Return the first lines of an example's message, wrapped to the width of the page."""
     message, count = raised(example), example.lines
     lines = [part for line in message.splitlines() for part in textwrap.wrap(line, 118, break_on_hyphens=False) or [""]]
     return "\n".join(lines[:count] + ["..."] * (len(lines) > count))
 
 
 def classes() -> list[type]:
-    """The errors and warnings in the order in which they are defined, the base class first."""
+    """Return the errors and warnings in the order of their definition, the base class first."""
     found = [value for value in vars(errors).values() if inspect.isclass(value) and value.__module__ == errors.__name__]
     return sorted(found, key=lambda each: inspect.getsourcelines(each)[1])
 
@@ -387,10 +387,10 @@ The examples begin with:
 
 
 def page(messages: Mapping[str, str]) -> str:
-    """docs/troubleshooting.md.
+    """Return the text of docs/troubleshooting.md.
 
     Args:
-        messages: What each example says, by its title, as it is shown.
+        messages: The message of each example as shown, by the example's title.
     """
     parts = [f"{BEFORE}\n```py\n{SETUP}```\n"]
     for cls in classes():
