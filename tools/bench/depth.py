@@ -4,8 +4,8 @@
     python tools/bench/depth.py --depths=12 --devices=2,4,8
 
 Each depth runs in a separate process. A block adds its parameters and Adam's slots to the stored bytes. The gathered
-bytes do not grow with depth. Activations grow with depth, and are kept small here. Bytes are summed over
-all devices, by the allocator's trace.
+bytes do not grow with depth. Activations grow with depth, and are kept small here. Bytes are summed over all
+devices, by the allocator's trace.
 """
 
 import json

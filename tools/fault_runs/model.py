@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-# The least bytes of a gradient that is compressed, if compression is on: all but the last bias's gradient.
+# If compression is on, gradients of at least this many bytes are compressed: all except the last bias's gradient.
 COMPRESSED_BYTES = 100
 
 
