@@ -7,8 +7,8 @@
 
 Each item has a topic. The ranks of items follow a log-uniform distribution, which makes most of the rows rare. Each
 user has a topic and a history of items, mostly of the same topic. Each user is shown an item, either of the user's
-topic or of a random topic. The model predicts which of the two cases it is. The program prints the area under the curve for users
-outside of the training data, and the bytes that each device holds.
+topic or of a random topic. The model predicts which of the two cases it is. The program prints the area under the curve
+for users outside of the training data, and the bytes that each device holds.
 """
 
 import contextlib

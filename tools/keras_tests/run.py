@@ -3,8 +3,8 @@
     tools/keras_tests.sh                        # keras/src/layers and keras/src/trainers
     tools/keras_tests.sh --tests=layers/rnn
 
-The program prints how many tests pass in each run, and lists the tests that only pass without a strategy. `--log` names
-a file for the output of pytest in the run under the strategy.
+The program prints how many tests pass without a strategy and how many of them pass under it, and lists the others.
+`--log` names a file for the output of pytest in the run under the strategy.
 """
 
 import os

@@ -231,7 +231,7 @@ def main() -> None:
     for rank in range(arguments.devices):
         ours, theirs = context.Pipe()
         context.Process(target=run, args=(rank, arguments, port, theirs), daemon=True).start()
-        theirs.close()  # Without this copy, the pipe ends when the process dies.
+        theirs.close()  # An open copy here would keep the pipe open after the process has died.
         pipes.append(ours)
 
     def answer(question: str) -> dict[str, Any]:
