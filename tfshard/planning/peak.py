@@ -277,13 +277,16 @@ class _Lifetimes:
         An operation that the schedule of gathers added follows directly after its inputs.
         """
         needed = self._graph.needed
-        place: dict[tf.Operation, int] = {}
-        for number, operation in enumerate(self._graph.operations):
-            if operation in self._graph.added:
-                place[operation] = max((place[each.op] for each in needed.get(operation, ())), default=0)
-            else:
-                place[operation] = number
-        order = sorted(needed, key=lambda each: (each in late, place[each], each in self._graph.added))
+        added = self._graph.added
+        place = {each: number for number, each in enumerate(self._graph.operations) if each not in added}
+
+        def place_of(operation: tf.Operation) -> int:
+            if operation not in place:
+                # An added operation may take the output of one that was added after it.
+                place[operation] = max((place_of(each.op) for each in needed.get(operation, ())), default=0)
+            return place[operation]
+
+        order = sorted(needed, key=lambda each: (each in late, place_of(each), each in added))
         return {operation: number for number, operation in enumerate(order)}
 
     def _only_for_gradients(self) -> set[tf.Operation]:

@@ -49,7 +49,7 @@ class Schedule:
         microbatches: The number of microbatches.
         tasks: The tasks of each pipeline rank.
 
-    >>> schedule = Schedule.of("1f1b", ranks=2, parts=2, microbatches=3)
+    >>> schedule = Schedule.of("1f1b", ranks=2, stages=2, microbatches=3)
     >>> [" ".join(map(str, tasks)) for tasks in schedule.tasks]
     ['F0.0 F0.1 B0.0 F0.2 B0.1 B0.2', 'B1.0 B1.1 B1.2']
     >>> schedule.in_flight
