@@ -11,10 +11,12 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 import tfshard
+from tfshard import _private
 from tfshard.devices import host_memory
 from tfshard.operations import layer_patch
 from tfshard.storage.initial_values import InitialValue
 from tfshard.storage.storage import Storage
+from tfshard.training import attached_model
 
 WAYS = {"batch4": ({"batch": 4}, None), "auto": ({"batch": 2, "model": 2}, "auto")}
 MIB = 1 << 20
@@ -234,3 +236,33 @@ def test_a_value_that_is_set_while_it_waits_is_not_the_users_array():
         bias.assign(value)
         value[:] = 0
     assert (np.array(bias) == 0.25).all()
+
+
+def test_models_with_their_own_equality_are_told_apart():
+    """The hash of these models fails while Keras's constructor runs."""
+
+    class Tagged(keras.Model):
+        def __init__(self, tag):
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+            self.tag = tag
+
+        def call(self, x):
+            return self.dense(x)
+
+        def __hash__(self):
+            return hash(self.tag)
+
+        def __eq__(self, other):
+            return isinstance(other, Tagged)
+
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    x = np.ones((8, 4), "float32")
+    with strategy.scope():
+        models = [Tagged("one"), Tagged("one")]
+        for model in models:
+            model(x)
+    found = _private.models_under(strategy)
+    assert len(found) == 2
+    assert {id(model) for model in found} == {id(model) for model in models}
+    assert len({id(attached_model.attached(model, strategy)) for model in models}) == 2

@@ -5,7 +5,6 @@ import functools
 import gc
 import math
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -246,8 +245,8 @@ def register_same_name(cls: type, original: type) -> None:
         _object_registration.GLOBAL_CUSTOM_NAMES[cls] = registered
 
 
-_recorded_models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-_recording = threading.Lock()
+# By identity, as a user's class may define equality and a hash. A dict is changed in one step of the interpreter.
+_recorded_models: "dict[int, weakref.ref[keras.Model]]" = {}
 
 
 def record_models() -> None:
@@ -271,8 +270,8 @@ def record_models() -> None:
 
 def _record(model: Any) -> None:
     if issubclass(type(model), keras.Model):
-        with _recording:
-            _recorded_models.add(model)
+        key = id(model)
+        _recorded_models[key] = weakref.ref(model, lambda _: _recorded_models.pop(key, None))
 
 
 def _subclasses(cls: type) -> list[type]:
@@ -281,8 +280,8 @@ def _subclasses(cls: type) -> list[type]:
 
 
 def _models() -> list[keras.Model]:
-    with _recording:
-        return list(_recorded_models)
+    found = [reference() for reference in list(_recorded_models.values())]
+    return [model for model in found if model is not None]
 
 
 def traced_models() -> list[keras.Model]:

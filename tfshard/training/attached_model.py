@@ -69,7 +69,8 @@ class AttachedModel:
     """
 
     def __init__(self, model: keras.Model, strategy: StrategyBase):
-        self._model = weakref.ref(model)
+        known, key = strategy.attached, id(model)
+        self._model = weakref.ref(model, lambda _: known.pop(key, None))
         self._strategy = weakref.ref(strategy)
         # Without the layers: they would keep the model alive, and with it this object.
         self._placed: tuple[_Basis, ModelPlacement] | None = None
@@ -393,9 +394,9 @@ class TracedStorages:
 
 def attached(model: keras.Model, strategy: StrategyBase) -> AttachedModel:
     """Return the `AttachedModel` of a model and a strategy. The first call creates it; no variable is changed."""
-    found: AttachedModel | None = strategy.attached.get(model)
+    found: AttachedModel | None = strategy.attached.get(id(model))
     if found is None:
-        found = strategy.attached[model] = AttachedModel(model, strategy)
+        found = strategy.attached[id(model)] = AttachedModel(model, strategy)
     return found
 
 

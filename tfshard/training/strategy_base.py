@@ -26,7 +26,7 @@ class StrategyBase:
         config: The settings.
 
     Attributes:
-        attached: The models of this strategy (`attached_model.attached`).
+        attached: The models of this strategy, by id: a class may define equality (`attached_model.attached`).
         moves: Number of times that variables moved to other storages. A function that was traced before such a move
             reads the old storages.
         detached: Number of models that moved to another strategy. Other models may have shared variables with them.
@@ -41,7 +41,7 @@ class StrategyBase:
         self.config = config
         self.mesh = mesh
         self.mesh_shape = axis_sizes(mesh)
-        self.attached: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
+        self.attached: dict[int, Any] = {}
         self.moves = 0
         self.detached = 0
         self.functions: weakref.WeakKeyDictionary[Callable[..., object], Callable[..., object]] = (
