@@ -300,13 +300,11 @@ class Tracer:
 
     def _together(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Put tensors behind one barrier, like `Step.tie`."""
-        made: list[tf.Tensor] = tf.raw_ops.IdentityN(input=[tf.compat.v1.placeholder(tf.float32, ()), *tensors])
-        self._results.append(made[0])
-        return made[1:]
+        return Barrier(read_token=_token, tokens=self._results).tie(*tensors)
 
     def _arrange(self, noted: Sequence[Block], gradients: Sequence[unshard_schedule.WaitingGradient]) -> StepGraph:
         """Run the passes of a step: recomputation, and the schedule of gathers."""
-        barrier = Barrier(read_token=lambda: tf.compat.v1.placeholder(tf.float32, ()))
+        barrier = Barrier(read_token=_token)
         stored_values = {each.ref() for each in self._stored.values()}
         operations = recomputing.recompute(self._graph, noted, barrier, stored_values)
         stored = {
@@ -376,6 +374,11 @@ class Tracer:
             if operation.type == "Reshape" and operation.inputs[1].ref() in axes_of
         }
         return self._sources | copies
+
+
+def _token() -> tf.Tensor:
+    """Return a placeholder for the token of a step (barrier.py)."""
+    return tf.compat.v1.placeholder(tf.float32, ())
 
 
 def _replace(tensor: tf.Tensor, other: tf.Tensor) -> None:

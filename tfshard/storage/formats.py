@@ -169,9 +169,9 @@ class StorageFormat(abc.ABC):
 
     def to_stored(self, buffer: tf.Tensor) -> tf.Tensor:
         """Encode a buffer of any layout, and bring it to the storage layout."""
-        return self._to_rest(self.encode(buffer))
+        return self._in_storage_layout(self.encode(buffer))
 
-    def _to_rest(self, buffer: tf.Tensor) -> tf.Tensor:
+    def _in_storage_layout(self, buffer: tf.Tensor) -> tf.Tensor:
         """Bring an encoded buffer of any layout to the storage layout. Stages 1 and 2 gather the buffer after its
         update."""
         axes = gradient.layout_of(buffer) if self.storage != self.update else None
@@ -443,7 +443,7 @@ class Flat(StorageFormat):
     def to_stored(self, buffer: tf.Tensor) -> tf.Tensor:
         if self._has_replicas:
             return self.encode(self._brought(buffer, self.storage))
-        return self._to_rest(self.encode(buffer))
+        return self._in_storage_layout(self.encode(buffer))
 
     def in_update(self, buffer: tf.Tensor) -> tf.Tensor:
         return self._brought(buffer, self.update)

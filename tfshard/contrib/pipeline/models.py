@@ -69,8 +69,8 @@ class _Pipelined(Distributed):
             raise StrategyError("A pipeline runs compiled steps: leave out run_eagerly=True.")
         inventory.note_compiled(self.optimizer)
         _check_optimizer(self.optimizer)
-        for stage in _private.optimizer_chain(self.optimizer):
-            _private.set_distribute_strategy(stage, strategy)
+        for inner in _private.optimizer_chain(self.optimizer):
+            _private.set_distribute_strategy(inner, strategy)
         pipeline.forget()
 
     def _prepares(self, clone: keras.Model) -> bool:

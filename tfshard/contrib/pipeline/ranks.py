@@ -112,10 +112,10 @@ def place_optimizer(ranks: list[PipelineRank], optimizer: keras.optimizers.Optim
     """
     by_mesh = {rank.strategy.mesh.to_string(): rank for rank in ranks}
     shared: list[keras.Variable] = []
-    for stage in _private.optimizer_chain(optimizer):
-        averages.install(stage)
-        references = {each.path.replace("/", "_"): each for each in _private.optimizer_references(stage)}
-        for variable in _private.variables_of_optimizer(stage):
+    for inner in _private.optimizer_chain(optimizer):
+        averages.install(inner)
+        references = {each.path.replace("/", "_"): each for each in _private.optimizer_references(inner)}
+        for variable in _private.variables_of_optimizer(inner):
             owner = _private.slot_owner(variable.name, references)
             if owner is None:
                 shared.append(variable)
@@ -125,7 +125,7 @@ def place_optimizer(ranks: list[PipelineRank], optimizer: keras.optimizers.Optim
                 continue
             spec, options = inventory.variable_spec(variable, None), reshard.options_of(current)
             strategy = by_mesh[reference.mesh.to_string()].strategy
-            slot = create_slot(transfer.to_host(current), spec, reference, stage, strategy, **options)
+            slot = create_slot(transfer.to_host(current), spec, reference, inner, strategy, **options)
             _private.set_backend_variable(variable, slot)
     attach_variables(shared, ranks[-1].strategy)
     for rank in ranks[:-1]:
