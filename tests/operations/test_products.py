@@ -14,6 +14,7 @@ from tensorflow.experimental import dtensor
 import tfshard
 from sweeps import table
 from tfshard.devices import transfer
+from tfshard.graph import dim_rules
 
 RS = np.random.RandomState(0)
 ROWS = RS.randint(-128, 128, (8, 4, 2048)).astype("int8")
@@ -223,3 +224,35 @@ OF_SEGMENTS = ["segment_max", "segment_min", "segment_prod", "segment_mean", "un
 def test_segments_of_samples_behind_a_sharded_kernel_match_one_device(name, axes):
     count = [6] if name.startswith("unsorted") else []
     assert_matches(lambda x, m: getattr(tf.math, name)(x, SEGMENTS, *count) @ m, axes)
+
+
+def advances_of_a_trace(blocks: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how often a trace of residual blocks follows a dim through an operation."""
+    found = 0
+
+    def advance(*args):
+        nonlocal found
+        found += 1
+        return real(*args)
+
+    real = dim_rules.advance
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=3)
+
+    @tf.function
+    def step(x):
+        for _ in range(blocks):
+            mean = tf.reduce_mean(x, -1, keepdims=True)
+            x = x + tf.matmul(tf.nn.softmax(x - mean) * tf.ones([8]), tf.ones([8, 8]))
+        return x
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dim_rules, "advance", advance)
+        strategy.run(step, args=(tf.ones([16, 4, 8]),))
+    return found
+
+
+def test_a_trace_follows_each_dim_back_once(monkeypatch):
+    # A trace that follows each operation back to the inputs takes the square of the number of blocks.
+    few, many = (advances_of_a_trace(blocks, monkeypatch) for blocks in (4, 32))
+    assert few > 0, "premise"
+    assert many <= 9 * few, (few, many)

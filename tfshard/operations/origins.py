@@ -3,6 +3,7 @@
 DTensor's errors name only the line that started the step.
 """
 
+import functools
 import pathlib
 import sys
 import sysconfig
@@ -84,6 +85,7 @@ def user_frame(operation: tf.Operation) -> Any:
     return next((frame for frame in reversed(list(operation.traceback)) if _is_users(frame.filename)), None)
 
 
+@functools.cache
 def _is_users(filename: str) -> bool:
     """Return whether a file is a user's: outside of Python's library and of the packages that call operations."""
     if filename.startswith("<"):

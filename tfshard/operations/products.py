@@ -1,5 +1,7 @@
 """Rewrite rules of products: of 8-bit integers, of samples with samples, of a tensor with itself."""
 
+import itertools
+
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -82,20 +84,28 @@ def compare_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] 
     x, y = call.inputs
     if x.shape == y.shape or not x.shape.is_fully_defined() or not y.shape.is_fully_defined():
         return None
-    # Counted from behind, as shapes are matched.
-    found = [
-        next((dim - t.shape.rank for dim in range(t.shape.rank) if t.shape[dim] > 1 and samples.are_in(t, dim)), 0)
-        for t in call.inputs
-    ]
-    if 0 in found or found[0] == found[1]:
+    # Dims are counted from behind, as shapes are matched.
+    if not any(_is_broadcast(x, y, *dims) for dims in itertools.product(_dims(x), _dims(y))):
+        return None
+    found = [next((dim for dim in _dims(each) if samples.are_in(each, dim % each.shape.rank)), 0) for each in (x, y)]
+    if 0 in found or not _is_broadcast(x, y, *found):
         return None
     number = found.index(max(found))
-    tensor, kept = call.inputs[number], min(found)
-    if -kept <= tensor.shape.rank and tensor.shape[kept] != 1:
-        return None
+    tensor = call.inputs[number]
     inputs = [x, y]
     inputs[number] = samples.replicated_along(tensor, found[number] % tensor.shape.rank, mesh)
     return _private.same_operation(call, inputs)
+
+
+def _dims(tensor: tf.Tensor) -> list[int]:
+    """Return the dims of more than one element, counted from behind."""
+    return [dim for dim in range(-tensor.shape.rank, 0) if tensor.shape[dim] > 1]
+
+
+def _is_broadcast(x: tf.Tensor, y: tf.Tensor, of_x: int, of_y: int) -> bool:
+    """Return whether an operation on `x` and `y` takes each element of one dim with each element of another."""
+    last, first = (x, of_y) if of_x > of_y else (y, of_x)
+    return of_x != of_y and (-first > last.shape.rank or last.shape[first] == 1)
 
 
 def _kept_dims(call: _private.Call) -> tuple[int, int] | None:

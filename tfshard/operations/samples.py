@@ -14,7 +14,8 @@ from tfshard.layouts.axes import axis_sizes
 # Part of the names of operations that give samples in dim 0.
 _NAME = "rows_of_samples"
 
-# Names and dims of tensors without samples, for each graph: each is followed back once.
+# For each graph, names and dims of tensors with samples, and of tensors without samples: each is followed back once.
+_found: weakref.WeakKeyDictionary[tf.Graph, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
 _others: weakref.WeakKeyDictionary[tf.Graph, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
 
 
@@ -23,21 +24,28 @@ def are_in(tensor: tf.Tensor, dim: int) -> bool:
 
     Followed back, the dim is the first dim of an input of the step, or a dim that tfshard has pinned as samples.
     """
-    others, seen = _others.setdefault(tensor.graph, set()), set()
+    found, others = _found.setdefault(tensor.graph, set()), _others.setdefault(tensor.graph, set())
+    seen: set[tuple[str, int]] = set()
     for source, place in dim_rules.way_back(tensor, dim, others):
-        if source.op.type == "Placeholder":
-            outer = _private.captured(source)
-            if place == 0 if outer is None else are_in(outer, place):
-                return True
-        elif source.op.type == "Relayout":
-            axis, data = _axes(source.op.get_attr("layout").decode(), place)
-            if axis == data or (place == 0 and _NAME in source.op.name):
-                return True
-            if axis == dtensor.MATCH and are_in(source.op.inputs[0], place):
-                return True
+        if (source.name, place) in found or _begins(source, place):
+            found.add((tensor.name, dim))
+            return True
         seen.add((source.name, place))
     others |= seen
     return False
+
+
+def _begins(source: tf.Tensor, place: int) -> bool:
+    """Return whether samples come into the step by a dim of a tensor: of an input, or of a pinned tensor."""
+    if source.op.type == "Placeholder":
+        outer = _private.captured(source)
+        return place == 0 if outer is None else are_in(outer, place)
+    if source.op.type != "Relayout":
+        return False
+    axis, data = _axes(source.op.get_attr("layout").decode(), place)
+    if axis == data or (place == 0 and _NAME in source.op.name):
+        return True
+    return axis == dtensor.MATCH and are_in(source.op.inputs[0], place)
 
 
 def is_on_model_axis(tensor: tf.Tensor, dim: int, mesh: dtensor.Mesh) -> bool:
