@@ -10,6 +10,7 @@ import pytest
 
 import tfshard
 from tfshard import cli, command_line
+from tfshard.layouts import ZeroStage
 
 MODEL = """
 import keras
@@ -38,6 +39,10 @@ def script(tmp_path):
 def command(*arguments, **kwargs) -> subprocess.CompletedProcess:
     line = [sys.executable, "-m", "tfshard", *arguments]
     return subprocess.run(line, capture_output=True, text=True, timeout=120, **kwargs)
+
+
+def test_the_command_line_knows_every_zero_stage():
+    assert command_line.ZERO_STAGES == tuple(ZeroStage)
 
 
 @pytest.mark.slow

@@ -20,11 +20,10 @@ from tfshard.layouts.config import (
     Precision,
     ReshardPolicy,
     ShardingConfig,
-    ZeroStage,
 )
 from tfshard.storage import ShardedVariable, passes, steps
 from tfshard.storage.microbatch_step import MicrobatchStep
-from tfshard.storage.step_recorder import Step
+from tfshard.storage.steps import Step
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "tfshard"
@@ -161,8 +160,9 @@ DOORS = {
 def settings() -> set[str]:
     """Return the names of all settings: user options, and the fields of the config and its policies."""
     typed = set(inspect.signature(tfshard.ShardedStrategy.__init__).parameters) - {"self", "mesh"}
-    policies = (ShardingConfig, ZeroStage, ReshardPolicy, Precision, Microbatches, Offload, GroupPolicy)
-    return typed | {field.name for policy in policies for field in dataclasses.fields(policy)}
+    policies = (ShardingConfig, ReshardPolicy, Precision, Microbatches, Offload, GroupPolicy)
+    fields = {field.name for policy in policies for field in dataclasses.fields(policy)}
+    return typed | fields | {"shard_slots", "shard_grads", "shard_params"}
 
 
 def functions(module: str) -> Iterator[tuple[str, ast.FunctionDef]]:

@@ -36,8 +36,12 @@ ALLOCATORS = ("system", "tensorflow")
 DEFAULT_PORT = 29870
 # The message sizes, in bytes, that `profile-network` measures.
 SIZES = tuple(1 << power for power in range(10, 25, 2))
+# The numbers of `layouts.config.ZeroStage`, which imports TensorFlow. tests/test_cli.py compares both.
+ZERO_STAGES = (0, 1, 2, 3)
 # Selects the compiled model's optimizer, or Adam.
 AUTO = "auto"
+
+_ZERO_STAGE_HELP = f"ZeRO stage: {', '.join(map(str, ZERO_STAGES[:-1]))} or {ZERO_STAGES[-1]}."
 
 # absl has no types.
 _no_flags: Callable[[], flags.FlagValues] = flags.FlagValues
@@ -72,7 +76,7 @@ def _layout_flags() -> flags.FlagValues:
 
 def _plan_flags() -> flags.FlagValues:
     values = _layout_flags()
-    flags.DEFINE_integer("zero_stage", 3, "ZeRO stage: 0, 1, 2 or 3.", flag_values=values)
+    flags.DEFINE_integer("zero_stage", 3, _ZERO_STAGE_HELP, flag_values=values)
     flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer, for its slots. By default the compiled model's.",
         flag_values=values,
     )  # fmt: skip
@@ -104,7 +108,7 @@ def _advise_flags() -> flags.FlagValues:
 
 def _verify_flags() -> flags.FlagValues:
     values = _layout_flags()
-    flags.DEFINE_integer("zero_stage", 3, "ZeRO stage: 0, 1, 2 or 3.", flag_values=values)
+    flags.DEFINE_integer("zero_stage", 3, _ZERO_STAGE_HELP, flag_values=values)
     flags.DEFINE_string(
         "batch", None, "MODULE:FUNCTION that returns a batch, such as (x, y). By default FUNCTION batch of the model's "
         "MODULE.", flag_values=values,
@@ -416,8 +420,9 @@ def _check(parsed: Parsed) -> None:
         if isinstance(value, list) and flag != "hosts":
             numbers(flag, value)
     stages = [given.get("zero_stage", 0), *map(int, given.get("zero_stages", ()))]
-    if not set(stages) <= set(range(4)):
-        raise UsageError(f"Unknown ZeRO stage. Stages: 0, 1, 2, 3. Received: zero_stage={max(stages)}")
+    if unknown := set(stages) - set(ZERO_STAGES):
+        known = ", ".join(map(str, ZERO_STAGES))
+        raise UsageError(f"Unknown ZeRO stage. Stages: {known}. Received: zero_stage={max(unknown)}")
     if "mesh" in parsed.values:
         parse_mesh(given.get("mesh"))
     _check_needed(parsed.name, given)

@@ -5,6 +5,7 @@ A setting is written down here once. `ShardedStrategy(...)` and `tfshard.plan(..
 """
 
 import dataclasses
+import enum
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,56 +21,60 @@ from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
 REDUCE_DTYPES = ("float32", "bfloat16")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ZeroStage:
+class ZeroStage(enum.IntEnum):
     """The tensors that the batch axis shards (Rajbhandari et al. 2020, "ZeRO").
 
-    Code asks for these three facts, never for the number of the stage.
+    This table is the only list of stages. To add a variant, add a member with a number of its own. Code asks for the
+    three facts, never for the number. `advise` tries the members in this order.
 
     Attributes:
-        shard_slots: The batch axis shards optimizer slots, and each device updates its local shard (from stage 1).
-        shard_grads: Each device holds only its local shard of each gradient (from stage 2).
-        shard_params: The batch axis shards parameters; a step gathers them before use (stage 3).
-
-    Raises:
-        StrategyError: Sharded gradients without sharded slots, or sharded parameters without sharded gradients.
+        adds: What the stage shards in addition to the stage before, for messages.
+        shard_slots: The batch axis shards optimizer slots, and each device updates its local shard. The other two facts
+            need this one.
+        shard_grads: Each device holds only its local shard of each gradient.
+        shard_params: The batch axis shards parameters; a step gathers them before use.
 
     Example:
 
     >>> from tfshard.layouts import ZeroStage
-    >>> ZeroStage.from_number(2)
-    ZeroStage(shard_slots=True, shard_grads=True, shard_params=False)
+    >>> stage = ZeroStage.from_number(2)
+    >>> stage.shard_slots, stage.shard_grads, stage.shard_params
+    (True, True, False)
     """
 
+    # The columns: number, adds, shard_slots, shard_grads, shard_params.
+    NOTHING = 0, "nothing sharded over the batch axis", False, False, False
+    SLOTS = 1, "optimizer slots", True, False, False
+    GRADIENTS = 2, "and gradients", True, True, False
+    PARAMETERS = 3, "and parameters", True, True, True
+
+    adds: str
     shard_slots: bool
     shard_grads: bool
     shard_params: bool
 
-    def __post_init__(self) -> None:
-        if (self.shard_grads and not self.shard_slots) or (self.shard_params and not self.shard_grads):
-            raise StrategyError(
-                "Sharded gradients need sharded slots, and sharded parameters need sharded gradients. Use "
-                f"ZeroStage.from_number(0), (1), (2) or (3). Received: {self}"
-            )
+    def __new__(cls, number: int, adds: str, shard_slots: bool, shard_grads: bool, shard_params: bool) -> "ZeroStage":
+        stage = int.__new__(cls, number)
+        stage._value_ = number
+        stage.adds = adds
+        stage.shard_slots, stage.shard_grads, stage.shard_params = shard_slots, shard_grads, shard_params
+        return stage
+
+    # A stage prints as its number.
+    __repr__ = __str__ = int.__repr__
 
     @classmethod
     def from_number(cls, number: Any) -> "ZeroStage":
         """Return the stage with a number.
 
         Raises:
-            StrategyError: `number` is not 0, 1, 2 or 3.
+            StrategyError: No stage has the number.
         """
-        if isinstance(number, bool) or number not in (0, 1, 2, 3):
-            raise StrategyError(
-                "Unknown ZeRO stage. Stages: 0 (nothing sharded over the batch axis), 1 (optimizer slots), "
-                f"2 (and gradients), 3 (and parameters). Received: zero_stage={number!r}"
-            )
-        return cls(shard_slots=number >= 1, shard_grads=number >= 2, shard_params=number >= 3)
-
-    @property
-    def number(self) -> int:
-        """The number of the stage, for messages and tables."""
-        return self.shard_slots + self.shard_grads + self.shard_params
+        found = None if isinstance(number, bool) else next((stage for stage in cls if stage == number), None)
+        if found is None:
+            known = ", ".join(f"{stage} ({stage.adds})" for stage in cls)
+            raise StrategyError(f"Unknown ZeRO stage. Stages: {known}. Received: zero_stage={number!r}")
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +107,9 @@ class ReshardPolicy:
 
     Attributes:
         reshard_after_forward: True: a step frees gathered parameters after use, and gathers them again for the backward
-            pass. It keeps as many bytes as the largest variable or group takes. Regular expressions: only variables
-            whose full path an expression matches, and groups of which all members match. False: the step gathers once.
+            pass. It keeps as many bytes as the largest variable or group takes. Regular expressions: the step
+            frees variables whose full path an expression matches, and groups if all members match. False: the step
+            gathers once.
         prefetch: How many variables or groups before its use a gather may start. The backward pass holds at most
             `max(prefetch, 1)` full gradients at once.
     """
@@ -219,7 +225,7 @@ class ShardingConfig:
     Attributes:
         layout_map: The dims that model axes shard. None: tfshard finds a map for each model (`layout_map="auto"`).
         zero_stage: The tensors that the batch axis shards.
-        analyzer: Which variables share a buffer; None: no groups.
+        analyzer: Decides which variables share a buffer; None: no groups.
         reshard: When a step gathers and frees sharded parameters.
         precision: The dtypes of reductions and of stored slots.
         microbatches: How a training step divides its batch.
@@ -237,7 +243,7 @@ class ShardingConfig:
     """
 
     layout_map: LayoutMap | None = dataclasses.field(default_factory=LayoutMap)
-    zero_stage: ZeroStage = ZeroStage(shard_slots=True, shard_grads=True, shard_params=True)
+    zero_stage: ZeroStage = ZeroStage.PARAMETERS
     analyzer: GroupPolicy | None = None
     reshard: ReshardPolicy = ReshardPolicy()
     precision: Precision = Precision()
@@ -279,7 +285,7 @@ class ShardingConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, ZeroStage):
-                found[field.name] = value.number
+                found[field.name] = value.value
             elif isinstance(value, (ReshardPolicy, Precision, Microbatches, Offload)):
                 found |= {
                     f"{field.name}.{part.name}": _plain(getattr(value, part.name)) for part in dataclasses.fields(value)

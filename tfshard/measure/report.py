@@ -31,8 +31,8 @@ class Strategy(Protocol):
         """The axes of the mesh."""
 
     @property
-    def zero_stage(self) -> int:
-        """0 to 3."""
+    def zero_stage(self) -> ZeroStage:
+        """The ZeRO stage."""
 
     def placement_of(self, model: keras.Model) -> ModelPlacement:
         """Return the placement of the variables of a built model."""
@@ -84,7 +84,7 @@ class Report:
     Attributes:
         mesh: Axis name to size.
         world_size: Number of devices.
-        zero_stage: 0 to 3.
+        zero_stage: The ZeRO stage, which is also its number.
         gradients_reduce_scattered: True if each device keeps only its local shard of a gradient (stages 2 and 3), for
             at least one variable. Ungrouped variables with a sharded dim have such gradients; gradients of groups are
             reduced in full. Measured by the layouts of gradients in the last traced or eager step; None before the
@@ -97,7 +97,7 @@ class Report:
 
     mesh: dict[str, int]
     world_size: int
-    zero_stage: int
+    zero_stage: ZeroStage
     gradients_reduce_scattered: bool | None
     variables: tuple[VariableReport, ...]
     misplaced: tuple[str, ...] = ()
@@ -181,7 +181,7 @@ class Report:
             "bytes_per_device": self.bytes_per_device(),
             "bytes_on_one_device": self.bytes_on_one_device(),
         }
-        return {**dataclasses.asdict(self), "totals": totals}
+        return {**dataclasses.asdict(self), "zero_stage": self.zero_stage.value, "totals": totals}
 
     def tables(self, *, detail: bool = False) -> tuple[rich.table.Table, rich.table.Table]:
         """Return the report as rich tables: the totals, and the stored variables.
@@ -258,7 +258,7 @@ class Report:
         if self.gradients_reduce_scattered:
             return "A step reduce-scatters gradients: each device holds its shard of a gradient until the update."
         grouped = all(row.group is not None for row in self.variables if row.kind == "parameter")
-        if grouped and ZeroStage.from_number(self.zero_stage).shard_grads:
+        if grouped and self.zero_stage.shard_grads:
             return (
                 "All variables are small and share groups: a step all-reduces the gradient of a group, and each device "
                 "updates its shard."

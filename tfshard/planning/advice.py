@@ -45,7 +45,7 @@ class Candidate(Peak):
 
     Attributes:
         mesh_shape: Axis name to size.
-        zero_stage: 0 to 3.
+        zero_stage: The ZeRO stage, which is also its number.
         recompute: True if blocks are computed again (`strategy.recompute(model)`).
         problem: Why the candidate is impossible with any memory, or None.
         memory_per_device: The memory of a device, in bytes.
@@ -57,7 +57,7 @@ class Candidate(Peak):
     """
 
     mesh_shape: dict[str, int]
-    zero_stage: int
+    zero_stage: ZeroStage
     recompute: bool = False
     problem: str | None = None
     memory_per_device: int
@@ -267,7 +267,7 @@ def advise(
         data_size = MeshAxes.of(mesh_shape).data_size
         chosen = auto_layout.resolve(layout_map, model, mesh_shape)
         can_compress = MeshAxes.of(mesh_shape).get(MODEL_AXIS, 1) == 1 and data_size > 1
-        ways = [(0, False), (1, False), (2, False), (3, False), *[(3, True)] * has_blocks]
+        ways = [*((stage, False) for stage in ZeroStage), *[(ZeroStage.PARAMETERS, True)] * has_blocks]
         for (stage, recompute), how in itertools.product(ways, [None, *compressions] if can_compress else [None]):
             empty = Candidate(
                 mesh_shape=mesh_shape,
@@ -380,7 +380,7 @@ class _AdvisedStep:
             config = dataclasses.replace(
                 self.config,
                 layout_map=layout_map,
-                zero_stage=ZeroStage.from_number(empty.zero_stage),
+                zero_stage=empty.zero_stage,
                 compression=empty.compression,
             )
             placement = ModelPlacement.of(self.specs, config, mesh_shape=empty.mesh_shape).check()
@@ -481,7 +481,7 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
     else:
         shortfall = None
         reasons = [f"Nothing can be used. {_mesh_text(c.mesh_shape)}: {c.problem}" for c in candidates[:1]]
-    if not has_model_axis and (chosen is None or ZeroStage.from_number(chosen.zero_stage).shard_params):
+    if not has_model_axis and (chosen is None or chosen.zero_stage.shard_params):
         reasons.append(
             "A layout map over the axis 'model' would allow a model axis, which also shards what is gathered and the "
             "gradients."

@@ -99,7 +99,7 @@ def lint(
     automatic = auto_layout.is_auto(layout_map)
     layout_map = auto_layout.resolve(layout_map, model, sizes)
     layout_map.check_axes(sizes)
-    config = ShardingConfig(layout_map=layout_map, zero_stage=ZeroStage.from_number(0))
+    config = ShardingConfig(layout_map=layout_map, zero_stage=ZeroStage.NOTHING)
     placement = ModelPlacement.of(model_specs.specs_of(model), config, mesh_shape=sizes)
     return judge(model, placement, inputs=inputs, automatic=automatic) + _role_findings(placement)
 

@@ -186,7 +186,7 @@ class ShardingPlan:
         )
         return cls(
             mesh=MeshAxes.of(mesh_shape),
-            zero_stage=placement.config.zero_stage.number,
+            zero_stage=placement.config.zero_stage.value,
             groups=tuple(
                 _planned_group(index, members, tuple(slot_names[index]), mesh_shape)
                 for index, members in placement.groups().items()

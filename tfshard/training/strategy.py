@@ -525,7 +525,7 @@ def _offloads(mesh: dtensor.Mesh, config: ShardingConfig) -> bool:
         raise StrategyError(
             "offload='slots' takes slots to the host that are sharded over the batch axis: what is whole on each "
             "device cannot go from each to its own host. Use zero_stage=1 or more on a mesh whose batch axis has "
-            f"several devices. Received: zero_stage={config.zero_stage.number}, mesh={axes.given}"
+            f"several devices. Received: zero_stage={config.zero_stage}, mesh={axes.given}"
         )
     return True
 

@@ -10,7 +10,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard.layouts import compressed_form, variable_layout
 from tfshard.layouts.axes import axis_sizes
-from tfshard.layouts.config import ShardingConfig
+from tfshard.layouts.config import ShardingConfig, ZeroStage
 from tfshard.layouts.groups import may_group
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
@@ -63,9 +63,9 @@ class StrategyBase:
         return LayoutMap() if self.config.layout_map is None else self.config.layout_map
 
     @property
-    def zero_stage(self) -> int:
-        """The number of the ZeRO stage."""
-        return self.config.zero_stage.number
+    def zero_stage(self) -> ZeroStage:
+        """The ZeRO stage, which is also its number."""
+        return self.config.zero_stage
 
     def plan_variable(self, spec: VariableSpec) -> VariableLayout:
         """Return the layout of a variable outside of any model. No device is used."""

@@ -79,7 +79,7 @@ class Comparison:
         return Verification(
             model=self._subject.model.name,
             mesh=strategy.mesh_shape.given,
-            zero_stage=strategy.zero_stage,
+            zero_stage=strategy.zero_stage.value,
             tolerance=self._tolerance,
             compared=tuple(self._rows),
             differences=tuple(sorted(self._differences, key=lambda d: kinds.index(d.kind))),

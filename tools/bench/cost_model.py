@@ -39,6 +39,7 @@ from unittest import mock
 
 from absl import app, flags
 
+from tfshard.layouts import ZeroStage
 from tools.bench import common
 from tools.report import models
 
@@ -175,11 +176,12 @@ def predicted(configuration: Configuration, machines: list[Any]) -> list[Any]:
     simulator = simulation.Simulator(model, configuration.model.batch, optimizer="adam", layout_map=layout_map)
     data = configuration.mesh.get("batch", 1) * configuration.mesh.get("replica", 1)
     own = configuration.model.batch // data
+    stage = ZeroStage.from_number(configuration.stage)
     as_traced = functools.partial(peak.added_bytes, least=_LEAST_TRACED)
     with mock.patch.object(simulation, "added_bytes", as_traced):
         return [
             simulator.predictions(
-                machine, configuration.mesh, configuration.stage, rows=[own // configuration.microbatches],
+                machine, configuration.mesh, stage, rows=[own // configuration.microbatches],
                 recomputes=["block_.*" if configuration.recompute else None],
             )[0]
             for machine in machines

@@ -308,7 +308,7 @@ class Simulator:
         self._model = model
         self._analyzer = analyzer
         self._layout_map = layout_map
-        self._zero_stages = zero_stages
+        self._zero_stages = [ZeroStage.from_number(each) for each in zero_stages]
         self._reshard = ReshardPolicy.from_options(reshard_after_forward)
         self._length = length
         self._batch = batch
@@ -353,7 +353,7 @@ class Simulator:
         self,
         machine: Machine,
         mesh_shape: dict[str, int],
-        stage: int,
+        stage: ZeroStage,
         *,
         rows: Iterable[int] = _ROWS,
         recomputes: Iterable[str | None] = (None, blocks.AUTO),
@@ -397,7 +397,7 @@ class Simulator:
         machine: Machine,
         placement: ModelPlacement,
         mesh_shape: dict[str, int],
-        stage: int,
+        stage: ZeroStage,
         resting: int,
         rows: int,
         count: int,
@@ -413,7 +413,7 @@ class Simulator:
         return Prediction(
             devices=devices,
             mesh_shape=mesh_shape,
-            zero_stage=stage,
+            zero_stage=stage.value,
             microbatches=count,
             recompute=recompute is not None,
             batch=self._batch,
@@ -426,17 +426,17 @@ class Simulator:
             unknown=step.unknown,
         )
 
-    def _placement(self, mesh_shape: Mapping[str, int], stage: int) -> ModelPlacement:
+    def _placement(self, mesh_shape: Mapping[str, int], stage: ZeroStage) -> ModelPlacement:
         config = ShardingConfig(
             layout_map=auto_layout.resolve(self._layout_map, self._model, mesh_shape),
-            zero_stage=ZeroStage.from_number(stage),
+            zero_stage=stage,
             analyzer=self._analyzer,
             reshard=self._reshard,
         )
         return ModelPlacement.of(self._specs, config, mesh_shape=mesh_shape).check()
 
     def _traced(
-        self, mesh_shape: Mapping[str, int], stage: int, rows: int, is_part: bool, recompute: str | None
+        self, mesh_shape: Mapping[str, int], stage: ZeroStage, rows: int, is_part: bool, recompute: str | None
     ) -> tuple[TracedStep, int]:
         """Return the trace of a microbatch with some rows a device, and the bytes that it adds at its peak."""
         most = {REPLICA_AXIS: 2, BATCH_AXIS: _TRACED_DEVICES}
