@@ -157,7 +157,7 @@ class Start:
             case = CASES[name]
             save(tfshard.CheckpointManager(self.root, keep=case.keep), self.model, case.step + 1, NEXT)
             check(self.root, self.model, (case.step + 1, NEXT))
-            assert not [path for path in self.root.iterdir() if path.name.startswith(files.TEMPORARY)]
+            assert not [path for path in self.root.iterdir() if files.is_temporary(path.name)]
         if self.number == len(plan):
             print(f"PASSED {self.number}", flush=True)
             return

@@ -169,7 +169,7 @@ def left_and_next(
     manager.save(model, case.step + 1)
     assert manager.latest_step() == case.step + 1
     manager.open().verify()
-    assert not [path.name for path in root.iterdir() if path.name.startswith(files.TEMPORARY)]
+    assert not [path.name for path in root.iterdir() if files.is_temporary(path.name)]
 
 
 @pytest.mark.sweep(1)

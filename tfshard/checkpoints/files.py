@@ -19,11 +19,13 @@ from tfshard.layouts.boxes import Box
 
 MANIFEST = "manifest.json"
 DATA = "data"
-TEMPORARY = ".tmp-"
 LOCK = ".lock"
+_ITERATOR = "iterator"
+_PART = "part"
+_TEMPORARY = ".tmp-"
 # The files that a manifest may name: the data of variables, and other files.
 DATA_FILE = re.compile(rf"{DATA}\.data-\d{{5}}-of-\d{{5}}")
-OTHER_FILE = re.compile(rf"{DATA}\.index|iterator-\d{{5}}\.(index|data-00000-of-00001)")
+OTHER_FILE = re.compile(rf"{DATA}\.index|{_ITERATOR}-\d{{5}}\.(index|data-00000-of-00001)")
 _BLOCK_BYTES = 1 << 20
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -31,6 +33,16 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 def name_of(step: int, generation: int) -> str:
     """Return the name of a checkpoint's directory."""
     return f"step-{step:08d}" + (f".{generation}" if generation else "")
+
+
+def temporary_name(step: int) -> str:
+    """Return the name of a checkpoint's directory until the checkpoint is committed."""
+    return f"{_TEMPORARY}{name_of(step, 0)}"
+
+
+def is_temporary(name: str) -> bool:
+    """Return True for a directory of a checkpoint that is being written or deleted, or was until a kill."""
+    return name.startswith(_TEMPORARY)
 
 
 def checkpoints(root: pathlib.Path) -> list[tuple[int, int]]:
@@ -82,6 +94,13 @@ def write(path: pathlib.Path, content: bytes) -> None:
         os.close(descriptor)
 
 
+def publish(path: pathlib.Path, content: bytes) -> None:
+    """Write a new file that other processes wait for. They see only the finished file."""
+    unfinished = path.with_suffix(".tmp")
+    write(unfinished, content)
+    os.rename(unfinished, path)
+
+
 @contextlib.contextmanager
 def open_regular(path: pathlib.Path) -> Iterator[IO[bytes]]:
     """Open a regular file of a checkpoint, without following a link."""
@@ -102,7 +121,7 @@ def sha256(file: IO[bytes]) -> str:
 
 def remove(path: pathlib.Path) -> None:
     """Delete a checkpoint; while it is deleted, it has a temporary name."""
-    doomed = path.with_name(f"{TEMPORARY}removed-{path.name}-{os.getpid()}-{time.monotonic_ns()}")
+    doomed = path.with_name(f"{_TEMPORARY}removed-{path.name}-{os.getpid()}-{time.monotonic_ns()}")
     os.rename(path, doomed)
     shutil.rmtree(doomed)
 
@@ -117,12 +136,27 @@ def spec(shape: Sequence[int], box: Box) -> str:
 
 def part_prefix(client: int) -> str:
     """Return the name of the files with the shards that a client wrote, without a suffix. They are merged."""
-    return f"part-{client:05d}"
+    return f"{_PART}-{client:05d}"
+
+
+def part_list(client: int) -> str:
+    """Return the name of the file that lists the shards that a client wrote."""
+    return f"{part_prefix(client)}.json"
+
+
+def with_prefix(directory: pathlib.Path, prefix: str) -> list[pathlib.Path]:
+    """Return the files in a directory that have a prefix and any suffix."""
+    return list(directory.glob(f"{prefix}.*"))
+
+
+def holds_tensors(prefix: pathlib.Path) -> bool:
+    """Return True if TensorFlow has written tensors to the files with a prefix."""
+    return prefix.with_name(f"{prefix.name}.index").exists()
 
 
 def iterator_prefix(client: int) -> str:
     """Return the name of the files with the state of a client's iterators, without TensorFlow's suffix."""
-    return f"iterator-{client:05d}"
+    return f"{_ITERATOR}-{client:05d}"
 
 
 def state_name(number: int) -> str:

@@ -81,7 +81,7 @@ def _plan(model: keras.Model) -> dict[str, object]:
         return {"mesh": None}
     return {
         "mesh": strategy.mesh_shape.given,
-        "zero_stage": strategy.zero_stage,
+        "zero_stage": strategy.zero_stage.value,
         "layout_map": repr(strategy.layout_map),
         "analyzer": repr(strategy.config.analyzer),
         "clients": clients.here().count,
@@ -95,7 +95,7 @@ class Writing:
         self.root = root
         self.keep = keep
         self.step = step
-        self.temporary = root / f"{files.TEMPORARY}{files.name_of(step, 0)}"
+        self.temporary = root / files.temporary_name(step)
         self._here = clients.here()
         self._lock: int | None = None
         self._generation = 0
@@ -114,7 +114,7 @@ class Writing:
             files.make(self.root)
             self._take_lock()
             for name in os.listdir(self.root):
-                if name.startswith(files.TEMPORARY):
+                if files.is_temporary(name):
                     shutil.rmtree(self.root / name)
             os.mkdir(self.temporary)
         told = {"variables": len(keys), "their names": checksums.of_text("\n".join(keys))}
@@ -201,25 +201,26 @@ class Writing:
 
     def _publish(self, stored: dict[str, StoredVariable]) -> None:
         """Tell the first client which boxes this client wrote."""
-        for path in self.temporary.glob(f"{files.part_prefix(self._here.rank)}.*"):
-            files.sync(path)
-        for path in self.temporary.glob(f"{files.iterator_prefix(self._here.rank)}.*"):
-            files.sync(path)
-        name = self.temporary / f"{files.part_prefix(self._here.rank)}.json"
-        files.write(name.with_suffix(".tmp"), manifest.encode_part(stored))
-        os.rename(name.with_suffix(".tmp"), name)
+        rank = self._here.rank
+        for prefix in (files.part_prefix(rank), files.iterator_prefix(rank)):
+            for path in files.with_prefix(self.temporary, prefix):
+                files.sync(path)
+        files.publish(self.temporary / files.part_list(rank), manifest.encode_part(stored))
 
     def _gather(self) -> dict[str, StoredVariable]:
         """Return the variables with the boxes of all clients, and merge their data into one bundle."""
-        parts = [self.temporary / f"{files.part_prefix(client)}.json" for client in range(self._here.count)]
-        self._wait_for(lambda: all(part.exists() for part in parts), "the pieces of the other clients")
-        stored = manifest.decode_parts([part.read_bytes() for part in parts], str(self.temporary))
-        for part in parts:
-            os.unlink(part)
-        prefixes = [str(part.with_suffix("")) for part in parts if part.with_suffix(".index").exists()]
+        ranks = range(self._here.count)
+        lists = [self.temporary / files.part_list(rank) for rank in ranks]
+        self._wait_for(lambda: all(each.exists() for each in lists), "the pieces of the other clients")
+        stored = manifest.decode_parts([each.read_bytes() for each in lists], str(self.temporary))
+        for each in lists:
+            os.unlink(each)
+        parts = [self.temporary / files.part_prefix(rank) for rank in ranks]
         with tf.device("CPU:0"):
             tf.raw_ops.MergeV2Checkpoints(
-                checkpoint_prefixes=prefixes, destination_prefix=str(self.temporary / files.DATA), delete_old_dirs=False
+                checkpoint_prefixes=[str(part) for part in parts if files.holds_tensors(part)],
+                destination_prefix=str(self.temporary / files.DATA),
+                delete_old_dirs=False,
             )
         return stored
 
