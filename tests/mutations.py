@@ -405,7 +405,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="peaks",
-        function="tfshard.storage.step_recorder:Step.tie",
+        function="tfshard.storage.steps:Step.tie",
         old="        return Barrier.on(mesh, self.record.tokens).tie(*tensors)",
         new="        return list(tensors)",
         what="a GELU's derivative is made when there is time for it",
@@ -792,7 +792,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="birth",
-        function="tfshard.training.mesh_step:MeshStep._run_each",
+        function="tfshard.training.step_functions:MeshStep._run_each",
         old="                self._traced.note()\n",
         new="                pass\n",
         what="what a function's first call made is not known to it when it moves",
@@ -1612,8 +1612,8 @@ MUTATIONS = [
     Mutation(
         area="New shapes",
         function="tfshard.training.step_functions:StepFunctions._open_step",
-        old="        leaves = [_cut(leaf, kept) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]",
-        new="        leaves = [_cut(leaf, ()) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]",
+        old="        leaves = [padding.cut(leaf, kept) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]",
+        new="        leaves = [padding.cut(leaf, ()) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]",
         what="a model sees the padding of a batch",
         killed_by="tests/training/test_new_shapes.py::test_batches_of_many_shapes_train_test_and_predict_as_on_one_device[dense]",
     ),

@@ -11,7 +11,6 @@ import tfshard
 from tfshard.layouts.config import ReshardPolicy
 from tfshard.storage import passes
 from tfshard.storage.barrier import Barrier, write_then_read
-from tfshard.storage.commit import write
 from tfshard.storage.graph_edits import ancestors
 from tfshard.storage.late_slices import slice_with_gradient
 from tfshard.storage.recomputing import BlockRecorder, recompute_blocks
@@ -235,7 +234,7 @@ def test_hold_small_copies_returns_the_tokens_of_a_step_that_writes_nothing(barr
 def test_write_assigns_each_storage_once(storages, barrier):
     kernels = storages(2)
     record = StepRecord(graph=None, values={kernel: tf.ones((SIZE, SIZE)) for kernel in kernels})
-    write(record, barrier)
+    passes.write(record, barrier)
     assert [len(kernel.written) for kernel in kernels] == [1, 1]
     np.testing.assert_array_equal(kernels[0].variable, np.ones((SIZE, SIZE)))
 

@@ -26,7 +26,7 @@ from tfshard.operations.conditions import batch_axis_has_devices
 from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import recomputing, sparse_rows, steps
 from tfshard.storage.formats import TableRows
-from tfshard.storage.step_recorder import Step
+from tfshard.storage.steps import Step
 from tfshard.storage.variables import ShardedVariable
 
 # In the names of gradients of lookups.

@@ -27,7 +27,7 @@ from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import optimizer_kinds, steps
 from tfshard.storage.formats import TableRows
 from tfshard.storage.sparse_rows import SparseRows
-from tfshard.storage.step_recorder import Step
+from tfshard.storage.steps import Step
 from tfshard.storage.variables import ShardedVariable
 
 

@@ -29,7 +29,7 @@ from tfshard.layouts.layout_map import layer_dim
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import layer_patch
 from tfshard.storage import steps
-from tfshard.storage.step_recorder import Step
+from tfshard.storage.steps import Step
 from tfshard.storage.variables import ShardedVariable
 
 

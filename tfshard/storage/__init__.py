@@ -13,8 +13,7 @@ A *storage* is one DTensor variable, shared by the members of a group. A *step* 
     outside            variables in traced functions that belong to no step
     gradient           gradients from the compute layout to the update layout
 
-    steps              the open step and the open update of a thread, and their scopes
-    step_recorder      `Step`, which records reads and writes while a step function is traced
+    steps              `Step`, which records reads and writes, and the open step and update of a thread
     write_log          the writes of a step, in its graph, its branches and its functions
     writes             a recorded write, and the storage that it goes to
     table_reads        the reads of embedding tables in a step
@@ -23,14 +22,13 @@ A *storage* is one DTensor variable, shared by the members of a group. A *step* 
     traced_steps       steps that were traced, and their writes
 
     step_record        `StepRecord`: the data of a step
-    passes             the list of passes that change the graph of a step and end it
+    passes             the passes that change the graph of a step, in order; the last assigns its storages
     recomputing        pass: compute blocks again in the backward pass
     unshard_schedule   pass: gather sharded values shortly before each use, and free them
     late_slices        pass: slice replicated values for updates when the gradient exists
     update_order       pass: order the updates of gradients that are reduced together
     slot_reads         pass: read a slot's new value from the slot once it is written
     small_copies       pass: write counters and metrics only if the step succeeds on all devices
-    commit             pass: assign the storages that a step has written
     barrier            order operations of a step that no data connects
     graph_edits        follow and replace the tensors of a traced graph
 

@@ -29,7 +29,7 @@ from tfshard.errors import StrategyError
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.storage import outside, steps
 from tfshard.storage.step_record import RowUpdate
-from tfshard.storage.step_recorder import Step
+from tfshard.storage.steps import Step
 from tfshard.storage.storage import Storage
 from tfshard.storage.writes import Recorded
 

@@ -1,13 +1,14 @@
 """MicrobatchStep: the step of one microbatch, inside the step of the full batch."""
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import tensorflow as tf
 
 from tfshard.errors import StrategyError
-from tfshard.storage import passes
-from tfshard.storage.step_recorder import Step
+from tfshard.storage import passes, steps
+from tfshard.storage.steps import Step
 from tfshard.storage.writes import Writable
 
 
@@ -70,3 +71,23 @@ class MicrobatchStep(Step):
         self.return_sums(sums)
         passes.run(passes.MICROBATCH_PASSES, self.record)
         return written, tf.add_n([tf.zeros(()), *self.record.tokens])
+
+
+@contextlib.contextmanager
+def microbatch_scope(
+    graph: tf.Graph,
+    carried: Mapping[Writable, tf.Tensor] | None = None,
+    local_gradient: Callable[[tf.Tensor], tf.Tensor] | None = None,
+) -> Iterator[MicrobatchStep]:
+    """Open the step of a microbatch, in a separate graph.
+
+    Args:
+        graph: The graph.
+        carried: The values that the microbatch before has passed on.
+        local_gradient: Makes a local gradient of a gradient, if the reduction waits for the last microbatch.
+    """
+    outer = steps.current()
+    assert outer is not None, "Microbatches belong to a step."
+    step = MicrobatchStep(outer, graph, carried or {}, local_gradient)
+    with steps.changed(step=step):
+        yield step

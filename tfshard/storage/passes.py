@@ -12,7 +12,7 @@ the record. No pass calls another. Their order matters:
 5. `read_slots_after_write` finds the consumers of new values. It runs before passes that add more consumers.
 6. `hold_small_copies` puts the small values behind a barrier, and assigns the sum of all tokens: no compiler then drops
    a barrier.
-7. `write` assigns the values. Nothing may follow.
+7. `write` assigns the values. Nothing may follow. Only this pass is in this file.
 
 A microbatch writes nothing, so it runs only the first two, on the graph of the microbatch. The step then runs all
 seven on its graph. In eager code only `write` has an effect.
@@ -27,8 +27,8 @@ from typing import TypeAlias
 import tensorflow as tf
 
 from tfshard.storage import barrier as barriers
+from tfshard.storage import traced_steps
 from tfshard.storage.barrier import Barrier
-from tfshard.storage.commit import write
 from tfshard.storage.late_slices import slice_with_gradient
 from tfshard.storage.recomputing import recompute_blocks
 from tfshard.storage.slot_reads import read_slots_after_write
@@ -36,6 +36,34 @@ from tfshard.storage.small_copies import hold_small_copies
 from tfshard.storage.step_record import StepRecord
 from tfshard.storage.unshard_schedule import schedule_unshards
 from tfshard.storage.update_order import order_updates
+from tfshard.storage.writes import Writable
+
+
+def write(record: StepRecord, barrier: Barrier) -> None:
+    """Pass: assign each storage once. Last in the step: DTensor could move a later read in front of an assignment."""
+    del barrier
+    for storage, value in record.values.items():
+        storage.write_stored(_behind_earlier_step(record, storage, value), record.takers.get(storage, ()))
+    for (host, axes), tokens in record.host_tokens.items():
+        barriers.use(host, tokens, axes)
+    for storage, update in record.row_updates.items():
+        update.write(record.rows_read[storage])
+
+
+def _behind_earlier_step(record: StepRecord, storage: Writable, value: tf.Tensor) -> tf.Tensor:
+    """Return a value that is written behind the value that an earlier step of the same function wrote.
+
+    DTensor orders the two writes by their operands only. This function therefore writes the earlier value once more,
+    behind a barrier with the new value.
+    """
+    earlier = traced_steps.written_before(record.graph, storage)
+    if earlier is None:
+        return value
+    token, earlier, value = barriers.tie(barriers.read_token(storage.mesh), earlier, value)
+    barriers.use(storage.mesh, [token])
+    storage.write_stored(earlier)
+    return value
+
 
 Pass: TypeAlias = Callable[[StepRecord, Barrier], None]
 

@@ -1,4 +1,6 @@
-"""The context of this thread: the open step and the open update, and the scopes that open them.
+"""Step: records the reads and writes of a step function, and runs the passes that end the step (passes.py).
+
+The context of a thread holds its open step and its open update. `step_scope` and `update_scope` open them.
 
 # Note: why writes are deferred
 
@@ -19,20 +21,215 @@ error rather than a stale read. A write in the body of any other `tf.while_loop`
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, ClassVar, TypeAlias
 
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
 from tfshard import _private
+from tfshard.devices import host_meshes
 from tfshard.layouts.config import ReshardPolicy
 from tfshard.layouts.variable_layout import Axes
-from tfshard.storage import traced_steps
-from tfshard.storage.microbatch_step import MicrobatchStep
+from tfshard.storage import barrier as barriers
+from tfshard.storage import passes, slot_reads, traced_steps
+from tfshard.storage.barrier import Barrier
+from tfshard.storage.graph_edits import graphs_out_to
+from tfshard.storage.microbatch import BatchShapes
 from tfshard.storage.recomputing import BlockRecorder
-from tfshard.storage.step_record import Block, RowUpdate
-from tfshard.storage.step_recorder import ReduceGradient, Step
+from tfshard.storage.step_record import (
+    Block,
+    JointUpdate,
+    PendingGradient,
+    RowUpdate,
+    SlicedRead,
+    StepRecord,
+    StoredRead,
+)
+from tfshard.storage.table_reads import TableReads
+from tfshard.storage.write_log import WriteLog
 from tfshard.storage.writes import Writable
+
+# Gathered values by the identity of their source. Each entry holds its source, so that the id in the key stays valid.
+Gathered: TypeAlias = dict[Hashable, tuple[tf.Tensor, tf.Tensor | None]]
+
+# Reduces a local gradient of a variable over the devices. Returns None if DTensor should reduce it.
+ReduceGradient: TypeAlias = Callable[[tf.Tensor, Any], tf.Tensor | None]
+
+
+class ReadLog:
+    """The reads of one step: gathered values, and the last read of each trained variable.
+
+    Args:
+        graph: The graph of the step; None in eager code.
+    """
+
+    def __init__(self, graph: tf.Graph | None):
+        self._graph = graph
+        self._gathered: dict[tf.Graph | None, Gathered] = {}
+        # The variable of each read, so that its id stays valid, and the tensor or handle.
+        self._last: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
+
+    def gathered(self, graph: tf.Graph | None) -> Gathered:
+        """Return the values that the step has gathered in a graph, or in eager code (None)."""
+        return self._gathered.setdefault(graph, {})
+
+    @property
+    def shapes(self) -> set[tuple[int, ...]]:
+        """The shapes of the trained variables that the step has read."""
+        return {tuple(variable.shape) for variable, _ in self._last.values()}
+
+    def note(self, variable: tf.Variable, read: tf.Tensor) -> None:
+        """Record the tensor or handle that a gradient by a trained variable is taken with respect to."""
+        self._last[id(variable)] = variable, read
+
+    def last(self, variable: tf.Variable) -> tf.Tensor | None:
+        """Return the last recorded tensor or handle of a variable, unless another branch read it."""
+        _, read = self._last.get(id(variable), (None, None))
+        graph = getattr(read, "graph", None)  # The handle of a buffer, and eager tensors, have none.
+        return read if graph is None or graph in graphs_out_to(self._graph) else None
+
+
+class Step:
+    """The trace of a step function, or an eager run of it.
+
+    The step collects data in its record, and looks up earlier reads and writes. `finish` runs the passes.
+
+    Args:
+        graph: The graph of the step; None in eager code.
+        reshard: When to gather and free sharded values; None leaves both to DTensor.
+        reduce_gradient: Reduces local gradients of variables; None leaves reductions to DTensor.
+
+    Attributes:
+        record: The data for the passes.
+        reduce_gradient: As in the arguments.
+        batch: The shapes of the step's batch, and its microbatch.
+        blocks: Records blocks of the forward pass.
+        reads: The reads.
+        writes: The writes.
+        tables: The reads of embedding tables.
+    """
+
+    is_microbatch: ClassVar[bool] = False
+    # Makes a local gradient of a gradient, if its reduction waits for later microbatches.
+    local_gradient: Callable[[tf.Tensor], tf.Tensor] | None = None
+
+    def __init__(
+        self,
+        graph: tf.Graph | None,
+        reshard: ReshardPolicy | None = None,
+        reduce_gradient: ReduceGradient | None = None,
+    ):
+        self.record = StepRecord(graph=graph, reshard=reshard)
+        self.reduce_gradient = reduce_gradient
+        self.batch = BatchShapes()
+        self.blocks = BlockRecorder(graph, self.record.blocks)
+        self.reads = ReadLog(graph)
+        self.writes = WriteLog(graph, follows_steps=not self.is_microbatch)
+        self.tables = TableReads(self.record)
+
+    @property
+    def graph(self) -> tf.Graph | None:
+        """The graph of the step; None in eager code. Branches and called functions have other graphs."""
+        return self.record.graph
+
+    def check_read(self, variable: tf.Variable) -> None:
+        """Does nothing. `MicrobatchStep` raises if the variable is updated after the last microbatch."""
+
+    def note_stored_read(self, storage: Writable, stored: tf.Tensor) -> tf.Tensor:
+        """Record a read of a stored value, and return it."""
+        if self.graph is not None and getattr(stored, "graph", None) is self.graph:
+            self.record.reads.append(StoredRead(storage=storage, tensor=stored))
+        return stored
+
+    def note_gradient(self, storage: Writable, is_scattered: bool, gradient: tf.Tensor) -> None:
+        """Record a gradient of a storage that is updated in shards."""
+        if self.graph is not None and gradient.graph is self.graph:
+            self.record.gradients.append(PendingGradient(storage=storage, tensor=gradient, is_scattered=is_scattered))
+
+    def note_update(self, update: JointUpdate) -> None:
+        """Record an update in the graph of the step with a gradient that is reduced together with others."""
+        self.record.updates.append(update)
+
+    def note_slice(self, stored: tf.Tensor, gradient: tf.Tensor | None) -> bool:
+        """Record a full read that the current update will slice.
+
+        Args:
+            stored: The read.
+            gradient: The gradient of the update, or None.
+
+        Returns:
+            False in eager code and inside branches, where nothing is recorded.
+        """
+        if self.graph is None or gradient is None or not gradient.graph is stored.graph is self.graph:
+            return False
+        self.record.sliced_reads.append(SlicedRead(stored=stored, gradient=gradient))
+        return True
+
+    def wait_on_host(
+        self, stored: tf.Tensor, gradient: tf.Tensor | None, axes: Axes, mesh: dtensor.Mesh, host: dtensor.Mesh
+    ) -> tf.Tensor:
+        """Return a read on a host mesh that waits for the gradient of the current update.
+
+        The devices send the host one number of each shard of the gradient for this. Otherwise the devices would hold
+        every offloaded value from the beginning of the step. In a branch of a `tf.cond` they still do, because the
+        gradient is unknown outside of the branch.
+
+        Args:
+            stored: The read.
+            gradient: The gradient of the update, or None.
+            axes: The layout of the gradient.
+            mesh: The mesh of the step.
+            host: Its host mesh.
+        """
+        if self.graph is None or gradient is None or gradient.graph is not self.graph:
+            return stored
+        used = tuple(axis for axis in axes if axis is not None)
+        key, gathered = ("sent to the host", gradient.ref()), self.reads.gathered(self.graph)
+        if key not in gathered:
+            numbers = host_meshes.first_numbers(gradient, axes, mesh)
+            gathered[key] = (host_meshes.copied(numbers, used, mesh, host), None)
+        waiting, token = barriers.tie(stored, gathered[key][0])
+        self.record.host_tokens[host, used].append(token)
+        return waiting
+
+    def tie(self, mesh: dtensor.Mesh, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        """Return tied tensors of the step's graph (`Barrier.tie`). The caller must use every output."""
+        return Barrier.on(mesh, self.record.tokens).tie(*tensors)
+
+    def return_sums(self, sums: dict[Writable, tf.Tensor]) -> None:
+        """Make the step return sums of gradients instead of updating variables.
+
+        The backward pass waits for the sums as it does for updates. When the step has ended, the dict holds the tensors
+        to return. `record.token` is a number to use, except in a microbatch.
+
+        Args:
+            sums: The sums by storage.
+        """
+        self.record.results = sums
+
+    def tensors_of(self, storage: Writable) -> list[tf.Tensor]:
+        """Return the reads and the last write of a storage in the graph of the step."""
+        recorded = self.writes.own(storage)
+        new = [] if recorded is None else [recorded.base, *recorded.written.values()]
+        return [
+            *(read.tensor for read in self.record.reads if read.storage is storage),
+            *(each for each in new if each is not None),
+        ]
+
+    def finish(self) -> dict[Writable, tf.Tensor]:
+        """Write each storage once. Last in the step: a later read would be stale.
+
+        Returns:
+            The new stored values.
+        """
+        record = self.record
+        record.writes = self.writes.take()
+        record.values = {storage: storage.as_stored(each) for storage, each in record.writes.items()}
+        record.updated = {storage: slot_reads.new_value(storage, each) for storage, each in record.writes.items()}
+        self.tables.check()
+        passes.run(passes.PASSES, record)
+        return record.values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +278,8 @@ def context() -> StepContext:
 
 
 @contextlib.contextmanager
-def _changed(**changes: Any) -> Iterator[None]:
+def changed(**changes: Any) -> Iterator[None]:
+    """Change attributes of the context of this thread, as long as the returned context is open."""
     before = _thread.context
     _thread.context = dataclasses.replace(before, **changes)
     try:
@@ -155,31 +353,11 @@ def step_scope(
         yield
         return
     step = Step(here(), reshard, reduce_gradient)
-    with _changed(step=step):
+    with changed(step=step):
         yield
         written = step.finish()
         if step.graph is not None and not reads_only:
             traced_steps.note_step(step.graph, written)
-
-
-@contextlib.contextmanager
-def microbatch_scope(
-    graph: tf.Graph,
-    carried: Mapping[Writable, tf.Tensor] | None = None,
-    local_gradient: Callable[[tf.Tensor], tf.Tensor] | None = None,
-) -> Iterator[MicrobatchStep]:
-    """Open the step of a microbatch, in a separate graph.
-
-    Args:
-        graph: The graph.
-        carried: The values that the microbatch before has passed on.
-        local_gradient: Makes a local gradient of a gradient, if the reduction waits for the last microbatch.
-    """
-    outer = current()
-    assert outer is not None, "Microbatches belong to a step."
-    step = MicrobatchStep(outer, graph, carried or {}, local_gradient)
-    with _changed(step=step):
-        yield step
 
 
 @contextlib.contextmanager
@@ -190,7 +368,7 @@ def recorded_blocks(graph: tf.Graph) -> Iterator[list[Block]]:
         The blocks. The list is filled while the context is open.
     """
     recorder = BlockRecorder(graph, [])
-    with _changed(blocks=recorder):
+    with changed(blocks=recorder):
         yield recorder.blocks
 
 
@@ -209,5 +387,5 @@ def update_scope(
         axes: The layout of the gradient.
         rows: The rows that are updated, if the variable is an embedding table.
     """
-    with _changed(update=OpenUpdate(packed=packed, gradient=gradient, axes=axes, rows=rows)):
+    with changed(update=OpenUpdate(packed=packed, gradient=gradient, axes=axes, rows=rows)):
         yield

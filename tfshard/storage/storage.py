@@ -19,7 +19,7 @@ from tfshard.storage import barrier, initial_values, steps
 from tfshard.storage.formats import StorageFormat
 from tfshard.storage.graph_edits import OpInput, adding_to
 from tfshard.storage.initial_values import HostValue, InitialValue
-from tfshard.storage.step_recorder import Gathered
+from tfshard.storage.steps import Gathered
 from tfshard.storage.writes import Recorded
 
 # A slot of a variable: the id of its optimizer, and its number among that optimizer's slots of the variable.

@@ -3,14 +3,14 @@
 Start with `models`, which defines `compile(strategy=...)`. Then read `strategy`.
 
     models        `as_distributed`, `Model`, `Sequential`
-    mesh_step     `MeshStep`: the step functions that Keras calls
+    step_functions  `MeshStep`, which Keras calls, and the traced functions by the shapes of batches
+    padding       batches of several shapes, padded to one shape
     strategy      `ShardedStrategy`: the public strategy class
     strategy_base `StrategyBase`: the settings of a strategy on a mesh, and its models
     attached_model  `AttachedModel`: a model with variables that a strategy shards
     attached_variables  variables of optimizers and metrics
     births        models that are built under `strategy.scope()`
     hooks         the methods that tf.distribute and Keras call on a strategy
-    step_functions  the step functions of a model, by the shapes of batches
     microbatches  a training step that takes its batch in microbatches
     readiness     checks on the process and on the arguments of a step
     reshard       moves variables to the mesh and from layout to layout

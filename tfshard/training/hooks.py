@@ -18,8 +18,7 @@ from tfshard.layouts.layout_map import VariableSpec
 from tfshard.operations import assignments, compression, embedding_updates, partial_sums, rewrites
 from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.initial_values import HostValue, InitialValue
-from tfshard.storage.step_recorder import ReduceGradient
-from tfshard.storage.steps import current, is_outside, step_scope, update_scope
+from tfshard.storage.steps import ReduceGradient, current, is_outside, step_scope, update_scope
 from tfshard.storage.variables import ShardedVariable
 from tfshard.training import births, datasets, microbatches, readiness
 from tfshard.training.attached_variables import create_slot

@@ -8,7 +8,7 @@ more than a mean differs, as with a smaller batch: batch normalization uses the 
 a sum over a microbatch can overflow that cancels out over the batch. Random numbers match the full batch: every
 microbatch starts from the same seeds, and draws its rows (`operations/draws.py`).
 
-The microbatches are the iterations of a `tf.while_loop`. The loop's body has its own step (`steps.microbatch_scope`).
+The microbatches are the iterations of a `tf.while_loop`. The loop's body has its own step (`microbatch_scope`).
 The body reads variables, and its writes (metrics, statistics, seeds) go from microbatch to microbatch as variables of
 the loop. The step function is traced twice: once to learn its writes and the divisors of its losses, once in the loop.
 """
@@ -32,7 +32,7 @@ from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import compression, loops, partial_sums
 from tfshard.storage import graph_edits, steps
 from tfshard.storage.microbatch import Microbatch
-from tfshard.storage.microbatch_step import MicrobatchStep
+from tfshard.storage.microbatch_step import MicrobatchStep, microbatch_scope
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.storage.writes import Recorded, Writable
@@ -253,7 +253,7 @@ class MicrobatchedStep:
                 divisors.append(reduced.divisor)
             return reduced.loss
 
-        with graph.as_default(), steps.microbatch_scope(graph, local_gradient=self._local_gradient) as step:
+        with graph.as_default(), microbatch_scope(graph, local_gradient=self._local_gradient) as step:
             arguments = [
                 tf.compat.v1.placeholder(leaf.dtype, (self.parts.rows, *leaf.shape[1:]))
                 if self.parts.has_rows(leaf)
@@ -336,7 +336,7 @@ class MicrobatchedStep:
                 storage: loops.made_here(first if _is_seed(storage) else value)
                 for storage, first, value in zip(learned.state, at_first, state, strict=True)
             }
-            with steps.microbatch_scope(graph, carried, self._local_gradient) as part:
+            with microbatch_scope(graph, carried, self._local_gradient) as part:
                 part.batch.microbatch = Microbatch(number=number, count=count, rows=self.parts.rows)
                 done = self._trace(tf.nest.pack_sequence_as(given, microbatch_of(number)), Shares(count, totals))
                 added = [

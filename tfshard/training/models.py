@@ -26,8 +26,7 @@ from tfshard.training import (
     watching,
     written_once,
 )
-from tfshard.training.mesh_step import MeshStep
-from tfshard.training.step_functions import StepFunction
+from tfshard.training.step_functions import MeshStep, StepFunction
 from tfshard.training.strategy import ShardedStrategy
 
 # Makes mypy take the `super()` of a mixin for the Keras model that follows in the bases.

@@ -1,25 +1,27 @@
-"""The step functions of a model, by the shapes of its batches.
+"""The step functions of a model: `MeshStep`, which Keras calls, and the traced functions by the shapes of batches.
 
 A step is traced with all shapes known, because DTensor shards no dim of unknown size. Each traced function takes about
-a second to compile and some megabytes to keep. That is too much for each batch size or sequence length:
+a second to compile and some megabytes to keep. The module therefore does not keep one for each shape:
 
 - The first shapes, and a shape that comes many times in a row, have separate functions.
-- Other shapes share an open function. The host pads each batch to a capacity. The function cuts the padding off before
-  the model sees the batch. Batch statistics, losses over pairs of samples and custom `train_step`s therefore match
-  single-device Keras. Each capacity, a power of two, has a separate function. The dims that were
-  cut have unknown sizes, which DTensor cannot shard: every device computes the full batch. An open function takes
-  batches that every device computes in full anyway, and batches that cost little.
+- Other shapes share an open function, which gets padded batches and cuts the padding off (padding.py). Batch
+  statistics, losses over pairs of samples and custom `train_step`s therefore match single-device Keras. Each capacity,
+  a power of two, has a separate function. DTensor cannot shard the dims that were cut: every device computes the full
+  batch. An open function takes batches that every device computes in full anyway, and batches that cost little.
 - A model keeps at most `MOST` functions of a kind, and drops the least recently used one.
 
-An open function may contain operations that were tested on tensors of unknown size (`_TRIED`). If it contains another
-operation, or DTensor refuses it, every shape gets a separate function.
+If the step contains an operation that was not tested on unknown sizes, or DTensor refuses the open function, every
+shape gets a separate function.
 """
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import gc
+import itertools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import keras
@@ -27,12 +29,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.devices import batching, clients, transfer
+from tfshard.devices import batching, clients, process_lock, transfer
 from tfshard.errors import warn
 from tfshard.graph import inventory
 from tfshard.layouts.axes import axis_sizes
-from tfshard.operations import unsized
-from tfshard.training import output_losses
+from tfshard.training import failures, output_losses, padding
+from tfshard.training.attached_model import TracedStorages, attached
+from tfshard.training.padding import BatchFamily
 from tfshard.training.strategy import ShardedStrategy
 
 # Keras calls this for one execution, with an iterator over batches.
@@ -52,35 +55,8 @@ MANY = 16
 # The limit of parameters times positions (samples, tokens, pixels) for a batch that every device computes in full.
 CHEAP = 1 << 25
 
-# Small tensors are padded up to this many bytes, and their dims up to this size, so that small sizes share a capacity.
-_SMALL_BYTES = 1 << 18
-_SMALL_DIM = 256
-
-# tests/training/test_new_shapes.py tests each operation.
-_TRIED = frozenset(
-    ("Abs", "AddN", "AddV2", "Any", "ArgMax", "AvgPool", "AvgPoolGrad", "BiasAdd", "BiasAddGrad", "Bitcast",
-     "BitwiseAnd", "BroadcastGradientArgs", "BroadcastTo", "Cast", "ConcatV2", "Conv2D", "Conv2DBackpropFilter",
-     "Conv2DBackpropInput", "Cos", "Cumprod", "Cumsum", "DepthwiseConv2dNative",
-     "DepthwiseConv2dNativeBackpropFilter", "DepthwiseConv2dNativeBackpropInput", "DynamicPartition", "Einsum",
-     "Elu", "EluGrad", "Empty", "Equal", "Erf", "Erfc", "Exp", "ExpandDims", "Expm1", "Fill", "Floor", "FloorDiv",
-     "FloorMod", "GatherV2", "Greater", "GreaterEqual", "Identity", "IdentityN", "InvertPermutation", "LeakyRelu",
-     "LeakyReluGrad", "Less", "LessEqual", "ListDiff", "Log", "Log1p", "LogSoftmax", "LogicalAnd", "LogicalNot",
-     "LogicalOr", "MatMul", "MatrixDiagPartV3", "MatrixSetDiagV3", "Max", "MaxPool", "MaxPoolGrad", "Maximum",
-     "Mean", "Min", "Minimum", "Mul", "Neg", "NotEqual", "OneHot", "Pack", "Pad", "Pow", "Prod", "RealDiv",
-     "Reciprocal", "ReciprocalGrad", "Relayout", "Relu", "Relu6", "Relu6Grad", "ReluGrad", "Reshape", "ReverseV2",
-     "Roll", "Rsqrt", "RsqrtGrad", "Select", "SelectV2", "Selu", "SeluGrad", "Shape", "ShapeN", "Sigmoid",
-     "SigmoidGrad", "Sign", "Sin", "Size", "Slice", "Softmax", "SoftmaxCrossEntropyWithLogits", "Softplus",
-     "Softsign", "SoftsignGrad", "SparseSoftmaxCrossEntropyWithLogits", "Split", "Sqrt", "SqrtGrad", "Square",
-     "SquaredDifference", "Squeeze", "StatelessRandomNormalV2", "StatelessRandomUniformV2", "StopGradient",
-     "StridedSlice", "StridedSliceGrad", "Sub", "Sum", "Tanh", "TanhGrad", "Tile", "Transpose", "Unpack",
-     "UnsortedSegmentSum", "Where", "ZerosLike",
-     # For local shards of variables on replicas of a mesh: TensorFlow does not infer the size of the result.
-     "CollectiveAllToAllV2", "CollectiveGatherV2", "CollectiveReduceV2", "EnsureShape")
-)  # fmt: skip
-
-
-class _UntriedOperation(Exception):
-    """An open function contains an operation that was not tested on tensors of unknown size."""
+# The names of Keras's methods for each kind of step: `make_train_function`, `train_function`, `train_step`.
+_NAMES = {"training step": "train", "evaluation step": "test", "prediction step": "predict"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +76,108 @@ class Prepared:
     argument: Any
     is_open: bool
     counts_once: bool
+
+
+class MeshStep:
+    """A Keras step function that shards its batches over the mesh and returns results to the host.
+
+    A call runs `steps_per_execution` steps:
+
+    1. `AttachedModel.refresh` attaches what the model got since the last step.
+    2. If variables moved since the trace, Keras makes the function again, and that function runs instead of 3 and 4.
+    3. `StepFunctions.prepare` shards each batch and chooses the traced function for its shapes.
+    4. `ShardedStrategy.operation` surrounds the execution, and `StepFunctions.run` runs each batch. The function that
+       it calls opens the step (`hooks.ShardedExtended.step`).
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+        function: The step function that Keras made.
+        kind: `"training step"`, `"evaluation step"` or `"prediction step"`.
+        make_again: Makes another step function for batches of other shapes. Keras's functions relax the sizes that
+            differ between calls to unknown sizes (reduce_retracing), and DTensor shards no dim of unknown size.
+        to_host: True for predictions: each device sends its samples to the host, which concatenates them.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: ShardedStrategy,
+        *,
+        function: StepFunction,
+        kind: str,
+        make_again: Callable[[], StepFunction],
+        to_host: bool = False,
+    ):
+        functools.update_wrapper(self, function)
+        self._model, self._strategy, self._kind, self._to_host = model, strategy, kind, to_host
+        self._attached = attached(model, strategy)
+        self._traced = TracedStorages(self._attached)
+        self._functions = StepFunctions(
+            model, strategy, kind=kind, function=function, again=make_again, step=f"{_NAMES[kind]}_step"
+        )
+        self._known_sizes = output_losses.KnownSizes()
+
+    def __call__(self, batches: Iterable[Any]) -> Any:
+        """Run one execution, and return what the step returns for its last batch, or all predictions.
+
+        Args:
+            batches: The iterator of the epoch. Later executions take the batches that follow.
+
+        Raises:
+            StopIteration: No batch is left.
+        """
+        # Before the lock: the code that makes batches may need the lock.
+        taken = list(itertools.islice(batches, self._model.steps_per_execution))
+        if not taken:
+            raise StopIteration
+        with process_lock.held():
+            return self._run(batches, taken)
+
+    def _run(self, source: Iterable[Any], taken: list[Any]) -> Any:
+        self._attached.refresh()
+        if self._traced.have_changed():
+            return self._made_again()(iter(taken))
+        prepared = [self._prepare(batch, output_losses.size_of(source, batch)) for batch in taken]
+        name = self._model.name
+        if not self._to_host:
+            with self._operation(prepared), failures.translated_errors(f"A step of model '{name}'"):
+                # Copied to the host while this thread holds the lock: Keras may read the results in another thread.
+                return transfer.map_tensors(transfer.eager_on_host, self._run_each(prepared)[-1])
+        with (
+            self._strategy.extended.results_stay_sharded(),
+            failures.translated_errors(f"predict of model '{name}'"),
+        ):
+            with self._operation(prepared):
+                outputs = self._run_each(prepared)
+        return tf.nest.map_structure(_concatenated, *outputs)
+
+    def _prepare(self, batch: Any, size: int | None) -> Prepared:
+        counts = not self._to_host and not self._model.run_eagerly and output_losses.install(self._model)
+        is_once = counts and not self._known_sizes.is_known(size)
+        return self._functions.prepare(batch, counts_once=is_once, may_share=is_once or not counts)
+
+    def _operation(self, prepared: list[Prepared]) -> contextlib.AbstractContextManager[None]:
+        batches = [each.batch if each.is_open else each.argument for each in prepared]
+        return self._strategy.operation(self, self._kind, batches)
+
+    def _run_each(self, prepared: list[Prepared]) -> list[Any]:
+        """Run the step on each batch."""
+        known, results = self._functions.compiled, []
+        try:
+            for each in prepared:
+                results.append(self._functions.run(each))
+            return results
+        finally:
+            if self._functions.compiled > known:  # Also after a failure: what the step created may move.
+                self._traced.note()
+
+    def _made_again(self) -> StepFunction:
+        """Return the step function of the model, which Keras makes again."""
+        name = _NAMES[self._kind]
+        getattr(self._model, f"make_{name}_function")(force=True)
+        function: StepFunction = getattr(self._model, f"{name}_function")
+        return function
 
 
 class StepFunctions:
@@ -133,7 +211,7 @@ class StepFunctions:
         self._again = again
         self._waiting = [function]
         self.functions: collections.OrderedDict[Hashable, StepFunction] = collections.OrderedDict()
-        self._families: dict[str, _Family] = {}
+        self._families: dict[str, BatchFamily] = {}
         self.takes_open = True
         self._last: Hashable = None
         self._in_a_row = 0
@@ -218,13 +296,12 @@ class StepFunctions:
 
     # --- open functions -------------------------------------------------------------------------------
 
-    def _family(self, batch: Any) -> "_Family":
-        structure = str(tf.nest.map_structure(_dtype_and_rank, batch))
-        family = self._families.setdefault(structure, _Family())
+    def _family(self, batch: Any) -> BatchFamily:
+        family = self._families.setdefault(padding.structure_of(batch), BatchFamily())
         family.note(batch)
         return family
 
-    def _shares(self, batch: Any, family: "_Family") -> bool:
+    def _shares(self, batch: Any, family: BatchFamily) -> bool:
         """Return whether a batch goes through the open function."""
         strategy = self._strategy
         axes = axis_sizes(strategy.mesh)
@@ -238,7 +315,7 @@ class StepFunctions:
             or strategy.config.compression is not None
             or strategy.config.tables is not None
             or any(axes[axis] > 1 for axis in axes.tensor)
-            or not all(_can_be_padded(leaf) for leaf in leaves)
+            or not all(padding.can_be_padded(leaf) for leaf in leaves)
         ):
             return False
         return self._is_full(leaves) or self._is_cheap(leaves)
@@ -282,11 +359,9 @@ class StepFunctions:
     def _open_step(self, padded: tuple[Any, Any]) -> Any:
         """Run the model's step on a padded batch."""
         batch, masks = padded
-        leaves = [_cut(leaf, kept) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]
+        leaves = [padding.cut(leaf, kept) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]
         result = getattr(self._model, self._step)(tf.nest.pack_sequence_as(batch, leaves))
-        for operation in tf.compat.v1.get_default_graph().get_operations():
-            if operation.type not in _TRIED and any(map(unsized.is_open, (*operation.inputs, *operation.outputs))):
-                raise _UntriedOperation(operation.type)
+        padding.check_operations(tf.compat.v1.get_default_graph())
         self._is_traced = True
         return result
 
@@ -305,74 +380,9 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, tf.errors.OpError) and not is_memory and "dtensor" in str(error).lower()
 
 
-class _Family:
-    """The batches of one structure.
-
-    Attributes:
-        owned: How many shapes have separate functions.
-    """
-
-    def __init__(self) -> None:
-        self.owned = 0
-        self._first: list[tuple[int, ...]] | None = None
-        self._open: set[tuple[int, int]] = set()
-
-    def note(self, batch: Any) -> None:
-        """Open the dims that differ in size between batches."""
-        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in tf.nest.flatten(batch)]
-        if self._first is None:
-            self._first = shapes
-        for number, (first, shape) in enumerate(zip(self._first, shapes, strict=True)):
-            self._open.update((number, dim) for dim, size in enumerate(shape) if size != first[dim])
-
-    def padded(self, batch: Any, strategy: ShardedStrategy) -> tuple[Any, Hashable]:
-        """Return a batch padded to its capacities, with masks of the samples to keep, and the key of its function."""
-        leaves, capacities = [], []
-        masks: list[tuple[tf.Tensor | None, ...]] = []
-        for number, leaf in enumerate(tf.nest.flatten(batch)):
-            if not hasattr(leaf, "shape"):
-                leaves.append(leaf)
-                masks.append(())
-                continue
-            host = transfer.to_host(leaf)
-            opened = [(number, dim) in self._open for dim in range(host.ndim)]
-            shape = _capacity(host.shape, opened, host.itemsize)
-            full = np.zeros(shape, host.dtype)
-            full[tuple(slice(size) for size in host.shape)] = host
-            leaves.append(_full(full, strategy))
-            masks.append(
-                tuple(
-                    _full(np.arange(most) < size, strategy) if is_open else None
-                    for most, size, is_open in zip(shape, host.shape, opened, strict=True)
-                )
-            )
-            capacities.append((number, shape, tuple(opened), host.dtype.name))
-        structure = str(tf.nest.map_structure(_dtype_and_rank, batch))
-        return (tf.nest.pack_sequence_as(batch, leaves), tuple(masks)), ("open", structure, tuple(capacities))
-
-
-def _full(value: np.ndarray, strategy: ShardedStrategy) -> tf.Tensor:
-    tensor: tf.Tensor = transfer.host_to_mesh(value, (None,) * value.ndim, strategy.mesh)
-    return tensor
-
-
 def _rows(batch: Any) -> int:
     """Return the rows of the first tensor of a batch."""
     return int(next(leaf.shape[0] for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf)))
-
-
-def _dtype_and_rank(leaf: Any) -> Any:
-    if leaf is None or not hasattr(leaf, "shape"):
-        return type(leaf).__name__
-    return f"{tf.as_dtype(leaf.dtype).name} {len(leaf.shape)}"
-
-
-def _can_be_padded(leaf: Any) -> bool:
-    """Return whether the host can pad a leaf."""
-    if isinstance(leaf, tf.RaggedTensor) or 0 in leaf.shape:
-        return False
-    dtype = tf.as_dtype(leaf.dtype)
-    return bool(dtype.is_floating or dtype.is_integer or dtype.is_bool)
 
 
 def _positions(leaf: Any) -> int:
@@ -381,21 +391,9 @@ def _positions(leaf: Any) -> int:
     return math.prod(shape[:-1] if tf.as_dtype(leaf.dtype).is_floating and len(shape) > 1 else shape)
 
 
-def _capacity(shape: tuple[int, ...], opened: list[bool], itemsize: int) -> tuple[int, ...]:
-    """Return the padded shape of a tensor: open dims grow to powers of two, and in small tensors even further."""
-    sizes = [1 << (size - 1).bit_length() if is_open else size for size, is_open in zip(shape, opened, strict=True)]
-    dims = [dim for dim, is_open in enumerate(opened) if is_open]
-    while dims and math.prod(sizes) * itemsize * 2 <= _SMALL_BYTES:
-        smallest = min(dims, key=lambda dim: sizes[dim])
-        if sizes[smallest] >= _SMALL_DIM:
-            break
-        sizes[smallest] *= 2
-    return tuple(sizes)
-
-
-def _cut(leaf: Any, masks: tuple[tf.Tensor | None, ...]) -> Any:
-    """Cut the padding off. The `Where` operation tells `operations.unsized` that the size depends on values."""
-    for dim, mask in enumerate(masks):
-        if mask is not None:
-            leaf = tf.gather(leaf, tf.cast(tf.where(mask)[:, 0], tf.int32), axis=dim)
-    return leaf
+def _concatenated(*parts: Any) -> Any:
+    """Concatenate the results of several batches on the host."""
+    if not tf.is_tensor(parts[0]):
+        return parts[-1]
+    on_host = [transfer.to_host(part) for part in parts]
+    return tf.constant(on_host[0] if len(on_host) == 1 else np.concatenate(on_host))
