@@ -82,7 +82,9 @@ def mlp():
 
 def train(strategy=None, **options):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return parity.train(mlp, [(X, CLASSES)], optimizer="adam", loss=loss, strategy=strategy, steps=3, **options)
+    return parity.train(
+        mlp, [(X, CLASSES)], optimizer=keras.optimizers.Adam, loss=loss, strategy=strategy, steps=3, **options
+    )
 
 
 def strategy(**options):
