@@ -22,7 +22,7 @@ SWEEP = os.environ.get("TFSHARD_SWEEP") == "1"
 LONGEST = [
     "test_docs.py",
     "launch/test_faults.py",
-    "training/test_compression.py",
+    "contrib/compression/test_compression.py",
     "contrib/pipeline/test_pipeline.py",
     "storage/test_recomputing.py",
     "launch/test_launched_failures.py",

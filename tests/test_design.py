@@ -5,8 +5,10 @@ import collections
 import dataclasses
 import functools
 import inspect
+import io
 import pathlib
 import re
+import tokenize
 from collections.abc import Iterator
 
 import pytest
@@ -105,6 +107,41 @@ def test_core_imports_no_extension():
     for name in HANDED_THROUGH - {"tfshard"}:
         kinds = {type(node) for node in ast.parse(MODULES[name].read_text()).body}
         assert kinds == {ast.Expr, ast.ImportFrom, ast.Assign}, name
+
+
+@functools.cache
+def names(module: str) -> frozenset[str]:
+    """Return the identifiers in a module's code."""
+    tokens = tokenize.generate_tokens(io.StringIO(MODULES[module].read_text()).readline)
+    return frozenset(token.string for token in tokens if token.type == tokenize.NAME)
+
+
+CORE = [name for name in MODULES if subpackage(name) != "contrib" and name not in HANDED_THROUGH]
+CLASSES_OF_EXTENSIONS = {
+    node.name
+    for name in MODULES
+    if subpackage(name) == "contrib"
+    for node in ast.walk(ast.parse(MODULES[name].read_text()))
+    if isinstance(node, ast.ClassDef)
+}
+# The option of users. These modules hand its value to the extension that registered the value.
+HANDS_OPTION_ON = {"training.strategy", "planning.analyzer", "planning.advice", "planning.links"}
+# Formats of files have compression, too.
+FILE_FORMATS = {"checkpoints.keras_files"}
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_core_names_no_class_of_an_extension(module):
+    assert "CompressedReduction" in CLASSES_OF_EXTENSIONS, "premise"
+    assert names(module) & CLASSES_OF_EXTENSIONS == set()
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_core_knows_compressed_gradients_only_as_a_reduction(module):
+    """The config, layouts, steps, plans and checkpoints know `GradientReduction`."""
+    found = {name for name in names(module) if re.search("compress|power_?sgd", name, re.IGNORECASE)}
+    where = module.removeprefix("tfshard.")
+    assert where in FILE_FORMATS or found == ({"compression"} if where in HANDS_OPTION_ON else set())
 
 
 def test_each_extension_has_a_readme_of_ten_lines():

@@ -31,13 +31,15 @@ if not command_line.is_answered_alone():
     # Import _private first, because it checks the versions of TensorFlow and Keras.
     from tfshard import _private, callbacks, collectives, errors, layers, measure, pipelining, planning, presets
     from tfshard.checkpoints import CheckpointCallback, CheckpointManager, export, import_weights
+    from tfshard.contrib import compression as _compression
     from tfshard.contrib import simulate as _simulate
+    from tfshard.contrib.compression import PowerSGD
     from tfshard.contrib.pipeline import pipeline
     from tfshard.contrib.simulate import calibrate, simulate
     from tfshard.devices import create_mesh, initialize
     from tfshard.errors import ShardingError
     from tfshard.graph import abstract_model, auto_layout_map
-    from tfshard.layouts import EmbeddingTables, LayoutMap, PowerSGD
+    from tfshard.layouts import EmbeddingTables, LayoutMap
     from tfshard.measure import profile_network, profile_step
     from tfshard.operations.local_map import local_map, psum
     from tfshard.planning import ParameterAnalyzer, advise, lint, plan
@@ -47,7 +49,15 @@ if not command_line.is_answered_alone():
     # Names that were in tfshard.planning until 0.2.
     vars(planning).update({name: vars(_simulate)[name] for name in ("Prediction", "Simulation", "simulate")})
 
-    del _private, _simulate
+    # Public names of extensions in the subpackages where users look for them.
+    for _home, _names in (
+        (planning, ("CompressionGain", "compression_pays")),
+        (measure, ("encode_seconds_per_byte",)),
+    ):
+        vars(_home).update({name: vars(_compression)[name] for name in _names})
+        vars(_home)["__all__"] += _names
+
+    del _private, _simulate, _compression, _home, _names
 
 __all__ = [
     "CheckpointCallback",

@@ -7,7 +7,7 @@ Read `manager` first; docs/checkpoints.md describes the format and the guarantee
     writer            writes a training run to a checkpoint, committed by one rename
     reader            `Checkpoint`: compared with the model before it is used
     manifest          the contents of a checkpoint, as JSON, with every field checked
-    residuals         error-feedback residuals of compressed gradients
+    reduction_state   the state that reductions of gradients keep between steps
     files             names, syncing, opening without following links
     held_shards       local shards out of the devices' tensors, and back into them
     training_state    every variable of a training run, under a key that survives a restart

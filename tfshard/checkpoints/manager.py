@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.checkpoints import files, residuals, training_state
+from tfshard.checkpoints import files, reduction_state, training_state
 from tfshard.checkpoints.manifest import Position
 from tfshard.checkpoints.reader import Checkpoint
 from tfshard.checkpoints.training_state import Optimizers
@@ -296,7 +296,7 @@ class CheckpointManager:
             training_state.make_global_seed(model)
         variables = training_state.collect(model, named=training_state.optimizers(model, optimizers))
         checkpoint.assign(variables)
-        residuals.restore(checkpoint, variables)
+        reduction_state.restore(checkpoint, variables)
 
 
 # --- a checkpoint that failed after the last `wait` of the program

@@ -214,7 +214,7 @@ class Checkpoint:
                 optimizer of the checkpoint is not needed.
             left_out: True to ignore other optimizers in the checkpoint.
         """
-        found = {v.key: v for v in variables if v.kind not in ("metric", "seed", training_state.COMPRESSION)}
+        found = {v.key: v for v in variables if v.kind not in ("metric", "seed", training_state.REDUCTION)}
         theirs = {name for key in self.manifest.variables if (name := training_state.optimizer_of(key)) is not None}
         lines = []
         for name in sorted(optimizers - theirs - {""}):
@@ -247,8 +247,8 @@ class Checkpoint:
     def assign(self, variables: Iterable[StateVariable]) -> None:
         """Assign the stored values to variables.
 
-        Variables that are not stored, or are stored in another shape or dtype, keep their values. The state of gradient
-        compression does not change here: unsent.py restores it.
+        Variables that are not stored, or are stored in another shape or dtype, keep their values. The state that
+        reductions of gradients keep does not change here: `reduction_state` restores it.
         """
         stored = self.manifest.variables
         fitting = [
@@ -256,7 +256,7 @@ class Checkpoint:
             for v in variables
             if v.key in stored
             and (stored[v.key].shape, stored[v.key].dtype) == (v.shape, v.dtype)
-            and v.kind != training_state.COMPRESSION
+            and v.kind != training_state.REDUCTION
         ]
         held_shards.assign(fitting, lambda variable, box: self.read(variable.key, box))
 

@@ -18,8 +18,8 @@ from tfshard.training.attached_variables import attach_optimizer
 from tfshard.training.strategy import ShardedStrategy
 
 GLOBAL_SEED = "seed/global"
-# The kind of the state of gradient compression, and the prefix of its keys.
-COMPRESSION = "compression"
+# The kind of the state that reductions of gradients keep, and the prefix of its keys.
+REDUCTION = "compression"
 
 Optimizers: TypeAlias = (
     keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | Mapping[str, keras.optimizers.Optimizer] | None
@@ -260,11 +260,11 @@ def _of(variable: keras.Variable, key: str, kind: str) -> StateVariable:
 
 
 def _kept(variable: StateVariable) -> Iterator[StateVariable]:
-    """Yield the state of the gradient compression of a variable."""
+    """Yield the state that the reduction of a variable's gradient keeps between steps."""
     for name, kept in variable.value.kept.items() if isinstance(variable.value, ShardedVariable) else ():
-        key = f"{COMPRESSION}/{variable.key.partition('/')[2]}/{name}"
+        key = f"{REDUCTION}/{variable.key.partition('/')[2]}/{name}"
         yield StateVariable(
-            key=key, kind=COMPRESSION, path=kept.path, shape=tuple(kept.shape), dtype=kept.dtype.name, value=kept
+            key=key, kind=REDUCTION, path=kept.path, shape=tuple(kept.shape), dtype=kept.dtype.name, value=kept
         )
 
 

@@ -144,7 +144,7 @@ def _places(number: int, count: int) -> slice:
 
 
 def meet_to_exchange(mesh: dtensor.Mesh) -> None:
-    """Make the devices that exchange compressed gradients meet once, as `meet` does. Eager only.
+    """Make the devices that exchange gradients meet once, as `meet` does. Eager only.
 
     The groups are all devices of the data axis and, with replicas, the devices at each position of the replicas.
 
@@ -375,7 +375,7 @@ def _common(keys: np.ndarray, mesh: dtensor.Mesh) -> dict[str, Any]:
 
 
 def _between(mesh: dtensor.Mesh) -> tuple[int, np.ndarray]:
-    """Return the size of the group that exchanges compressed gradients, and its keys by location."""
+    """Return the size of the group that exchanges gradients, and its keys by location."""
     sizes = axis_sizes(mesh)
     if sizes.replicas > 1:
         return sizes.replicas, _keys_between_replicas(mesh)

@@ -8,8 +8,7 @@ decides the layouts of a model, once.
     config             every setting of a strategy: `ShardingConfig`, `ZeroStage`, and the policies
     variable_layout    a variable's spec to its `VariableLayout`; `FlatForm`, the padded form
     shard_rows         an array with a row for each shard
-    compression        how devices encode gradients before the reduction; `PowerSGD`
-    compressed_form    the compressed gradient of a variable, its residuals, and its collectives
+    gradient_reduction `GradientReduction`: the extension point for reductions that DTensor does not have
     slot_dtypes        the dtype in which the optimizer slots of each variable are stored
     embedding_tables   `EmbeddingTables`: the tables that a step reads and updates by rows
     groups             which small variables share a buffer
@@ -20,7 +19,6 @@ decides the layouts of a model, once.
 """
 
 from tfshard.layouts.axes import MeshAxes, Role
-from tfshard.layouts.compression import PowerSGD
 from tfshard.layouts.config import GroupPolicy, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
@@ -35,7 +33,6 @@ __all__ = [
     "MeshAxes",
     "ModelPlacement",
     "ParameterAnalyzer",
-    "PowerSGD",
     "ReshardPolicy",
     "Role",
     "ShardingConfig",

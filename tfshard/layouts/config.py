@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tfshard.errors import StrategyError
-from tfshard.layouts import compression as compressions
 from tfshard.layouts.axes import MeshAxes
-from tfshard.layouts.compression import Compression
 from tfshard.layouts.embedding_tables import EmbeddingTables
+from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
 
@@ -232,7 +231,7 @@ class ShardingConfig:
         offload: Tensors that devices store in the memory of their host.
         sequence_parallel: True: the model axis shards activations along the sequence between tensor-parallel blocks.
         already_sharded: True: each client of a launched run feeds its local rows of every batch.
-        compression: How devices encode gradients that they send.
+        reduction: How devices reduce some gradients, in place of DTensor's reductions. Users call it `compression`.
         tables: The variables that are embedding tables.
 
     Example:
@@ -251,7 +250,7 @@ class ShardingConfig:
     offload: Offload = Offload()
     sequence_parallel: bool = False
     already_sharded: bool = False
-    compression: Compression = None
+    reduction: GradientReduction | None = dataclasses.field(default=None, metadata={"option": "compression"})
     tables: EmbeddingTables | None = None
 
     def __post_init__(self) -> None:
@@ -266,10 +265,11 @@ class ShardingConfig:
 
         Raises:
             LayoutError: The layout map names an axis that the mesh does not have.
-            StrategyError: An unknown `compression`, `compression` on a mesh with a model axis, or `reduce_once` on a
-                mesh with several axes of more than one device.
+            StrategyError: The mesh does not fit `reduction`, or `reduce_once` on a mesh with several axes of more than
+                one device.
         """
-        compressions.check(self.compression, axes)
+        if self.reduction is not None:
+            self.reduction.check_mesh(axes)
         if self.layout_map is not None:
             self.layout_map.check_axes(axes)
         if self.microbatches.reduce_once and axes.shards_by_several:
@@ -280,7 +280,8 @@ class ShardingConfig:
         return self
 
     def described(self) -> dict[str, Any]:
-        """Return every setting by name, in values that JSON can hold, to compare clients and to record in files."""
+        """Return every setting by its name for users, in values that JSON can hold, to compare clients and to record in
+        files."""
         found: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -291,7 +292,8 @@ class ShardingConfig:
                     f"{field.name}.{part.name}": _plain(getattr(value, part.name)) for part in dataclasses.fields(value)
                 }
             else:
-                found[field.name] = _plain(value)
+                value = value.option if isinstance(value, GradientReduction) else value
+                found[field.metadata.get("option", field.name)] = _plain(value)
         return found
 
 

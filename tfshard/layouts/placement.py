@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from tfshard.errors import LayoutError
-from tfshard.layouts import compressed_form, groups, variable_layout
+from tfshard.layouts import groups, variable_layout
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.config import GroupPolicy, ShardingConfig
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
@@ -72,7 +72,8 @@ class ModelPlacement:
         variables = tuple(alone)
         if config.analyzer is not None:
             variables = _grouped(config.analyzer, alone, list(resting) or [None] * len(alone), mesh_shape)
-        variables = tuple(compressed_form.chosen(layout, config.compression, axes) for layout in variables)
+        if config.reduction is not None:
+            variables = tuple(config.reduction.choose(layout, axes) for layout in variables)
         return cls(mesh_shape=axes, config=config, variables=variables, faults=faults)
 
     @property

@@ -11,9 +11,9 @@ import numpy as np
 
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.layouts.axes import MeshAxes, Role
-from tfshard.layouts.compression import Compression
 from tfshard.layouts.config import ShardingConfig
 from tfshard.layouts.embedding_tables import EmbeddingTables, rows_of_a_device
+from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.shard_rows import ShardRows
 
@@ -192,7 +192,7 @@ class VariableLayout:
         slots_on_host: True if the host of accelerators stores the moments of the variable, as far as devices update
             local shards of them.
         on_host: True if the host stores the variable.
-        compression: How devices encode the gradient before the reduction (`compressed_form.chosen`).
+        reduction: How devices reduce the gradient (`GradientReduction.choose`); None if DTensor or replicas reduce it.
         table: For an embedding table or a slot of one, the meaning of an update (`EmbeddingTables.sparse`); else None.
             The batch axis shards a table by rows, padded on the last device, and no step gathers the table.
         table_rows: The number of rows of a table with padding; 0 for other variables.
@@ -211,7 +211,7 @@ class VariableLayout:
     stored_dtype: str | None = None
     slots_on_host: bool = False
     on_host: bool = False
-    compression: Compression = None
+    reduction: GradientReduction | None = None
     table: str | None = None
     table_rows: int = 0
 
@@ -291,7 +291,7 @@ class VariableLayout:
             stored_dtype=self.slot_dtype if narrow else None,
             slot_dtype=None,
             slots_on_host=False,
-            compression=None,
+            reduction=None,
             on_host=self.slots_on_host and is_moment and self.update_sharded and self.splits,
         )
 
@@ -399,7 +399,7 @@ def joins_reduction(layout: VariableLayout, mesh_axes: MeshAxes, *, is_sum: bool
             reduction of such a sum with the cut that follows.
     """
     is_cut = layout.flat is None and layout.update != layout.compute
-    custom_reduction = layout.table is not None or layout.compression is not None
+    custom_reduction = layout.table is not None or layout.reduction is not None
     if custom_reduction or is_added_up_by_replicas(layout, mesh_axes):
         return False
     return not is_cut or (is_sum and not layout.reduce_scatter)

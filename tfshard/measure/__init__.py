@@ -6,10 +6,8 @@ step_profile       the collectives of a step, by TensorFlow's trace; compared wi
 timeline           operations and collectives of a step in time, and how much of the collectives is hidden
 peak_memory        the memory of a step at its peak, by the same trace
 network_profile    latency and bandwidth of the collectives
-encoding           how long a device takes to compress a gradient
 """
 
-from tfshard.measure.encoding import encode_seconds_per_byte
 from tfshard.measure.network_profile import NetworkProfile, profile_network
 from tfshard.measure.report import Report
 from tfshard.measure.step_profile import StepProfile, assert_matches_plan, profile_step
@@ -21,7 +19,6 @@ __all__ = [
     "StepProfile",
     "Timeline",
     "assert_matches_plan",
-    "encode_seconds_per_byte",
     "profile_network",
     "profile_step",
 ]

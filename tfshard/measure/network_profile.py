@@ -16,8 +16,7 @@ from tfshard import _private, collectives, tables
 from tfshard.command_line import SIZES
 from tfshard.devices import clients, mesh, replicas, startup, transfer
 from tfshard.errors import CollectiveError
-from tfshard.layouts.compression import CODES, PowerSGD
-from tfshard.measure import encoding
+from tfshard.layouts import gradient_reduction
 from tfshard.planning import links
 from tfshard.planning.links import Link, Links
 
@@ -75,7 +74,7 @@ class NetworkProfile:
         measurements: The times of eager operations, by kind and size.
         devices_per_host: The number of devices of a host, for the distinction of links.
         in_steps: The times of operations in a function, as in a step, by kind, devices and size.
-        encoding: The times to encode compressed gradients, as in `tfshard.planning.Links`; CPU only.
+        encoding: The times to encode gradients, as in `tfshard.planning.Links`; CPU only.
     """
 
     devices: int
@@ -192,7 +191,7 @@ def profile_network(
     The times of collectives include the overhead of an eager DTensor operation. Links are measured in functions of
     several collectives: among the devices of a host (all hosts at once), among one device of each host (as many groups
     at once as a host has devices), and among all devices. `profile.links` holds the results for
-    `tfshard.advise(links=)`. On CPU, the profile also measures how long devices take to compress gradients, with all
+    `tfshard.advise(links=)`. On CPU, the profile also measures how long devices take to encode gradients, with all
     devices at once (`tfshard.advise(compression=)`).
 
     Args:
@@ -248,12 +247,11 @@ def profile_network(
 
 
 def _encoding(repeats: int, devices: int) -> dict[str, float]:
-    """Return the seconds for a byte of a gradient, by compression, while all devices encode and decode."""
+    """Return the seconds for a byte of a gradient, by the name of the encoding, while all devices encode and decode."""
     found = {}
-    for name in (*CODES, links.POWER_SGD):
-        how = name if name in CODES else PowerSGD(rank=links.MEASURED_RANK)
-        seconds = _measure(encoding.encoder(how, devices), f"gradients that are encoded for {name}", repeats)
-        found[name] = seconds / encoding.GRADIENT_BYTES
+    for name, reduction in gradient_reduction.measured().items():
+        seconds = _measure(reduction.encoder(devices), f"gradients that are encoded for {name}", repeats)
+        found[name] = seconds / gradient_reduction.MEASURED_BYTES
     return found
 
 

@@ -44,7 +44,7 @@ class VariableReport:
 
     Attributes:
         path: The Keras path.
-        kind: `"parameter"`, `"state"` (not trained) or `"slot"`. The state of gradient compression counts as slots.
+        kind: `"parameter"`, `"state"` (not trained) or `"slot"`. The state of a `GradientReduction` counts as slots.
         shape: The shape of the full variable.
         dtype: The name of the dtype.
         compute_layout: The mesh axis of each dim when a step reads the variable.

@@ -25,8 +25,6 @@ need other functions get a `LayerPatch`. Read `registry` first, then `rewrites`.
     cross_entropies cross entropy of logits with integer labels, in a third of the time of TensorFlow's kernel on CPU
     loops           loops of recurrent layers, and the lists that loops fill
     partial_sums    local gradients, before the reduction over the devices
-    compression     gradients that devices sum compressed, with error feedback
-    gradient_codes  bfloat16, and codes of 8 bits, as they are sent
     products        products of integers of 8 bits, as in quantized layers
     lookups         lookups of integers in a vocabulary
     origins         the layer, loss or metric that made an operation, and the user's line

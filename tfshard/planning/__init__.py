@@ -19,7 +19,6 @@ Read `sharding_plan` first: it defines the contents of a plan.
     overlap               how much of a step's sending time its computation hides
     machine               the speed of devices: measured, or described
     step_times            how long a step takes on a machine
-    compression_gain      whether a compression of gradients pays on a link
     advice                which mesh and stage fit in memory
 """
 
@@ -27,7 +26,6 @@ from tfshard.graph.flops import training_flops
 from tfshard.layouts.parameter_analyzer import ParameterAnalyzer
 from tfshard.planning.advice import Advice, advise
 from tfshard.planning.analyzer import plan
-from tfshard.planning.compression_gain import CompressionGain, compression_pays
 from tfshard.planning.links import Link, Links
 from tfshard.planning.linter import Finding, lint
 from tfshard.planning.machine import Machine
@@ -38,7 +36,6 @@ from tfshard.planning.variable_traffic import Collective, predict_collectives
 __all__ = [
     "Advice",
     "Collective",
-    "CompressionGain",
     "Finding",
     "Link",
     "Links",
@@ -47,7 +44,6 @@ __all__ = [
     "ParameterAnalyzer",
     "ShardingPlan",
     "advise",
-    "compression_pays",
     "lint",
     "plan",
     "predict_collectives",

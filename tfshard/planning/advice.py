@@ -13,9 +13,8 @@ from tfshard import tables
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
-from tfshard.layouts import compression as compression_of_gradients
+from tfshard.layouts import gradient_reduction
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
-from tfshard.layouts.compression import CODES, Compression, PowerSGD
 from tfshard.layouts.config import Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
@@ -24,7 +23,6 @@ from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.operations import blocks
 from tfshard.planning import statistics_traffic, step_graph
 from tfshard.planning.analyzer import without_peak
-from tfshard.planning.compression_gain import CompressionGain, encoded_bytes
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
 from tfshard.planning.peak import PROCESS_BYTES, Peak, UpdateTiming, peak_of, with_room
@@ -62,7 +60,7 @@ class Candidate(Peak):
     problem: str | None = None
     memory_per_device: int
     collective_seconds: float | None = None
-    compression: Compression = None
+    compression: Any = None
     encode_seconds: float | None = None
     step_seconds: float | None = None
 
@@ -155,7 +153,7 @@ def advise(
     slot_dtype: SlotDtype = None,
     inputs: Any = None,
     links: LinksLike | None = None,
-    compression: Compression = None,
+    compression: Any = None,
     machine: MachineLike | None = None,
 ) -> Advice:
     """Recommend a mesh and a ZeRO stage for a model, or say how many bytes are missing.
@@ -228,7 +226,7 @@ def advise(
     known = Links.from_any(links) if links is not None else None if on is None else on.links
     if known is not None:
         known.check_devices(devices)
-    compressions = _compressions(compression, known)
+    options = _options(compression, known)
     automatic = auto_layout.is_auto(layout_map)
     if not automatic:
         layout_map = LayoutMap.from_any(layout_map)
@@ -266,9 +264,9 @@ def advise(
     for mesh_shape in _meshes(devices, sizes if has_model_axis else None, known):
         data_size = MeshAxes.of(mesh_shape).data_size
         chosen = auto_layout.resolve(layout_map, model, mesh_shape)
-        can_compress = MeshAxes.of(mesh_shape).get(MODEL_AXIS, 1) == 1 and data_size > 1
+        possible = [each for each in options if data_size > 1 and _fits_mesh(each, mesh_shape)]
         ways = [*((stage, False) for stage in ZeroStage), *[(ZeroStage.PARAMETERS, True)] * has_blocks]
-        for (stage, recompute), how in itertools.product(ways, [None, *compressions] if can_compress else [None]):
+        for (stage, recompute), how in itertools.product(ways, [None, *possible]):
             empty = Candidate(
                 mesh_shape=mesh_shape,
                 zero_stage=stage,
@@ -313,13 +311,13 @@ def _meshes(devices: int, model_sizes: Sequence[int] | None, links: Links | None
     return found
 
 
-def _compressions(given: Compression, links: Links | None) -> list[str | PowerSGD]:
-    """Return the compressions to consider, checked."""
+def _options(given: Any, links: Links | None) -> list[Any]:
+    """Return the values of `compression=` to consider, checked."""
     if given is None:
         return []
-    found: list[str | PowerSGD] = [*CODES] if given == AUTO else [given]
+    found = gradient_reduction.automatic_options() if given == AUTO else [given]
     for each in found:
-        compression_of_gradients.check(each, {})
+        gradient_reduction.from_option(each)
     if links is None:
         raise StrategyError(
             "What a compression gains depends on the links: give links=, what 'tfshard profile-network --save=FILE' "
@@ -328,6 +326,16 @@ def _compressions(given: Compression, links: Links | None) -> list[str | PowerSG
     for each in found:
         links.encode_seconds(each, 0)
     return found
+
+
+def _fits_mesh(option: Any, mesh_shape: Mapping[str, int]) -> bool:
+    """Return True if devices of the mesh can reduce gradients by the reduction of an option."""
+    reduction = gradient_reduction.from_option(option)
+    assert reduction is not None
+    with contextlib.suppress(StrategyError):
+        reduction.check_mesh(MeshAxes.of(mesh_shape))
+        return True
+    return False
 
 
 def _where(candidate: Candidate) -> tuple[object, ...]:
@@ -381,7 +389,7 @@ class _AdvisedStep:
                 self.config,
                 layout_map=layout_map,
                 zero_stage=empty.zero_stage,
-                compression=empty.compression,
+                reduction=gradient_reduction.from_option(empty.compression),
             )
             placement = ModelPlacement.of(self.specs, config, mesh_shape=empty.mesh_shape).check()
         except LayoutError as e:
@@ -425,7 +433,7 @@ class _AdvisedStep:
         if self.machine is not None and how is None:
             empty = dataclasses.replace(empty, step_seconds=self._step_seconds(empty, placement))
         if how is not None:
-            encode_seconds = self.links.encode_seconds(how, encoded_bytes(placement, planned))
+            encode_seconds = self.links.encode_seconds(how, _encoded_bytes(placement, planned))
         return dataclasses.replace(
             empty, collective_seconds=planned.over(self.links).collective_seconds, encode_seconds=encode_seconds
         )
@@ -442,6 +450,23 @@ class _AdvisedStep:
         )
         updated = updated_bytes_of(placement, self.slots)
         return traced.on(self.machine, candidate.mesh_shape, updated_bytes=updated).seconds
+
+
+def _encoded_bytes(placement: ModelPlacement, plan: ShardingPlan) -> int:
+    """Return the float32 bytes of gradients that a device encodes in a step.
+
+    Args:
+        placement: The layouts of the model's variables, with their reductions.
+        plan: The plan of the placement. It tells how often a step reduces each gradient.
+    """
+    total, axes = 0, placement.mesh_shape
+    for layout in placement.variables:
+        if layout.reduction is None or not layout.spec.trainable:
+            continue
+        kinds = [each.kind for each in layout.reduction.sends(layout, axes)]
+        count = sum(each.count for each in plan.collectives if (each.what, each.kind) == (layout.spec.path, kinds[0]))
+        total += layout.reduction.encoded_bytes(layout, axes) * count // kinds.count(kinds[0])
+    return total
 
 
 def _choose(candidates: Sequence[Candidate], without_activations: bool, has_model_axis: bool) -> Advice:
@@ -521,7 +546,9 @@ def _judged(chosen: Candidate, possible: Sequence[Candidate]) -> list[str]:
             reasons.append(f"compression={compression!r} there compresses no gradient: all are too small for it.")
             continue
         assert exact.collective_seconds is not None and each.collective_seconds is not None
-        gain = CompressionGain(
+        reduction = gradient_reduction.from_option(compression)
+        assert reduction is not None
+        gain = reduction.gain_text(
             link_seconds=exact.collective_seconds - each.collective_seconds, encode_seconds=each.encode_seconds
         )
         reasons.append(f"compression={compression!r} there: {gain} {_verdict(each, exact, chosen)}")
@@ -545,8 +572,8 @@ def _verdict(each: Candidate, exact: Candidate, chosen: Candidate) -> str:
 
 def _text(candidate: Candidate) -> str:
     again = " with strategy.recompute(model)" if candidate.recompute else ""
-    compressed = "" if candidate.compression is None else f" with compression={candidate.compression!r}"
-    return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{compressed}"
+    option = "" if candidate.compression is None else f" with compression={candidate.compression!r}"
+    return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{option}"
 
 
 def _mesh_text(mesh_shape: Mapping[str, int]) -> str:

@@ -8,7 +8,7 @@ import keras
 
 from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike, SlotSpec
-from tfshard.layouts.compression import Compression
+from tfshard.layouts import gradient_reduction
 from tfshard.layouts.config import (
     Microbatches,
     Offload,
@@ -54,7 +54,7 @@ def plan(
     offload: str | None = None,
     links: LinksLike | None = None,
     compute_seconds: float | None = None,
-    compression: Compression = None,
+    compression: Any = None,
     tables: EmbeddingTables | str | Sequence[str] | None = None,
 ) -> ShardingPlan:
     """Plan a model on a mesh, without a device and without a step.
@@ -116,7 +116,7 @@ def plan(
         precision=Precision.from_options(slot_dtype=slot_dtype),
         microbatches=Microbatches(count=microbatches, reduce_once=reduce_once),
         offload=Offload.from_option(offload),
-        compression=compression,
+        reduction=gradient_reduction.from_option(compression),
         tables=chosen,
     )
     placement = ModelPlacement.of(specs, config, mesh_shape=sizes)

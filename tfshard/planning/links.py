@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tfshard.errors import StrategyError
+from tfshard.layouts import gradient_reduction
 from tfshard.layouts.axes import MeshAxes
-from tfshard.layouts.compression import PowerSGD
 from tfshard.planning.variable_traffic import Collective
 
 ALL_GATHER, ALL_REDUCE, ALL_TO_ALL = "all-gather", "all-reduce", "all-to-all"
@@ -20,8 +20,6 @@ KINDS = (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL)
 REDUCE_SCATTER = "reduce-scatter"
 INSIDE, BETWEEN, ACROSS = "inside", "between", "across"
 GROUPS = (INSIDE, BETWEEN, ACROSS)
-# The name of PowerSGD among the measured compressions, and the measured rank.
-POWER_SGD, MEASURED_RANK = "powersgd", 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +63,8 @@ class Links:
         across: Links among all devices, in one ring. Empty with one host.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`.
         encoding: Seconds in which a device encodes and decodes a byte of a float32 gradient while all devices of its
-            host do so, by compression: `"bfloat16"`, `"int8"` and `"powersgd"` (of rank 4). Empty if unknown.
+            host do so, by the name of the encoding: `"bfloat16"`, `"int8"` and `"powersgd"` (of rank 4). Empty if
+            unknown.
 
     Example: hosts of four devices, with a network of 125 MB/s between them.
 
@@ -152,7 +151,7 @@ class Links:
             return cls(
                 devices_per_host=int(values["devices_per_host"]),
                 device_type=str(values["device_type"]),
-                # Files that are older than compression have no encoding times.
+                # Old files have no encoding times.
                 encoding={str(name): float(seconds) for name, seconds in values.get("encoding", {}).items()},
                 **groups,
             )
@@ -192,26 +191,27 @@ class Links:
                 f"give them (tfshard.planning.Links.of). Received: devices={devices}"
             )
 
-    def encode_seconds(self, compression: str | PowerSGD, gradient_bytes: int) -> float:
-        """Return the time in which a device encodes and decodes gradients. The time of PowerSGD grows with the rank
-        above rank 4.
+    def encode_seconds(self, compression: Any, gradient_bytes: int) -> float:
+        """Return the time in which a device encodes and decodes gradients.
 
         Args:
-            compression: `"bfloat16"`, `"int8"` or a `tfshard.PowerSGD`.
-            gradient_bytes: Float32 bytes of the gradients that a device compresses.
+            compression: As for `tfshard.ShardedStrategy`.
+            gradient_bytes: Float32 bytes of the gradients that a device encodes.
 
         Raises:
-            StrategyError: The links have no time for this compression.
+            StrategyError: The compression is unknown, or the links have no time for it.
         """
-        name = compression if isinstance(compression, str) else POWER_SGD
+        reduction = gradient_reduction.from_option(compression)
+        if reduction is None:
+            return 0.0
+        name, factor = reduction.encoding
         if name not in self.encoding:
             raise StrategyError(
                 f"These links do not say how long devices encode gradients for {name!r}. Measure again (tfshard "
                 "profile-network --save=FILE), or give it (tfshard.planning.Links.of(encoding={...}), from "
                 f"tfshard.measure.encode_seconds_per_byte). Received: encoding={dict(self.encoding)}"
             )
-        more = max(1.0, compression.rank / MEASURED_RANK) if isinstance(compression, PowerSGD) else 1.0
-        return more * gradient_bytes * self.encoding[name]
+        return factor * gradient_bytes * self.encoding[name]
 
     def seconds(self, collective: Collective, mesh_shape: Mapping[str, int]) -> float | None:
         """Return the time of one collective of a plan by its links alone; None if its bytes are unknown.

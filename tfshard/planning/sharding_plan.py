@@ -19,7 +19,7 @@ from tfshard import tables
 from tfshard.devices import startup
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph.model_specs import SlotSpec
-from tfshard.layouts import compressed_form, variable_layout
+from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import BATCH_AXIS, MeshAxes
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout
@@ -121,7 +121,7 @@ class ShardingPlan:
         zero_stage: 0 to 3.
         groups: The groups.
         variables: Each variable of the model once, in the order of its layers.
-        slots: The optimizer variables, and the error-feedback residuals of compressed gradients.
+        slots: The optimizer variables, and the state that reductions of gradients keep between steps.
         collectives: The collectives of a step: `variable_traffic` predicts them for variables, `activation_traffic` for
             activations.
         unknown: Why the traffic of activations could not be predicted; empty if it was.
@@ -194,7 +194,7 @@ class ShardingPlan:
             variables=tuple(_planned_variable(layout, mesh_shape) for layout in placement.variables),
             slots=(
                 *(_planned_variable(layout, mesh_shape, slot=True) for layout in slot_layouts),
-                *_planned_errors(placement),
+                *_planned_reduction_state(placement),
             ),
             collectives=(*sent, *activations),
             unknown=unknown,
@@ -421,11 +421,11 @@ def _planned_variable(layout: VariableLayout, mesh_shape: Mapping[str, int], *, 
     )
 
 
-def _planned_errors(placement: ModelPlacement) -> Iterator[PlannedVariable]:
-    """Yield the error-feedback residuals of compressed gradients, which one device would not have."""
+def _planned_reduction_state(placement: ModelPlacement) -> Iterator[PlannedVariable]:
+    """Yield the state that reductions of gradients keep between steps, which one device would not have."""
     for layout in placement.variables:
-        form = compressed_form.of(layout, placement.mesh_shape)
-        for kept in () if form is None else form.state(layout.spec.path).values():
+        state = {} if layout.reduction is None else layout.reduction.state(layout, placement.mesh_shape)
+        for kept in state.values():
             yield dataclasses.replace(_planned_variable(kept, placement.mesh_shape, slot=True), bytes_whole=0)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import keras
 
 from tfshard import _private
-from tfshard.layouts import compressed_form, variable_layout
+from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import MeshAxes
-from tfshard.layouts.compressed_form import CompressedForm
 from tfshard.layouts.config import Microbatches, ShardingConfig, ZeroStage
+from tfshard.layouts.gradient_reduction import SentGradient
 from tfshard.layouts.layout_map import VariableSpec
 from tfshard.layouts.variable_layout import Axes, VariableLayout
 
@@ -112,8 +112,8 @@ def sum_bytes(microbatches: Microbatches, planned: Sequence[VariableLayout], mes
     )
 
 
-def _compressed_in_microbatches(each: Collective, microbatches: Microbatches) -> Collective:
-    """Return the collectives of a compressed gradient in a step with microbatches, from a collective without
+def _custom_in_microbatches(each: Collective, microbatches: Microbatches) -> Collective:
+    """Return a collective of a custom reduction in a step with microbatches, from the collective without
     microbatches."""
     if microbatches.count == 1:
         return each
@@ -184,8 +184,8 @@ def predict_collectives(
 
     An optimizer that scales the loss needs to know whether all gradients are finite. For it, the gradients of stage 1
     are reduced in full, and a flag is reduced if devices have different shards. The optimizer updates in a branch. On a
-    mesh of several axes DTensor merges no reduction of this step (`tfshard.devices.merges`), including the metrics. The
-    form of a compressed gradient gives its collectives, once PowerSGD is warm.
+    mesh of several axes DTensor merges no reduction of this step (`tfshard.devices.merges`), including the metrics. A
+    `GradientReduction` gives its own collectives.
 
     The prediction excludes further reductions of a custom step. `statistics_traffic` predicts the traffic of
     normalization over a batch, which includes the gradients of its scale and offset.
@@ -226,7 +226,7 @@ def predict_collectives(
                 )
             )
     merged: dict[str, list[int]] = {"float32": []}
-    compressed: list[Collective] = []
+    custom: list[Collective] = []
     for layout in planned:
         if not layout.spec.trainable or _comes_reduced(layout, mesh_axes):
             continue
@@ -234,9 +234,8 @@ def predict_collectives(
         scattered, together = _contributions(layout, uses or {})
         if reductions.scales_loss and not layout.reduce_scatter:
             scattered, together = 0, scattered + together
-        form = compressed_form.of(layout, mesh_axes)
-        if form is not None:
-            compressed += _compressed(layout.spec.path, form, scattered + together, mesh_axes)
+        if layout.reduction is not None:
+            custom += _custom(layout, layout.reduction.sends(layout, mesh_axes), scattered + together, mesh_axes)
             continue
         if scattered:
             collectives.append(
@@ -277,7 +276,7 @@ def predict_collectives(
         )
     return (
         *_in_microbatches(collectives, planned, mesh_shape, config),
-        *(_compressed_in_microbatches(each, config.microbatches) for each in compressed),
+        *(_custom_in_microbatches(each, config.microbatches) for each in custom),
     )
 
 
@@ -298,10 +297,10 @@ def by_replicas(path: str, bytes_: int, count: int, mesh_axes: MeshAxes) -> list
     ]
 
 
-def _compressed(path: str, form: CompressedForm, count: int, mesh_axes: MeshAxes) -> list[Collective]:
-    """Return the collectives of a gradient that devices sum compressed."""
-    found = []
-    for sent in form.sends():
+def _custom(layout: VariableLayout, sends: Sequence[SentGradient], count: int, mesh_axes: MeshAxes) -> list[Collective]:
+    """Return the collectives of a gradient with a custom reduction."""
+    found, path = [], layout.spec.path
+    for sent in sends:
         axis = mesh_axes.replica if sent.between_replicas else mesh_axes.data
         assert axis is not None
         formula = f"bytes({sent.what}) over {axis}, for each use of the layer"

@@ -41,7 +41,7 @@ class ShardedVariable(VariableSurface):
         storage: The `Storage` it lives in, alone or with others.
         member: Its number among the members of the storage.
         slots: Its optimizer slots, by optimizer and number of the slot.
-        kept: The state that the compression of its gradient keeps between steps, by name (`compressed_form`).
+        kept: The state that the reduction of its gradient keeps between steps, by name (`GradientReduction.state`).
         gradient_layout: The layout in which an optimizer got its gradient, in the last step that was traced or ran
             eagerly. None before this step, and if the layout is unknown.
     """
@@ -291,13 +291,14 @@ class ShardedVariable(VariableSurface):
     ) -> Callable[[tf.Tensor], tf.Tensor | None] | None:
         """Return a function of an upstream gradient: the unreduced local gradient, or a custom reduction of it.
 
-        A microbatch with a reduction that waits for the last microbatch keeps the local gradient. With compression or
-        replicas, the step reduces gradients by a custom function. Returns None if DTensor reduces the gradient.
+        A microbatch with a reduction that waits for the last microbatch keeps the local gradient. With replicas, or
+        with a reduction in the layout, the step reduces gradients by a custom function. Returns None if DTensor reduces
+        the gradient.
         """
         step = steps.current()
         if step is None or not self._trainable:
             return None
-        custom_reduction = self.layout.compression is not None or is_added_up_by_replicas(
+        custom_reduction = self.layout.reduction is not None or is_added_up_by_replicas(
             self.layout, axis_sizes(self.mesh)
         )
         if step.local_gradient is not None or step.reduce_gradient is None or not custom_reduction:
@@ -306,7 +307,7 @@ class ShardedVariable(VariableSurface):
 
         def reduced(upstream: tf.Tensor) -> tf.Tensor | None:
             made = reduce_gradient(upstream, self)
-            if made is not None and self.layout.compression is not None:
+            if made is not None and self.layout.reduction is not None:
                 note(made)
             return made
 

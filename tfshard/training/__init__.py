@@ -13,6 +13,7 @@ Start with `models`, which defines `compile(strategy=...)`. Then read `strategy`
     hooks         the methods that tf.distribute and Keras call on a strategy
     microbatches  a training step that takes its batch in microbatches
     readiness     checks on the process and on the arguments of a step
+    reduction_state  the state that reductions of gradients keep between steps
     reshard       moves variables to the mesh and from layout to layout
     watching      tells callbacks which batches each step runs on
     output_losses weights of batches in the loss metrics of models with several outputs

@@ -32,7 +32,7 @@ from tfshard.operations import (
 )
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
-from tfshard.training import reshard, residuals
+from tfshard.training import reduction_state, reshard
 from tfshard.training.attached_variables import attach_global_seed, attach_optimizer, attach_variables
 from tfshard.training.strategy_base import StrategyBase
 
@@ -302,7 +302,7 @@ class AttachedModel:
         # Before the first collective: clients with other variables would hang in it.
         self._agree_on_values()
         self._leave(reshard.materialize(self._layouts(), self.strategy.mesh))
-        residuals.make(self.model, self.strategy.mesh)
+        reduction_state.make(self.model, self.strategy.mesh)
         self._patch_layers()
 
     def _patch_layers(self) -> None:

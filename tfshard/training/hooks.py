@@ -14,8 +14,9 @@ from tfshard import _private
 from tfshard.devices import batching, mesh_tensors, process_lock, transfer
 from tfshard.errors import NumericsWarning, StrategyError, warn
 from tfshard.graph import inventory
+from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import VariableSpec
-from tfshard.operations import assignments, compression, embedding_updates, partial_sums, rewrites
+from tfshard.operations import assignments, embedding_updates, partial_sums, rewrites
 from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.initial_values import HostValue, InitialValue
 from tfshard.storage.steps import ReduceGradient, current, is_outside, step_scope, update_scope
@@ -82,7 +83,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
 
     @contextlib.contextmanager
     def adding_up_exactly(self) -> Iterator[None]:
-        """Compress no gradients in steps that are traced in this context."""
+        """Reduce all gradients exactly in steps that are traced in this context."""
         self._run.adds_up_exactly = True
         try:
             yield
@@ -470,15 +471,25 @@ class _ValueContext(tf.distribute.experimental.ValueContext):  # type: ignore[mi
 
 
 def _adding_up(strategy: StrategyBase, *, exactly: bool) -> ReduceGradient | None:
-    """How a traced step adds up gradients, if not all as DTensor does."""
+    """Return a function that reduces gradients in a traced step; None if DTensor reduces all gradients."""
     mesh, has_replicas = strategy.mesh, strategy.mesh_shape.replicas > 1
-    compresses = strategy.config.compression is not None and not exactly
-    if _private.is_eager() or not (has_replicas or compresses):
+    has_reduction = strategy.config.reduction is not None and not exactly
+    if _private.is_eager() or not (has_replicas or has_reduction):
         return None
 
     def add_up(gradient: tf.Tensor, variable: ShardedVariable) -> tf.Tensor | None:
-        if compresses and variable.layout.compression is not None:
-            return compression.reduced(gradient, variable, mesh)
+        if has_reduction and variable.layout.reduction is not None:
+            return _reduced(gradient, variable, variable.layout.reduction)
         return partial_sums.by_replicas(gradient, variable.layout.compute, mesh) if has_replicas else None
 
     return add_up
+
+
+def _reduced(gradient: tf.Tensor, variable: ShardedVariable, reduction: GradientReduction) -> tf.Tensor | None:
+    """Reduce a gradient by the reduction of its variable.
+
+    Returns None if DTensor has already summed the gradient, or if the devices have no local gradients.
+    """
+    with _private.stop_recording():
+        local = partial_sums.found_of(gradient, variable.mesh)
+        return None if local is None else reduction.reduce_local(local, variable, variable.mesh)

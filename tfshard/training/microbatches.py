@@ -29,7 +29,7 @@ from tfshard.devices.batching import Parts
 from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import compression, loops, partial_sums
+from tfshard.operations import loops, partial_sums
 from tfshard.storage import graph_edits, steps
 from tfshard.storage.microbatch import Microbatch
 from tfshard.storage.microbatch_step import MicrobatchStep, microbatch_scope
@@ -102,10 +102,11 @@ class OptimizerCall:
 
 def _reduced(stacked: tf.Tensor, variable: ShardedVariable) -> tf.Tensor:
     """Return the gradient of a variable, reduced from the sums of the devices."""
-    if variable.layout.compression is None:
+    reduction = variable.layout.reduction
+    if reduction is None:
         return variable.reduced(partial_sums.total(stacked))
     with _private.stop_recording():
-        return compression.reduce_local(partial_sums.unstacked(stacked, variable.mesh), variable, variable.mesh)
+        return reduction.reduce_local(partial_sums.unstacked(stacked, variable.mesh), variable, variable.mesh)
 
 
 def sharded_of(variable: keras.Variable | tf.Variable) -> ShardedVariable:

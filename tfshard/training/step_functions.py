@@ -312,7 +312,7 @@ class StepFunctions:
             or self._in_a_row >= IN_A_ROW
             or clients.here().is_launched
             or strategy.microbatches > 1
-            or strategy.config.compression is not None
+            or strategy.config.reduction is not None
             or strategy.config.tables is not None
             or any(axes[axis] > 1 for axis in axes.tensor)
             or not all(padding.can_be_padded(leaf) for leaf in leaves)

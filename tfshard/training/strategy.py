@@ -27,9 +27,8 @@ from tfshard.devices import (
 from tfshard.devices.mesh import create_mesh, rank_meshes
 from tfshard.errors import MeshError, StrategyError, warn
 from tfshard.graph import auto_layout, model_specs
-from tfshard.layouts import planner
+from tfshard.layouts import gradient_reduction, planner
 from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
-from tfshard.layouts.compression import Compression
 from tfshard.layouts.config import Microbatches, Offload, Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap
@@ -140,7 +139,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         microbatches: int = 1,
         reduce_once: bool = False,
         offload: str | None = None,
-        compression: Compression = None,
+        compression: Any = None,
         tables: EmbeddingTables | str | Sequence[str] | None = None,
     ):
         readiness.check_process()
@@ -162,7 +161,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             offload=Offload.from_option(offload),
             sequence_parallel=sequence_parallel,
             already_sharded=already_sharded,
-            compression=compression,
+            reduction=gradient_reduction.from_option(compression),
             tables=EmbeddingTables.of(tables),
         )
         self._start(mesh, config)
@@ -191,8 +190,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         reductions.choose(config.precision.reduce_dtype)
         transfer.meet(mesh)
         replicas.meet(mesh, exchanges=config.tables is not None)
-        if config.compression is not None:
-            replicas.meet_to_exchange(mesh)
+        if config.reduction is not None:
+            config.reduction.meet(mesh)
         process_lock.start()
         # The callbacks that watch the steps of a `fit`.
         self.watched = Watched()

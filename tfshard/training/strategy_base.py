@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from tensorflow.experimental import dtensor
 
-from tfshard.layouts import compressed_form, variable_layout
+from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.config import ShardingConfig, ZeroStage
 from tfshard.layouts.groups import may_group
@@ -70,7 +70,8 @@ class StrategyBase:
     def plan_variable(self, spec: VariableSpec) -> VariableLayout:
         """Return the layout of a variable outside of any model. No device is used."""
         layout = variable_layout.plan_variable(spec, self.config, mesh_shape=self.mesh_shape)
-        return compressed_form.chosen(layout, self.config.compression, self.mesh_shape)
+        reduction = self.config.reduction
+        return layout if reduction is None else reduction.choose(layout, self.mesh_shape)
 
     def may_move(self, layout: VariableLayout) -> bool:
         """Return True if a variable may move once its model is known: into a group, or to its layout in `"auto"`."""

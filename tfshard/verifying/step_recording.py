@@ -282,7 +282,7 @@ def run_sharded(subject: Subject, batch: Any, select: Select | None = None) -> O
     strategy = subject.strategy
 
     def run_step(step: Method, data: Any) -> Any:
-        # Compressed gradients differ from the gradients of one device by design.
+        # A reduction of an extension may differ from the gradients of one device by design.
         with strategy.extended.results_stay_sharded(), strategy.extended.adding_up_exactly():
             return strategy.run(step, args=(data,))
 

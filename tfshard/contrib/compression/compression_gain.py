@@ -3,10 +3,6 @@
 import dataclasses
 
 from tfshard.errors import StrategyError
-from tfshard.layouts import compressed_form
-from tfshard.layouts.compression import PowerSGD
-from tfshard.layouts.placement import ModelPlacement
-from tfshard.planning.sharding_plan import ShardingPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,24 +78,3 @@ def compression_pays(
         link_seconds=(exact_bytes - compressed_bytes) / link_bytes_per_second,
         encode_seconds=gradient_bytes * encode_seconds_per_byte,
     )
-
-
-def encoded_bytes(placement: ModelPlacement, plan: ShardingPlan) -> int:
-    """Return the float32 bytes of gradients that a device encodes in a step. With replicas and codes, these are the
-    bytes of its shards, otherwise of the full gradients.
-
-    Args:
-        placement: The layouts of the model's variables, with their compressions.
-        plan: The plan of the placement. It tells how often a step reduces each gradient.
-    """
-    total = 0
-    for layout in placement.variables:
-        form = compressed_form.of(layout, placement.mesh_shape) if layout.spec.trainable else None
-        if form is None:
-            continue
-        first = form.sends()[0].kind
-        count = sum(each.count for each in plan.collectives if (each.what, each.kind) == (layout.spec.path, first))
-        sends = sum(each.kind == first for each in form.sends())
-        elements = form.elements if isinstance(form.compression, PowerSGD) else form.piece
-        total += 4 * elements * count // sends
-    return total

@@ -1,20 +1,21 @@
-"""Measures how long a device takes to compress a gradient, for `compression_pays`."""
+"""Measure how long a device takes to compress a gradient, for `compression_pays`."""
 
+import math
 import time
 from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 
-from tfshard.layouts import compression
-from tfshard.layouts.compression import Compression, PowerSGD
-from tfshard.operations import gradient_codes
+from tfshard.contrib.compression import gradient_codes
+from tfshard.contrib.compression.options import PowerSGD
+from tfshard.layouts import gradient_reduction
+from tfshard.layouts.gradient_reduction import MEASURED_BYTES
 
-_SIDE = 1024
-GRADIENT_BYTES = 4 * _SIDE * _SIDE
+_SIDE = math.isqrt(MEASURED_BYTES // 4)
 
 
-def encode_seconds_per_byte(how: Compression, *, repeats: int = 5) -> float:
+def encode_seconds_per_byte(how: str | PowerSGD | None, *, repeats: int = 5) -> float:
     """Measure the seconds to encode and decode a byte of a float32 gradient on this host: the best of several runs.
 
     Each run encodes a gradient of 4 MiB, decodes it for the residual, and decodes a received gradient. With PowerSGD, a
@@ -34,20 +35,20 @@ def encode_seconds_per_byte(how: Compression, *, repeats: int = 5) -> float:
     >>> 0 < tfshard.measure.encode_seconds_per_byte("int8", repeats=1) < 1
     True
     """
-    if compression.check(how, {}) is None:
+    reduction = gradient_reduction.from_option(how)
+    if reduction is None:
         return 0.0
-    assert how is not None
-    run = encoder(how)
+    run = reduction.encoder(1)
     seconds = []
     for _ in range(1 + repeats):
         begin = time.perf_counter()
         run().numpy()
         seconds.append(time.perf_counter() - begin)
-    return min(seconds[1:]) / GRADIENT_BYTES
+    return min(seconds[1:]) / MEASURED_BYTES
 
 
-def encoder(how: str | PowerSGD, devices: int = 1) -> Callable[[], tf.Tensor]:
-    """Return a function that encodes and decodes a gradient of `GRADIENT_BYTES` on several devices at once.
+def encoder(how: str | PowerSGD, devices: int) -> Callable[[], tf.Tensor]:
+    """Return a function that encodes and decodes a gradient of `MEASURED_BYTES` on several devices at once.
 
     The devices of this host work like the devices of a step. The result of the function is ready when all devices are.
     """

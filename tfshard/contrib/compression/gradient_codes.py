@@ -8,7 +8,7 @@ spacings; these codes take the fewest operations. The rounding error is kept, an
 import numpy as np
 import tensorflow as tf
 
-from tfshard.layouts.compressed_form import BLOCK_WORDS
+from tfshard.contrib.compression.compressed_form import BLOCK_WORDS
 from tfshard.layouts.variable_layout import BLOCK_ELEMENTS
 
 _LARGEST = 127

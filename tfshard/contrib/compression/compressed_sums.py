@@ -7,54 +7,40 @@ and the device sums the chunk in float32. If every device needs the full gradien
 chunks and gather them. The device that summed a chunk keeps the chunk's residual, as in Tang et al. 2021, "1-bit Adam"
 (https://arxiv.org/abs/2102.02888).
 
-PowerSGD sums two factors of the gradient instead (`layouts.compression.PowerSGD`). Both factors are linear in the
-gradient: over replicas, the sum equals the result of an exact sum in each replica first. All devices send, and each
-residual belongs to the device's local gradient (line 8 of Algorithm 2).
+`PowerSGD` sums two factors of the gradient instead. Both factors are linear in the gradient: over replicas, the sum
+equals the result of an exact sum in each replica first. All devices send, and each residual belongs to the device's
+local gradient (line 8 of Algorithm 2).
 
 A layer that is used several times has several gradients. Each takes the residual of the gradient before.
 """
-
-from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private
+from tfshard.contrib.compression import gradient_codes
+from tfshard.contrib.compression.compressed_form import ERROR, FACTOR, STEPS, SUM_ERROR, CompressedForm
+from tfshard.contrib.compression.options import PowerSGD
 from tfshard.devices import local_shards, replicas, transfer
-from tfshard.layouts import compressed_form
-from tfshard.layouts.axes import axis_sizes
-from tfshard.layouts.compressed_form import ERROR, FACTOR, STEPS, SUM_ERROR, CompressedForm
-from tfshard.layouts.compression import PowerSGD
-from tfshard.operations import gradient_codes, partial_sums, rows
+from tfshard.operations import rows
 from tfshard.storage.variables import ShardedVariable
 
-Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
-
-def reduced(gradient: Gradient, variable: ShardedVariable, mesh: dtensor.Mesh) -> tf.Tensor | None:
-    """Return a gradient that was summed over the devices, in the layout that the variable needs, in a traced step.
+def reduce_local(local: tf.Tensor, form: CompressedForm, variable: ShardedVariable, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Sum local gradients in a traced step.
 
     Args:
-        gradient: The gradient that a layer gives.
-        variable: The variable of the gradient. Its layout has a compression.
+        local: The local gradient of each device, which DTensor treats as replicated.
+        form: How the gradient is compressed.
+        variable: The variable of the gradient.
         mesh: A mesh with a data axis only.
 
     Returns:
-        None if DTensor has already summed the gradient, or the devices have no local gradients.
+        The sum, in the layout that the variable needs.
     """
-    with _private.stop_recording():
-        own = partial_sums.found_of(gradient, mesh)
-        return None if own is None else reduce_local(own, variable, mesh)
-
-
-def reduce_local(own: tf.Tensor, variable: ShardedVariable, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Sum local gradients, which DTensor treats as replicated."""
-    form = compressed_form.of(variable.layout, axis_sizes(mesh))
-    assert form is not None, variable
     with local_shards.scope():
-        result = _Reduction(form, variable, mesh).of(tf.cast(own, tf.float32))
-    return tf.cast(result, own.dtype)
+        result = _Reduction(form, variable, mesh).of(tf.cast(local, tf.float32))
+    return tf.cast(result, local.dtype)
 
 
 class _Reduction:
@@ -66,8 +52,8 @@ class _Reduction:
         self._kept = variable.kept
         self._mesh = mesh
 
-    def of(self, own: tf.Tensor) -> tf.Tensor:
-        return self._low_rank(own) if isinstance(self._form.compression, PowerSGD) else self._encoded(own)
+    def of(self, local: tf.Tensor) -> tf.Tensor:
+        return self._low_rank(local) if isinstance(self._form.compression, PowerSGD) else self._encoded(local)
 
     # --- the residuals
 
@@ -83,9 +69,9 @@ class _Reduction:
 
     # --- codes
 
-    def _encoded(self, own: tf.Tensor) -> tf.Tensor:
+    def _encoded(self, local: tf.Tensor) -> tf.Tensor:
         form = self._form
-        line = self._parted(tf.reshape(own, (-1,)))
+        line = self._parted(tf.reshape(local, (-1,)))
         if form.adders > 1:
             line = replicas.sum_in_replica(line, self._mesh)
         unsent = tf.reshape(self._unsent(ERROR), (-1,)) + line
@@ -154,19 +140,19 @@ class _Reduction:
 
     # --- low rank
 
-    def _low_rank(self, own: tf.Tensor) -> tf.Tensor:
+    def _low_rank(self, local: tf.Tensor) -> tf.Tensor:
         form, power = self._form, self._form.compression
         assert isinstance(power, PowerSGD)
         error = self._whole(self._unsent(ERROR))
-        own = self._whole(own)
+        local = self._whole(local)
         factor = self._kept[FACTOR].storage.update_value()
         steps = self._kept[STEPS].storage.update_value()
 
         def compressed() -> tuple[tf.Tensor, ...]:
-            return self._iterated(own, error, factor)
+            return self._iterated(local, error, factor)
 
         def exact() -> tuple[tf.Tensor, ...]:
-            return self._added_up(own), tf.identity(error), tf.identity(factor)
+            return self._added_up(local), tf.identity(error), tf.identity(factor)
 
         if power.warm_up_steps:
             result, error, factor = tf.cond(steps < power.warm_up_steps, exact, compressed)
@@ -178,14 +164,14 @@ class _Reduction:
         result = self._whole(tf.reshape(result, form.shape))
         return result if form.dim is None else transfer.scatter(result, self._variable.layout.gradient, self._mesh)
 
-    def _added_up(self, own: tf.Tensor) -> tf.Tensor:
+    def _added_up(self, local: tf.Tensor) -> tf.Tensor:
         """Return the exact sum, as a matrix."""
         add_up = replicas.all_reduce if self._form.adders > 1 else replicas.sum_over_devices
-        return self._whole(tf.reshape(add_up(self._parted(own), self._mesh), self._form.matrix))
+        return self._whole(tf.reshape(add_up(self._parted(local), self._mesh), self._form.matrix))
 
-    def _iterated(self, own: tf.Tensor, error: tf.Tensor, factor: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    def _iterated(self, local: tf.Tensor, error: tf.Tensor, factor: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """Run one power iteration. Return the sum of rank `rank`, this device's residual, and the next factor."""
-        matrix = tf.reshape(self._parted(own), self._form.matrix) + tf.reshape(self._parted(error), self._form.matrix)
+        matrix = tf.reshape(self._parted(local), self._form.matrix) + tf.reshape(self._parted(error), self._form.matrix)
         before = self._parted(factor)
         left, _ = tf.linalg.qr(replicas.sum_over_devices(tf.matmul(matrix, before), self._mesh))
         part = tf.matmul(matrix, left, transpose_a=True)

@@ -1,11 +1,8 @@
-"""Compression of gradients: the choices of a user."""
+"""The options with which users choose a compression of gradients."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TypeAlias
 
 from tfshard.errors import StrategyError
-from tfshard.layouts.axes import MeshAxes
 
 CODES = ("bfloat16", "int8")
 
@@ -46,29 +43,3 @@ class PowerSGD:
                 raise StrategyError(
                     f"{name} of PowerSGD must be an integer, {least} or more. Received: {name}={value!r}"
                 )
-
-
-Compression: TypeAlias = str | PowerSGD | None
-"""What is done with gradients: `"bfloat16"`, `"int8"`, a `PowerSGD`, or nothing."""
-
-
-def check(compression: Compression, mesh_shape: Mapping[str, int]) -> Compression:
-    """Return `compression` if the mesh supports it.
-
-    Raises:
-        StrategyError: An unknown compression, or a mesh with a model axis.
-    """
-    if compression is None:
-        return None
-    if not isinstance(compression, PowerSGD) and compression not in CODES:
-        raise StrategyError(
-            "compression must be None, 'bfloat16', 'int8' or a tfshard.PowerSGD. "
-            f"Received: compression={compression!r} (of type {type(compression)})"
-        )
-    axes = MeshAxes.of(mesh_shape)
-    if axes.has_tensor_parallelism:
-        raise StrategyError(
-            "Gradients are compressed on meshes of a batch axis, with or without replicas: on other axes devices hold "
-            f"parts of one gradient. Leave compression out. Received: compression={compression!r}, mesh={axes.given}"
-        )
-    return compression

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tfshard.layouts import variable_layout
-from tfshard.layouts.axes import MeshAxes
-from tfshard.layouts.compression import Compression, PowerSGD
+from tfshard.contrib.compression.options import PowerSGD
+from tfshard.layouts.gradient_reduction import SentGradient
 from tfshard.layouts.layout_map import VariableSpec
 from tfshard.layouts.variable_layout import BLOCK_ELEMENTS, Axes, VariableLayout
 
@@ -25,24 +24,6 @@ _WORD_BYTES = 4
 # `SUM_ERROR`: for each device, the residual of the sum that it sent. PowerSGD also keeps the factor that begins the
 # next power iteration (`FACTOR`) and the number of steps (`STEPS`).
 ERROR, SUM_ERROR, FACTOR, STEPS = "error", "sum_error", "factor", "steps"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SentGradient:
-    """A collective of a compressed gradient.
-
-    Attributes:
-        kind: The kind, as in a `Collective`.
-        between_replicas: True if the collective runs between replicas. False if it runs over the data axis: inside a
-            replica, or, for the factors of PowerSGD, over all devices.
-        bytes: Bytes of the full tensor on one device.
-        what: A description for people.
-    """
-
-    kind: str
-    between_replicas: bool
-    bytes: int
-    what: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +89,7 @@ class CompressedForm:
     @property
     def matrix(self) -> tuple[int, int]:
         """The rows and columns of the matrix to which PowerSGD reshapes the gradient."""
-        return _matrix(self.shape)
+        return matrix_of(self.shape)
 
     def state(self, path: str = "") -> dict[str, VariableLayout]:
         """Return the layouts of the state that is kept between steps, by name.
@@ -163,56 +144,7 @@ class CompressedForm:
         return drawn.astype("float32")
 
 
-def chosen(layout: VariableLayout, compression: Compression, mesh_shape: Mapping[str, int]) -> VariableLayout:
-    """Return the layout of a variable, with `compression` if its gradient is compressed.
-
-    The gradients of small variables are reduced without compression, together with other gradients. The exchange of
-    compressed gradients reduce-scatters. Stage 1, too, therefore takes the gradient in the layout of the update.
-
-    Args:
-        layout: The layout without compression, in its group if it has one.
-        compression: How devices encode gradients.
-        mesh_shape: Axis name to size.
-    """
-    axes, spec = MeshAxes.of(mesh_shape), layout.spec
-    if (
-        compression is None
-        or axes.data_size == 1
-        or not spec.trainable
-        or spec.dtype not in ("float32", "bfloat16", "float16")
-        or variable_layout.spec_bytes(spec) < variable_layout.LEAST_BY_REPLICAS_BYTES
-        or (isinstance(compression, PowerSGD) and not _is_low_rank(compression, spec))
-    ):
-        return layout
-    scatters = layout.reduce_scatter or (layout.update_sharded and layout.sharded is not None)
-    return dataclasses.replace(layout, compression=compression, reduce_scatter=scatters)
-
-
-def of(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> CompressedForm | None:
-    """Return how the gradient of a variable is compressed; None if it is not compressed."""
-    axes = MeshAxes.of(mesh_shape)
-    if layout.compression is None:
-        return None
-    assert axes.data is not None, layout
-    is_scattered = layout.reduce_scatter and layout.sharded is not None
-    return CompressedForm(
-        compression=layout.compression,
-        shape=layout.spec.shape,
-        dim=layout.gradient.index(axes.data) if is_scattered else None,
-        axis=axes.data,
-        replicas=axes.replicas,
-        shards=axes.shards,
-    )
-
-
-def _is_low_rank(power: PowerSGD, spec: VariableSpec) -> bool:
-    """Return True for a kernel that PowerSGD makes smaller."""
-    if not spec.is_kernel_of_dense or len(spec.shape) < 2:
-        return False
-    return power.rank * sum(_matrix(spec.shape)) < math.prod(spec.shape)
-
-
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return rows and columns: the shape is cut where the sum of both sides is smallest."""
     sides = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))]
     return min(sides, key=sum)

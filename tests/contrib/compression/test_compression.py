@@ -11,10 +11,9 @@ import tensorflow as tf
 
 import parity
 import tfshard
+from tfshard.contrib.compression import gradient_codes
 from tfshard.errors import StrategyError
-from tfshard.layouts import compressed_form, variable_layout
-from tfshard.layouts.axes import axis_sizes
-from tfshard.operations import gradient_codes
+from tfshard.layouts import variable_layout
 
 FLAT, HYBRID = {"batch": 4}, {"replica": 2, "batch": 2}
 RS = np.random.RandomState(0)
@@ -453,7 +452,7 @@ def test_on_other_devices_what_was_not_sent_is_shared_out(tmp_path, saved_as, me
 @pytest.mark.slow
 def test_a_run_without_compression_leaves_it_out_and_says_so(tmp_path):
     manager, model = saved(tmp_path)
-    with pytest.warns(UserWarning, match="with compressed gradients.*of 4 variables, such as '.*kernel', is left out"):
+    with pytest.warns(UserWarning, match="with compressed gradients.*of 4 variables, such as '.*kernel', are left out"):
         again = restored(manager, compression=None)
     for ours, theirs in zip(again.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -497,7 +496,6 @@ def test_a_model_axis_is_refused():
 
 def test_small_variables_and_one_device_are_exact():
     strategy = strategy_of({"batch": 1}, 3, "int8")
-    assert all(layout.compression is None for layout in strategy.placement_of(mlp()).variables)
+    assert all(layout.reduction is None for layout in strategy.placement_of(mlp()).variables)
     placed = strategy_of(FLAT, 3, "int8").placement_of(mlp()).variables
-    assert [layout.compression for layout in placed] == ["int8", None] * 4
-    assert compressed_form.of(placed[1], axis_sizes(tfshard.create_mesh(**FLAT))) is None
+    assert [layout.reduction and layout.reduction.option for layout in placed] == ["int8", None] * 4
