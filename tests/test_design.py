@@ -5,8 +5,10 @@ import collections
 import dataclasses
 import functools
 import inspect
+import io
 import pathlib
 import re
+import tokenize
 from collections.abc import Iterator
 
 import pytest
@@ -106,6 +108,31 @@ def test_core_imports_no_extension():
     for name in HANDED_THROUGH - {"tfshard"}:
         kinds = {type(node) for node in ast.parse(MODULES[name].read_text()).body}
         assert kinds == {ast.Expr, ast.ImportFrom, ast.Assign}, name
+
+
+EXTENSIONS = sorted(path.parent.name for path in (PACKAGE / "contrib").glob("*/__init__.py"))
+
+
+def named(text: str) -> set[str]:
+    """Return the identifiers of a module, and the capitalized names in backticks of its comments and strings.
+
+    A public name with `tfshard.` in front is text for users.
+    """
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    identifiers = {token.string for token in tokens if token.type == tokenize.NAME}
+    return identifiers | set(re.findall(r"`(?!tfshard\.)(?:[a-z_]+\.)*([A-Z]\w+)", text))
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_core_names_no_class_of_an_extension(extension):
+    """The core asks extension points. It does not know which extensions there are."""
+    prefix = f"tfshard.contrib.{extension}"
+    trees = [ast.parse(path.read_text()) for name, path in MODULES.items() if f"{name}.".startswith(f"{prefix}.")]
+    classes = {node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert classes, "premise: the extension defines classes"
+    core = {name for name in MODULES if subpackage(name) != "contrib"} - HANDED_THROUGH
+    found = {name: sorted(classes & named(MODULES[name].read_text())) for name in sorted(core)}
+    assert {name: names for name, names in found.items() if names} == {}
 
 
 def test_each_extension_has_a_readme_of_ten_lines():

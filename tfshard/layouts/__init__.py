@@ -5,13 +5,13 @@ decides the layouts of a model, once.
 
     axes               names, sizes and roles of the axes of a mesh
     layout_map         path patterns to axes, columns and rows
+    variable_kind      `VariableKind`: an extension point for variables that no step reads in full
     config             every setting of a strategy: `ShardingConfig`, `ZeroStage`, and the policies
     variable_layout    a variable's spec to its `VariableLayout`; `FlatForm`, the padded form
     shard_rows         an array with a row for each shard
     compression        how devices encode gradients before the reduction; `PowerSGD`
     compressed_form    the compressed gradient of a variable, its residuals, and its collectives
     slot_dtypes        the dtype in which the optimizer slots of each variable are stored
-    embedding_tables   `EmbeddingTables`: the tables that a step reads and updates by rows
     groups             which small variables share a buffer
     placement          `ModelPlacement`: the layout of each variable of a model, and of each slot
     parameter_analyzer `ParameterAnalyzer`: the policy of groups that users choose
@@ -22,14 +22,13 @@ decides the layouts of a model, once.
 from tfshard.layouts.axes import MeshAxes, Role
 from tfshard.layouts.compression import PowerSGD
 from tfshard.layouts.config import GroupPolicy, ReshardPolicy, ShardingConfig, ZeroStage
-from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.parameter_analyzer import ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
+from tfshard.layouts.variable_kind import VariableKind
 from tfshard.layouts.variable_layout import VariableLayout, plan_variable
 
 __all__ = [
-    "EmbeddingTables",
     "GroupPolicy",
     "LayoutMap",
     "MeshAxes",
@@ -39,6 +38,7 @@ __all__ = [
     "ReshardPolicy",
     "Role",
     "ShardingConfig",
+    "VariableKind",
     "VariableLayout",
     "VariableSpec",
     "ZeroStage",

@@ -11,11 +11,12 @@ from typing import Any
 
 from tfshard.errors import StrategyError
 from tfshard.layouts import compression as compressions
+from tfshard.layouts import variable_kind
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.compression import Compression
-from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
+from tfshard.layouts.variable_kind import VariableKind
 
 REDUCE_DTYPES = ("float32", "bfloat16")
 
@@ -227,7 +228,7 @@ class ShardingConfig:
         sequence_parallel: True: the model axis shards activations along the sequence between tensor-parallel blocks.
         already_sharded: True: each client of a launched run feeds its local rows of every batch.
         compression: How devices encode gradients that they send.
-        tables: The variables that are embedding tables.
+        kinds: The kinds of variables that no step reads in full, each with the user's settings for the kind.
 
     Example:
 
@@ -246,7 +247,7 @@ class ShardingConfig:
     sequence_parallel: bool = False
     already_sharded: bool = False
     compression: Compression = None
-    tables: EmbeddingTables | None = None
+    kinds: tuple[VariableKind, ...] = ()
 
     def __post_init__(self) -> None:
         if self.analyzer is not None and not isinstance(self.analyzer, GroupPolicy):
@@ -273,6 +274,10 @@ class ShardingConfig:
             )
         return self
 
+    def kind_at(self, path: str) -> VariableKind | None:
+        """Return the kind of the variable at `path`; None for an ordinary variable."""
+        return next((kind for kind in self.kinds if kind.matches_path(path)), None)
+
     def described(self) -> dict[str, Any]:
         """Return every setting by name, in values that JSON can hold, to compare clients and to record in files."""
         found: dict[str, Any] = {}
@@ -284,9 +289,9 @@ class ShardingConfig:
                 found |= {
                     f"{field.name}.{part.name}": _plain(getattr(value, part.name)) for part in dataclasses.fields(value)
                 }
-            else:
+            elif field.name != "kinds":
                 found[field.name] = _plain(value)
-        return found
+        return found | variable_kind.described(self.kinds)
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,6 @@ from tfshard.storage.graph_edits import graphs_out_to
 from tfshard.storage.microbatch import BatchShapes
 from tfshard.storage.recomputing import BlockRecorder
 from tfshard.storage.step_record import JointUpdate, PendingGradient, SlicedRead, StepRecord, StoredRead
-from tfshard.storage.table_reads import TableReads
 from tfshard.storage.write_log import WriteLog
 from tfshard.storage.writes import Writable
 
@@ -77,7 +76,6 @@ class Step:
         blocks: Records blocks of the forward pass.
         reads: The reads.
         writes: The writes.
-        tables: The reads of embedding tables.
     """
 
     is_microbatch: ClassVar[bool] = False
@@ -96,7 +94,6 @@ class Step:
         self.blocks = BlockRecorder(graph, self.record.blocks)
         self.reads = ReadLog(graph)
         self.writes = WriteLog(graph, follows_steps=not self.is_microbatch)
-        self.tables = TableReads(self.record)
 
     @property
     def graph(self) -> tf.Graph | None:
@@ -197,6 +194,7 @@ class Step:
         record.writes = self.writes.take()
         record.values = {storage: storage.as_stored(each) for storage, each in record.writes.items()}
         record.updated = {storage: slot_reads.new_value(storage, each) for storage, each in record.writes.items()}
-        self.tables.check()
+        for state in record.kinds.values():
+            state.check()
         passes.run(passes.PASSES, record)
         return record.values

@@ -30,7 +30,7 @@ from tfshard.layouts.variable_layout import Axes
 from tfshard.storage import traced_steps
 from tfshard.storage.microbatch_step import MicrobatchStep
 from tfshard.storage.recomputing import BlockRecorder
-from tfshard.storage.step_record import Block, RowUpdate
+from tfshard.storage.step_record import Block, PartialUpdate
 from tfshard.storage.step_recorder import ReduceGradient, Step
 from tfshard.storage.writes import Writable
 
@@ -44,13 +44,13 @@ class OpenUpdate:
             buffer.
         gradient: The gradient, on the mesh of the step. Reads on the host wait for it.
         axes: The layout of the gradient.
-        rows: The rows of an embedding table that are updated. The table and its slots stand for them.
+        part: The part of a variable that is updated. The variable and its slots stand for the part.
     """
 
     packed: Writable | None = None
     gradient: tf.Tensor | None = None
     axes: Axes = ()
-    rows: RowUpdate | None = None
+    part: PartialUpdate | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -199,7 +199,7 @@ def update_scope(
     packed: Writable | None = None,
     gradient: tf.Tensor | None = None,
     axes: Axes = (),
-    rows: RowUpdate | None = None,
+    part: PartialUpdate | None = None,
 ) -> Iterator[None]:
     """Open an optimizer's update: variables are read and written in the layout of their slots.
 
@@ -207,7 +207,7 @@ def update_scope(
         packed: The storage that is updated as one tensor.
         gradient: The gradient of the update.
         axes: The layout of the gradient.
-        rows: The rows that are updated, if the variable is an embedding table.
+        part: The part of the variable that is updated; None for all of it.
     """
-    with _changed(update=OpenUpdate(packed=packed, gradient=gradient, axes=axes, rows=rows)):
+    with _changed(update=OpenUpdate(packed=packed, gradient=gradient, axes=axes, part=part)):
         yield

@@ -236,7 +236,7 @@ class StepFunctions:
             or clients.here().is_launched
             or strategy.microbatches > 1
             or strategy.config.compression is not None
-            or strategy.config.tables is not None
+            or strategy.config.kinds
             or any(axes[axis] > 1 for axis in axes.tensor)
             or not all(_can_be_padded(leaf) for leaf in leaves)
         ):
