@@ -10,7 +10,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.contrib.embedding_tables import embedding_lookups, embedding_updates, table_traffic
-from tfshard.contrib.embedding_tables.table_options import EmbeddingTables
+from tfshard.contrib.embedding_tables.table_options import LAZY, EmbeddingTables
 from tfshard.contrib.embedding_tables.table_reads import TableReads
 from tfshard.contrib.embedding_tables.table_rows import TableRows
 from tfshard.errors import StrategyError
@@ -36,6 +36,10 @@ class TableKind(VariableKind):
     noun: ClassVar[str] = "embedding tables"
 
     tables: EmbeddingTables
+
+    @property
+    def _is_lazy(self) -> bool:
+        return self.tables.sparse == LAZY
 
     def __str__(self) -> str:
         return repr(self.tables)
@@ -108,7 +112,7 @@ class TableKind(VariableKind):
         assert isinstance(table, ShardedVariable)
         if table.trainable:
             for part in _private.optimizer_chain(optimizer):
-                embedding_updates.check(part, table, is_lazy=self.tables.is_lazy)
+                embedding_updates.check(part, table, is_lazy=self._is_lazy)
 
     def update(
         self,
@@ -117,7 +121,7 @@ class TableKind(VariableKind):
         args: tuple[Any, ...],
         optimizer: keras.optimizers.Optimizer | None,
     ) -> Any:
-        return embedding_updates.update(variable, fn, args, optimizer, is_lazy=self.tables.is_lazy)
+        return embedding_updates.update(variable, fn, args, optimizer, is_lazy=self._is_lazy)
 
     def assign(self, variable: ShardedVariable, value: Any) -> None:
         del value
@@ -136,11 +140,11 @@ class TableKind(VariableKind):
         inputs: Any,
     ) -> list[Collective]:
         return table_traffic.collectives(
-            model, planned, mesh_shape, optimizer=optimizer, inputs=inputs, is_lazy=self.tables.is_lazy
+            model, planned, mesh_shape, optimizer=optimizer, inputs=inputs, is_lazy=self._is_lazy
         )
 
     def check_verifiable(self) -> None:
-        if self.tables.is_lazy:
+        if self._is_lazy:
             raise StrategyError(
                 "verify compares with what Keras does on one device, which updates no table lazily. Verify the model "
                 f"with sparse='keras'. Received: tables={self.tables}"

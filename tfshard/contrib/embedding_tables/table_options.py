@@ -73,11 +73,6 @@ class EmbeddingTables:
             f"Received: tables={given!r}"
         )
 
-    @property
-    def is_lazy(self) -> bool:
-        """True if updates change only the rows that the batch looked up."""
-        return self.sparse == LAZY
-
     def matches_path(self, path: str) -> bool:
         """Return True if the variable at `path` is one of these tables."""
         return any(re.fullmatch(pattern, path) for pattern in self.patterns)
