@@ -62,7 +62,7 @@ class Slow(keras.callbacks.Callback):
 
 def main(directory: pathlib.Path, what: str, devices: int) -> None:
     model = compiled(tfshard.ShardedStrategy(tfshard.create_mesh(batch=devices), tables=".*items/embeddings"))
-    assert model.get_layer("items").embeddings.value.layout.table is not None
+    assert model.get_layer("items").embeddings.value.layout.kind is not None
     callbacks = [tfshard.CheckpointCallback(directory / "checkpoints", every_steps=1)]
     callbacks += {"killed": [Killed(directory)], "slow": [Slow()]}[what]
     model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)

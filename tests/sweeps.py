@@ -26,7 +26,7 @@ LONGEST = [
     "contrib/pipeline/test_pipeline.py",
     "storage/test_recomputing.py",
     "launch/test_launched_failures.py",
-    "training/test_embedding_tables.py",
+    "contrib/embedding_tables/test_embedding_tables.py",
     "verifying/test_verify.py",
     "storage/test_groups.py",
     "training/test_surface.py",

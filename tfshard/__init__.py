@@ -34,12 +34,13 @@ if not command_line.is_answered_alone():
     from tfshard.contrib import compression as _compression
     from tfshard.contrib import simulate as _simulate
     from tfshard.contrib.compression import PowerSGD
+    from tfshard.contrib.embedding_tables import EmbeddingTables
     from tfshard.contrib.pipeline import pipeline
     from tfshard.contrib.simulate import calibrate, simulate
     from tfshard.devices import create_mesh, initialize
     from tfshard.errors import ShardingError
     from tfshard.graph import abstract_model, auto_layout_map
-    from tfshard.layouts import EmbeddingTables, LayoutMap
+    from tfshard.layouts import LayoutMap
     from tfshard.measure import profile_network, profile_step
     from tfshard.operations.local_map import local_map, psum
     from tfshard.planning import ParameterAnalyzer, advise, lint, plan

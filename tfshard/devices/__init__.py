@@ -25,7 +25,6 @@ A *client* is one of several processes that train together. A single process is 
     merges        the all-reduces to merge
     reductions    the dtype of gradient sums
     replicas      collectives within a replica and between replicas
-    exchanges     variable-length lists between devices
     expansions    operations without a DTensor expansion, computed in full on every device
 """
 

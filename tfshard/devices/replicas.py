@@ -112,7 +112,7 @@ def meet(mesh: dtensor.Mesh, *, exchanges: bool = False) -> None:
 
     Args:
         mesh: The mesh.
-        exchanges: True if the devices of the data axis exchange lists (exchanges.py).
+        exchanges: True if variables of a kind let the devices of the data axis exchange rows.
 
     Raises:
         MeshError: TensorFlow has the devices of a group in another order than the mesh.

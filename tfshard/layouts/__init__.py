@@ -5,12 +5,12 @@ decides the layouts of a model, once.
 
     axes               names, sizes and roles of the axes of a mesh
     layout_map         path patterns to axes, columns and rows
+    variable_kind      `VariableKind`: an extension point for variables that no step reads in full
     config             every setting of a strategy: `ShardingConfig`, `ZeroStage`, and the policies
     variable_layout    a variable's spec to its `VariableLayout`; `FlatForm`, the padded form
     shard_rows         an array with a row for each shard
     gradient_reduction `GradientReduction`: the extension point for reductions that DTensor does not have
     slot_dtypes        the dtype in which the optimizer slots of each variable are stored
-    embedding_tables   `EmbeddingTables`: the tables that a step reads and updates by rows
     groups             which small variables share a buffer
     placement          `ModelPlacement`: the layout of each variable of a model, and of each slot
     parameter_analyzer `ParameterAnalyzer`: the policy of groups that users choose
@@ -20,14 +20,13 @@ decides the layouts of a model, once.
 
 from tfshard.layouts.axes import MeshAxes, Role
 from tfshard.layouts.config import GroupPolicy, ReshardPolicy, ShardingConfig, ZeroStage
-from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.parameter_analyzer import ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
+from tfshard.layouts.variable_kind import VariableKind
 from tfshard.layouts.variable_layout import VariableLayout, plan_variable
 
 __all__ = [
-    "EmbeddingTables",
     "GroupPolicy",
     "LayoutMap",
     "MeshAxes",
@@ -36,6 +35,7 @@ __all__ = [
     "ReshardPolicy",
     "Role",
     "ShardingConfig",
+    "VariableKind",
     "VariableLayout",
     "VariableSpec",
     "ZeroStage",

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tfshard.errors import StrategyError
+from tfshard.layouts import variable_kind
 from tfshard.layouts.axes import MeshAxes
-from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
+from tfshard.layouts.variable_kind import VariableKind
 
 REDUCE_DTYPES = ("float32", "bfloat16")
 
@@ -232,7 +233,7 @@ class ShardingConfig:
         sequence_parallel: True: the model axis shards activations along the sequence between tensor-parallel blocks.
         already_sharded: True: each client of a launched run feeds its local rows of every batch.
         reduction: How devices reduce some gradients, in place of DTensor's reductions. Users call it `compression`.
-        tables: The variables that are embedding tables.
+        kinds: The kinds of variables that no step reads in full, each with the user's settings for the kind.
 
     Example:
 
@@ -251,7 +252,7 @@ class ShardingConfig:
     sequence_parallel: bool = False
     already_sharded: bool = False
     reduction: GradientReduction | None = dataclasses.field(default=None, metadata={"option": "compression"})
-    tables: EmbeddingTables | None = None
+    kinds: tuple[VariableKind, ...] = ()
 
     def __post_init__(self) -> None:
         if self.analyzer is not None and not isinstance(self.analyzer, GroupPolicy):
@@ -279,6 +280,10 @@ class ShardingConfig:
             )
         return self
 
+    def kind_at(self, path: str) -> VariableKind | None:
+        """Return the kind of the variable at `path`; None for an ordinary variable."""
+        return next((kind for kind in self.kinds if kind.matches_path(path)), None)
+
     def described(self) -> dict[str, Any]:
         """Return every setting by its name for users, in values that JSON can hold, to compare clients and to record in
         files."""
@@ -291,10 +296,10 @@ class ShardingConfig:
                 found |= {
                     f"{field.name}.{part.name}": _plain(getattr(value, part.name)) for part in dataclasses.fields(value)
                 }
-            else:
+            elif field.name != "kinds":
                 value = value.option if isinstance(value, GradientReduction) else value
                 found[field.metadata.get("option", field.name)] = _plain(value)
-        return found
+        return found | variable_kind.described(self.kinds)
 
 
 def _plain(value: Any) -> Any:

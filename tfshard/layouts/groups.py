@@ -32,8 +32,8 @@ def group(
         The layouts in the same order. The layouts of members have `flat`, `group` and `member` set.
     """
     mesh_axes = MeshAxes.of(mesh_shape)
-    # A small untrained variable is stored in full at every stage. A table is sharded at every stage.
-    shard_params = any(layout.store_sharded for layout in planned if layout.table is None)
+    # A small untrained variable is stored in full at every stage. A variable of a kind is sharded at every stage.
+    shard_params = any(layout.store_sharded for layout in planned if layout.kind is None)
     open_groups: dict[Hashable, _OpenGroup] = {}
     groups: list[_OpenGroup] = []
     for index, layout in enumerate(planned):
@@ -79,7 +79,7 @@ def may_group(policy: GroupPolicy, layout: VariableLayout, *, shard_params: bool
     # group of scales would need gathers in addition to the gathers of the kernels.
     is_scale = not layout.spec.trainable and layout.spec.path.endswith(("_scale", "_zero", "/g_idx"))
     fits = layout.spec.dtype.startswith(("float", "bfloat")) or variable_layout.is_in_bytes(layout.spec.dtype)
-    is_alone = is_scale or layout.table is not None
+    is_alone = is_scale or layout.kind is not None
     return (
         fits and not is_alone and 0 < bytes_ < policy.group_threshold_bytes and (layout.spec.trainable or shard_params)
     )

@@ -13,6 +13,7 @@ from tfshard.layouts import groups, variable_layout
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.config import GroupPolicy, ShardingConfig
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
+from tfshard.layouts.variable_kind import VariableKind
 from tfshard.layouts.variable_layout import VariableLayout
 
 
@@ -54,7 +55,7 @@ class ModelPlacement:
 
         Raises:
             LayoutError: The layout map names an axis that the mesh does not have.
-            StrategyError: A variable that `config.tables` names cannot be an embedding table.
+            StrategyError: A variable cannot be of the kind that `config.kinds` gives it.
         """
         axes = MeshAxes.of(mesh_shape)
         if config.layout_map is None:
@@ -109,6 +110,14 @@ class ModelPlacement:
             if layout.group is not None:
                 found.setdefault(layout.group, []).append(layout)
         return dict(sorted(found.items()))
+
+    def kinds(self) -> dict[VariableKind, list[VariableLayout]]:
+        """Return the variables of each kind, in the order of the model's layers."""
+        found: dict[VariableKind, list[VariableLayout]] = {}
+        for layout in self.variables:
+            if layout.kind is not None:
+                found.setdefault(layout.kind, []).append(layout)
+        return found
 
     def has_complete_groups(self) -> bool:
         """Return True if every group consists of variables of this model."""

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from tfshard.errors import LayoutError, StrategyError
+from tfshard.errors import LayoutError
 from tfshard.layouts.axes import MeshAxes, Role
 from tfshard.layouts.config import ShardingConfig
-from tfshard.layouts.embedding_tables import EmbeddingTables, rows_of_a_device
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.shard_rows import ShardRows
+from tfshard.layouts.variable_kind import VariableKind
 
 Axes = tuple[str | None, ...]
 
@@ -193,9 +193,8 @@ class VariableLayout:
             local shards of them.
         on_host: True if the host stores the variable.
         reduction: How devices reduce the gradient (`GradientReduction.choose`); None if DTensor or replicas reduce it.
-        table: For an embedding table or a slot of one, the meaning of an update (`EmbeddingTables.sparse`); else None.
-            The batch axis shards a table by rows, padded on the last device, and no step gathers the table.
-        table_rows: The number of rows of a table with padding; 0 for other variables.
+        kind: The kind of the variable or of the slot's variable (variable_kind.py). None: steps read the full variable.
+        kind_shape: The shape of the stored tensor of a variable of a kind, with padding; None for other variables.
     """
 
     spec: VariableSpec
@@ -212,8 +211,8 @@ class VariableLayout:
     slots_on_host: bool = False
     on_host: bool = False
     reduction: GradientReduction | None = None
-    table: str | None = None
-    table_rows: int = 0
+    kind: VariableKind | None = None
+    kind_shape: tuple[int, ...] | None = None
 
     def stored_bytes_of(self, elements: int) -> int:
         """Return the bytes of `elements` stored elements."""
@@ -273,9 +272,9 @@ class VariableLayout:
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
-        """The shape of the stored tensor: of the variable, of its flat form, or of its table, with padding."""
-        if self.table is not None:
-            return (self.table_rows, self.spec.shape[1])
+        """The shape of the stored tensor: of the variable, of its flat form, or as its kind pads it."""
+        if self.kind_shape is not None:
+            return self.kind_shape
         if self.flat is None:
             return self.spec.shape
         return self.flat.buffer_shape if self.store_sharded else self.flat.gathered_shape
@@ -309,13 +308,15 @@ def plan_variable(
 
     Raises:
         LayoutError: Two patterns match, too many dims, or a sharded dim that its axis does not divide.
-        StrategyError: A variable that `config.tables` names cannot be an embedding table.
+        StrategyError: A variable cannot be of the kind that `config.kinds` gives it.
     """
     mesh_axes = MeshAxes.of(mesh_shape)
     match = None if config.layout_map is None else config.layout_map.match(spec)
     slot_dtype = config.precision.slot_dtypes.of_variable(spec)
-    if config.tables is not None and config.tables.matches(spec):
-        return _table(spec, config.tables, match, mesh_axes, slot_dtype)
+    kind = config.kind_at(spec.path)
+    if kind is not None:
+        kind.check_variable(spec, match, mesh_axes, slot_dtype)
+        return _of_kind(spec, kind, mesh_axes)
     axes: Axes = match[1] if match else (None,) * len(spec.shape)
     if match is not None:
         _check_divides(spec, match[0], axes, mesh_axes)
@@ -348,32 +349,19 @@ def plan_variable(
     )
 
 
-def _table(
-    spec: VariableSpec,
-    tables: EmbeddingTables,
-    match: tuple[str, Axes] | None,
-    mesh_axes: MeshAxes,
-    slot_dtype: str | None,
-) -> VariableLayout:
-    """Return the layout of an embedding table, the same at every stage."""
-    tables.check(spec, mesh_axes, slot_dtype)
-    if match is not None and any(match[1]):
-        raise StrategyError(
-            f"'{spec.path}' is an embedding table, whose rows the batch axis shards, and the layout map has another "
-            f"layout for it. Take it out of one of them. Received: axes={match[1]} for pattern '{match[0]}', "
-            f"tables={tables}"
-        )
-    sharded = (mesh_axes.data, None) if mesh_axes.data_size > 1 else None
+def _of_kind(spec: VariableSpec, kind: VariableKind, mesh_axes: MeshAxes) -> VariableLayout:
+    """Return the layout of a variable of a kind, which is the same at every stage."""
+    undivided = (None,) * len(spec.shape)
     return VariableLayout(
         spec=spec,
-        compute=(None, None),
-        sharded=sharded,
+        compute=undivided,
+        sharded=(mesh_axes.data, *undivided[1:]) if mesh_axes.data_size > 1 else None,
         flat=None,
         store_sharded=True,
         update_sharded=True,
         reduce_scatter=False,
-        table=tables.sparse,
-        table_rows=rows_of_a_device(spec.shape[0], mesh_axes.data_size) * mesh_axes.data_size,
+        kind=kind.of_layouts,
+        kind_shape=kind.stored_shape(spec.shape, mesh_axes),
     )
 
 
@@ -399,7 +387,7 @@ def joins_reduction(layout: VariableLayout, mesh_axes: MeshAxes, *, is_sum: bool
             reduction of such a sum with the cut that follows.
     """
     is_cut = layout.flat is None and layout.update != layout.compute
-    custom_reduction = layout.table is not None or layout.reduction is not None
+    custom_reduction = layout.kind is not None or layout.reduction is not None
     if custom_reduction or is_added_up_by_replicas(layout, mesh_axes):
         return False
     return not is_cut or (is_sum and not layout.reduce_scatter)

@@ -30,8 +30,6 @@ need other functions get a `LayerPatch`. Read `registry` first, then `rewrites`.
     origins         the layer, loss or metric that made an operation, and the user's line
     layer_patch     every change to a layer or metric of a user's model, with undo
     vocabulary      lookups and metrics over a sharded vocabulary
-    embedding_lookups  lookups in tables that are sharded by rows over the batch axis
-    embedding_updates  updates of these tables, by rows
     convolution     convolutions with sharded kernels, dilated ones, and grouped ones of volumes
     assignments     arrays that are assigned to large variables
     averages        moving averages of local shards of weights

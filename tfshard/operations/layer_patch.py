@@ -26,32 +26,30 @@ class Change:
         attribute: The attribute that is replaced.
         why: What does the replacement do that the original does not?
         module: The module of the replacement.
+        knows_mesh: True if the replacement holds only on the mesh of the model's strategy.
     """
 
     of: str
     attribute: str
     why: str
     module: str
+    knows_mesh: bool = False
 
 
-# This is the only list, also in docs/design.md.
+# This list, and the changes that extensions register, are also in docs/design.md.
 TABLE_READ = Change(
     of="matrices of which a model axis shards the rows",
     attribute="sparse_read",
     why="each device looks up in its own rows, where `tf.gather` would gather the table",
     module="vocabulary",
-)
-ROWS_READ = Change(
-    of="embedding tables of `tables=`",
-    attribute="sparse_read",
-    why="asks the devices that have the rows, where `tf.gather` would gather the table",
-    module="embedding_lookups",
+    knows_mesh=True,
 )
 METRIC_UPDATE = Change(
     of="compiled accuracy and top-k metrics",
     attribute="update_state",
     why="counts which classes score above the label's, where an argmax would gather the logits",
     module="vocabulary",
+    knows_mesh=True,
 )
 OUTPUT_LOSS = Change(
     of="metrics of the losses of several outputs",
@@ -64,6 +62,7 @@ CONVOLUTION = Change(
     attribute="convolution_op",
     why="sums of matrix products, where DTensor refuses the convolution",
     module="convolution",
+    knows_mesh=True,
 )
 GROUPS = Change(
     of="convolutions of volumes in groups",
@@ -76,6 +75,7 @@ RECURRENCE = Change(
     attribute="inner_loop",
     why="each device does the loop with its own rows, without a collective",
     module="loops",
+    knows_mesh=True,
 )
 LOOKUP = Change(
     of="lookups of integers",
@@ -100,6 +100,7 @@ SEQUENCE = Change(
     attribute="call",
     why="gathers the input, or scatters the result, along the sequence",
     module="sequence",
+    knows_mesh=True,
 )
 BLOCK = Change(
     of="blocks of `strategy.recompute`",
@@ -143,14 +144,16 @@ RECORDED_GRADIENTS = Change(
     why="notes the gradients, and gives the optimizer on one device those of the sharded step",
     module="step_recording",
 )
-CHANGES = (
-    TABLE_READ, ROWS_READ, METRIC_UPDATE, OUTPUT_LOSS, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, ADAPTER,
-    QUANTIZED_ADAPTER, SEQUENCE, BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS,
-    RECORDED_GRADIENTS,
-)  # fmt: skip
+CHANGES = [
+    TABLE_READ, METRIC_UPDATE, OUTPUT_LOSS, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, ADAPTER, QUANTIZED_ADAPTER,
+    SEQUENCE, BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS, RECORDED_GRADIENTS,
+]  # fmt: skip
 
-# The changes that know a mesh.
-OF_MESHES = (TABLE_READ, ROWS_READ, METRIC_UPDATE, CONVOLUTION, RECURRENCE, SEQUENCE)
+
+def register(change: Change) -> Change:
+    """Add a kind of patch of an extension to the list, and return it."""
+    CHANGES.append(change)
+    return change
 
 
 # A layer, a function in a functional model, a metric, variable, optimizer or model.

@@ -1,7 +1,7 @@
 """Rewrite the operations of a step that DTensor expands to wrong numbers or not at all.
 
 An operation is rewritten where TensorFlow adds it to a graph or runs it in eager code, so layers, losses and gradients
-need no change. `registry.rewrite_rule` registers the rules of the modules that are imported here.
+need no change. `registry.rewrite_rule` registers the rules of the modules that are imported here, and of extensions.
 """
 
 import contextlib
@@ -22,8 +22,6 @@ from tfshard.operations import (
     dims,
     draws,
     einsums,
-    embedding_lookups,
-    embedding_updates,
     joins,
     loops,
     origins,
@@ -43,7 +41,7 @@ from tfshard.storage.write_log import Branch
 
 # These have rules.
 MODULES = (
-    candidates, counts, dims, draws, einsums, embedding_lookups, embedding_updates, joins, loops, products, refusals,
+    candidates, counts, dims, draws, einsums, joins, loops, products, refusals,
     row_operations, scatters, selects, slices, unsized,
 )  # fmt: skip
 

@@ -5,7 +5,6 @@ Read `sharding_plan` first: it defines the contents of a plan.
     sharding_plan         `ShardingPlan`: the storage and the traffic of a step
     analyzer              `plan`
     variable_traffic      the collectives of variables and gradients in a step
-    table_traffic         the largest traffic of embedding tables in a step
     gather_counts         how often a step gathers a variable or a group
     gradient_dtypes       the dtype in which a step reduces each gradient
     activation_traffic    the collectives of activations over a model axis in a step

@@ -8,7 +8,7 @@ import keras
 
 from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_specs import MeshLike, ModelOrSpecs, OptimizerLike, SlotSpec
-from tfshard.layouts import gradient_reduction
+from tfshard.layouts import gradient_reduction, variable_kind
 from tfshard.layouts.config import (
     Microbatches,
     Offload,
@@ -17,10 +17,10 @@ from tfshard.layouts.config import (
     ShardingConfig,
     ZeroStage,
 )
-from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype
+from tfshard.layouts.variable_kind import VariableKind
 from tfshard.planning import (
     activation_traffic,
     gather_counts,
@@ -29,7 +29,6 @@ from tfshard.planning import (
     statistics_traffic,
     step_collectives,
     step_graph,
-    table_traffic,
     variable_traffic,
 )
 from tfshard.planning.links import Links, LinksLike
@@ -55,7 +54,7 @@ def plan(
     links: LinksLike | None = None,
     compute_seconds: float | None = None,
     compression: Any = None,
-    tables: EmbeddingTables | str | Sequence[str] | None = None,
+    tables: VariableKind | str | Sequence[str] | None = None,
 ) -> ShardingPlan:
     """Plan a model on a mesh, without a device and without a step.
 
@@ -104,10 +103,10 @@ def plan(
     """
     sizes = model_specs.mesh_sizes(mesh_shape)
     specs = model_specs.specs_of(model_or_specs)
-    automatic, chosen = auto_layout.is_auto(layout_map), EmbeddingTables.of(tables)
+    automatic, kinds = auto_layout.is_auto(layout_map), variable_kind.from_options(tables=tables)
     resolved = auto_layout.resolve(layout_map, model_or_specs, sizes)
-    if automatic and chosen is not None:
-        resolved = chosen.take_out_of(resolved)
+    for kind in kinds if automatic else ():
+        resolved = kind.take_out_of(resolved)
     config = ShardingConfig(
         layout_map=resolved,
         zero_stage=ZeroStage.from_number(zero_stage),
@@ -117,7 +116,7 @@ def plan(
         microbatches=Microbatches(count=microbatches, reduce_once=reduce_once),
         offload=Offload.from_option(offload),
         reduction=gradient_reduction.from_option(compression),
-        tables=chosen,
+        kinds=kinds,
     )
     placement = ModelPlacement.of(specs, config, mesh_shape=sizes)
     return plan_placement(
@@ -167,7 +166,7 @@ def plan_placement(
         refused = linter.refusals(model_or_specs, placement, automatic=automatic)
     is_called = inputs is not None and isinstance(model_or_specs, keras.Model)
     graph: StepGraph | None = None
-    if is_called and not any(layout.table is not None for layout in placement.variables):
+    if is_called and not placement.kinds():
         called_on = variable_traffic.inputs_of_microbatch(microbatches, inputs, placement.mesh_shape)
         graph = step_graph.trace(model_or_specs, placement, inputs=called_on)
     planned = without_peak(
@@ -184,7 +183,8 @@ def plan_placement(
     if not is_called:
         return planned
     if graph is None:
-        unknown = _joined(planned.unknown, "the peak of a step with embedding tables")
+        nouns = (f"the peak of a step with {kind.noun}" for kind in placement.kinds())
+        unknown = _joined(planned.unknown, *dict.fromkeys(nouns))
         return dataclasses.replace(planned, unknown=unknown)
     if known is not None and compute_seconds is not None and microbatches.count == 1:
         needs_all = UpdateTiming.of(optimizer).needs_all_gradients
@@ -239,8 +239,12 @@ def without_peak(
         placement,
         slots=slots,
         activations=[
-            *table_traffic.collectives(
-                model_or_specs, placement.variables, placement.mesh_shape, optimizer=optimizer, inputs=inputs
+            *(
+                each
+                for kind, layouts in placement.kinds().items()
+                for each in kind.collectives(
+                    model_or_specs, layouts, placement.mesh_shape, optimizer=optimizer, inputs=inputs
+                )
             ),
             *(
                 dataclasses.replace(each, count=each.count * microbatches.count)

@@ -349,7 +349,7 @@ def _whole_findings(placement: ModelPlacement) -> list[Finding]:
     matrices = [
         layout.spec
         for layout in placement.variables
-        if len(layout.spec.shape) > 1 and layout.table is None and not layout_map.matching(layout.spec)
+        if len(layout.spec.shape) > 1 and layout.kind is None and not layout_map.matching(layout.spec)
     ]
     unmentioned = [spec for spec in matrices if auto_layout.is_large(spec, total)]
     # Sum all matrices: a deep model may have no single large matrix.

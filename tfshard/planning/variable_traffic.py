@@ -198,7 +198,7 @@ def predict_collectives(
         gathers: How stage 3 gathers a variable or a group, by its name here (`gather_counts`); by default once.
         reductions: How gradients are reduced (`gradient_dtypes`).
     """
-    planned = [each for each in planned if each.table is None]  # table_traffic.py
+    planned = [each for each in planned if each.kind is None]  # `VariableKind.collectives` predicts the others.
     mesh_axes = MeshAxes.of(mesh_shape)
     axis = mesh_axes.data
     collectives = _flags(planned, mesh_axes) if reductions.scales_loss else []
@@ -367,7 +367,7 @@ def updated_bytes(planned: Sequence[VariableLayout], *, mesh_shape: Mapping[str,
 
 def is_gathered(layout: VariableLayout, zero_stage: ZeroStage) -> bool:
     """Return True if a step gathers a variable: to read its shards, or after it has updated them."""
-    if layout.table is not None or not layout.splits:
+    if layout.kind is not None or not layout.splits:
         return False
     return layout.store_sharded if zero_stage.shard_params else layout.update_sharded and layout.spec.trainable
 
@@ -409,9 +409,9 @@ def whole_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
 def gradient_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int], *, scattered: bool) -> int:
     """Return the bytes of a gradient on one device, as a shard or as the backward pass makes it.
 
-    The gradient of an embedding table has the rows that were looked up, which count as activations.
+    The gradient of a variable of a kind has the parts that the step read, which count as activations.
     """
-    if layout.table is not None:
+    if layout.kind is not None:
         return 0
     if scattered and layout.splits:
         shape, axes = layout.spec.shape, layout.sharded

@@ -16,7 +16,6 @@ A *storage* is one DTensor variable, shared by the members of a group. A *step* 
     steps              `Step`, which records reads and writes, and the open step and update of a thread
     write_log          the writes of a step, in its graph, its branches and its functions
     writes             a recorded write, and the storage that it goes to
-    table_reads        the reads of embedding tables in a step
     microbatch         the batch of a step, and its microbatch
     microbatch_step    `MicrobatchStep`: the step of one microbatch
     traced_steps       steps that were traced, and their writes
@@ -32,7 +31,6 @@ A *storage* is one DTensor variable, shared by the members of a group. A *step* 
     barrier            order operations of a step that no data connects
     graph_edits        follow and replace the tensors of a traced graph
 
-    sparse_rows        the rows of an embedding table that a device updates in a step
     group_update       the updates of a group's members as one
     optimizer_kinds    which optimizers update element by element
 """

@@ -11,7 +11,7 @@ Each read or write of a variable goes to the access object of the current contex
     | an optimizer's update                               | `InUpdate`         | the value in the update layout, or,   |
     |                                                     |                    | if a buffer packs it, the full value  |
     | an update of a packed buffer as one tensor          | `InPackedUpdate`   | the same, for its members and slots   |
-    | an update of an embedding table by rows             | `InRowUpdate`      | rows, for the table and its slots     |
+    | an update of a part of a variable                   | `InPartialUpdate`  | the part, also of the slots           |
 
 Branches of a `tf.cond`, called functions and recomputed blocks have no access object. In a step, the write log
 (write_log.py) follows the graph that is being built, and blocks only mark operations.
@@ -25,10 +25,10 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import process_lock, transfer
-from tfshard.errors import StrategyError
+from tfshard.layouts.variable_kind import VariableKind
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.storage import outside, steps
-from tfshard.storage.step_record import RowUpdate
+from tfshard.storage.step_record import PartialUpdate
 from tfshard.storage.steps import Step
 from tfshard.storage.storage import Storage
 from tfshard.storage.writes import Recorded
@@ -58,9 +58,6 @@ class VariableView(outside.View, Protocol):
     def check_shape(self, shape: Any, expected: tuple[int, ...] | None = None) -> None:
         """Raise `ValueError` if a value to assign does not have the variable's shape."""
 
-    def check_compiled(self) -> None:
-        """Raise `StrategyError` if an embedding table is used in an eager step."""
-
     def full(self) -> tf.Tensor:
         """Return the full value in the compute layout, as the current graph sees it."""
 
@@ -78,7 +75,7 @@ class Access(Protocol):
         """Set or record the value."""
 
     def shape(self, variable: VariableView) -> tuple[int, ...]:
-        """Return the shape of reads. In an update by rows: the full shape, since the number of rows is unknown."""
+        """Return the shape of reads. In an update of a part: the full shape, since the size of the part is unknown."""
 
     def handle(self, variable: VariableView) -> tf.Tensor:
         """Return the tensor or handle that gradient tapes differentiate with respect to."""
@@ -93,8 +90,8 @@ def current() -> Access:
         return AroundSteps() if outside.is_around_steps() else InPlainFunction()
     if update is None:
         return InStep(step)
-    if update.rows is not None:
-        return InRowUpdate(step, update.rows)
+    if update.part is not None:
+        return InPartialUpdate(step, update.part)
     if update.packed is not None:
         return InPackedUpdate(step, update.packed)
     return InUpdate(step)
@@ -167,24 +164,24 @@ class InStep:
         if variable.storage.waits and _private.in_symbolic_scope():
             # Keras learns shapes there. The graph is never run.
             return tf.compat.v1.placeholder(variable.dtype, self.shape(variable))
-        return self._read(variable) if variable.layout.table is None else self._read_table(variable)
+        kind = variable.layout.kind
+        return self._read(variable) if kind is None else self._read_of_kind(variable, kind)
 
     def _read(self, variable: VariableView) -> tf.Tensor:
         return variable.full()
 
-    def _read_table(self, variable: VariableView) -> tf.Tensor:
-        shape = self.shape(variable)
+    def _read_of_kind(self, variable: VariableView, kind: VariableKind) -> tf.Tensor:
         if self._step is None:
-            return tf.compat.v1.placeholder(variable.dtype, shape)  # Keras learns shapes. The graph is never run.
-        variable.check_compiled()
-        return self._step.tables.placeholder(variable.path, variable.layout.spec.shape, variable.dtype)
+            # Keras learns shapes. The graph is never run.
+            return tf.compat.v1.placeholder(variable.dtype, self.shape(variable))
+        return self._step.record.state_of(kind).read(variable)
 
     def write(self, variable: VariableView, value: Any) -> None:
         tensor = variable.to_tensor(value)
-        if variable.layout.table is None:
+        if variable.layout.kind is None:
             self._write(variable, tensor)
         else:
-            self._write_table(variable, tensor)
+            self._write_of_kind(variable, variable.layout.kind, tensor)
 
     def _write(self, variable: VariableView, tensor: tf.Tensor) -> None:
         variable.check_shape(tensor.shape)
@@ -193,12 +190,8 @@ class InStep:
         else:
             self._step.writes.record_member(variable.storage, variable.member, tensor)
 
-    def _write_table(self, variable: VariableView, tensor: tf.Tensor) -> None:
-        del tensor
-        raise StrategyError(
-            f"Embedding table '{variable.path}' is assigned in a step, by something other than an optimizer's update "
-            "of its rows. Assign it outside of the step, or take it out of tables=."
-        )
+    def _write_of_kind(self, variable: VariableView, kind: VariableKind, tensor: tf.Tensor) -> None:
+        kind.assign(variable, tensor)
 
     def shape(self, variable: VariableView) -> tuple[int, ...]:
         return variable.layout.spec.shape
@@ -207,8 +200,9 @@ class InStep:
         read = None if self._step is None else self._step.reads.last(variable)
         if read is not None:
             return read
-        if self._step is not None and variable.layout.table is not None and not _private.is_eager():
-            return self._step.tables.source(variable.storage)  # No lookup took the read: it has no gradient.
+        kind = variable.layout.kind
+        if self._step is not None and kind is not None and not _private.is_eager():
+            return self._step.record.state_of(kind).source(variable)
         return variable.source()
 
 
@@ -253,15 +247,17 @@ class InPackedUpdate(InUpdate):
         return super()._is_buffer(storage) or self._packed in (storage, storage.root)
 
 
-class InRowUpdate(InUpdate):
-    """An update of an embedding table: the table and its slots stand for the rows that a device updates."""
+class InPartialUpdate(InUpdate):
+    """An update of a part of a variable of a kind: the variable and its slots stand for the part."""
 
-    def __init__(self, step: Step | None, rows: RowUpdate):
+    def __init__(self, step: Step | None, part: PartialUpdate):
         super().__init__(step)
-        self._rows = rows
+        self._part = part
 
-    def _read_table(self, variable: VariableView) -> tf.Tensor:
-        return self._rows.value(variable.storage)
+    def _read_of_kind(self, variable: VariableView, kind: VariableKind) -> tf.Tensor:
+        del kind
+        return self._part.value(variable.storage)
 
-    def _write_table(self, variable: VariableView, tensor: tf.Tensor) -> None:
-        self._rows.record(variable.storage, tensor)
+    def _write_of_kind(self, variable: VariableView, kind: VariableKind, tensor: tf.Tensor) -> None:
+        del kind
+        self._part.record(variable.storage, tensor)

@@ -110,8 +110,9 @@ class StorageFormat(abc.ABC):
     def of(layout: VariableLayout, mesh: dtensor.Mesh) -> "StorageFormat":
         """Return the format of the storage for a variable of this layout."""
         format: StorageFormat
-        if layout.table is not None:
-            return TableRows(layout, mesh)
+        if layout.kind is not None:
+            format = layout.kind.format(layout, mesh)
+            return format
         whole, flat = Unpacked, Flat
         if layout.stored_dtype == "bfloat16":
             whole, flat = UnpackedInBfloat16, FlatInBfloat16
@@ -268,70 +269,6 @@ class Unpacked(StorageFormat):
 
     def pieces(self, location: Mapping[str, int]) -> list[Shard]:
         return [Shard(member=0, box=boxes.shard_box(self.shape, self.storage, axis_sizes(self.mesh), location))]
-
-    def share(self, piece: int, member: int) -> int:
-        return piece
-
-
-class TableRows(StorageFormat):
-    """An embedding table or a slot of one: as many rows on each device, the last one's filled up with zeros.
-
-    A step reads and writes rows of it (`SparseRows`), and never all.
-    """
-
-    direct = False
-    packed = False
-    is_repeated = False
-
-    def __init__(self, layout: VariableLayout, mesh: dtensor.Mesh):
-        super().__init__(layout, mesh, (Member(shape=layout.spec.shape, compute=layout.compute, update=layout.update),))
-        self._rows = layout.spec.shape[0]
-
-    @property
-    def devices(self) -> int:
-        """Among how many devices the rows are shared out."""
-        return axis_sizes(self.mesh).data_size
-
-    @property
-    def rows_of_a_device(self) -> int:
-        """How many rows a device has, filled up."""
-        return self.shape[0] // self.devices
-
-    @property
-    def is_gathered(self) -> bool:
-        return False
-
-    def pack_host(self, values: Mapping[int, HostValue]) -> np.ndarray:
-        value, filling = drawn(values[0]), self.shape[0] - self._rows
-        if not filling:
-            return value
-        if not any(value.strides):  # All elements are one number, stored once.
-            return np.broadcast_to(value[:1, :1], self.shape)
-        return np.concatenate([value, np.zeros((filling, value.shape[1]), value.dtype)])
-
-    def unpack_host(self, stored: np.ndarray, member: int) -> np.ndarray:
-        return stored[: self._rows]
-
-    def pack(self, written: Mapping[int, tf.Tensor], read: Callable[[int], tf.Tensor]) -> tf.Tensor:
-        raise AssertionError("A step writes rows.")
-
-    def gather(self, stored: tf.Tensor) -> tf.Tensor:
-        raise AssertionError("A step reads rows.")
-
-    def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:
-        raise AssertionError("A step reads rows.")
-
-    def extract(self, stored: tf.Tensor, member: int) -> tf.Tensor:
-        return stored[: self._rows]
-
-    def insert(self, stored: Callable[[], tf.Tensor], member: int, value: tf.Tensor) -> tf.Tensor:
-        return tf.pad(value, [[0, self.shape[0] - self._rows], [0, 0]])
-
-    def pieces(self, location: Mapping[str, int]) -> list[Shard]:
-        box = boxes.shard_box(self.shape, self.storage, axis_sizes(self.mesh), location)
-        rows = max(0, min(box.shape[0], self._rows - box.offset[0]))
-        offset = min(box.offset[0], self._rows)
-        return [Shard(member=0, box=boxes.Box(offset=(offset, 0), shape=(rows, box.shape[1])))]
 
     def share(self, piece: int, member: int) -> int:
         return piece

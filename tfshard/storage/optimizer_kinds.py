@@ -42,26 +42,6 @@ def update_key(optimizer: keras.optimizers.Optimizer, fn: Callable[..., Any], va
     return _private.uses_weight_decay(optimizer, fn, variable), key(variable) if key is not None else None
 
 
-# Keras's optimizers that square a gradient once, and otherwise use the gradient only in sums and multiples.
-_SQUARE = (
-    keras.optimizers.Adagrad,
-    keras.optimizers.Adam,
-    keras.optimizers.AdamW,
-    keras.optimizers.Nadam,
-    keras.optimizers.RMSprop,
-)
-
-
-def squares(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Return whether an update uses a gradient and its square, in sums and multiples only."""
-    return type(optimizer) in _SQUARE
-
-
-def is_known_sparse(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Return whether tfshard knows how the optimizer updates rows that occur twice in a sparse gradient."""
-    return type(optimizer) is keras.optimizers.SGD or squares(optimizer)
-
-
 def adds_up_rows(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return whether Keras on TensorFlow updates by a sparse gradient as by the dense sum of its rows.
 
@@ -73,16 +53,3 @@ def adds_up_rows(optimizer: keras.optimizers.Optimizer) -> bool:
     if any(getattr(part, name, None) is not None for part in chain for name in clips):
         return False
     return type(chain[-1]) in (keras.optimizers.SGD, keras.optimizers.Lion)
-
-
-def leaves_others(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
-    """Return whether Keras's update leaves elements and slots with a zero gradient unchanged."""
-    if decays(optimizer, variable):
-        return False
-    is_plain = type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
-    return is_plain or type(optimizer) is keras.optimizers.Adagrad
-
-
-def decays(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
-    """Return whether an optimizer applies weight decay to a variable."""
-    return _private.decays(optimizer, variable)

@@ -46,8 +46,8 @@ def write(record: StepRecord, barrier: Barrier) -> None:
         storage.write_stored(_behind_earlier_step(record, storage, value), record.takers.get(storage, ()))
     for (host, axes), tokens in record.host_tokens.items():
         barriers.use(host, tokens, axes)
-    for storage, update in record.row_updates.items():
-        update.write(record.rows_read[storage])
+    for state in record.kinds.values():
+        state.write()
 
 
 def _behind_earlier_step(record: StepRecord, storage: Writable, value: tf.Tensor) -> tf.Tensor:

@@ -18,8 +18,9 @@ _SMALL_BYTES = 1 << 20
 def hold_small_copies(record: StepRecord, barrier: Barrier) -> None:
     """Let counters, seeds, statistics and metrics wait for each other and for one large value.
 
-    They also wait for the new rows of embedding tables. The large value is the value of the first layer: its gradient
-    comes last. A value that operations take from its storage once it is written (`StepRecord.takers`) cannot wait.
+    They also wait for the new values of variables of a kind (`KindState.known`). The large value is the value of the
+    first layer: its gradient comes last. A value that operations take from its storage once it is written
+    (`StepRecord.takers`) cannot wait.
 
     The pass uses the tokens of the step. A step that writes nothing returns their sum to its caller.
     """
@@ -31,7 +32,7 @@ def hold_small_copies(record: StepRecord, barrier: Barrier) -> None:
     small = [storage for storage, value in record.values.items() if is_small_copy(storage, value)]
     large = [storage for storage in record.values if storage not in small and not record.takers.get(storage)]
     waiting = small + large[:1]
-    known = [update.known() for update in record.row_updates.values()]
+    known = [each for state in record.kinds.values() for each in state.known()]
     tied = barrier.tie(*(record.values[storage] for storage in waiting), *known)
     record.values |= zip(waiting, tied, strict=False)
     barriers.use(next(iter(record.values)).mesh, [*record.tokens, *tied[len(waiting) :]])

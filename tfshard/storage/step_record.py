@@ -1,33 +1,55 @@
 """The record of a step: data that the recorder collects while the step is traced, and that passes change afterwards."""
 
+import abc
 import collections
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard.layouts.config import ReshardPolicy
+from tfshard.layouts.variable_kind import VariableKind
 from tfshard.layouts.variable_layout import Axes
 from tfshard.storage.graph_edits import OpInput
 from tfshard.storage.writes import Recorded, Writable
 
 
-class RowUpdate(Protocol):
-    """New rows of an embedding table and of its slots: a `SparseRows`, as far as a step knows it."""
+class PartialUpdate(Protocol):
+    """An optimizer's update of a part of a variable. The variable and its slots stand for that part."""
 
     def value(self, storage: Any) -> tf.Tensor:
-        """Return the rows of the table or of a slot."""
+        """Return the part of the variable's storage, or of the storage of a slot."""
 
     def record(self, storage: Any, value: tf.Tensor) -> None:
-        """Record new rows."""
+        """Record the new value of the part."""
 
-    def known(self) -> tf.Tensor:
-        """Return zero, a float32 on the mesh, that exists once the new rows do."""
+    def dense(self, storage: Any, sparse: tf.IndexedSlices) -> tf.Tensor:
+        """Convert slices of the part to a tensor of the part's shape. Slices with equal indices are summed."""
 
-    def write(self, reads: Sequence[tf.Tensor]) -> None:
-        """Write the new rows."""
+
+class KindState(abc.ABC):
+    """The variables of one kind in one step: what the step reads and writes of them (`VariableKind.begin_step`)."""
+
+    @abc.abstractmethod
+    def read(self, variable: Any) -> tf.Tensor:
+        """Return a tensor for a read of the full variable."""
+
+    @abc.abstractmethod
+    def source(self, variable: Any) -> tf.Tensor:
+        """Return the tensor that a gradient is taken with respect to, if no recorded read used the variable."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise `StrategyError` if the finished step uses a variable in a way that its kind cannot carry out."""
+
+    @abc.abstractmethod
+    def known(self) -> list[tf.Tensor]:
+        """Return zeros, float32 on the mesh, that exist once the new values do. Small values wait for them."""
+
+    @abc.abstractmethod
+    def write(self) -> None:
+        """Write the new values. Last in the step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,8 +132,7 @@ class StepRecord:
         updates: Updates with gradients that are reduced together, in order.
         sliced_reads: Replicated reads that updates slice.
         blocks: Blocks to compute again. They do not overlap.
-        rows_read: The rows that lookups read of each embedding table.
-        row_updates: The new rows of each embedding table.
+        kinds: The state of each kind of variable that the step uses (`state_of`).
         tokens: Tokens that went through barriers (barrier.py).
         host_tokens: Tokens on host meshes, by mesh and layout.
         results: Sums of gradients that the step returns and does not write, by storage. Passes order them like values.
@@ -130,10 +151,7 @@ class StepRecord:
     updates: list[JointUpdate] = dataclasses.field(default_factory=list)
     sliced_reads: list[SlicedRead] = dataclasses.field(default_factory=list)
     blocks: list[Block] = dataclasses.field(default_factory=list)
-    rows_read: dict[Writable, list[tf.Tensor]] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(list)
-    )
-    row_updates: dict[Writable, RowUpdate] = dataclasses.field(default_factory=dict)
+    kinds: dict[VariableKind, KindState] = dataclasses.field(default_factory=dict)
     tokens: list[tf.Tensor] = dataclasses.field(default_factory=list)
     host_tokens: dict[tuple[dtensor.Mesh, Axes], list[tf.Tensor]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(list)
@@ -156,3 +174,9 @@ class StepRecord:
     def traced(self) -> tf.Graph | None:
         """The graph, if passes may change where its gathers and reductions run."""
         return self.graph if self.reshard is not None and self.mesh is not None else None
+
+    def state_of(self, kind: VariableKind) -> KindState:
+        """Return the state of a kind of variable. The first call begins it."""
+        if kind not in self.kinds:
+            self.kinds[kind] = kind.begin_step(self)
+        return self.kinds[kind]

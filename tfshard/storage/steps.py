@@ -40,13 +40,12 @@ from tfshard.storage.recomputing import BlockRecorder
 from tfshard.storage.step_record import (
     Block,
     JointUpdate,
+    PartialUpdate,
     PendingGradient,
-    RowUpdate,
     SlicedRead,
     StepRecord,
     StoredRead,
 )
-from tfshard.storage.table_reads import TableReads
 from tfshard.storage.write_log import WriteLog
 from tfshard.storage.writes import Writable
 
@@ -107,7 +106,6 @@ class Step:
         blocks: Records blocks of the forward pass.
         reads: The reads.
         writes: The writes.
-        tables: The reads of embedding tables.
     """
 
     is_microbatch: ClassVar[bool] = False
@@ -126,7 +124,6 @@ class Step:
         self.blocks = BlockRecorder(graph, self.record.blocks)
         self.reads = ReadLog(graph)
         self.writes = WriteLog(graph, follows_steps=not self.is_microbatch)
-        self.tables = TableReads(self.record)
 
     @property
     def graph(self) -> tf.Graph | None:
@@ -227,7 +224,8 @@ class Step:
         record.writes = self.writes.take()
         record.values = {storage: storage.as_stored(each) for storage, each in record.writes.items()}
         record.updated = {storage: slot_reads.new_value(storage, each) for storage, each in record.writes.items()}
-        self.tables.check()
+        for state in record.kinds.values():
+            state.check()
         passes.run(passes.PASSES, record)
         return record.values
 
@@ -241,13 +239,13 @@ class OpenUpdate:
             buffer.
         gradient: The gradient, on the mesh of the step. Reads on the host wait for it.
         axes: The layout of the gradient.
-        rows: The rows of an embedding table that are updated. The table and its slots stand for them.
+        part: The part of a variable that is updated. The variable and its slots stand for the part.
     """
 
     packed: Writable | None = None
     gradient: tf.Tensor | None = None
     axes: Axes = ()
-    rows: RowUpdate | None = None
+    part: PartialUpdate | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -377,7 +375,7 @@ def update_scope(
     packed: Writable | None = None,
     gradient: tf.Tensor | None = None,
     axes: Axes = (),
-    rows: RowUpdate | None = None,
+    part: PartialUpdate | None = None,
 ) -> Iterator[None]:
     """Open an optimizer's update: variables are read and written in the layout of their slots.
 
@@ -385,7 +383,7 @@ def update_scope(
         packed: The storage that is updated as one tensor.
         gradient: The gradient of the update.
         axes: The layout of the gradient.
-        rows: The rows that are updated, if the variable is an embedding table.
+        part: The part of the variable that is updated; None for all of it.
     """
-    with changed(update=OpenUpdate(packed=packed, gradient=gradient, axes=axes, rows=rows)):
+    with changed(update=OpenUpdate(packed=packed, gradient=gradient, axes=axes, part=part)):
         yield

@@ -13,7 +13,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import clients, process_lock, transfer
-from tfshard.errors import LayoutError, StrategyError
+from tfshard.errors import LayoutError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes, VariableLayout, is_added_up_by_replicas
 from tfshard.storage import access, gradient, steps
@@ -236,24 +236,6 @@ class ShardedVariable(VariableSurface):
                 note_kind=self._note_kind(),
             )
 
-    def check_compiled(self) -> None:
-        """Raise `StrategyError` if an embedding table is used in an eager step."""
-        if _private.is_eager():
-            raise StrategyError(
-                f"Embedding table '{self.path}' is used in an eager step, which would gather it. Compile the model "
-                "without run_eagerly=True and give strategy.run a tf.function, or take it out of tables=."
-            )
-
-    def read_rows(self) -> tf.Tensor:
-        """Return the number that each lookup takes. The gradient of the table is taken with respect to it."""
-        step = steps.current()
-        assert step is not None, "Rows are read in steps."
-        source = step.tables.source(self.storage)
-        if self._trainable:
-            step.reads.note(self, source)
-            _private.record_variable_access(self)
-        return source
-
     def _note_read(self, tensor_or_handle: tf.Tensor) -> None:
         step = steps.current()
         if step is not None and self._trainable:
@@ -418,10 +400,10 @@ class ShardedVariable(VariableSurface):
 
     def _dense(self, sparse: tf.IndexedSlices | tf.Tensor) -> tf.Tensor:
         update = steps.open_update()
-        updates_rows = update is not None and update.rows is not None
-        if self.layout.table is None or not updates_rows or not isinstance(sparse, tf.IndexedSlices):
+        part = None if update is None or self.layout.kind is None else update.part
+        if part is None or not isinstance(sparse, tf.IndexedSlices):
             return super()._dense(sparse)
-        return tf.math.unsorted_segment_sum(sparse.values, sparse.indices, tf.gather(tf.shape(self.value()), 0))
+        return part.dense(self.storage, sparse)
 
     def check_shape(self, shape: Any, expected: tuple[int, ...] | None = None) -> None:
         """Raise `ValueError` if a value to assign does not have the expected shape, by default the variable's."""

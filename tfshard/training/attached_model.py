@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,13 +16,12 @@ from tfshard.layouts import planner
 from tfshard.layouts.config import GroupPolicy
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
+from tfshard.layouts.variable_kind import VariableKind
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.operations import (
     adapters,
     blocks,
     convolution,
-    embedding_lookups,
-    embedding_updates,
     layer_patch,
     lookups,
     loops,
@@ -102,8 +101,9 @@ class AttachedModel:
             return strategy.layout_map
         if self._found_map is None:
             found = auto_layout.auto_layout_map(self.model, strategy.mesh)
-            tables = strategy.config.tables
-            self._found_map = found if tables is None else tables.take_out_of(found)
+            for kind in strategy.config.kinds:
+                found = kind.take_out_of(found)
+            self._found_map = found
         return self._found_map
 
     def placement(self, *, ignore_stored: bool = False) -> ModelPlacement:
@@ -151,8 +151,8 @@ class AttachedModel:
         if not self.model.built or self._layouts_are_checked:
             return
         strategy = self.strategy
-        if strategy.config.tables is not None:
-            strategy.config.tables.check_used([spec.path for spec in self.placement().specs])
+        for kind in strategy.config.kinds:
+            kind.check_used([spec.path for spec in self.placement().specs])
         planner.check_layouts(self.model, self.placement(), automatic=strategy.auto)
         self._layouts_are_checked = True
 
@@ -170,6 +170,13 @@ class AttachedModel:
             for variable, layout in zip(owned, placed.variables, strict=True)
             if _private.backend_variable(variable) is not None
         ]
+
+    def _variables_of_kinds(self) -> Iterator[tuple[keras.Variable, VariableKind]]:
+        """Yield the variables on the mesh that have a kind, with the kind."""
+        for variable, _ in inventory.owned_variables(self.model):
+            current = _private.backend_variable(variable)
+            if isinstance(current, ShardedVariable) and current.layout.kind is not None:
+                yield variable, current.layout.kind
 
     # --- attach, refresh, move, detach
 
@@ -200,7 +207,8 @@ class AttachedModel:
         self.reshard_layers()
         attach_variables(loops.states(model), strategy)
         for optimizer in inventory.model_optimizers(model):
-            embedding_updates.check(optimizer, [variable for variable, _ in inventory.owned_variables(model)])
+            for variable, kind in self._variables_of_kinds():
+                kind.check_optimizer(optimizer, variable)
             attach_optimizer(optimizer, strategy)
         for metric in _private.compiled_metrics(model):
             attach_variables(metric.variables, strategy)
@@ -280,7 +288,7 @@ class AttachedModel:
         """
         model, strategy = self.model, self.strategy
         strategy.detached += 1
-        layer_patch.undo(model, layer_patch.OF_MESHES)
+        layer_patch.undo(model, [change for change in layer_patch.CHANGES if change.knows_mesh])
         now = {id(_private.backend_variable(variable)) for variable, _ in inventory.owned_variables(model)}
         left = [each for each in before if isinstance(each, ShardedVariable) and id(each) not in now]
         for each in left:
@@ -309,7 +317,8 @@ class AttachedModel:
         """Patch layers and metrics that read sharded variables. Call this when the variables are in their layouts."""
         model, mesh = self.model, self.strategy.mesh
         variables = [variable for variable, _ in inventory.owned_variables(model)]
-        embedding_lookups.install(variables)
+        for variable, kind in self._variables_of_kinds():
+            kind.install(variable)
         vocabulary.install(model, variables, mesh)
         convolution.install(model, mesh)
         loops.install(model, mesh)

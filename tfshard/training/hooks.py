@@ -16,7 +16,7 @@ from tfshard.errors import NumericsWarning, StrategyError, warn
 from tfshard.graph import inventory
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import VariableSpec
-from tfshard.operations import assignments, embedding_updates, partial_sums, rewrites
+from tfshard.operations import assignments, partial_sums, rewrites
 from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.initial_values import HostValue, InitialValue
 from tfshard.storage.steps import ReduceGradient, current, is_outside, step_scope, update_scope
@@ -232,8 +232,8 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             _warn_of_sparse(var, optimizer)
             if batch is not None and isinstance(args[0], tf.Tensor):
                 batch.note(var, args[0])
-        if var.layout.table is not None:
-            return embedding_updates.update(var, fn, tuple(args), optimizer)
+        if var.layout.kind is not None:
+            return var.layout.kind.update(var, fn, tuple(args), optimizer)
         if var.storage.format.packed and optimizer_kinds.is_elementwise(optimizer):
             if not var.storage.is_group:
                 return group_update.run_alone(var, fn, tuple(args), optimizer)

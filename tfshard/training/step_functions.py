@@ -313,7 +313,7 @@ class StepFunctions:
             or clients.here().is_launched
             or strategy.microbatches > 1
             or strategy.config.reduction is not None
-            or strategy.config.tables is not None
+            or strategy.config.kinds
             or any(axes[axis] > 1 for axis in axes.tensor)
             or not all(padding.can_be_padded(leaf) for leaf in leaves)
         ):

@@ -27,14 +27,14 @@ from tfshard.devices import (
 from tfshard.devices.mesh import create_mesh, rank_meshes
 from tfshard.errors import MeshError, StrategyError, warn
 from tfshard.graph import auto_layout, model_specs
-from tfshard.layouts import gradient_reduction, planner
+from tfshard.layouts import gradient_reduction, planner, variable_kind
 from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
 from tfshard.layouts.config import Microbatches, Offload, Precision, ReshardPolicy, ShardingConfig, ZeroStage
-from tfshard.layouts.embedding_tables import EmbeddingTables
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype
+from tfshard.layouts.variable_kind import VariableKind
 from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats, check_is_measurable
 from tfshard.operations import blocks as blocks_of_layers
@@ -140,7 +140,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         reduce_once: bool = False,
         offload: str | None = None,
         compression: Any = None,
-        tables: EmbeddingTables | str | Sequence[str] | None = None,
+        tables: VariableKind | str | Sequence[str] | None = None,
     ):
         readiness.check_process()
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
@@ -162,7 +162,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             sequence_parallel=sequence_parallel,
             already_sharded=already_sharded,
             reduction=gradient_reduction.from_option(compression),
-            tables=EmbeddingTables.of(tables),
+            kinds=variable_kind.from_options(tables=tables),
         )
         self._start(mesh, config)
 
@@ -189,7 +189,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         gathers.choose(mesh)
         reductions.choose(config.precision.reduce_dtype)
         transfer.meet(mesh)
-        replicas.meet(mesh, exchanges=config.tables is not None)
+        replicas.meet(mesh, exchanges=bool(config.kinds))
         if config.reduction is not None:
             config.reduction.meet(mesh)
         process_lock.start()

@@ -142,8 +142,8 @@ class Comparison:
             variable = trained.get(key.path) if key.kind == "gradient" else None
             if variable is None or variable.layout.sharded is None or variable.layout.flat is not None:
                 continue
-            if variable.layout.table is not None:
-                continue  # The gradient of a table has only the rows that were looked up.
+            if variable.layout.kind is not None:
+                continue  # The gradient has only the parts that the step read.
             if strategy.config.zero_stage.shard_grads and strategy.mesh_shape.data not in axes:
                 message = (
                     f"{key} is whole on every device when the optimizer gets it; stage "

@@ -175,9 +175,9 @@ class Recorder:
                     self.values[key] = None
                     continue
                 self._note(key, gradient)
-                tables = self._subject.strategy.config.tables
-                is_table = tables is not None and tables.matches_path(path)
-                if self._given is not None and not is_table:  # A table's squares depend on its gradient's form.
+                # The update of a variable of a kind depends on the form of the gradient.
+                is_ordinary = self._subject.strategy.config.kind_at(path) is None
+                if self._given is not None and is_ordinary:
                     if isinstance(gradient, tf.IndexedSlices) and not optimizer_kinds.adds_up_rows(optimizer):
                         self.left_out[
                             f"update '{path}' with a sparse gradient: Keras on TensorFlow squares each lookup of a row "

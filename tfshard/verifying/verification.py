@@ -10,7 +10,6 @@ from tfshard import _private
 from tfshard.devices import batching, clients, process_lock, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import batches
-from tfshard.layouts.embedding_tables import LAZY
 from tfshard.training import attached_model, custom_steps
 from tfshard.training.strategy import ShardedStrategy
 from tfshard.verifying.comparison import Comparison
@@ -39,7 +38,7 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
         A `Verification`.
 
     Raises:
-        StrategyError: The model is not compiled with a ShardedStrategy, or has lazy embedding tables. This process is a
+        StrategyError: The model is not compiled with a ShardedStrategy, or `tables=` updates lazily. This process is a
             client of a launched run. The batch is a dataset or lacks targets for the compiled loss.
         UnsupportedOperationError: The step has an operation that DTensor cannot expand.
 
@@ -60,11 +59,8 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
             "tfshard.as_distributed(model).compile(optimizer, loss, strategy=...). "
             f"Received: model '{getattr(model, 'name', model)}' under {strategy!r}"
         )
-    if strategy.config.tables is not None and strategy.config.tables.sparse == LAZY:
-        raise StrategyError(
-            "verify compares with what Keras does on one device, which updates no table lazily. Verify the model with "
-            f"sparse='keras'. Received: tables={strategy.config.tables}"
-        )
+    for kind in strategy.config.kinds:
+        kind.check_verifiable()
     if clients.here().is_launched:
         raise StrategyError(
             "verify runs in one process. Start one with as many devices as the launched run has together, "

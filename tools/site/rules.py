@@ -46,13 +46,16 @@ def gradient(rule: RewriteRule) -> str:
 
 def by_module() -> list[RewriteRule]:
     """Return the rules in the order of their modules and of their lines."""
-    modules = [module.__name__ for module in rewrites.MODULES]
+    rules = registry.all_rules()
+    core = [module.__name__ for module in rewrites.MODULES]
+    extensions = sorted({rule.function.__module__ for rule in rules} - {*core})
+    modules = [*core, *extensions]
 
     def place(rule: RewriteRule) -> tuple[int, int, str]:
         line = inspect.unwrap(rule.function).__code__.co_firstlineno
         return modules.index(rule.function.__module__), line, rule.sizes
 
-    return sorted(registry.all_rules(), key=place)
+    return sorted(rules, key=place)
 
 
 def design_table() -> str:

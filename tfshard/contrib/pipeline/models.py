@@ -171,10 +171,11 @@ def _check(
             "A pipeline has microbatches of its own: tfshard.pipeline(model, microbatches=...). "
             f"Received: a strategy with microbatches={strategy.microbatches}"
         )
-    if strategy.config.tables is not None:
+    if strategy.config.kinds:
+        kind = strategy.config.kinds[0]
         raise StrategyError(
-            "A pipeline adds up the gradients of its microbatches as they are updated, whole, and those of embedding "
-            f"tables are rows: leave tables out, or the pipeline axis. Received: tables={strategy.config.tables!r}"
+            f"A pipeline adds up the full gradients of its microbatches, and the gradients of {kind.noun} are not "
+            f"full. Leave out {kind.option}=, or the pipeline axis. Received: {kind.option}={kind}"
         )
     if settings.get("jit_compile") is True:
         unsupported.raise_jit_compile(model)

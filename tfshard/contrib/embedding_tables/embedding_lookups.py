@@ -9,7 +9,7 @@ gradient (`embedding_updates`).
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import keras
 import numpy as np
@@ -17,15 +17,17 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import exchanges, local_shards, transfer
+from tfshard.contrib.embedding_tables import exchanges, sparse_rows
+from tfshard.contrib.embedding_tables.exchanges import ids_of_a_device
+from tfshard.contrib.embedding_tables.table_reads import check_compiled, reads_of
+from tfshard.contrib.embedding_tables.table_rows import TableRows
+from tfshard.devices import local_shards, transfer
 from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
-from tfshard.layouts.embedding_tables import ids_of_a_device
 from tfshard.operations import layer_patch, rows
 from tfshard.operations.conditions import batch_axis_has_devices
 from tfshard.operations.registry import rewrite_rule
-from tfshard.storage import recomputing, sparse_rows, steps
-from tfshard.storage.formats import TableRows
+from tfshard.storage import recomputing, steps
 from tfshard.storage.steps import Step
 from tfshard.storage.variables import ShardedVariable
 
@@ -33,16 +35,25 @@ from tfshard.storage.variables import ShardedVariable
 _GRADIENT = "gradient_of_rows"
 
 
-def install(variables: list[keras.Variable]) -> None:
-    """Patch a model's embedding tables: lookups ask other devices for rows.
+ROWS_READ = layer_patch.register(
+    layer_patch.Change(
+        of="embedding tables of `tables=`",
+        attribute="sparse_read",
+        why="asks the devices that have the rows, where `tf.gather` would gather the table",
+        module="embedding_lookups",
+        knows_mesh=True,
+    )
+)
 
-    Args:
-        variables: The variables of the model, all on the mesh.
-    """
-    for variable in variables:
-        current = _private.backend_variable(variable)
-        if isinstance(current, ShardedVariable) and current.layout.table is not None:
-            layer_patch.apply(layer_patch.ROWS_READ, variable, functools.partial(_read_function, variable))
+
+def install(variable: keras.Variable) -> None:
+    """Patch an embedding table on a mesh: lookups ask other devices for rows."""
+    layer_patch.apply(ROWS_READ, variable, functools.partial(_read_function, variable))
+
+
+def is_table(variable: Any) -> TypeGuard[ShardedVariable]:
+    """Return True if a backend variable is stored as an embedding table."""
+    return isinstance(variable, ShardedVariable) and isinstance(variable.storage.format, TableRows)
 
 
 def _read_function(variable: keras.Variable, original: None) -> Callable[..., tf.Tensor]:
@@ -56,7 +67,7 @@ def _read_rows(variable: keras.Variable, ids: Any, name: str | None = None) -> t
     del name
     current = _private.backend_variable(variable)
     step = steps.current()
-    if step is None or not isinstance(current, ShardedVariable) or current.layout.table is None:
+    if step is None or not is_table(current):
         # tf.gather then reads the full variable: Keras learns shapes, or no strategy runs the function.
         raise AttributeError("sparse_read")
     try:
@@ -83,7 +94,7 @@ def lookup(table: ShardedVariable, ids: tf.Tensor) -> tf.Tensor:
         StrategyError: The step is eager, has microbatches, has updated the table, or looks up in a loop, a branch or a
             function; or the shape of the ids is unknown.
     """
-    table.check_compiled()
+    check_compiled(table)
     step = steps.current()
     assert step is not None
     _check(table, ids, step)
@@ -123,7 +134,11 @@ def _looked_up(table: ShardedVariable, ids: tf.Tensor, step: Step) -> tf.Tensor:
             axis = axis_sizes(mesh).data if is_shared_out and devices > 1 else None
             return transfer.relayout(found, (axis, *(None,) * len(shape)), mesh), gradient
 
-    return tf.custom_gradient(apply)(table.read_rows())
+    anchor = reads_of(table, step).source(table)
+    if table.trainable:
+        step.reads.note(table, anchor)
+        _private.record_variable_access(table)
+    return tf.custom_gradient(apply)(anchor)
 
 
 def _check(table: ShardedVariable, ids: tf.Tensor, step: Step) -> None:
@@ -133,7 +148,7 @@ def _check(table: ShardedVariable, ids: tf.Tensor, step: Step) -> None:
         what = "in a step that takes its batch in microbatches. Set strategy.microbatches = 1"
     elif steps.here() is not step.graph:
         what = "in a loop, a branch or a function within a step. Look its rows up before it"
-    elif table.storage in step.tables.updates or steps.open_update() is not None:
+    elif table.storage in reads_of(table, step).updates or steps.open_update() is not None:
         what = "after its update in the same step. Look its rows up before it"
     elif not ids.shape.is_fully_defined():
         what = f"with ids of a shape that is not known while the step is traced: {ids.shape}. Give them a shape"
@@ -187,7 +202,7 @@ def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
         # Ids are sent plus one, since the lists end with zeros.
         asked = lists.sent(own + 1) - 1
         given = sparse_rows.read(table.storage, tf.maximum(asked, 0))
-        step.tables.note_rows(table.storage, given)
+        reads_of(table, step).rows_read[table.storage].append(given)
         found = tf.ensure_shape(tf.gather(lists.answered(given), where), (each, width))
         found = transfer.relayout(found, (None, None), mesh)
         return rows.from_local(found, mesh) if devices > 1 else found

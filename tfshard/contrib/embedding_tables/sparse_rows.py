@@ -49,6 +49,11 @@ class SparseRows:
         self._values[storage] = value
         self._written[storage] = None
 
+    def dense(self, storage: Storage, sparse: tf.IndexedSlices) -> tf.Tensor:
+        """Convert slices of the rows to a tensor with all rows. Slices of the same row are summed."""
+        count = tf.gather(tf.shape(self.value(storage)), 0)
+        return tf.math.unsorted_segment_sum(sparse.values, sparse.indices, count)
+
     def known(self) -> tf.Tensor:
         """Return zero, a float32 on the mesh, that exists once the new rows do."""
         mesh = next(iter(self._values)).mesh

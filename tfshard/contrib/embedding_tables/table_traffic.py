@@ -5,14 +5,14 @@ from typing import Any
 
 import keras
 
+from tfshard.contrib.embedding_tables import sparse_optimizers
+from tfshard.contrib.embedding_tables.exchanges import ids_of_a_device
 from tfshard.errors import LayoutError
 from tfshard.graph.model_graph import ModelGraph, trace
 from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts.axes import MeshAxes
-from tfshard.layouts.embedding_tables import KERAS, ids_of_a_device
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.planning.variable_traffic import Collective
-from tfshard.storage import optimizer_kinds
 
 # The bytes of a row's number, of the length of the longest list, and of an element.
 _BYTES = 4
@@ -23,8 +23,9 @@ def collectives(
     planned: Sequence[VariableLayout],
     mesh_shape: Mapping[str, int],
     *,
-    optimizer: Any = None,
-    inputs: Any = None,
+    optimizer: Any,
+    inputs: Any,
+    is_lazy: bool,
 ) -> list[Collective]:
     """Predict the collectives of embedding tables in a training step.
 
@@ -34,23 +35,23 @@ def collectives(
 
     Args:
         model: A built model. For a list of specs, each table is looked up once.
-        planned: The layouts of its variables.
+        planned: The layouts of the tables.
         mesh_shape: Axis name to size.
         optimizer: As for `plan`.
         inputs: The inputs of a step. Without them, bytes are unknown.
+        is_lazy: True if the optimizer squares the sum of a row's gradients, so that devices send no squares.
     """
     axes = MeshAxes.of(mesh_shape)
-    tables = [each for each in planned if each.table is not None]
-    if not tables or axes.data is None or axes.data_size == 1:
+    if axes.data is None or axes.data_size == 1:
         return []
     shapes = _lookups(model, inputs)
     found = []
-    for layout in tables:
+    for layout in planned:
         width, path, devices = layout.spec.shape[1], layout.spec.path, axes.data_size
         ids = [ids_of_a_device(shape, devices) for shape in shapes.get(path, ((),))]
         each = devices * sum(ids) // len(ids) * _BYTES
         whole = devices * sum(ids) * _BYTES
-        squares = layout.table == KERAS and _squares(optimizer)
+        squares = not is_lazy and _squares(optimizer)
         sent = [
             ("all-reduce", len(ids), _BYTES, "the longest list of ids, for each lookup"),
             ("all-to-all", len(ids), each, "4 bytes x devices x ids of a device, for each lookup, at the most"),
@@ -91,7 +92,7 @@ def collectives(
 def _squares(optimizer: Any) -> bool:
     if isinstance(optimizer, (str, dict)):
         optimizer = keras.optimizers.get(optimizer)
-    return isinstance(optimizer, keras.optimizers.Optimizer) and optimizer_kinds.squares(optimizer)
+    return isinstance(optimizer, keras.optimizers.Optimizer) and sparse_optimizers.squares(optimizer)
 
 
 def _lookups(model: ModelOrSpecs, inputs: Any) -> dict[str, tuple[tuple[int, ...], ...]]:

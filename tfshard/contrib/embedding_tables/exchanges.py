@@ -11,6 +11,7 @@ A collective keeps the shapes of its first run under its instance key. Each capa
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -18,7 +19,6 @@ from tensorflow.experimental import dtensor
 
 from tfshard.devices import expansions, replicas
 from tfshard.layouts.axes import axis_sizes
-from tfshard.layouts.embedding_tables import capacities
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,3 +120,32 @@ def distinct(items: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     expansions.allow_local("Unique")
     found, where = tf.unique(items)
     return found, where
+
+
+def capacities(ids: int) -> tuple[int, ...]:
+    """Return the possible lengths, in ids, of the lists that devices exchange, from the shortest to the longest.
+
+    A step takes the shortest length that holds the longest list of all devices, so no id is dropped. Each length is
+    about an eighth longer than the previous length: TensorFlow keeps a plan for each length, so the lengths must be
+    few.
+
+    Args:
+        ids: How many ids a device looks up.
+
+    >>> capacities(20)
+    (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20)
+    """
+    found = [1]
+    while found[-1] < ids:
+        found.append(min(ids, max(found[-1] + 1, found[-1] * 9 // 8)))
+    return tuple(found)
+
+
+def ids_of_a_device(shape: Sequence[int], devices: int) -> int:
+    """Return how many ids of a lookup each device has, with padding.
+
+    Args:
+        shape: The shape of the ids of the full batch.
+        devices: The size of the batch axis.
+    """
+    return -(-math.prod(shape) // devices)

@@ -18,53 +18,40 @@ import keras
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.devices import exchanges, local_shards
+from tfshard.contrib.embedding_tables import embedding_lookups, exchanges, sparse_optimizers
+from tfshard.contrib.embedding_tables.sparse_rows import SparseRows
+from tfshard.contrib.embedding_tables.table_reads import check_compiled, reads_of
+from tfshard.contrib.embedding_tables.table_rows import TableRows
+from tfshard.devices import local_shards
 from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
-from tfshard.layouts.embedding_tables import KERAS, LAZY
-from tfshard.operations import embedding_lookups
 from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import optimizer_kinds, steps
-from tfshard.storage.formats import TableRows
-from tfshard.storage.sparse_rows import SparseRows
 from tfshard.storage.steps import Step
 from tfshard.storage.variables import ShardedVariable
 
 
-def check(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """Raise `StrategyError` if an optimizer cannot update the embedding tables among the variables.
-
-    Args:
-        optimizer: The optimizer.
-        variables: The variables of its model.
-    """
-    for variable in variables:
-        current = _private.backend_variable(variable)
-        if isinstance(current, ShardedVariable) and current.layout.table is not None and variable.trainable:
-            for part in _private.optimizer_chain(optimizer):
-                _check_one(part, current)
-
-
-def _check_one(optimizer: keras.optimizers.Optimizer, table: ShardedVariable) -> None:
+def check(optimizer: keras.optimizers.Optimizer, table: ShardedVariable, *, is_lazy: bool) -> None:
+    """Raise `StrategyError` if an optimizer, without the optimizers that it wraps, cannot update a table."""
     what = None
     if not optimizer_kinds.is_elementwise(optimizer):
         what = (
-            "does not update element by element, as far as is known. Use one of keras.optimizers that does, such as "
-            "SGD, Adagrad or Adam; a class of your own says so with tfshard_elementwise = True"
+            "is not known to update element by element. Use SGD, Adagrad, Adam or another elementwise optimizer of "
+            "keras.optimizers. If your own class updates element by element, set its tfshard_elementwise = True"
         )
     elif getattr(optimizer, "gradient_accumulation_steps", None):
-        what = "adds gradients up over several steps, whole. Leave out gradient_accumulation_steps"
+        what = "adds up full gradients over several steps. Leave out gradient_accumulation_steps"
     elif getattr(optimizer, "use_ema", False):
-        what = "averages weights, whole. Leave out use_ema"
+        what = "averages full weights. Leave out use_ema"
     elif _clips_whole(optimizer):
-        what = "clips gradients by value or by their norm together, which makes them whole. Use clipnorm, or none"
-    elif table.layout.table == KERAS and not optimizer_kinds.is_known_sparse(optimizer):
-        what = "is none of which it is known what Keras does with rows that were looked up twice. Use sparse='lazy'"
-    elif table.layout.table == LAZY and optimizer_kinds.decays(optimizer, table):
+        what = "clips gradients by value or by their global norm, which needs full gradients. Use clipnorm, or none"
+    elif not is_lazy and not sparse_optimizers.is_known_sparse(optimizer):
+        what = "updates rows that occur twice in a batch in a way that tfshard does not know. Use sparse='lazy'"
+    elif is_lazy and sparse_optimizers.decays(optimizer, table):
         what = (
-            "lets all rows decay, and with sparse='lazy' a step touches those that it has looked up only. Call its "
-            "exclude_from_weight_decay(var_list=[table]) before it is built, leave out weight_decay, or use "
-            "sparse='keras'"
+            "decays all rows, and with sparse='lazy' a step updates only the rows that it looked up. Call the "
+            "optimizer's exclude_from_weight_decay(var_list=[table]) before you build it, leave out weight_decay, or "
+            "use sparse='keras'"
         )
     if what is not None:
         raise StrategyError(
@@ -82,6 +69,8 @@ def update(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     optimizer: keras.optimizers.Optimizer | None,
+    *,
+    is_lazy: bool,
 ) -> Any:
     """Run an optimizer's update function on each device's local rows, in a traced step.
 
@@ -90,6 +79,7 @@ def update(
         fn: Takes the table and `args`.
         args: The gradient and other arguments. Empty for a decay of all rows.
         optimizer: The optimizer of the update.
+        is_lazy: True to update only the rows that the batch looked up.
 
     Raises:
         StrategyError: The optimizer or the gradient does not fit an update by rows.
@@ -97,36 +87,36 @@ def update(
     step = _check_here(table)
     if optimizer is None:
         raise StrategyError(
-            f"Embedding table '{table.path}' is updated by something else than an optimizer of Keras. Use one, or take "
-            "the table out of tables=."
+            f"Embedding table '{table.path}' is updated by something other than a Keras optimizer. Use a Keras "
+            "optimizer, or take the table out of tables=."
         )
-    _check_one(optimizer, table)
+    check(optimizer, table, is_lazy=is_lazy)
     if args and not isinstance(args[0], tf.IndexedSlices):
         raise StrategyError(
-            f"The gradient of embedding table '{table.path}' came to its optimizer as a whole matrix: something on the "
-            "way made one of the rows that were looked up. Give the optimizer what the tape gave, or take the table "
-            f"out of tables=. Received: {args[0]!r}"
+            f"The gradient of embedding table '{table.path}' reached the optimizer as a full matrix. Give the "
+            "optimizer the IndexedSlices that the tape returned, or take the table out of tables=. "
+            f"Received: {args[0]!r}"
         )
-    is_lazy = table.layout.table == LAZY
-    every = not is_lazy and not optimizer_kinds.leaves_others(optimizer, table)
-    if not args and not optimizer_kinds.decays(optimizer, table):
+    every = not is_lazy and not sparse_optimizers.leaves_others(optimizer, table)
+    if not args and not sparse_optimizers.decays(optimizer, table):
         return None  # The call is weight decay, and the table has none.
     with local_shards.scope():
         if not args:
-            with steps.update_scope(rows=_rows_to_update(table, step, None)):
+            with steps.update_scope(part=_rows_to_update(table, step, None)):
                 return fn(table)
-        squares = not is_lazy and optimizer_kinds.squares(optimizer)
+        squares = not is_lazy and sparse_optimizers.squares(optimizer)
         own, sums = _brought(table, args[0], squares=squares)
         different, where = (None, own) if every else exchanges.distinct(own)
         found = _rows_to_update(table, step, different)
         gradient, *squared = (tf.math.unsorted_segment_sum(each, where, found.count) for each in sums)
-        with steps.update_scope(rows=found), _squared(gradient, squared):
+        with steps.update_scope(part=found), _squared(gradient, squared):
             return fn(table, gradient, *args[1:])
 
 
 def _rows_to_update(table: ShardedVariable, step: Step, different: tf.Tensor | None) -> SparseRows:
     """Return the rows that an update changes. If `different` is None, these are all local rows."""
-    found = step.tables.updates.get(table.storage)
+    updates = reads_of(table, step).updates
+    found = updates.get(table.storage)
     if different is None:
         if found is None:
             format = table.storage.format
@@ -136,11 +126,10 @@ def _rows_to_update(table: ShardedVariable, step: Step, different: tf.Tensor | N
         found = SparseRows(local_shards.varying(different, table.mesh))
     else:
         raise StrategyError(
-            f"Embedding table '{table.path}' is updated twice in a step, by the rows that were looked up. Update it "
-            "once, or take it out of tables=."
+            f"Embedding table '{table.path}' is updated twice in a step. Update the table once, or take it out of "
+            "tables=."
         )
-    assert isinstance(found, SparseRows)
-    step.tables.updates[table.storage] = found
+    updates[table.storage] = found
     return found
 
 
@@ -187,12 +176,12 @@ def square(call: _private.Call) -> tf.Tensor | None:
 
 
 def _check_here(table: ShardedVariable) -> Step:
-    table.check_compiled()
+    check_compiled(table)
     step = steps.current()
     if step is None or steps.here() is not step.graph:
         raise StrategyError(
-            f"Embedding table '{table.path}' is updated in a loop, a branch or a function within a step, as by an "
-            "optimizer that scales the loss. Update it in the step itself, or take it out of tables=."
+            f"Embedding table '{table.path}' is updated in a loop, a branch or a function within a step. An "
+            "optimizer that scales the loss does so. Update the table in the step itself, or take it out of tables=."
         )
     return step
 

@@ -10,12 +10,13 @@ import tensorflow as tf
 
 import parity
 import tfshard
+from tfshard.contrib.embedding_tables import sparse_optimizers
+from tfshard.contrib.embedding_tables.exchanges import capacities
+from tfshard.contrib.embedding_tables.table_kind import TableKind
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.layouts import ModelPlacement, VariableSpec
 from tfshard.layouts.config import GroupPolicy, ShardingConfig, ZeroStage
-from tfshard.layouts.embedding_tables import capacities
 from tfshard.measure import assert_matches_plan, step_profile
-from tfshard.operations import embedding_updates
 
 ROWS, WIDTH = 33, 4
 TABLE = ".*items/embeddings"
@@ -111,8 +112,8 @@ def test_a_table_has_the_numbers_of_plain_keras_on_one_device(name):
 def test_squares_are_those_of_each_place_in_which_a_row_was_looked_up(monkeypatch):
     """Keras squares a sparse gradient per occurrence. Premise: summing before squaring would give other numbers."""
     theirs = trained(model, OPTIMIZERS["Adagrad"])
-    monkeypatch.setattr(embedding_updates.optimizer_kinds, "squares", lambda optimizer: False)
-    monkeypatch.setattr(embedding_updates.optimizer_kinds, "is_known_sparse", lambda optimizer: True)
+    monkeypatch.setattr(sparse_optimizers, "squares", lambda optimizer: False)
+    monkeypatch.setattr(sparse_optimizers, "is_known_sparse", lambda optimizer: True)
     summed = trained(model, OPTIMIZERS["Adagrad"], strategy())
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_same(summed, theirs, atol=1e-3)
@@ -197,7 +198,7 @@ def test_two_tables_and_one_that_is_frozen():
     theirs = trained(build, OPTIMIZERS["Adam"])
     ours = trained(build, OPTIMIZERS["Adam"], strategy())
     assert_is_table(ours[0])
-    assert sum(variable.value.layout.table is not None for variable in ours[0].variables) == 3
+    assert sum(isinstance(variable.value.layout.kind, TableKind) for variable in ours[0].variables) == 3
     assert_same(ours, theirs)
 
 
@@ -371,11 +372,11 @@ def test_a_table_changes_no_group_of_others(stage):
     others.append(VariableSpec(path="kernel", shape=(1024, 1024)))
     table = VariableSpec(path="items/embeddings", shape=(ROWS, WIDTH))
     config = ShardingConfig(zero_stage=ZeroStage.from_number(stage), analyzer=GroupPolicy())
-    with_tables = dataclasses.replace(config, tables=tfshard.EmbeddingTables(TABLE))
+    with_tables = dataclasses.replace(config, kinds=(TableKind(tfshard.EmbeddingTables(TABLE)),))
     without = ModelPlacement.of(others, config, mesh_shape={"batch": 4})
     placed = ModelPlacement.of([table, *others], with_tables, mesh_shape={"batch": 4})
     assert bool(without.groups()) == (stage == 3)
-    assert placed.variables[0].table == "keras" and placed.variables[0].group is None
+    assert isinstance(placed.variables[0].kind, TableKind) and placed.variables[0].group is None
     assert placed.groups().keys() == without.groups().keys()
 
 

@@ -1,0 +1,189 @@
+"""VariableKind: an extension point for variables that no step reads in full.
+
+A step gathers an ordinary variable, computes with the full value, and updates all of it. An extension may define
+another kind of variable: a subclass of `VariableKind` says which variables are of the kind, and how devices store, read
+and update them. `register` gives the kind an option of `tfshard.ShardedStrategy` and `tfshard.plan`.
+
+`ShardingConfig.kinds` holds the kinds that a user chose, and `VariableLayout.kind` the kind of one variable. The core
+asks only whether a layout has a kind, and calls the methods of the kind. Some arguments and results belong to packages
+above this one, so their type here is `Any`, and the docstrings name their classes.
+"""
+
+import abc
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from tfshard.layouts.axes import MeshAxes
+from tfshard.layouts.layout_map import LayoutMap, VariableSpec
+
+
+class VariableKind(abc.ABC):
+    """A kind of variable, with the settings that a user chose for it.
+
+    Subclasses are frozen dataclasses, because layouts are compared. `str(kind)` gives the settings for messages and
+    files.
+
+    The batch axis shards the first dim of every variable of a kind at every ZeRO stage, and of the slots of the same
+    shape. The variable joins no group, and the kind sends its gradient.
+
+    Attributes:
+        option: The name of the option that chooses the kind.
+        noun: The variables of the kind, in the plural, for messages.
+    """
+
+    option: ClassVar[str]
+    noun: ClassVar[str]
+
+    # --- which variables
+
+    @classmethod
+    @abc.abstractmethod
+    def from_option(cls, given: Any) -> "VariableKind":
+        """Check and convert a user's option, which is not None.
+
+        Raises:
+            StrategyError: `given` has another type.
+        """
+
+    @abc.abstractmethod
+    def matches_path(self, path: str) -> bool:
+        """Return True if the variable at `path` is of this kind."""
+
+    @abc.abstractmethod
+    def check_used(self, paths: Sequence[str]) -> None:
+        """Raise `StrategyError` if the option names variables that are not among the paths of a model."""
+
+    def take_out_of(self, layout_map: LayoutMap) -> LayoutMap:
+        """Remove the rules for variables of this kind from an automatic layout map, and return the map."""
+        for pattern in list(layout_map):
+            if self.matches_path(re.sub(r"\\(.)", r"\1", pattern)):
+                del layout_map[pattern]
+        return layout_map
+
+    # --- how devices store a variable
+
+    @property
+    @abc.abstractmethod
+    def of_layouts(self) -> "VariableKind":
+        """The kind as layouts hold it: equal for variables that steps read and update alike."""
+
+    @abc.abstractmethod
+    def check_variable(
+        self, spec: VariableSpec, rule: tuple[str, Sequence[str | None]] | None, axes: MeshAxes, slot_dtype: str | None
+    ) -> None:
+        """Raise `StrategyError` if a matching variable cannot be of this kind.
+
+        Args:
+            spec: The variable.
+            rule: The pattern and the axes of the variable's rule in the layout map, or None.
+            axes: The mesh.
+            slot_dtype: The dtype in which the slots would be stored; None for the dtype of the slots.
+        """
+
+    @abc.abstractmethod
+    def stored_shape(self, shape: tuple[int, ...], axes: MeshAxes) -> tuple[int, ...]:
+        """Return the shape of the stored tensor, with padding so that the batch axis divides the first dim.
+
+        Args:
+            shape: The shape of the variable.
+            axes: The mesh.
+        """
+
+    @abc.abstractmethod
+    def format(self, layout: Any, mesh: Any) -> Any:
+        """Return the `StorageFormat` of a variable or a slot.
+
+        Args:
+            layout: Its `VariableLayout`.
+            mesh: The DTensor mesh.
+        """
+
+    # --- how steps use a variable
+
+    @abc.abstractmethod
+    def begin_step(self, record: Any) -> Any:
+        """Return the `KindState` of a step, before the step uses a variable of this kind.
+
+        Args:
+            record: The `StepRecord`.
+        """
+
+    @abc.abstractmethod
+    def install(self, variable: Any) -> None:
+        """Patch a Keras variable, so that layers read the variable through this kind (layer_patch.py)."""
+
+    @abc.abstractmethod
+    def check_optimizer(self, optimizer: Any, variable: Any) -> None:
+        """Raise `StrategyError` if an optimizer cannot update a variable.
+
+        Args:
+            optimizer: The Keras optimizer.
+            variable: The Keras variable.
+        """
+
+    @abc.abstractmethod
+    def update(self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], optimizer: Any) -> Any:
+        """Run an optimizer's update of a variable in a step, and return the result of `fn`.
+
+        Args:
+            variable: The `ShardedVariable`.
+            fn: The update function. It takes the variable and `args`.
+            args: The gradient and other arguments. Empty for weight decay.
+            optimizer: The Keras optimizer; None if the caller is no optimizer.
+
+        Raises:
+            StrategyError: The optimizer or the gradient does not fit.
+        """
+
+    @abc.abstractmethod
+    def assign(self, variable: Any, value: Any) -> None:
+        """Record a full value that a step assigns to a variable, outside of an optimizer's update.
+
+        Raises:
+            StrategyError: A step cannot assign variables of this kind.
+        """
+
+    # --- what plans and checks ask
+
+    @abc.abstractmethod
+    def collectives(
+        self, model: Any, planned: Sequence[Any], mesh_shape: Mapping[str, int], *, optimizer: Any, inputs: Any
+    ) -> Sequence[Any]:
+        """Predict the collectives of a step for the variables of this kind, as `planning` collectives.
+
+        Args:
+            model: A built model, or a list of specs.
+            planned: The `VariableLayout` of each variable of this kind.
+            mesh_shape: Axis name to size.
+            optimizer: As for `tfshard.plan`.
+            inputs: As for `tfshard.plan`.
+        """
+
+    @abc.abstractmethod
+    def check_verifiable(self) -> None:
+        """Raise `StrategyError` if a step of this kind never matches Keras on one device (`tfshard.verify`)."""
+
+
+# Extension point: the kind of each option of `tfshard.ShardedStrategy` and `tfshard.plan`.
+_registered: dict[str, type[VariableKind]] = {}
+
+
+def register(kind: type[VariableKind]) -> None:
+    """Let users choose a kind by its option."""
+    _registered[kind.option] = kind
+
+
+def from_options(**options: Any) -> tuple[VariableKind, ...]:
+    """Return the kinds that a user chose, by the names of their options. None chooses no kind.
+
+    Raises:
+        StrategyError: A value does not fit its option.
+    """
+    return tuple(_registered[name].from_option(given) for name, given in options.items() if given is not None)
+
+
+def described(kinds: Iterable[VariableKind]) -> dict[str, str | None]:
+    """Return the settings of each registered option as text, to record in files; None for an option without a kind."""
+    chosen = {kind.option: str(kind) for kind in kinds}
+    return {option: chosen.get(option) for option in _registered}
