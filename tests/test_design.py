@@ -121,7 +121,7 @@ def identifiers(text: str) -> set[str]:
 def named(text: str) -> set[str]:
     """Return the identifiers of a module, and the capitalized names in backticks of its comments and strings.
 
-    A public name with `tfshard.` in front is text for users.
+    A public name with the package in front is text for users.
     """
     return identifiers(text) | set(re.findall(r"`(?!tfshard\.)(?:[a-z_]+\.)*([A-Z]\w+)", text))
 
