@@ -130,8 +130,8 @@ class Writing:
             os.close(self._lock)
             self._lock = None
             raise CheckpointError(
-                "Another process, or another CheckpointManager, is saving to this directory. Give each training run a "
-                f"directory of its own. Received: directory='{self.root}'"
+                "Another process, or another CheckpointManager, is saving to this directory. Give each training run "
+                f"a separate directory. Received: directory='{self.root}'"
             ) from None
 
     def end(self, *, failed: bool) -> None:
@@ -212,7 +212,7 @@ class Writing:
     def _gather(self) -> dict[str, StoredVariable]:
         """Return the variables with the boxes of all clients, and merge their data into one bundle."""
         parts = [self.temporary / f"{files.part_prefix(client)}.json" for client in range(self._here.count)]
-        self._wait_for(lambda: all(part.exists() for part in parts), "the pieces of the other clients")
+        self._wait_for(lambda: all(part.exists() for part in parts), "the shards of the other clients")
         stored = manifest.decode_parts([part.read_bytes() for part in parts], str(self.temporary))
         for part in parts:
             os.unlink(part)
@@ -235,8 +235,8 @@ class Writing:
         while not there():
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"Waited {_CLIENTS_SECONDS} seconds for {what}. All clients have to save to one directory that "
-                    f"each of them sees. Received: directory='{self.root}'"
+                    f"Waited {_CLIENTS_SECONDS} seconds for {what}. All clients must save to one directory that each "
+                    f"client can read. Received: directory='{self.root}'"
                 )
             time.sleep(_POLL_SECONDS)
 

@@ -62,13 +62,13 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
         )
     if strategy.config.tables is not None and strategy.config.tables.sparse == LAZY:
         raise StrategyError(
-            "verify compares with what Keras does on one device, which updates no table lazily. Verify the model with "
+            "verify compares with Keras on one device, which does not update tables lazily. Verify the model with "
             f"sparse='keras'. Received: tables={strategy.config.tables}"
         )
     if clients.here().is_launched:
         raise StrategyError(
-            "verify runs in one process. Start one with as many devices as the launched run has together, "
-            "tfshard.initialize(num_devices=..., device_type='CPU'): the numbers are the same."
+            "verify runs in one process. Start one process with as many devices as the launched run has in total, "
+            "tfshard.initialize(num_devices=..., device_type='CPU'): the results are the same."
         )
     batches.check("verify", model, batch)
     if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(batch)):

@@ -112,7 +112,7 @@ def test_open_dims_need_a_length():
     [
         ({"devices": (0,)}, StrategyError, "devices must be a positive integer"),
         ({"devices": (12,)}, StrategyError, "hosts of 8 devices"),
-        ({"devices": (64,), "machine": {"between": None}}, StrategyError, "nothing is known of those"),
+        ({"devices": (64,), "machine": {"between": None}}, StrategyError, "no links between hosts"),
         ({"batch": 2.5}, StrategyError, "batch must be a positive integer"),
         ({"model": [1]}, StrategyError, "needs a keras.Model"),
         ({"model": keras.Sequential([keras.layers.Dense(4)])}, StrategyError, "is not built.*keras.Input"),
