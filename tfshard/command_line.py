@@ -337,7 +337,7 @@ def _docs(names: Sequence[str]) -> str:
 
 
 # The beginning of an answer that is an error.
-NO_PAGE = "There is no page"
+NO_PAGE = "Unknown page"
 
 
 def version() -> str:

@@ -251,7 +251,7 @@ def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 def test_where_there_cannot_be_such_a_network_it_is_said_in_a_line_with_an_exit_code_of_its_own():
     done = tool("train.py", PATH="")
     assert done.returncode == 77
-    assert re.fullmatch(r"tools/hosts: there is no such network here: .*(root|no program 'ip').*\n", done.stderr)
+    assert re.fullmatch(r"tools/hosts: cannot make a network here: .*(root|'ip' is not installed).*\n", done.stderr)
     assert done.stdout == ""
 
 
