@@ -91,7 +91,7 @@ def expand_nodes(text: str) -> list[str]:
     # Commas inside brackets do not separate names.
     name = r"(?:[\w.-]|\[[\d,-]+\])+"
     if not re.fullmatch(f"{name}(?:,{name})*", text):
-        raise LaunchError(f"SLURM's list of nodes cannot be understood. Received: {text!r}")
+        raise LaunchError(f"The launcher cannot parse SLURM's list of nodes. Received: {text!r}")
     return [node for part in re.findall(name, text) for node in _expand(part)]
 
 
@@ -104,7 +104,7 @@ def _expand(part: str) -> list[str]:
     for piece in ranges.split(","):
         first, _, last = piece.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
-            raise LaunchError(f"SLURM's list of nodes cannot be understood. Received: {part!r}")
+            raise LaunchError(f"The launcher cannot parse SLURM's list of nodes. Received: {part!r}")
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
     return [f"{before}{number}{rest}" for number in numbers for rest in _expand(after)]
 

@@ -36,7 +36,7 @@ class Change:
 
 # This is the only list, also in docs/design.md.
 TABLE_READ = Change(
-    of="matrices of which a model axis shards the rows",
+    of="matrices whose rows a model axis shards",
     attribute="sparse_read",
     why="each device looks up its local rows, where `tf.gather` would gather the table",
     module="vocabulary",

@@ -146,7 +146,7 @@ def plan(
     return PlannedActivations(
         collectives=tuple(collectives),
         uses=_uses(graph),
-        unknown=f"DTensor decides on more traffic, for {unknown[0]}{more}" if unknown else "",
+        unknown=f"DTensor decides whether more is sent, for {unknown[0]}{more}" if unknown else "",
     )
 
 

@@ -188,7 +188,7 @@ class Comparison:
             alone = f"On one device it fails too: {_said(other)}"
         message = f"the step fails in {where}: {type(failure.error).__name__}: {_said(failure)}. {alone}"
         self._differences.append(Difference(kind="failure", place=place, message=message))
-        self._not_compared["the numbers of the step: it failed"] = None
+        self._not_compared["the values of the step: it failed"] = None
 
     # --- numbers
 
