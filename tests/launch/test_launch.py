@@ -60,7 +60,7 @@ def test_slurm_needs_one_launcher_on_each_node():
     with pytest.raises(tfshard.errors.LaunchError, match="srun --ntasks-per-node=1"):
         hosts.find_hosts(None, None, slurm)
     assert hosts.find_hosts(None, None, {"SLURM_NTASKS": "4", "SLURM_NODELIST": "n[1-2]"}) == hosts.Hosts()
-    with pytest.raises(tfshard.errors.LaunchError, match="cannot be understood"):
+    with pytest.raises(tfshard.errors.LaunchError, match="cannot parse SLURM"):
         hosts.expand_nodes("n[1-")
     with pytest.raises(tfshard.errors.LaunchError, match="does not know which of the hosts this is"):
         hosts.find_hosts(["a", "b"], None, {})

@@ -160,7 +160,7 @@ def test_small_gradients_and_model_axes_are_told():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: advise("int8", None), "depends on the links: give links=.*Received: compression='int8', links=None"),
+        (lambda: advise("int8", None), "depends on the links. Give links=.*Received: compression='int8', links=None"),
         (lambda: advise("zip"), "compression must be None, 'bfloat16', 'int8' or a tfshard.PowerSGD"),
         (
             lambda: advise("int8", Links.of(devices_per_host=2, inside=FAST, between=FAST)),

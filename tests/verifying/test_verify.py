@@ -421,7 +421,7 @@ def test_8_a_slot_that_is_not_sharded():
     check_healthy(model, (X, Y))
     (slot,) = parameter.slots.values()
     slot.move(dataclasses.replace(slot.layout, store_sharded=False, update_sharded=False))
-    check_found(model, (X, Y), "layout", "first_kernel_momentum", "which stage 1 shards")
+    check_found(model, (X, Y), "layout", "first_kernel_momentum", "ZeRO stage 1 shards")
 
 
 class Guard(keras.layers.Layer):
