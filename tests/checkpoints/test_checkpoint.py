@@ -56,7 +56,7 @@ def test_a_manifest_comes_back_and_refuses_pieces_that_do_not_cover():
         variable(((1, 0), (4, 6))),
         variable(((0, 0), (2, 12))),
     ):
-        with pytest.raises(tfshard.errors.CheckpointCorruptError, match="piece"):
+        with pytest.raises(tfshard.errors.CheckpointCorruptError, match="shard"):
             manifest.decode(manifest.encode(around(bad)), "here")
 
 

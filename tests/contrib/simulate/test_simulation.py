@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_taken_in_parts_or_on_more_devices():
     assert tight is None or tight.needed_bytes < roomy.needed_bytes
     nothing = simulate(devices=(8, 64), machine={"memory": 3e6})
     assert nothing.best == {8: None, 64: None}
-    assert "a device" in nothing.problems[8]
+    assert "each device" in nothing.problems[8]
     assert "nothing" in str(nothing)
     with pytest.raises(StrategyError, match=r"nothing to draw.*no step fits.*devices=\[8, 64\]"):
         nothing.plot("curve.svg")
