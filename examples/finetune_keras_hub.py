@@ -20,14 +20,16 @@ from absl import app, flags
 import tfshard
 
 _MESH = flags.DEFINE_string("mesh", "", "Mesh axes, such as 'batch:4' or 'batch:2,model:2'; empty: one device.")
-_ZERO_STAGE = flags.DEFINE_integer("zero_stage", 3, "What rests sharded over the batch axis.", 0, 3)
+_ZERO_STAGE = flags.DEFINE_integer("zero_stage", 3, "ZeRO stage.", 0, 3)
 _BACKBONE = flags.DEFINE_enum("backbone", "bert", ["bert", "gemma"], "The tiny backbone, without --preset.")
 _PRESET = flags.DEFINE_string("preset", None, "A KerasHub preset of a text backbone, such as 'bert_tiny_en_uncased'.")
-_SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 31, "Tokens in a sequence; odd, so that no label is a tie.")
+_SEQUENCE_LENGTH = flags.DEFINE_integer(
+    "sequence_length", 31, "Tokens in a sequence; an odd number, so that every label is decided."
+)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 32, "Sequences in a step, over all devices.", 1)
 _STEPS = flags.DEFINE_integer("steps", 150, "Training steps.", 1)
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-3, "Of AdamW.", 0.0)
-_SEED = flags.DEFINE_integer("seed", 0, "Of weights and data.")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-3, "Learning rate of AdamW.", 0.0)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights and data.")
 _MIN_ACCURACY = flags.DEFINE_float("min_accuracy", 0.0, "The program fails below this held-out accuracy.", 0.0, 1.0)
 flags.register_validator("sequence_length", lambda value: value > 0 and value % 2, "must be positive and odd")
 
@@ -105,7 +107,7 @@ def make_sequences(count: int, input_names: list[str], random: np.random.Generat
     values = {"token_ids": tokens, "padding_mask": np.ones(shape), "segment_ids": np.zeros(shape)}
     unknown = sorted(set(input_names) - set(values))
     if unknown:
-        raise ValueError(f"Inputs of the backbone that this example cannot fill: {unknown}. Known: {sorted(values)}")
+        raise ValueError(f"This example cannot fill these inputs of the backbone: {unknown}. Known: {sorted(values)}")
     inputs = {name: values[name].astype(np.int32) for name in input_names}
     return Sequences(inputs=inputs, labels=(2 * second.sum(axis=1) > shape[1]).astype(np.int32))
 

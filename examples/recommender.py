@@ -33,16 +33,23 @@ _OPTIMIZERS = {
 }
 
 _MESH = flags.DEFINE_string("mesh", "", "Mesh axes, such as 'batch:4'; empty: one device, plain Keras.")
-_ROWS = flags.DEFINE_integer("rows", 10_000_000, "Items.", 1)
-_WIDTH = flags.DEFINE_integer("width", 16, "Of the embedding of an item.", 1)
-_HISTORY = flags.DEFINE_integer("history", 10, "Items that a user has met.", 1)
-_TOPICS = flags.DEFINE_integer("topics", 16, "Topics of items.", 2)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 1024, "Users of a step, over all devices.", 1)
-_STEPS = flags.DEFINE_integer("steps", 300, "Steps.", 1)
+_ROWS = flags.DEFINE_integer("rows", 10_000_000, "Number of items.", 1)
+_WIDTH = flags.DEFINE_integer("width", 16, "Width of the embedding of an item.", 1)
+_HISTORY = flags.DEFINE_integer("history", 10, "Number of items in a user's history.", 1)
+_TOPICS = flags.DEFINE_integer("topics", 16, "Number of topics of the items.", 2)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 1024, "Number of users in a step, over all devices.", 1)
+_STEPS = flags.DEFINE_integer("steps", 300, "Training steps.", 1)
 _OPTIMIZER = flags.DEFINE_enum("optimizer", "adagrad", list(_OPTIMIZERS), "The optimizer.")
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.0, "Of the optimizer; 0: one that is known to do.", 0.0)
-_SPARSE = flags.DEFINE_enum("sparse", "keras", ["keras", "lazy", "whole"], "Updates of the table; whole: no table.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of weights and data.")
+_LEARNING_RATE = flags.DEFINE_float(
+    "learning_rate", 0.0, "Learning rate; 0: the example's default for the optimizer.", 0.0
+)
+_SPARSE = flags.DEFINE_enum(
+    "sparse",
+    "keras",
+    ["keras", "lazy", "whole"],
+    "Updates of the embedding table; whole: a plain embedding without tables=.",
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights and data.")
 _MIN_AUC = flags.DEFINE_float("min_auc", 0.0, "The program fails below this area under the curve.", 0.0, 1.0)
 
 _HELD_OUT = 8192

@@ -20,11 +20,11 @@ from sklearn.model_selection import train_test_split
 import tfshard
 
 _MESH = flags.DEFINE_string("mesh", "", "Mesh axes, such as 'batch:4' or 'batch:2,model:2'; empty: one device.")
-_ZERO_STAGE = flags.DEFINE_integer("zero_stage", 3, "What rests sharded over the batch axis.", 0, 3)
+_ZERO_STAGE = flags.DEFINE_integer("zero_stage", 3, "ZeRO stage.", 0, 3)
 _EPOCHS = flags.DEFINE_integer("epochs", 15, "Passes over the training digits.", 1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Digits in a step, over all devices.", 1)
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-3, "Of Adam.", 0.0)
-_SEED = flags.DEFINE_integer("seed", 0, "Of weights, the split and the order of samples.")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-3, "Learning rate of Adam.", 0.0)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights, the split and the order of samples.")
 _MIN_ACCURACY = flags.DEFINE_float("min_accuracy", 0.0, "The program fails below this held-out accuracy.", 0.0, 1.0)
 
 

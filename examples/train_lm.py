@@ -24,26 +24,32 @@ from absl import app, flags
 import tfshard
 
 _MESH = flags.DEFINE_string("mesh", "", "Mesh axes, such as 'batch:4' or 'batch:2,model:2'; empty: one device.")
-_NUM_DEVICES = flags.DEFINE_integer("num_devices", None, "Devices to start; by default as many as the mesh has.")
-_ZERO_STAGE = flags.DEFINE_integer("zero_stage", 3, "What rests sharded over the batch axis.", 0, 3)
-_COMPRESSION = flags.DEFINE_string(
-    "compression", "", "Of gradients between devices: 'bfloat16', 'int8' or 'powersgd:4' for rank 4; empty: none."
+_NUM_DEVICES = flags.DEFINE_integer(
+    "num_devices", None, "Number of devices to start. By default the number of devices of the mesh."
 )
-_TEXT_PATH = flags.DEFINE_string("text_path", None, "A file or a directory to train on instead.")
+_ZERO_STAGE = flags.DEFINE_integer("zero_stage", 3, "ZeRO stage.", 0, 3)
+_COMPRESSION = flags.DEFINE_string(
+    "compression",
+    "",
+    "Compression of gradients between devices: 'bfloat16', 'int8', or 'powersgd:4' for rank 4; empty: none.",
+)
+_TEXT_PATH = flags.DEFINE_string(
+    "text_path", None, "A file or directory of text to train on. By default the Python standard library."
+)
 _LAYERS = flags.DEFINE_integer("layers", 4, "Transformer blocks.", 1)
 _WIDTH = flags.DEFINE_integer("width", 128, "Size of the residual stream.", 1)
-_HEADS = flags.DEFINE_integer("heads", 4, "Attention heads; they divide the width.", 1)
+_HEADS = flags.DEFINE_integer("heads", 4, "Attention heads. The width must be a multiple of this number.", 1)
 _SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 128, "Bytes in a window.", 2)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Windows in a step, over all devices.", 1)
 _STEPS = flags.DEFINE_integer("steps", 500, "Training steps.", 1)
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Peak of the cosine schedule.", 0.0)
-_SEED = flags.DEFINE_integer("seed", 0, "Of weights, windows and the sample.")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Peak learning rate of the cosine schedule.", 0.0)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights, windows and the sample.")
 _EVAL_EVERY = flags.DEFINE_integer("eval_every", 100, "Steps between lines of progress.", 1)
 _EVAL_BYTES = flags.DEFINE_integer("eval_bytes", 1 << 17, "Bytes of the held-out text to measure at the end.", 1)
-_SAMPLE_BYTES = flags.DEFINE_integer("sample_bytes", 200, "Length of the sample that is written at the end.", 0)
-_PROMPT = flags.DEFINE_string("prompt", "def __init__(self", "What the sample goes on from.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.5, "Of the sample; 0 takes the likeliest byte.", 0.0)
-_DETAIL = flags.DEFINE_boolean("detail", False, "List what the devices hold of every variable, not of every block.")
+_SAMPLE_BYTES = flags.DEFINE_integer("sample_bytes", 200, "Bytes of the sample that is generated at the end.", 0)
+_PROMPT = flags.DEFINE_string("prompt", "def __init__(self", "Prompt of the sample.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.5, "Temperature of the sample; 0 takes the most likely byte.", 0.0)
+_DETAIL = flags.DEFINE_boolean("detail", False, "List the stored bytes of each variable instead of each block.")
 
 VOCABULARY = 256
 HELD_OUT_EVERY = 20  # Every 20th of the sorted files is held out, or the last 1/20 of a single file.
@@ -155,7 +161,7 @@ def find_files() -> list[pathlib.Path]:
         found = [root] if root.is_file() else root.rglob("*")
     files = sorted(path for path in found if path.is_file())
     if not files:
-        raise ValueError(f"There is no file to train on. Received: text_path={_TEXT_PATH.value!r}")
+        raise ValueError(f"Found no file to train on. Received: text_path={_TEXT_PATH.value!r}")
     return files
 
 
@@ -292,7 +298,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {argv[1:]}")
     if _WIDTH.value % _HEADS.value:
-        raise app.UsageError(f"heads must divide width. Received: heads={_HEADS.value}, width={_WIDTH.value}")
+        raise app.UsageError(f"width must be a multiple of heads. Received: heads={_HEADS.value}, width={_WIDTH.value}")
     strategy = make_strategy()  # First: TensorFlow fixes its devices at the first tensor.
     keras.utils.set_random_seed(_SEED.value)
     text = load_text()

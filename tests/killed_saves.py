@@ -102,7 +102,7 @@ def check(root: pathlib.Path, model: keras.Model, expected: tuple[int, int] | No
     found = elements(0)
     if expected is None:
         assert manager.latest_step() is None
-        with pytest.raises(tfshard.errors.CheckpointError, match="no such checkpoint"):
+        with pytest.raises(tfshard.errors.CheckpointError, match="checkpoint does not exist"):
             manager.restore(model, iterator=found)
         assert_same_bits(values(model), drawn(model, 100))
         return

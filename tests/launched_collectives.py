@@ -70,7 +70,7 @@ def check_barrier() -> None:
     try:
         c.barrier(timeout=1.0)
     except tfshard.errors.ClientError as error:
-        assert "Clients [1] did not come to a barrier in time" in str(error), error
+        assert "Clients [1] did not reach a barrier in time" in str(error), error
     else:
         raise AssertionError("There was no error.")
     c.barrier()

@@ -91,7 +91,7 @@ def test_doctor_trains_on_two_devices_and_agrees_with_one():
     for part in (
         "tensorflow   2.21",
         "2 x CPU",
-        "1, of an operation",
+        "1, for one operation",
         "switch       DTENSOR_ENABLE_COMBINE",
         "patch        keras.src.trainers.trainer.Trainer.compile: takes strategy=",
         "parity       ok",
@@ -110,7 +110,8 @@ def test_doctor_fails_when_the_numbers_differ(monkeypatch, capsys):
     monkeypatch.setattr(cli, "parity", lambda: 0.5)
     assert run("doctor") == 1
     assert (
-        "parity       FAILED: weights on 4 devices differ from one device by at most 5.0e-01" in capsys.readouterr().out
+        "parity       FAILED: weights on 4 devices differ from those on one device by at most 5.0e-01"
+        in capsys.readouterr().out
     )
 
 
@@ -164,9 +165,14 @@ REFUSED = {
     ("verify", "SCRIPT:build", "--mesh=batch:0"): "must be a positive integer",
     ("verify", "SCRIPT:build", "--mesh=batch:4", "--batch=batch"): "Write MODULE:NAME",
     ("plan", "SCRIPT:build", "--mesh=batch:4", "--zero_stage=4"): "Unknown ZeRO stage",
-    ("plan", "SCRIPT:build", "--mesh=batch:4", "--layout_map=maps.py:MAP"): "no such file. Received: maps.py",
-    ("plan", "SCRIPT:build", "--mesh=batch:4", "--links=nowhere.json"): "--links must be a file that exists",
-    ("plan", "nowhere.py:build", "--mesh=batch:4"): "There is no such file",
+    (
+        "plan",
+        "SCRIPT:build",
+        "--mesh=batch:4",
+        "--layout_map=maps.py:MAP",
+    ): "The file does not exist. Received: maps.py",
+    ("plan", "SCRIPT:build", "--mesh=batch:4", "--links=nowhere.json"): "--links must be an existing file",
+    ("plan", "nowhere.py:build", "--mesh=batch:4"): "The file does not exist",
     ("plan", "no_such_module.models:build", "--mesh=batch:4"): "No module named 'no_such_module'",
     ("advise", "SCRIPT:build", "--devices=4"): "Missing: --memory_per_device, --batch",
     ("advise", "SCRIPT:build", "--devices=0", "--memory_per_device=1GiB", "--batch=8"): "devices must be at least 1",
@@ -174,14 +180,14 @@ REFUSED = {
     ("advise", "SCRIPT:build", "--devices=4", "--memory_per_device=1GiB", "--batch=8", "--machine=b100"): "'a100'",
     ("simulate", "SCRIPT:build", "--batch=8"): "Missing: --cluster",
     ("simulate", "SCRIPT:build", "--batch=8", "--cluster=a100", "--devices=8,many"): "--devices must be numbers",
-    ("simulate", "SCRIPT:build", "--batch=8", "--cluster=a100", "--plot=no/folder/a.png"): "in a folder that exists",
-    ("calibrate", "--save=no/folder/machine.yaml"): "in a folder that exists",
+    ("simulate", "SCRIPT:build", "--batch=8", "--cluster=a100", "--plot=no/folder/a.png"): "in an existing folder",
+    ("calibrate", "--save=no/folder/machine.yaml"): "in an existing folder",
     ("calibrate", "machine.yaml"): "takes 0 positional arguments",
     ("profile-network", "--sizes=1k"): "--sizes must be numbers",
     ("launch", "--num_processes=0", "SCRIPT"): "num_processes must be at least 1",
     ("launch", "--step_timeout=0", "SCRIPT"): "step_timeout must be positive",
     ("launch", "--num_process=2", "SCRIPT"): "Did you mean: num_processes",
-    ("launch", "nowhere.py"): "There is no such file",
+    ("launch", "nowhere.py"): "The file does not exist",
 }
 
 
@@ -246,9 +252,9 @@ def test_sizes_are_written_with_units(text, bytes_):
             "--memory_per_device must be a positive number of bytes, such as '16GiB'",
         ),
         (("launch",), "takes 1 positional arguments ('SCRIPT',)"),
-        (("launch", "nowhere.py"), "There is no such file."),
+        (("launch", "nowhere.py"), "The file does not exist."),
         (("launch", "--num_processes=0", "SCRIPT"), "num_processes must be at least 1"),
-        (("launch", "--hosts=a,b", "SCRIPT"), "Which of the hosts is this?"),
+        (("launch", "--hosts=a,b", "SCRIPT"), "does not know which of the hosts this is"),
         (("launch", "--steps=3", "SCRIPT"), "Unknown command line flag 'steps'"),
         (("profile-network", "--sizes=1k"), "--sizes must be numbers"),
         (("plan", "SCRIPT:build", "--mash=batch:4"), "Unknown command line flag 'mash'"),
@@ -261,7 +267,7 @@ def test_sizes_are_written_with_units(text, bytes_):
         (("plan", "SCRIPT:NUMBER", "--mesh=batch:4"), "must name a function"),
         (("plan", "SCRIPT:nothing", "--mesh=batch:4"), "has no 'nothing'"),
         (("plan", "SCRIPT", "--mesh=batch:4"), "Write MODULE:NAME"),
-        (("plan", "nowhere.py:build", "--mesh=batch:4"), "There is no such file. Received: nowhere.py"),
+        (("plan", "nowhere.py:build", "--mesh=batch:4"), "The file does not exist. Received: nowhere.py"),
         (("plan", "no_such_module:build", "--mesh=batch:4"), "Cannot import 'no_such_module'"),
     ],
 )

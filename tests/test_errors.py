@@ -48,7 +48,7 @@ def test_axis_not_in_the_mesh():
 
 
 def test_mesh_larger_than_the_devices():
-    with pytest.raises(tfshard.errors.MeshError, match="needs 64 devices and there are 4 CPU devices"):
+    with pytest.raises(tfshard.errors.MeshError, match="needs 64 devices, but only 4 CPU devices exist"):
         tfshard.create_mesh(batch=64)
 
 
@@ -113,7 +113,7 @@ def test_layout_longer_than_the_rank():
 
 
 def test_an_axis_twice_in_one_layout():
-    with pytest.raises(tfshard.errors.LayoutError, match="An axis can shard one dim"):
+    with pytest.raises(tfshard.errors.LayoutError, match="An axis can shard only one dim"):
         compile_with({".*up/kernel": ("model", "model")})
 
 
@@ -139,7 +139,7 @@ def test_a_model_of_which_nothing_is_on_the_mesh_is_not_measured(method):
     plain = build()
     plain.compile("adam", "mse")
     for model in (build(), plain):
-        with pytest.raises(tfshard.errors.StrategyError, match=rf"strategy\.{method} measures .* 'mlp' is there"):
+        with pytest.raises(tfshard.errors.StrategyError, match=rf"strategy\.{method} measures .* 'mlp' is on them"):
             measure(chosen, model)
 
 
@@ -149,11 +149,11 @@ def test_a_report_says_what_is_missing():
         model = build()
     report = chosen.report(model)
     assert report.bytes_per_device("parameter") > 0 == report.bytes_per_device("slot")
-    assert "is not compiled, so there are no optimizer slots yet" in str(report) and report.notes
+    assert "is not compiled, so it has no optimizer slots yet" in str(report) and report.notes
     assert "is not compiled" in report.summary()
     with chosen.scope():
         model.compile("adam", "mse")
-    assert "The optimizer makes its slots in the first training step" in str(chosen.report(model))
+    assert "The optimizer creates its slots in the first training step" in str(chosen.report(model))
     model.train_on_batch(np.ones((4, 6)), np.ones((4, 10)))
     report = chosen.report(model)
     assert report.notes == () and report.bytes_per_device("slot") > report.bytes_per_device("parameter")

@@ -77,7 +77,7 @@ def test_versions_that_were_not_tried_are_a_warning(monkeypatch, python, tensorf
     installed(monkeypatch, python, tensorflow, keras)
     with pytest.warns(
         versions.VersionWarning,
-        match=f"not tried with.*python=={python}, tensorflow=={tensorflow}, keras=={keras}",
+        match=f"not been tested with.*python=={python}, tensorflow=={tensorflow}, keras=={keras}",
     ):
         versions.check_versions()
 

@@ -189,8 +189,8 @@ def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
         print(f"{package:12} {version}")
     started = _start_devices()
     print(f"devices      {started.num_devices} x {started.device_type}")
-    threads = tf.config.threading.get_intra_op_parallelism_threads() or "as many as TensorFlow takes"
-    print(f"threads      {threads}, of an operation")
+    threads = tf.config.threading.get_intra_op_parallelism_threads() or "chosen by TensorFlow"
+    print(f"threads      {threads}, for one operation")
     for name, value in startup.switches(started.device_type).items():
         print(f"switch       {name}={value}")
     difference = parity()
@@ -199,7 +199,10 @@ def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
         print(f"patch        {patch.target}: {patch.reason}")
     same = difference <= PARITY_TOLERANCE
     on = f"on {started.num_devices} devices"
-    print(f"parity       {'ok' if same else 'FAILED'}: weights {on} differ from one device by at most {difference:.1e}")
+    print(
+        f"parity       {'ok' if same else 'FAILED'}: weights {on} differ from those on one device by at most "
+        f"{difference:.1e}"
+    )
     return 0 if same else 1
 
 

@@ -242,8 +242,8 @@ def _checked(value: Any, op: str | None = None) -> np.ndarray:
         raise CollectiveError(f"Collectives take eager values, not tensors of a tf.function. Received: {value!r}")
     if transfer.is_dtensor(value) or isinstance(value, MeshTensor):
         raise CollectiveError(
-            "The value lives on a mesh and is global already: every client has the same one. "
-            f"Received: a DTensor of shape={value.shape}"
+            "The value is on a mesh and is already global: every client has the same value. Received: a DTensor of "
+            f"shape={value.shape}"
         )
     array = transfer.to_host(value)
     if op is None:

@@ -77,23 +77,26 @@ def _layout_flags() -> flags.FlagValues:
 def _plan_flags() -> flags.FlagValues:
     values = _layout_flags()
     flags.DEFINE_integer("zero_stage", 3, _ZERO_STAGE_HELP, flag_values=values)
-    flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer, for its slots. By default the compiled model's.",
+    flags.DEFINE_string(
+        "optimizer",
+        None,
+        "Name of a Keras optimizer, to plan its slots. Default: the compiled model's.",
         flag_values=values,
-    )  # fmt: skip
-    flags.DEFINE_string("links", None, "What profile-network --save wrote: tells the time of collectives.",
+    )
+    flags.DEFINE_string("links", None, "A file that profile-network --save wrote: adds the time of collectives.",
         flag_values=values,
     )  # fmt: skip
     flags.DEFINE_boolean("detail", False, "Print a row for each variable and collective.", flag_values=values)
-    flags.DEFINE_boolean("json", False, "Print JSON instead of tables, bytes as numbers.", flag_values=values)
+    flags.DEFINE_boolean("json", False, "Print JSON instead of tables, with sizes in bytes.", flag_values=values)
     return values
 
 
 def _advise_flags() -> flags.FlagValues:
     values = _no_flags()
-    flags.DEFINE_integer("devices", None, "How many devices there are.", flag_values=values)
+    flags.DEFINE_integer("devices", None, "Number of devices.", flag_values=values)
     flags.DEFINE_string("memory_per_device", None, "Memory of a device, such as 16GiB or 80GB.", flag_values=values)
     flags.DEFINE_integer("batch", None, "Samples of a step, over all devices.", flag_values=values)
-    flags.DEFINE_integer("length", None, "Length of the dims that the model's inputs leave open, such as tokens.",
+    flags.DEFINE_integer("length", None, "Length of the model's open input dims, such as tokens.",
         flag_values=values,
     )  # fmt: skip
     flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
@@ -101,8 +104,10 @@ def _advise_flags() -> flags.FlagValues:
         "optimizer", AUTO, "Name of a Keras optimizer, for its slots; auto: the compiled model's, or adam.",
         flag_values=values,
     )  # fmt: skip
-    flags.DEFINE_string("links", None, "What profile-network --save wrote.", flag_values=values)
-    flags.DEFINE_string("machine", None, "What calibrate --save wrote, or a100, h100 or v5p.", flag_values=values)
+    flags.DEFINE_string("links", None, "A file that profile-network --save wrote.", flag_values=values)
+    flags.DEFINE_string(
+        "machine", None, "A file that calibrate --save wrote, or a100, h100 or v5p.", flag_values=values
+    )
     return values
 
 
@@ -110,12 +115,16 @@ def _verify_flags() -> flags.FlagValues:
     values = _layout_flags()
     flags.DEFINE_integer("zero_stage", 3, _ZERO_STAGE_HELP, flag_values=values)
     flags.DEFINE_string(
-        "batch", None, "MODULE:FUNCTION that returns a batch, such as (x, y). By default FUNCTION batch of the model's "
-        "MODULE.", flag_values=values,
+        "batch", None, "MODULE:FUNCTION that returns a batch, such as (x, y). Default: FUNCTION batch in the "
+                       "model's MODULE.", flag_values=values,
     )  # fmt: skip
-    flags.DEFINE_string("optimizer", None, "Name of a Keras optimizer, for a model not compiled.", flag_values=values)
+    flags.DEFINE_string(
+        "optimizer", None, "Name of a Keras optimizer, for a model that is not compiled.", flag_values=values
+    )
     flags.DEFINE_string("loss", None, "Name of a Keras loss, for a model that is not compiled.", flag_values=values)
-    flags.DEFINE_float("tolerance", None, "How much values may differ. By default by dtype.", flag_values=values)
+    flags.DEFINE_float(
+        "tolerance", None, "Largest accepted difference. By default it depends on the dtype.", flag_values=values
+    )
     return values
 
 
@@ -128,37 +137,49 @@ def _launch_flags() -> flags.FlagValues:
     def seconds(name: str, text: str) -> None:
         flags.DEFINE_float(name, TIMEOUTS[name], text, flag_values=values)
 
-    integer("num_processes", 1, "Clients on each host.")
-    integer("devices_per_process", None, "Devices of each client. By default the script's choice.")
-    seconds("step_timeout", "Seconds that a step may take, or a client be silent.")
-    seconds("first_step_timeout", "Seconds that the first step of a kind, which is compiled, may take.")
+    integer("num_processes", 1, "Number of clients on each host.")
+    integer("devices_per_process", None, "Number of devices of each client. By default the script chooses.")
+    seconds("step_timeout", "Longest time of a step, and of a client without a heartbeat, in seconds.")
+    seconds("first_step_timeout", "Longest time of the first step of a kind, which includes compilation, in seconds.")
     seconds("startup_timeout", "Seconds from the start until every client has called tfshard.initialize().")
     seconds("registration_timeout", "Seconds from the first client's tfshard.initialize() until the last one's.")
-    seconds("grace", "Seconds from SIGTERM to SIGKILL, when the clients are ended.")
-    integer("max_restarts", 0, "How often to restart all clients when one dies or hangs.")
-    integer("elastic_min", None, "Go on with at least so many clients when one cannot come back.")
+    seconds("grace", "Seconds from SIGTERM to SIGKILL, when the launcher stops the clients.")
+    integer("max_restarts", 0, "How many times to restart all clients after one dies or hangs.")
+    integer("elastic_min", None, "Smallest number of clients to continue with when a client cannot restart.")
     flags.DEFINE_enum(
-        "allocator", ALLOCATORS[0], ALLOCATORS, "Of the clients' tensors on CPU: system returns freed memory, "
-        "tensorflow keeps it and lets profile_step measure what a step allocates.", flag_values=values,
-    )  # fmt: skip
+        "allocator",
+        ALLOCATORS[0],
+        ALLOCATORS,
+        "Allocator of the clients' CPU tensors: system returns freed memory; tensorflow keeps it and lets "
+        "profile_step measure the allocations of a step.",
+        flag_values=values,
+    )
     flags.DEFINE_boolean("module", False, "SCRIPT is a module, as in python -m.", flag_values=values)
     flags.DEFINE_list("hosts", None, "Names of all hosts, the same list on each.", flag_values=values)
-    integer("host_index", None, "Which of the hosts this is, from 0.")
-    flags.DEFINE_string("address", None, "Where host 0 listens; by default its name in --hosts.", flag_values=values)
-    integer("port", 0, f"Its port. By default a free one; with several hosts {DEFAULT_PORT}.")
-    integer("client_port", 0, "The first client's port on each host, others follow. By default free ones.")
-    flags.DEFINE_string("secret_file", None, "A file (mode 600) with the secret of several hosts.", flag_values=values)
+    integer("host_index", None, "Index of this host in --hosts, from 0.")
+    flags.DEFINE_string(
+        "address", None, "Address on which host 0 listens. Default: its name in --hosts.", flag_values=values
+    )
+    integer("port", 0, f"Port on which host 0 listens. By default a free port; with several hosts {DEFAULT_PORT}.")
+    integer(
+        "client_port",
+        0,
+        "Port of the first client on each host; the other clients use the next ports. By default free ports.",
+    )
+    flags.DEFINE_string(
+        "secret_file", None, "A file (mode 600) with the secret that the hosts share.", flag_values=values
+    )
     flags.DEFINE_boolean("allow_public_address", False, "Listen on a public address.", flag_values=values)
     return values
 
 
 def _network_flags() -> flags.FlagValues:
     values = _no_flags()
-    flags.DEFINE_integer("num_devices", None, "Devices of the whole run. By default all.", flag_values=values)
-    flags.DEFINE_list("sizes", [str(size) for size in SIZES], "Bytes of the messages.", flag_values=values)
-    flags.DEFINE_integer("repeats", 10, "How often each is measured.", flag_values=values)
+    flags.DEFINE_integer("num_devices", None, "Number of devices of the run. By default all.", flag_values=values)
+    flags.DEFINE_list("sizes", [str(size) for size in SIZES], "Sizes of the messages, in bytes.", flag_values=values)
+    flags.DEFINE_integer("repeats", 10, "How many times to measure each size.", flag_values=values)
     flags.DEFINE_integer(
-        "devices_per_host", None, "How many devices are taken for a host. By default those of a launcher.",
+        "devices_per_host", None, "Number of devices to treat as one host. By default the devices of one launcher.",
         flag_values=values,
     )  # fmt: skip
     flags.DEFINE_string("save", None, "Write the links to this file, for plan --links and advise.", flag_values=values)
@@ -169,7 +190,7 @@ def _network_flags() -> flags.FlagValues:
 
 def _calibrate_flags() -> flags.FlagValues:
     values = _no_flags()
-    flags.DEFINE_integer("num_devices", None, "Devices of the whole run. By default all.", flag_values=values)
+    flags.DEFINE_integer("num_devices", None, "Number of devices of the run. By default all.", flag_values=values)
     flags.DEFINE_string("save", None, "Write the machine to this file, for simulate and advise.", flag_values=values)
     return values
 
@@ -183,11 +204,13 @@ def _simulate_flags() -> flags.FlagValues:
         flag_values=values,
     )
     flags.DEFINE_list(
-        "devices", ["8", "16", "32", "64", "128", "256", "512", "1024", "2048", "4096"], "How many, each of them.",
+        "devices",
+        ["8", "16", "32", "64", "128", "256", "512", "1024", "2048", "4096"],
+        "Numbers of devices to simulate.",
         flag_values=values,
-    )  # fmt: skip
+    )
     flags.DEFINE_integer("batch", None, "Samples of a step, over all devices.", flag_values=values)
-    flags.DEFINE_integer("length", None, "Of what the model's inputs leave open: tokens.", flag_values=values)
+    flags.DEFINE_integer("length", None, "Length of the model's open input dims, such as tokens.", flag_values=values)
     flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
     flags.DEFINE_list("zero_stages", ["3"], "The ZeRO stages to consider.", flag_values=values)
     flags.DEFINE_string(
@@ -234,8 +257,8 @@ COMMANDS: Mapping[str, Command] = {
         arguments=("SCRIPT",),
         options=_launch_flags,
         program=True,
-        summary="Run a script in several processes that train together, here or on several hosts. What follows SCRIPT "
-        "goes to the script.",
+        summary="Run a script in several processes that train together, here or on several hosts. Arguments after "
+        "SCRIPT go to the script.",
         example="launch --num_processes=2 --devices_per_process=2 train.py --epochs=3",
     ),
     "docs": Command(
@@ -249,13 +272,13 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "profile-network": Command(
         options=_network_flags,
-        summary="Measure latency and bandwidth of each collective; in processes with tfshard launch --module tfshard.",
+        summary="Measure latency and bandwidth of each collective; for several processes run it with tfshard "
+        "launch --module tfshard.",
         example="profile-network --num_devices=4 --save=network.json",
     ),
     "calibrate": Command(
         options=_calibrate_flags,
-        summary="Measure what devices take for the work of a step, and their links, for simulate and advise. Needs "
-        "SciPy.",
+        summary="Measure the speed of the devices and their links, for simulate and advise. Needs SciPy.",
         example="calibrate --num_devices=4 --save=machine.yaml",
     ),
     "simulate": Command(
@@ -318,7 +341,7 @@ def _docs(names: Sequence[str]) -> str:
 
 
 # The beginning of an answer that is an error.
-NO_PAGE = "There is no page"
+NO_PAGE = "Unknown page"
 
 
 def version() -> str:
@@ -435,9 +458,7 @@ def _check(parsed: Parsed) -> None:
         if isinstance(given.get(flag), str) and given[flag] and given[flag] != AUTO:
             check_target(given[flag])
     if parsed.name == "launch" and not given["module"] and not os.path.isfile(parsed.arguments[0]):
-        raise UsageError(
-            f"There is no such file. (A module is launched with --module.) Received: {parsed.arguments[0]}"
-        )
+        raise UsageError(f"The file does not exist. (Launch a module with --module.) Received: {parsed.arguments[0]}")
 
 
 # The minimum values of integer flags.
@@ -472,10 +493,10 @@ def _check_files(given: Mapping[str, str]) -> None:
         names = () if flag == "links" else sorted(clusters)
         if flag in given and given[flag] not in names and not os.path.isfile(given[flag]):
             others = f", or one of {names}" if names else ""
-            raise UsageError(f"--{flag} must be a file that exists{others}. Received: {flag}={given[flag]!r}")
+            raise UsageError(f"--{flag} must be an existing file{others}. Received: {flag}={given[flag]!r}")
     for flag in ("save", "plot"):
         if flag in given and not pathlib.Path(given[flag]).absolute().parent.is_dir():
-            raise UsageError(f"--{flag} must be a file in a folder that exists. Received: {flag}={given[flag]!r}")
+            raise UsageError(f"--{flag} must be a file in an existing folder. Received: {flag}={given[flag]!r}")
     if "plot" in given and importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"--plot needs matplotlib: pip install matplotlib. Received: plot={given['plot']!r}")
 
@@ -492,7 +513,7 @@ def check_target(target: str) -> tuple[str, str]:
     first = module.partition(".")[0]
     if module.endswith(".py"):
         if not os.path.isfile(module):
-            raise UsageError(f"There is no such file. Received: {module}")
+            raise UsageError(f"The file does not exist. Received: {module}")
     elif first not in (*sys.modules, *sys.builtin_module_names):
         if importlib.machinery.PathFinder.find_spec(first, [os.getcwd(), *sys.path]) is None:
             raise UsageError(f"Cannot import '{module}': No module named '{first}'. Received: {target}")

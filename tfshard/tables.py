@@ -305,7 +305,7 @@ def _span(values: set[str]) -> str:
 
 
 # The title of a table of folded rows.
-FOLDED = "Variables (those that are alike in one row; detail=True: each)"
+FOLDED = "Variables (equal ones in one row; detail=True: one row each)"
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 

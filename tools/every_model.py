@@ -27,16 +27,20 @@ from collections.abc import Callable
 
 from absl import app, flags
 
-_SUITE = flags.DEFINE_enum("suite", "applications", ["applications", "keras_hub"], "Which models.")
+_SUITE = flags.DEFINE_enum("suite", "applications", ["applications", "keras_hub"], "The suite of models to train.")
 _KERAS_HUB = flags.DEFINE_string("keras_hub", None, "A checkout of KerasHub's repository.")
-_ONLY = flags.DEFINE_list("only", [], "Models whose name has one of these in it.")
-_LAYOUT_MAP = flags.DEFINE_enum("layout_map", "none", ["none", "auto"], "auto: two of the four devices share layers.")
+_ONLY = flags.DEFINE_list("only", [], "Train only models with one of these texts in the name.")
+_LAYOUT_MAP = flags.DEFINE_enum(
+    "layout_map", "none", ["none", "auto"], "auto: tensor parallelism over two of the four devices."
+)
 _STAGE = flags.DEFINE_integer("stage", 3, "ZeRO stage.")
-_PROCESSES = flags.DEFINE_integer("processes", 2, "How many models at once.")
-_SECONDS = flags.DEFINE_integer("seconds", 900, "How long one model may take.")
+_PROCESSES = flags.DEFINE_integer("processes", 2, "Number of models to train at the same time.")
+_SECONDS = flags.DEFINE_integer("seconds", 900, "Time limit for one model, in seconds.")
 _WRITE = flags.DEFINE_bool("write", False, "Write the table of docs/models.md.")
-_RESULTS = flags.DEFINE_string("results", None, "A file that keeps results; a model with one is not trained again.")
-_CHILD = flags.DEFINE_string("child", None, "Of this tool's own: the model that this process trains.")
+_RESULTS = flags.DEFINE_string(
+    "results", None, "A file that keeps results. A model with a result is not trained again."
+)
+_CHILD = flags.DEFINE_string("child", None, "For internal use: the model that this process trains.")
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "models.md"
 BATCH, STEPS, DEVICES = 8, 3, 4

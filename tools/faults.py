@@ -28,13 +28,15 @@ from absl import app, flags
 from tools.fault_runs.table import DEATH_LIMIT, REGISTRATION_TIMEOUT, STEP_TIMEOUT, faults, in_training
 from tools.fault_runs.watched import BARE_CLIENT, BARE_LAUNCH, CLIENT, LAUNCH, Run, free_port, running
 
-_RUNS = flags.DEFINE_integer("runs", 3, "How often to run each fault.", 1)
+_RUNS = flags.DEFINE_integer("runs", 3, "How many times to run each fault.", 1)
 _ONLY = flags.DEFINE_list("only", [], "Names of the faults to run; by default all.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 2, "Clients.", 2)
-_BARE = flags.DEFINE_boolean("bare", False, "Launchers and clients without TensorFlow.")
-_SEED = flags.DEFINE_string("seed", None, "Of the random moments; by default another one each time.")
-_CALM_MINUTES = flags.DEFINE_float("calm_minutes", 0.0, "Train for so long without a fault, with all cores loaded.")
-_RECOVERIES = flags.DEFINE_integer("recoveries", 0, "How often to kill a client of a run that is then restarted.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 2, "Number of clients.", 2)
+_BARE = flags.DEFINE_boolean("bare", False, "Run launchers and clients without TensorFlow.")
+_SEED = flags.DEFINE_string("seed", None, "Seed of the random moments. By default a new seed in each run.")
+_CALM_MINUTES = flags.DEFINE_float(
+    "calm_minutes", 0.0, "Train for this number of minutes without a fault, with all cores loaded."
+)
+_RECOVERIES = flags.DEFINE_integer("recoveries", 0, "How many times to kill a client of a run that is then restarted.")
 
 
 def run_fault(name: str, num_processes: int, *, seed: str, bare: bool = False) -> float:
@@ -53,7 +55,7 @@ def run_fault(name: str, num_processes: int, *, seed: str, bare: bool = False) -
         AssertionError: The result is not as expected.
     """
     fault = faults(num_processes)[name]
-    assert fault.bare or not bare, f"Without TensorFlow there is no fault {name}."
+    assert fault.bare or not bare, f"The fault {name} needs TensorFlow."
     command = [f"--step_timeout={STEP_TIMEOUT}", f"--registration_timeout={REGISTRATION_TIMEOUT}"]
     environment = {"TFSHARD_SECRET": os.urandom(32).hex()}
     if fault.hosts == 1:

@@ -31,15 +31,23 @@ from absl import app, flags
 from tools.host_runs import network
 from tools.host_runs.network import Network, NetworkError
 
-_NUM_HOSTS = flags.DEFINE_integer("num_hosts", 2, "Hosts.", 2, network.MAX_HOSTS)
-_RATE = flags.DEFINE_string("rate", "10gbit", "Of each host's link, both ways, such as 10gbit, 1gbit, 100mbit.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "Clients on each host.", 1)
-_DEVICES = flags.DEFINE_integer("devices_per_process", 2, "Devices of each client.", 1)
-_LAUNCH_FLAGS = flags.DEFINE_list("launch_flags", [], "More flags of 'tfshard launch', such as --step_timeout=20.")
-_DOWN = flags.DEFINE_multi_string("down", [], "HOST@SECONDS or HOST@SECONDS+SECONDS: a link that goes down, for long.")
-_CLEAN = flags.DEFINE_boolean("clean", False, "Take away what dead runs left, and do nothing else.")
+_NUM_HOSTS = flags.DEFINE_integer("num_hosts", 2, "Number of hosts.", 2, network.MAX_HOSTS)
+_RATE = flags.DEFINE_string(
+    "rate", "10gbit", "Rate of each host's link in both directions, such as 10gbit, 1gbit, 100mbit."
+)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "Number of clients on each host.", 1)
+_DEVICES = flags.DEFINE_integer("devices_per_process", 2, "Number of devices of each client.", 1)
+_LAUNCH_FLAGS = flags.DEFINE_list(
+    "launch_flags", [], "Additional flags of 'tfshard launch', such as --step_timeout=20."
+)
+_DOWN = flags.DEFINE_multi_string(
+    "down", [], "HOST@SECONDS or HOST@SECONDS+SECONDS: the link of HOST goes down at a time, for a duration."
+)
+_CLEAN = flags.DEFINE_boolean("clean", False, "Remove the remains of dead runs, and do nothing else.")
 
-flags.register_validator("rate", network.RATE.fullmatch, "It is a number and kbit, mbit or gbit, such as 1gbit.")
+flags.register_validator(
+    "rate", network.RATE.fullmatch, "The rate must be a number and kbit, mbit or gbit, such as 1gbit."
+)
 
 # The exit code if the machine cannot create such a network.
 UNAVAILABLE = 77
@@ -183,7 +191,7 @@ def main(argv: list[str]) -> int:
             return 0
         return run(argv[1:], received)
     except NetworkError as error:
-        print(f"tools/hosts: there is no such network here: {error}", file=sys.stderr)
+        print(f"tools/hosts: cannot make a network here: {error}", file=sys.stderr)
         return UNAVAILABLE
 
 

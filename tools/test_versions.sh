@@ -41,7 +41,7 @@ _try() {
   # The package of this tree, also where another environment's editable install was made after this one's. Versions that
   # were not tried are what this is for.
   if PYTHONPATH="$PWD" KERAS_BACKEND=tensorflow TF_CPP_MIN_LOG_LEVEL=3 "$venv/bin/python" -m pytest -p no:cacheprovider \
-    --numprocesses=2 -W "ignore:tfshard was not tried:UserWarning" "${tests[@]}" >"$log" 2>&1; then
+    --numprocesses=2 -W "ignore:tfshard has not been tested:UserWarning" "${tests[@]}" >"$log" 2>&1; then
     result="passed"
   else
     result="failed ($log)"

@@ -243,7 +243,9 @@ def test_wrong_arguments_are_refused(options, message):
 def test_a_file_with_other_columns_is_refused_before_training(tmp_path):
     (tmp_path / "other.csv").write_text("epoch,loss\n0,1.0\n")
     model = compiled(sharded())
-    with pytest.raises(tfshard.errors.TelemetryError, match="has other columns .*Received: a file with the columns"):
+    with pytest.raises(
+        tfshard.errors.TelemetryError, match="does not have the columns .*Received: a file with the columns"
+    ):
         fit(model, tfshard.callbacks.Telemetry(tmp_path / "other.csv"))
     assert int(model.optimizer.iterations) == 0
 

@@ -169,7 +169,7 @@ def test_a_corrupt_checkpoint_is_described_piece_by_piece(tmp_path):
     data.write_bytes(content)
     with pytest.raises(tfshard.errors.CheckpointCorruptError) as caught:
         manager.restore(model)
-    assert str(caught.value).count("the piece of '") == 2
+    assert str(caught.value).count("the shard of '") == 2
     with pytest.raises(tfshard.errors.CheckpointCorruptError):
         manager.open().verify()
 

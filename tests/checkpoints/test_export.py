@@ -109,8 +109,8 @@ def test_wrong_arguments_are_refused(model, tmp_path):
         (lambda: tfshard.export(model, tmp_path / "m.h5"), "must end in"),
         (lambda: tfshard.export(model, 3), "must end in"),
         (lambda: tfshard.export(keras.Sequential([keras.layers.Dense(2)]), tmp_path / "m.keras"), "that is built"),
-        (lambda: tfshard.import_weights(model, tmp_path / "absent.keras"), "no such file"),
-        (lambda: tfshard.import_weights(model, tmp_path / "absent.weights.h5"), "no such file"),
+        (lambda: tfshard.import_weights(model, tmp_path / "absent.keras"), "file does not exist"),
+        (lambda: tfshard.import_weights(model, tmp_path / "absent.weights.h5"), "file does not exist"),
         (lambda: tfshard.export(model, tmp_path / "absent" / "m.keras"), "could not be written"),
     ):
         with pytest.raises(tfshard.errors.CheckpointError, match=message):

@@ -107,7 +107,7 @@ def test_a_size_that_is_no_positive_integer_is_refused(name, value):
 
 def test_a_sketch_that_costs_more_than_a_dense_layer_warns_with_the_largest_that_does_not():
     # 2 l k (12 + 24) <= 12 * 24 up to l k = 4.
-    with pytest.warns(UserWarning, match="must be at most 4 for it to save any") as warned:
+    with pytest.warns(UserWarning, match="must be at most 4 to save weights") as warned:
         SketchedDense(24, sketch_size=5).build((None, 12))
     assert [each.filename for each in warned] == [__file__], "it points to the user's line"
     SketchedDense(24, sketch_size=4).build((None, 12))  # Warnings are errors here.

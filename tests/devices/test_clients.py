@@ -217,5 +217,5 @@ def test_another_thread_agrees_on_nothing(launched):
     thread = threading.Thread(target=agree)
     thread.start()
     thread.join()
-    assert "Only the main thread of a client can come to a saved model" in str(raised[0])
+    assert "Only the main thread of a client can take part in a saved model" in str(raised[0])
     assert len(sent) == 3

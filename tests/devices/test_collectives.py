@@ -85,7 +85,7 @@ def test_values_on_a_mesh_are_refused():
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
     model.compile("sgd", "mse", strategy=strategy)
     value = strategy.run(lambda x: 2 * x, args=(np.ones((4, 4), np.float32),))
-    with pytest.raises(tfshard.errors.CollectiveError, match="lives on a mesh and is global already"):
+    with pytest.raises(tfshard.errors.CollectiveError, match="is on a mesh and is already global"):
         collectives.all_reduce(value)
 
 

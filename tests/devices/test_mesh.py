@@ -18,8 +18,8 @@ def test_places_with_as_many_devices_of_each_of_their_clients_can_be(axes):
 
 
 def test_a_place_with_more_devices_of_one_client_is_refused_with_what_would_do():
-    expected = r"{0: 2, 1: 1} devices by client.*Give the axis 3 places"
+    expected = r"{0: 2, 1: 1} devices by client.*Give the axis 3 ranks"
     with pytest.raises(tfshard.errors.MeshError, match=expected) as error:
         mesh.check_ranks(MeshAxes.of({"pipeline": 2, "batch": 3}), num_clients=3)
-    assert "name it last" in str(error.value)
+    assert "name the axis last" in str(error.value)
     mesh.check_ranks(MeshAxes.of({"batch": 3, "pipeline": 2}), num_clients=3)

@@ -104,7 +104,7 @@ def test_what_a_normalization_needs_whole_stays_whole_and_the_map_says_why():
     found = tfshard.auto_layout_map(model, {"model": 4})
     assert found["first/kernel"].axes == ()
     assert "needs all of the sharded dim" in found["first/kernel"].reason
-    assert "whole (" in repr(found)
+    assert "replicated (" in repr(found)
     # With an explicit entry, compile does not warn.
     model = tfshard.as_distributed(model)
     model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(model=4), found))
@@ -138,7 +138,7 @@ def test_fewer_key_and_value_heads_than_devices_stay_whole():
     attention = r"transformer_layer_0/self_attention"
     assert four[f"{attention}/query"].kind == "column"
     assert four[f"{attention}/key/kernel"].axes == ()
-    assert "dim 1 of size 2 is not divided by 4" in four[f"{attention}/key/kernel"].reason
+    assert "dim 1 of size 2 is not divisible by 4" in four[f"{attention}/key/kernel"].reason
     assert two[f"{attention}/key"].kind == two[f"{attention}/value"].kind == "column"
 
 
@@ -214,7 +214,7 @@ def test_unknown_inputs_are_an_error_that_asks_for_an_example():
 
 
 def test_several_axes_besides_batch_are_ambiguous():
-    with pytest.raises(tfshard.errors.LayoutError, match="Name one of them 'model'"):
+    with pytest.raises(tfshard.errors.LayoutError, match="Name one axis 'model'"):
         tfshard.auto_layout_map(gpt2(), {"rows": 2, "columns": 2})
     assert len(tfshard.auto_layout_map(gpt2(), {"batch": 2, "tensor": 2})) > 0
 

@@ -130,7 +130,7 @@ def test_the_launcher_of_another_host_ends_its_clients_when_the_first_one_is_sil
         run.wait(DEATH_LIMIT)
         run.check_nothing_is_left(3)
     assert [leader.returncode, follower.returncode] == [1, 1], run.text
-    assert "The launcher of host 0 sent no heartbeat for 8 s: all clients of this host are ended." in run.said
+    assert "The launcher of host 0 sent no heartbeat for 8 s: this launcher stops all clients of its host." in run.said
     assert "The launcher of host 1 (127.0.0.2), with clients (1,), closed its connection." in run.said
 
 

@@ -138,7 +138,7 @@ def test_a_cable_that_is_pulled_ends_all_launchers_with_the_cause_and_one_that_i
             run.check_nothing_is_left(0)
     assert [launcher.returncode for launcher in run.launchers] == [1, 1], run.text
     assert "The launcher of host 1 (10.77.0.2), with clients (1,), sent no heartbeat for 8 s." in run.said
-    assert "The launcher of host 0 sent no heartbeat for 8 s: all clients of this host are ended." in run.said
+    assert "The launcher of host 0 sent no heartbeat for 8 s: this launcher stops all clients of its host." in run.said
 
 
 CABLES = {
@@ -164,7 +164,7 @@ def pulled(*program, after: str) -> watched.Run:
             run.check_nothing_is_left(0)
     assert [launcher.returncode for launcher in run.launchers] == [1, 1], run.text
     assert "The launcher of host 1 (10.77.0.2), with clients (1,), sent no heartbeat for 8 s." in run.said
-    assert "The launcher of host 0 sent no heartbeat for 8 s: all clients of this host are ended." in run.said
+    assert "The launcher of host 0 sent no heartbeat for 8 s: this launcher stops all clients of its host." in run.said
     return run
 
 
@@ -251,7 +251,7 @@ def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 def test_where_there_cannot_be_such_a_network_it_is_said_in_a_line_with_an_exit_code_of_its_own():
     done = tool("train.py", PATH="")
     assert done.returncode == 77
-    assert re.fullmatch(r"tools/hosts: there is no such network here: .*(root|no program 'ip').*\n", done.stderr)
+    assert re.fullmatch(r"tools/hosts: cannot make a network here: .*(root|'ip' is not installed).*\n", done.stderr)
     assert done.stdout == ""
 
 

@@ -44,7 +44,7 @@ def test_the_language_model_example_trains_launched_as_alone(clients, mesh):
         ({"step_timeout": 0}, "step_timeout must be positive"),
         ({"max_restarts": -1}, "max_restarts must not be negative"),
         ({"elastic_min": 3}, "elastic_min must be between 1 and the number of clients, 2"),
-        ({"host_index": 1}, "host_index must be that of one of the 1 hosts"),
+        ({"host_index": 1}, "host_index must be the index of one of the 1 hosts"),
         ({"hosts": ("a", "b")}, "need a shared secret of at least 32 characters"),
         ({"port": 1 << 16}, "port must be a port"),
         ({"allocator": "jemalloc"}, "Unknown allocator. Allocators: .*system.*tensorflow"),
@@ -60,9 +60,9 @@ def test_slurm_needs_one_launcher_on_each_node():
     with pytest.raises(tfshard.errors.LaunchError, match="srun --ntasks-per-node=1"):
         hosts.find_hosts(None, None, slurm)
     assert hosts.find_hosts(None, None, {"SLURM_NTASKS": "4", "SLURM_NODELIST": "n[1-2]"}) == hosts.Hosts()
-    with pytest.raises(tfshard.errors.LaunchError, match="cannot be understood"):
+    with pytest.raises(tfshard.errors.LaunchError, match="cannot parse SLURM"):
         hosts.expand_nodes("n[1-")
-    with pytest.raises(tfshard.errors.LaunchError, match="Which of the hosts is this"):
+    with pytest.raises(tfshard.errors.LaunchError, match="does not know which of the hosts this is"):
         hosts.find_hosts(["a", "b"], None, {})
 
 
@@ -70,7 +70,7 @@ def test_the_file_of_the_secret_is_private(tmp_path):
     file = tmp_path / "secret"
     file.write_text("a" * 64 + "\n")
     file.chmod(0o644)
-    with pytest.raises(tfshard.errors.LaunchError, match="Others may read the file of the secret"):
+    with pytest.raises(tfshard.errors.LaunchError, match="Other users can read the secret file"):
         hosts.read_secret(str(file))
     file.chmod(0o600)
     assert hosts.read_secret(str(file)) == "a" * 64
@@ -84,11 +84,14 @@ def test_an_agreement_that_is_late_is_told_to_all():
     assert made.expired(4.9) == []
     replies = made.expired(5.0)
     assert [client for client, _ in replies] == [0, 2]
-    assert replies[0][1]["fault"] == "Clients [1] did not come to a barrier in time."
+    assert replies[0][1]["fault"] == "Clients [1] did not reach a barrier in time."
     assert made.add(1, message, now=9.0) == [(1, replies[0][1])]
     other = {"number": 1, "what": "the mesh", "value": {}, "timeout": 5.0}
     made.add(0, {**message, "number": 1}, now=10.0)
-    assert "Client 1 has come to the mesh, and others to a barrier" in made.add(1, other, now=10.0)[0][1]["fault"]
+    assert (
+        "Client 1 has reached the mesh, but other clients have reached a barrier"
+        in made.add(1, other, now=10.0)[0][1]["fault"]
+    )
 
 
 def test_clients_without_a_launcher_are_refused(monkeypatch):

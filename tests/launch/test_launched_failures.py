@@ -54,8 +54,8 @@ def test_what_client_0_does_alone_is_named_with_the_remedy(model_first):
     done, _ = model_first
     assert done.returncode == 1
     cause = done.stderr.partition("tfshard launch: ")[2]
-    assert re.search(r"the exchange of \d+ bytes a device, for save of model 'sequential'", cause), done.stderr
-    assert "Call these on every client, not under an 'if rank == 0'." in cause
+    assert re.search(r"the exchange of \d+ bytes for each device, for save of model 'sequential'", cause), done.stderr
+    assert "Make these calls on every client, not under an 'if rank == 0'." in cause
 
 
 @pytest.fixture(scope="module")

@@ -76,9 +76,7 @@ def test_a_client_that_does_not_come_to_a_step_is_to_blame(run):
     failure = run.wait(30)
     assert 20 <= failure.at <= 20.2
     assert failure.clients == (1,)
-    assert failure.text == (
-        "Clients (1,) did not come to step 1 within 20 s: stuck (client 1: after step 0 since 20 s)."
-    )
+    assert failure.text == ("Clients (1,) did not reach step 1 within 20 s: stuck (client 1: after step 0 since 20 s).")
 
 
 def test_a_client_that_is_stopped_in_a_step_is_to_blame(run):
@@ -138,7 +136,7 @@ def test_a_client_whose_script_goes_on_after_an_error_in_a_step_is_to_blame(run,
         run.begin(1, 1)
     failure = run.wait(30)
     assert 20 <= failure.at <= 20.2 and failure.clients == (1,)
-    assert "Client 1 failed in an operation that takes all clients, and its script went on" in failure.text
+    assert "Client 1 failed in an operation that needs all clients, and its script continued" in failure.text
     assert "client 0: in step 0 since" in failure.text and failure.text.endswith("InvalidArgumentError: bad input")
 
 
@@ -153,7 +151,7 @@ def test_what_would_fail_again_is_not_tried_again(run, error, retry):
 def test_clients_that_differ_in_order_or_batches_are_told_at_once(run):
     run.begin(0, 0, "step 1", digest=5)
     run.begin(1, 0, "reading a variable")
-    assert "Client 1 has come to reading a variable while client 0 was in step 1" in run.wait(1).text
+    assert "Client 1 reached reading a variable while client 0 was in step 1" in run.wait(1).text
     other = Run().register(0, 1)
     other.begin(0, 0, "step 1", digest=5)
     other.begin(1, 0, "step 1", digest=6)

@@ -85,7 +85,7 @@ def test_axes_are_a_mapping_that_equals_one_with_the_same_roles():
         ),
         ({"dp": None}, "Unknown role"),
         ({"pd": "data"}, r"roles names axis 'pd', which is not in the mesh. Mesh axes: \('dp', 'tp'\)"),
-        ({"dp": "data", "tp": "data"}, r"One axis .* can have the role 'data', and \('dp', 'tp'\) have it.*Received"),
+        ({"dp": "data", "tp": "data"}, r"one axis .* can have the role 'data', but \('dp', 'tp'\) have it.*Received"),
         (2, "roles must be a mapping from the name of an axis to its role.*Received: roles=2"),
     ],
 )

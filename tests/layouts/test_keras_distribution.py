@@ -121,7 +121,7 @@ def test_an_axis_called_batch_that_does_not_shard_the_data_is_refused():
     mesh = keras.distribution.DeviceMesh((2, 2), ("data", "batch"), [f"cpu:{i}" for i in range(4)])
     given = keras.distribution.ModelParallel(layout_map=keras.distribution.LayoutMap(mesh), batch_dim_name="data")
     with pytest.raises(
-        tfshard.errors.LayoutError, match="has another axis of that name. Rename it.*batch_dim_name='data'"
+        tfshard.errors.LayoutError, match="has another axis of that name. Rename that axis.*batch_dim_name='data'"
     ):
         tfshard.ShardedStrategy(layout_map=given)
 

@@ -173,7 +173,7 @@ def test_refusal_names_every_layer_and_its_remedy():
     message = str(caught.value)
     assert re.search(r"- 'elastic' \(RandomElasticTransform\): .*random_map", message)
     assert re.search(r"- 'look' \(StringLookup\): .*dataset.map", message)
-    assert re.search(r"- 'words' \(InputLayer\): a device mesh has no strings; .*dataset.map", message)
+    assert re.search(r"- 'words' \(InputLayer\): a device mesh cannot hold strings; .*dataset.map", message)
     assert message.endswith("See: tfshard docs layers")
 
 

@@ -170,11 +170,11 @@ def drawing(x):
     [
         (lambda x: x, ([("rows",)], [()]), "LayoutError", "names axis 'rows', which the mesh does not have"),
         (lambda x: x, ([("batch", None, None)], [()]), "LayoutError", "more entries than the tensor has dims"),
-        (lambda x: x, ([("batch", "batch")], [()]), "LayoutError", "shard one dim of a tensor only"),
+        (lambda x: x, ([("batch", "batch")], [()]), "LayoutError", "shard only one dim of a tensor"),
         (lambda x: x, (["batch"], [()]), "LayoutError", "is a tuple with a mesh axis or None"),
         (lambda x: x, ([("batch",), ()], [()]), "LayoutError", "needs one argument for each entry of in_layouts, 2"),
         (lambda x: (x, x), ([("batch",)], [("batch",)]), "LayoutError", "returned 2 tensors for 1 entries"),
-        (lambda x: tfshard.psum(x, "model"), ([("batch",)], [()]), "LayoutError", "psum over axis 'model'"),
+        (lambda x: tfshard.psum(x, "model"), ([("batch",)], [()]), "LayoutError", "psum needs an axis .*axis='model'"),
         (lambda x: x + OUTSIDE, ([("batch",)], [("batch",)]), "UnsupportedOperationError", "from outside"),
         (drawing, ([("batch",)], [("batch",)]), "UnsupportedOperationError", "draws random numbers"),
     ],

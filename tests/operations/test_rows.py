@@ -166,7 +166,7 @@ def test_a_function_of_rows_has_to_give_rows():
     def run(images):
         return rows.local_map(lambda images: tf.reduce_sum(images, 0), [images], strategy.mesh)
 
-    with pytest.raises(tfshard.errors.UnsupportedOperationError, match="as many rows as it is given"):
+    with pytest.raises(tfshard.errors.UnsupportedOperationError, match="as many rows as it gets"):
         strategy.run(tf.function(run), args=(on_mesh(IMAGES, strategy.mesh),))
 
 

@@ -91,7 +91,7 @@ def test_a_flat_mesh_is_proposed_where_links_are_equal_or_replicas_do_not_fit():
     assert advise(1000, EQUAL).recommended.mesh_shape == FLAT
     advice = advise(45, HOSTS)
     assert (advice.recommended.mesh_shape, advice.recommended.zero_stage) == (FLAT, 3), "the only one that fits"
-    assert "replica=2 x batch=2 at stage 3 was passed over: " in " ".join(advice.reasons)
+    assert "replica=2 x batch=2 at stage 3 was rejected: " in " ".join(advice.reasons)
     assert advise(45, EQUAL).recommended.mesh_shape == FLAT
 
 
@@ -124,7 +124,7 @@ def test_a_plan_tells_what_its_collectives_take(tmp_path):
     HOSTS.save(file)
     plan = tfshard.plan(kernels(), FLAT, links=file)
     assert plan.collective_seconds == pytest.approx(HOSTS.total_seconds(plan.collectives, FLAT))
-    assert f"they take {1e3 * plan.collective_seconds:,.1f} ms." in str(plan)
+    assert f"the collectives take {1e3 * plan.collective_seconds:,.1f} ms." in str(plan)
     assert tfshard.plan(kernels(), FLAT).collective_seconds is None
 
 
@@ -139,9 +139,9 @@ def test_what_is_saved_is_loaded(tmp_path):
     ("text", "message"),
     [
         (None, "Links cannot be read: No such file"),
-        ("[]", "does not hold links"),
-        ("{", "does not hold links"),
-        (json.dumps({**HOSTS.to_dict(), "between": {"all-reduce": {}}}), "does not hold links"),
+        ("[]", "does not contain links"),
+        ("{", "does not contain links"),
+        (json.dumps({**HOSTS.to_dict(), "between": {"all-reduce": {}}}), "does not contain links"),
     ],
 )
 def test_files_that_hold_no_links_are_refused(tmp_path, text, message):
@@ -156,8 +156,11 @@ def test_files_that_hold_no_links_are_refused(tmp_path, text, message):
     ("call", "message"),
     [
         (lambda: advise(1000, 3), "links must be tfshard.planning.Links, or the path of a file"),
-        (lambda: advise(1000, HOSTS, devices=3), "hosts of 2 devices, so there can be so many.*Received: devices=3"),
-        (lambda: advise(1000, Links.of(devices_per_host=2, inside=FAST)), "nothing is known of those between"),
+        (
+            lambda: advise(1000, HOSTS, devices=3),
+            "hosts of 2 devices, so the number of devices must be a multiple of 2.*Received: devices=3",
+        ),
+        (lambda: advise(1000, Links.of(devices_per_host=2, inside=FAST)), "no links between hosts"),
         (lambda: Links.of(devices_per_host=0, inside=FAST), "devices_per_host must be a positive integer"),
         (lambda: Link(latency=0.0, bandwidth=0.0), "positive bandwidth"),
     ],

@@ -100,8 +100,8 @@ def test_a_pattern_of_the_wrong_kind_says_what_it_should_name(add, message):
             lambda m: m.add("up/kernel", (None, "model")),
             r"the end of variable 'net/up/kernel', .* Write layout_map\['net/up/kernel'\] = \(None, 'model'\), or ",
         ),
-        (lambda m: m.row("net/dwn"), r"no layer .*Layers that come near: \['net/down', 'net/\w+', 'net/\w+'\]"),
-        (lambda m: m.add("net/dwn/kernel", ()), r"no variable.*Variables that come near: \['net/down/kernel', "),
+        (lambda m: m.row("net/dwn"), r"no layer .*Similar layers: \['net/down', 'net/\w+', 'net/\w+'\]"),
+        (lambda m: m.add("net/dwn/kernel", ()), r"no variable.*Similar variables: \['net/down/kernel', "),
     ],
 )  # fmt: skip
 def test_a_pattern_without_the_name_of_the_model_says_what_to_write(add, message):
@@ -158,7 +158,7 @@ def test_a_large_variable_left_whole_is_an_error_unless_allowed():
     assert finding.is_error
     assert "layout_map.replicated('head/kernel')" in finding.message
     model = mlp()
-    with pytest.raises(tfshard.errors.LayoutError, match=r"head/kernel: 4% of the model's bytes are left whole"):
+    with pytest.raises(tfshard.errors.LayoutError, match=r"head/kernel: 4% of the model's bytes are replicated"):
         compile_with(column_row(**{"head/kernel": None}), model)
     assert not any(isinstance(v.value, tfshard.storage.ShardedVariable) for v in model.variables)
     compile_with(column_row(), model)
@@ -315,7 +315,7 @@ def test_lint_and_plan_say_what_compile_and_the_first_step_refuse(kind):
     assert (finding.kind, finding.is_error) == (kind, True)
     planned = tfshard.plan(model, mesh, optimizer=optimizer)
     assert planned.refused == (str(finding),)
-    assert "cannot be trained like this: error: " + kind in " ".join(str(planned).split())
+    assert "cannot be trained with this plan: error: " + kind in " ".join(str(planned).split())
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh))
     text = finding.message.partition(". ")[0].partition("cannot be sharded: ")
     with pytest.raises(tfshard.ShardingError, match=re.escape(text[2] or text[0])):

@@ -253,13 +253,13 @@ def test_what_is_left_out_is_as_documented():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"product_flops": None}, "'product_flops' of a machine is a number"),
-        ({"product_flops": 0}, "is a positive number"),
+        ({"product_flops": None}, "'product_flops' of a machine must be a number"),
+        ({"product_flops": 0}, "must be a positive number"),
         ({"bandwith": 1e9}, "unknown ['bandwith']"),
-        ({"inside": {"latency": 1}}, "'inside' of a machine has latency"),
-        ({"inside": {"latency": 1, "bandwidth": "fast"}}, "'inside: bandwidth' of a machine is a number"),
+        ({"inside": {"latency": 1}}, "'inside' of a machine needs latency"),
+        ({"inside": {"latency": 1, "bandwidth": "fast"}}, "'inside: bandwidth' of a machine must be a number"),
         ({"between": {"latency": 1, "bandwidth": 1, "hop": -1}}, "a hop of 0 s or more"),
-        ({"operation_seconds": -1}, "'operation_seconds' of a machine is 0 or more"),
+        ({"operation_seconds": -1}, "'operation_seconds' of a machine must be 0 or more"),
     ],
 )
 def test_a_wrong_description_is_told_with_its_name(change, message, tmp_path):
@@ -269,7 +269,9 @@ def test_a_wrong_description_is_told_with_its_name(change, message, tmp_path):
     assert message in str(raised.value) and "wrong.yaml" in str(raised.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "is no YAML"), ("- 1", "is a mapping"), (None, "No such file")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: [", "is not YAML"), ("- 1", "must be a mapping"), (None, "No such file")]
+)
 def test_a_file_that_is_no_description_is_an_error(text, message, tmp_path):
     if text is not None:
         (tmp_path / "other.yaml").write_text(text)

@@ -55,7 +55,7 @@ def test_one_reduction_at_the_end_hides_nothing():
 
 def test_a_plan_tells_what_is_hidden_if_it_knows_how():
     plan = predict(1e-2)
-    assert f"Of the time in collectives {plan.overlap.hidden:.0%} are hidden" in " ".join(str(plan).split())
+    assert f"ms of computing hide {plan.overlap.hidden:.0%} of the time in collectives" in " ".join(str(plan).split())
     assert plan.to_dict()["overlap"]["hidden"] == plan.overlap.hidden
     assert predict(1e-2, compute_seconds=None).overlap is None
     assert predict(1e-2, mesh={"batch": 2, "model": 2}, layout_map="auto").overlap is None

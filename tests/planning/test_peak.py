@@ -186,7 +186,7 @@ def test_a_plan_tells_its_peak_if_it_is_given_inputs():
 
 
 def test_a_model_that_cannot_be_called_on_its_inputs_is_refused():
-    with pytest.raises(tfshard.errors.LayoutError, match="cannot be traced: give an example of what it is called on"):
+    with pytest.raises(tfshard.errors.LayoutError, match="cannot be traced: give example inputs"):
         tfshard.plan(products()[0], {"batch": 4}, inputs=np.zeros((16, 3), "float32"))
 
 

@@ -531,7 +531,7 @@ def test_a_step_sends_of_batch_statistics_what_is_planned(mesh, stage, options):
 
 def test_beside_model_axes_what_batch_statistics_send_is_unknown():
     plan = tfshard.plan(normalized(), {"batch": 2, "model": 2}, layout_map="auto")
-    assert "'first' takes statistics of a batch beside a model axis" in plan.unknown
+    assert "'first' computes batch statistics on a mesh with a model axis" in plan.unknown
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ def test_two_optimizers_of_one_name_need_names(tmp_path):
     loop._step = tf.function(loop._train)
     loop.train(2)
     manager = tfshard.CheckpointManager(tmp_path)
-    with pytest.raises(tfshard.errors.CheckpointError, match="several optimizers of the name 'adam'"):
+    with pytest.raises(tfshard.errors.CheckpointError, match="several optimizers named 'adam'"):
         manager.save(loop.model, 3)
     manager.save(loop.model, 3, optimizers={"first": first, "second": second})
     names = {key.split("/")[1] for key in manager.open().manifest.variables if key.startswith("optimizers/")}

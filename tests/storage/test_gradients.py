@@ -131,7 +131,7 @@ def test_gradients_come_in_shards_from_stage_2_on_and_the_report_measures_it(mes
     # Before the step, the report has no measurement.
     assert before.gradients_reduce_scattered is None and before.gradient_bytes_per_device is None
     assert before.to_dict()["totals"]["gradient"]["bytes_per_device"] is None
-    assert "none has run yet" in str(before) and "none has run yet" not in str(report)
+    assert "no step has run yet" in str(before) and "no step has run yet" not in str(report)
     assert ("A step reduce-scatters gradients" in str(report)) == (stage >= 2)
 
 

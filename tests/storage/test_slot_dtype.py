@@ -321,5 +321,5 @@ def test_another_dtype_is_refused(wrong):
 
 
 def test_what_is_no_pattern_is_refused():
-    with pytest.raises(tfshard.errors.StrategyError, match="no regular expression: .*Received: slot_dtype="):
+    with pytest.raises(tfshard.errors.StrategyError, match="not a regular expression: .*Received: slot_dtype="):
         tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), slot_dtype={"*": "int8"})

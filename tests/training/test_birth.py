@@ -206,7 +206,7 @@ def test_a_piece_is_gone_before_the_one_that_takes_its_place_is_made(monkeypatch
 
 
 def test_offloaded_slots_are_refused_or_do_nothing_and_say_so():
-    with pytest.warns(UserWarning, match="offload='slots' does nothing here") as warned:
+    with pytest.warns(UserWarning, match="offload='slots' has no effect here") as warned:
         tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), offload="slots")
     assert len(warned) == 1 and warned[0].filename == __file__
     with pytest.raises(tfshard.errors.StrategyError, match="offload must be None or 'slots'"):
@@ -216,7 +216,7 @@ def test_offloaded_slots_are_refused_or_do_nothing_and_say_so():
 @pytest.mark.parametrize(
     ("kind", "axes", "stage", "message"),
     [
-        ("TPU", "batch=2", 3, "is there for GPUs.*Devices of the mesh: TPU"),
+        ("TPU", "batch=2", 3, "needs GPUs.*Devices of the mesh: TPU"),
         ("GPU", "batch=2", 0, "Received: zero_stage=0"),
         ("GPU", "model=2", 3, "Use zero_stage=1 or more on a mesh whose batch axis has several"),
     ],

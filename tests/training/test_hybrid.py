@@ -213,7 +213,7 @@ def test_axes_of_replicas_are_told_and_checked():
     assert MeshAxes.of({"batch": 4}) != MeshAxes.of(HYBRID) == HYBRID
     mesh = tfshard.create_mesh(**HYBRID)
     assert (mesh.shape(), axis_sizes(mesh)) == ([4], HYBRID)
-    with pytest.raises(tfshard.errors.MeshError, match="one axis of replicas at most, beside one for data"):
+    with pytest.raises(tfshard.errors.MeshError, match="at most one replica axis, together with a data axis"):
         tfshard.create_mesh(replica=2, model=2)
 
 

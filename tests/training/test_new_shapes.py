@@ -401,4 +401,4 @@ def test_batches_that_the_batch_axis_does_not_divide_are_warned_of_once(monkeypa
     assert len(found) == warns, "a remainder at the end of each epoch is no reason"
     if warns:
         assert found[0].filename == __file__ and "axis 'batch' of 4 devices" in str(found[0].message)
-        assert "Use a batch_size that 4 divides, such as 8." in str(found[0].message), "the remedy"
+        assert "Use a batch_size that is a multiple of 4, such as 8." in str(found[0].message), "the remedy"

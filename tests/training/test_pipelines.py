@@ -69,5 +69,5 @@ def test_what_a_pipeline_cannot_do_is_refused():
     normalize.build((None, 8, 8, 3))
     with pytest.raises(tfshard.errors.StrategyError, match="writes variable 'batch_normalization.*moving_mean'"):
         tfshard.random_map(tf.data.Dataset.from_tensors(X), lambda x: normalize(x, training=True), seed=1)
-    with pytest.raises(tfshard.errors.StrategyError, match="needs an integer as seed.*seed=None"):
+    with pytest.raises(tfshard.errors.StrategyError, match="needs an integer seed.*seed=None"):
         tfshard.random_map(tf.data.Dataset.from_tensors(X), normalize, seed=None)

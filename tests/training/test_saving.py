@@ -132,7 +132,7 @@ def test_what_is_pickled_and_saved_for_serving_is_a_plain_model(tmp_path):
     archive.track(model)
     archive.add_endpoint("serve", model.call, input_signature=[tf.TensorSpec((None, 6))])
     with pytest.raises(
-        tfshard.errors.StrategyError, match=r"is sharded, and a SavedModel holds whole.*model.export\(path\)"
+        tfshard.errors.StrategyError, match=r"is sharded, but a SavedModel holds full.*model.export\(path\)"
     ):
         archive.write_out(tmp_path / "archive", verbose=False)
     # TensorFlow's converter hides the error.

@@ -162,7 +162,7 @@ def test_a_model_around_one_that_goes_elsewhere_says_what_to_do():
     around.train_on_batch(X, Y)
     body.compile("sgd", "mse", strategy=new)
     body.train_on_batch(X, Y)
-    with pytest.raises(tfshard.errors.StrategyError, match="lives on another mesh, of another model"):
+    with pytest.raises(tfshard.errors.StrategyError, match="is on another mesh, because another model shares it"):
         around.train_on_batch(X, Y)
     around.compile("sgd", "mse", strategy=new)
     around.train_on_batch(X, Y)

@@ -411,7 +411,7 @@ def test_8_a_stage_that_does_not_scatter(monkeypatch):
     check_healthy(model, (X, Y))
     whole = lambda gradient, forward, backward, mesh: transfer.relayout(gradient, forward, mesh)  # noqa: E731
     monkeypatch.setattr(gradients, "scatter", whole)
-    check_found(model, (X, Y), "layout", "net/first/kernel", "whole on every device", "stage 2 scatters it")
+    check_found(model, (X, Y), "layout", "net/first/kernel", "replicated over the batch axis", "stage 2 shards it")
 
 
 def test_8_a_slot_that_is_not_sharded():
@@ -421,7 +421,7 @@ def test_8_a_slot_that_is_not_sharded():
     check_healthy(model, (X, Y))
     (slot,) = parameter.slots.values()
     slot.move(dataclasses.replace(slot.layout, store_sharded=False, update_sharded=False))
-    check_found(model, (X, Y), "layout", "first_kernel_momentum", "which stage 1 shards")
+    check_found(model, (X, Y), "layout", "first_kernel_momentum", "ZeRO stage 1 shards")
 
 
 class Guard(keras.layers.Layer):
@@ -517,7 +517,7 @@ def test_the_line_of_an_operation_is_the_users_line_not_tfshards():
 
 
 WITHOUT_TARGETS = {
-    "an array": (X, r"needs targets. Give \w+ a tuple \(x, y\).*array of shape \(8, 6\), which is taken for x"),
+    "an array": (X, r"needs targets. Give \w+ a tuple \(x, y\).*array of shape \(8, 6\), which is taken as x"),
     "a tuple of one": ((X,), "a tuple of 1"),
     "y is None": ((X, None), "whose y is None"),
     "a dict": ({"x": X}, "batch of type dict"),

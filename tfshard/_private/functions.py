@@ -247,7 +247,7 @@ class _Weak:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function = self._function()
-        assert function is not None, "the gradient of an operation whose graph is gone"
+        assert function is not None, "the gradient of an operation whose graph no longer exists"
         return function(*args, **kwargs)
 
 
@@ -329,8 +329,8 @@ def note_function_locks() -> None:
         if str(getattr(python_function, "__module__", None)).endswith(".tracing_compilation"):
             # TensorFlow's default options, which trace a function that returns None.
             raise RuntimeError(
-                "A tf.function that creates a variable was called while another thread makes its first call. Call the "
-                "tf.function once before other threads do."
+                "A tf.function that creates a variable was called while another thread was making the first call. "
+                "Call the tf.function once before other threads call it."
             )
         _tracing.locks.append(getattr(tracing_options, "lock", None))
         try:

@@ -55,7 +55,7 @@ def add_to_class_compiles(make: Callable[[type], None]) -> None:
         if "compile" in vars(cls):
             make(cls)
 
-    reason = "lets a compile that a class defines take strategy="
+    reason = "adds strategy= to a compile method that a class defines"
     patches.replace(keras.Model, "__init_subclass__", classmethod(init_subclass), reason)
 
 

@@ -231,7 +231,7 @@ NAMES = (
     Name(
         "keras.src.optimizers.multi_optimizer.MultiOptimizer.optimizers",
         since="3.15",
-        instead="nothing: there are no optimizers with several inside",
+        instead="nothing: no optimizer contains several optimizers",
     ),
     # epochs
     *_all("keras", "3.10", {

@@ -72,12 +72,13 @@ SEARCHES = (
     Search(
         function="tfshard.operations.origins:_owner",
         uses=_FRAMES,
-        reason="an error names the layer, metric or loss whose method is running; Keras has no stack of them",
+        reason="an error names the layer, metric or loss whose method is running; Keras keeps no stack of "
+        "running methods",
     ),
     Search(
         function="tfshard._private.models:record_models",
         uses="gc.get_referrers",
-        reason="models may exist when tfshard is imported; nothing lists them. Once, at import",
+        reason="models may exist before tfshard is imported, and Keras keeps no list of models. Once, at import",
     ),
     Search(
         function="tfshard._private.models:clone_being_made",
@@ -87,12 +88,13 @@ SEARCHES = (
     Search(
         function="tfshard._private.graphs:resource_name",
         uses="gc.get_objects",
-        reason="an error names the variable of a handle; a handle does not know its variable",
+        reason="an error names the variable of a handle; a handle does not refer to its variable",
     ),
     Search(
         function="tfshard._private.graphs:traced_arguments",
         uses=_FRAMES,
-        reason="a tf.function traces without the values of its arguments, and a batch off the mesh is an error",
+        reason="a tf.function is traced without the values of its arguments, and a batch that is not on the mesh "
+        "is an error",
     ),
     Search(
         function="tfshard._private.graphs:is_called_by",
@@ -102,7 +104,7 @@ SEARCHES = (
     Search(
         function="tfshard.graph.inventory:loop_optimizers",
         uses="gc.collect",
-        reason="an optimizer that a loop dropped is in a reference cycle, and is alive until it is collected",
+        reason="an optimizer that a loop no longer uses is in a reference cycle, and stays alive until it is collected",
     ),
     Search(
         function="tfshard.training.step_functions:StepFunctions._first_run",
@@ -122,7 +124,7 @@ SEARCHES = (
     Search(
         function="tfshard.storage.outside:_is_updated",
         uses=_SCOPES,
-        reason="an assignment does not say that an optimizer makes it",
+        reason="an assignment does not say whether an optimizer makes it",
     ),
     Search(
         function="tfshard.storage.variables:ShardedVariable.set_from_host",

@@ -56,7 +56,7 @@ def check_versions() -> None:
         try:
             found[package] = package_version(package)
         except importlib.metadata.PackageNotFoundError:
-            raise ImportError(f"tfshard needs {package}, and it is not installed. {works}. {install}") from None
+            raise ImportError(f"tfshard needs {package}, which is not installed. {works}. {install}") from None
     received = ", ".join(f"{name}=={version}" for name, version in found.items())
     for package, (series, reason) in FAILS_BEFORE.items():
         if is_before(found[package], series):
@@ -67,4 +67,6 @@ def check_versions() -> None:
     python, *pair = (_series(version) for version in found.values())
     if python not in {row[0] for row in TRIED} or tuple(pair) not in {row[1:] for row in TRIED}:
         # The stack level skips check_versions, tfshard._private and tfshard to reach the user's import.
-        warnings.warn(f"tfshard was not tried with these versions. {works}. Received: {received}", VersionWarning, 4)
+        warnings.warn(
+            f"tfshard has not been tested with these versions. {works}. Received: {received}", VersionWarning, 4
+        )

@@ -122,7 +122,7 @@ def find_weights(file: h5py.File) -> dict[str, h5py.Dataset]:
         for name in group:
             seen += 1
             if depth > _MAX_DEPTH or seen > _MAX_OBJECTS:
-                raise ValueError("it has more groups than a model")
+                raise ValueError("it has more groups than a model can have")
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
                 raise ValueError(f"'{prefix}{name}' is a link")
             member = group[name]

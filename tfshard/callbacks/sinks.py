@@ -28,8 +28,8 @@ class CsvFile:
         header = self._header()
         if header and header != self._columns:
             raise TelemetryError(
-                f"'{self._path}' has other columns than Telemetry writes, {self._columns}. Give another file, or move "
-                f"this one away. Received: a file with the columns {header}"
+                f"'{self._path}' does not have the columns that Telemetry writes, {self._columns}. Choose another "
+                f"file, or move this file away. Received: a file with the columns {header}"
             )
         self._is_new = not header
 

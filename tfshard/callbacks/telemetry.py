@@ -400,7 +400,7 @@ def _known(what: str, find: Callable[[], int | None]) -> float:
     try:
         found = find()
     except LayoutError as error:
-        warn(f"Telemetry does not know the {what} of a step. {error}")
+        warn(f"Telemetry cannot determine the {what} of a step. {error}")
         return math.nan
     return math.nan if found is None else found
 

@@ -149,9 +149,9 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ker
             checkpoint, position = start.checkpoint, start.position
             if epoch != position.epoch:
                 raise CheckpointError(
-                    f"The checkpoint of step {checkpoint.step} goes on at epoch {position.epoch}, and fit "
-                    f"begins at another. Leave initial_epoch out, or give another directory. "
-                    f"Received: initial_epoch={epoch}"
+                    f"The checkpoint of step {checkpoint.step} resumes at epoch {position.epoch}, but fit begins at "
+                    "another epoch. Leave initial_epoch out, or choose another directory. Received: "
+                    f"initial_epoch={epoch}"
                 )
             if position.step:
                 checkpoint.assign(v for v in training_state.collect(self.model) if v.kind == "metric")
@@ -179,7 +179,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         if not run.trained and run.resumed is not None:
             warn(
                 f"Nothing was trained: the last checkpoint in '{self.manager.directory}' is at the end of epoch "
-                f"{run.resumed.position.epoch}. To train more, give fit more epochs; to train anew, give another "
+                f"{run.resumed.position.epoch}. To train more, give fit more epochs; to start again, choose another "
                 "directory."
             )
 
@@ -251,15 +251,15 @@ class _FitProgress:
         if kind == "PyDataset":
             if in_epoch or self._epochs.shuffles:
                 raise CheckpointError(
-                    "The position in a PyDataset can be saved at the end of epochs only, and its order only when fit "
-                    "does not shuffle it. Use every_epochs alone with fit(shuffle=False), or arrays or a tf.data "
-                    f"dataset. Received: shuffle={bool(self._epochs.shuffles)}, every_steps "
+                    "The position in a PyDataset can be saved only at the end of an epoch, and its order only if "
+                    "fit does not shuffle it. Use every_epochs alone with fit(shuffle=False), or arrays or a "
+                    f"tf.data dataset. Received: shuffle={bool(self._epochs.shuffles)}, every_steps "
                     f"{'given' if in_epoch else 'not given'}"
                 )
         elif kind not in ("arrays", "tf.data"):
             raise CheckpointError(
-                "The position in these data cannot be saved, so a run could not go on exactly. Use arrays or a tf.data "
-                f"dataset. Received: data of {kind}"
+                "The position in this data cannot be saved, so a run could not resume exactly. Use arrays or a "
+                f"tf.data dataset. Received: data of {kind}"
             )
         elif kind == "arrays" and self._epochs.shuffles == "batch":
             raise CheckpointError(
@@ -288,15 +288,14 @@ class _FitProgress:
         position = checkpoint.position
         if position is None or position.step is None:
             raise CheckpointError(
-                f"The checkpoint of step {checkpoint.step} was not saved by a CheckpointCallback and does not say "
-                "where in the data fit was. Give the callback a directory of its own, and use "
-                f"CheckpointManager.restore. Received: {checkpoint.directory}"
+                f"The checkpoint of step {checkpoint.step} was not saved by a CheckpointCallback and does not "
+                "contain the position in the data. Give the callback a separate directory, and restore this "
+                f"checkpoint with CheckpointManager.restore. Received: {checkpoint.directory}"
             )
         if position.step % self._epochs.steps_per_execution:
             raise CheckpointError(
-                f"The checkpoint of step {checkpoint.step} is at step {position.step} of an epoch, where no execution "
-                "of steps_per_execution steps begins. Received: "
-                f"steps_per_execution={self._epochs.steps_per_execution}"
+                f"The checkpoint of step {checkpoint.step} is at step {position.step} of an epoch, which is not a "
+                f"multiple of steps_per_execution. Received: steps_per_execution={self._epochs.steps_per_execution}"
             )
         return _Start(checkpoint=checkpoint, position=position, step=position.step)
 

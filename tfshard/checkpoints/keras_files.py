@@ -114,7 +114,7 @@ def import_weights(model: keras.Model, path: str | os.PathLike[str]) -> None:
             _check_file(source, path, expected, model)
             _private.read_weights_file(model, source)
     except FileNotFoundError:
-        raise CheckpointError(f"There is no such file. Received: path='{path}'") from None
+        raise CheckpointError(f"The file does not exist. Received: path='{path}'") from None
 
 
 def _checked_path(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -155,7 +155,7 @@ def _weights_of_archive(path: pathlib.Path, expected: Expected) -> Iterator[path
             if members[0].compress_type != zipfile.ZIP_STORED or members[0].file_size > limit:
                 raise _corrupt(
                     path,
-                    f"'{_private.WEIGHTS_MEMBER}' is compressed or claims {members[0].file_size} bytes, where the "
+                    f"'{_private.WEIGHTS_MEMBER}' is compressed or claims {members[0].file_size} bytes, but the "
                     f"weights of this model need at most {limit}",
                 )
             # The directory of the archive may be read-only. TMPDIR names a directory with room for large weights.
@@ -167,7 +167,7 @@ def _weights_of_archive(path: pathlib.Path, expected: Expected) -> Iterator[path
         except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise _corrupt(path, f"it is no archive of a Keras model ({error!s:.100})") from error
+            raise _corrupt(path, f"it is not an archive of a Keras model ({error!s:.100})") from error
         yield pathlib.Path(target.name)
 
 
@@ -177,11 +177,11 @@ def _check_members(path: pathlib.Path, members: list[zipfile.ZipInfo]) -> None:
     for member in members:
         parts = member.filename.replace("\\", "/").split("/")
         if member.filename.startswith(("/", "\\")) or ".." in parts or ":" in parts[0]:
-            raise _corrupt(path, f"its member {member.filename[:100]!r} leads out of it")
+            raise _corrupt(path, f"its member {member.filename[:100]!r} has a path outside of the archive")
         if stat.S_ISLNK(member.external_attr >> 16):
             raise _corrupt(path, f"its member {member.filename[:100]!r} is a link")
     if len(set(names)) != len(names):
-        raise _corrupt(path, "it has two members of one name")
+        raise _corrupt(path, "two of its members have the same name")
 
 
 def _check_file(source: pathlib.Path, path: pathlib.Path, expected: Expected, model: keras.Model) -> None:
@@ -208,7 +208,7 @@ def _check_file(source: pathlib.Path, path: pathlib.Path, expected: Expected, mo
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
         if isinstance(error, (CheckpointError, FileNotFoundError)):
             raise
-        raise _corrupt(path, f"it is no file of Keras weights ({error!s:.200})") from error
+        raise _corrupt(path, f"it is not a file of Keras weights ({error!s:.200})") from error
     if lines:
         raise CheckpointMismatchError(
             f"The weights do not fit model '{model.name}', and nothing was changed:\n"
@@ -229,7 +229,7 @@ def _fault(dataset: Any) -> str | None:
     read another file.
     """
     if dataset.external or dataset.is_virtual:
-        return "lies in another file"
+        return "is stored in another file"
     if dataset.chunks is not None or dataset.compression is not None:
         return "is stored compressed or in chunks"
     if not isinstance(dataset.dtype, np.dtype) or dataset.dtype.hasobject or dataset.dtype.kind not in "biufcV":

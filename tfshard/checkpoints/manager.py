@@ -61,7 +61,7 @@ class CheckpointManager:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise CheckpointError(f"keep must be a positive integer, or None to keep all. Received: keep={keep!r}")
         if not isinstance(directory, (str, os.PathLike)) or "://" in str(directory):
-            raise CheckpointError(f"directory must be a path of a local file system. Received: directory={directory!r}")
+            raise CheckpointError(f"directory must be a path on a local file system. Received: directory={directory!r}")
         self.directory = pathlib.Path(directory)
         self.keep = keep
         self._thread: threading.Thread | None = None
@@ -181,8 +181,8 @@ class CheckpointManager:
         if not isinstance(error, (OSError, tf.errors.OpError)):
             raise error
         raise CheckpointError(
-            f"A checkpoint could not be written: {error!s:.300}. Those committed before are as they were. "
-            f"Received: directory='{self.directory}'"
+            f"A checkpoint could not be written: {error!s:.300}. Earlier checkpoints are unchanged. Received: "
+            f"directory='{self.directory}'"
         ) from error
 
     def wait(self) -> None:
@@ -214,7 +214,7 @@ class CheckpointManager:
             step = max(there, default=None)
         if step not in there:
             raise CheckpointError(
-                f"There is no such checkpoint. Steps in '{self.directory}': {sorted(there)}. Received: step={step!r}"
+                f"The checkpoint does not exist. Steps in '{self.directory}': {sorted(there)}. Received: step={step!r}"
             )
         assert step is not None
         return Checkpoint.open(self.directory / files.name_of(step, there[step]))
@@ -271,7 +271,7 @@ class CheckpointManager:
             raise CheckpointMismatchError(
                 f"The checkpoint of step {checkpoint.step} does not fit model '{model.name}' and its optimizers, and "
                 "nothing was restored:\n" + "".join(f"- {line}\n" for line in mismatches)
-                + f"Build and compile the model as it was. Received: {checkpoint.directory}"
+                + f"Build and compile the model as it was when it was saved. Received: {checkpoint.directory}"
             )  # fmt: skip
         accepted()
         with process_lock.held():

@@ -142,8 +142,8 @@ def encode(manifest: Manifest) -> bytes:
     written = _canonical({"content": content, "sha256": _digest(content)})
     if len(written) > MAX_BYTES:
         raise CheckpointError(
-            f"The manifest of the checkpoint of step {manifest.step} would have {len(written)} bytes, and at most "
-            f"{MAX_BYTES} are read. Received: {len(manifest.variables)} variables"
+            f"The manifest of the checkpoint of step {manifest.step} would have {len(written)} bytes, but tfshard "
+            f"reads at most {MAX_BYTES}. Received: {len(manifest.variables)} variables"
         )
     return written
 
@@ -164,12 +164,12 @@ def decode_parts(written: Sequence[bytes], where: str) -> dict[str, StoredVariab
         CheckpointCorruptError: A part is damaged, or the parts together do not cover the variables.
     """
     merged: dict[str, dict[str, Any]] = {}
-    with _refused("What the clients wrote", where):
+    with _refused("The data that the clients wrote", where):
         for part in written:
             for key, data in _object(_parsed(part), "a part").items():
                 pieces = _object(data, f"variable '{key[:200]}'").get("pieces")
                 if not isinstance(pieces, list):
-                    raise _Bad(f"variable '{key[:200]}' has no list of pieces")
+                    raise _Bad(f"variable '{key[:200]}' has no list of shards")
                 merged.setdefault(key, {**data, "pieces": []})["pieces"] += pieces
         return {key: _variable(data, key) for key, data in merged.items()}
 
@@ -193,18 +193,18 @@ def decode(written: bytes, where: str) -> Manifest:
     """
     with _refused("The manifest of a checkpoint", where):
         if len(written) > MAX_BYTES:
-            raise _Bad(f"it has {len(written)} bytes, and at most {MAX_BYTES} are read")
+            raise _Bad(f"it has {len(written)} bytes, but tfshard reads at most {MAX_BYTES}")
         data = _parsed(written)
         outer = _fields(data, "manifest", content=dict, sha256=str)
         content = outer["content"]
         if outer["sha256"] != _digest(content) or _canonical(data) != written:
-            raise _Bad("its checksum is not that of its content: it was damaged or edited")
+            raise _Bad("its checksum does not match its content: it was damaged or edited")
         if content.get("format") != FORMAT:
             raise _Bad(f"its format is {str(content.get('format'))[:40]!r}")
         if content.get("version") != VERSION:
             raise CheckpointError(
-                f"The checkpoint was written by another version of tfshard. Format versions that are read: {VERSION}. "
-                f"Received: version={str(content.get('version'))[:40]} in {where}"
+                "The checkpoint was written by another version of tfshard. Format versions that this tfshard reads: "
+                f"{VERSION}. Received: version={str(content.get('version'))[:40]} in {where}"
             )
         return _manifest(content)
 
@@ -311,10 +311,10 @@ def _variable(data: object, key: str) -> StoredVariable:
     pieces = []
     for piece in fields["pieces"]:
         if not isinstance(piece, list) or len(piece) != 3 or type(piece[2]) is not int:
-            raise _Bad(f"{what} has a wrong piece: {str(piece)[:60]}")
-        box = Box(offset=_ints(piece[0], f"an offset of {what}"), shape=_ints(piece[1], f"a piece's shape of {what}"))
+            raise _Bad(f"{what} has a wrong shard: {str(piece)[:60]}")
+        box = Box(offset=_ints(piece[0], f"an offset of {what}"), shape=_ints(piece[1], f"a shard's shape of {what}"))
         if not box.is_in(shape) or not box.elements:
-            raise _Bad(f"{what} of shape={shape} has a piece outside of it: {box}")
+            raise _Bad(f"{what} of shape={shape} has a shard outside of it: {box}")
         pieces.append(StoredShard(box=box, checksum=piece[2]))
     _check_cover(pieces, shape, what)
     return StoredVariable(
@@ -331,7 +331,7 @@ def _variable(data: object, key: str) -> StoredVariable:
 def _check_cover(pieces: list[StoredShard], shape: tuple[int, ...], what: str) -> None:
     """Raise unless the boxes cover the shape without overlap."""
     if sum(piece.box.elements for piece in pieces) != math.prod(shape):
-        raise _Bad(f"the pieces of {what} do not cover its shape={shape}")
+        raise _Bad(f"the shards of {what} do not cover its shape={shape}")
     if not pieces:
         return
     # The edges of all boxes make a grid, and each cell of the grid belongs to one box. The number of cells bounds time
@@ -342,14 +342,14 @@ def _check_cover(pieces: list[StoredShard], shape: tuple[int, ...], what: str) -
         edges.append(sorted({edge for both in ends for edge in both}))
     cells = [len(edge) - 1 for edge in edges]
     if math.prod(cells) > MAX_CELLS:
-        raise _Bad(f"{what} has too many pieces: {len(pieces)}")
+        raise _Bad(f"{what} has too many shards: {len(pieces)}")
     taken = np.zeros(cells, bool)
     for piece in pieces:
         at = []
         for edge, begin, size in zip(edges, piece.box.offset, piece.box.shape, strict=True):
             at.append(slice(bisect.bisect_left(edge, begin), bisect.bisect_left(edge, begin + size)))
         if taken[tuple(at)].any():
-            raise _Bad(f"pieces of {what} overlap")
+            raise _Bad(f"shards of {what} overlap")
         taken[tuple(at)] = True
 
 

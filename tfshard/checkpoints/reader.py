@@ -69,7 +69,7 @@ class Checkpoint:
         try:
             if not stat.S_ISDIR(os.lstat(directory).st_mode):
                 raise CheckpointCorruptError(
-                    f"A checkpoint must be a directory, and no link to one. Received: {directory}"
+                    f"A checkpoint must be a directory, and not a link to one. Received: {directory}"
                 )
             with files.open_regular(directory / files.MANIFEST) as file:
                 content = file.read(manifest.MAX_BYTES + 1)
@@ -100,7 +100,7 @@ class Checkpoint:
         claimed = sum(self._bytes(stored, piece.box) for stored, piece in self._stored_shards())
         held = sum(file.bytes for file in self.manifest.files.values() if file.sha256 is None)
         if claimed != held:
-            problems.append(f"its pieces have {claimed} bytes and its files of data {held}")
+            problems.append(f"its shards have {claimed} bytes, but its data files have {held}")
         return problems
 
     def _raise_corrupt(self, problems: list[str]) -> None:
@@ -152,7 +152,7 @@ class Checkpoint:
             for (key, stored, piece), array in zip(chunk, arrays, strict=False):
                 problem = self._shard_problem(key, stored, piece, array)
                 if problem is not None:
-                    problems.append(f"the piece of '{key}' at {piece.box.offset} of shape={piece.box.shape} {problem}")
+                    problems.append(f"the shard of '{key}' at {piece.box.offset} of shape={piece.box.shape} {problem}")
         return problems
 
     def _shard_problem(
@@ -219,14 +219,14 @@ class Checkpoint:
         lines = []
         for name in sorted(optimizers - theirs - {""}):
             lines.append(
-                f"optimizer '{name}' is not in the checkpoint, which has optimizers {_names(theirs)}: give restore "
-                "those that save was given (optimizers=), or optimizers=() for none"
+                f"optimizer '{name}' is not in the checkpoint, which has optimizers {_names(theirs)}: pass restore "
+                "the optimizers that were passed to save (optimizers=), or optimizers=() for none"
             )
         for name in sorted(theirs - optimizers - {""}) if not left_out else ():
             count = sum(training_state.optimizer_of(key) == name for key in self.manifest.variables)
             lines.append(
-                f"optimizer '{name}' ({count} variables) is in the checkpoint, and the model has optimizers "
-                f"{_names(optimizers)}: give it to restore (optimizers={{'{name}': ...}}), or leave it (optimizers=())"
+                f"optimizer '{name}' ({count} variables) is in the checkpoint, but the model has optimizers "
+                f"{_names(optimizers)}: pass it to restore (optimizers={{'{name}': ...}}), or skip it (optimizers=())"
             )
         for key, variable in found.items():
             stored = self.manifest.variables.get(key)
@@ -274,15 +274,15 @@ class Checkpoint:
         saved = 0 if self.position is None else self.position.clients
         if not saved:
             raise CheckpointError(
-                f"The checkpoint of step {self.step} was saved without an iterator: give `save` the one to restore. "
-                f"Received: {self.directory}"
+                f"The checkpoint of step {self.step} was saved without an iterator: pass `save` the iterator that "
+                f"you want to restore. Received: {self.directory}"
             )
         savers = datasets.iterator_savers(_private.distribute_strategy(model))
         if saved != savers:
             raise CheckpointMismatchError(
-                f"The checkpoint of step {self.step} holds the positions of {saved} clients in their data, and this "
-                f"run has {savers}. With already_sharded=True, go on with as many clients as saved it; without it, all "
-                f"clients have one position and any number can go on. Received: {self.directory}"
+                f"The checkpoint of step {self.step} holds the positions of {saved} clients in their data, but this "
+                f"run has {savers}. With already_sharded=True, resume with the same number of clients. Without it, "
+                f"all clients share one position, and any number of clients can resume. Received: {self.directory}"
             )
         try:
             with tf.device("CPU:0"):
@@ -296,7 +296,7 @@ class Checkpoint:
                     _private.restore_iterator(datasets.host_iterator(iterator), state)
         except tf.errors.OpError as error:
             raise CheckpointError(
-                f"The position in the data of the checkpoint of step {self.step} does not fit this dataset: it has to "
-                f"be made as it was when the checkpoint was saved. TensorFlow says: {error!s:.200}. "
-                f"Received: {self.directory}"
+                f"The position in the data of the checkpoint of step {self.step} does not fit this dataset. Build "
+                f"the dataset as it was when the checkpoint was saved. TensorFlow says: {error!s:.200}. Received: "
+                f"{self.directory}"
             ) from error

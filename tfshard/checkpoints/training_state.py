@@ -118,10 +118,10 @@ def optimizers(
             names[name] += 1
             if given is None and names[name] > 1:
                 raise CheckpointError(
-                    f"Model '{model.name}' is trained by several optimizers of the name '{name}', so a checkpoint "
-                    "could not tell them apart. Make them attributes of the model (model.d_optimizer = ...), or name "
-                    "them: save(..., optimizers={'discriminator': ..., 'generator': ...}), and the same in restore. "
-                    f"Received: {[type(each).__name__ for each in others]}"
+                    f"Model '{model.name}' has several optimizers named '{name}', so a checkpoint cannot tell them "
+                    "apart. Make them attributes of the model (model.d_optimizer = ...), or name them: save(..., "
+                    "optimizers={'discriminator': ..., 'generator': ...}), and the same in restore. Received: "
+                    f"{[type(each).__name__ for each in others]}"
                 )
             wanted[name if names[name] == 1 else f"{name}_{names[name] - 1}"] = optimizer
     for name, optimizer in wanted.items():
@@ -129,7 +129,7 @@ def optimizers(
             continue
         if name in found:
             raise CheckpointError(
-                f"Two optimizers are called '{name}': an attribute of model '{model.name}' and one of optimizers=. "
+                f"Two optimizers are called '{name}': an attribute of model '{model.name}' and one in optimizers=. "
                 f"Give the second another name. Received: optimizers={list(wanted)}"
             )
         found[name] = optimizer
@@ -151,7 +151,7 @@ def _given(given: Optimizers) -> dict[str, keras.optimizers.Optimizer] | None:
     if not valid or wrong or not all(isinstance(name, int) or (isinstance(name, str) and name) for name in named):
         raise CheckpointError(
             "optimizers must be a keras.optimizers.Optimizer, a list of them, a mapping from name to optimizer, or "
-            f"None for those that are found. Received: optimizers={given!r}"
+            f"None for the optimizers that tfshard finds. Received: optimizers={given!r}"
         )
     return {str(name): optimizer for name, optimizer in named.items()}
 

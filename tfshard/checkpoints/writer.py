@@ -130,8 +130,8 @@ class Writing:
             os.close(self._lock)
             self._lock = None
             raise CheckpointError(
-                "Another process, or another CheckpointManager, is saving to this directory. Give each training run a "
-                f"directory of its own. Received: directory='{self.root}'"
+                "Another process, or another CheckpointManager, is saving to this directory. Give each training run "
+                f"a separate directory. Received: directory='{self.root}'"
             ) from None
 
     def end(self, *, failed: bool) -> None:
@@ -211,7 +211,7 @@ class Writing:
         """Return the variables with the boxes of all clients, and merge their data into one bundle."""
         ranks = range(self._here.count)
         lists = [self.temporary / files.part_list(rank) for rank in ranks]
-        self._wait_for(lambda: all(each.exists() for each in lists), "the pieces of the other clients")
+        self._wait_for(lambda: all(each.exists() for each in lists), "the shards of the other clients")
         stored = manifest.decode_parts([each.read_bytes() for each in lists], str(self.temporary))
         for each in lists:
             os.unlink(each)
@@ -236,8 +236,8 @@ class Writing:
         while not there():
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"Waited {_CLIENTS_SECONDS} seconds for {what}. All clients have to save to one directory that "
-                    f"each of them sees. Received: directory='{self.root}'"
+                    f"Waited {_CLIENTS_SECONDS} seconds for {what}. All clients must save to one directory that each "
+                    f"client can read. Received: directory='{self.root}'"
                 )
             time.sleep(_POLL_SECONDS)
 

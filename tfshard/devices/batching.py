@@ -61,9 +61,9 @@ class Parts:
         sizes = {shape[0] for shape in shapes}
         if len(sizes) > 1 or None in sizes:
             raise StrategyError(
-                "A step can be done in microbatches if all tensors that it gets have as many rows, or none. Let the "
-                "step function have others from outside, or set strategy.microbatches = 1. "
-                f"Received: tensors of shapes {shapes}"
+                "A step can be split into microbatches only if all its input tensors have the same number of rows, "
+                "or no rows. Let the step function capture other tensors from outside, or set strategy.microbatches "
+                f"= 1. Received: tensors of shapes {shapes}"
             )
         (size,) = sizes
         devices = axis_sizes(mesh).data_size if any(batch_axes(shapes[0], mesh)) else 1
@@ -129,8 +129,8 @@ class InputShard:
         first, held = min(places), len(set(places))
         if size % held or first % held or max(places) - first + 1 != held:
             raise StrategyError(
-                "Already sharded input needs a mesh in which each client holds its own part of the batch axis, equally "
-                f"large. Change the order or the sizes of the axes. Received: mesh={axes}"
+                "Already sharded input needs a mesh in which each client holds a separate, equally large part of "
+                f"the batch axis. Change the order or the sizes of the axes. Received: mesh={axes}"
             )
         return cls(index=first // held, count=size // held)
 
@@ -167,8 +167,8 @@ def _own_part_to_mesh(rows: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
     held = len(set(places))
     if rows.shape[0] == 0 or rows.shape[0] % held:
         raise StrategyError(
-            f"Already sharded input: the batch of a client must be a multiple of its {held} places on the batch axis. "
-            f"Use drop_remainder=True and another batch size. Received: a batch of shape={rows.shape}"
+            f"Already sharded input: the batch size of a client must be a multiple of its {held} positions on the "
+            f"batch axis. Use drop_remainder=True and another batch size. Received: a batch of shape={rows.shape}"
         )
     parts = np.split(rows, held)
     pieces = [tf.constant(parts[place - min(places)]) for place in places]
@@ -224,9 +224,9 @@ def _agree_on_parts(leaves: list[Any], mesh: dtensor.Mesh) -> None:
         told[f"checksum of the rows of part {part.index} (from 0) of {part.count}"] = rows
     here.agree(
         _PARTS, told, error=StrategyError,
-        hint="Batches have to have the same shapes on all clients, and clients with the same part of the batch "
-        "(strategy.input_shard.index) to feed the same rows: dataset.shard(part.count, part.index), and the same seed "
-        "for shuffling.",
+        hint="Batches must have the same shapes on all clients, and clients with the same part of the batch "
+             "(strategy.input_shard.index) must feed the same rows: use dataset.shard(part.count, part.index), and "
+             "the same seed for shuffling.",
     )  # fmt: skip
 
 

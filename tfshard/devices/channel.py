@@ -187,7 +187,7 @@ class Server:
             self._socket.close()
             raise LaunchError(
                 f"The control channel cannot listen on {host}:{port}: {error.strerror}. Choose another address or "
-                f"port (--address, --port), or end the program that holds it. Received: port={port}"
+                f"port (--address, --port), or stop the program that uses it. Received: port={port}"
             ) from None
         bound = self._socket.getsockname()[1]
         self.address = f"[{host}]:{bound}" if family == socket.AF_INET6 else f"{host}:{bound}"

@@ -88,7 +88,8 @@ class Settings:
                 values[field.name] = None if text == "" and field.name == "devices_per_process" else kind(text)
             except (TypeError, ValueError):
                 raise InitializationError(
-                    f"The environment variable {name} must be what 'tfshard launch' sets. Received: {text!r}"
+                    f"The environment variable {name} must have the value that 'tfshard launch' sets. "
+                    f"Received: {text!r}"
                 ) from None
         return cls(**values)
 
@@ -327,8 +328,8 @@ class Launched(Clients):
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ClientError(
-                f"Only the main thread of a client can come to {what}: other threads have no order that all clients "
-                f"share. Received: thread '{threading.current_thread().name}'"
+                f"Only the main thread of a client can take part in {what}: the order of other threads differs "
+                f"between clients. Received: thread '{threading.current_thread().name}'"
             )
         number, self._agreements = self._agreements, self._agreements + 1
         wait = self.settings.first_step_timeout if timeout is None else timeout
@@ -370,9 +371,9 @@ class Launched(Clients):
     def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
         if self.count > 1 and threading.current_thread() is not threading.main_thread():
             raise ClientError(
-                f"Only the main thread of a client can run a {kind}: the clients of a launched run take their steps in "
-                "one order, and other threads have none that they share. Run it in the main thread. "
-                f"Received: thread '{threading.current_thread().name}'"
+                f"Only the main thread of a client can run a {kind}: the clients of a launched run must run their "
+                "steps in the same order, and the order of other threads differs between clients. Run it in the "
+                f"main thread. Received: thread '{threading.current_thread().name}'"
             )
         number = self._steps[kind] = self._steps.get(kind, 0) + 1
         digest = checksums.of_text(str([self._checksums.get(id(leaf)) for leaf in batch]))
@@ -534,8 +535,8 @@ def _reserve_port(settings: Settings) -> Iterator[int]:
             held.bind(("", settings.client_port))
         except OSError as error:
             raise InitializationError(
-                f"Client {settings.client_id} cannot have port {settings.client_port} for its TensorFlow server: "
-                f"{error.strerror}. End the program that holds it, or choose others with --client_port. "
+                f"Client {settings.client_id} cannot use port {settings.client_port} for its TensorFlow server: "
+                f"{error.strerror}. Stop the program that uses it, or choose other ports with --client_port. "
                 f"Received: client_port={settings.client_port}"
             ) from None
         yield held.getsockname()[1]

@@ -56,8 +56,8 @@ def check_group(group: str, devices: Sequence[str], gathered: np.ndarray) -> Non
         return
     found = [devices[place] if 0 <= place < len(devices) else f"(not a place: {place})" for place in places]
     raise MeshError(
-        f"TensorFlow ranks the devices of {group} in another order than the mesh has them: what they gather would be "
-        f"mixed up. {_remedy(list(devices), found)} Received: a mesh with the devices {list(devices)}, which "
+        f"TensorFlow ranks the devices of {group} in another order than the mesh, so gathered values would be in the "
+        f"wrong order. {_remedy(list(devices), found)} Received: a mesh with the devices {list(devices)}, which "
         f"TensorFlow ranks as {found}"
     )
 
@@ -72,8 +72,8 @@ def _remedy(devices: list[str], found: list[str]) -> str:
         visible = [str(number) for number in range(max(numbers) + 1)]
     if max(numbers) >= len(visible) or any(map(_is_split, tf.config.list_physical_devices("GPU"))):
         return (
-            "Several of its devices are parts of one GPU. Start each process with GPUs that are not split, named in "
-            f"TensorFlow's order by {_VISIBLE}."
+            "Several devices of the mesh are parts of one GPU. Start each process with GPUs that are not split, "
+            f"named in TensorFlow's order by {_VISIBLE}."
         )
     ordered = list(visible)
     for place, number in zip(sorted(numbers), numbers, strict=True):

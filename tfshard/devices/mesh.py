@@ -92,7 +92,7 @@ def create_mesh(*unnamed: object, roles: Any = None, **sizes: int) -> dtensor.Me
     size = math.prod(sizes.values())
     if size > started.num_devices:
         raise MeshError(
-            f"The mesh needs {size} devices and there are {started.num_devices} {started.device_type} devices. "
+            f"The mesh needs {size} devices, but only {started.num_devices} {started.device_type} devices exist. "
             f"Make the mesh smaller, or call tfshard.initialize(num_devices={size}) at the start of the program. "
             f"Received: axes={sizes}"
         )
@@ -161,7 +161,8 @@ def _distributed_mesh(mesh_axes: MeshAxes, started: startup.Runtime) -> dtensor.
     """Make a mesh over all clients, with equally many devices of each client. Client 0's devices come first."""
     if math.prod(mesh_axes.values()) % started.num_clients:
         raise MeshError(
-            f"A mesh has equally many devices of each of the {started.num_clients} clients. Received: axes={mesh_axes}"
+            f"A mesh must have the same number of devices from each of the {started.num_clients} clients. "
+            f"Received: axes={mesh_axes}"
         )
     check_ranks(mesh_axes, started.num_clients)
     agreed = {"axes": list(mesh_axes.given.items()), "roles": plain(mesh_axes.roles)}
@@ -190,9 +191,10 @@ def check_ranks(mesh_axes: MeshAxes, num_clients: int) -> None:
         counts = collections.Counter(int(owner) for owner in each.flatten())
         if len(set(counts.values())) > 1:
             raise MeshError(
-                f"Place {rank} of the axis '{mesh_axes.pipeline}' would have {dict(counts)} devices by client: a place "
-                f"has equally many of each of its clients. Give the axis {num_clients} places, as many as there are "
-                f"clients, or name it last, where each place has devices of all. Received: axes={mesh_axes.given}"
+                f"Rank {rank} of the axis '{mesh_axes.pipeline}' would have {dict(counts)} devices by client, but a "
+                f"rank must have the same number of devices from each of its clients. Give the axis {num_clients} "
+                "ranks, one for each client, or name the axis last: then each rank has devices of all clients. "
+                f"Received: axes={mesh_axes.given}"
             )
 
 

@@ -156,7 +156,7 @@ def from_first(value: np.ndarray | None, shape: Sequence[int], dtype: tf.DType, 
     """
     here, knowing = clients.here(), clients_of(mesh)
     others = [client for client in range(here.count) if client not in knowing]
-    with here.operation(f"what clients {others} hear of client {knowing[0]}", first=True):
+    with here.operation(f"the broadcast from client {knowing[0]} to clients {others}", first=True):
         source = f"{_HOST}{knowing[0]}"
         if here.rank == knowing[0]:
             assert value is not None

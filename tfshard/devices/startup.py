@@ -119,9 +119,9 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
                 f"Received: num_devices={num_devices}, device_type={device_type!r}"
             )
         raise InitializationError(
-            f"DTensor is already started with {_runtime}, and a process can start it once. Start a new process, "
-            f"or call initialize() with the same arguments. "
-            f"Received: num_devices={num_devices}, device_type={device_type!r}"
+            f"DTensor is already started with {_runtime}, and a process can start it only once. Start a new process, "
+            f"or call initialize() with the same arguments. Received: num_devices={num_devices}, "
+            f"device_type={device_type!r}"
         )
     _check_switches()
     device_type = device_type or dtensor.preferred_device_type()
@@ -131,10 +131,9 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
         return _runtime
     if os.environ.get("DTENSOR_JOBS"):
         raise InitializationError(
-            "DTENSOR_JOBS is set, but the process was not started by 'tfshard launch'. Without a launcher nothing ends "
-            "the other clients when one dies. Start the run with 'tfshard launch', or unset it; see: tfshard docs "
-            "launching. "
-            f"Received: DTENSOR_JOBS={os.environ['DTENSOR_JOBS']}"
+            "DTENSOR_JOBS is set, but the process was not started by 'tfshard launch'. Without a launcher, nothing "
+            "stops the other clients when one dies. Start the run with 'tfshard launch', or unset it; see: tfshard "
+            f"docs launching. Received: DTENSOR_JOBS={os.environ['DTENSOR_JOBS']}"
         )
     num_devices = _validate_num_devices(num_devices, device_type)
     if _private.context_is_initialized() or _private.dtensor_is_initialized():
@@ -239,8 +238,8 @@ def _join(settings: clients.Settings, num_devices: int | None, device_type: str)
     local = _validate_num_devices(local, device_type)
     if _private.context_is_initialized():
         raise InitializationError(
-            "TensorFlow has already fixed its devices, so this process cannot become a client any more. Import tfshard "
-            "before the first tensor, variable or model: then that starts the client."
+            "TensorFlow has already fixed its devices, so this process can no longer become a client. Import "
+            "tfshard before the first tensor, variable or model, which then starts the client."
         )
     client = clients.join(settings)
     versions = {name: _private.package_version(name) for name in ("tensorflow", "keras", "numpy")}
@@ -334,15 +333,16 @@ def _adopt_running_context(num_devices: int, device_type: str) -> None:
     logical = len(tf.config.list_logical_devices(device_type))
     if not _private.dtensor_is_initialized() or logical != num_devices:
         raise InitializationError(
-            f"TensorFlow has already fixed its devices ({logical} logical {device_type}), so {num_devices} cannot be "
-            "set up any more. Call tfshard.initialize() first thing in the program, before the first tensor, "
+            f"TensorFlow has already fixed its devices ({logical} logical {device_type}), so {num_devices} can no "
+            "longer be set up. Call tfshard.initialize() at the start of the program, before the first tensor, "
             f"variable or model. Received: num_devices={num_devices}, device_type={device_type!r}"
         )
     if _private.dtensor_has_device():
         raise InitializationError(
             "DTensor has run operations in this process already, on a device that does not report failures. Call "
-            "tfshard.initialize() before the first DTensor operation, right after (or in place of) "
-            f"dtensor.initialize_accelerator_system(). Received: num_devices={num_devices}, device_type={device_type!r}"
+            "tfshard.initialize() before the first DTensor operation, right after (or instead of) "
+            f"dtensor.initialize_accelerator_system(). Received: num_devices={num_devices}, "
+            f"device_type={device_type!r}"
         )
     _set_switches(device_type)
     _keep_order()

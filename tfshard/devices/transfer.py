@@ -253,7 +253,7 @@ def _exchange(
         rows.append(to_words(piece).reshape(*(1 for _ in used), -1))
     axes: Axes = (*used, None)
     row = to_words(like)
-    with clients.here().operation(f"the exchange of {row.nbytes} bytes a device", first=True):
+    with clients.here().operation(f"the exchange of {row.nbytes} bytes for each device", first=True):
         shape = (*(axis_sizes(mesh)[axis] for axis in used), row.size)
         gathered = messages.packed([tf.constant(row) for row in rows], shape, tf.int32, layout(axes, mesh))
         # Gather one axis after the other: an eager relayout over two axes at once can fail.

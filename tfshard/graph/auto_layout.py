@@ -139,7 +139,9 @@ def resolve(layout_map: Any, model: ModelOrSpecs, mesh: MeshLike) -> LayoutMap:
     if not is_auto(layout_map):
         return LayoutMap.from_any(layout_map, mesh_sizes(mesh))
     if not isinstance(model, keras.Model):
-        raise LayoutError(f"layout_map='auto' needs a keras.Model, whose graph it looks at. Received: {model!r}")
+        raise LayoutError(
+            f"layout_map='auto' needs a keras.Model, because it reads the model's graph. Received: {model!r}"
+        )
     return auto_layout_map(model, mesh)
 
 
@@ -150,7 +152,8 @@ def model_axis(sizes: Mapping[str, int]) -> str | None:
         return MODEL_AXIS if found else None
     if len(found) > 1:
         raise LayoutError(
-            f"Which axis is for tensor parallelism? Name one of them '{MODEL_AXIS}'. Received: mesh axes {tuple(sizes)}"
+            "layout_map='auto' does not know which mesh axis is for tensor parallelism. Name one axis "
+            f"'{MODEL_AXIS}'. Received: mesh axes {tuple(sizes)}"
         )
     return found[0]
 
@@ -197,7 +200,7 @@ def choose(graph: ModelGraph, devices: int) -> tuple[dict[str, int], dict[str, s
     return chosen, reasons
 
 
-_UNREAD = "the model's call does not read it, and what a loss or a step of its own does is not known"
+_UNREAD = "the model's call does not read it, and tfshard does not know how a custom loss or step uses it"
 
 
 def _with_kernels(specs: Iterable[VariableSpec], chosen: Mapping[str, int], devices: int) -> dict[str, int]:
@@ -315,7 +318,7 @@ def _candidates(travels: Iterable[Travel], specs: Mapping[str, VariableSpec], to
         if any(_private.is_convolution(each) and not _private.can_shard_convolution(each) for each in layers):
             travel.blocked = "of convolutions, only Conv2D and Conv3D without groups can be sharded"
         if any(is_in_4_bits(each) for each in layers):
-            travel.blocked = "layers quantized to 4 bits stay whole"
+            travel.blocked = "layers quantized to 4 bits stay replicated"
         experts = bool(travel.summed) and travel.multiplied and _stacks_kernels(travel, specs)
         if travel.summed and not experts:
             travel.blocked = travel.blocked or travel.summed
@@ -349,7 +352,7 @@ def _reason(travels: list[Travel], spec: VariableSpec, devices: int) -> str:
     parts = []
     for dim, size in enumerate(spec.shape):
         if size % devices:
-            parts.append(f"dim {dim} of size {size} is not divided by {devices}")
+            parts.append(f"dim {dim} of size {size} is not divisible by {devices}")
         elif found.get(dim):
             parts.append(f"dim {dim}: {found[dim]}")
         else:

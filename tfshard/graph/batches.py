@@ -20,8 +20,8 @@ def check(function: str, model: keras.Model, batch: Any, *, lists_are_inputs: bo
     """
     if hasattr(batch, "element_spec") or isinstance(batch, (keras.utils.PyDataset, Iterator)):
         raise StrategyError(
-            f"{function} takes one batch. Give one of the dataset's, such as next(iter(dataset)). "
-            f"Received: batch of type {type(batch).__name__}"
+            f"{function} takes one batch. Take one from the dataset, such as next(iter(dataset)). Received: batch of "
+            f"type {type(batch).__name__}"
         )
     if not _needs_targets(model):
         return
@@ -44,7 +44,7 @@ def _needs_targets(model: keras.Model) -> bool:
 def _described(batch: Any) -> str:
     """Return a description of a batch without targets, for a message."""
     if hasattr(batch, "shape"):
-        return f"an array of shape {tuple(batch.shape)}, which is taken for x alone"
+        return f"an array of shape {tuple(batch.shape)}, which is taken as x alone"
     if isinstance(batch, (tuple, list)):
         return f"a {type(batch).__name__} of {len(batch)}" + (" whose y is None" if len(batch) > 1 else "")
     return f"batch of type {type(batch).__name__}"

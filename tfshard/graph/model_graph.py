@@ -81,9 +81,9 @@ def trace(model: keras.Model, inputs: Any = None) -> ModelGraph:
         except Exception as e:
             failure = e
     raise LayoutError(
-        f"Model '{model.name}' cannot be called on inputs made up for it, so its graph is not known. Give an example: "
-        f"inputs=(arrays of the shapes and dtypes that fit() gets); to a strategy, layout_map=tfshard.auto_layout_map("
-        f"model, mesh, inputs=...). The call failed with: {failure}"
+        f"Model '{model.name}' cannot be called on placeholder inputs, so its graph is not known. Give an example: "
+        "inputs=(arrays of the shapes and dtypes that fit() gets); for a strategy, "
+        f"layout_map=tfshard.auto_layout_map(model, mesh, inputs=...). The call failed with: {failure}"
     ) from failure
 
 

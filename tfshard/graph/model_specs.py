@@ -60,7 +60,7 @@ def abstract_model(build: Callable[[], keras.Model]) -> keras.Model:
     allocated = [v.path for v in model.variables if id(v) not in has_value and _private.backend_variable(v) is not None]
     if allocated:
         raise StrategyError(
-            "The function given to abstract_model must make all layers itself, and not call "
+            "The function given to abstract_model must create all layers itself, and must not call "
             f"keras.utils.clear_session(). Variables of model '{model.name}' that were allocated: {allocated[:3]}. "
             f"Received: build={build!r}"
         )

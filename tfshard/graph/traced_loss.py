@@ -46,8 +46,8 @@ def loss_of_model(model: keras.Model, tensors: Any, read: Callable[[str], tf.Ten
         # The model's code may raise anything.
         except Exception as error:
             raise LayoutError(
-                f"A training step of model '{model.name}' cannot be traced: give an example of what it is called on, "
-                f"inputs=. The call failed with: {error}"
+                f"A training step of model '{model.name}' cannot be traced: give example inputs (inputs=). The call "
+                f"failed with: {error}"
             ) from error
 
 
@@ -82,4 +82,4 @@ def _one_loss(loss: Any, output: tf.Tensor) -> tf.Tensor:
             return tf.reduce_mean(function(tf.compat.v1.placeholder(dtype, shape), output))
         except Exception as error:  # A loss may raise anything on labels that it does not take.
             failure = failure or error
-    raise LayoutError(f"Loss {loss!r} takes no labels that fit outputs of shape={tuple(output.shape)}: {failure}")
+    raise LayoutError(f"Loss {loss!r} accepts no labels for outputs of shape={tuple(output.shape)}: {failure}")

@@ -46,7 +46,9 @@ class Agreements:
         agreement.values[client] = message["value"]
         late = agreement.decided
         if not late and message["what"] != agreement.what:
-            agreement.fault = f"Client {client} has come to {message['what']}, and others to {agreement.what}."
+            agreement.fault = (
+                f"Client {client} has reached {message['what']}, but other clients have reached {agreement.what}."
+            )
             agreement.decided = True
         elif not late and len(agreement.values) == self._num_clients:
             agreement.fault = _difference(agreement)
@@ -64,7 +66,7 @@ class Agreements:
         for agreement in self._open.values():
             if not agreement.decided and now >= agreement.deadline:
                 absent = [client for client in range(self._num_clients) if client not in agreement.values]
-                agreement.fault = f"Clients {absent} did not come to {agreement.what} in time."
+                agreement.fault = f"Clients {absent} did not reach {agreement.what} in time."
                 agreement.missing = agreement.decided = True
                 replies += [(client, _reply(agreement)) for client in agreement.values]
         return replies

@@ -116,5 +116,5 @@ class Follower:
             connection.send("interrupted", signal=self._received.pop(0))
 
     def _lost(self, what: str) -> int:
-        log(f"The launcher of host 0 {what}: all clients of this host are ended.")
+        log(f"The launcher of host 0 {what}: this launcher stops all clients of its host.")
         return 1

@@ -53,8 +53,8 @@ def find_hosts(names: list[str] | None, index: int | None, environment: Mapping[
             index = _index(environment)
         if index is None and len(names) > 1:
             raise LaunchError(
-                "Which of the hosts is this? Give --host_index, or set JOB_COMPLETION_INDEX (Kubernetes) or "
-                f"SLURM_PROCID. Received: hosts={names}"
+                "The launcher does not know which of the hosts this is. Give --host_index, or set "
+                f"JOB_COMPLETION_INDEX (Kubernetes) or SLURM_PROCID. Received: hosts={names}"
             )
         return Hosts(names=tuple(names), index=index or 0)
     if index is not None:
@@ -91,7 +91,7 @@ def expand_nodes(text: str) -> list[str]:
     # Commas inside brackets do not separate names.
     name = r"(?:[\w.-]|\[[\d,-]+\])+"
     if not re.fullmatch(f"{name}(?:,{name})*", text):
-        raise LaunchError(f"SLURM's list of nodes cannot be understood. Received: {text!r}")
+        raise LaunchError(f"The launcher cannot parse SLURM's list of nodes. Received: {text!r}")
     return [node for part in re.findall(name, text) for node in _expand(part)]
 
 
@@ -104,7 +104,7 @@ def _expand(part: str) -> list[str]:
     for piece in ranges.split(","):
         first, _, last = piece.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
-            raise LaunchError(f"SLURM's list of nodes cannot be understood. Received: {part!r}")
+            raise LaunchError(f"The launcher cannot parse SLURM's list of nodes. Received: {part!r}")
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
     return [f"{before}{number}{rest}" for number in numbers for rest in _expand(after)]
 
@@ -122,8 +122,8 @@ def read_secret(path: str | None, environment: Mapping[str, str] | None = None) 
         mode = os.stat(path).st_mode
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise LaunchError(
-                f"Others may read the file of the secret. Run: chmod 600 {path}. Received: mode {stat.filemode(mode)}"
+                f"Other users can read the secret file. Run: chmod 600 {path}. Received: mode {stat.filemode(mode)}"
             )
         return pathlib.Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeError) as error:
-        raise LaunchError(f"The file of the secret cannot be read: {error}. Received: secret_file={path!r}") from None
+        raise LaunchError(f"The secret file cannot be read: {error}. Received: secret_file={path!r}") from None

@@ -115,7 +115,8 @@ class Leader:
             if self._received or self._clock.now > deadline:
                 names = [self._options.hosts[index] for index in missing]
                 return self._interrupted() or Failure(
-                    text=f"The launchers of hosts {names} did not come within {self._options.startup_timeout:.0f} s.",
+                    text=f"The launchers of hosts {names} did not connect within "
+                         f"{self._options.startup_timeout:.0f} s.",
                     at=self._clock.now, retry=False,
                 )  # fmt: skip
             if (failure := self._watchdog.cause()) is not None:
@@ -304,7 +305,7 @@ class Leader:
         host = self._hosts.get(message["index"])
         ours = shared_options(self._options)
         if host is None or host.index == 0 or host.connection is not None:
-            reason = f"there is a launcher with host_index={message['index']} already"
+            reason = f"a launcher with host_index={message['index']} has already joined"
         elif message["options"] != ours:
             reason = f"its options differ: {message['options']} instead of {ours}"
         else:
@@ -326,19 +327,19 @@ class Leader:
         first = next((c for c in clients.values() if c.facts), None)
         reason = None
         if client is None:
-            reason = f"A process calls itself client {number}, and there are {len(clients)} clients."
+            reason = f"A process calls itself client {number}, but the run has {len(clients)} clients."
         elif client.connection is not None or client.facts:
             reason = (
                 f"Two processes call themselves client {number}: process {client.pid} on "
-                f"{self._options.hosts[client.host]} and process {pid} on {connection.peer_address}. "
-                "Each needs its own TFSHARD_CLIENT_ID, which 'tfshard launch' sets."
+                f"{self._options.hosts[client.host]} and process {pid} on {connection.peer_address}. Each process "
+                "needs a different TFSHARD_CLIENT_ID, which 'tfshard launch' sets."
             )
         elif first is not None:
             for name, value in message["facts"].items():
                 if first.facts.get(name) != value:
                     reason = (
-                        f"Client {number} has another {name} than client {first.client_id}. It has to be the same on "
-                        f"all clients. Received: {value!r} and {first.facts.get(name)!r}"
+                        f"The {name} of client {number} differs from that of client {first.client_id}. It must be "
+                        f"the same on all clients. Received: {value!r} and {first.facts.get(name)!r}"
                     )
         if reason is not None:
             with contextlib.suppress(OSError):

@@ -77,8 +77,8 @@ class Launch:
             raise LaunchError(f"max_restarts must not be negative. Received: max_restarts={self.max_restarts}")
         if not 0 <= self.host_index < len(self.hosts):
             raise LaunchError(
-                f"host_index must be that of one of the {len(self.hosts)} hosts {self.hosts}. "
-                f"Received: host_index={self.host_index}"
+                f"host_index must be the index of one of the {len(self.hosts)} hosts {self.hosts}. Received: "
+                f"host_index={self.host_index}"
             )
         everyone = self.num_processes * len(self.hosts)
         if self.elastic_min is not None and not 1 <= self.elastic_min <= everyone:

@@ -40,9 +40,9 @@ _NO_RETRY = (
 )
 # Advice for clients that run different operations.
 _TAKES_ALL = (
-    "Steps, and everything that needs whole values of sharded variables (model.save, save_weights, export, "
-    "get_weights, variable.numpy(), checkpoints, report), take all clients; a file that they save together is written "
-    "by client 0 only. Call these on every client, not under an 'if rank == 0'."
+    "Steps need all clients, and so do calls that need full values of sharded variables (model.save, save_weights, "
+    "export, get_weights, variable.numpy(), checkpoints, report). Client 0 writes the files that all clients save "
+    "together. Make these calls on every client, not under an 'if rank == 0'."
 )
 
 
@@ -109,9 +109,9 @@ class WatchedClient:
         if self.connection is None and self.lost is None:
             return "it has not called tfshard.initialize()"
         if self.leaving:
-            return "it has come to the end of its script"
+            return "it has reached the end of its script"
         if not self.label:
-            return "it has not begun anything"
+            return "it has not started an operation"
         return f"{'in' if self.inside else 'after'} {self.label} since {now - self.since:.0f} s"
 
 
@@ -183,14 +183,14 @@ class Watchdog:
         other_label, other_digest, other = self._begun.setdefault(number, (label, digest, client.client_id))
         if label != other_label:
             self.fail(
-                f"Client {client.client_id} has come to {label} while client {other} was in {other_label}: every "
-                f"client has to do the same in the same order. {_TAKES_ALL}",
+                f"Client {client.client_id} reached {label} while client {other} was in {other_label}: every client "
+                f"must do the same operations in the same order. {_TAKES_ALL}",
                 clients=(client.client_id,), retry=False,
             )  # fmt: skip
         elif digest != other_digest:
             self.fail(
-                f"Clients {other} and {client.client_id} were given different batches in {label}. Every client has to "
-                "be given the same batches, of which it takes its rows: seed the shuffling, keep the order of parallel "
+                f"Clients {other} and {client.client_id} were given different batches in {label}. Every client must "
+                "get the same batches, from which it takes its rows: seed the shuffling, keep the order of parallel "
                 "maps (deterministic=True), and map random Keras layers with tfshard.random_map instead of "
                 "dataset.map; or let each client feed its own part (ShardedStrategy(already_sharded=True)).",
                 clients=(client.client_id,), retry=False,
@@ -287,7 +287,7 @@ class Watchdog:
                 continue
             if client.left is not None:
                 if now - client.left > options.step_timeout:
-                    self.fail(f"Client {client.client_id} does not end after its script.", clients=(client.client_id,))
+                    self.fail(f"Client {client.client_id} did not end after its script.", clients=(client.client_id,))
             elif client.lost is not None and now - client.lost > _MISSED_SECONDS:
                 self.fail(
                     f"Client {client.client_id} is stuck: it closed its connection and did not end "
@@ -325,7 +325,7 @@ class Watchdog:
         silent = [c for c in self.clients.values() if c.lost is not None or now - c.heard > 5 * HEARTBEAT_SECONDS]
         if not silent and (failed := self._failed_where_others_are(client, behind)):
             self.fail(
-                f"Client {failed.client_id} failed in an operation that takes all clients, and its script went on "
+                f"Client {failed.client_id} failed in an operation that needs all clients, and its script continued "
                 f"({self._describe(failed.client_id)}), while others wait in it "
                 f"({self._doing(c.client_id for c in self.clients.values() if c is not failed)}). Its error:\n"
                 f"{failed.error}",
@@ -334,7 +334,7 @@ class Watchdog:
             return released
         blamed = silent or behind or list(self.clients.values())
         numbers = tuple(c.client_id for c in blamed)
-        what = "did not come to" if blamed is behind else "did not end"
+        what = "did not reach" if blamed is behind else "did not end"
         self.fail(
             f"Clients {numbers} {what} {client.label} within {client.limit:.0f} s: stuck ({self._doing(numbers)}).",
             clients=numbers,
@@ -356,7 +356,7 @@ class Watchdog:
     def _ended_early(self, client: WatchedClient) -> None:
         code = "" if client.status is None else ", with exit code 0,"
         self.fail(
-            f"Client {client.client_id} ended its script{code} while {client.missed_in}: all clients have to run the "
+            f"Client {client.client_id} ended its script{code} while {client.missed_in}: all clients must run the "
             f"same steps. {_TAKES_ALL}",
             clients=(client.client_id,), retry=False,
         )  # fmt: skip

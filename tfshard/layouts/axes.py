@@ -261,20 +261,20 @@ def roles_of(axes: Mapping[str, int], roles: Mapping[str, str] | None = None) ->
     for_data = tuple(name for name, role in found.items() if role is Role.DATA)
     if len(for_data) > 1:
         raise MeshError(
-            f"One axis of a mesh can have the role 'data', and {for_data} have it, by their names or roles. Give one "
-            f"of them another role, such as roles={{'{for_data[0]}': 'replica'}} for hybrid sharding. "
+            f"Only one axis of a mesh can have the role 'data', but {for_data} have it, by their names or roles. "
+            f"Give one of them another role, such as roles={{'{for_data[0]}': 'replica'}} for hybrid sharding. "
             f"Received: axes={dict(axes)}, roles={dict(roles)}"
         )
     of_pipelines = tuple(name for name, role in found.items() if role is Role.PIPELINE)
     if len(of_pipelines) > 1:
         raise MeshError(
-            f"A mesh has one axis with the role 'pipeline' at most, and {of_pipelines} have it. "
-            f"Received: axes={dict(axes)}, roles={dict(roles)}"
+            f"A mesh can have at most one axis with the role 'pipeline', but {of_pipelines} have it. Received: "
+            f"axes={dict(axes)}, roles={dict(roles)}"
         )
     of_replicas = tuple(name for name, role in found.items() if role is Role.REPLICA)
     if len(of_replicas) > 1 or (of_replicas and not for_data):
         raise MeshError(
-            f"A mesh has one axis of replicas at most, beside one for data, such as {{'{REPLICA_AXIS}': 2, "
+            f"A mesh can have at most one replica axis, together with a data axis, such as {{'{REPLICA_AXIS}': 2, "
             f"'{BATCH_AXIS}': 4}}. Received: axes={dict(axes)}, roles={dict(roles)}"
         )
     return found

@@ -189,9 +189,7 @@ class Microbatches:
 
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 1:
-            raise StrategyError(
-                f"microbatches must be a number of parts, 1 or more. Received: microbatches={self.count!r}"
-            )
+            raise StrategyError(f"microbatches must be an integer, 1 or more. Received: microbatches={self.count!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,8 +273,8 @@ class ShardingConfig:
             self.layout_map.check_axes(axes)
         if self.microbatches.reduce_once and axes.shards_by_several:
             raise StrategyError(
-                "reduce_once=True is for meshes of a batch axis only: on others devices hold parts of one gradient. "
-                f"Received: mesh={axes}"
+                "reduce_once=True needs a mesh of only a batch axis: on other axes, each device holds only a part "
+                f"of a gradient. Received: mesh={axes}"
             )
         return self
 

@@ -113,9 +113,9 @@ class LayoutMap(Mapping[str, Rule]):
         elif self._mesh is None and rules is not None:
             if not isinstance(rules, Mapping):
                 raise LayoutError(
-                    "A LayoutMap is made of nothing, of a mapping from pattern to axes, or of the mesh that it is for "
-                    "(tfshard.create_mesh(...) or a keras.distribution.DeviceMesh). "
-                    f"Received: {rules!r} (of type {type(rules)})"
+                    "LayoutMap takes no argument, a mapping from pattern to axes, or a mesh "
+                    f"(tfshard.create_mesh(...) or a keras.distribution.DeviceMesh). Received: {rules!r} (of type "
+                    f"{type(rules)})"
                 )
             for pattern, axes in rules.items():
                 self[pattern] = axes
@@ -343,8 +343,8 @@ def _keras_axis_names(layout_map: Any, mesh_shape: Mapping[str, int] | None = No
     data = MeshAxes.of(mesh_shape or {}).data or BATCH_AXIS
     if batch != data and data in mesh.axis_names:
         raise LayoutError(
-            f"The axis that shards the data is called '{data}' here, and the DeviceMesh has another axis of that "
-            f"name. Rename it. Mesh axes: {tuple(mesh.axis_names)}. Received: batch_dim_name={batch!r}"
+            f"tfshard calls the axis that shards the data '{data}', but the DeviceMesh has another axis of that "
+            f"name. Rename that axis. Mesh axes: {tuple(mesh.axis_names)}. Received: batch_dim_name={batch!r}"
         )
     return {axis: data if axis == batch else axis for axis in mesh.axis_names}
 
@@ -355,7 +355,7 @@ def _describe(rule: Rule) -> str:
     elif any(rule.axes):
         text = repr(rule.axes)
     else:
-        text = "whole" + (f" ({rule.reason})" if rule.reason else "")
+        text = "replicated" + (f" ({rule.reason})" if rule.reason else "")
     return text + (" (optional)" if rule.optional else "")
 
 

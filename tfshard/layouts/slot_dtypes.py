@@ -39,14 +39,14 @@ class SlotDtypes:
             if dtype not in _DTYPES:
                 names = ", ".join(map(repr, _DTYPES))
                 raise StrategyError(
-                    f"slot_dtype must be None, or one of {names}, or one of them for each pattern of variables' paths. "
-                    f"Received: slot_dtype={given!r}"
+                    f"slot_dtype must be None, or one of {names}, or a mapping from patterns of variables' paths to "
+                    f"one of them. Received: slot_dtype={given!r}"
                 )
             try:
                 re.compile(pattern)
             except (TypeError, re.error) as error:
                 raise StrategyError(
-                    f"A pattern in slot_dtype is no regular expression: {error}. Received: slot_dtype={given!r}"
+                    f"A pattern in slot_dtype is not a regular expression: {error}. Received: slot_dtype={given!r}"
                 ) from error
         return cls(rules=tuple(rules.items()))
 

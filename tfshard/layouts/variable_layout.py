@@ -439,8 +439,8 @@ def _check_divides(spec: VariableSpec, pattern: str, axes: Axes, mesh_shape: Mes
     named = [axis for axis in axes if axis is not None]
     if len(named) != len(set(named)):
         raise LayoutError(
-            f"An axis can shard one dim of a variable only. Variable: '{spec.path}' of shape={spec.shape}. "
-            f"Received: axes={axes} for pattern '{pattern}'"
+            f"An axis can shard only one dim of a variable. Variable: '{spec.path}' of shape={spec.shape}. Received: "
+            f"axes={axes} for pattern '{pattern}'"
         )
     for dim, axis in enumerate(axes):
         # The batch axis may shard another dim, or pad; a model axis must divide.
@@ -470,7 +470,7 @@ def check_patterns(layout_map: LayoutMap, specs: Iterable[VariableSpec], owner: 
     unmatched = [pattern for pattern, rule in layout_map.items() if pattern not in matched and not rule.optional]
     if unmatched:
         raise LayoutError(
-            f"Patterns of the layout map match no variable{owner}: {unmatched}. A pattern must match the whole path "
+            f"Patterns of the layout map match no variable{owner}: {unmatched}. A pattern must match the full path "
             "(re.fullmatch); column and row patterns match a layer's path. Correct them, or add them with "
             f"optional=True. First variable paths: {sorted(paths)[:12]}"
         )

@@ -39,8 +39,8 @@ def _check_consistency(model: keras.Model) -> None:
                 group = f" and the other members of group {current.layout.group}" if current.layout.grouped else ""
                 raise ConsistencyError(
                     f"Variable '{variable.path}'{group} should be the same on devices {expected[0]} and {device}, "
-                    "and is not. Load a checkpoint, or set the weights again (model.set_weights). "
-                    f"Received: storage layout {current.layout.storage}"
+                    "but it differs. Load a checkpoint, or set the weights again (model.set_weights). Received: "
+                    f"storage layout {current.layout.storage}"
                 )
         for part, (_, data) in first.items():
             digest = hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -277,8 +277,8 @@ def clients_per_host() -> int:
     count = max(numbers) + 1
     if numbers != list(range(count)) * (len(numbers) // count):
         raise CollectiveError(
-            "Hosts with different numbers of clients: give devices_per_host, by which devices are to be told apart. "
-            f"Received: numbers of the clients on their hosts {numbers}"
+            "The hosts have different numbers of clients, so tfshard cannot tell which devices share a host: give "
+            f"devices_per_host. Received: numbers of the clients on their hosts {numbers}"
         )
     return count
 

@@ -199,8 +199,8 @@ class Report:
     def table(self) -> rich.table.Table:
         """Return a rich table with a row for each variable. Deprecated; use `tables`, as the next version drops it."""
         warn(
-            "Report.table() is now Report.tables(), which gives the totals and what rests where. The old name will not "
-            "be in the next version.",
+            "Report.table() is now Report.tables(), which gives the totals and where each variable is stored. The "
+            "next version removes the old name.",
             DeprecationWarning,
         )
         return self.tables(detail=True)[1]
@@ -254,7 +254,7 @@ class Report:
     def _reduced_text(self) -> str:
         """Return a sentence about how a step reduces gradients."""
         if self.gradients_reduce_scattered is None:
-            return "Gradients are measured in the first training step: none has run yet."
+            return "Gradients are measured in the first training step: no step has run yet."
         if self.gradients_reduce_scattered:
             return "A step reduce-scatters gradients: each device holds its shard of a gradient until the update."
         grouped = all(row.group is not None for row in self.variables if row.kind == "parameter")
@@ -282,9 +282,9 @@ def check_is_measurable(model: keras.Model, method: str) -> None:
         model_specs.check_built(model)
     elif not any(isinstance(_private.backend_variable(variable), ShardedVariable) for variable in owned):
         raise StrategyError(
-            f"strategy.{method} measures variables on the devices, and no variable of model '{model.name}' is there. "
-            "Compile the model with strategy=..., or build it under strategy.scope(). strategy.plan(model, "
-            f"optimizer='adam') says what would be stored. Received: model={model!r}, compiled={model.compiled}"
+            f"strategy.{method} measures variables on the devices, but no variable of model '{model.name}' is on "
+            "them. Compile the model with strategy=..., or build it under strategy.scope(). strategy.plan(model, "
+            f"optimizer='adam') predicts the storage. Received: model={model!r}, compiled={model.compiled}"
         )
 
 
@@ -292,16 +292,16 @@ def _notes(model: keras.Model, misplaced: Sequence[str]) -> tuple[str, ...]:
     """Return sentences about numbers that the report of a model lacks."""
     if not model.compiled and not inventory.optimizer_variables(model):
         return (
-            f"Model '{model.name}' is not compiled, so there are no optimizer slots yet. strategy.plan(model, "
+            f"Model '{model.name}' is not compiled, so it has no optimizer slots yet. strategy.plan(model, "
             "optimizer='adam') predicts them.",
         )
     notes = []
     if any(not optimizer.built for optimizer in inventory.optimizers_of(model)):
-        notes.append("The optimizer makes its slots in the first training step. strategy.plan(model) predicts them.")
+        notes.append("The optimizer creates its slots in the first training step. strategy.plan(model) predicts them.")
     if misplaced:
         names = ", ".join(f"'{path}'" for path in misplaced[:_NAMED])
         more = f" and {len(misplaced) - _NAMED} others" if len(misplaced) > _NAMED else ""
-        notes.append(f"Not where the strategy places them, until the next step: {names}{more}.")
+        notes.append(f"The next step moves these variables to the layouts of the strategy: {names}{more}.")
     return tuple(notes)
 
 

@@ -423,13 +423,13 @@ def assert_matches_plan(profile: StepProfile, plan: "ShardingPlan") -> None:
     """
     if profile.device_type == "CPU" and allocators.uses_system_allocator():
         raise StrategyError(
-            "The profile does not tell bytes: TensorFlow's oneDNN allocator records them, and this process uses the "
-            "system's allocator. Unset TF_ONEDNN_USE_SYSTEM_ALLOCATOR before Python starts, and launch clients with "
-            f"--allocator=tensorflow. Received: {profile}"
+            "The profile does not contain bytes: TensorFlow's oneDNN allocator records them, and this process uses "
+            "the system's allocator. Unset TF_ONEDNN_USE_SYSTEM_ALLOCATOR before Python starts, and launch clients "
+            f"with --allocator=tensorflow. Received: {profile}"
         )
     if profile.mesh != plan.mesh:
         raise PlanMismatchError(
-            f"The profile and the plan are of different meshes. Plan: {plan.mesh}. Received: {profile.mesh}"
+            f"The profile and the plan are for different meshes. Plan: {plan.mesh}. Received: {profile.mesh}"
         )
     planned: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     open_ended, merging, gathered = set(), collections.Counter[str](), collections.Counter[str]()
@@ -460,7 +460,9 @@ def assert_matches_plan(profile: StepProfile, plan: "ShardingPlan") -> None:
         if not counted or (profile.device_type != "TPU" and not fits):
             lines.append(f"- {kind}: planned {count} of {bytes_:,} bytes. Received: {sent} of {sent_bytes:,} bytes")
     if lines:
-        raise PlanMismatchError("The step did not send what was planned:\n" + "\n".join(lines) + f"\n{profile}")
+        raise PlanMismatchError(
+            "The collectives of the step differ from the plan:\n" + "\n".join(lines) + f"\n{profile}"
+        )
 
 
 # The bytes that losses and metrics may add to the all-reduce of the gradients.

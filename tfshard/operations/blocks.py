@@ -94,7 +94,7 @@ def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> dict[keras.La
     """Return the layers that are blocks, with the names of the blocks."""
     if not model.built:
         raise StrategyError(
-            f"Model '{model.name}' is not built: build it, or call it once, before its blocks are marked."
+            f"Model '{model.name}' is not built. Build it, or call it once, before you mark its blocks."
         )
     layers = [layer for layer in _private.flatten_layers(model) if layer is not model]
     return _found(layers) if blocks == AUTO else _matched(layers, blocks)
@@ -119,8 +119,8 @@ def _found(layers: Sequence[keras.Layer]) -> dict[keras.Layer, str]:
     named = {layer: match.group(1) for layer in layers if (match := _NAMED_BLOCK.fullmatch(layer.name))}
     if not named:
         raise StrategyError(
-            "Found no blocks to recompute: no layers that hold others come again, and no names such as "
-            f"'conv2_block1_1_conv'. Name them by regular expressions of layers' paths. Some: {_some(layers)}"
+            "Found no blocks to recompute: no layer with sublayers repeats, and no layer has a name such as "
+            f"'conv2_block1_1_conv'. Name the blocks by regular expressions of layers' paths. Some: {_some(layers)}"
         )
     return named
 

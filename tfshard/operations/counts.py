@@ -10,7 +10,8 @@ from tfshard.operations.registry import rewrite_rule
 
 @rewrite_rule(
     "DenseBincount", graph=True, eager=False, gradient="none", sizes="any",
-    fault="refuses what follows: it does not see that the bounds leave one number of bins", cases=("bincount",),
+    fault="refuses the operations that follow: DTensor does not see that the bounds fix the number of bins",
+    cases=("bincount",),
 )  # fmt: skip
 def count(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Count with a constant number of bins. Each device counts in its local rows of a matrix."""

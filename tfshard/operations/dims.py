@@ -101,7 +101,7 @@ _MOST_DIMS = 8
 
 
 _UNSIZED_GRADIENTS = ("Conv2DBackpropInput", "Conv3DBackpropInputV2")
-_REPLICATED_BATCH = 'refuses a replicated batch where what follows is sharded ("must be batch parallel")'
+_REPLICATED_BATCH = 'refuses a replicated batch if the next operation is sharded ("must be batch parallel")'
 
 
 def _number_depends_on_values(call: _private.Call) -> bool:

@@ -100,8 +100,9 @@ TYPES = (*GENERATORS, *OLD_GENERATORS, *OF_SEEDS, *STATEFUL)
 
 @rewrite_rule(
     *TYPES, graph=True, eager=True, gradient="registered", sizes="any",
-    fault="draws other numbers than one device, and other numbers on each replica of a mesh of several axes; refuses "
-    "`tf.random.normal` and others whose state is in the kernel", cases=("random draw", "random draw in an eager step"),
+    fault="draws different numbers than one device, and different numbers on each replica of a mesh of several "
+          "axes; refuses `tf.random.normal` and others whose state is in the kernel",
+    cases=("random draw", "random draw in an eager step"),
 )  # fmt: skip
 def draw(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
     """Draw on each device its local rows of the numbers that one device draws."""

@@ -31,7 +31,7 @@ _OPERANDS: dict[str, tuple[int, ...]] = {
         (0,),
     ),
 }  # fmt: skip
-_FAULT = "refuses to join, cut or reorder the samples of a batch as soon as what follows works row by row"
+_FAULT = "refuses to join, cut or reorder the samples of a batch if a following operation works row by row"
 
 
 @rewrite_rule(

@@ -38,9 +38,9 @@ class Change:
 
 # This list, and the changes that extensions register, are also in docs/design.md.
 TABLE_READ = Change(
-    of="matrices of which a model axis shards the rows",
+    of="matrices whose rows a model axis shards",
     attribute="sparse_read",
-    why="each device looks up in its own rows, where `tf.gather` would gather the table",
+    why="each device looks up its local rows, where `tf.gather` would gather the table",
     module="vocabulary",
     knows_mesh=True,
 )
@@ -73,7 +73,7 @@ GROUPS = Change(
 RECURRENCE = Change(
     of="recurrent layers",
     attribute="inner_loop",
-    why="each device does the loop with its own rows, without a collective",
+    why="each device runs the loop on its local rows, without a collective",
     module="loops",
     knows_mesh=True,
 )
@@ -105,7 +105,7 @@ SEQUENCE = Change(
 BLOCK = Change(
     of="blocks of `strategy.recompute`",
     attribute="call",
-    why="tells the step which operations are made again in the backward pass",
+    why="tells the step which operations to recompute in the backward pass",
     module="blocks",
 )
 REMAT = Change(
@@ -123,25 +123,25 @@ AVERAGES = Change(
 ASSIGNED_ARRAY = Change(
     of="variables of 1 MiB and more",
     attribute="assign",
-    why="hands an array to the devices as it is, where Keras makes a tensor of it first, with two more copies",
+    why="sends an array to the devices directly, where Keras first makes a tensor of it, with two more copies",
     module="assignments",
 )
 RECORDED_CALL = Change(
     of="all layers, while `verify` traces a step",
     attribute="call",
-    why="notes what a layer returns",
+    why="records the outputs of a layer",
     module="step_recording",
 )
 RECORDED_LOSS = Change(
     of="the model, while `verify` traces a step",
     attribute="compute_loss",
-    why="notes the loss",
+    why="records the loss",
     module="step_recording",
 )
 RECORDED_GRADIENTS = Change(
     of="optimizers, while `verify` traces a step",
     attribute="apply",
-    why="notes the gradients, and gives the optimizer on one device those of the sharded step",
+    why="records the gradients, and passes the gradients of the sharded step to the optimizer on one device",
     module="step_recording",
 )
 CHANGES = [

@@ -151,8 +151,8 @@ def psum(value: Any, axis: str) -> Any:
         raise LayoutError("psum adds up local tensors: call it inside a function of tfshard.local_map.")
     if axis not in call.sizes:
         raise LayoutError(
-            f"psum over axis {axis!r}, which no layout of this local_map names. Axes that they name: "
-            f"{tuple(call.sizes)}. Received: axis={axis!r}"
+            f"psum needs an axis that a layout of this local_map names. Axes in the layouts: {tuple(call.sizes)}. "
+            f"Received: axis={axis!r}"
         )
     on = call.mesh
     if on is None or call.sizes[axis] == 1:
@@ -172,7 +172,7 @@ def _checked(layout: Sequence[str | None] | None) -> Axes:
     axes = tuple(layout or ())
     named = [axis for axis in axes if axis is not None]
     if len(named) != len(set(named)):
-        raise LayoutError(f"An axis can shard one dim of a tensor only. Received: {axes}")
+        raise LayoutError(f"An axis can shard only one dim of a tensor. Received: {axes}")
     return axes
 
 
@@ -260,8 +260,8 @@ def _check_function(traced: Any) -> None:
     random = sorted(types & _private.ALL_RANDOM_OPS)
     if random:
         raise UnsupportedOperationError(
-            "The function of local_map draws random numbers: all devices would draw the same. Draw before, and pass "
-            f"the numbers as an argument. Received: a function with {random[0]}"
+            "The function of local_map draws random numbers: all devices would draw the same. Draw them before the "
+            f"call, and pass them as an argument. Received: a function with {random[0]}"
         )
 
 

@@ -67,7 +67,7 @@ def _refused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @rewrite_rule(
     "TensorListElementShape", graph=True, eager=False, gradient="none", sizes="any", local="also",
-    fault="makes sizes of `-2**63` of it", cases=("item of a list",),
+    fault="returns a size of `-2**63` for it", cases=("item of a list",),
 )  # fmt: skip
 def element_shape(call: _private.Call) -> list[tf.Tensor] | None:
     """Return the shape of an element as a constant."""
@@ -130,7 +130,7 @@ def refuse_list_of_lists(call: _private.Call) -> None:
     raise UnsupportedOperationError(
         "A compiled step on a mesh cannot have the gradient of a loop in a loop (tf.while_loop, keras.ops.scan, "
         "keras.ops.fori_loop): the outer loop would keep the lists of the inner one. Unroll one of the loops in "
-        "Python, or write the inner one with operations on a whole axis."
+        "Python, or write the inner loop with operations on a full axis."
     )
 
 
@@ -140,8 +140,8 @@ _LOOPS = ("PartitionedCall", "StatefulPartitionedCall", "StatelessWhile", "While
 
 @rewrite_rule(
     "TensorListStack", graph=True, eager=False, gradient="registered", sizes="any",
-    fault="makes a tensor with a dim of no known size of it, although the length follows from static shapes "
-    "(`tf.TensorArray(size=tf.shape(x)[1])`)", cases=("loop that fills a list",),
+    fault="returns a tensor with a dim of unknown size for it, although the length follows from static shapes "
+          "(`tf.TensorArray(size=tf.shape(x)[1])`)", cases=("loop that fills a list",),
 )  # fmt: skip
 def stack(call: _private.Call) -> tf.Tensor | None:
     """Give the operation the length of the list as a constant."""

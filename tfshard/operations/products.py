@@ -33,8 +33,8 @@ def multiply_integers(call: _private.Call) -> tf.Tensor:
 # Contrastive losses multiply samples with samples: Chen et al. 2020, SimCLR; Radford et al. 2021, CLIP.
 @rewrite_rule(
     "MatMul", "Einsum", graph=True, eager=False, gradient="registered", order=1,
-    fault="for samples times samples, replicates one operand in one place and the other operand in another: refuses "
-    "the sum, transpose or argmax that follows", cases=("product of samples",),
+    fault="for samples times samples, replicates one operand in one place and the other operand in another place, "
+          "and refuses the sum, transpose or argmax after the product", cases=("product of samples",),
 )  # fmt: skip
 def multiply_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
     """Replicate the second operand along its samples: each device multiplies its samples with all samples."""

@@ -41,9 +41,9 @@ def _map(
     composite = [each for each in tf.nest.flatten((elems, args, kwargs)) if _is_composite(each)]
     if composite and steps.current() is not None and not tf.executing_eagerly():
         raise UnsupportedOperationError(
-            "A compiled step on a mesh cannot have a tf.map_fn that takes or gives ragged or sparse tensors: DTensor "
-            "ends the process. Use rows of one length, and a mask or their lengths beside them. Received: "
-            f"{type(composite[0]).__name__} of shape {composite[0].shape}"
+            "A compiled step on a mesh cannot have a tf.map_fn that takes or returns ragged or sparse tensors: "
+            "DTensor ends the process. Use rows of equal length, together with a mask or with their lengths. "
+            f"Received: {type(composite[0]).__name__} of shape {composite[0].shape}"
         )
 
     def call_by_rows(elems: Any) -> Any:
@@ -51,8 +51,8 @@ def _map(
         found = _private.operation_types(tf.compat.v1.get_default_graph()) & unsized.AS_MANY_AS_FOUND
         if found:
             raise UnsupportedOperationError(
-                "What is computed by each device on its own rows cannot have tensors whose size depends on values. "
-                f"Received: a function with {sorted(found)[0]}"
+                "A function that each device runs on its local rows cannot have tensors whose size depends on "
+                f"values. Received: a function with {sorted(found)[0]}"
             )
         return result
 

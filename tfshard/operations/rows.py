@@ -150,21 +150,21 @@ def local_map(
     written = sorted(each for each in types if each.startswith("Assign"))
     if written:
         raise UnsupportedOperationError(
-            "What is computed by each device on its own rows cannot write to a variable: each device would write what "
-            f"its own rows give. Received: a function, such as a cell of a recurrent layer, with {written[0]}"
+            "A function that each device runs on its local rows cannot write to a variable: each device would write "
+            f"another value. Received: a function, such as a cell of a recurrent layer, with {written[0]}"
         )
     random = types & _private.ALL_RANDOM_OPS
     if random:
         raise UnsupportedOperationError(
-            "What is computed by each device on its own rows cannot draw random numbers: all devices would draw the "
-            "same. Draw them before, and pass them on. Received: a function, such as a cell of a recurrent layer, with "
-            f"{sorted(random)[0]}"
+            "A function that each device runs on its local rows cannot draw random numbers: all devices would draw "
+            "the same. Draw them before the call, and pass them as an argument. Received: a function, such as a "
+            f"cell of a recurrent layer, with {sorted(random)[0]}"
         )
     for result in tf.nest.flatten(traced.structured_outputs):
         if not isinstance(result, tf.Tensor) or not result.shape.rank or result.shape[0] != count:
             raise UnsupportedOperationError(
-                "What is computed by each device on its own rows has to give as many rows as it is given. Received: a "
-                f"result of shape {getattr(result, 'shape', None)} for {count} rows of a device"
+                "A function that each device runs on its local rows must return as many rows as it gets. Received: "
+                f"a result of shape {getattr(result, 'shape', None)} for {count} rows of a device"
             )
     with local_shards.scope():
         captures = [stands_for.get(id(each), each) for each in traced.captured_inputs]

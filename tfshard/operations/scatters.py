@@ -35,7 +35,7 @@ def scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     known = tf.get_static_value(shape)
     if known is not None and math.prod(known) > tf.int32.max:
         raise UnsupportedOperationError(
-            f"tf.scatter_nd needs a shape of less than 2**31 elements. Received: shape={known.tolist()}"
+            f"tf.scatter_nd needs a shape with fewer than 2**31 elements. Received: shape={known.tolist()}"
         )
     if known is None and call.outputs is not None and call.outputs[0].shape.is_fully_defined():
         known = np.array(call.outputs[0].shape)  # TensorFlow knows more of it, as of a product of sizes.
@@ -69,7 +69,7 @@ def tensor_scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
 
 @rewrite_rule(
     "SparseToDense", "ComputeAccidentalHits", graph=True, eager=True, gradient="registered", sizes="any",
-    fault="refuses them where what follows is sharded",
+    fault="refuses them if the next operation is sharded",
     cases=("sampled softmax", "dense of sparse in an eager step"),
 )  # fmt: skip
 def replicate(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
@@ -98,7 +98,7 @@ def gather(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
 
 @rewrite_rule(
     "GatherV2", graph=True, eager=True, gradient="registered", sizes="any",
-    fault="refuses batch dims where what follows is sharded otherwise",
+    fault="refuses batch dims if the next operation is sharded differently",
     cases=("gather with batch dims", "gather in an eager step"),
 )  # fmt: skip
 def gather_with_batch_dims(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor | None:
@@ -118,8 +118,8 @@ def gather_with_batch_dims(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor
 
 @rewrite_rule(
     "TopKV2", graph=True, eager=True, gradient="registered", sizes="any",
-    fault="refuses it where what follows shards the last dim; makes results of no known size of a `k` that "
-    "follows from static shapes (`tf.sort`)", cases=("top k", "top k in an eager step"),
+    fault="refuses it if the next operation shards the last dim; returns results of unknown size for a `k` that "
+          "follows from static shapes (`tf.sort`)", cases=("top k", "top k in an eager step"),
 )  # fmt: skip
 def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
     """Shard the operand and the results over the batch axis, and make `k` a constant where the graph knows it."""

@@ -54,9 +54,9 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
                 kinds.setdefault(id(layer), (layer, kind))
     if axis is None or not any(kind == "row" for _, kind in kinds.values()):
         raise LayoutError(
-            f"sequence_parallel=True, and no layer of model '{model.name}' is sharded by row over a model axis, so "
-            "there is nothing between blocks to shard. Give a layout map, such as layout_map='auto', and a mesh with a "
-            f"model axis. Received: mesh={axis_sizes(mesh)}"
+            "sequence_parallel=True needs a layer that is sharded by row over a model axis, and model "
+            f"'{model.name}' has none. Give a layout map, such as layout_map='auto', and a mesh with a model axis. "
+            f"Received: mesh={axis_sizes(mesh)}"
         )
     for layer, kind in kinds.values():
         layer_patch.apply(

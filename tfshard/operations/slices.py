@@ -108,8 +108,9 @@ def _forwards(call: _private.Call, sizes: list[int | None]) -> tuple[_private.Ca
             size = sizes[dim]
             if begin is None or end is None or size is None:
                 raise UnsupportedOperationError(
-                    "A slice with a stride below zero needs numbers for its begin and end, and a dim whose size is "
-                    f"known before the step runs. Use tf.gather. Received: entry {i} of a slice of a tensor of {sizes}"
+                    "A slice with a stride below zero needs constants for its begin and end, and a dim whose size "
+                    f"is known before the step runs. Use tf.gather. Received: entry {i} of a slice of a tensor of "
+                    f"{sizes}"
                 )
             bounds = [None if masks[name] & bit else int(v[i]) for name, v in (("begin", begin), ("end", end))]
             places = range(size)[bounds[0] : bounds[1] : int(stride)]
@@ -273,9 +274,9 @@ def _has_known_shapes(call: _private.Call) -> bool:
 
 
 _SLICE_FAULT = (
-    "matches entries and dims by number, so the numbers are wrong where entries are missing (an ellipsis, a new axis) "
-    "and a later dim is sharded; reverses each shard by itself for a stride below zero; gives no elements for a range "
-    "that begins at a tensor"
+    "matches entries and dims by number, so the numbers are wrong where entries are missing (an ellipsis, a new "
+    "axis) and a later dim is sharded; reverses each shard separately for a stride below zero; gives no elements "
+    "for a range that begins at a tensor"
 )
 
 

@@ -222,7 +222,8 @@ def _mesh_has_several_axes(call: _private.Call, mesh: dtensor.Mesh) -> bool:
 @rewrite_rule(
     "If", "StatelessIf", "While", "StatelessWhile", graph=True, eager=False, gradient="registered",
     when=_mesh_has_several_axes, sizes="any", local="also",
-    fault="**ends the process** if a branch gives a tensor whose size depends on values, or a loop multiplies one",
+    fault="**ends the process** if a branch returns a tensor whose size depends on values, or a loop multiplies "
+          "one",
     cases=("branch of unknown size",),
 )  # fmt: skip
 def refuse_function(call: _private.Call) -> None:
@@ -235,11 +236,11 @@ def refuse_function(call: _private.Call) -> None:
     body = None if is_branch else _private.function_graph(call.outputs[0].op, "body")
     if not is_branch and (body is None or not _private.operation_types(body) & _PRODUCTS):
         return
-    kind = "branch (tf.cond) that gives" if is_branch else "loop (tf.while_loop, LSTM, GRU) that multiplies"
+    kind = "branch (tf.cond) that returns" if is_branch else "loop (tf.while_loop, LSTM, GRU) that multiplies"
     raise UnsupportedOperationError(
-        f"A compiled step on a mesh of several axes cannot have a {kind} tensors whose size depends on values, such as "
-        "those of tf.boolean_mask: DTensor ends the process. Keep the rows and multiply them by a mask, or let a "
-        "branch give numbers or tensors of a known size."
+        f"A compiled step on a mesh of several axes cannot have a {kind} tensors whose size depends on values, such "
+        "as the result of tf.boolean_mask: DTensor ends the process. Keep the rows and multiply them by a mask, or "
+        "let a branch return scalars or tensors of a known size."
     )
 
 

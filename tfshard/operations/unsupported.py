@@ -44,7 +44,7 @@ _RANDOM_PIPELINE = "apply it in the input pipeline, with tfshard.random_map"
 _REFUSED = (
     _refused(
         *("StringLookup", "TextVectorization"),
-        reason="a device mesh has no strings",
+        reason="a device mesh cannot hold strings",
         remedy=_PIPELINE,
     ),
     _refused("HashedCrossing", reason=_cannot("SparseCross"), remedy=_PIPELINE),
@@ -66,7 +66,7 @@ def check_layers(model: keras.Model) -> None:
     lines = [f"- '{layer.name}' ({type(layer).__name__}): {reason}" for layer, reason in found if reason]
     for tensor in keras.tree.flatten(getattr(model, "inputs", None) or []):
         if keras.backend.standardize_dtype(tensor.dtype) == "string":
-            lines.append(f"- '{tensor.name}' (InputLayer): a device mesh has no strings; {_PIPELINE}")
+            lines.append(f"- '{tensor.name}' (InputLayer): a device mesh cannot hold strings; {_PIPELINE}")
     if lines:
         raise UnsupportedLayerError(
             f"Model '{model.name}' has layers that cannot be sharded:\n"

@@ -81,9 +81,9 @@ _FORMULAS = {
     "experts": "bytes(output) over the model axis, forward: sums over experts",
     "column": "bytes(input) over the model axis, backward: column layers",
     "softmax": "4 bytes for each row of the softmax: its largest and its sum",
-    "loss": "4 bytes for each label: softmax cross entropy's largest logit, sum and own logit",
-    "scale": "4 bytes for each row of what is quantized: its largest magnitude",
-    "cut": "bytes(activation), backward: what was whole and was cut along with a sharded activation",
+    "loss": "4 bytes for each label: softmax cross entropy's largest logit, sum and label logit",
+    "scale": "4 bytes for each quantized row: its largest magnitude",
+    "cut": "bytes(activation), backward: a replicated activation that was sliced to match a sharded activation",
 }
 
 
@@ -118,7 +118,7 @@ def plan(
     if not any(dims.values()):
         return PlannedActivations()
     if not isinstance(model, keras.Model):
-        return PlannedActivations(unknown="what activations send over model axes is known for a keras.Model only")
+        return PlannedActivations(unknown="the activations' traffic over model axes is known only for a keras.Model")
     try:
         graph = trace(model, inputs)
     except LayoutError as e:
@@ -146,7 +146,7 @@ def plan(
     return PlannedActivations(
         collectives=tuple(collectives),
         uses=_uses(graph),
-        unknown=f"DTensor decides what more is sent, for {unknown[0]}{more}" if unknown else "",
+        unknown=f"DTensor decides whether more is sent, for {unknown[0]}{more}" if unknown else "",
     )
 
 

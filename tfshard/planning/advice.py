@@ -109,7 +109,7 @@ class Advice:
     candidates: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        table = tables.plain("What a device holds at the peak of a step")
+        table = tables.plain("Memory of a device at the peak of a step")
         table.add_column("mesh", min_width=len("replica=2 x"))
         for column in ("stage", "stored", "gathered", "gradients", "reduced", "updated", "acti-\nvations", "peak"):
             table.add_column(column, justify="right", no_wrap=True)
@@ -255,8 +255,8 @@ def advise(
     )
     if on is not None and (step.inputs is None or not isinstance(model, keras.Model)):
         raise StrategyError(
-            "What a step takes on a machine is found in the graph of a keras.Model: give one, and inputs=, what a step "
-            f"calls it on. Received: model of type {type(model).__name__}, inputs={inputs!r}, "
+            "The time of a step on a machine is predicted from the graph of a keras.Model. Give a keras.Model, and "
+            f"example inputs (inputs=). Received: model of type {type(model).__name__}, inputs={inputs!r}, "
             f"activation_bytes={activation_bytes}"
         )
     has_blocks = step.inputs is not None and isinstance(model, keras.Model) and blocks.can_mark(model)
@@ -275,7 +275,7 @@ def advise(
                 compression=how,
             )
             if batch % data_size:
-                problem = f"its batch axis does not divide the batch of {batch}: every device would compute all of it"
+                problem = f"its batch axis does not divide the batch of {batch}: every device would compute it in full"
                 candidates.append(dataclasses.replace(empty, problem=problem))
                 continue
             activations = (activation_bytes or 0) * (batch // data_size)
@@ -320,8 +320,8 @@ def _options(given: Any, links: Links | None) -> list[Any]:
         gradient_reduction.from_option(each)
     if links is None:
         raise StrategyError(
-            "What a compression gains depends on the links: give links=, what 'tfshard profile-network --save=FILE' "
-            f"wrote. Received: compression={given!r}, links=None"
+            "The gain of a compression depends on the links. Give links=, a file that 'tfshard profile-network "
+            f"--save=FILE' wrote. Received: compression={given!r}, links=None"
         )
     for each in found:
         links.encode_seconds(each, 0)
@@ -475,11 +475,12 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
     chosen = next((candidate for candidate in possible if candidate.fits), None)
     shortfall: int | None = 0
     if chosen is not None:
-        why = "It is the first that fits"
+        why = "It is the first configuration that fits"
         if chosen.step_seconds is not None:
-            why = f"Its steps are the quickest of those that fit, {tables.milliseconds(chosen.step_seconds)} ms"
+            milliseconds = tables.milliseconds(chosen.step_seconds)
+            why = f"Of the configurations that fit, it has the fastest steps, {milliseconds} ms"
         elif chosen.collective_seconds is not None:
-            why = "It sends fastest of those that fit"
+            why = "Of the configurations that fit, it has the fastest collectives"
         reasons = [
             f"Recommended: {_text(chosen)}. {why}: {tables.size(chosen.peak_bytes)} at the peak of a step, "
             f"{tables.size(chosen.needed_bytes)} with room to spare, of {tables.size(chosen.memory_per_device)} on a "
@@ -492,7 +493,7 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
             f"itself takes {tables.size(PROCESS_BYTES)}."
         )
         reasons += [
-            f"{_text(other)} was passed over: "
+            f"{_text(other)} was rejected: "
             + (other.problem or f"{tables.size(other.needed_bytes - other.memory_per_device)} too large.")
             for other in candidates[: candidates.index(chosen)]
         ]
@@ -500,21 +501,19 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
         best = min(possible, key=lambda candidate: candidate.needed_bytes)
         shortfall = best.needed_bytes - best.memory_per_device
         reasons = [
-            f"Nothing fits. {_text(best)} comes closest: it needs "
-            f"{tables.size(best.needed_bytes)} a device, {tables.size(shortfall)} more than there are."
+            f"Nothing fits. {_text(best)} comes closest: it needs {tables.size(best.needed_bytes)} on each device, "
+            f"{tables.size(shortfall)} more than a device has."
         ]
     else:
         shortfall = None
         reasons = [f"Nothing can be used. {_mesh_text(c.mesh_shape)}: {c.problem}" for c in candidates[:1]]
     if not has_model_axis and (chosen is None or chosen.zero_stage.shard_params):
         reasons.append(
-            "A layout map over the axis 'model' would allow a model axis, which also shards what is gathered and the "
-            "gradients."
+            "A layout map over the axis 'model' would allow a model axis, which also shards the gathered parameters "
+            "and the gradients."
         )
     if without_activations:
-        reasons.append(
-            "Activations are not counted: give inputs=, what a step calls the model on, or activation_bytes."
-        )
+        reasons.append("Activations are not counted: give example inputs (inputs=), or activation_bytes.")
     return Advice(recommended=chosen, shortfall_bytes=shortfall, reasons=tuple(reasons), candidates=tuple(candidates))
 
 
@@ -543,7 +542,7 @@ def _judged(chosen: Candidate, possible: Sequence[Candidate]) -> list[str]:
         if compression is None or math.isinf(each.seconds):
             continue
         if not each.encode_seconds:
-            reasons.append(f"compression={compression!r} there compresses no gradient: all are too small for it.")
+            reasons.append(f"compression={compression!r} there compresses no gradient: all gradients are too small.")
             continue
         assert exact.collective_seconds is not None and each.collective_seconds is not None
         reduction = gradient_reduction.from_option(compression)
@@ -558,7 +557,7 @@ def _judged(chosen: Candidate, possible: Sequence[Candidate]) -> list[str]:
 def _verdict(each: Candidate, exact: Candidate, chosen: Candidate) -> str:
     """Say whether a compression is proposed, and if not, why."""
     most = _at_most(each, exact)
-    share = f"That is {each.seconds / exact.seconds:.2f} of what exact sums take"
+    share = f"That is {each.seconds / exact.seconds:.2f} of the time of exact sums"
     if most > each.seconds:
         share += f", {most / exact.seconds:.2f} if half of the former was hidden behind computing"
     if each is chosen:

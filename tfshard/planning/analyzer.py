@@ -231,7 +231,7 @@ def without_peak(
     statistics: list[variable_traffic.Collective] = []
     if isinstance(model_or_specs, keras.Model) and (found := statistics_traffic.statistics_of(model_or_specs)):
         if placement.mesh_shape.has_tensor_parallelism:
-            more = f"DTensor decides how '{found[0].path}' takes statistics of a batch beside a model axis"
+            more = f"DTensor decides how '{found[0].path}' computes batch statistics on a mesh with a model axis"
             sent = dataclasses.replace(sent, unknown=_joined(sent.unknown, more))
         else:
             statistics = statistics_traffic.collectives(found, placement.mesh_shape)

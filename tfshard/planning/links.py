@@ -40,8 +40,8 @@ class Link:
     def __post_init__(self) -> None:
         if not (self.latency >= 0 and self.bandwidth > 0 and self.hop >= 0):
             raise StrategyError(
-                "A link has a latency of 0 s or more, a positive bandwidth in bytes a second, a hop of 0 s or more. "
-                f"Received: latency={self.latency!r}, bandwidth={self.bandwidth!r}, hop={self.hop!r}"
+                "A link needs a latency of 0 s or more, a positive bandwidth in bytes a second and a hop of 0 s or "
+                f"more. Received: latency={self.latency!r}, bandwidth={self.bandwidth!r}, hop={self.hop!r}"
             )
 
     def seconds(self, sent: float, members: int = 2) -> float:
@@ -157,8 +157,8 @@ class Links:
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StrategyError(
-                "This file does not hold links: write it with 'tfshard profile-network --save=FILE', or Links.save. "
-                f"Received: links={os.fspath(path)} ({type(error).__name__}: {error})"
+                "The file does not contain links. Write it with 'tfshard profile-network --save=FILE', or "
+                f"Links.save. Received: links={os.fspath(path)} ({type(error).__name__}: {error})"
             ) from None
 
     @classmethod
@@ -181,14 +181,14 @@ class Links:
         """Raise `StrategyError` if the devices do not fill a number of hosts exactly."""
         if devices > self.devices_per_host and devices % self.devices_per_host:
             raise StrategyError(
-                f"The links are those of hosts of {self.devices_per_host} devices, so there can be so many devices, or "
-                f"a multiple of that. Received: devices={devices}"
+                f"The links describe hosts of {self.devices_per_host} devices, so the number of devices must be a "
+                f"multiple of {self.devices_per_host}. Received: devices={devices}"
             )
         if devices > self.devices_per_host and not self.has_hosts:
             raise StrategyError(
-                f"The links are those of one host of {self.devices_per_host} devices: nothing is known of those "
-                "between hosts. Measure (tfshard launch --hosts=... --module tfshard profile-network --save=FILE) or "
-                f"give them (tfshard.planning.Links.of). Received: devices={devices}"
+                f"The links describe one host of {self.devices_per_host} devices, and no links between hosts. "
+                "Measure the links between hosts (tfshard launch --hosts=... --module tfshard profile-network "
+                f"--save=FILE), or give them (tfshard.planning.Links.of). Received: devices={devices}"
             )
 
     def encode_seconds(self, compression: Any, gradient_bytes: int) -> float:
@@ -207,9 +207,10 @@ class Links:
         name, factor = reduction.encoding
         if name not in self.encoding:
             raise StrategyError(
-                f"These links do not say how long devices encode gradients for {name!r}. Measure again (tfshard "
-                "profile-network --save=FILE), or give it (tfshard.planning.Links.of(encoding={...}), from "
-                f"tfshard.measure.encode_seconds_per_byte). Received: encoding={dict(self.encoding)}"
+                f"These links do not say how long devices take to encode gradients for {name!r}. Measure again "
+                "(tfshard profile-network --save=FILE), or give the time "
+                "(tfshard.planning.Links.of(encoding={...}), from tfshard.measure.encode_seconds_per_byte). "
+                f"Received: encoding={dict(self.encoding)}"
             )
         return factor * gradient_bytes * self.encoding[name]
 

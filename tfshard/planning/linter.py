@@ -202,9 +202,10 @@ def _found_findings(placement: ModelPlacement) -> list[Finding]:
         return []
     reasons = [f"'{pattern}': {rule.reason}" for pattern, rule in layout_map.items() if rule.reason][:_SHOWN]
     text = (
-        "layout_map='auto' found nothing to shard over it: each of its devices would hold and compute the same. Leave "
-        f"the axis out of the mesh, such as create_mesh(batch=...), choose another size than {sizes[axis]}, write a "
-        "layout map, or allow it with layout_map={'.*': ()}. " + ("; ".join(reasons) or "The model has no matrices.")
+        "layout_map='auto' found nothing to shard over it: each of its devices would hold and compute the same "
+        "values. Leave the axis out of the mesh, such as create_mesh(batch=...), choose another size than "
+        f"{sizes[axis]}, write a layout map, or allow it with layout_map={{'.*': ()}}. "
+        + ("; ".join(reasons) or "The model has no matrices.")
     )
     return [Finding(kind="left whole", is_error=True, where=f"axis '{axis}'", message=text)]
 
@@ -227,9 +228,9 @@ def _rule_findings(model: keras.Model, placement: ModelPlacement) -> list[Findin
         refused = _private.is_convolution(spec.layer) and not _private.can_shard_convolution(spec.layer)
         if refused and len(spec.shape) > 1 and any(planned.compute):
             text = (
-                "of convolutions, only Conv2D and Conv3D without groups and with channels last can have kernels that "
-                "are sharded over a model axis: DTensor expands none of them. Leave it whole there: "
-                f"layout_map.replicated('{re.escape(spec.path)}'); ZeRO shards it over the batch axis all the same."
+                "DTensor expands no convolution whose kernel is sharded over a model axis, and tfshard replaces "
+                "only Conv2D and Conv3D without groups and with channels last. Keep the kernel replicated there: "
+                f"layout_map.replicated('{re.escape(spec.path)}'). ZeRO still shards it over the batch axis."
             )
             findings.append(Finding(kind="unsupported", is_error=True, where=spec.path, message=text))
     for pattern, rule in layout_map.items():
@@ -259,14 +260,14 @@ def _unmatched(pattern: str, rule: Rule, specs: tuple[VariableSpec, ...]) -> str
     if is_for_layers and variable is not None:
         owner = variable.path.rpartition("/")[0]
         return (
-            f"it {variable.matched} variable '{variable.path}', and a {rule.kind} pattern names a layer. Write "
+            f"it {variable.matched} variable '{variable.path}', but a {rule.kind} pattern names a layer. Write "
             f"layout_map.{rule.kind}('{owner}'), which shards the kernel and the bias of layer '{owner}'."
         )
     if not is_for_layers and layer is not None:
         inside = next(path for path in variables if path.rpartition("/")[0] == layer.path)
         whole = layer.path if layer.is_end else pattern
         return (
-            f"it {layer.matched} layer '{layer.path}', and axes are given for variables. Write "
+            f"it {layer.matched} layer '{layer.path}', but axes are given for variables. Write "
             f"layout_map['{inside}'] = {rule.axes}, or layout_map.column('{whole}') or .row('{whole}')."
         )
     found = layer if is_for_layers else variable
@@ -275,18 +276,18 @@ def _unmatched(pattern: str, rule: Rule, specs: tuple[VariableSpec, ...]) -> str
         call = f"layout_map.{rule.kind}('{{}}')" if is_for_layers else f"layout_map['{{}}'] = {rule.axes}"
         wider = f".*/(?:{pattern})" if "|" in pattern else f".*/{pattern}"
         return (
-            f"it {found.matched} {kind} '{found.path}', and a pattern must match the whole path (re.fullmatch). Write "
+            f"it {found.matched} {kind} '{found.path}', and a pattern must match the full path (re.fullmatch). Write "
             f"{call.format(found.path)}, or {call.format(wider)}."
         )
     near = _nearest(pattern, layers if is_for_layers else variables)
     if is_for_layers:
         return (
-            f"it matches no layer that has variables. A {rule.kind} pattern must match the whole path of a layer "
-            f"(re.fullmatch). Correct it, or add it with optional=True. Layers that come near: {near}"
+            f"it matches no layer that has variables. A {rule.kind} pattern must match the full path of a layer "
+            f"(re.fullmatch). Correct it, or add it with optional=True. Similar layers: {near}"
         )
     return (
-        "it matches no variable. A pattern must match the whole path (re.fullmatch). Correct it, or add it with "
-        f"optional=True. Variables that come near: {near}"
+        "it matches no variable. A pattern must match the full path (re.fullmatch). Correct it, or add it with "
+        f"optional=True. Similar variables: {near}"
     )
 
 
@@ -356,14 +357,14 @@ def _whole_findings(placement: ModelPlacement) -> list[Finding]:
     left = sum(variable_layout.spec_bytes(spec) for spec in matrices)
     if left > auto_layout.LARGE_SHARE * total and not used & set(axes):
         text = (
-            "nothing is sharded over it: each of its devices would hold and compute the same. Use layout_map='auto', "
-            "write a layout map, or allow it with layout_map.replicated('.*')."
+            "nothing is sharded over it: each of its devices would hold and compute the same values. Use "
+            "layout_map='auto', write a layout map, or allow it with layout_map.replicated('.*')."
         )
         return [Finding(kind="left whole", is_error=True, where=f"axis '{axes[0]}'", message=text)]
     findings = []
     for spec in unmentioned:
         text = (
-            f"{variable_layout.spec_bytes(spec) / total:.0%} of the model's bytes are left whole on every device of "
+            f"{variable_layout.spec_bytes(spec) / total:.0%} of the model's bytes are replicated on every device of "
             f"axis '{axes[0]}'. Give it a rule, use layout_map='auto', or allow it with "
             f"layout_map.replicated('{re.escape(spec.path)}')."
         )
@@ -382,10 +383,10 @@ def _idle_findings(placement: ModelPlacement) -> list[Finding]:
         if sizes[axis] == 1 or axis in used:
             continue
         text = (
-            f"no rule shards a variable over it, and no batch is shared out over it, so its {sizes[axis]} devices "
-            f"compute the same. If they should take different samples, give the axis the role 'data': "
-            f"tfshard.create_mesh(..., roles={{'{axis}': 'data'}}). Else write rules for the axis, or leave it out of "
-            f"the mesh. Roles: {plain(sizes.roles)}"
+            f"no rule shards a variable over it, and the batch is not sharded over it, so its {sizes[axis]} devices "
+            "compute the same values. To give them different samples, give the axis the role 'data': "
+            f"tfshard.create_mesh(..., roles={{'{axis}': 'data'}}). Otherwise write rules for the axis, or leave it "
+            f"out of the mesh. Roles: {plain(sizes.roles)}"
         )
         findings.append(Finding(kind="idle axis", is_error=False, where=f"axis '{axis}'", message=text))
     return findings
@@ -404,8 +405,8 @@ def _role_findings(placement: ModelPlacement) -> tuple[Finding, ...]:
             is_error=False,
             where=f"axis '{axis}'",
             message=(
-                f"has the role '{role}', as its name says: {effects[role]}. If that is not meant, give another role: "
-                f"tfshard.create_mesh(..., roles={{'{axis}': 'tensor'}})"
+                f"has the role '{role}', as its name says: {effects[role]}. If you do not want this, give another "
+                f"role: tfshard.create_mesh(..., roles={{'{axis}': 'tensor'}})"
             ),
         )
         for axis, role in placement.mesh_shape.roles.items()
@@ -446,21 +447,24 @@ def _axis_findings(graph: ModelGraph, dims: Mapping[str, int], axis: str, size: 
             continue
         if path in asked and asked[path] != dim and path not in findings:
             text = (
-                f"it is sharded along dim {dim} of {shapes[path]}, and what the model computes asks for dim "
-                f"{asked[path]}: transposed. Use layout_map['{path}'] = {axes(path, asked[path])}."
+                f"it is sharded along dim {dim} of {shapes[path]}, but the model's operations need dim "
+                f"{asked[path]}: the layout is transposed. Use layout_map['{path}'] = {axes(path, asked[path])}."
             )
             findings[path] = Finding(kind="transposed", is_error=False, where=path, message=text)
     for obstacle in activation_traffic.predict(graph, dims, size).obstacles:
         kernel = obstacle.kernel
         if kernel is None or not obstacle.arrives_sharded:
             where = kernel or obstacle.operation
-            text = f"{obstacle.reason}: it sends more than a row after each column would. See layout_map='auto'."
+            text = (
+                f"{obstacle.reason}: it sends more than a row layer after each column layer would. "
+                "See layout_map='auto'."
+            )
             findings.setdefault(where, Finding(kind="unused sharding", is_error=False, where=where, message=text))
             continue
         layer = kernel.rpartition("/")[0]
         text = (
-            f"its input is sharded already, by the column layer before it, and is gathered for it. By row it needs one "
-            f"all-reduce of its output instead: layout_map.row('{re.escape(layer)}')."
+            "the column layer before it already shards its input, which is gathered for this layer. As a row layer, "
+            f"it needs one all-reduce of its output instead: layout_map.row('{re.escape(layer)}')."
         )
         findings[kernel] = Finding(kind="column after column", is_error=False, where=kernel, message=text)
     return list(findings.values())

@@ -214,12 +214,14 @@ class Machine:
         for name in _RATES:
             if not getattr(self, name) > 0:
                 raise StrategyError(
-                    f"'{name}' of a machine is a positive number for each second. Received: {name}="
-                    f"{getattr(self, name)!r}"
+                    f"'{name}' of a machine must be a positive number per second. Received: "
+                    f"{name}={getattr(self, name)!r}"
                 )
         for name in _STARTS:
             if not getattr(self, name) >= 0:
-                raise StrategyError(f"'{name}' of a machine is 0 or more. Received: {name}={getattr(self, name)!r}")
+                raise StrategyError(
+                    f"'{name}' of a machine must be 0 or more. Received: {name}={getattr(self, name)!r}"
+                )
 
     def __str__(self) -> str:
         table = rich.table.Table(title=self.name, box=rich.box.SIMPLE_HEAD)
@@ -277,7 +279,7 @@ class Machine:
         1.25
         """
         if not pace > 0:
-            raise StrategyError(f"The pace of a machine is a positive number. Received: pace={pace!r}")
+            raise StrategyError(f"The pace of a machine must be a positive number. Received: pace={pace!r}")
         inside = {
             kind: Link(latency=pace * link.latency, bandwidth=link.bandwidth / pace, hop=pace * link.hop)
             for kind, link in self.links.inside.items()
@@ -344,9 +346,9 @@ class Machine:
                 f"Received: {where}"
             ) from None
         except yaml.YAMLError as error:
-            raise StrategyError(f"The description of a machine is no YAML: {error}. Received: {where}") from None
+            raise StrategyError(f"The description of a machine is not YAML: {error}. Received: {where}") from None
         if not isinstance(values, dict):
-            raise StrategyError(f"The description of a machine is a mapping. Received: {where}, with {values!r}")
+            raise StrategyError(f"The description of a machine must be a mapping. Received: {where}, with {values!r}")
         try:
             return cls.from_dict(values)
         except StrategyError as error:
@@ -363,7 +365,7 @@ class Machine:
         missing = sorted(_NEEDED - set(values))
         if unknown or missing:
             raise StrategyError(
-                f"A machine has {', '.join(sorted(_NEEDED))}; and can have {', '.join(sorted(_NAMES - _NEEDED))}. "
+                f"A machine needs {', '.join(sorted(_NEEDED))}, and can have {', '.join(sorted(_NAMES - _NEEDED))}. "
                 f"Received: unknown {unknown}, missing {missing}"
             )
         found = collections.ChainMap({}, dict(values), _DEFAULTS)
@@ -403,8 +405,8 @@ class Machine:
         if isinstance(machine, (str, os.PathLike)):
             return cls.load(machine)
         raise StrategyError(
-            "A machine is a tfshard.planning.Machine, or the path of a file that 'tfshard calibrate --save=FILE' wrote "
-            f"or that describes one. Received: {machine!r} (of type {type(machine)})"
+            "A machine must be a tfshard.planning.Machine, or the path of a file that 'tfshard calibrate "
+            f"--save=FILE' wrote or that describes one. Received: {machine!r} (of type {type(machine)})"
         )
 
 
@@ -447,7 +449,7 @@ def _number(name: str, value: Any) -> float:
             raise TypeError
         return float(value)
     except (TypeError, ValueError):
-        raise StrategyError(f"'{name}' of a machine is a number. Received: {name}={value!r}") from None
+        raise StrategyError(f"'{name}' of a machine must be a number. Received: {name}={value!r}") from None
 
 
 def _links(group: str, given: Any) -> dict[str, Link]:
@@ -463,7 +465,7 @@ def _link(where: str, given: Any) -> Link:
     fields = {field.name for field in dataclasses.fields(Link)}
     if not isinstance(given, Mapping) or not {"latency", "bandwidth"} <= set(given) <= fields:
         raise StrategyError(
-            f"'{where}' of a machine has latency (seconds) and bandwidth (bytes a second), and can have hop (seconds). "
-            f"Received: {given!r}"
+            f"'{where}' of a machine needs latency (seconds) and bandwidth (bytes a second), and can have hop "
+            f"(seconds). Received: {given!r}"
         )
     return Link(**{name: _number(f"{where}: {name}", value) for name, value in given.items()})

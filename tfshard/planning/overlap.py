@@ -42,7 +42,7 @@ class Overlap:
         """It as a sentence."""
         hidden, computing = self.hidden or 0.0, 1e3 * self.compute_seconds
         return (
-            f"Of the time in collectives {hidden:.0%} are hidden behind {computing:,.1f} ms of computing: a step takes "
+            f"{computing:,.1f} ms of computing hide {hidden:.0%} of the time in collectives: a step takes "
             f"{1e3 * self.seconds:,.1f} ms."
         )
 

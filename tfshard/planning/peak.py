@@ -72,7 +72,7 @@ class Peak:
         """Return the peak and its parts in one line."""
         parts = [(name.removesuffix("_bytes"), getattr(self, name)) for name in PARTS]
         named = ", ".join(f"{name} {tables.size(number)}" for name, number in parts if number)
-        return f"{tables.size(self.peak_bytes)} a device at the peak of a step" + (f": {named}" if named else "")
+        return f"{tables.size(self.peak_bytes)} on each device at the peak of a step" + (f": {named}" if named else "")
 
 
 # The memory of a client on CPU in addition to tensors: TensorFlow 2.21, its libraries and the compiled step.

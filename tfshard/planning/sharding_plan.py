@@ -356,14 +356,17 @@ class ShardingPlan:
         notes = []
         if not self.slots:
             notes.append(
-                "No optimizer slots are planned. If the model is not compiled, give optimizer='adam', or yours."
+                "No optimizer slots are planned. If the model is not compiled, give optimizer='adam', or "
+                "another optimizer."
             )
         if self.collective_seconds is not None:
-            notes.append(f"Over these links, one after the other, they take {1e3 * self.collective_seconds:,.1f} ms.")
+            notes.append(
+                f"Over these links, one after the other, the collectives take {1e3 * self.collective_seconds:,.1f} ms."
+            )
         if self.overlap is not None and self.overlap.hidden is not None:
             notes.append(self.overlap.text())
         notes += [f"Not predicted: {self.unknown}"] if self.unknown else []
-        notes += [f"This model cannot be trained like this: {refused}" for refused in self.refused]
+        notes += [f"This model cannot be trained with this plan: {refused}" for refused in self.refused]
         return tables.as_text(*self.tables(detail=detail), *notes)
 
     def __str__(self) -> str:

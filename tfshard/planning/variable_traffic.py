@@ -119,7 +119,7 @@ def _custom_in_microbatches(each: Collective, microbatches: Microbatches) -> Col
         return each
     if microbatches.reduce_once:
         return dataclasses.replace(each, count=1)
-    formula = f"{each.formula}, in each of {microbatches.count} parts"
+    formula = f"{each.formula}, in each of {microbatches.count} microbatches"
     return dataclasses.replace(each, count=each.count * microbatches.count, formula=formula)
 
 
@@ -136,7 +136,7 @@ def _in_microbatches(
     axis, found = MeshAxes.of(mesh_shape).data, []
     for each in collectives:
         again = zero_stage.shard_params if each.kind == "all-gather" else not microbatches.reduce_once
-        formula = f"{each.formula}, in each of {microbatches.count} parts" if again else each.formula
+        formula = f"{each.formula}, in each of {microbatches.count} microbatches" if again else each.formula
         count = each.count * microbatches.count if again else 1 if each.kind != "all-gather" else each.count
         found.append(dataclasses.replace(each, count=count, formula=formula))
     assert axis is not None, "Nothing else is sent over it."
@@ -148,7 +148,7 @@ def _in_microbatches(
                 axis=axis,
                 count=microbatches.count,
                 bytes=4,
-                formula=f"loss and metrics over {axis}, in each of {microbatches.count} parts",
+                formula=f"loss and metrics over {axis}, in each of {microbatches.count} microbatches",
                 merges=True,
             )
         )
@@ -214,7 +214,7 @@ def predict_collectives(
                 how = (gathers or {}).get(name, how)
             what = "buffer" if layout.flat is not None else "variable"
             what += " in the compute dtype" if how.itemsize != itemsize else ""
-            when = "before its use" if how.count == 1 else "for each of its turns"
+            when = "before its use" if how.count == 1 else "each time it is unsharded"
             when = when if config.zero_stage.shard_params else "after the update"
             collectives.append(
                 found(
@@ -291,7 +291,7 @@ def by_replicas(path: str, bytes_: int, count: int, mesh_axes: MeshAxes) -> list
         )
         for kind, axis, sent, what in (
             ("all-to-all", mesh_axes.data, bytes_, "gradient"),
-            ("all-reduce", mesh_axes.replica, -(-bytes_ // mesh_axes.shards), "piece of the gradient"),
+            ("all-reduce", mesh_axes.replica, -(-bytes_ // mesh_axes.shards), "shard of the gradient"),
             ("all-gather", mesh_axes.data, bytes_, "gradient"),
         )
     ]
@@ -320,7 +320,12 @@ def _flags(planned: Sequence[VariableLayout], mesh_axes: MeshAxes) -> list[Colle
         waiting = waiting[:1]
     return [
         Collective(
-            kind="all-reduce", what=path, axis=axis, count=1, bytes=_FLAG_BYTES, formula="whether gradients are finite"
+            kind="all-reduce",
+            what=path,
+            axis=axis,
+            count=1,
+            bytes=_FLAG_BYTES,
+            formula="4 bytes: the flag that all gradients are finite",
         )
         for path, axis in waiting
     ]

@@ -202,11 +202,11 @@ class StorageFormat(abc.ABC):
 
         Zeros replace None.
         """
-        raise AssertionError("Its member is updated by itself.")
+        raise AssertionError("Its member is updated separately.")
 
     def mask(self, members: frozenset[int]) -> tf.Tensor:
         """Return which elements of the buffer belong to `members`, in a shape that broadcasts to the buffer's shape."""
-        raise AssertionError("Its member is updated by itself.")
+        raise AssertionError("Its member is updated separately.")
 
     # --- on one device, outside of a step -------------------------------------------------------------
 
@@ -597,7 +597,7 @@ class InBlocks(StorageFormat):
 
     def __init__(self, layout: VariableLayout, inner: StorageFormat):
         super().__init__(layout, inner.mesh, inner.members)
-        assert inner.storage == inner.update, "Slots rest as they are updated."
+        assert inner.storage == inner.update, "Slots are stored in their update layout."
         self.packed, self.is_repeated = inner.packed, inner.is_repeated
         self._inner = inner
         self._rows = ShardRows(shape=inner.shape, axes=inner.storage, mesh_shape=axis_sizes(inner.mesh))

@@ -48,9 +48,9 @@ class MicrobatchStep(Step):
         """Raise `StrategyError` if a variable is read that is updated once the last microbatch has ended."""
         if id(variable) in self._updated_later:
             raise StrategyError(
-                f"Variable '{variable.path}' is read after its optimizer's update, in a step that is done in "
-                "microbatches: they update it when the last of them has ended. Read it before the update or in a step "
-                "of its own, return the variable itself, or set strategy.microbatches = 1."
+                f"Variable '{variable.path}' is read after its optimizer's update in a step with microbatches, which "
+                "updates it only after the last microbatch. Read it before the update or in a separate step, return "
+                "the variable itself, or set strategy.microbatches = 1."
             )
 
     def finish_microbatch(self, sums: dict[Writable, tf.Tensor]) -> tuple[dict[Writable, tf.Tensor], tf.Tensor]:

@@ -78,8 +78,9 @@ def write(variable: View, value: tf.Tensor) -> None:
     storage = variable.storage
     if _is_updated(variable):
         raise StrategyError(
-            f"Variable '{variable.path}' is sharded, and an optimizer updates it where no ShardedStrategy runs it."
-            f" {_HOW_TO_RUN} If it is not to be trained: layer.trainable = False. Received: {variable!r}"
+            f"Variable '{variable.path}' is sharded, and an optimizer updates it in a function that no "
+            f"ShardedStrategy runs. {_HOW_TO_RUN} To exclude it from training, set layer.trainable = False. "
+            f"Received: {variable!r}"
         )
     if clients.here().is_launched:
         raise StrategyError(
@@ -125,7 +126,7 @@ def warn_of_update(variable: View) -> None:
     _has_warned = True
     warn(
         f"An optimizer updates variable '{variable.path}' in eager code that no ShardedStrategy runs: each value is "
-        f"put together on the host and sent back, one after the other. {_HOW_TO_RUN}"
+        f"gathered on the host and sent back, one after the other. {_HOW_TO_RUN}"
     )
 
 

@@ -14,8 +14,8 @@ def _in_place(operator: str, instead: str) -> Callable[[Any, Any], NoReturn]:
     def refuse(self: "VariableSurface", other: Any) -> NoReturn:
         del other
         raise RuntimeError(
-            f"`variable {operator} value` is not supported, as for every tf.Variable: it would make a tensor of it. "
-            f"Use `{instead}`. Received: variable '{self.path}'"
+            f"`variable {operator} value` is not supported, as for every tf.Variable: it would replace the variable "
+            f"by a tensor. Use `{instead}`. Received: variable '{self.path}'"
         )
 
     return refuse
@@ -75,9 +75,9 @@ class VariableSurface(tf.Variable, _private.TensorType):  # type: ignore[misc]
     ) -> NoReturn:
         del object_map, tensor_map, options, kwargs
         message = (
-            f"Variable '{self.path}' is sharded, and a SavedModel holds whole variables. Save the model it belongs "
-            "to with model.export(path), or model.save(path), load that without a strategy, and use what was loaded "
-            f"(ExportArchive, tf.saved_model.save, TFLiteConverter.from_saved_model). Received: {self!r}"
+            f"Variable '{self.path}' is sharded, but a SavedModel holds full variables. Export its model with "
+            "model.export(path). Or save the model with model.save(path), load it without a strategy, and use the "
+            f"loaded model (ExportArchive, tf.saved_model.save, TFLiteConverter.from_saved_model). Received: {self!r}"
         )
         if _private.is_called_by("tensorflow.lite"):
             warn(message)  # The converter swallows the error, and fails with another one.
@@ -173,8 +173,8 @@ class VariableSurface(tf.Variable, _private.TensorType):  # type: ignore[misc]
     __itruediv__ = _in_place("/=", "variable.assign(variable / value)")
     __ipow__ = _in_place("**=", "variable.assign(variable ** value)")
 
-    scatter_mul = _unsupported("scatter_mul", "assign() with a whole value")
-    scatter_div = _unsupported("scatter_div", "assign() with a whole value")
+    scatter_mul = _unsupported("scatter_mul", "assign() with a full value")
+    scatter_div = _unsupported("scatter_div", "assign() with a full value")
     batch_scatter_update = _unsupported("batch_scatter_update", "scatter_nd_update()")
     count_up_to = _unsupported("count_up_to", "assign_add(1)")
     load = _unsupported("load", "assign()")

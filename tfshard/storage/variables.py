@@ -78,8 +78,8 @@ class ShardedVariable(VariableSurface):
         """
         if tuple(initial_value.shape) != layout.spec.shape:
             raise LayoutError(
-                f"The initial value of '{layout.spec.path}' has another shape than its layout was made for. "
-                f"Expected: shape={layout.spec.shape}. Received: shape={tuple(initial_value.shape)}"
+                f"The initial value of '{layout.spec.path}' does not have the shape of its layout. Expected: "
+                f"shape={layout.spec.shape}. Received: shape={tuple(initial_value.shape)}"
             )
         self.mesh = mesh
         self.path = layout.spec.path

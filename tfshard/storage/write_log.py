@@ -139,7 +139,7 @@ class WriteLog:
                 storage.write(self._recorded[self._graph][storage])
         self._recorded.setdefault(graph, {})[storage] = recorded
         for outer in graphs[1:]:
-            assert outer is not None, "The step's own graph is the outermost."
+            assert outer is not None, "The step's graph is the outermost."
             self._written_below.setdefault((outer, storage), len(outer.get_operations()))
         if self.updates is not None and self.updates.graph is graph and storage.is_group:
             self._postponed[storage] = None

@@ -422,22 +422,22 @@ def check_not_elsewhere(model: keras.Model, strategy: StrategyBase) -> None:
     if other is not None and not isinstance(other, StrategyBase):
         raise StrategyError(
             f"Model '{model.name}' was built under another strategy, {type(other).__name__}, which holds its "
-            "variables. Build the model outside of that strategy's scope, or under this strategy's scope(), and bring "
-            f"the weights along: new_model.set_weights(model.get_weights()). Received: strategy={strategy!r}"
+            "variables. Build the model outside of that strategy's scope, or under this strategy's scope(), and "
+            f"copy the weights: new_model.set_weights(model.get_weights()). Received: strategy={strategy!r}"
         )
     if other is not None and other is not strategy:
         raise StrategyError(
             f"Model '{model.name}' was built or compiled under another strategy. Compile it with this one: "
-            "model.compile(..., strategy=strategy) takes it over from another ShardedStrategy. "
-            f"Its strategy: {other!r}. Received: strategy={strategy!r}"
+            f"model.compile(..., strategy=strategy) moves it from another ShardedStrategy. Its strategy: {other!r}. "
+            f"Received: strategy={strategy!r}"
         )
     for variable, _ in inventory.owned_variables(model):
         current = _private.backend_variable(variable)
         if isinstance(current, ShardedVariable) and current.mesh != strategy.mesh:
             raise StrategyError(
-                f"Variable '{variable.path}' of model '{model.name}' lives on another mesh, of another model that has "
-                "it, too. Compile that one with this strategy, or build a new model. "
-                f"Its mesh: {current.mesh}. Received: strategy={strategy!r}"
+                f"Variable '{variable.path}' of model '{model.name}' is on another mesh, because another model "
+                f"shares it. Compile that model with this strategy, or build a new model. Its mesh: {current.mesh}. "
+                f"Received: strategy={strategy!r}"
             )
 
 

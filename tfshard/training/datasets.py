@@ -215,8 +215,8 @@ def host_iterator(iterator: object) -> tf.data.Iterator:
     host = iterator.host if isinstance(iterator, ShardedIterator) else iterator
     if not isinstance(host, tf.data.Iterator):
         raise CheckpointError(
-            "Only the position of a tf.data iterator can be saved, and that of iter() of a dataset from "
-            f"strategy.experimental_distribute_dataset. Received: iterator={iterator!r}"
+            "Only two kinds of iterators have a position that can be saved: tf.data iterators, and iter(dataset) of "
+            f"a dataset from strategy.experimental_distribute_dataset. Received: iterator={iterator!r}"
         )
     return host
 
@@ -237,11 +237,12 @@ def iterator_state(iterator: object, *, ignore_random: bool = False) -> tf.Tenso
     except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
         operations = _private.stateful_operations(host)
         raise CheckpointError(
-            "The position in this tf.data dataset cannot be saved, because it would not go on with the same batches: "
+            "The position in this tf.data dataset cannot be saved, because a restored dataset would not continue "
+            "with the same batches: "
             f"{(str(error).partition('}} ')[2].partition(' [Op:')[0] or str(error)).rstrip('.')}. "
-            f"{f'Its functions run {operations[:4]}. ' if operations else ''}Keras layers that draw random numbers "
-            "belong into tfshard.random_map(dataset, function, seed=...) instead of dataset.map(function). Instead of "
-            "Python code (from_generator, py_function) use tf.data operations, instead of tf.random operations those "
-            "of tf.random.stateless_* with seeds from tf.data.Dataset.random(seed); shuffle() can be saved. "
-            f"Received: a dataset of {host.element_spec}"
+            f"{f'Its functions run {operations[:4]}. ' if operations else ''}"
+            "Call Keras layers that draw random numbers in tfshard.random_map(dataset, function, seed=...) instead of "
+            "dataset.map(function). Replace Python code (from_generator, py_function) by tf.data operations, and "
+            "tf.random operations by tf.random.stateless_* with seeds from tf.data.Dataset.random(seed). The state "
+            f"of shuffle() can be saved. Received: a dataset of {host.element_spec}"
         ) from error

@@ -26,9 +26,9 @@ from tfshard.storage.traced_steps import traced
 from tfshard.storage.writes import Writable
 
 _MEMORY = (
-    "The devices are out of memory. A step holds less with strategy.recompute(model), ShardedStrategy(microbatches=4), "
-    "a higher zero_stage or slot_dtype='bfloat16'. tfshard.advise(model, devices, memory_per_device, batch) says which "
-    "mesh and stage fit."
+    "The devices are out of memory. A step needs less memory with strategy.recompute(model), "
+    "ShardedStrategy(microbatches=4), a higher zero_stage or slot_dtype='bfloat16'. tfshard.advise(model, devices, "
+    "memory_per_device, batch) says which mesh and stage fit."
 )
 
 
@@ -65,10 +65,10 @@ def explained(step: str) -> Iterator[None]:
             differing = [storage.name for storage in storages if not clients.here().is_launched and storage.equalize()]
             if differing:
                 lines.append(
-                    "Devices held different values of some, and were all given those of the first device: "
-                    + ", ".join(sorted(differing))
+                    "Devices held different values of some variables. All devices now have the values of "
+                    "the first device: " + ", ".join(sorted(differing))
                 )
-            lines.append("Load a checkpoint to have them all as before.")
+            lines.append("Load a checkpoint to restore all variables.")
         raise type(error)(error.node_def, error.op, "\n".join(lines)) from error
 
 
@@ -152,7 +152,6 @@ def translated_errors(step: str) -> Iterator[None]:
         made = f" It is made by: {'; '.join(places)}." if places else ""
         raise UnsupportedOperationError(
             f"{step} cannot be expanded to the mesh: DTensor refuses TensorFlow operation '{operation}'.{made} "
-            "Replace it in the layer, loss or metric that makes it, or do that part in the input pipeline. "
-            "`tfshard docs layers` lists what works. The process and the model can be used on. Received from DTensor: "
-            f"{first}"
+            "Replace it in the layer, loss or metric that makes it, or do that part in the input pipeline. `tfshard "
+            f"docs layers` lists what works. The process and the model remain usable. Received from DTensor: {first}"
         ) from error

@@ -152,9 +152,10 @@ def _check_can_generate(model: keras.Model) -> None:
         )
     if type(model.sampler).__call__ is not Sampler.__call__:
         raise UnsupportedOperationError(
-            "generate() of a sharded model works with samplers that choose from one position's probabilities: greedy, "
-            "top_k, top_p, random, and your own with get_next_token. Others reorder or copy the cache, which stays on "
-            f"the mesh. Compile the model with one of these. {_REMEDY} Received: sampler={model.sampler!r}"
+            "generate() of a sharded model works with samplers that choose from one position's probabilities: "
+            "greedy, top_k, top_p, random, and custom samplers with get_next_token. Other samplers reorder or copy "
+            f"the cache, which stays on the mesh. Compile the model with a supported sampler. {_REMEDY} Received: "
+            f"sampler={model.sampler!r}"
         )
 
 

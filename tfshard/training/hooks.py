@@ -221,7 +221,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         if step is not None and step.is_microbatch:
             raise StrategyError(
                 f"Variable '{var.path}' is updated in a microbatch, by a step function or an optimizer whose `apply` "
-                "was replaced on the object. Override it in a class, or set strategy.microbatches = 1."
+                "was replaced on the object. Override `apply` in a class, or set strategy.microbatches = 1."
             )
         optimizer = next((c for c in reversed(callers) if isinstance(c, keras.optimizers.Optimizer)), None)
         if kwargs:
@@ -454,11 +454,11 @@ def _warn_of_sparse(variable: ShardedVariable, optimizer: keras.optimizers.Optim
     has_rule = any(variable.layout.compute)
     warn(
         f"Optimizer {type(optimizer).__name__} updates embedding '{variable.path}' by a dense gradient, as Keras on "
-        "JAX does. Keras on TensorFlow squares a sparse gradient once for each lookup, so rows that occur several "
-        "times in a batch differ there, by about 1e-4 of a weight in a step. For the numbers of Keras on TensorFlow, "
-        f"give ShardedStrategy(tables='{variable.path}')"
-        f"{' and take its rule out of the layout map' if has_rule else ''}. To keep the dense gradient, ignore this "
-        "warning.",
+        "JAX does. Keras on TensorFlow squares a sparse gradient once for each lookup. The updates of rows that "
+        "occur several times in a batch therefore differ, by about 1e-4 of a weight in a step. To match Keras on "
+        "TensorFlow, give "
+        f"ShardedStrategy(tables='{variable.path}'){' and take its rule out of the layout map' if has_rule else ''}. "
+        "To keep the dense gradient, ignore this warning.",
         NumericsWarning,
     )
 

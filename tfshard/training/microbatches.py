@@ -113,7 +113,7 @@ def sharded_of(variable: keras.Variable | tf.Variable) -> ShardedVariable:
     own = _private.backend_variable(variable) if isinstance(variable, keras.Variable) else variable
     if not isinstance(own, ShardedVariable):
         raise StrategyError(
-            "A step that is done in microbatches updates variables of its strategy's mesh. Create them in "
+            "A step with microbatches can update only variables on its strategy's mesh. Create the variables in "
             f"strategy.scope(). Received: {variable!r}"
         )
     return own
@@ -210,9 +210,9 @@ class MicrobatchedStep:
         def later(optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
             if self.reduce_once and not self.is_kerases:
                 raise StrategyError(
-                    "With reduce_once=True gradients are added up over the devices after the last microbatch: a step "
-                    "function of your own would see parts of them. Leave it out, or use keras.Model's train_step. "
-                    f"Received: {self.fn!r}"
+                    "With reduce_once=True, gradients are reduced over the devices after the last microbatch, so a "
+                    "custom step function would see unreduced gradients. Leave reduce_once out, or use "
+                    f"keras.Model's train_step. Received: {self.fn!r}"
                 )
             share = 1.0 if id(optimizer) in scaled else 1 / count
             updates.append(OptimizerCall(optimizer=optimizer, gradients=gradients, variables=variables, share=share))
@@ -281,9 +281,10 @@ class MicrobatchedStep:
                 or any(each.op is operation for tensors in learned.state.values() for each in tensors)
             ):
                 raise StrategyError(
-                    "A loss is divided by what depends on the state of the model or on random numbers "
-                    f"('{operation.name}'), which is not known of the whole batch before its parts are computed. "
-                    "Divide it by what depends on the batch alone, or set strategy.microbatches = 1."
+                    "A loss is divided by a value that depends on the state of the model or on random numbers "
+                    f"('{operation.name}'). For the full batch, this value is not known before the microbatches are "
+                    "computed. Divide the loss by a value that depends only on the batch, or set "
+                    "strategy.microbatches = 1."
                 )
 
         def body(number: tf.Tensor, *totals: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -464,7 +465,7 @@ def _is_mean(learned: _Learned, output: tf.Tensor) -> bool:
     if output.dtype.is_floating and output.shape.rank == 0:
         return True
     raise StrategyError(
-        "A step function that is done in microbatches can return results of metrics, and scalars that are means over "
-        "the batch, such as a loss. Return nothing else from it, or set strategy.microbatches = 1. "
-        f"Received: a tensor of shape={output.shape}, dtype={output.dtype.name} ('{output.name}')"
+        "A step function with microbatches can return results of metrics, and scalars that are means over the "
+        "batch, such as a loss. Return nothing else from it, or set strategy.microbatches = 1. Received: a tensor "
+        f"of shape={output.shape}, dtype={output.dtype.name} ('{output.name}')"
     )

@@ -49,7 +49,7 @@ def random_map(
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise StrategyError(
-            "random_map needs an integer as seed, the same on all clients and in each start of a run. "
+            "random_map needs an integer seed that is the same on all clients and in every start of a run. "
             f"Received: seed={seed!r}"
         )
 
@@ -85,8 +85,7 @@ class _Seeds(keras.StatelessScope):  # type: ignore[misc]  # Keras has no types.
         variable, _ = update
         if not _private.is_seed_state(variable.name):
             raise StrategyError(
-                f"The function of random_map writes variable '{variable.path}', which an input pipeline cannot do in a "
-                "certain order. Call its layer with training=False, or put it into the model. "
-                f"Received: {variable!r}"
+                f"The function of random_map writes variable '{variable.path}', which an input pipeline cannot do in "
+                f"a fixed order. Call its layer with training=False, or put it into the model. Received: {variable!r}"
             )
         super().add_update(update)

@@ -17,11 +17,11 @@ def check_process() -> None:
     """
     if _private.checks_all_numbers():
         raise UnsupportedOperationError(
-            "tf.debugging.enable_check_numerics() adds operations that DTensor cannot expand, behind each operation. "
-            "Call tf.debugging.disable_check_numerics(). To end training at a loss that is NaN or infinite, give fit "
-            "keras.callbacks.TerminateOnNaN(). To find where such a number comes from, put "
-            "tf.debugging.check_numerics(tensor, message) into a layer's call or a train_step, or train a few steps on "
-            "one device. Received: check_numerics enabled"
+            "tf.debugging.enable_check_numerics() adds an operation that DTensor cannot expand after each "
+            "operation. Call tf.debugging.disable_check_numerics(). To end training at a loss that is NaN or "
+            "infinite, give fit keras.callbacks.TerminateOnNaN(). To find where such a number comes from, put "
+            "tf.debugging.check_numerics(tensor, message) into a layer's call or a train_step, or train a few steps "
+            "on one device. Received: check_numerics enabled"
         )
 
 
@@ -37,10 +37,10 @@ def check_traced_arguments(fn: Callable[..., object]) -> None:
             broadcast = not shape or (math.prod(shape) <= 128 and not tf.as_dtype(tensor.dtype).is_floating)
             if not broadcast and not transfer.is_dtensor(tensor):
                 raise StrategyError(
-                    "A tf.function that calls strategy.run was given a batch that is not on the mesh. Take its batches "
-                    "from strategy.experimental_distribute_dataset(dataset), or call strategy.run(step_function, "
-                    "args=(batch,)) outside of a tf.function, which puts them there. Received: a tensor of "
-                    f"shape={shape} for a function that runs {fn!r}"
+                    "A tf.function that calls strategy.run was given a batch that is not on the mesh. Take its "
+                    "batches from strategy.experimental_distribute_dataset(dataset), or call "
+                    "strategy.run(step_function, args=(batch,)) outside of a tf.function, which moves the batch to "
+                    f"the mesh. Received: a tensor of shape={shape} for a function that runs {fn!r}"
                 )
 
 

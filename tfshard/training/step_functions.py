@@ -350,10 +350,10 @@ class StepFunctions:
         samples = max((shape[0] for shape in shapes if shape), default=1)
         divided = -(-samples // axes.data_size) * axes.data_size
         warn(
-            f"Model '{self._model.name}' trains on batches that mesh axis '{axes.data}' of {axes.data_size} devices "
-            "does not divide, so every device computes each batch in full: the numbers are right, and the step is "
-            f"not shared out. Use a batch_size that {axes.data_size} divides, such as {divided}. "
-            f"Received: a batch of shapes {shapes}"
+            f"Model '{self._model.name}' trains on batches whose size is not divisible by mesh axis '{axes.data}' of "
+            f"{axes.data_size} devices, so every device computes the full batch: the results are correct, but the "
+            f"devices do not share the work. Use a batch_size that is a multiple of {axes.data_size}, such as "
+            f"{divided}. Received: a batch of shapes {shapes}"
         )
 
     def _open_step(self, padded: tuple[Any, Any]) -> Any:

@@ -232,11 +232,12 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             return
         if model in self.pipelined_models:
             raise StrategyError(
-                f"Model '{model.name}' is computed in parts by a pipeline: fit, evaluate, predict, their *_on_batch, "
-                "checkpoints, files, plan and report take it. For others, build it on a mesh without a pipeline axis."
+                f"A pipeline runs model '{model.name}' in stages. It supports fit, evaluate, predict, their "
+                "*_on_batch, checkpoints, files, plan and report. For other uses, build the model on a mesh without "
+                "a pipeline axis."
             )
         raise StrategyError(
-            f"The mesh has a pipeline axis, and model '{model.name}' is not cut into parts for it. Call model = "
+            f"The mesh has a pipeline axis, but model '{model.name}' is not cut into stages. Call model = "
             "tfshard.pipeline(model, stages=..., microbatches=...) before it is compiled, outside of the strategy's "
             f"scope, or leave the axis out. Received: mesh={self.pipeline_axes}"
         )
@@ -266,8 +267,9 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             raise ValueError(f"Positional args must be a list or tuple. Received: args={args!r} (of type {type(args)})")
         if self.pipeline_axes.pipeline is not None:
             raise StrategyError(
-                "A strategy whose mesh has a pipeline axis runs the steps of models that tfshard.pipeline has cut, by "
-                f"fit and its like. For a loop of your own, leave the axis out. Received: mesh={self.pipeline_axes}"
+                "A strategy whose mesh has a pipeline axis runs only steps of models that tfshard.pipeline has cut, "
+                "through fit, evaluate and predict. For a custom loop, leave the axis out. Received: "
+                f"mesh={self.pipeline_axes}"
             )
         readiness.check_process()
         if not _private.is_eager():
@@ -385,7 +387,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
     def _check_not_pipelined(self, model: keras.Model, instead: str) -> None:
         if model in self.pipelined_models:
             raise StrategyError(
-                f"Model '{model.name}' is on several meshes, by parts: use tfshard.pipelining.{instead}(model)."
+                f"Model '{model.name}' is on several meshes, one for each rank of the pipeline: use "
+                f"tfshard.pipelining.{instead}(model)."
             )
 
     @process_lock.locked
@@ -514,16 +517,16 @@ def _offloads(mesh: dtensor.Mesh, config: ShardingConfig) -> bool:
         kind = mesh.device_type().upper()
         if kind != "CPU":
             raise StrategyError(
-                "offload='slots' is there for GPUs. Use zero_stage=3, slot_dtype='bfloat16', or more devices. "
-                f"Devices of the mesh: {kind}. Received: offload='slots'"
+                "offload='slots' needs GPUs. Use zero_stage=3, slot_dtype='bfloat16', or more devices. Devices of "
+                f"the mesh: {kind}. Received: offload='slots'"
             )
-        warn("offload='slots' does nothing here: on CPU devices, slots rest in the host's memory.")
+        warn("offload='slots' has no effect here: CPU devices already store slots in the host's memory.")
         return False
     axes = axis_sizes(mesh)
     if not config.zero_stage.shard_slots or axes.data_size == 1:
         raise StrategyError(
-            "offload='slots' takes slots to the host that are sharded over the batch axis: what is whole on each "
-            "device cannot go from each to its own host. Use zero_stage=1 or more on a mesh whose batch axis has "
+            "offload='slots' moves only slots that are sharded over the batch axis to the host: replicated slots "
+            "cannot move from each device to its host. Use zero_stage=1 or more on a mesh whose batch axis has "
             f"several devices. Received: zero_stage={config.zero_stage}, mesh={axes.given}"
         )
     return True

@@ -107,7 +107,7 @@ class Comparison:
             place = f"part {number} of the batch"
             worst = worst_of(transfer.to_host(sharded), host, rtol=0.0)
             if worst is not None:
-                self._add("batch", place, f"{place} is another one on the mesh", worst)
+                self._add("batch", place, f"{place} differs on the mesh", worst)
 
     def _check_stage(self) -> None:
         """Check that the batch axis shards the tensors that the ZeRO stage shards."""
@@ -123,8 +123,8 @@ class Comparison:
                 axes = axes_of(part.buffer.value())
                 if shards and self._can_shard(variable) and strategy.mesh_shape.data not in axes:
                     message = (
-                        f"{kind} '{part.path}' of '{variable.path}' rests whole on every device of the batch axis, "
-                        f"which stage {strategy.zero_stage} shards: its layout is {axes}"
+                        f"{kind} '{part.path}' of '{variable.path}' is replicated over the batch axis, but ZeRO "
+                        f"stage {strategy.zero_stage} shards it: its layout is {axes}"
                     )
                     self._differences.append(Difference(kind="layout", place=part.path, message=message))
 
@@ -146,8 +146,8 @@ class Comparison:
                 continue  # The gradient has only the parts that the step read.
             if strategy.config.zero_stage.shard_grads and strategy.mesh_shape.data not in axes:
                 message = (
-                    f"{key} is whole on every device when the optimizer gets it; stage "
-                    f"{strategy.zero_stage} scatters it: its layout is {axes}"
+                    f"{key} is replicated over the batch axis when the optimizer gets it, but ZeRO stage "
+                    f"{strategy.zero_stage} shards it: its layout is {axes}"
                 )
                 self._differences.append(Difference(kind="layout", place=key.path, message=message))
 
@@ -188,7 +188,7 @@ class Comparison:
             alone = f"On one device it fails too: {_said(other)}"
         message = f"the step fails in {where}: {type(failure.error).__name__}: {_said(failure)}. {alone}"
         self._differences.append(Difference(kind="failure", place=place, message=message))
-        self._not_compared["the numbers of the step: it failed"] = None
+        self._not_compared["the values of the step: it failed"] = None
 
     # --- numbers
 
@@ -330,7 +330,7 @@ class Comparison:
                 targets = [noted[first]] if first in noted else []
             region[:] = operation_check.ancestors(targets, known)
             if len(region) > operation_check.MAX_OPERATIONS:
-                self._not_compared[f"single operations: {len(region)} come into question for {first}"] = None
+                self._not_compared[f"single operations: {len(region)} operations may have caused {first}"] = None
                 region.clear()
             handles.update(self._handles(recorder.graph))
             tensors = {t.name: t for op in region for t in (*op.inputs, *op.outputs)}

@@ -179,7 +179,7 @@ def first_other(
             if tensor.name in values and tensor.name in other:
                 worst = worst_of(values[tensor.name], other[tensor.name], rtol)
                 if worst is not None:
-                    return _operation(operation, "which gives something else on one device", worst)
+                    return _operation(operation, "which returns a different value on one device", worst)
     for operation in operations:
         output = next(iter(operation.outputs), None)
         if output is None or output.name in other or output.name not in values or _is_ours(operation):

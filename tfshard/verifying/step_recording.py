@@ -180,8 +180,9 @@ class Recorder:
                 if self._given is not None and is_ordinary:
                     if isinstance(gradient, tf.IndexedSlices) and not optimizer_kinds.adds_up_rows(optimizer):
                         self.left_out[
-                            f"update '{path}' with a sparse gradient: Keras on TensorFlow squares each lookup of a row "
-                            f"by itself, the strategy squares their sum; tables='{path}' does as Keras on TensorFlow"
+                            f"update '{path}' with a sparse gradient: Keras on TensorFlow squares each lookup of a "
+                            f"row separately, the strategy squares their sum; tables='{path}' matches Keras on "
+                            "TensorFlow"
                         ] = None
                     given[i] = self._instead(gradient, self._given.get(key))
             return apply(given, trainable_variables)
@@ -202,7 +203,7 @@ class Recorder:
         if output.op.type in draws.STATEFUL and self._given is not None:
             given = self._given.get(key)
             if given is None:
-                self.left_out[f"{key}: TensorFlow's own generators give other numbers on one device"] = None
+                self.left_out[f"{key}: TensorFlow's stateful generators draw other numbers on one device"] = None
             else:
                 output = self._instead(output, given)
         self._note(key, output)

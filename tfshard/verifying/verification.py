@@ -63,8 +63,8 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
         kind.check_verifiable()
     if clients.here().is_launched:
         raise StrategyError(
-            "verify runs in one process. Start one with as many devices as the launched run has together, "
-            "tfshard.initialize(num_devices=..., device_type='CPU'): the numbers are the same."
+            "verify runs in one process. Start one process with as many devices as the launched run has in total, "
+            "tfshard.initialize(num_devices=..., device_type='CPU'): the results are the same."
         )
     batches.check("verify", model, batch)
     if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(batch)):

@@ -18,10 +18,10 @@ import common
 import gpt_flags
 from absl import app, flags
 
-_EVERY_STEPS = flags.DEFINE_integer("every_steps", 20, "Steps of a block, with one save.")
+_EVERY_STEPS = flags.DEFINE_integer("every_steps", 20, "Steps of a block, which saves once.")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds.", lower_bound=1)
 _STAGE = flags.DEFINE_integer("zero_stage", 3, "ZeRO stage.")
-_DIRECTORY = flags.DEFINE_string("directory", None, "Where to save; by default a temporary directory.")
+_DIRECTORY = flags.DEFINE_string("directory", None, "Directory for the checkpoints. By default a temporary directory.")
 
 WAYS = ("none", "async", "sync")
 

@@ -40,16 +40,16 @@ from absl import app, flags
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-_RATES = flags.DEFINE_list("rates", ["10gbit", "1gbit", "100mbit"], "Of the hosts' links.")
+_RATES = flags.DEFINE_list("rates", ["10gbit", "1gbit", "100mbit"], "Rates of the hosts' links.")
 _STAGES = flags.DEFINE_list("stages", ["3", "0"], "ZeRO stages.")
 _WAYS = flags.DEFINE_list(
     "ways",
     ["flat"],
     "`flat` (four devices share out all), `hybrid` (the two of a host), `pipeline` (a host has a part).",
 )
-_MICROBATCHES = flags.DEFINE_integer("microbatches", 4, "Of pipelines.", lower_bound=1)
+_MICROBATCHES = flags.DEFINE_integer("microbatches", 4, "Number of microbatches of pipelines.", lower_bound=1)
 _COMPRESSIONS = flags.DEFINE_list("compressions", ["none"], "`none`, `bfloat16`, `int8`, `powersgd:RANK`.")
-_STEPS = flags.DEFINE_integer("steps", 20, "Steps, besides the first two.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 20, "Steps after the first two.", lower_bound=1)
 _MEASURE = flags.DEFINE_boolean("measure", False, "Measure here, in a client of a launched run, and print JSON.")
 
 # The narrow model is the default.

@@ -43,16 +43,20 @@ from tfshard.layouts import ZeroStage
 from tools.bench import common
 from tools.report import models
 
-_MEASURE = flags.DEFINE_string("measure", None, "Measure, into this file; what is there already is kept.")
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each is measured.", lower_bound=1)
-_STEPS_FILE = flags.DEFINE_string("steps", None, "Predict what this file has.")
-_MACHINE = flags.DEFINE_string("machine", None, "By this machine, not the one calibrated when it was measured.")
-_HOSTS = flags.DEFINE_bool("hosts", False, "Measure those on two hosts, too; needs root.")
-_KINDS = flags.DEFINE_list("kinds", [], "Measure models of these kinds only. All, by default.")
+_MEASURE = flags.DEFINE_string(
+    "measure", None, "Measure and write to this file. Existing results in the file are kept."
+)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "How many times to measure each configuration.", lower_bound=1)
+_STEPS_FILE = flags.DEFINE_string("steps", None, "Predict the configurations of this file.")
+_MACHINE = flags.DEFINE_string(
+    "machine", None, "Predict for this machine, not for the machine that was calibrated with the measurements."
+)
+_HOSTS = flags.DEFINE_bool("hosts", False, "Also measure the configurations on two hosts; needs root.")
+_KINDS = flags.DEFINE_list("kinds", [], "Measure only models of these kinds. By default all.")
 _ONE = flags.DEFINE_string("one", None, "Measure this configuration here, and print JSON.")
 _CALIBRATE = flags.DEFINE_bool("calibrate", False, "Calibrate here, and print JSON.")
 _LINKS = flags.DEFINE_bool("links", False, "Measure the links here, and print JSON.")
-_DEVICES = flags.DEFINE_integer("devices", None, "Between so many devices.")
+_DEVICES = flags.DEFINE_integer("devices", None, "Number of devices of the links.")
 
 _STEPS, _EPOCHS, _PROFILES = 6, 2, 5
 _LEAST_TRACED = 1 << 18

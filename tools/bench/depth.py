@@ -21,7 +21,7 @@ _SEQUENCE = flags.DEFINE_integer("sequence_length", 16, "Tokens of a sample.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Samples of a step.")
 _DEVICES = flags.DEFINE_list("devices", ["4"], "Numbers of devices.")
 _ROUNDS = flags.DEFINE_integer("rounds", common.ROUNDS, "Rounds.", lower_bound=1)
-_PLOT = flags.DEFINE_string("plot", None, "Draws the table; a picture's path.")
+_PLOT = flags.DEFINE_string("plot", None, "Draw the table to this picture.")
 _WAY = flags.DEFINE_string("way", None, "Measure depth:devices here, and print JSON.")
 
 

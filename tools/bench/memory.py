@@ -25,15 +25,15 @@ import common
 from absl import app, flags
 
 _LAYERS = flags.DEFINE_integer("layers", 32, "Dense layers of the MLP.")
-_WIDTH = flags.DEFINE_integer("width", 2048, "Units of each.")
+_WIDTH = flags.DEFINE_integer("width", 2048, "Units of each layer.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Samples of a step.")
 _STEPS = flags.DEFINE_integer("steps", 8, "Steps.")
 _ROUNDS = flags.DEFINE_integer("rounds", common.ROUNDS, "Rounds.", lower_bound=1)
-_MODEL = flags.DEFINE_enum("model", "mlp", ["mlp", "gpt2"], "What is trained.")
-_ALLOCATOR = flags.DEFINE_enum("allocator", "tensorflow", ["system", "tensorflow"], "Who gives memory for tensors.")
+_MODEL = flags.DEFINE_enum("model", "mlp", ["mlp", "gpt2"], "The model to train.")
+_ALLOCATOR = flags.DEFINE_enum("allocator", "tensorflow", ["system", "tensorflow"], "Allocator of the tensors.")
 WAYS = ["sharded", "gathered once", "one device", "mirrored"]
-_WAYS = flags.DEFINE_list("ways", WAYS, "Which ways.")
-_WAY = flags.DEFINE_enum("way", None, WAYS, "Measure this here, and print JSON.")
+_WAYS = flags.DEFINE_list("ways", WAYS, "Ways to measure.")
+_WAY = flags.DEFINE_enum("way", None, WAYS, "Measure this way in this process, and print JSON.")
 
 
 def measure(way: str) -> dict:

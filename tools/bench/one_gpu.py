@@ -14,9 +14,11 @@ import common
 import gpt_flags
 from absl import app, flags
 
-_MACHINE = flags.DEFINE_string("machine", "h100", "What tfshard.planning.Machine.load takes.")
+_MACHINE = flags.DEFINE_string("machine", "h100", "Argument of tfshard.planning.Machine.load.")
 _POLICY = flags.DEFINE_string("policy", "mixed_bfloat16", "Keras's dtype policy.")
-_BANDWIDTH = flags.DEFINE_float("bandwidth", None, "Of the card's memory, bytes a second; by default the machine's.")
+_BANDWIDTH = flags.DEFINE_float(
+    "bandwidth", None, "Bandwidth of the card's memory in bytes a second. By default the machine's."
+)
 _STEPS = flags.DEFINE_integer("steps", 8, "Steps of an epoch.", lower_bound=2)
 # The share of a data sheet's memory bandwidth that a program reaches.
 _REACHED = 0.8

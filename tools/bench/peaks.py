@@ -15,9 +15,9 @@ import random
 import common
 from absl import app, flags
 
-_ADVICE = flags.DEFINE_integer("advice", 0, "So many random configurations of `advise` instead.")
+_ADVICE = flags.DEFINE_integer("advice", 0, "Measure this number of random configurations of `advise` instead.")
 _ROUNDS = flags.DEFINE_integer("rounds", 1, "Rounds.", lower_bound=1)
-_WAY = flags.DEFINE_string("way", None, "Measure this one here (JSON), and print JSON.")
+_WAY = flags.DEFINE_string("way", None, "Measure this configuration (JSON) in this process, and print JSON.")
 
 GPT = {"kind": "gpt", "layers": 4, "width": 256, "batch": 16}
 MLP = {"kind": "mlp", "layers": 6, "width": 1024, "batch": 16}

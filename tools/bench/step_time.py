@@ -21,8 +21,8 @@ from absl import app, flags
 
 _STEPS = flags.DEFINE_integer("steps", 8, "Steps of an epoch.", lower_bound=2)
 _ROUNDS = flags.DEFINE_integer("rounds", common.ROUNDS, "Rounds.", lower_bound=1)
-_WAYS = flags.DEFINE_list("ways", None, "Only these ways; by default all.")
-_WAY = flags.DEFINE_string("way", None, "Measure this one here, and print JSON.")
+_WAYS = flags.DEFINE_list("ways", None, "Ways to measure. By default all.")
+_WAY = flags.DEFINE_string("way", None, "Measure this way in this process, and print JSON.")
 
 WAYS = ("one device", "mirrored", "stage 0", "stage 1", "stage 2", "stage 3", "stage 3 alone")
 

@@ -21,7 +21,7 @@ _FLAGS = flags.FLAGS
 
 def exchange(here: clients.Clients) -> None:
     """Wait in an operation that needs all clients."""
-    with here.operation("the exchange of 4 bytes a device"):
+    with here.operation("the exchange of 4 bytes for each device"):
         time.sleep(10000)
 
 

@@ -14,19 +14,23 @@ from collections.abc import Callable
 from absl import flags
 
 flags.DEFINE_integer("steps", 1000000, "Training steps.")
-flags.DEFINE_float("seconds", 0.0, "Train for so long, in place of --steps.")
-_FAULT = flags.DEFINE_list("fault", [], "What happens, in the first start and in each restart.")
-_CLIENT = flags.DEFINE_integer("client", 1, "In which client, by its place on its host.")
-_AT_STEP = flags.DEFINE_list("at_step", ["5"], "After which step, for faults in training; a step for each start.")
-flags.DEFINE_string("state", "", "A directory for checkpoints, to go on from after a restart.")
+flags.DEFINE_float("seconds", 0.0, "Train for this number of seconds instead of --steps.")
+_FAULT = flags.DEFINE_list("fault", [], "The fault in the first start and in each restart.")
+_CLIENT = flags.DEFINE_integer("client", 1, "The client with the fault, by its index on its host.")
+_AT_STEP = flags.DEFINE_list("at_step", ["5"], "The step before the fault, for faults in training: one for each start.")
+flags.DEFINE_string("state", "", "A directory for checkpoints, to resume from after a restart.")
 flags.DEFINE_integer("every_steps", 1, "Steps from one checkpoint to the next.")
 flags.DEFINE_bool("async_save", False, "Write checkpoints in a thread.")
 flags.DEFINE_float("step_seconds", 0.0, "Sleep after each step.")
 flags.DEFINE_integer("model_axis", 1, "Size of the model axis, across clients.")
-_REPLICAS = flags.DEFINE_list("replicas", ["1"], "Of the mesh, in the first start and in each restart; 1: it is flat.")
-_PIPELINE = flags.DEFINE_list("pipeline", ["1"], "Places on the pipeline axis, likewise; 1: there is none.")
+_REPLICAS = flags.DEFINE_list(
+    "replicas", ["1"], "Replicas of the mesh, in the first start and in each restart; 1: a flat mesh."
+)
+_PIPELINE = flags.DEFINE_list(
+    "pipeline", ["1"], "Size of the pipeline axis, in the first start and in each restart; 1: no pipeline axis."
+)
 _COMPRESSION = flags.DEFINE_list(
-    "compression", ["none"], "Of gradients, in the first start and in each restart: none, bfloat16, int8."
+    "compression", ["none"], "Compression of gradients, in the first start and in each restart: none, bfloat16, int8."
 )
 
 

@@ -208,7 +208,7 @@ def faults(num_processes: int) -> dict[str, Fault]:
         "loop": Fault(
             flags=("--fault=loop",),
             bring_about=_after_step_5,
-            cause=r"Clients \(1,\) did not come to training step 6 within \d+ s: stuck.*after training step 5",
+            cause=r"Clients \(1,\) did not reach training step 6 within \d+ s: stuck.*after training step 5",
             limit=STEP_TIMEOUT + MARGIN,
         ),
         "mesh": Fault(
@@ -228,7 +228,7 @@ def faults(num_processes: int) -> dict[str, Fault]:
         "client_port": Fault(
             launch_flags=("--client_port=TAKEN",),
             bring_about=_has_begun,
-            cause=r"Client \d cannot have port \d+ for its TensorFlow server: Address already in use",
+            cause=r"Client \d cannot use port \d+ for its TensorFlow server: Address already in use",
             limit=_IMPORTS + DEATH_LIMIT,
             servers=False,
         ),
@@ -288,7 +288,7 @@ def faults(num_processes: int) -> dict[str, Fault]:
         "alone": Fault(
             flags=("--fault=alone",),
             bring_about=_after_step_5,
-            cause=r"has come to .* while client \d was in .*every client has to do the same in the same order",
+            cause=r"reached .* while client \d was in .*every client must do the same operations in the same order",
         ),
         "hosts_kill_0": Fault(
             hosts=2,
@@ -321,7 +321,7 @@ def faults(num_processes: int) -> dict[str, Fault]:
         "hosts_kill_launcher_0": Fault(
             hosts=2,
             bring_about=_signal_launcher(0, signal.SIGKILL),
-            cause="The launcher of host 0 closed its connection: all clients of this host are ended",
+            cause="The launcher of host 0 closed its connection: this launcher stops all clients of its host",
             code=-9,
         ),
         "kill_launcher": Fault(bring_about=_signal_launcher(0, signal.SIGKILL), cause="", code=-9),

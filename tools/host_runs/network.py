@@ -207,12 +207,12 @@ def _remove(names: "set[str] | list[str]") -> None:
 
 def _check_machine() -> None:
     if sys.platform != "linux":
-        raise NetworkError(f"Network namespaces are Linux's. Received: {sys.platform}")
+        raise NetworkError(f"Network namespaces need Linux. Received: {sys.platform}")
     if os.geteuid():
         raise NetworkError(f"Only root can make network namespaces: use sudo. Received: user {os.geteuid()}")
     for program in ("ip", "tc", "setpriv"):
         if shutil.which(program) is None:
-            raise NetworkError(f"There is no program '{program}': install iproute2 and util-linux.")
+            raise NetworkError(f"Program '{program}' is not installed: install iproute2 and util-linux.")
 
 
 def _ip(*arguments: str) -> str:

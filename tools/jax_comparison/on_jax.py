@@ -14,7 +14,7 @@ from tools.jax_comparison import losses
 from tools.report import models
 
 _MODEL = flags.DEFINE_string("model", None, "Sizes, as JSON.", required=True)
-_STEPS = flags.DEFINE_integer("steps", None, "How many.", required=True)
+_STEPS = flags.DEFINE_integer("steps", None, "Number of steps.", required=True)
 _LAYOUT_MAP = flags.DEFINE_string("layout_map", None, "File of the pickled layout map.", required=True)
 _WEIGHTS = flags.DEFINE_string("weights", None, "File of the initial weights (.npz).", required=True)
 _RESULT = flags.DEFINE_string("result", None, "File for the final weights (.npz).", required=True)

@@ -17,8 +17,8 @@ import keras
 from absl import app, flags
 
 _TESTS = flags.DEFINE_list("tests", ["layers", "trainers"], "Files or folders below keras/src.")
-_LOG = flags.DEFINE_string("log", None, "A file for what pytest prints of the sharded run.")
-_PROCESSES = flags.DEFINE_integer("processes", 2, "Processes of pytest.")
+_LOG = flags.DEFINE_string("log", None, "A file for the output of pytest in the sharded run.")
+_PROCESSES = flags.DEFINE_integer("processes", 2, "Number of pytest processes.")
 
 _HERE = pathlib.Path(__file__).parent
 _KERAS = pathlib.Path(keras.__file__).parent / "src"

@@ -29,17 +29,23 @@ from absl import app, flags
 
 from tools.report import models, resident, serving, writing
 
-_QUICK = flags.DEFINE_bool("quick", False, "Two models, one round.")
-_MODELS = flags.DEFINE_list("models", list(models.MODELS), "Which models.")
-_ROUNDS = flags.DEFINE_integer("rounds", 1, "How often each way is started.", lower_bound=1)
-_PARTS = flags.DEFINE_list("parts", ["time", "memory", "growth"], "What is measured.")
-_RESUME = flags.DEFINE_bool("resume", False, "Keep what is in the report, also failures, and measure the rest.")
+_QUICK = flags.DEFINE_bool("quick", False, "Measure two models in one round.")
+_MODELS = flags.DEFINE_list("models", list(models.MODELS), "Models to measure.")
+_ROUNDS = flags.DEFINE_integer("rounds", 1, "How many times to start each way.", lower_bound=1)
+_PARTS = flags.DEFINE_list("parts", ["time", "memory", "growth"], "Parts to measure.")
+_RESUME = flags.DEFINE_bool("resume", False, "Keep the results and failures in the report, and measure the rest.")
 _COMPARE = flags.DEFINE_string("compare", None, "The report.json of another day: compare with it, in repeated.md.")
-_OUT = flags.DEFINE_string("out", "docs/benchmarks", "Where the report goes.")
-_BEFORE = flags.DEFINE_string("before", None, "A directory with another tfshard: only print how ours compares with it.")
+_OUT = flags.DEFINE_string("out", "docs/benchmarks", "Directory of the report.")
+_BEFORE = flags.DEFINE_string(
+    "before", None, "A directory with another version of tfshard: only print a comparison with it."
+)
 _WAYS = flags.DEFINE_list("ways", ["stage 0", "stage 3", "2-D"], "Ways of tfshard, with --before.")
-_JAX = flags.DEFINE_string("jax_python", None, "Python of the environment with JAX; without it no such rows.")
-_TORCH = flags.DEFINE_string("torch_python", None, "Python of the environment with PyTorch; without it no such rows.")
+_JAX = flags.DEFINE_string(
+    "jax_python", None, "Python of the environment with JAX. By default the report has no rows of JAX."
+)
+_TORCH = flags.DEFINE_string(
+    "torch_python", None, "Python of the environment with PyTorch. By default the report has no rows of PyTorch."
+)
 
 QUICK_MODELS = ("gpt 5M", "lstm")
 # The number of epochs of a way. Each epoch is paired with an epoch of plain Keras.

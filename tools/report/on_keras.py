@@ -21,9 +21,9 @@ from absl import app, flags
 from tools.report import models, resident, serving
 
 _MODEL = flags.DEFINE_string("model", None, "Sizes, as JSON.", required=True)
-_WAY = flags.DEFINE_string("way", None, "How it is trained.", required=True)
+_WAY = flags.DEFINE_string("way", None, "The way to train the model.", required=True)
 _DEVICES = flags.DEFINE_integer("devices", 4, "Logical CPU devices.")
-_MAP_FILE = flags.DEFINE_string("map_file", None, "Where the layout map for Keras on JAX is, or goes.")
+_MAP_FILE = flags.DEFINE_string("map_file", None, "File of the layout map for Keras on JAX, to read or to write.")
 
 # The strategy options of each way, and a function from the number of devices to the mesh.
 SHARDED: dict[str, tuple[dict[str, Any], Any]] = {

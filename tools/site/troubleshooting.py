@@ -74,15 +74,16 @@ def compiled(**options):
 EXAMPLES = (
     Example(
         error="InitializationError",
-        title="Devices are asked for a second time, and differently",
-        remedy="Call `tfshard.initialize` once, before TensorFlow makes its first tensor. TensorFlow fixes its devices then: for "
-        "other devices start the process anew. In a notebook, restart the runtime.",
+        title="Devices requested a second time, with other arguments",
+        remedy="Call `tfshard.initialize` once, before TensorFlow makes its first tensor. TensorFlow fixes its "
+        "devices at that time. To use other devices, start a new process; in a notebook, restart the runtime.",
         code="tfshard.initialize(num_devices=2)",
     ),
     Example(
         error="MeshError",
-        title="A mesh of more devices than there are",
-        remedy="Give `tfshard.initialize` as many logical devices, or let one axis take the rest: `create_mesh(batch=-1)`.",
+        title="A mesh with too many devices",
+        remedy="Call `tfshard.initialize` with the number of devices of the mesh, or let one axis take all "
+        "remaining devices: `create_mesh(batch=-1)`.",
         code="tfshard.create_mesh(batch=64)",
     ),
     Example(
@@ -102,8 +103,9 @@ tfshard.ShardedStrategy(mesh, {".*up/kernel": (None, "modle")})""",
     Example(
         error="LayoutError",
         title="A pattern that matches nothing",
-        remedy="A pattern has to match the whole path, which begins with the name of a Sequential model. The message has the "
-        "paths that there are. `layout_map.add(pattern, axes, optional=True)` allows it.",
+        remedy="A pattern must match the full path, which begins with the name of a Sequential model. The message "
+        "lists the existing paths. `layout_map.add(pattern, axes, optional=True)` allows a pattern without a "
+        "match.",
         code="""\
 layout_map = tfshard.LayoutMap({"up/kernel": (None, "model")})
 layout_map.replicated(".*(bias|down/kernel)")
@@ -113,7 +115,8 @@ build().compile("sgd", "mse", strategy=strategy)""",
     Example(
         error="LayoutError",
         title="A mesh with a model axis, and no layout map",
-        remedy="Use `layout_map='auto'`, write a layout map, or leave the axis out: its devices would all compute the same.",
+        remedy="Use `layout_map='auto'`, write a layout map, or leave the axis out: all devices of the axis "
+        "would compute the same values.",
         code="""\
 strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2))
 build().compile("sgd", "mse", strategy=strategy)""",
@@ -121,7 +124,7 @@ build().compile("sgd", "mse", strategy=strategy)""",
     Example(
         error="LayoutError",
         title="An axis that does not divide its dim",
-        remedy="Shard another dim, take another size of the axis, or pad the layer. Only the batch axis pads.",
+        remedy="Shard another dim, choose another size of the axis, or pad the layer. Only the batch axis pads.",
         code="""\
 layout_map = tfshard.LayoutMap({".*down/kernel": (None, "model")})
 layout_map.replicated(".*")
@@ -130,8 +133,8 @@ build().compile("sgd", "mse", strategy=strategy)""",
     ),
     Example(
         error="StrategyError",
-        title="A stage that there is not",
-        remedy="[Stages](stages.md) has the four.",
+        title="An unknown ZeRO stage",
+        remedy="[Stages](stages.md) describes the four stages.",
         code="tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=4)",
     ),
     Example(
@@ -144,9 +147,9 @@ build().compile("sgd", "mse", strategy=strategy, jit_compile=True)""",
     ),
     Example(
         error="StrategyError",
-        title="A model that another strategy has",
-        remedy="`compile` takes it over: `model.compile(..., strategy=other)`. What it has in common with other models goes "
-        "with it; they are compiled with that strategy, too.",
+        title="A model of another strategy",
+        remedy="`compile` moves the model: `model.compile(..., strategy=other)`. Variables that it shares with "
+        "other models move, too: compile those models with the same strategy.",
         code="""\
 model = compiled()
 other = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), layout_map="auto")
@@ -154,7 +157,7 @@ other.report(model)""",
     ),
     Example(
         error="StrategyError",
-        title="A batch that is not on the mesh, in a function of your own",
+        title="A batch that is not on the mesh, in a custom tf.function",
         remedy="Take batches from `strategy.experimental_distribute_dataset` ([custom loops](custom_loops.md)).",
         code="""\
 strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
@@ -172,9 +175,9 @@ model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh
     ),
     Example(
         error="UnsupportedOperationError",
-        title="An operation of your own code that DTensor refuses",
-        remedy="The message names the layer and the line. Write it with other operations of keras.ops "
-        "([which are tried](operations.md)), or over the samples one by one.",
+        title="An operation that DTensor refuses",
+        remedy="The message names the layer and the line. Write it with other operations of keras.ops ([tested "
+        "operations](operations.md)), or for each sample separately.",
         code="""\
 def by_time(t):
     return t * tf.cast(tf.timestamp(), tf.float32)
@@ -187,9 +190,10 @@ model.train_on_batch(x[:, :4], y[:, :4])""",
     ),
     Example(
         error="PlanMismatchError",
-        title="A step that sends something else than its plan",
-        remedy="A plan is of the mesh, stage and layout map that it was made with: make it by `strategy.plan(model)`. Where it "
-        "is that and differs, [planning](planning.md#turns) says what is not predicted.",
+        title="A step that differs from its plan",
+        remedy="A plan belongs to one mesh, stage and layout map: make the plan with `strategy.plan(model)`. If "
+        "that plan differs from the step, [planning](planning.md#turns) lists the traffic that is not "
+        "predicted.",
         code="""\
 profile = tfshard.profile_step(compiled(zero_stage=3), (x, y))
 tfshard.measure.assert_matches_plan(profile, tfshard.plan(build(), {"batch": 4}, zero_stage=0, optimizer="sgd"))""",
@@ -198,7 +202,7 @@ tfshard.measure.assert_matches_plan(profile, tfshard.plan(build(), {"batch": 4},
     Example(
         error="ConsistencyError",
         title="Copies of a variable that differ",
-        remedy="Something wrote to one device only: a DTensor operation of your own, or a device with a fault. Restore the last "
+        remedy="Something wrote to only one device: custom DTensor code, or a faulty device. Restore the last "
         "checkpoint.",
         code="""\
 from tensorflow.experimental import dtensor
@@ -215,9 +219,9 @@ strategy.check_consistency(model)""",
     ),
     Example(
         error="VerificationError",
-        title="A loss for replicas that are added up",
-        remedy="A step has the whole batch, and `num_replicas_in_sync` is 1: write the loss as for one device. "
-        "[Verifying](verifying.md) says how to read the rest.",
+        title="A loss that is written for summed replicas",
+        remedy="A step sees the full batch, and `num_replicas_in_sync` is 1: write the loss as for one device. "
+        "[Verifying](verifying.md) explains the report.",
         code="""\
 def summed(y_true, y_pred):
     error = tf.reduce_mean(tf.square(y_true - y_pred), -1)
@@ -231,8 +235,8 @@ tfshard.verify(model, (x, y)).raise_if_different()""",
     ),
     Example(
         error="LayoutWarning",
-        title="A layout map that works, and sends more than it has to",
-        remedy="Do what the warning says, or use `layout_map='auto'`. The numbers are right either way.",
+        title="A layout map that sends more than necessary",
+        remedy="Follow the warning, or use `layout_map='auto'`. The results are correct in both cases.",
         code="""\
 layout_map = tfshard.LayoutMap()
 layout_map.column("mlp/(up|down)")
@@ -242,9 +246,9 @@ model.compile("sgd", "mse", strategy=strategy)""",
     ),
     Example(
         error="NumericsWarning",
-        title="An embedding that Keras on TensorFlow would update otherwise",
-        remedy="Give `tables=` the embedding's path for the numbers of Keras on TensorFlow, or ignore the warning: the dense gradient "
-        "is what Keras on JAX uses.",
+        title="An embedding that Keras on TensorFlow updates differently",
+        remedy="To match Keras on TensorFlow, give `tables=` the embedding's path. Otherwise ignore the warning: "
+        "the dense gradient is what Keras on JAX uses.",
         code="""\
 words = keras.layers.Embedding(16, 4, name="words")
 model = keras.Sequential([keras.Input((6,), dtype="int32"), words, keras.layers.Flatten()], name="reader")
@@ -254,13 +258,13 @@ model.fit(np.zeros((8, 6), "int32"), np.zeros((8, 24)), verbose=0)""",
     Example(
         error="TelemetryError",
         title="Wrong arguments of `Telemetry`",
-        remedy="None turns profiles off.",
+        remedy="None disables profiles.",
         code="tfshard.callbacks.Telemetry(profile_every=0)",
     ),
     Example(
         error="CheckpointError",
-        title="A checkpoint that is not there",
-        remedy="`manager.steps()` has those that are.",
+        title="A checkpoint that does not exist",
+        remedy="`manager.steps()` lists the existing checkpoints.",
         code="""\
 manager = tfshard.CheckpointManager("run/checkpoints")
 manager.restore(compiled())""",
@@ -268,7 +272,7 @@ manager.restore(compiled())""",
     Example(
         error="CheckpointCorruptError",
         title="A checkpoint that was damaged or edited",
-        remedy="`manager.restore(model, step)` takes an earlier one. Nothing was changed.",
+        remedy="Nothing was changed. `manager.restore(model, step)` restores an earlier checkpoint.",
         code="""\
 import pathlib
 
@@ -282,7 +286,8 @@ manager.restore(model)""",
     Example(
         error="CheckpointMismatchError",
         title="A checkpoint of another model",
-        remedy="The message has what each of the two has and the other has not. Mesh, stage, layout map and groups may differ.",
+        remedy="The message lists the variables that only the checkpoint or only the model has. Mesh, stage, "
+        "layout map and groups may differ.",
         code="""\
 manager = tfshard.CheckpointManager("run/checkpoints")
 manager.save(compiled(), 1)
@@ -292,8 +297,8 @@ manager.restore(other)""",
     ),
     Example(
         error="ClientError",
-        title="A client that does not come",
-        remedy="All clients have to do the same things in the same order: collectives, saves and reports too "
+        title="A client that does not take part",
+        remedy="All clients must do the same operations in the same order, including collectives, saves and reports "
         "([launching](launching.md#what-all-clients-do-together)).",
         code="""\
 import time
@@ -307,14 +312,14 @@ else:
     ),
     Example(
         error="CollectiveError",
-        title="A value that collectives do not take",
-        remedy="They take numpy arrays, numbers and eager tensors; what is on the mesh is global already.",
+        title="A value that collectives do not support",
+        remedy="Collectives take numpy arrays, numbers and eager tensors. Values on the mesh are already global.",
         code='tfshard.collectives.all_reduce(np.array(["a", "b"]))',
     ),
     Example(
         error="LaunchError",
-        title="A run that cannot be launched as asked",
-        remedy="`tfshard --help` has the flags.",
+        title="A run that cannot be launched as requested",
+        remedy="`tfshard launch --help` lists the flags.",
         code="""\
 from tfshard.launch import Launch
 
@@ -378,9 +383,9 @@ def classes() -> list[type]:
 BEFORE = """\
 # Troubleshooting
 
-Every error that tfshard raises for wrong input, what it means, an example that raises it, and what to do. All but the warnings are a
-`tfshard.ShardingError`, which is a `ValueError`. Look for a part of your message. `python -m tools.site.troubleshooting --write` wrote
-this page; a test runs each example and compares.
+This page lists the errors that tfshard raises for wrong input, each with its meaning, an example and a remedy. All except the warnings
+are a `tfshard.ShardingError`, which is a `ValueError`. Search for a part of your message. `python -m tools.site.troubleshooting --write`
+writes this page; a test runs each example and compares the messages.
 
 The examples begin with:
 """
@@ -405,15 +410,15 @@ def page(messages: Mapping[str, str]) -> str:
 
 
 AFTERWARDS = """\
-## What is not an error of tfshard
+## Other errors
 
-- A step that fails raises what plain Keras raises, with the layer and the line: `InvalidArgumentError` of an id that a table does
-  not have, `ResourceExhaustedError` when memory ends. Variables are as before the step, or the message names those that are not.
+- A step that fails raises the error of plain Keras, with the layer and the line: `InvalidArgumentError` for an id that is not in a
+  table, `ResourceExhaustedError` without enough memory. The step changes no variable, or the message names the changed variables.
   For memory: [choose a mesh](choose_a_mesh.md).
-- `tfshard.errors.VersionWarning` at import: these versions of TensorFlow and Keras were not tried together. `tools/test.sh --quick`
-  tells whether they do.
-- A launched run that ends says which client did so first, and why: [launching](launching.md#when-a-client-fails).
-- Numbers that look wrong: [verify](verifying.md) names the first layer and operation that differ from one device.
+- `tfshard.errors.VersionWarning` at import: these versions of TensorFlow and Keras have not been tested together. Test them with
+  `tools/test.sh --quick`.
+- A launched run that fails names the first client that failed, and why: [launching](launching.md#when-a-client-fails).
+- Results that look wrong: [verify](verifying.md) names the first layer and operation that differ from one device.
 """
 
 

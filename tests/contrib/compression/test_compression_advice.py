@@ -63,7 +63,9 @@ def test_over_a_slow_link_the_compression_that_gains_most_is_proposed():
     assert advice.recommended.compression == "int8" and advice.recommended.mesh_shape == HYBRID
     assert advice.recommended.seconds < 0.5 * exact.recommended.seconds
     assert {each.compression for each in advice.candidates} == {None, "bfloat16", "int8"}
-    assert "with compression='int8'. It sends fastest of those that fit" in advice.reasons[0]
+    assert (
+        "with compression='int8'. Of the configurations that fit, it has the fastest collectives" in advice.reasons[0]
+    )
     bfloat16, int8 = sorted(said(advice))
     assert re.match(r"compression='int8' there: It pays: \d+\.\d ms less on the link, \d+\.\d ms more to encode", int8)
     assert int8.endswith(": it is recommended.") and "It pays" in bfloat16 and not bfloat16.endswith("recommended.")
@@ -78,7 +80,7 @@ def test_over_a_fast_link_it_says_by_how_much_one_does_not_pay():
     assert advice.recommended == advise(None, QUICK).recommended
     (reason,) = said(advice)
     assert re.match(r"compression='int8' there: It does not pay: \d+\.\d ms (less|more) on the link, ", reason)
-    share = float(re.search(r"That is (\d+\.\d\d) of what exact sums take.*: leave it out\.$", reason)[1])
+    share = float(re.search(r"That is (\d+\.\d\d) of the time of exact sums.*: leave it out\.$", reason)[1])
     found = advice.candidates
     twin = next(
         each
@@ -158,11 +160,11 @@ def test_small_gradients_and_model_axes_are_told():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: advise("int8", None), "depends on the links: give links=.*Received: compression='int8', links=None"),
+        (lambda: advise("int8", None), "depends on the links. Give links=.*Received: compression='int8', links=None"),
         (lambda: advise("zip"), "compression must be None, 'bfloat16', 'int8' or a tfshard.PowerSGD"),
         (
             lambda: advise("int8", Links.of(devices_per_host=2, inside=FAST, between=FAST)),
-            "do not say how long devices encode gradients for 'int8'. Measure again",
+            "do not say how long devices take to encode gradients for 'int8'. Measure again",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def built():
     ("model", "stages", "says"),
     [
         (lambda: keras.Sequential([keras.layers.Dense(2)]), 2, "not built"),
-        (built, 2, "a `call` of its own"),
+        (built, 2, "a custom `call`"),
         (chain, 9, "8 layers cannot be cut into 9"),
         (chain, 0, "positive"),
         (chain, ["dense_9"], "matches no layer .*Layers in order"),

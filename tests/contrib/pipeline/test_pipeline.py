@@ -376,12 +376,12 @@ def with_a_step_of_its_own():
     ("make", "says"),
     [
         (plainly(), "tfshard.pipeline"),
-        (cut_for(mesh={"batch": 4}), "no axis"),
+        (cut_for(mesh={"batch": 4}), "no pipeline axis"),
         (cut_for(mesh={"pipeline": 4}), "interleaved"),
         (cut_for(schedule="zigzag"), "Schedules"),
         (cut_for(microbatches=0), "microbatches"),
-        (cut_for(strategy={"microbatches": 2}), "microbatches of its own"),
-        (cut_for(strategy={"tables": ".*embeddings"}), "leave tables out"),
+        (cut_for(strategy={"microbatches": 2}), "number of microbatches of a pipeline"),
+        (cut_for(strategy={"tables": ".*embeddings"}), "Leave out tables="),
         (cut_for(run_eagerly=True), "run_eagerly"),
         (cut_for(jit_compile=True), "jit_compile"),
         (cut_for(build=with_a_step_of_its_own), "train_step"),
@@ -400,7 +400,7 @@ def test_a_loop_of_ones_own_is_refused():
 
 
 def test_two_pipeline_axes_are_refused():
-    with pytest.raises(MeshError, match="'pipeline' at most"):
+    with pytest.raises(MeshError, match="at most one axis with the role 'pipeline'"):
         tfshard.create_mesh(pipeline=2, other=2, roles={"other": "pipeline"})
 
 

@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_taken_in_parts_or_on_more_devices():
     assert tight is None or tight.needed_bytes < roomy.needed_bytes
     nothing = simulate(devices=(8, 64), machine={"memory": 3e6})
     assert nothing.best == {8: None, 64: None}
-    assert "a device" in nothing.problems[8]
+    assert "each device" in nothing.problems[8]
     assert "nothing" in str(nothing)
     with pytest.raises(StrategyError, match=r"nothing to draw.*no step fits.*devices=\[8, 64\]"):
         nothing.plot("curve.svg")
@@ -112,7 +112,7 @@ def test_open_dims_need_a_length():
     [
         ({"devices": (0,)}, StrategyError, "devices must be a positive integer"),
         ({"devices": (12,)}, StrategyError, "hosts of 8 devices"),
-        ({"devices": (64,), "machine": {"between": None}}, StrategyError, "nothing is known of those"),
+        ({"devices": (64,), "machine": {"between": None}}, StrategyError, "no links between hosts"),
         ({"batch": 2.5}, StrategyError, "batch must be a positive integer"),
         ({"model": [1]}, StrategyError, "needs a keras.Model"),
         ({"model": keras.Sequential([keras.layers.Dense(4)])}, StrategyError, "is not built.*keras.Input"),

@@ -157,8 +157,8 @@ def cut(model: keras.Model, stages: int | Sequence[str]) -> CutModel:
     graph = _private.functional_of(model)
     if graph is None:
         raise StrategyError(
-            f"Only functional and Sequential models are cut: what a `call` of its own does is not known as a graph of "
-            f"layers. Received: model '{model.name}' (of type {type(model)})"
+            "Only functional and Sequential models can be cut into stages: tfshard does not know the graph of "
+            f"layers of a custom `call`. Received: model '{model.name}' (of type {type(model)})"
         )
     inputs = [keras.Input(batch_shape=each.shape, dtype=each.dtype) for each in graph.inputs]
     calls, outputs = _calls_of(graph, inputs)
@@ -226,7 +226,9 @@ def _balanced(calls: Sequence[_LayerCall], stages: int) -> list[int]:
     if isinstance(stages, bool) or stages < 1:
         raise StrategyError(f"stages must be a positive number, or names of layers. Received: stages={stages!r}")
     if stages > len(calls):
-        raise StrategyError(f"A model of {len(calls)} layers cannot be cut into {stages}. Received: stages={stages!r}")
+        raise StrategyError(
+            f"A model of {len(calls)} layers cannot be cut into {stages} stages. Received: stages={stages!r}"
+        )
     total = [0.0]
     for call in calls:
         total.append(total[-1] + call.cost)
@@ -290,8 +292,8 @@ def _stages(
         given = [tensor for key, tensor in made.items() if key in later]
         if not taken or not given:
             raise StrategyError(
-                "A part of a model has to take and give tensors. Cut it elsewhere: give the names of layers with which "
-                f"parts begin. Received: a part of {[_path(call.operation) for call in own]}"
+                "A pipeline stage must take and return tensors. Cut the model elsewhere: name the layers with which "
+                f"stages begin. Received: a stage of the layers {[_path(call.operation) for call in own]}"
             )
         # Call the layers again. A keras.Model of tensors in the middle of a graph would treat the layer that made a
         # tensor as an input, even where the layer is called again (Keras 3's clone_graph_nodes).

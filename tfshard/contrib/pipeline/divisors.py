@@ -43,8 +43,9 @@ def of_batch(model: keras.Model, *, training: bool) -> Divisors:
         values = {stand_in.op for _, stand_in in mapping}
         if not values.isdisjoint(graph_edits.ancestors(found)):
             raise StrategyError(
-                "A loss is divided by what depends on the variables of the model, which is not known of the whole "
-                "batch before its microbatches are computed. Divide it by what depends on the batch alone."
+                "A loss is divided by a value that depends on the model's variables. For the full batch, this value "
+                "is not known before the microbatches are computed. Divide the loss by a value that depends only on "
+                "the batch."
             )
         return found
 

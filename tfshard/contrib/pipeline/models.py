@@ -156,34 +156,34 @@ def _check(
 ) -> None:
     if strategy.pipeline_axes.pipeline is None:
         raise StrategyError(
-            f"Model '{model.name}' was cut by tfshard.pipeline, and the mesh of the strategy has no axis for that. "
-            "Make one with tfshard.create_mesh(pipeline=2, batch=2). "
-            f"Received: a mesh with axes {strategy.pipeline_axes}"
+            f"Model '{model.name}' was cut by tfshard.pipeline, but the mesh of the strategy has no pipeline axis. "
+            "Make a mesh with tfshard.create_mesh(pipeline=2, batch=2). Received: a mesh with axes "
+            f"{strategy.pipeline_axes}"
         )
     schedules.check(schedule, ranks=len(strategy.ranks), stages=len(made.stages))
     if strategy.config.already_sharded and clients.here().count > 1:
         raise StrategyError(
-            "Each place on the pipeline axis takes what it needs of a batch, so every client feeds all of it: leave "
-            "out already_sharded=True, or the pipeline axis."
+            "Each rank of the pipeline axis takes the data that it needs from a batch, so every client must feed "
+            "the full batch. Leave out already_sharded=True, or the pipeline axis."
         )
     if strategy.microbatches > 1:
         raise StrategyError(
-            "A pipeline has microbatches of its own: tfshard.pipeline(model, microbatches=...). "
-            f"Received: a strategy with microbatches={strategy.microbatches}"
+            "The number of microbatches of a pipeline is set in tfshard.pipeline(model, microbatches=...). Leave it "
+            f"out of the strategy. Received: a strategy with microbatches={strategy.microbatches}"
         )
     if strategy.config.kinds:
         kind = strategy.config.kinds[0]
         raise StrategyError(
-            f"A pipeline adds up the full gradients of its microbatches, and the gradients of {kind.noun} are not "
-            f"full. Leave out {kind.option}=, or the pipeline axis. Received: {kind.option}={kind}"
+            f"A pipeline adds up the full gradients of its microbatches, but {kind.noun} have no full gradients. Leave "
+            f"out {kind.option}= or the pipeline axis. Received: {kind.option}={kind}"
         )
     if settings.get("jit_compile") is True:
         unsupported.raise_jit_compile(model)
     for name in ("train_step", "test_step", "predict_step"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             raise StrategyError(
-                f"A pipeline does Keras's own {name}, and that of {type(model).__name__} is another. Override "
-                "compute_loss or compute_metrics, or use a mesh without a pipeline axis."
+                f"A pipeline runs the {name} of keras.Model, but {type(model).__name__} overrides it. Override "
+                "compute_loss or compute_metrics instead, or use a mesh without a pipeline axis."
             )
     count = len(strategy.ranks)
     at: dict[int, int] = {}
@@ -192,17 +192,18 @@ def _check(
             home = at.setdefault(id(variable), stage.number % count)
             if home != stage.number % count and (not variable.trainable or variable.regularizer is not None):
                 raise StrategyError(
-                    f"Variable '{variable.path}' is in parts on several ranks of the pipeline, and "
-                    f"{'has a regularizer' if variable.trainable else 'is not trained'}: that is done for weights "
-                    "without one. Cut the model so that the layer's calls are in parts of one rank."
+                    f"Variable '{variable.path}' is in stages on several ranks of the pipeline, and "
+                    f"{'has a regularizer' if variable.trainable else 'is not trained'}. Ranks can share only "
+                    "trained weights without a regularizer. Cut the model so that all calls of the layer are on one "
+                    "rank."
                 )
 
 
 def _check_optimizer(optimizer: keras.optimizers.Optimizer | None) -> None:
     if optimizer is not None and len(_private.optimizer_chain(optimizer)) > 1:
         raise StrategyError(
-            "A pipeline updates with one optimizer, without another inside of it: with mixed_bfloat16 no loss scaling "
-            f"is necessary. Received: optimizer={optimizer!r}"
+            "A pipeline needs one optimizer that does not wrap another optimizer: mixed_bfloat16 needs no loss "
+            f"scaling. Received: optimizer={optimizer!r}"
         )
 
 
@@ -259,7 +260,8 @@ def pipeline(
         raise StrategyError(f"microbatches must be a positive integer. Received: microbatches={microbatches!r}")
     if _private.distribute_strategy(model) is not None:
         raise StrategyError(
-            f"Model '{model.name}' is compiled under a strategy already. Cut it before that, or build a new one."
+            f"Model '{model.name}' is already compiled under a strategy. Cut a model before you compile "
+            "it, or build a new model."
         )
     made = cut(model, stages)
     as_distributed(model)

@@ -426,7 +426,7 @@ def _rows_of(leaves: Sequence[Any]) -> int:
     sizes = {each.shape[0] for each in leaves if len(each.shape)}
     if len(sizes) != 1:
         raise StrategyError(
-            "A pipeline takes a batch in microbatches, so all of its tensors need as many rows. "
+            "A pipeline splits a batch into microbatches, so all tensors of the batch need the same number of rows. "
             f"Received: tensors of shapes {[tuple(each.shape) for each in leaves]}"
         )
     return int(sizes.pop())

@@ -138,7 +138,7 @@ class PipelinePlan:
         head = (
             f"Pipeline on {math.prod(self.mesh.values())} devices "
             f"({', '.join(f'{name}={size}' for name, size in self.mesh.items())}), {self.schedule.name}, "
-            f"{self.schedule.microbatches} microbatches: ranks wait {self.bubble():.0%} of a step"
+            f"{self.schedule.microbatches} microbatches: ranks are idle for {self.bubble():.0%} of a step"
         )
         return f"{head}\n\n{tables.as_text(table)}"
 

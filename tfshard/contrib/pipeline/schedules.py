@@ -167,14 +167,14 @@ def check(name: str, *, ranks: int, stages: int) -> None:
         raise StrategyError(f"Unknown schedule. Schedules: {NAMES}. Received: schedule={name!r}")
     if name != "interleaved" and stages != ranks:
         raise StrategyError(
-            f"With schedule={name!r} each rank of a pipeline has one part of the model: use as many stages as the "
-            "pipeline axis has places, or schedule='interleaved' with a multiple of it. "
-            f"Received: {stages} stages for {ranks} ranks"
+            f"With schedule={name!r} each rank of a pipeline has one stage of the model: use as many stages as the "
+            f"pipeline axis has ranks, or schedule='interleaved' with a multiple of that number. Received: {stages} "
+            f"stages for {ranks} ranks"
         )
     if stages % ranks:
         raise StrategyError(
-            "The size of the pipeline axis has to divide the number of stages. "
-            f"Received: {stages} stages for {ranks} ranks"
+            f"The number of stages must be a multiple of the size of the pipeline axis. Received: {stages} stages "
+            f"for {ranks} ranks"
         )
 
 

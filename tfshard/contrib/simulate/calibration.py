@@ -65,8 +65,8 @@ def calibrate(progress: Callable[[str], object] | None = None) -> Machine:
     started = startup.initialize()
     if started.num_devices < 2:
         raise StrategyError(
-            "Calibration measures collectives, too, and needs two devices at least: on a CPU "
-            "tfshard.initialize(num_devices=4), or tfshard calibrate --num_devices=4. Received: 1 device"
+            "Calibration also measures collectives, so it needs at least two devices: on a CPU call "
+            "tfshard.initialize(num_devices=4), or run tfshard calibrate --num_devices=4. Received: 1 device"
         )
     tell(f"Measuring the links of {started.num_devices} {started.device_type} devices.")
     first = _links()

@@ -93,8 +93,8 @@ class Simulation:
     problems: dict[int, str]
 
     def __str__(self) -> str:
-        table = rich.table.Table(title=f"Quickest steps on {self.machine.name}", box=rich.box.SIMPLE_HEAD)
-        for column in ("devices", "mesh", "stage", "parts", "again"):
+        table = rich.table.Table(title=f"Fastest steps on {self.machine.name}", box=rich.box.SIMPLE_HEAD)
+        for column in ("devices", "mesh", "stage", "microbatches", "recompute"):
             table.add_column(column, no_wrap=True)
         for column in ("step, ms", "samples/s", "MFU", "memory"):
             table.add_column(column, justify="right", no_wrap=True)
@@ -114,7 +114,7 @@ class Simulation:
                 tables.size(each.needed_bytes),
             )
         unknown = sorted({each.unknown for each in self.best.values() if each is not None and each.unknown})
-        legend = "again: blocks are computed again; memory: what a device should have."
+        legend = "recompute: blocks are recomputed in the backward pass; memory: memory that a device should have."
         return tables.as_text(table, legend, *(f"Not counted: {each}" for each in unknown))
 
     __repr__ = __str__
@@ -144,8 +144,8 @@ class Simulation:
         found = [each for each in self.best.values() if each is not None]
         if not found:
             raise StrategyError(
-                f"There is nothing to draw: on {self.machine.name} no step fits. Print the simulation: it says what is "
-                f"missing. Received: devices={list(self.best)}"
+                f"The simulation has nothing to draw: no step fits on {self.machine.name}. Print the simulation to "
+                f"see how much memory is missing. Received: devices={list(self.best)}"
             )
         figure = matplotlib.figure.Figure(figsize=(6, 4), layout="constrained")
         axes = figure.subplots()
@@ -292,13 +292,14 @@ class Simulator:
         _check_count("batch", batch)
         if not isinstance(model, keras.Model):
             raise StrategyError(
-                f"A simulation needs a keras.Model, whose graph it looks at. Received: model={model!r} ({type(model)})"
+                "A simulation needs a keras.Model, because it reads the model's graph. Received: "
+                f"model={model!r} ({type(model)})"
             )
         self._specs = model_specs.specs_of(model)
         if model_graph.batch_of(model, 1, length) is None:
             raise StrategyError(
-                "A simulation needs to know what the model is called on. Build it on inputs whose dims are known, but "
-                f"for the batch, or give length= for those that are open. Received: model={model.name!r}, "
+                "A simulation needs the shapes of the model's inputs. Build the model on inputs whose dims are "
+                f"known, except for the batch, or give length= for the open dims. Received: model={model.name!r}, "
                 f"length={length!r}"
             )
         self._automatic = auto_layout.is_auto(layout_map)
@@ -344,7 +345,7 @@ class Simulator:
             best[count] = fits[0] if fits else None
             if found and not fits:
                 least = min(each.needed_bytes for each in found)
-                problems[count] = f"a step needs {least:,} bytes a device at least, of {machine.memory:,}"
+                problems[count] = f"a step needs at least {least:,} bytes on each device, which has {machine.memory:,}"
             elif not fits:
                 problems[count] = refused[-1]
         return Simulation(machine=machine, best=best, considered=considered, problems=problems)
@@ -371,7 +372,7 @@ class Simulator:
         """
         axes = MeshAxes.of(mesh_shape)
         if self._batch % axes.data_size:
-            raise CannotBeError(f"{axes.data_size} devices do not divide a batch of {self._batch}")
+            raise CannotBeError(f"a batch of {self._batch} samples is not divisible by {axes.data_size} devices")
         own = self._batch // axes.data_size
         try:
             placement = self._placement(mesh_shape, stage)
@@ -379,7 +380,9 @@ class Simulator:
             raise CannotBeError(str(error)) from None
         resting = ShardingPlan.from_placement(placement, slots=self._slots).resting_bytes()
         if machine.memory is not None and resting > machine.memory:
-            raise CannotBeError(f"parameters and slots take {resting:,} bytes a device, of {machine.memory:,}")
+            raise CannotBeError(
+                f"parameters and slots take {resting:,} bytes on each device, which has {machine.memory:,}"
+            )
         tried = list(rows)
         found = []
         for recompute in recomputes:

@@ -128,9 +128,9 @@ class SketchedDense(keras.layers.Layer):  # type: ignore[misc]
         if 2 * rows * (features + self.units) > features * self.units:
             best = features * self.units // (2 * (features + self.units))
             warn(
-                f"Layer '{self.name}' costs more than a Dense layer: it has 2 * num_sketches * sketch_size * (inputs + "
-                f"units) = {2 * rows * (features + self.units):,} weights, a Dense layer has inputs * units = "
-                f"{features * self.units:,}. num_sketches * sketch_size must be at most {best} for it to save any. "
+                f"Layer '{self.name}' costs more than a Dense layer: it has 2 * num_sketches * sketch_size * (inputs "
+                f"+ units) = {2 * rows * (features + self.units):,} weights, a Dense layer has inputs * units = "
+                f"{features * self.units:,}. num_sketches * sketch_size must be at most {best} to save weights. "
                 f"Received: num_sketches={self.num_sketches}, sketch_size={self.sketch_size}, units={self.units}, "
                 f"inputs={features}"
             )
