@@ -36,7 +36,7 @@ _HOST = "host:"
 _instances: dict[tuple[str, str], dict[tuple[tuple[int, ...], tf.DType], int]] = collections.defaultdict(dict)
 _senders: dict[tuple[str, str], futures.ThreadPoolExecutor] = {}
 _stand_ins: dict[tuple[tuple[int, ...], tf.DType, str], tf.Tensor] = {}
-_unsent: list[futures.Future[None]] = []
+_pending_sends: list[futures.Future[None]] = []
 
 
 def clients_of(mesh: dtensor.Mesh) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ def send(tensor: tf.Tensor, source: str, target: str) -> None:
     key, pair = _instance(tensor.shape, tensor.dtype, source, target), (source, target)
     if pair not in _senders:
         _senders[pair] = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="tfshard_send")
-    _unsent.append(_senders[pair].submit(_send, tensor, key, source, target))
+    _pending_sends.append(_senders[pair].submit(_send, tensor, key, source, target))
 
 
 def _send(tensor: tf.Tensor, instance: int, source: str, target: str) -> None:
@@ -94,8 +94,8 @@ def _send(tensor: tf.Tensor, instance: int, source: str, target: str) -> None:
 
 def wait_until_sent() -> None:
     """Wait for all sends. Raises the first error of a send."""
-    while _unsent:
-        _unsent.pop(0).result()
+    while _pending_sends:
+        _pending_sends.pop(0).result()
 
 
 def received(shape: Sequence[int], dtype: tf.DType, source: str, target: str) -> tf.Tensor:
@@ -189,16 +189,16 @@ def of_all(number: int) -> list[int]:
 # --- meshes without local devices
 
 
-def packed(pieces: Sequence[tf.Tensor], shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:
+def packed(shards: Sequence[tf.Tensor], shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:
     """Pack the local shards of this client into a tensor on a mesh. Returns a `stand_in` without local devices.
 
     Args:
-        pieces: The local shards, in device order.
+        shards: The local shards, in device order.
         shape: The tensor's shape.
         dtype: The tensor's dtype.
         layout: The tensor's layout.
     """
-    return dtensor.pack(list(pieces), layout) if pieces else stand_in(shape, dtype, layout)
+    return dtensor.pack(list(shards), layout) if shards else stand_in(shape, dtype, layout)
 
 
 def stand_in(shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:

@@ -179,7 +179,7 @@ def _captured(tensor: tf.Tensor, size: int | None, mesh: dtensor.Mesh) -> tf.Ten
     if tensor.dtype in (tf.resource, tf.variant):
         return tensor
     if size is None:
-        return replicated(transfer.whole(tensor, mesh), mesh)
+        return replicated(transfer.replicate(tensor, mesh), mesh)
     return to_local(tensor, mesh) if _has_rows(tensor, size) else replicated(tensor, mesh)
 
 

@@ -139,7 +139,7 @@ class _SequenceCall:
             if _recording is not None:
                 _recording[0].add(outputs.name)
                 return outputs
-            outputs = _both_ways(outputs, self._whole(outputs), self._sharded(outputs), self.mesh)
+            outputs = _both_ways(outputs, self._unsharded(outputs), self._sharded(outputs), self.mesh)
         return outputs
 
     def _fits(self, tensor: tf.Tensor) -> bool:
@@ -155,7 +155,7 @@ class _SequenceCall:
     def _sharded(self, tensor: tf.Tensor) -> Axes:
         return (self._batch(tensor), self.axis, None)
 
-    def _whole(self, tensor: tf.Tensor) -> Axes:
+    def _unsharded(self, tensor: tf.Tensor) -> Axes:
         return (self._batch(tensor), None, None)
 
     def _gathered(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -168,7 +168,7 @@ class _SequenceCall:
         assert step is not None
         known, key = _gathered.setdefault(step, {}), (id(tensor), steps.here())
         if key not in known:
-            known[key] = tensor, _both_ways(tensor, self._sharded(tensor), self._whole(tensor), self.mesh)
+            known[key] = tensor, _both_ways(tensor, self._sharded(tensor), self._unsharded(tensor), self.mesh)
         return known[key][1]
 
 
