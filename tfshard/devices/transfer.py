@@ -300,4 +300,4 @@ def map_tensors(fn: Callable[[tf.Tensor], Any], structure: Any) -> Any:
 
 def local_bytes(tensor: tf.Tensor) -> Mapping[str, int]:
     """Return the bytes that each device of this process holds of an eager DTensor, by device name."""
-    return {piece.device: int(np.asarray(piece).nbytes) for piece in messages.unpacked(tensor)}
+    return {shard.device: int(np.asarray(shard).nbytes) for shard in messages.unpacked(tensor)}

@@ -663,7 +663,7 @@ class InBlocks(StorageFormat):
 
     def __init__(self, layout: VariableLayout, inner: StorageFormat):
         super().__init__(layout, inner.mesh, inner.members)
-        assert inner.storage == inner.update, "Slots rest as they are updated."
+        assert inner.storage == inner.update, "Slots are stored in their update layout."
         self.packed, self.is_repeated = inner.packed, inner.is_repeated
         self._inner = inner
         self._rows = ShardRows(shape=inner.shape, axes=inner.storage, mesh_shape=axis_sizes(inner.mesh))
