@@ -35,7 +35,7 @@ _HOST = "host:"
 # TensorFlow records each key forever, and asks client 0 for each key once.
 _instances: dict[tuple[str, str], dict[tuple[tuple[int, ...], tf.DType], int]] = collections.defaultdict(dict)
 _senders: dict[tuple[str, str], futures.ThreadPoolExecutor] = {}
-_stand_ins: dict[tuple[tuple[int, ...], tf.DType, str], tf.Tensor] = {}
+_placeholders: dict[tuple[tuple[int, ...], tf.DType, str], tf.Tensor] = {}
 _pending_sends: list[futures.Future[None]] = []
 
 
@@ -190,7 +190,7 @@ def of_all(number: int) -> list[int]:
 
 
 def packed(shards: Sequence[tf.Tensor], shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:
-    """Pack the local shards of this client into a tensor on a mesh. Returns a `stand_in` without local devices.
+    """Pack the local shards of this client into a tensor on a mesh. Returns a `placeholder` without local devices.
 
     Args:
         shards: The local shards, in device order.
@@ -198,19 +198,19 @@ def packed(shards: Sequence[tf.Tensor], shape: Sequence[int], dtype: tf.DType, l
         dtype: The tensor's dtype.
         layout: The tensor's layout.
     """
-    return dtensor.pack(list(shards), layout) if shards else stand_in(shape, dtype, layout)
+    return dtensor.pack(list(shards), layout) if shards else placeholder(shape, dtype, layout)
 
 
-def stand_in(shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:
+def placeholder(shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:
     """Return a placeholder tensor without a value on a mesh without local devices. Each call returns the same object.
 
     Make the first call from the main thread, because all threads share DTensor's default layout.
     """
     key = tuple(shape), dtype, layout.to_string()
-    if key not in _stand_ins:
+    if key not in _placeholders:
         with _private.default_mesh(layout.mesh):
-            _stand_ins[key] = dtensor.call_with_layout(tf.zeros, layout, key[0], dtype)
-    return _stand_ins[key]
+            _placeholders[key] = dtensor.call_with_layout(tf.zeros, layout, key[0], dtype)
+    return _placeholders[key]
 
 
 def unpacked(tensor: tf.Tensor) -> list[tf.Tensor]:

@@ -166,7 +166,7 @@ class Storage:
         if layout.mesh.is_remote():
             zeros = {member: np.broadcast_to(np.zeros((), each.dtype), each.shape) for member, each in values.items()}
             like = self.format.pack_host(zeros)
-            return messages.stand_in(like.shape, tf.as_dtype(like.dtype), layout)
+            return messages.placeholder(like.shape, tf.as_dtype(like.dtype), layout)
         return dtensor.pack(list(self._host_shards(values)), layout)
 
     def _host_shards(self, values: Mapping[int, HostValue]) -> Iterator[tf.Tensor]:
