@@ -513,7 +513,7 @@ MUTATIONS = [
     Mutation(
         area="operations",
         function="tfshard.operations.joins:_rows",
-        old="        brought, place = transfer.whole, samples.by_row\n",
+        old="        brought, place = transfer.replicate, samples.by_row\n",
         new="        return None\n",
         what="rows of a batch are joined as DTensor joins them",
         killed_by="tests/operations/test_joins.py::test_rows_that_are_moved_match_one_device[concat of two-batch normalization-batch4]",
@@ -586,7 +586,7 @@ MUTATIONS = [
     Mutation(
         area="operations",
         function="tfshard.operations.unsized:rewrite",
-        old="    inputs = tuple(each if is_known(each) else _whole(each, mesh) for each in call.inputs)\n",
+        old="    inputs = tuple(each if is_known(each) else _replicated(each, mesh) for each in call.inputs)\n",
         new="    inputs = call.inputs\n",
         what="what is computed with a tensor of unknown size is not whole before",
         killed_by="tests/operations/test_unsized.py::"
@@ -865,7 +865,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="data",
-        function="tfshard.devices.batching:_own_part_to_mesh",
+        function="tfshard.devices.batching:_local_rows_to_mesh",
         old="tf.constant(parts[place - min(places)])",
         new="tf.constant(parts[0])",
         what="each device gets the first rows of its client",
@@ -962,8 +962,8 @@ MUTATIONS = [
     Mutation(
         area="measuring",
         function="tfshard.measure.consistency:_check_consistency",
-        old="if piece.numpy().tobytes() != expected[1]:",
-        new="if piece.numpy().nbytes != len(expected[1]):",
+        old="if shard.numpy().tobytes() != expected[1]:",
+        new="if shard.numpy().nbytes != len(expected[1]):",
         what="copies that differ are taken for equal",
         killed_by="tests/storage/test_groups.py::test_check_consistency_names_the_variable_that_differs",
     ),
@@ -1018,7 +1018,7 @@ MUTATIONS = [
     Mutation(
         area="restoring",
         function="tfshard.checkpoints.reader:Checkpoint._shard_problem",
-        old="return None if checksums.of_array(array) == piece.checksum else",
+        old="return None if checksums.of_array(array) == shard.checksum else",
         new="return None if array is not None else",
         what="pieces are not compared with their checksums",
         killed_by="tests/checkpoints/test_corruptions.py::test_200_corruptions_are_found_before_a_variable_changes_and_training_goes_on",
@@ -1458,8 +1458,8 @@ MUTATIONS = [
     Mutation(
         area="pipelines",
         function="tfshard.devices.instances:count_alike",
-        old="    if own < largest:\n",
-        new="    if own > largest:\n",
+        old="    if number < largest:\n",
+        new="    if number > largest:\n",
         what="clients go on with other numbers for collectives",
         killed_by="tests/launch/test_launched_pipelines.py::test_clients_number_collectives_alike",
     ),
@@ -1474,8 +1474,8 @@ MUTATIONS = [
     Mutation(
         area="clusters on paper",
         function="tfshard.planning.machine:_of_one",
-        old="        all_turns = {name: times * getattr(own, name) for name in KINDS_OF_WORK}",
-        new="        all_turns = {name: getattr(own, name) for name in KINDS_OF_WORK}",
+        old="        all_turns = {name: times * getattr(inside, name) for name in KINDS_OF_WORK}",
+        new="        all_turns = {name: getattr(inside, name) for name in KINDS_OF_WORK}",
         what="a loop counts as one of its turns",
         killed_by="tests/planning/test_machine.py::test_loops_are_worth_all_their_turns",
     ),
@@ -1498,7 +1498,7 @@ MUTATIONS = [
     Mutation(
         area="clusters on paper",
         function="tfshard.contrib.simulate.simulation:Simulator._prediction",
-        old="        peak = resting + made + sum_bytes(microbatches, placement.variables, placement.mesh_shape)",
+        old="        peak = stored_bytes + made + sum_bytes(microbatches, placement.variables, placement.mesh_shape)",
         new="        peak = made + sum_bytes(microbatches, placement.variables, placement.mesh_shape)",
         what="what rests takes no memory",
         killed_by="tests/contrib/simulate/test_simulation.py::test_a_step_on_one_host_is_what_advise_says_of_it",
@@ -1554,7 +1554,7 @@ MUTATIONS = [
     Mutation(
         area="GPUs",
         function="tfshard.storage.formats:_Cast.decode",
-        old="        return _cast(stored, self._own)",
+        old="        return _cast(stored, self._value_dtype)",
         new="        return stored",
         what="what rests as int64 is read as that",
         killed_by="tests/storage/test_formats.py::test_integers_that_devices_have_no_variables_of_rest_in_longer_ones[group]",

@@ -175,22 +175,22 @@ def broadcast(value: Any, root: int = 0) -> Any:
 # --- on devices --------------------------------------------------------------------------------------
 
 
-def reduce(pieces: Sequence[tf.Tensor], op: str, over: dtensor.Mesh, scattered: bool = False) -> tf.Tensor:
+def reduce(tensors: Sequence[tf.Tensor], op: str, over: dtensor.Mesh, scattered: bool = False) -> tf.Tensor:
     """Reduce one tensor of each device of a mesh that has the single axis `AXIS`.
 
     Args:
-        pieces: The tensors of the local devices, with equal shapes.
+        tensors: The tensors of the local devices, with equal shapes.
         op: A key of `REDUCTIONS`.
         over: The mesh.
         scattered: If True, each device keeps only its shard of the first dim.
     """
-    return reduce_packed(pack(pieces, over), op, over, scattered)
+    return reduce_packed(pack(tensors, over), op, over, scattered)
 
 
-def pack(pieces: Sequence[tf.Tensor], over: dtensor.Mesh) -> tf.Tensor:
+def pack(tensors: Sequence[tf.Tensor], over: dtensor.Mesh) -> tf.Tensor:
     """Pack one tensor of each device into a DTensor with a leading device dim."""
-    rank_ = pieces[0].shape.rank
-    return dtensor.pack([piece[tf.newaxis] for piece in pieces], transfer.layout((AXIS, *(None,) * rank_), over))
+    rank_ = tensors[0].shape.rank
+    return dtensor.pack([tensor[tf.newaxis] for tensor in tensors], transfer.layout((AXIS, *(None,) * rank_), over))
 
 
 def reduce_packed(packed: tf.Tensor, op: str, over: dtensor.Mesh, scattered: bool = False) -> tf.Tensor:

@@ -254,10 +254,10 @@ def _split(name: str, numbered: set[str]) -> tuple[tuple[str, ...], tuple[str, .
     """
     texts, numbers = [""], []
     for i, part in enumerate(name.split("/")):
-        pieces = [*_NUMBER.split(part), *(("", "") if part in numbered else ())]
-        texts[-1] += "/" * bool(i) + pieces[0]
-        texts += pieces[2::2]
-        numbers += pieces[1::2]
+        texts_and_numbers = [*_NUMBER.split(part), *(("", "") if part in numbered else ())]
+        texts[-1] += "/" * bool(i) + texts_and_numbers[0]
+        texts += texts_and_numbers[2::2]
+        numbers += texts_and_numbers[1::2]
     return tuple(texts), tuple(numbers)
 
 
@@ -323,8 +323,8 @@ def totals(title: str, rows: Iterable[tuple[str, int, int | None]]) -> rich.tabl
     table.add_column("", min_width=max(len(title) - sum(len(name) + _GAP for name in _BYTES), 0))
     for column in _BYTES:
         table.add_column(column, justify="right", no_wrap=True)
-    for label, whole, held in rows:
-        table.add_row(f"total {label}", size(whole), "not measured" if held is None else size(held))
+    for label, full, held in rows:
+        table.add_row(f"total {label}", size(full), "not measured" if held is None else size(held))
     return table
 
 

@@ -37,7 +37,7 @@ def test_a_manifest_comes_back_and_refuses_pieces_that_do_not_cover():
     def variable(*pieces, shape=(4, 6)):
         stored = [manifest.StoredShard(box=boxes.Box(offset=o, shape=s), checksum=1) for o, s in pieces]
         return manifest.StoredVariable(
-            kind="slot", path="a", shape=shape, dtype="float32", layout=None, group=None, pieces=tuple(stored)
+            kind="slot", path="a", shape=shape, dtype="float32", layout=None, group=None, shards=tuple(stored)
         )
 
     def around(stored):
@@ -65,7 +65,7 @@ def test_what_several_clients_wrote_is_put_together_and_refused_when_a_piece_is_
         boxes_ = [boxes.Box(offset=(offset, 0), shape=(1, 6)) for offset in offsets]
         pieces = tuple(manifest.StoredShard(box=box, checksum=box.offset[0]) for box in boxes_)
         return manifest.StoredVariable(
-            kind="slot", path="a", shape=(4, 6), dtype="float32", layout=None, group=None, pieces=pieces
+            kind="slot", path="a", shape=(4, 6), dtype="float32", layout=None, group=None, shards=pieces
         )
 
     first, second = (manifest.encode_part({"a": part(*offsets)}) for offsets in ((0, 2), (1, 3)))

@@ -140,7 +140,7 @@ def test_pieces_are_written_once_and_tensorflow_reads_whole_variables(tmp_path):
     model = filled(stage=3)
     path = tfshard.CheckpointManager(tmp_path).save(model, 6)
     found = manifest.decode((path / files.MANIFEST).read_bytes(), "here")
-    assert any(len(variable.pieces) > 1 for variable in found.variables.values())
+    assert any(len(variable.shards) > 1 for variable in found.variables.values())
     held = sum(value.nbytes for value in values(model).values())
     assert sum(file.bytes for name, file in found.files.items() if "data-" in name) == held
     reader = tf.train.load_checkpoint(str(path / "data"))

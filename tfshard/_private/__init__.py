@@ -185,11 +185,11 @@ from tfshard._private.variables import (
     initializer_of,
     is_resource_variable,
     is_seed_state,
+    placeholder_variable,
     plain_variable,
     random_seed_is_set,
     scope_callers,
     set_backend_variable,
-    stand_in,
     variable_dtype,
 )
 from tfshard._private.weight_files import (
@@ -311,6 +311,7 @@ __all__ = [
     "layer_variables",
     "package_version",
     "packed_outputs",
+    "placeholder_variable",
     "plain_variable",
     "quickly_parsed",
     "quiet_native_log",
@@ -342,7 +343,6 @@ __all__ = [
     "set_mask",
     "set_metric_function",
     "slot_owner",
-    "stand_in",
     "standardized_inputs",
     "stateful_operations",
     "stop_recording",

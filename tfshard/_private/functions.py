@@ -259,8 +259,8 @@ def _forget_gradient(name: str) -> None:
 def _graphs_of(gradient: Callable[..., Any]) -> list[Any]:
     """Return the graph of a custom gradient's operation and the graphs around it, which may ask for the gradient."""
     # Local variables of `custom_gradient._graph_mode_decorator`.
-    own = inspect.getclosurevars(gradient).nonlocals.get("tape_grad_fn")
-    result = None if own is None else inspect.getclosurevars(own).nonlocals.get("result")
+    tape_function = inspect.getclosurevars(gradient).nonlocals.get("tape_grad_fn")
+    result = None if tape_function is None else inspect.getclosurevars(tape_function).nonlocals.get("result")
     graph = next((leaf.graph for leaf in tf.nest.flatten(result) if hasattr(leaf, "graph")), None)
     found = []
     while graph is not None:
@@ -376,8 +376,8 @@ def ctc_with_unique_names() -> Iterator[None]:
     """
 
     def defun(*dtypes: tf.DType) -> Callable[..., Any]:
-        own: Callable[..., Any] = _function.Defun(*dtypes, func_name=f"ctc_{_ops.uid()}")
-        return own
+        definer: Callable[..., Any] = _function.Defun(*dtypes, func_name=f"ctc_{_ops.uid()}")
+        return definer
 
     _ctc_ops.function = types.SimpleNamespace(Defun=defun)
     try:

@@ -45,13 +45,13 @@ def add_to_class_compiles(make: Callable[[type], None]) -> None:
 
     for known in keras.Model.__subclasses__():
         visit(known)
-    own = vars(keras.Model).get("__init_subclass__")
+    original = vars(keras.Model).get("__init_subclass__")
 
     def init_subclass(cls: Any, /, **kwargs: Any) -> None:
-        if own is None:
+        if original is None:
             super(keras.Model, cls).__init_subclass__(**kwargs)
         else:
-            own.__get__(None, cls)(**kwargs)
+            original.__get__(None, cls)(**kwargs)
         if "compile" in vars(cls):
             make(cls)
 

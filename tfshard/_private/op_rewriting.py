@@ -251,9 +251,9 @@ def _is_compiled_for_values(op_type: str, arguments: Sequence[Any]) -> bool:
         return False
     if not any(_is_small(each) for each, known in zip(tensors, structure, strict=True) if not known):
         return False
-    whole = [_is_whole(each) for each in tensors]
-    small = [n for n, each in enumerate(tensors) if whole[n] and not structure[n] and _is_small(each)]
-    if all(whole) or not small:
+    replicated = [_is_replicated(each) for each in tensors]
+    small = [n for n, each in enumerate(tensors) if replicated[n] and not structure[n] and _is_small(each)]
+    if all(replicated) or not small:
         return False
     if any(_dtensor_api.is_dtensor(tensors[n]) for n in small):
         return True
@@ -274,11 +274,11 @@ def _takes_number(op_type: str, arguments: Sequence[Any]) -> bool:
     """
     inputs = arguments[1 : 1 + len(_is_structure(op_type))]
     return any(isinstance(each, (int, float)) for each in inputs) and not all(
-        _is_whole(each) for each in inputs if isinstance(each, tf.__internal__.EagerTensor)
+        _is_replicated(each) for each in inputs if isinstance(each, tf.__internal__.EagerTensor)
     )
 
 
-def _is_whole(tensor: tf.Tensor) -> bool:
+def _is_replicated(tensor: tf.Tensor) -> bool:
     """Return whether a tensor is replicated, or on the host."""
     return not _dtensor_api.is_dtensor(tensor) or bool(_dtensor_api.fetch_layout(tensor).is_fully_replicated())
 

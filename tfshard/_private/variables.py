@@ -71,7 +71,7 @@ def _given_values(given: list[keras.Variable]) -> Iterator[None]:
         yield
 
 
-def stand_in(path: str, shape: tuple[int, ...], dtype: str) -> keras.Variable:
+def placeholder_variable(path: str, shape: tuple[int, ...], dtype: str) -> keras.Variable:
     """Return a placeholder Keras variable with this path (`Variable._path`), for which an optimizer can be built.
 
     Call this in a graph, where TensorFlow allocates no value.

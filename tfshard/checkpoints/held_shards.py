@@ -56,7 +56,7 @@ def held(variables: Iterable[StateVariable], *, first_client: bool) -> list[Held
             if first_client:
                 (variable,) = members.values()
                 tensor = _on_host(tf.convert_to_tensor(variable.value))
-                box = boxes.whole(variable.shape)
+                box = boxes.full_box(variable.shape)
                 found.append(HeldShard(variable=variable, box=box, tensor=tensor, begin=0))
             continue
         sizes = storage.format.mesh_axes
@@ -64,9 +64,9 @@ def held(variables: Iterable[StateVariable], *, first_client: bool) -> list[Held
             if boxes.owner(storage.format.storage, sizes, location, number) != location:
                 continue
             tensor = storage.format.decode_local(_on_host(tensor))
-            for piece in _shards(storage, members, location):
-                found.append(HeldShard(variable=members[piece.member], box=piece.box, tensor=tensor, begin=piece.begin))
-    return [piece for piece in found if piece.box.elements]
+            for shard in _shards(storage, members, location):
+                found.append(HeldShard(variable=members[shard.member], box=shard.box, tensor=tensor, begin=shard.begin))
+    return [shard for shard in found if shard.box.elements]
 
 
 def _on_host(tensor: tf.Tensor) -> tf.Tensor:
@@ -87,37 +87,37 @@ def assign(variables: Iterable[StateVariable], read: Read) -> None:
         if storage is None:
             (variable,) = members.values()
             assert variable.value is not None
-            variable.value.assign(read(variable, boxes.whole(variable.shape)))
+            variable.value.assign(read(variable, boxes.full_box(variable.shape)))
             continue
         known: dict[tuple[int, ...], np.ndarray] = {}
-        pieces = []
+        shards = []
         for location, tensor in storage.local_tensors():
             # Devices with equal shards share one array.
             key = tuple(location[axis] for axis in storage.mesh.dim_names if axis in storage.format.storage)
             if key not in known:
                 known[key] = _local(storage, members, location, tensor, read)
-            pieces.append(known[key])
-        storage.set_local(pieces)
+            shards.append(known[key])
+        storage.set_local(shards)
 
 
 def _local(
     storage: Storage, members: dict[int, StateVariable], location: Mapping[str, int], tensor: tf.Tensor, read: Read
 ) -> np.ndarray:
-    pieces = _shards(storage, members, location)
+    shards = _shards(storage, members, location)
     values = storage.format.decode_local(tensor)
-    if [piece.box.shape for piece in pieces] == [tuple(values.shape)]:
-        return storage.format.encode_local(read(members[pieces[0].member], pieces[0].box))
+    if [shard.box.shape for shard in shards] == [tuple(values.shape)]:
+        return storage.format.encode_local(read(members[shards[0].member], shards[0].box))
     # Padding, and members that are not among the variables, keep their values.
     local = np.array(values)
     flat = local.reshape(-1)
-    for piece in pieces:
-        flat[piece.begin : piece.end] = read(members[piece.member], piece.box).reshape(-1)
+    for shard in shards:
+        flat[shard.begin : shard.end] = read(members[shard.member], shard.box).reshape(-1)
     return storage.format.encode_local(local)
 
 
 def _shards(storage: Storage, members: dict[int, StateVariable], location: Mapping[str, int]) -> list[Shard]:
     """Return the boxes of these members that the device at `location` holds."""
-    return [piece for piece in storage.format.pieces(location) if piece.member in members]
+    return [shard for shard in storage.format.shards_at(location) if shard.member in members]
 
 
 def _by_storage(variables: Iterable[StateVariable]) -> Iterator[tuple[Storage | None, dict[int, StateVariable]]]:

@@ -55,7 +55,7 @@ class StoredVariable:
         dtype: The name of the dtype.
         layout: The mesh axis of each dim when the variable was saved; for information.
         group: The number of the group in which the variable was stored; for information.
-        pieces: The stored boxes. Together they cover the variable, without overlap.
+        shards: The stored boxes. Together they cover the variable, without overlap.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class StoredVariable:
     dtype: str
     layout: tuple[str | None, ...] | None
     group: int | None
-    pieces: tuple[StoredShard, ...]
+    shards: tuple[StoredShard, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,16 +167,17 @@ def decode_parts(written: Sequence[bytes], where: str) -> dict[str, StoredVariab
     with _refused("The data that the clients wrote", where):
         for part in written:
             for key, data in _object(_parsed(part), "a part").items():
-                pieces = _object(data, f"variable '{key[:200]}'").get("pieces")
-                if not isinstance(pieces, list):
+                shards = _object(data, f"variable '{key[:200]}'").get("pieces")
+                if not isinstance(shards, list):
                     raise _Bad(f"variable '{key[:200]}' has no list of shards")
-                merged.setdefault(key, {**data, "pieces": []})["pieces"] += pieces
+                merged.setdefault(key, {**data, "pieces": []})["pieces"] += shards
         return {key: _variable(data, key) for key, data in merged.items()}
 
 
 def _encode_variable(variable: StoredVariable) -> dict[str, Any]:
     data = dataclasses.asdict(variable)
-    data["pieces"] = [[piece.box.offset, piece.box.shape, piece.checksum] for piece in variable.pieces]
+    del data["shards"]
+    data["pieces"] = [[shard.box.offset, shard.box.shape, shard.checksum] for shard in variable.shards]
     return data
 
 
@@ -308,15 +309,15 @@ def _variable(data: object, key: str) -> StoredVariable:
     layout = fields["layout"]
     if layout is not None and not all(axis is None or isinstance(axis, str) for axis in layout):
         raise _Bad(f"{what} has a wrong layout")
-    pieces = []
-    for piece in fields["pieces"]:
-        if not isinstance(piece, list) or len(piece) != 3 or type(piece[2]) is not int:
-            raise _Bad(f"{what} has a wrong shard: {str(piece)[:60]}")
-        box = Box(offset=_ints(piece[0], f"an offset of {what}"), shape=_ints(piece[1], f"a shard's shape of {what}"))
+    shards = []
+    for entry in fields["pieces"]:
+        if not isinstance(entry, list) or len(entry) != 3 or type(entry[2]) is not int:
+            raise _Bad(f"{what} has a wrong shard: {str(entry)[:60]}")
+        box = Box(offset=_ints(entry[0], f"an offset of {what}"), shape=_ints(entry[1], f"a shard's shape of {what}"))
         if not box.is_in(shape) or not box.elements:
             raise _Bad(f"{what} of shape={shape} has a shard outside of it: {box}")
-        pieces.append(StoredShard(box=box, checksum=piece[2]))
-    _check_cover(pieces, shape, what)
+        shards.append(StoredShard(box=box, checksum=entry[2]))
+    _check_cover(shards, shape, what)
     return StoredVariable(
         kind=fields["kind"],
         path=fields["path"],
@@ -324,29 +325,29 @@ def _variable(data: object, key: str) -> StoredVariable:
         dtype=fields["dtype"],
         layout=None if layout is None else tuple(layout),
         group=fields["group"],
-        pieces=tuple(pieces),
+        shards=tuple(shards),
     )
 
 
-def _check_cover(pieces: list[StoredShard], shape: tuple[int, ...], what: str) -> None:
+def _check_cover(shards: list[StoredShard], shape: tuple[int, ...], what: str) -> None:
     """Raise unless the boxes cover the shape without overlap."""
-    if sum(piece.box.elements for piece in pieces) != math.prod(shape):
+    if sum(shard.box.elements for shard in shards) != math.prod(shape):
         raise _Bad(f"the shards of {what} do not cover its shape={shape}")
-    if not pieces:
+    if not shards:
         return
     # The edges of all boxes make a grid, and each cell of the grid belongs to one box. The number of cells bounds time
     # and memory, whatever a file claims.
     edges = []
     for dim in range(len(shape)):
-        ends = [(piece.box.offset[dim], piece.box.offset[dim] + piece.box.shape[dim]) for piece in pieces]
+        ends = [(shard.box.offset[dim], shard.box.offset[dim] + shard.box.shape[dim]) for shard in shards]
         edges.append(sorted({edge for both in ends for edge in both}))
     cells = [len(edge) - 1 for edge in edges]
     if math.prod(cells) > MAX_CELLS:
-        raise _Bad(f"{what} has too many shards: {len(pieces)}")
+        raise _Bad(f"{what} has too many shards: {len(shards)}")
     taken = np.zeros(cells, bool)
-    for piece in pieces:
+    for shard in shards:
         at = []
-        for edge, begin, size in zip(edges, piece.box.offset, piece.box.shape, strict=True):
+        for edge, begin, size in zip(edges, shard.box.offset, shard.box.shape, strict=True):
             at.append(slice(bisect.bisect_left(edge, begin), bisect.bisect_left(edge, begin + size)))
         if taken[tuple(at)].any():
             raise _Bad(f"shards of {what} overlap")

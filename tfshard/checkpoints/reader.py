@@ -97,7 +97,7 @@ class Checkpoint:
                 problems.append(f"file '{name}' is not a regular file")
             elif present[name].st_size != file.bytes:
                 problems.append(f"file '{name}' has {present[name].st_size} bytes instead of {file.bytes}")
-        claimed = sum(self._bytes(stored, piece.box) for stored, piece in self._stored_shards())
+        claimed = sum(self._bytes(stored, shard.box) for stored, shard in self._stored_shards())
         held = sum(file.bytes for file in self.manifest.files.values() if file.sha256 is None)
         if claimed != held:
             problems.append(f"its shards have {claimed} bytes, but its data files have {held}")
@@ -113,8 +113,8 @@ class Checkpoint:
 
     def _stored_shards(self) -> Iterator[tuple[StoredVariable, StoredShard]]:
         for stored in self.manifest.variables.values():
-            for piece in stored.pieces:
-                yield stored, piece
+            for shard in stored.shards:
+                yield stored, shard
 
     @staticmethod
     def _bytes(stored: StoredVariable, box: Box) -> int:
@@ -145,36 +145,36 @@ class Checkpoint:
         for chunk in self._chunks():
             try:
                 arrays: Iterable[np.ndarray | None] = self._read(
-                    [(key, stored, piece.box) for key, stored, piece in chunk]
+                    [(key, stored, shard.box) for key, stored, shard in chunk]
                 )
             except CheckpointCorruptError:
                 arrays = itertools.repeat(None)  # The single reads below tell which box is damaged.
-            for (key, stored, piece), array in zip(chunk, arrays, strict=False):
-                problem = self._shard_problem(key, stored, piece, array)
+            for (key, stored, shard), array in zip(chunk, arrays, strict=False):
+                problem = self._shard_problem(key, stored, shard, array)
                 if problem is not None:
-                    problems.append(f"the shard of '{key}' at {piece.box.offset} of shape={piece.box.shape} {problem}")
+                    problems.append(f"the shard of '{key}' at {shard.box.offset} of shape={shard.box.shape} {problem}")
         return problems
 
     def _shard_problem(
-        self, key: str, stored: StoredVariable, piece: StoredShard, array: np.ndarray | None
+        self, key: str, stored: StoredVariable, shard: StoredShard, array: np.ndarray | None
     ) -> str | None:
         if array is None:
             try:
-                (array,) = self._read([(key, stored, piece.box)])
+                (array,) = self._read([(key, stored, shard.box)])
             except CheckpointCorruptError as error:
                 return f"cannot be read ({error.__cause__!s:.80})"
-        if array.shape != piece.box.shape:
+        if array.shape != shard.box.shape:
             return f"has shape={array.shape}"
-        return None if checksums.of_array(array) == piece.checksum else "has another checksum"
+        return None if checksums.of_array(array) == shard.checksum else "has another checksum"
 
     def _chunks(self) -> Iterator[list[tuple[str, StoredVariable, StoredShard]]]:
         """Yield the boxes in chunks that are read at once."""
         chunk: list[tuple[str, StoredVariable, StoredShard]] = []
         size = 0
         for key, stored in self.manifest.variables.items():
-            for piece in stored.pieces:
-                chunk.append((key, stored, piece))
-                size += self._bytes(stored, piece.box)
+            for shard in stored.shards:
+                chunk.append((key, stored, shard))
+                size += self._bytes(stored, shard.box)
                 if size >= _CHUNK_BYTES:
                     yield chunk
                     chunk, size = [], 0
@@ -200,7 +200,7 @@ class Checkpoint:
     def read(self, key: str, box: Box | None = None) -> np.ndarray:
         """Return a variable, or a box of it, as an array."""
         stored = self.manifest.variables[key]
-        box = boxes.whole(stored.shape) if box is None else box
+        box = boxes.full_box(stored.shape) if box is None else box
         if not box.elements:
             return np.zeros(box.shape, tf.as_dtype(stored.dtype).as_numpy_dtype)
         return self._read([(key, stored, box)])[0]

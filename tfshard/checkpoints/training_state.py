@@ -101,8 +101,8 @@ def optimizers(
     Raises:
         CheckpointError: An argument that is not an optimizer, or two optimizers of one name.
     """
-    own = getattr(model, "optimizer", None)
-    found: dict[str, keras.optimizers.Optimizer] = {} if own is None else {"": own}
+    compiled = getattr(model, "optimizer", None)
+    found: dict[str, keras.optimizers.Optimizer] = {} if compiled is None else {"": compiled}
     wanted = _given(given)
     if wanted is None or wanted:
         found |= inventory.attribute_optimizers(model)

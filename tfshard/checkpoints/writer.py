@@ -158,14 +158,14 @@ class Writing:
         """Write this client's boxes and iterator states to separate files."""
         names, specs, tensors = [], [], []
         found: dict[str, list[StoredShard]] = {}
-        for piece in snapshot.held:
-            array = piece.array()
-            found.setdefault(piece.variable.key, []).append(
-                StoredShard(box=piece.box, checksum=checksums.of_array(array))
+        for shard in snapshot.held:
+            array = shard.array()
+            found.setdefault(shard.variable.key, []).append(
+                StoredShard(box=shard.box, checksum=checksums.of_array(array))
             )
-            names.append(piece.variable.key)
-            specs.append(files.spec(piece.variable.shape, piece.box))
-            tensors.append(piece.tensor if piece.is_tensor else tf.constant(array))
+            names.append(shard.variable.key)
+            specs.append(files.spec(shard.variable.shape, shard.box))
+            tensors.append(shard.tensor if shard.is_tensor else tf.constant(array))
         with tf.device("CPU:0"):
             if names:
                 tf.raw_ops.SaveV2(
@@ -188,7 +188,7 @@ class Writing:
                 dtype=variable.dtype,
                 layout=None if layout is None else layout.storage,
                 group=None if layout is None else layout.group,
-                pieces=tuple(found.get(variable.key, ())),
+                shards=tuple(found.get(variable.key, ())),
             )
         return stored
 

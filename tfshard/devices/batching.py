@@ -148,7 +148,7 @@ def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> An
         )
     host = _host_array(value)
     if already_sharded and host.ndim:
-        return _own_part_to_mesh(host, mesh)
+        return _local_rows_to_mesh(host, mesh)
     tensor = transfer.host_to_mesh(host, batch_axes(host.shape, mesh), mesh)
     clients.here().note_value(tensor, host)
     return tensor
@@ -158,7 +158,7 @@ def _stays(value: Any) -> bool:
     return value is None or transfer.is_dtensor(value) or isinstance(value, MeshTensor | tf.experimental.Optional)
 
 
-def _own_part_to_mesh(rows: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
+def _local_rows_to_mesh(rows: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
     """Put this client's rows of a batch on its devices."""
     axis = axis_sizes(mesh).data
     if axis is None:
@@ -171,8 +171,8 @@ def _own_part_to_mesh(rows: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
             f"batch axis. Use drop_remainder=True and another batch size. Received: a batch of shape={rows.shape}"
         )
     parts = np.split(rows, held)
-    pieces = [tf.constant(parts[place - min(places)]) for place in places]
-    return dtensor.pack(pieces, transfer.layout((axis, *(None,) * (rows.ndim - 1)), mesh))
+    shards = [tf.constant(parts[place - min(places)]) for place in places]
+    return dtensor.pack(shards, transfer.layout((axis, *(None,) * (rows.ndim - 1)), mesh))
 
 
 def on_host(value: Any) -> Any:

@@ -23,17 +23,17 @@ def handed_over(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     if before.mesh == mesh:
         return tensor
     layout = dtensor.Layout(before.sharding_specs, mesh)
-    own = iter(messages.unpacked(tensor))
+    local_shards = iter(messages.unpacked(tensor))
     shape = transfer.shard_shape(tuple(tensor.shape), before)
-    pieces = []
+    received_shards = []
     for source, target in zip(messages.devices_of(before.mesh), messages.devices_of(mesh), strict=True):
-        piece = next(own) if messages.is_here(source) else None
+        shard = next(local_shards) if messages.is_here(source) else None
         if not messages.is_here(target):
-            if piece is not None:
-                messages.send(piece, source, target)
-        elif piece is None:
-            pieces.append(messages.received(shape, tensor.dtype, source, target))
+            if shard is not None:
+                messages.send(shard, source, target)
+        elif shard is None:
+            received_shards.append(messages.received(shape, tensor.dtype, source, target))
         else:
             with tf.device(target):
-                pieces.append(tf.identity(piece))
-    return messages.packed(pieces, tensor.shape, tensor.dtype, layout)
+                received_shards.append(tf.identity(shard))
+    return messages.packed(received_shards, tensor.shape, tensor.dtype, layout)

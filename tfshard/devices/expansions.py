@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from tfshard import _private
 
-# tests/operations/test_whole.py tests each of these.
-COMPUTED_WHOLE = (
+# tests/operations/test_replicated_operations.py tests each of these.
+REPLICATED_OPERATIONS = (
     # The number of results depends on values. (DTensor expands Unique. For Where, see scatters.py.)
     "UniqueV2",
     "UniqueWithCounts",
@@ -87,4 +87,4 @@ def _switch(name: str) -> str:
 
 def switches() -> dict[str, str]:
     """Return the environment variables, which DTensor reads when it first meets each operation."""
-    return {_switch(name): "1" for name in COMPUTED_WHOLE}
+    return {_switch(name): "1" for name in REPLICATED_OPERATIONS}

@@ -66,8 +66,8 @@ def copied(tensor: tf.Tensor, axes: Axes, source: dtensor.Mesh, target: dtensor.
     tensor = transfer.relayout(tensor, axes, source)
     if source.device_type().upper() != target.device_type().upper():
         return dtensor.copy_to_mesh(tensor, transfer.layout(axes, target))
-    whole: Axes = (None,) * len(axes)
-    tensor = dtensor.copy_to_mesh(transfer.relayout(tensor, whole, source), transfer.layout(whole, target))
+    replicated: Axes = (None,) * len(axes)
+    tensor = dtensor.copy_to_mesh(transfer.relayout(tensor, replicated, source), transfer.layout(replicated, target))
     return transfer.relayout(tensor, axes, target)
 
 

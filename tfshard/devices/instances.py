@@ -23,16 +23,16 @@ def count_alike() -> None:
     """Align the collective numbers of all clients. All clients call this in their main threads. Eager only."""
     if clients.here().count == 1:
         return
-    own = _compile_unused(1)
-    largest = max(messages.of_all(own))
-    if own < largest:
-        _compile_unused(largest - own)
+    number = _compile_unused(1)
+    largest = max(messages.of_all(number))
+    if number < largest:
+        _compile_unused(largest - number)
 
 
 def _compile_unused(count: int) -> int:
     """Compile `count` collectives that never run, and return the number of the last."""
-    mesh = _whole_mesh()
-    pieces = transfer.host_to_mesh(np.zeros((mesh.size, _ELEMENTS), np.float32), ("batch", None), mesh)
+    mesh = _mesh_of_all_devices()
+    sharded = transfer.host_to_mesh(np.zeros((mesh.size, _ELEMENTS), np.float32), ("batch", None), mesh)
     zeros = transfer.host_to_mesh(np.zeros(_ELEMENTS, np.float32), (None,), mesh)
 
     def summed(rows: tf.Tensor) -> tf.Tensor:
@@ -45,13 +45,13 @@ def _compile_unused(count: int) -> int:
         return tf.cond(tf.reduce_sum(zeros) > 1.0, lambda: summed(rows), lambda: tf.identity(rows))
 
     compiled = tf.function(run, autograph=False)
-    keys = _private.instance_keys(lambda: compiled(pieces, zeros))
+    keys = _private.instance_keys(lambda: compiled(sharded, zeros))
     assert len(keys) == count, "Each of them has a number."
     return keys[-1]
 
 
 @functools.cache
-def _whole_mesh() -> dtensor.Mesh:
+def _mesh_of_all_devices() -> dtensor.Mesh:
     started = startup.current()
     assert started is not None
     return meshes.distributed_mesh({"batch": started.num_devices}, started)

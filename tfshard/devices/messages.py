@@ -35,8 +35,8 @@ _HOST = "host:"
 # TensorFlow records each key forever, and asks client 0 for each key once.
 _instances: dict[tuple[str, str], dict[tuple[tuple[int, ...], tf.DType], int]] = collections.defaultdict(dict)
 _senders: dict[tuple[str, str], futures.ThreadPoolExecutor] = {}
-_stand_ins: dict[tuple[tuple[int, ...], tf.DType, str], tf.Tensor] = {}
-_unsent: list[futures.Future[None]] = []
+_placeholders: dict[tuple[tuple[int, ...], tf.DType, str], tf.Tensor] = {}
+_pending_sends: list[futures.Future[None]] = []
 
 
 def clients_of(mesh: dtensor.Mesh) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ def send(tensor: tf.Tensor, source: str, target: str) -> None:
     key, pair = _instance(tensor.shape, tensor.dtype, source, target), (source, target)
     if pair not in _senders:
         _senders[pair] = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="tfshard_send")
-    _unsent.append(_senders[pair].submit(_send, tensor, key, source, target))
+    _pending_sends.append(_senders[pair].submit(_send, tensor, key, source, target))
 
 
 def _send(tensor: tf.Tensor, instance: int, source: str, target: str) -> None:
@@ -94,8 +94,8 @@ def _send(tensor: tf.Tensor, instance: int, source: str, target: str) -> None:
 
 def wait_until_sent() -> None:
     """Wait for all sends. Raises the first error of a send."""
-    while _unsent:
-        _unsent.pop(0).result()
+    while _pending_sends:
+        _pending_sends.pop(0).result()
 
 
 def received(shape: Sequence[int], dtype: tf.DType, source: str, target: str) -> tf.Tensor:
@@ -189,28 +189,28 @@ def of_all(number: int) -> list[int]:
 # --- meshes without local devices
 
 
-def packed(pieces: Sequence[tf.Tensor], shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:
-    """Pack the local shards of this client into a tensor on a mesh. Returns a `stand_in` without local devices.
+def packed(shards: Sequence[tf.Tensor], shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:
+    """Pack the local shards of this client into a tensor on a mesh. Returns a `placeholder` without local devices.
 
     Args:
-        pieces: The local shards, in device order.
+        shards: The local shards, in device order.
         shape: The tensor's shape.
         dtype: The tensor's dtype.
         layout: The tensor's layout.
     """
-    return dtensor.pack(list(pieces), layout) if pieces else stand_in(shape, dtype, layout)
+    return dtensor.pack(list(shards), layout) if shards else placeholder(shape, dtype, layout)
 
 
-def stand_in(shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:
+def placeholder(shape: Sequence[int], dtype: tf.DType, layout: dtensor.Layout) -> tf.Tensor:
     """Return a placeholder tensor without a value on a mesh without local devices. Each call returns the same object.
 
     Make the first call from the main thread, because all threads share DTensor's default layout.
     """
     key = tuple(shape), dtype, layout.to_string()
-    if key not in _stand_ins:
+    if key not in _placeholders:
         with _private.default_mesh(layout.mesh):
-            _stand_ins[key] = dtensor.call_with_layout(tf.zeros, layout, key[0], dtype)
-    return _stand_ins[key]
+            _placeholders[key] = dtensor.call_with_layout(tf.zeros, layout, key[0], dtype)
+    return _placeholders[key]
 
 
 def unpacked(tensor: tf.Tensor) -> list[tf.Tensor]:

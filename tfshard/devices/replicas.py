@@ -49,8 +49,8 @@ def gathered(tensor: tf.Tensor, axes: Axes, target: Axes, mesh: dtensor.Mesh) ->
     sends twice the bytes and holds the full tensor twice.
     """
     sizes = axis_sizes(mesh)
-    whole = tuple(None if axis == sizes.data else axis for axis in axes)
-    is_gather = sizes.data_size > 1 and axes != whole == target
+    unsharded = tuple(None if axis == sizes.data else axis for axis in axes)
+    is_gather = sizes.data_size > 1 and axes != unsharded == target
     if not (is_gather and sizes.shards_by_several and tensor.dtype in _DTYPES):
         return transfer.relayout(tensor, target, mesh)
     return gather(tensor, axes, mesh)
@@ -75,10 +75,10 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     allow_collectives()
     shard = transfer.shard_shape(tuple(stored.shape), transfer.layout(axes, mesh))
     first = [dim, *(each for each in range(len(shard)) if each != dim)]
-    own = local_shards.parted(transfer.relayout(stored, axes, mesh), axes, mesh)
+    local = local_shards.parted(transfer.relayout(stored, axes, mesh), axes, mesh)
     with tf.name_scope("all_gather"):
         with local_shards.scope():
-            line = tf.reshape(tf.transpose(own, first) if dim else own, (-1,))
+            line = tf.reshape(tf.transpose(local, first) if dim else local, (-1,))
         # The collective sends two-byte values bit by bit and does not interpret them.
         is_brain = line.dtype == tf.bfloat16
         rows = tf.raw_ops.CollectiveGatherV2(
@@ -164,9 +164,9 @@ def meet_to_exchange(mesh: dtensor.Mesh) -> None:
         return transfer.relayout(rows, (None, None), mesh)
 
     places = np.arange(sizes.data_size, dtype="float32")[:, np.newaxis] // step
-    own = transfer.host_to_mesh(places, (sizes.data, None), mesh)
+    sharded = transfer.host_to_mesh(places, (sizes.data, None), mesh)
     with clients.here().operation("the first meeting of the devices that exchange gradients", first=True):
-        found = _in_a_function(meeting, own, (sizes.data, None), mesh)
+        found = _in_a_function(meeting, sharded, (sizes.data, None), mesh)
         device_order.check(found, sizes.data, mesh, lambda place: slice(place % step, None, step))
     _met.add(key)
 
@@ -202,33 +202,35 @@ def spread(rows: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
         `(model..., data, columns)`.
     """
     sizes = axis_sizes(mesh)
-    whole = (*axes[:-2], None, None)
+    replicated = (*axes[:-2], None, None)
     if tf.executing_eagerly():
         return _in_a_function(spread, rows, axes, mesh)
     numbers = tf.constant(np.tile(np.arange(sizes.shards, dtype="int32"), sizes.replicas))
-    own = transfer.relayout(numbers, (axes[-2],), mesh)
-    return transfer.relayout(tf.gather(transfer.relayout(rows, whole, mesh), own, axis=len(axes) - 2), axes, mesh)
+    local = transfer.relayout(numbers, (axes[-2],), mesh)
+    return transfer.relayout(
+        tf.gather(transfer.relayout(rows, replicated, mesh), local, axis=len(axes) - 2), axes, mesh
+    )
 
 
-def all_reduce(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+def all_reduce(local: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """All-reduce local tensors over the devices of the data axis that hold the same model shards.
 
     This is a reduce-scatter within each replica, an all-reduce between replicas, and an all-gather within each replica.
     Each device sends only its shard to other replicas.
 
     Args:
-        own: The local tensor, in a step that is being traced. DTensor treats it as replicated.
+        local: The local tensor, in a step that is being traced. DTensor treats it as replicated.
         mesh: The mesh.
     """
-    sizes, count = axis_sizes(mesh), own.shape.num_elements()
+    sizes, count = axis_sizes(mesh), local.shape.num_elements()
     with tf.name_scope("all_reduce"), local_shards.scope():
-        line = tf.reshape(own, (-1,))
+        line = tf.reshape(local, (-1,))
         if sizes.shards > 1:
             line = sum_in_replica(line, mesh)
         line = _all_reduced(line, sizes.replicas, _keys_between_replicas(mesh), mesh)
         if sizes.shards > 1:
             line = gathered_in_replica(line, mesh)
-        return transfer.relayout(tf.reshape(line[:count], own.shape), (None,) * own.shape.rank, mesh)
+        return transfer.relayout(tf.reshape(line[:count], local.shape), (None,) * local.shape.rank, mesh)
 
 
 def chain(kind: str, over: str, words: int, count: int, mesh: dtensor.Mesh) -> Callable[[], tf.Tensor]:
@@ -250,21 +252,24 @@ def chain(kind: str, over: str, words: int, count: int, mesh: dtensor.Mesh) -> C
     }[over]
     allow_collectives()
 
-    def run(own: tf.Tensor) -> tf.Tensor:
+    def run(local: tf.Tensor) -> tf.Tensor:
         common = {
-            "group_size": group_size, "group_key": _own_number(keys, mesh), "ordering_token": [], "is_stateless": False,
-        }  # fmt: skip
+            "group_size": group_size,
+            "group_key": _local_number(keys, mesh),
+            "ordering_token": [],
+            "is_stateless": False,
+        }
         for _ in range(count):
             keyed = {"instance_key": new_instance(), **common}
             if kind == "all-gather":
-                gathered = tf.raw_ops.CollectiveGatherV2(input=own[: words // group_size], **keyed)
-                own = tf.ensure_shape(gathered, (words,))
+                gathered = tf.raw_ops.CollectiveGatherV2(input=local[: words // group_size], **keyed)
+                local = tf.ensure_shape(gathered, (words,))
             elif kind == "all-reduce":
-                own = tf.raw_ops.CollectiveReduceV2(input=own, merge_op="Add", final_op="Id", **keyed)
+                local = tf.raw_ops.CollectiveReduceV2(input=local, merge_op="Add", final_op="Id", **keyed)
             else:
-                pieces = tf.reshape(own, (group_size, -1))
-                own = tf.reshape(tf.raw_ops.CollectiveAllToAllV2(input=pieces, **keyed), (-1,))
-        return transfer.relayout(own, (None,), mesh)
+                chunks = tf.reshape(local, (group_size, -1))
+                local = tf.reshape(tf.raw_ops.CollectiveAllToAllV2(input=chunks, **keyed), (-1,))
+        return transfer.relayout(local, (None,), mesh)
 
     zeros = transfer.host_to_mesh(np.zeros(words, np.float32), (None,), mesh)
     traced = tf.function(run, autograph=False).get_concrete_function(tf.TensorSpec((words,), tf.float32))
@@ -311,63 +316,63 @@ def gathered_rows(row: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     return tf.ensure_shape(rows, (size, *row.shape[1:]))
 
 
-def sum_over_devices(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+def sum_over_devices(local: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Sum local tensors over all devices of the data axis by one all-reduce. Use this for small tensors.
 
     Args:
-        own: The local tensor, in a step that is being traced. DTensor treats it as replicated.
+        local: The local tensor, in a step that is being traced. DTensor treats it as replicated.
         mesh: A mesh with a data axis only.
     """
     sizes = axis_sizes(mesh)
-    return _all_reduced(own, sizes.data_size, _keys_of_all(mesh), mesh)
+    return _all_reduced(local, sizes.data_size, _keys_of_all(mesh), mesh)
 
 
-def _all_reduced(own: tf.Tensor, group_size: int, keys: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
+def _all_reduced(local: tf.Tensor, group_size: int, keys: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
     allow_collectives()
     return tf.raw_ops.CollectiveReduceV2(
-        input=own, merge_op="Add", final_op="Id", group_size=group_size, **_common(keys, mesh)
+        input=local, merge_op="Add", final_op="Id", group_size=group_size, **_common(keys, mesh)
     )
 
 
-def sum_in_replica(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+def sum_in_replica(local: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Reduce-scatter a local tensor within its replica, by an all-to-all and a local sum.
 
     Args:
-        own: A 1-D local tensor, in a step that is being traced. DTensor treats it as replicated.
+        local: A 1-D local tensor, in a step that is being traced. DTensor treats it as replicated.
         mesh: The mesh.
 
     Returns:
         The 1-D local shard of the sum. The replica's devices split the sum equally, and the last shard is zero-padded.
     """
     sizes = axis_sizes(mesh)
-    count = own.shape.num_elements()
+    count = local.shape.num_elements()
     columns = -(-count // sizes.shards)
     allow_collectives()
-    pieces = tf.reshape(tf.pad(own, [[0, sizes.shards * columns - count]]), (sizes.shards, columns))
-    pieces = tf.raw_ops.CollectiveAllToAllV2(
-        input=pieces,
+    chunks = tf.reshape(tf.pad(local, [[0, sizes.shards * columns - count]]), (sizes.shards, columns))
+    chunks = tf.raw_ops.CollectiveAllToAllV2(
+        input=chunks,
         group_size=sizes.shards,
         **_common(_keys_of_replicas(mesh), mesh),
     )
-    return tf.reduce_sum(pieces, 0)
+    return tf.reduce_sum(chunks, 0)
 
 
-def gathered_in_replica(piece: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+def gathered_in_replica(shard: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """All-gather 1-D local shards within each replica."""
     sizes = axis_sizes(mesh)
     allow_collectives()
     line = tf.raw_ops.CollectiveGatherV2(
-        input=piece,
+        input=shard,
         group_size=sizes.shards,
         **_common(_keys_of_replicas(mesh), mesh),
     )
-    return tf.ensure_shape(line, (sizes.shards * piece.shape[0],))
+    return tf.ensure_shape(line, (sizes.shards * shard.shape[0],))
 
 
 def _common(keys: np.ndarray, mesh: dtensor.Mesh) -> dict[str, Any]:
     """Return the common arguments of all collectives for groups with these keys, by location."""
     return {
-        "group_key": _own_number(keys, mesh),
+        "group_key": _local_number(keys, mesh),
         "instance_key": new_instance(),
         "ordering_token": [],
         "is_stateless": False,
@@ -397,7 +402,7 @@ def group_key(mesh: dtensor.Mesh) -> tf.Tensor:
     sizes = axis_sizes(mesh)
     assert sizes.replicas == 1, "With replicas there is a group for each."
     allow_collectives()
-    return _own_number(_keys_of_replicas(mesh), mesh)
+    return _local_number(_keys_of_replicas(mesh), mesh)
 
 
 def renewed(inputs: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -443,8 +448,8 @@ def _keys(mesh: dtensor.Mesh, part: Callable[[np.ndarray], np.ndarray], parts: i
     return keys.astype("int32")
 
 
-def _own_number(numbers: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
+def _local_number(numbers: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return each device's number as a scalar, from numbers with a dim for each axis of the mesh."""
     with local_shards.scope():
-        own = local_shards.parted(tf.constant(numbers), tuple(axis_sizes(mesh)), mesh)
-        return tf.reshape(tf.gather(tf.reshape(own, (-1,)), (0,)), ())
+        local = local_shards.parted(tf.constant(numbers), tuple(axis_sizes(mesh)), mesh)
+        return tf.reshape(tf.gather(tf.reshape(local, (-1,)), (0,)), ())

@@ -70,7 +70,7 @@ def relayout(tensor: tf.Tensor | tf.IndexedSlices, axes: Axes, mesh: dtensor.Mes
     return dtensor.relayout(tensor, layout(axes, mesh))
 
 
-def whole(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+def replicate(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Replicate a tensor of a step: pin it in a graph, move it in eager code."""
     return _in_turn(tensor, (None,) * tensor.shape.rank, mesh)
 
@@ -152,8 +152,8 @@ def host_to_mesh(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor
     """Put a host value on the mesh. Each device receives only its local shard."""
     sizes = axis_sizes(mesh)
     parts = [boxes.shard_box(value.shape, axes, sizes, location) for location in mesh.local_device_locations()]
-    pieces = [tf.constant(value[part.slices]) for part in parts]
-    return messages.packed(pieces, value.shape, tf.as_dtype(value.dtype), layout(axes, mesh))
+    shards = [tf.constant(value[part.slices]) for part in parts]
+    return messages.packed(shards, value.shape, tf.as_dtype(value.dtype), layout(axes, mesh))
 
 
 def host_shards(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> Iterator[tf.Tensor]:
@@ -165,11 +165,11 @@ def host_shards(value: np.ndarray, axes: Axes, mesh: dtensor.Mesh) -> Iterator[t
     sizes = axis_sizes(mesh)
     on_host = mesh.device_type().upper() == "CPU"
     for location, device in zip(mesh.local_device_locations(), mesh.local_devices(), strict=True):
-        piece = host_memory.tensor_of(value[boxes.shard_box(value.shape, axes, sizes, location).slices])
+        shard = host_memory.tensor_of(value[boxes.shard_box(value.shape, axes, sizes, location).slices])
         if not on_host:
             with tf.device(device):
-                piece = tf.identity(piece)
-        yield piece
+                shard = tf.identity(shard)
+        yield shard
 
 
 def zeros(shape: tuple[int, ...], dtype: tf.DType, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -195,24 +195,24 @@ def mesh_to_host(tensor: tf.Tensor) -> np.ndarray:
 def _put_together(tensor: tf.Tensor, found: dtensor.Layout) -> np.ndarray | None:
     """Join the full value from the shards of the clients with devices of its mesh. Returns None on other clients."""
     mesh, sizes = found.mesh, axis_sizes(found.mesh)
-    local = [np.asarray(piece) for piece in messages.unpacked(tensor)]
+    local = [np.asarray(shard) for shard in messages.unpacked(tensor)]
     if found.is_fully_replicated():
         return local[0] if local else None
     specs = axes_of(found)
     used = tuple(axis for axis in mesh.dim_names if axis in specs)
-    pieces = {}
-    for piece, location in zip(local, mesh.local_device_locations(), strict=True):
-        pieces[boxes.part(used, location)] = piece
+    shards = {}
+    for shard, location in zip(local, mesh.local_device_locations(), strict=True):
+        shards[boxes.part(used, location)] = shard
     if not _is_with_each(used, mesh):
         like = np.empty(shard_shape(tuple(tensor.shape), found), tensor.dtype.as_numpy_dtype)
-        pieces = _exchange(pieces, used, mesh, like)
+        shards = _exchange(shards, used, mesh, like)
     if not local:
         return None
-    whole = np.empty(tuple(tensor.shape), local[0].dtype)
-    for part, piece in pieces.items():
-        box = boxes.shard_box(whole.shape, specs, sizes, dict(zip(used, part, strict=True)))
-        whole[box.slices] = piece
-    return whole
+    full = np.empty(tuple(tensor.shape), local[0].dtype)
+    for part, shard in shards.items():
+        box = boxes.shard_box(full.shape, specs, sizes, dict(zip(used, part, strict=True)))
+        full[box.slices] = shard
+    return full
 
 
 def is_local(axes: Sequence[str], mesh: dtensor.Mesh) -> bool:
@@ -230,27 +230,27 @@ def _is_with_each(axes: Sequence[str], mesh: dtensor.Mesh) -> bool:
     for device, location in mesh.unravel_index().items():
         client = messages.client_of(names[device]) if names else device // mesh.num_local_devices()
         held.setdefault(client, set()).add(boxes.part(axes, location))
-    pieces = math.prod(axis_sizes(mesh)[axis] for axis in axes)
-    return all(len(parts) == pieces for parts in held.values())
+    count = math.prod(axis_sizes(mesh)[axis] for axis in axes)
+    return all(len(parts) == count for parts in held.values())
 
 
 def _exchange(
-    pieces: Mapping[tuple[int, ...], np.ndarray], used: tuple[str, ...], mesh: dtensor.Mesh, like: np.ndarray
+    shards: Mapping[tuple[int, ...], np.ndarray], used: tuple[str, ...], mesh: dtensor.Mesh, like: np.ndarray
 ) -> dict[tuple[int, ...], np.ndarray]:
     """Return all shards of a tensor, by place on the `used` axes, from the local shards.
 
     Shards are sent as words of 32 bits: all-gathers take few dtypes, and every bit arrives.
 
     Args:
-        pieces: The local shards. Empty on a client without devices of the mesh, which also takes part.
+        shards: The local shards. Empty on a client without devices of the mesh, which also takes part.
         used: The axes.
         mesh: The mesh.
         like: An array of a shard's shape and dtype.
     """
     rows = []
     for location in mesh.local_device_locations():
-        piece = pieces[boxes.part(used, location)]
-        rows.append(to_words(piece).reshape(*(1 for _ in used), -1))
+        shard = shards[boxes.part(used, location)]
+        rows.append(to_words(shard).reshape(*(1 for _ in used), -1))
     axes: Axes = (*used, None)
     row = to_words(like)
     with clients.here().operation(f"the exchange of {row.nbytes} bytes for each device", first=True):
@@ -300,4 +300,4 @@ def map_tensors(fn: Callable[[tf.Tensor], Any], structure: Any) -> Any:
 
 def local_bytes(tensor: tf.Tensor) -> Mapping[str, int]:
     """Return the bytes that each device of this process holds of an eager DTensor, by device name."""
-    return {piece.device: int(np.asarray(piece).nbytes) for piece in messages.unpacked(tensor)}
+    return {shard.device: int(np.asarray(shard).nbytes) for shard in messages.unpacked(tensor)}

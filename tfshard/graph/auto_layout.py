@@ -387,14 +387,14 @@ def _as_layout_map(
                 dim = chosen[spec.path]
                 rules[spec.path] = ("axes", tuple(axis if i == dim else None for i in range(dim + 1)))
             elif spec.path in reasons:
-                rules[spec.path] = ("whole", (reasons[spec.path],))
+                rules[spec.path] = ("replicated", (reasons[spec.path],))
     layout_map = LayoutMap()
     everything = {*by_layer, *(spec.path for spec in specs)}
     for pattern, paths in _patterns(rules, everything).items():
         kind, axes = rules[paths[0]]
         if kind == "axes":
             layout_map[pattern] = axes
-        elif kind == "whole":
+        elif kind == "replicated":
             layout_map.replicated(pattern, reason=str(axes[0]))
         else:
             getattr(layout_map, kind)(pattern, axis=axis)
@@ -433,7 +433,7 @@ def _patterns(rules: Mapping[str, _Rule], everything: set[str]) -> dict[str, lis
 
 def _rule_kind(rule: _Rule | None) -> _Rule | str | None:
     # Reasons name operations, which differ from layer to layer.
-    return rule if rule is None or rule[0] != "whole" else "whole"
+    return rule if rule is None or rule[0] != "replicated" else "replicated"
 
 
 def _loosened(path: str) -> str:

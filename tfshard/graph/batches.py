@@ -37,8 +37,8 @@ def check(function: str, model: keras.Model, batch: Any, *, lists_are_inputs: bo
 def _needs_targets(model: keras.Model) -> bool:
     """Return True if Keras computes a compiled loss from the targets, without a custom step or loss of the model."""
     cls = type(model)
-    is_own = cls.train_step is not keras.Model.train_step or cls.compute_loss is not keras.Model.compute_loss
-    return not is_own and any(loss is not None for loss in tf.nest.flatten(getattr(model, "loss", None)))
+    is_custom = cls.train_step is not keras.Model.train_step or cls.compute_loss is not keras.Model.compute_loss
+    return not is_custom and any(loss is not None for loss in tf.nest.flatten(getattr(model, "loss", None)))
 
 
 def _described(batch: Any) -> str:

@@ -228,8 +228,8 @@ def _reshape(operation: tf.Operation, number: int, dim: int, devices: int) -> Ou
         if size == 1 and before[dim] != 1:
             continue
         if math.prod(after[:to]) == front and (size % devices == 0 or size == before[dim]):
-            whole = size % before[dim] == 0 or before[dim] % size == 0
-            return Flow(outputs=((0, to),)) if whole else _reduced(operation)
+            is_multiple = size % before[dim] == 0 or before[dim] % size == 0
+            return Flow(outputs=((0, to),)) if is_multiple else _reduced(operation)
     return _reduced(operation)
 
 

@@ -117,9 +117,9 @@ def _trace(model: keras.Model, specs: Any) -> ModelGraph:
         warnings.simplefilter("ignore")
         variables, mapping = {}, []
         for variable, layer in inventory.owned_variables(model):
-            stand_in = tf.compat.v1.placeholder(variable.dtype, variable.shape)
-            mapping.append((variable, stand_in))
-            variables[stand_in.name] = VariableSpec(
+            placeholder = tf.compat.v1.placeholder(variable.dtype, variable.shape)
+            mapping.append((variable, placeholder))
+            variables[placeholder.name] = VariableSpec(
                 path=variable.path,
                 shape=tuple(variable.shape),
                 dtype=variable.dtype,

@@ -149,7 +149,7 @@ def slots_of(optimizer: OptimizerLike, specs: Iterable[VariableSpec]) -> tuple[S
     trained = [spec for spec in specs if spec.trainable]
     with tf.Graph().as_default():
         copy = type(original).from_config(config)
-        copy.build([_private.stand_in(spec.path, spec.shape, spec.dtype) for spec in trained])
+        copy.build([_private.placeholder_variable(spec.path, spec.shape, spec.dtype) for spec in trained])
     shapes = {spec.path.replace("/", "_"): spec for spec in trained}
     slots = []
     for part in _private.optimizer_chain(copy):

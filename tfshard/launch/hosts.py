@@ -101,8 +101,8 @@ def _expand(part: str) -> list[str]:
         return [part]
     before, ranges, after = match.groups()
     numbers = []
-    for piece in ranges.split(","):
-        first, _, last = piece.partition("-")
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
             raise LaunchError(f"The launcher cannot parse SLURM's list of nodes. Received: {part!r}")
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]

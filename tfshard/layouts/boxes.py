@@ -41,7 +41,7 @@ class Box:
         )
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     """Return the box that covers an array of `shape`."""
     return Box(offset=(0,) * len(shape), shape=tuple(shape))
 
@@ -116,16 +116,16 @@ def flat_shards(form: FlatForm, storage: Axes, location: Mapping[str, int]) -> l
     if data is not None:
         first = location[data] % form.rows * form.columns
         last = first + form.columns
-    pieces = []
+    found = []
     for index, member in enumerate(form.members):
         shard = shard_box(member.shape, member.compute, form.mesh_shape, location)
         begin, end = max(first, member.offset), min(last, member.end)
         # In one model shard, the elements of a member are in row-major order.
         at = begin - first
         for box in run(shard.shape, begin - member.offset, end - member.offset):
-            pieces.append(Shard(member=index, box=box.moved(shard.offset), begin=at))
+            found.append(Shard(member=index, box=box.moved(shard.offset), begin=at))
             at += box.elements
-    return pieces
+    return found
 
 
 def part(axes: Sequence[str | None], location: Mapping[str, int]) -> tuple[int, ...]:

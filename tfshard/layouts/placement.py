@@ -41,7 +41,7 @@ class ModelPlacement:
         config: ShardingConfig,
         *,
         mesh_shape: Mapping[str, int],
-        resting: Sequence[VariableLayout | None] = (),
+        stored: Sequence[VariableLayout | None] = (),
     ) -> "ModelPlacement":
         """Decide the layouts of the variables of a model.
 
@@ -49,7 +49,7 @@ class ModelPlacement:
             specs: The variables, each once, in the order of the model's layers.
             config: The settings. If `config.layout_map` is None, no model axis shards a variable.
             mesh_shape: Axis name to size.
-            resting: For each variable, its layout if the mesh stores the variable already. A grouped variable stays in
+            stored: For each variable, its layout if the mesh stores the variable already. A grouped variable stays in
                 its group if its rule allows it: another model may share the variable, and functions that read the
                 variable stay valid.
 
@@ -72,7 +72,7 @@ class ModelPlacement:
             alone.append(layout)
         variables = tuple(alone)
         if config.analyzer is not None:
-            variables = _grouped(config.analyzer, alone, list(resting) or [None] * len(alone), mesh_shape)
+            variables = _grouped(config.analyzer, alone, list(stored) or [None] * len(alone), mesh_shape)
         if config.reduction is not None:
             variables = tuple(config.reduction.choose(layout, axes) for layout in variables)
         return cls(mesh_shape=axes, config=config, variables=variables, faults=faults)
@@ -184,7 +184,7 @@ def slot_layout(
 def _grouped(
     policy: GroupPolicy,
     alone: Sequence[VariableLayout],
-    resting: Sequence[VariableLayout | None],
+    stored: Sequence[VariableLayout | None],
     mesh_shape: Mapping[str, int],
 ) -> tuple[VariableLayout, ...]:
     """Group the variables that are in no group yet, and return all layouts.
@@ -192,23 +192,23 @@ def _grouped(
     Args:
         policy: The sizes of variables and groups.
         alone: The layout of each variable alone.
-        resting: The layout in which the mesh stores each variable, or None.
+        stored: The layout in which the mesh stores each variable, or None.
         mesh_shape: Axis name to size.
     """
-    settled = [
-        rests if rests is not None and rests.grouped and _allows(layout, rests) else None
-        for layout, rests in zip(alone, resting, strict=True)
+    kept = [
+        before if before is not None and before.grouped and _allows(layout, before) else None
+        for layout, before in zip(alone, stored, strict=True)
     ]
     found = iter(
         groups.group(
             policy,
-            [layout for layout, stays in zip(alone, settled, strict=True) if stays is None],
+            [layout for layout, stays in zip(alone, kept, strict=True) if stays is None],
             mesh_shape=mesh_shape,
         )
     )
-    first = 1 + max((stays.group for stays in settled if stays is not None and stays.group is not None), default=-1)
+    first = 1 + max((stays.group for stays in kept if stays is not None and stays.group is not None), default=-1)
     placed = []
-    for stays in settled:
+    for stays in kept:
         layout = stays or next(found)
         if stays is None and layout.group is not None:
             layout = dataclasses.replace(layout, group=first + layout.group)
@@ -216,6 +216,6 @@ def _grouped(
     return tuple(placed)
 
 
-def _allows(alone: VariableLayout, rests: VariableLayout) -> bool:
+def _allows(alone: VariableLayout, before: VariableLayout) -> bool:
     """Return True if a variable may stay in its group: its spec and its compute layout are unchanged."""
-    return (rests.spec, rests.compute) == (alone.spec, alone.compute)
+    return (before.spec, before.compute) == (alone.spec, alone.compute)

@@ -31,11 +31,11 @@ def _check_consistency(model: keras.Model) -> None:
             continue
         checked.add(id(current.storage))
         first: dict[tuple[int, ...], tuple[str, bytes]] = {}
-        for location, piece in current.storage.local_tensors():
+        for location, shard in current.storage.local_tensors():
             part = boxes.part(current.layout.storage, boxes.in_replica(location, current.storage.format.mesh_axes))
-            device = piece.device.rpartition("device:")[2]
-            expected = first.setdefault(part, (device, piece.numpy().tobytes()))
-            if piece.numpy().tobytes() != expected[1]:
+            device = shard.device.rpartition("device:")[2]
+            expected = first.setdefault(part, (device, shard.numpy().tobytes()))
+            if shard.numpy().tobytes() != expected[1]:
                 group = f" and the other members of group {current.layout.group}" if current.layout.grouped else ""
                 raise ConsistencyError(
                     f"Variable '{variable.path}'{group} should be the same on devices {expected[0]} and {device}, "

@@ -60,10 +60,12 @@ def peak_of(trace: Sequence[_private.TraceEvent], devices: int) -> PeakMemory | 
     for name, bytes_ in live.values():
         made[name] += bytes_
     first = events[0]
-    own = first.stats["allocation_bytes"] if first.name == "MemoryAllocation" else -first.stats["allocation_bytes"]
+    first_change = (
+        first.stats["allocation_bytes"] if first.name == "MemoryAllocation" else -first.stats["allocation_bytes"]
+    )
     return PeakMemory(
         bytes=highest.stats["bytes_allocated"],
-        before=first.stats["bytes_allocated"] - own,
+        before=first.stats["bytes_allocated"] - first_change,
         made=dict(sorted(made.items(), key=lambda item: -item[1])),
         device_added=_added_on_a_device(trace, events, devices),
     )

@@ -355,8 +355,8 @@ def _stored_bytes(variable: ShardedVariable) -> int:
     buffer = variable.buffer
     # Local shards on other clients have the same shape.
     one = math.prod(transfer.shard_shape(tuple(buffer.shape), buffer.layout)) * buffer.dtype.size
-    piece = max(transfer.local_bytes(buffer.value()).values(), default=one)
-    return variable.storage.format.share(piece, variable.member)
+    shard_bytes = max(transfer.local_bytes(buffer.value()).values(), default=one)
+    return variable.storage.format.share(shard_bytes, variable.member)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

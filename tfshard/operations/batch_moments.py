@@ -40,9 +40,9 @@ def moments(
 
     def apply(x: tf.Tensor) -> Any:
         with local_shards.scope():
-            own = tf.stack(original(rows.to_local(x, mesh), dims, keepdims=True), 1)
-            every = rows.from_local(own, mesh)
-        means, variances = tf.unstack(transfer.whole(every, mesh), axis=1)
+            local = tf.stack(original(rows.to_local(x, mesh), dims, keepdims=True), 1)
+            every = rows.from_local(local, mesh)
+        means, variances = tf.unstack(transfer.replicate(every, mesh), axis=1)
         mean = tf.reduce_mean(means, 0, keepdims=True)
         variance = tf.reduce_mean(variances + (means - mean) ** 2, 0, keepdims=True)
 
@@ -83,8 +83,11 @@ def normalize(
 
         def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
             with local_shards.scope():
-                own, centered = rows.to_local(upstream, mesh), rows.to_local(x, mesh) - rows.replicated(mean, mesh)
-                sums = tf.stack([tf.reduce_sum(own, dims), tf.reduce_sum(own * centered, dims)])
+                local_upstream, centered = (
+                    rows.to_local(upstream, mesh),
+                    rows.to_local(x, mesh) - rows.replicated(mean, mesh),
+                )
+                sums = tf.stack([tf.reduce_sum(local_upstream, dims), tf.reduce_sum(local_upstream * centered, dims)])
                 sums = rows.psum(sums, mesh)
             of_offset, of_factor = (tf.reshape(each, mean.shape) for each in tf.unstack(sums))
             inverse = tf.math.rsqrt(variance + variance_epsilon)

@@ -38,8 +38,8 @@ def draw_candidates(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
         # Without seeds, the kernels would choose different ones.
         seeds = _chosen_seeds()
     changed = dataclasses.replace(call, get_attr=lambda name: seeds.get(name, call.get_attr(name)))
-    classes, of_labels, of_classes = _private.same_operation(changed, [transfer.whole(call.inputs[0], mesh)])
-    return [transfer.whole(classes, mesh), samples.by_row(of_labels, mesh), transfer.whole(of_classes, mesh)]
+    classes, of_labels, of_classes = _private.same_operation(changed, [transfer.replicate(call.inputs[0], mesh)])
+    return [transfer.replicate(classes, mesh), samples.by_row(of_labels, mesh), transfer.replicate(of_classes, mesh)]
 
 
 def _chosen_seeds() -> dict[str, int]:

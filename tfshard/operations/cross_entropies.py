@@ -63,10 +63,10 @@ def sparse(
         at = _Labels.of(labels, logits, mesh, None if mesh is None else class_axis(logits))
 
         def loss(logits: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
-            most, own = tf.reduce_max(logits, -1), at.take(logits)
+            most, label_logit = tf.reduce_max(logits, -1), at.take(logits)
             # The label's logit is at most `most`, so it changes nothing. But the exponential waits for it: nothing
             # needs the logits any more, and TensorFlow overwrites them.
-            shares = tf.exp(logits - tf.maximum(most, own)[..., None])
+            shares = tf.exp(logits - tf.maximum(most, label_logit)[..., None])
             total = tf.reduce_sum(shares, -1)
 
             def derivative(upstream: tf.Tensor, logits: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], Any]]:
@@ -82,7 +82,9 @@ def sparse(
 
                 return at.less(shares * (upstream / total)[..., None], upstream), second
 
-            return tf.math.log(total) + (most - own), lambda upstream: tf.custom_gradient(derivative)(upstream, logits)
+            return tf.math.log(total) + (most - label_logit), lambda upstream: tf.custom_gradient(derivative)(
+                upstream, logits
+            )
 
         result: tf.Tensor = tf.custom_gradient(loss)(logits)
         return result
@@ -145,9 +147,9 @@ class _Labels:
             # A label that is no class stays unchanged: the step fails and names it.
             labels = transfer.relayout(tf.where(has, labels - first, tf.where(is_known, 0, labels)), axes, mesh)
         shares = _shares(logits, mesh)
-        own = np.tile(np.arange(shape[0] // shares, dtype="int32"), shares)
+        local_rows = np.tile(np.arange(shape[0] // shares, dtype="int32"), shares)
         numbers = [
-            transfer.relayout(tf.constant(own), axes[:1], mesh),
+            transfer.relayout(tf.constant(local_rows), axes[:1], mesh),
             *(np.arange(n, dtype="int32") for n in shape[1:]),
         ]
         places = transfer.relayout(_tuples(numbers, labels), (*axes, None), mesh)
@@ -174,12 +176,12 @@ class _Labels:
             amounts = tf.where(self.has, amounts, tf.zeros_like(amounts))
         expansions.allow_local("ScatterNdNonAliasingAdd")
         with local_shards.scope():
-            rest = _add(
+            result = _add(
                 self._parted(shares, self.axes),
                 self._parted(self.places, (*self.axes, None)),
                 self._parted(amounts, self.axes),
             )
-        return transfer.relayout(rest, self.axes, self.mesh)
+        return transfer.relayout(result, self.axes, self.mesh)
 
     def _parted(self, tensor: tf.Tensor, axes: Axes) -> tf.Tensor:
         return local_shards.parted(transfer.relayout(tensor, axes, self.mesh), axes, self.mesh)

@@ -185,7 +185,7 @@ def shard_segments(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] |
         return None
     if not _private.is_called_by("tensorflow.python.ops.math_grad"):
         return None
-    given = [transfer.whole(segments, mesh), transfer.by_sample(indices, mesh), axis]
+    given = [transfer.replicate(segments, mesh), transfer.by_sample(indices, mesh), axis]
     return [transfer.by_sample(each, mesh) for each in _private.same_operation(call, given)]
 
 
@@ -209,8 +209,8 @@ def _with_full_dims(
         results = row_operations.by_rows(call, row_operations.RowOperation(operands=(number,)), mesh)
         if results is not None:
             return results
-        whole = samples.by_row(call.inputs[number], mesh)
-        given = [*call.inputs[:number], whole, *call.inputs[number + 1 :]]
+        by_row = samples.by_row(call.inputs[number], mesh)
+        given = [*call.inputs[:number], by_row, *call.inputs[number + 1 :]]
         return [samples.by_row(result, mesh) for result in _private.same_operation(call, given)]
     else:
         return None

@@ -215,8 +215,10 @@ class _Draw:
         counter = self.counter
         if microbatch is not None and rows_dim is not None:
             counter = _later(counter, tf.cast(microbatch.number, tf.int64) * _FAR)
-        drawn = self._drawn(list(self.shape), counter, [transfer.whole(each, self.mesh) for each in self.parameters])
-        return _shared_out(transfer.whole(drawn, self.mesh), self.mesh)
+        drawn = self._drawn(
+            list(self.shape), counter, [transfer.replicate(each, self.mesh) for each in self.parameters]
+        )
+        return _shared_out(transfer.replicate(drawn, self.mesh), self.mesh)
 
     def _counts_other_parameters(self) -> bool:
         """Return whether the generator counts by elements of a parameter, and not by rows."""
@@ -224,8 +226,8 @@ class _Draw:
         return parameter is not None and bool(parameter.shape.rank) and parameter.shape != self.shape
 
     def _by_rows(self, devices: int, microbatch: Microbatch | None) -> tf.Tensor:
-        own = (self.shape[0] // devices, *self.shape[1:])
-        count, group = math.prod(own), self.generator.group(self.dtype)
+        local_shape = (self.shape[0] // devices, *self.shape[1:])
+        count, group = math.prod(local_shape), self.generator.group(self.dtype)
         parts = 1 if microbatch is None else microbatch.count
         # By device and microbatch.
         blocks = np.arange(devices).reshape(devices, 1) if microbatch is None else microbatch.blocks(devices)
@@ -242,10 +244,10 @@ class _Draw:
             if self.generator.type == _GAMMA and parameters[0].shape.rank and devices > 1:
                 parameters = [rows.to_local(parameters[0], self.mesh)]
             counter = _later(self.counter, here(counts))
-            drawn = self._drawn([count + int(more.max())] if more.any() else list(own), counter, parameters)
+            drawn = self._drawn([count + int(more.max())] if more.any() else list(local_shape), counter, parameters)
             if more.any():
-                drawn = tf.reshape(tf.slice(drawn, here(more), tf.constant([count], tf.int64)), own)
-            return rows.from_local(drawn, self.mesh) if devices > 1 else transfer.whole(drawn, self.mesh)
+                drawn = tf.reshape(tf.slice(drawn, here(more), tf.constant([count], tf.int64)), local_shape)
+            return rows.from_local(drawn, self.mesh) if devices > 1 else transfer.replicate(drawn, self.mesh)
 
     def _drawn(self, shape: list[int], counter: tf.Tensor, parameters: list[tf.Tensor]) -> tf.Tensor:
         given: dict[str, Any] = {"shape": shape, "key": self.key, "counter": counter, "alg": self.algorithm}
@@ -291,12 +293,12 @@ _SEEDS = 1 << 31
 def _of_seed(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     """Draw in full on every device, with another seed for each microbatch."""
     microbatch, number = _microbatch(), OF_SEEDS[call.type]
-    inputs = [transfer.whole(each, mesh) if each.dtype.is_floating else each for each in call.inputs]
+    inputs = [transfer.replicate(each, mesh) if each.dtype.is_floating else each for each in call.inputs]
     if microbatch is not None:
         seed = inputs[number]
         inputs[number] = seed + tf.cast(microbatch.number, seed.dtype) * tf.constant([0, _PRIME], seed.dtype)
     (drawn,) = _private.same_operation(call, inputs)
-    return _shared_out(transfer.whole(drawn, mesh), mesh)
+    return _shared_out(transfer.replicate(drawn, mesh), mesh)
 
 
 def _shared_out(drawn: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:

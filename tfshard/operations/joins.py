@@ -75,7 +75,7 @@ def _rows(
     if not any(_moves_rows(call, number) for number in numbers):
         return None
     if any(samples.are_in(each, 0) for each in tensors) or _is_gradient_of_a_join(call):
-        brought, place = transfer.whole, samples.by_row
+        brought, place = transfer.replicate, samples.by_row
     elif call.type == "ConcatV2" and tensors[0].shape.rank > 1 and tensors[0].dtype.is_floating:
         brought = place = dims.pin_rows  # For example gradients of the results of a split.
     else:
@@ -173,9 +173,9 @@ def reshape(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
         if size == 1 or isinstance(dim_rules.advance(output.op, 0, dim, devices), dim_rules.Flow):
             continue
         if samples.are_in(tensor, dim):
-            (result,) = _private.same_operation(call, [transfer.whole(tensor, mesh), call.inputs[1]])
+            (result,) = _private.same_operation(call, [transfer.replicate(tensor, mesh), call.inputs[1]])
             places = [each for each in _made_of(before, after, dim) if after[each] % devices == 0]
-            return [samples.sharded_along(result, places[0], mesh) if places else transfer.whole(result, mesh)]
+            return [samples.sharded_along(result, places[0], mesh) if places else transfer.replicate(result, mesh)]
     return None
 
 

@@ -271,7 +271,7 @@ def _to_local(tensor: tf.Tensor, axes: Axes, call: _Map, mesh: dtensor.Mesh) -> 
 
     def shard(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
         if not any(axes):
-            return transfer.whole(tensor, mesh)
+            return transfer.replicate(tensor, mesh)
         with local_shards.scope():
             return local_shards.to_local(transfer.relayout(tensor, axes, mesh), axes, mesh)
 

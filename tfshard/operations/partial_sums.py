@@ -36,8 +36,8 @@ def of_gradient(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh) -> t
     with _private.stop_recording():
         found = found_of(gradient, mesh)
         if found is None:  # The gradient is replicated, such as the gradient of a weight penalty.
-            whole = transfer.whole(tf.convert_to_tensor(gradient), mesh)
-            found = whole / tf.cast(axis_sizes(mesh).data_size, gradient.dtype)
+            replicated = transfer.replicate(tf.convert_to_tensor(gradient), mesh)
+            found = replicated / tf.cast(axis_sizes(mesh).data_size, gradient.dtype)
         return found
 
 
@@ -71,13 +71,13 @@ def found_of(gradient: tf.Tensor | tf.IndexedSlices, mesh: dtensor.Mesh, axes: A
     """
     if isinstance(gradient, tf.IndexedSlices):
         return None if any(axes) else _of_lookups(gradient, mesh)
-    return _own(gradient, axes or (None,) * gradient.shape.rank, mesh)
+    return _local_gradient(gradient, axes or (None,) * gradient.shape.rank, mesh)
 
 
-def stack(own: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+def stack(local: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Stack the local tensors of shape `(...)` to a tensor `(devices, ...)`, a row for each device."""
     with local_shards.scope():
-        return rows.from_local(tf.expand_dims(own, 0), mesh)
+        return rows.from_local(tf.expand_dims(local, 0), mesh)
 
 
 def unstacked(stacked: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
@@ -91,27 +91,27 @@ def total(stacked: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(stacked, 0)
 
 
-def _own(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
+def _local_gradient(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor | None:
     operation = tensor.op
     if operation.type == "IdentityN":  # Part of a custom gradient, such as the gradient of a local loop's inputs.
-        return _own(operation.inputs[tensor.value_index], axes, mesh)
+        return _local_gradient(operation.inputs[tensor.value_index], axes, mesh)
     if operation.type in ("Cast", "Identity", "Relayout"):
-        before = _own(operation.inputs[0], axes, mesh)
+        before = _local_gradient(operation.inputs[0], axes, mesh)
         if before is None or operation.type == "Relayout":  # A pin has no operation to repeat.
             return before
         return _again(operation, {0: before})
     if operation.type in ("Reshape", "Transpose") and not any(axes):
-        before = _own(operation.inputs[0], (None,) * operation.inputs[0].shape.rank, mesh)
+        before = _local_gradient(operation.inputs[0], (None,) * operation.inputs[0].shape.rank, mesh)
         return None if before is None else _again(operation, {0: before})
     if operation.type in ("Reshape", "Transpose"):
         sharded = layout_before(tensor, axes, mesh)
-        before = None if sharded is None else _own(operation.inputs[0], sharded, mesh)
+        before = None if sharded is None else _local_gradient(operation.inputs[0], sharded, mesh)
         if before is None or operation.type == "Transpose":
             return None if before is None else _again(operation, {0: before})
         with local_shards.scope():
             return tf.reshape(before, _of_shard(tensor.shape, axes, axis_sizes(mesh)))
     if operation.type == "AddN":
-        terms = [_own(each, axes, mesh) for each in operation.inputs]
+        terms = [_local_gradient(each, axes, mesh) for each in operation.inputs]
         if any(each is None for each in terms):
             return None
         return _again(operation, {number: each for number, each in enumerate(terms) if each is not None})
@@ -195,8 +195,10 @@ def _static(tensor: tf.Tensor) -> np.ndarray | None:
     known = [shape for shape in shapes if shape is not None]
     rank = max(len(shape) for shape in known)
     padded = [np.concatenate([np.ones(rank - len(shape), int), shape]) for shape in known]
-    own, other = padded[tensor.value_index], padded[1 - tensor.value_index]
-    return np.flatnonzero((own == 1) & ((other != 1) | (np.arange(rank) < rank - len(known[tensor.value_index]))))
+    padded_shape, other_shape = padded[tensor.value_index], padded[1 - tensor.value_index]
+    return np.flatnonzero(
+        (padded_shape == 1) & ((other_shape != 1) | (np.arange(rank) < rank - len(known[tensor.value_index])))
+    )
 
 
 def _part_of_shape(tensor: tf.Tensor) -> np.ndarray | None:

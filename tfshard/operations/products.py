@@ -61,8 +61,8 @@ def multiply_by_itself(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tenso
         # Nothing is pinned there (unsized.py).
         return _private.same_operation(call, [x, loops.made_here(y)]) if loops.can_make(y.graph) else None
     of_samples = next((dim for dim in range(y.shape.rank) if samples.are_in(y, dim)), None)
-    whole = transfer.whole(y, mesh) if of_samples is None else samples.sharded_along(y, of_samples, mesh)
-    return _private.same_operation(call, [x, whole])
+    placed = transfer.replicate(y, mesh) if of_samples is None else samples.sharded_along(y, of_samples, mesh)
+    return _private.same_operation(call, [x, placed])
 
 
 # Operations that compare each element with each, by broadcasting.

@@ -52,7 +52,7 @@ def rewritten(mesh: dtensor.Mesh) -> Iterator[None]:
 
     def bring(tensor: tf.Tensor) -> tf.Tensor:
         if transfer.is_dtensor(tensor):
-            return transfer.whole(tensor, mesh)
+            return transfer.replicate(tensor, mesh)
         return dtensor.copy_to_mesh(tensor, transfer.layout((None,) * tensor.shape.rank, mesh))
 
     def note(operation: tf.Operation) -> None:

@@ -140,9 +140,9 @@ def local_map(
     def bring(tensor: tf.Tensor) -> tf.Tensor:
         if full_captures or not _has_rows(tensor, size):
             return tensor
-        stand_in = tf.zeros([count, *tensor.shape[1:]], tensor.dtype)
-        stands_for[id(stand_in)] = tensor
-        return stand_in
+        placeholder = tf.zeros([count, *tensor.shape[1:]], tensor.dtype)
+        stands_for[id(placeholder)] = tensor
+        return placeholder
 
     with _private.captures_brought(outer, bring):
         traced = tf.function(flat, autograph=False).get_concrete_function(*specs)
@@ -179,7 +179,7 @@ def _captured(tensor: tf.Tensor, size: int | None, mesh: dtensor.Mesh) -> tf.Ten
     if tensor.dtype in (tf.resource, tf.variant):
         return tensor
     if size is None:
-        return replicated(transfer.whole(tensor, mesh), mesh)
+        return replicated(transfer.replicate(tensor, mesh), mesh)
     return to_local(tensor, mesh) if _has_rows(tensor, size) else replicated(tensor, mesh)
 
 

@@ -39,14 +39,16 @@ def scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
         )
     if known is None and call.outputs is not None and call.outputs[0].shape.is_fully_defined():
         known = np.array(call.outputs[0].shape)  # TensorFlow knows more of it, as of a product of sizes.
-    rows, updates = _as_rows(call, transfer.whole(indices, mesh), transfer.whole(updates, mesh))
+    rows, updates = _as_rows(call, transfer.replicate(indices, mesh), transfer.replicate(updates, mesh))
     if known is None:
         # DTensor needs the shape of a ScatterNd.
-        zeros = tf.raw_ops.Empty(shape=transfer.whole(tf.cast(shape, tf.int32), mesh), dtype=updates.dtype, init=True)
-        return transfer.whole(tf.raw_ops.TensorScatterSub(tensor=zeros, indices=rows, updates=-updates), mesh)
+        zeros = tf.raw_ops.Empty(
+            shape=transfer.replicate(tf.cast(shape, tf.int32), mesh), dtype=updates.dtype, init=True
+        )
+        return transfer.replicate(tf.raw_ops.TensorScatterSub(tensor=zeros, indices=rows, updates=-updates), mesh)
     # DTensor makes the shape again as int32, and ends the process where the indices are int64.
     result = tf.raw_ops.ScatterNd(indices=tf.cast(rows, tf.int32), updates=updates, shape=known.astype("int32"))
-    return transfer.whole(result, mesh)
+    return transfer.replicate(result, mesh)
 
 
 @rewrite_rule(
@@ -61,10 +63,10 @@ def tensor_scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
             "A compiled step on a mesh cannot have a tf.vectorized_map (keras.ops.fold, keras.ops.vectorized_map) of a "
             f"scatter: DTensor ends the process at its gradient. Use tf.map_fn. Received: {call.type}"
         )
-    tensor, indices, updates = (transfer.whole(each, mesh) for each in call.inputs)
+    tensor, indices, updates = (transfer.replicate(each, mesh) for each in call.inputs)
     rows, updates = _as_rows(call, indices, updates)
     operation = getattr(tf.raw_ops, call.type)
-    return transfer.whole(operation(tensor=tensor, indices=rows, updates=updates), mesh)
+    return transfer.replicate(operation(tensor=tensor, indices=rows, updates=updates), mesh)
 
 
 @rewrite_rule(
@@ -75,10 +77,10 @@ def tensor_scatter(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
 def replicate(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
     """Replicate the operands and the results."""
     _check_ranks(call)
-    inputs = [transfer.whole(each, mesh) for each in call.inputs]
+    inputs = [transfer.replicate(each, mesh) for each in call.inputs]
     if call.type == "SparseToDense":
         inputs[1] = call.inputs[1]  # A shape.
-    return [transfer.whole(each, mesh) for each in _private.same_operation(call, inputs)]
+    return [transfer.replicate(each, mesh) for each in _private.same_operation(call, inputs)]
 
 
 @rewrite_rule(
@@ -88,12 +90,12 @@ def replicate(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
 def gather(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     """Gather replicated index tuples from a replicated tensor."""
     _check_ranks(call)
-    params, indices = (transfer.whole(each, mesh) for each in call.inputs)
+    params, indices = (transfer.replicate(each, mesh) for each in call.inputs)
     front, length = _index_shape(call, indices)
     result = tf.raw_ops.GatherNd(params=params, indices=_matrix(indices, front, length))
     if len(front) != 1:
-        result = tf.reshape(transfer.whole(result, mesh), [*front, *_static(call, params.shape[length:])])
-    return transfer.whole(result, mesh)
+        result = tf.reshape(transfer.replicate(result, mesh), [*front, *_static(call, params.shape[length:])])
+    return transfer.replicate(result, mesh)
 
 
 @rewrite_rule(
@@ -128,8 +130,8 @@ def top_k(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]:
     number = None if call.is_eager else branches.number_of(k)  # As tf.sort has it, where DTensor does not see it.
     k = k if number is None else number
     among_samples = values.shape.rank > 1 and not call.is_eager and samples.are_in(values, values.shape.rank - 1)
-    is_whole = values.shape.rank == 1 or among_samples or unsized.is_unsized(call)
-    place = transfer.whole if is_whole else samples.by_row
+    is_replicated = values.shape.rank == 1 or among_samples or unsized.is_unsized(call)
+    place = transfer.replicate if is_replicated else samples.by_row
     found = tf.raw_ops.TopKV2(input=place(values, mesh), k=k, sorted=call.get_attr("sorted"))
     found = [place(each, mesh) for each in found]
     # A transpose, as in `tf.sort` along the batch, cannot shard a replicated tensor.
@@ -146,17 +148,17 @@ def where(call: _private.Call, mesh: dtensor.Mesh) -> tf.Tensor:
     _check_ranks(call)
     (condition,) = call.inputs
     if condition.shape.rank == 1:
-        return transfer.whole(tf.raw_ops.Where(condition=transfer.whole(condition, mesh)), mesh)
-    condition = transfer.whole(condition, mesh)
+        return transfer.replicate(tf.raw_ops.Where(condition=transfer.replicate(condition, mesh)), mesh)
+    condition = transfer.replicate(condition, mesh)
     shape = unsized.sizes(condition)
-    condition = transfer.whole(unsized.vector(condition), mesh)
-    places = transfer.whole(tf.raw_ops.Where(condition=condition), mesh)
+    condition = transfer.replicate(unsized.vector(condition), mesh)
+    places = transfer.replicate(tf.raw_ops.Where(condition=condition), mesh)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     # A scalar has no dims, and no columns. An empty dim has no places.
     columns = [
         places // _at_least_one(stride) % _at_least_one(size) for stride, size in zip(strides, shape, strict=True)
     ]
-    return transfer.whole(tf.concat(columns, axis=1) if columns else places[:, :0], mesh)
+    return transfer.replicate(tf.concat(columns, axis=1) if columns else places[:, :0], mesh)
 
 
 def _at_least_one(size: unsized.Size) -> unsized.Size:

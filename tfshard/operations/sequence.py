@@ -139,7 +139,7 @@ class _SequenceCall:
             if _recording is not None:
                 _recording[0].add(outputs.name)
                 return outputs
-            outputs = _both_ways(outputs, self._whole(outputs), self._sharded(outputs), self.mesh)
+            outputs = _with_pinned_gradient(outputs, self._unsharded(outputs), self._sharded(outputs), self.mesh)
         return outputs
 
     def _fits(self, tensor: tf.Tensor) -> bool:
@@ -155,7 +155,7 @@ class _SequenceCall:
     def _sharded(self, tensor: tf.Tensor) -> Axes:
         return (self._batch(tensor), self.axis, None)
 
-    def _whole(self, tensor: tf.Tensor) -> Axes:
+    def _unsharded(self, tensor: tf.Tensor) -> Axes:
         return (self._batch(tensor), None, None)
 
     def _gathered(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -168,15 +168,18 @@ class _SequenceCall:
         assert step is not None
         known, key = _gathered.setdefault(step, {}), (id(tensor), steps.here())
         if key not in known:
-            known[key] = tensor, _both_ways(tensor, self._sharded(tensor), self._whole(tensor), self.mesh)
+            known[key] = (
+                tensor,
+                _with_pinned_gradient(tensor, self._sharded(tensor), self._unsharded(tensor), self.mesh),
+            )
         return known[key][1]
 
 
-def _both_ways(tensor: tf.Tensor, before: Axes, after: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """`tensor` from the layout `before` to `after`, and its gradient back.
+def _with_pinned_gradient(tensor: tf.Tensor, before: Axes, after: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Change a tensor's layout from `before` to `after`, and the gradient's layout back.
 
-    Both are pinned: left to propagation, `after` would travel back into the reshape of a Dense layer, where DTensor
-    merges two sharded dims in the wrong order.
+    Both layouts are pinned. Otherwise DTensor would propagate `after` into the reshape of a Dense layer, and merge two
+    sharded dims in the wrong order.
     """
 
     def between(value: tf.Tensor, first: Axes, second: Axes) -> tf.Tensor:

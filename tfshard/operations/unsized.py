@@ -168,15 +168,15 @@ def rewrite(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
         return _rewrite_by_rule(call, mesh)
     if any(each.dtype == tf.variant for each in (*call.inputs, *call.outputs)):
         # TensorFlow looks for operations on lists of tensors as it makes gradients of loops: they stay.
-        return [_whole(each, mesh) for each in call.outputs]
+        return [_replicated(each, mesh) for each in call.outputs]
     if call.type == "Shape" or all(map(_holds_known_number_of_sizes, (*call.inputs, *call.outputs))):
         return None  # TensorFlow infers which sizes of a shape are known, but not through a pin.
-    inputs = tuple(each if is_known(each) else _whole(each, mesh) for each in call.inputs)
+    inputs = tuple(each if is_known(each) else _replicated(each, mesh) for each in call.inputs)
     results = _rewrite_by_rule(dataclasses.replace(call, inputs=inputs), mesh)
     if results is None:
         results = _private.copied(call.outputs[0].op, inputs)
     known = zip(results, call.outputs, strict=True)
-    return [_whole(_with_known_sizes(each, output.shape), mesh) for each, output in known]
+    return [_replicated(_with_known_sizes(each, output.shape), mesh) for each, output in known]
 
 
 def _rewrite_by_rule(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] | None:
@@ -192,13 +192,13 @@ def _with_known_sizes(tensor: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
     return tf.raw_ops.EnsureShape(input=tensor, shape=known)
 
 
-def _whole(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+def _replicated(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return a replicated tensor. Tensors that are pinned already, or cannot be pinned, stay as they are."""
     if tensor.shape.rank is None or tensor.dtype in (tf.variant, tf.string):
         return tensor
     layout = transfer.layout((None,) * tensor.shape.rank, mesh)
     is_pinned = tensor.op.type == "Relayout" and tensor.op.get_attr("layout").decode() == layout.to_string()
-    return tensor if is_pinned or tensor.op.type == "BroadcastGradientArgs" else transfer.whole(tensor, mesh)
+    return tensor if is_pinned or tensor.op.type == "BroadcastGradientArgs" else transfer.replicate(tensor, mesh)
 
 
 def is_nested(graph: tf.Graph) -> bool:
@@ -489,8 +489,8 @@ def slice_part(call: _private.Call) -> tf.Tensor | None:
     if tensor.shape.is_fully_defined() and is_known(begin) and is_known(size):
         return None
     for dim, (start, count) in enumerate(zip(_elements(begin), _elements(size), strict=True)):
-        whole = isinstance(start, int) and start == 0 and isinstance(count, int) and count in (-1, tensor.shape[dim])
-        if not whole:
+        is_full = isinstance(start, int) and start == 0 and isinstance(count, int) and count in (-1, tensor.shape[dim])
+        if not is_full:
             left = _size(tensor, dim) - start
             if isinstance(count, int):
                 number = left if count == -1 else count

@@ -109,10 +109,10 @@ def _places(labels: tf.Tensor, scores: tf.Tensor, axis: str, mesh: dtensor.Mesh)
     scores = transfer.relayout(scores, (*_batch_axes(scores, mesh)[:-1], axis), mesh)
     numbers = transfer.relayout(tf.range(classes, dtype=labels.dtype), (axis,), mesh)
     labels = labels[..., None]
-    own = tf.reduce_sum(tf.where(labels == numbers, scores, tf.zeros_like(scores)), axis=-1, keepdims=True)
-    above = tf.reduce_sum(tf.cast(scores > own, tf.float32), axis=-1)
-    before = tf.reduce_sum(tf.cast((scores == own) & (numbers < labels), tf.float32), axis=-1)
-    return above, before, tf.squeeze(own, -1)
+    label_score = tf.reduce_sum(tf.where(labels == numbers, scores, tf.zeros_like(scores)), axis=-1, keepdims=True)
+    above = tf.reduce_sum(tf.cast(scores > label_score, tf.float32), axis=-1)
+    before = tf.reduce_sum(tf.cast((scores == label_score) & (numbers < labels), tf.float32), axis=-1)
+    return above, before, tf.squeeze(label_score, -1)
 
 
 def _labels(y_true: Any, y_pred: tf.Tensor, *, sparse: bool) -> tf.Tensor:
@@ -177,8 +177,8 @@ def _top_k(
     if axis is None or any(options.values()):
         return keras_function(y_true, y_pred, k=k, **options)
     labels = _labels(y_true, y_pred, sparse=sparse)
-    above, _, own = _places(labels, y_pred, axis, mesh)
-    known = (labels >= 0) & (labels < y_pred.shape[-1]) & tf.math.is_finite(own)
+    above, _, label_score = _places(labels, y_pred, axis, mesh)
+    known = (labels >= 0) & (labels < y_pred.shape[-1]) & tf.math.is_finite(label_score)
     return tf.cast((above < k) & known, keras.config.floatx())
 
 

@@ -290,8 +290,8 @@ class _TrafficPrediction:
             outcome = advance(operation, number, dim, self.devices)
             other = operation.inputs[1 - number]
             contraction = operation.type in PRODUCTS
-            whole = other.name not in self.sharded and other.name in self.graph.trained
-            if contraction and isinstance(outcome, Flow) and whole:
+            is_replicated = other.name not in self.sharded and other.name in self.graph.trained
+            if contraction and isinstance(outcome, Flow) and is_replicated:
                 base = self.base.get(other.name, other)
                 step = self.step.get(other.name, operation)
                 if base.name not in self.columns:

@@ -135,7 +135,7 @@ def refusals(model: keras.Model, placement: ModelPlacement, *, automatic: bool =
     """
     findings = model_findings(model)
     findings += _found_findings(placement) if automatic else []
-    return findings + _rule_findings(model, placement) + _whole_findings(placement) + _idle_findings(placement)
+    return findings + _rule_findings(model, placement) + _replicated_findings(placement) + _idle_findings(placement)
 
 
 def check(model: keras.Model, placement: ModelPlacement) -> None:
@@ -265,10 +265,10 @@ def _unmatched(pattern: str, rule: Rule, specs: tuple[VariableSpec, ...]) -> str
         )
     if not is_for_layers and layer is not None:
         inside = next(path for path in variables if path.rpartition("/")[0] == layer.path)
-        whole = layer.path if layer.is_end else pattern
+        layer_pattern = layer.path if layer.is_end else pattern
         return (
             f"it {layer.matched} layer '{layer.path}', but axes are given for variables. Write "
-            f"layout_map['{inside}'] = {rule.axes}, or layout_map.column('{whole}') or .row('{whole}')."
+            f"layout_map['{inside}'] = {rule.axes}, or layout_map.column('{layer_pattern}') or .row('{layer_pattern}')."
         )
     found = layer if is_for_layers else variable
     if found is not None:
@@ -339,7 +339,7 @@ def _nearest(pattern: str, paths: Sequence[str]) -> list[str]:
     return sorted(paths, key=nearness, reverse=True)[:3]
 
 
-def _whole_findings(placement: ModelPlacement) -> list[Finding]:
+def _replicated_findings(placement: ModelPlacement) -> list[Finding]:
     """Find large matrices without a rule on a mesh with a model axis."""
     layout_map, specs, sizes = placement.layout_map, placement.specs, placement.mesh_shape
     axes = [axis for axis in sizes.tensor if sizes[axis] > 1]
@@ -377,7 +377,7 @@ def _idle_findings(placement: ModelPlacement) -> list[Finding]:
     sizes, rules = placement.mesh_shape, placement.layout_map.values()
     used = {axis for rule in rules for axis in rule.axes}
     if not used:
-        return []  # `_whole_findings` and `_found_findings` look at this case, and rules may allow it.
+        return []  # `_replicated_findings` and `_found_findings` look at this case, and rules may allow it.
     findings = []
     for axis in sizes.tensor:
         if sizes[axis] == 1 or axis in used:
@@ -441,9 +441,9 @@ def _axis_findings(graph: ModelGraph, dims: Mapping[str, int], axis: str, size: 
 
     findings: dict[str, Finding] = {}
     # A registered layer may pair its kernels, which can be sharded instead.
-    own_rules = {spec.path for spec in graph.variables.values() if layout_maps.is_registered(spec.layer)}
+    registered = {spec.path for spec in graph.variables.values() if layout_maps.is_registered(spec.layer)}
     for path, dim in dims.items():
-        if path in own_rules:
+        if path in registered:
             continue
         if path in asked and asked[path] != dim and path not in findings:
             text = (

@@ -91,12 +91,12 @@ def _of_one(
     function = None if body is None else _private.function_graph(operation, body)
     if function is not None:
         share = shares(operation.outputs[0]) if operation.outputs else 1
-        own = Work.total(
+        inside = Work.total(
             _of_one(each, each.inputs, lambda tensor: share, is_turned=is_turned or is_loop)
             for each in function.get_operations()
         )
         times = (counts.turns_of(operation) or 1) if is_loop else 1
-        all_turns = {name: times * getattr(own, name) for name in KINDS_OF_WORK}
+        all_turns = {name: times * getattr(inside, name) for name in KINDS_OF_WORK}
         if is_loop:
             all_turns["turned_operations"] += all_turns.pop("operations")
         return Work(**all_turns)
@@ -315,8 +315,8 @@ class Machine:
     def to_dict(self) -> dict[str, Any]:
         """Return the machine as plain data, as in its file."""
         links = self.links.to_dict()
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "links"}
-        return own | links
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "links"}
+        return fields | links
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the machine to a file, as YAML."""

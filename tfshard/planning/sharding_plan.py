@@ -407,7 +407,7 @@ def _planned_variable(layout: VariableLayout, mesh_shape: Mapping[str, int], *, 
     gradient = 0
     if kind == "parameter":
         gradient = variable_traffic.gradient_bytes(layout, mesh_shape, scattered=layout.reduce_scatter)
-    resting = variable_traffic.resting_bytes(layout, mesh_shape)
+    stored_bytes = variable_traffic.resting_bytes(layout, mesh_shape)
     return PlannedVariable(
         path=spec.path,
         kind=kind,
@@ -418,9 +418,9 @@ def _planned_variable(layout: VariableLayout, mesh_shape: Mapping[str, int], *, 
         storage_shape=layout.storage_shape,
         group=layout.group,
         bytes_whole=variable_layout.spec_bytes(spec),
-        bytes_per_device=None if member else 0 if layout.on_host else resting,
+        bytes_per_device=None if member else 0 if layout.on_host else stored_bytes,
         gradient_bytes_per_device=None if member else gradient,
-        host_bytes_per_device=None if member else resting if layout.on_host else 0,
+        host_bytes_per_device=None if member else stored_bytes if layout.on_host else 0,
     )
 
 

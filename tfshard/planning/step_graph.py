@@ -144,9 +144,9 @@ class StepGraph:
             if operation.type == "IdentityN":
                 inputs = [operation.inputs[tensor.value_index]]
             taking = [each for each in inputs if each.op not in self.known]
-            own = found.setdefault(operation, [])
+            dependencies = found.setdefault(operation, [])
             if is_new or operation.type == "IdentityN":
-                own += taking
+                dependencies += taking
                 left += taking
         return found
 

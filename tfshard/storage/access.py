@@ -143,7 +143,7 @@ class AroundSteps(InPlainFunction):
 
     def read(self, variable: VariableView) -> tf.Tensor:
         with steps.step_scope(reads_only=True):
-            return transfer.whole(variable.value(), variable.mesh)
+            return transfer.replicate(variable.value(), variable.mesh)
 
     def write(self, variable: VariableView, value: Any) -> None:
         tensor = variable.to_tensor(value)

@@ -113,13 +113,13 @@ class StorageFormat(abc.ABC):
         if layout.kind is not None:
             format = layout.kind.format(layout, mesh)
             return format
-        whole, flat = Unpacked, Flat
+        unpacked, flat = Unpacked, Flat
         if layout.stored_dtype == "bfloat16":
-            whole, flat = UnpackedInBfloat16, FlatInBfloat16
+            unpacked, flat = UnpackedInBfloat16, FlatInBfloat16
         elif layout.spec.dtype == "int32" and not _has_int32(mesh):
-            whole, flat = UnpackedInInt64, FlatInInt64
+            unpacked, flat = UnpackedInInt64, FlatInInt64
         if layout.flat is None:
-            format = whole(layout, mesh)
+            format = unpacked(layout, mesh)
         elif layout.flat.word > 1:
             format = FlatInWords(layout, layout.flat, mesh)
         else:
@@ -227,11 +227,11 @@ class StorageFormat(abc.ABC):
     # --- the local shards -----------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def pieces(self, location: Mapping[str, int]) -> list[Shard]:
+    def shards_at(self, location: Mapping[str, int]) -> list[Shard]:
         """Return the shards of members that the device at `location` (axis name to index) stores."""
 
     @abc.abstractmethod
-    def share(self, piece: int, member: int) -> int:
+    def share(self, shard_bytes: int, member: int) -> int:
         """Return the bytes of a device's shard of the buffer that belong to one member. The bytes of all members add up
         to the shard."""
 
@@ -267,11 +267,11 @@ class Unpacked(StorageFormat):
     def insert(self, stored: Callable[[], tf.Tensor], member: int, value: tf.Tensor) -> tf.Tensor:
         return self.encode(value)
 
-    def pieces(self, location: Mapping[str, int]) -> list[Shard]:
+    def shards_at(self, location: Mapping[str, int]) -> list[Shard]:
         return [Shard(member=0, box=boxes.shard_box(self.shape, self.storage, axis_sizes(self.mesh), location))]
 
-    def share(self, piece: int, member: int) -> int:
-        return piece
+    def share(self, shard_bytes: int, member: int) -> int:
+        return shard_bytes
 
 
 # Brings a tensor to a layout.
@@ -461,13 +461,16 @@ class Flat(StorageFormat):
 
     # --- the local shards -----------------------------------------------------------------------------
 
-    def pieces(self, location: Mapping[str, int]) -> list[Shard]:
+    def shards_at(self, location: Mapping[str, int]) -> list[Shard]:
         return boxes.flat_shards(self._form, self.storage, location)
 
-    def share(self, piece: int, member: int) -> int:
+    def share(self, shard_bytes: int, member: int) -> int:
         # A shard is cut where the next member begins.
         begins = [0, *(place.offset for place in self._form.members[1:]), self._form.elements]
-        return piece * begins[member + 1] // self._form.elements - piece * begins[member] // self._form.elements
+        return (
+            shard_bytes * begins[member + 1] // self._form.elements
+            - shard_bytes * begins[member] // self._form.elements
+        )
 
 
 class _Cast(StorageFormat):
@@ -475,14 +478,14 @@ class _Cast(StorageFormat):
 
     direct = False
     is_encoded = True
-    _own: tf.DType
-    _stored: tf.DType
+    _value_dtype: tf.DType
+    _stored_dtype: tf.DType
 
     def encode(self, values: Any) -> Any:
-        return _cast(values, self._stored)
+        return _cast(values, self._stored_dtype)
 
     def decode(self, stored: Any) -> Any:
-        return _cast(stored, self._own)
+        return _cast(stored, self._value_dtype)
 
 
 def _cast(elements: Any, dtype: tf.DType) -> Any:
@@ -490,7 +493,7 @@ def _cast(elements: Any, dtype: tf.DType) -> Any:
 
 
 class _Bfloat16(_Cast):
-    _own, _stored = tf.float32, tf.bfloat16
+    _value_dtype, _stored_dtype = tf.float32, tf.bfloat16
 
 
 class UnpackedInBfloat16(_Bfloat16, Unpacked):
@@ -502,7 +505,7 @@ class FlatInBfloat16(_Bfloat16, Flat):
 
 
 class _Int64(_Cast):
-    _own, _stored = tf.int32, tf.int64
+    _value_dtype, _stored_dtype = tf.int32, tf.int64
 
 
 class UnpackedInInt64(_Int64, Unpacked):
@@ -558,12 +561,12 @@ class FlatInWords(Flat):
         values = self._pin(values, axes)
         split = self._pin(tf.reshape(values, (*values.shape[:-1], -1, self._form.word)), (*axes, None))
         return local_shards.run_locally(
-            lambda piece: tf.bitcast(piece, tf.int64), split, (*axes, None), axes, self.mesh
+            lambda shard: tf.bitcast(shard, tf.int64), split, (*axes, None), axes, self.mesh
         )
 
     def _from_words(self, stored: tf.Tensor, axes: Axes) -> tf.Tensor:
         split = local_shards.run_locally(
-            lambda piece: tf.bitcast(piece, self._dtype), stored, axes, (*axes, None), self.mesh
+            lambda shard: tf.bitcast(shard, self._dtype), stored, axes, (*axes, None), self.mesh
         )  # fmt: skip
         return self._pin(tf.reshape(split, (*stored.shape[:-1], -1)), axes)
 
@@ -681,11 +684,11 @@ class InBlocks(StorageFormat):
     def insert(self, stored: Callable[[], tf.Tensor], member: int, value: tf.Tensor) -> tf.Tensor:
         return self._encode(self._inner.insert(lambda: self._decode(stored()), member, value))
 
-    def pieces(self, location: Mapping[str, int]) -> list[Shard]:
-        return self._inner.pieces(location)
+    def shards_at(self, location: Mapping[str, int]) -> list[Shard]:
+        return self._inner.shards_at(location)
 
-    def share(self, piece: int, member: int) -> int:
-        return self._inner.share(piece, member)
+    def share(self, shard_bytes: int, member: int) -> int:
+        return self._inner.share(shard_bytes, member)
 
 
 def _by_tensors(function: Callable[[tf.Tensor], tf.Tensor], values: np.ndarray) -> np.ndarray:

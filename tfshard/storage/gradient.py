@@ -78,8 +78,11 @@ def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor
     redo: list[tuple[Callable[[tf.Tensor], tf.Tensor], Axes]] = []
     gradient = _without_identities(gradient)
     while not _private.is_eager() and isinstance(gradient, tf.Tensor):
-        whole, cut = layout_before(gradient, forward, mesh), layout_before(gradient, backward, mesh)
-        if whole is None or cut is None:
+        forward_before, backward_before = (
+            layout_before(gradient, forward, mesh),
+            layout_before(gradient, backward, mesh),
+        )
+        if forward_before is None or backward_before is None:
             break
         operation = gradient.op
         if operation.type == "Cast":
@@ -88,7 +91,7 @@ def scatter(gradient: tf.Tensor, *, forward: Axes, backward: Axes, mesh: dtensor
             redo.append((functools.partial(tf.transpose, perm=operation.inputs[1]), backward))
         elif operation.type == "Reshape":
             redo.append((functools.partial(tf.reshape, shape=gradient.shape), backward))
-        gradient, forward, backward = operation.inputs[0], whole, cut
+        gradient, forward, backward = operation.inputs[0], forward_before, backward_before
     scattered = transfer.scatter(transfer.relayout(gradient, forward, mesh), backward, mesh)
     for step, layout in reversed(redo):
         scattered = transfer.relayout(step(scattered), layout, mesh)

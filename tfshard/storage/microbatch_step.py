@@ -66,7 +66,7 @@ class MicrobatchStep(Step):
         written = {
             storage: storage.handed_on(recorded)
             for storage in self.writes.storages
-            if (recorded := self.writes.own(storage)) is not None
+            if (recorded := self.writes.find_in_step(storage)) is not None
         }
         self.return_sums(sums)
         passes.run(passes.MICROBATCH_PASSES, self.record)

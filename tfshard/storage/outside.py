@@ -146,35 +146,35 @@ def _used_axes(storage: Storage) -> tuple[str, ...]:
     return tuple(axis for axis in storage.mesh.dim_names if axis in storage.format.storage)
 
 
-def _in_shape(piece: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
+def _in_shape(shard: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
     """Return a shard that was read from its resource, with the shape of the shard.
 
     DTensor describes the resource as one of the full variable, and TensorFlow uses the shapes that it knows before a
     function runs. The gradient by a convolution's kernel would then take a shard for several kernels that were joined.
     An optional value has the shape that its reader asks for.
     """
-    optional = tf.raw_ops.OptionalFromValue(components=[piece])
-    (known,) = tf.raw_ops.OptionalGetValue(optional=optional, output_types=[piece.dtype], output_shapes=[shape])
+    optional = tf.raw_ops.OptionalFromValue(components=[shard])
+    (known,) = tf.raw_ops.OptionalGetValue(optional=optional, output_types=[shard.dtype], output_shapes=[shape])
     return known
 
 
 def _assembled(storage: Storage) -> tf.Tensor:
     """Return the full stored tensor. If devices store equal shards, only the first of these shards is read."""
     used = _used_axes(storage)
-    pieces: dict[tuple[int, ...], tf.Tensor] = {}
+    shards: dict[tuple[int, ...], tf.Tensor] = {}
     for location, handle in storage.handles:
         part = tuple(location[axis] for axis in used)
-        if part not in pieces:
+        if part not in shards:
             with tf.device(handle.device):
-                piece = tf.raw_ops.ReadVariableOp(resource=handle, dtype=storage.buffer.dtype)
-                pieces[part] = _in_shape(piece, storage.shard_shape)
+                shard = tf.raw_ops.ReadVariableOp(resource=handle, dtype=storage.buffer.dtype)
+                shards[part] = _in_shape(shard, storage.shard_shape)
     # Join along the last axis first. The remaining shards are then sharded over the axes before it.
     for number in reversed(range(len(used))):
         dim = storage.format.storage.index(used[number])
         joined: dict[tuple[int, ...], list[tf.Tensor]] = {}
-        for part in sorted(pieces):
-            joined.setdefault(part[:number], []).append(pieces[part])
-        pieces = {part: tf.concat(parts, axis=dim) for part, parts in joined.items()}
-    (whole,) = pieces.values()
-    whole.set_shape(storage.buffer.shape)
-    return whole
+        for part in sorted(shards):
+            joined.setdefault(part[:number], []).append(shards[part])
+        shards = {part: tf.concat(parts, axis=dim) for part, parts in joined.items()}
+    (full,) = shards.values()
+    full.set_shape(storage.buffer.shape)
+    return full

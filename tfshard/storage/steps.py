@@ -207,7 +207,7 @@ class Step:
 
     def tensors_of(self, storage: Writable) -> list[tf.Tensor]:
         """Return the reads and the last write of a storage in the graph of the step."""
-        recorded = self.writes.own(storage)
+        recorded = self.writes.find_in_step(storage)
         new = [] if recorded is None else [recorded.base, *recorded.written.values()]
         return [
             *(read.tensor for read in self.record.reads if read.storage is storage),

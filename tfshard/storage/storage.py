@@ -107,11 +107,11 @@ class Storage:
             stored = transfer.mesh_to_host(self.buffer.value())
             others = (i for i in range(len(self.format.members)) if i != member)
             values |= {i: self.format.unpack_host(stored, i) for i in others}
-        pieces = self._host_shards(values)
+        shards = self._host_shards(values)
         for _, handle in self.handles:
             _empty(handle, self.buffer.dtype, self.buffer.shape.rank)
             with tf.device(handle.device):
-                tf.raw_ops.AssignVariableOp(resource=handle, value=next(pieces))
+                tf.raw_ops.AssignVariableOp(resource=handle, value=next(shards))
 
     def set_again(self, member: int, value: np.ndarray) -> None:
         """Call `fill` with an array that the caller goes on using.
@@ -166,7 +166,7 @@ class Storage:
         if layout.mesh.is_remote():
             zeros = {member: np.broadcast_to(np.zeros((), each.dtype), each.shape) for member, each in values.items()}
             like = self.format.pack_host(zeros)
-            return messages.stand_in(like.shape, tf.as_dtype(like.dtype), layout)
+            return messages.placeholder(like.shape, tf.as_dtype(like.dtype), layout)
         return dtensor.pack(list(self._host_shards(values)), layout)
 
     def _host_shards(self, values: Mapping[int, HostValue]) -> Iterator[tf.Tensor]:
@@ -178,8 +178,8 @@ class Storage:
 
     def local_tensors(self) -> list[tuple[dict[str, int], tf.Tensor]]:
         """Return the local shard of each device of this client, with its location (axis name to index). Eager only."""
-        pieces = messages.unpacked(self.buffer.value())
-        return list(zip(self.format.stored_on.local_device_locations(), pieces, strict=True))
+        shards = messages.unpacked(self.buffer.value())
+        return list(zip(self.format.stored_on.local_device_locations(), shards, strict=True))
 
     @functools.cached_property
     def handles(self) -> list[tuple[dict[str, int], tf.Tensor]]:
@@ -196,12 +196,12 @@ class Storage:
         """The shape of the shard that each device stores."""
         return transfer.shard_shape(self.format.shape, transfer.layout(self.format.storage, self.format.stored_on))
 
-    def set_local(self, pieces: list[np.ndarray]) -> None:
+    def set_local(self, shards: list[np.ndarray]) -> None:
         """Set the local shards of this client's devices, in the order of `local_tensors`. Eager only."""
         self.times_set += 1
-        if pieces:
+        if shards:
             value = dtensor.pack(
-                [tf.constant(piece) for piece in pieces], transfer.layout(self.format.storage, self.format.stored_on)
+                [tf.constant(shard) for shard in shards], transfer.layout(self.format.storage, self.format.stored_on)
             )
             self._set_shards(value)
 
@@ -211,9 +211,9 @@ class Storage:
         An operation on the mesh would not do: DTensor compiles an eager operation again for each value of a small
         operand (ExecutableManager::ShouldFoldInput), and never frees a compiled program.
         """
-        for (_, handle), piece in zip(self.handles, messages.unpacked(value), strict=True):
+        for (_, handle), shard in zip(self.handles, messages.unpacked(value), strict=True):
             with tf.device(handle.device):
-                tf.raw_ops.AssignVariableOp(resource=handle, value=piece)
+                tf.raw_ops.AssignVariableOp(resource=handle, value=shard)
 
     def equalize(self) -> bool:
         """Copy the first device's shard to the devices of this client that should hold the same shard. Eager only.
@@ -222,14 +222,14 @@ class Storage:
             True if the shards differed.
         """
         first: dict[tuple[int, ...], np.ndarray] = {}
-        pieces, differed = [], False
+        shards, differed = [], False
         for location, tensor in self.local_tensors():
             part = boxes.part(self.format.storage, boxes.in_replica(location, self.format.mesh_axes))
-            piece = tensor.numpy()
-            pieces.append(first.setdefault(part, piece))
-            differed |= piece.tobytes() != pieces[-1].tobytes()
+            shard = tensor.numpy()
+            shards.append(first.setdefault(part, shard))
+            differed |= shard.tobytes() != shards[-1].tobytes()
         if differed:
-            self.set_local(pieces)
+            self.set_local(shards)
         return differed
 
     def write(self, recorded: Recorded) -> None:
@@ -350,7 +350,7 @@ class Storage:
             return recorded.base
         return self.format.pack(recorded.written, functools.partial(self._member, recorded))
 
-    def whole(self, member: int) -> tf.Tensor:
+    def full_value(self, member: int) -> tf.Tensor:
         """Return the full value of a member. The tensor is the same object until the next write.
 
         A tape differentiates by this tensor (`ShardedVariable.handle`), so the tape need not have watched the gather.

@@ -159,11 +159,11 @@ class VariableSurface(tf.Variable, _private.TensorType):  # type: ignore[misc]
         self, begin: tf.Tensor, end: tf.Tensor, strides: tf.Tensor, value: Any, name: str | None, **masks: int
     ) -> tf.Variable:
         """`variable[begin:end].assign(value)`."""
-        whole = self.value()
-        value = tf.convert_to_tensor(value, whole.dtype)
+        full = self.value()
+        value = tf.convert_to_tensor(value, full.dtype)
         return self.assign(
             tf.raw_ops.TensorStridedSliceUpdate(
-                input=whole, begin=begin, end=end, strides=strides, value=value, name=name, **masks
+                input=full, begin=begin, end=end, strides=strides, value=value, name=name, **masks
             )
         )
 

@@ -194,7 +194,7 @@ class ShardedVariable(VariableSurface):
 
     def source(self) -> tf.Tensor:
         """Return the tensor or handle that a gradient is taken with respect to, if no step has read the variable."""
-        return self.buffer.handle if self._is_direct() else self.storage.whole(self.member)
+        return self.buffer.handle if self._is_direct() else self.storage.full_value(self.member)
 
     @functools.cached_property
     def outside_handle(self) -> tf.Tensor:
@@ -221,7 +221,7 @@ class ShardedVariable(VariableSurface):
         """Return the full value in the compute layout, as the current graph sees it."""
         if self._is_direct():
             return self._direct_value()
-        whole = self.storage.whole(self.member)
+        whole = self.storage.full_value(self.member)
         self._note_read(whole)
         if self._trainable:
             _private.record_variable_access(self)

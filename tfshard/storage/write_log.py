@@ -75,7 +75,7 @@ class WriteLog:
         """Take a value that the microbatch before has passed on. It is no write of this step."""
         self._recorded[self._graph][storage] = Recorded(base=value, written={})
 
-    def own(self, storage: Writable) -> Recorded | None:
+    def find_in_step(self, storage: Writable) -> Recorded | None:
         """Return the last write in the graph of the step."""
         return self._recorded[self._graph].get(storage)
 

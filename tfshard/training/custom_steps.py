@@ -25,8 +25,8 @@ _traced: weakref.WeakKeyDictionary[keras.Model, dict[str, object]] = weakref.Wea
 def has_custom_steps(model: keras.Model) -> bool:
     """Return whether the class of a model overrides a step, or has no `call`."""
     cls, keras_model = type(model), keras.Model
-    own = cls.train_step is not keras_model.train_step or cls.test_step is not keras_model.test_step
-    return own or inventory.has_no_call(model)
+    has_step = cls.train_step is not keras_model.train_step or cls.test_step is not keras_model.test_step
+    return has_step or inventory.has_no_call(model)
 
 
 def note_batch(model: keras.Model, batch: Any, size: int | None = None) -> None:

@@ -307,7 +307,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         """Replicate a result of a step, so that `.numpy()` and the next step can use it."""
         if not isinstance(value, tf.Tensor) or value.shape.rank is None:
             return value
-        return transfer.whole(value, self._strategy().mesh)
+        return transfer.replicate(value, self._strategy().mesh)
 
     def _local_results(self, val: Any) -> tuple[Any, ...]:
         return (mesh_tensors.on_host(val) if is_outside() else val,)

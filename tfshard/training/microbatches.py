@@ -110,13 +110,13 @@ def _reduced(stacked: tf.Tensor, variable: ShardedVariable) -> tf.Tensor:
 
 
 def sharded_of(variable: keras.Variable | tf.Variable) -> ShardedVariable:
-    own = _private.backend_variable(variable) if isinstance(variable, keras.Variable) else variable
-    if not isinstance(own, ShardedVariable):
+    current = _private.backend_variable(variable) if isinstance(variable, keras.Variable) else variable
+    if not isinstance(current, ShardedVariable):
         raise StrategyError(
             "A step with microbatches can update only variables on its strategy's mesh. Create the variables in "
             f"strategy.scope(). Received: {variable!r}"
         )
-    return own
+    return current
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,8 +216,8 @@ class MicrobatchedStep:
                 )
             share = 1.0 if id(optimizer) in scaled else 1 / count
             updates.append(OptimizerCall(optimizer=optimizer, gradients=gradients, variables=variables, share=share))
-            own = [each for each in _private.variables_of_optimizer(optimizer) if each.name != "learning_rate"]
-            step.update_later(map(sharded_of, [*variables, *own]))
+            state = [each for each in _private.variables_of_optimizer(optimizer) if each.name != "learning_rate"]
+            step.update_later(map(sharded_of, [*variables, *state]))
 
         def scale(optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
             # Float16 gradients overflow where they do with the full batch.
@@ -227,7 +227,7 @@ class MicrobatchedStep:
         with _private.applied_by(later, scale), _private.reduced_losses(change):
             args, kwargs = given
             structure = self.fn(*args, **kwargs)
-        outputs = [self._whole(each) for each in tf.nest.flatten(structure)]
+        outputs = [self._replicated(each) for each in tf.nest.flatten(structure)]
         return _Traced(outputs=outputs, structure=structure, updates=updates)
 
     @property
@@ -242,9 +242,9 @@ class MicrobatchedStep:
         storage, member = key
         return storage.format.update if member is None else (axis_sizes(self.mesh).data, *(None,) * (rank - 1))
 
-    def _whole(self, value: Any) -> Any:
+    def _replicated(self, value: Any) -> Any:
         # A variable is read when the step has ended, after the update.
-        return transfer.whole(value, self.mesh) if isinstance(value, tf.Tensor) else value
+        return transfer.replicate(value, self.mesh) if isinstance(value, tf.Tensor) else value
 
     def _learn(self, given: Any) -> _Learned:
         graph, divisors = _private.func_graph("part"), []
@@ -299,8 +299,10 @@ class MicrobatchedStep:
                 else:
                     outputs = _private.copied(operation, [made[each.ref()] for each in operation.inputs], graph=graph)
                 made.update((old.ref(), new) for old, new in zip(operation.outputs, outputs, strict=True))
-            new = [total + self._whole(made[each.ref()]) for total, each in zip(totals, learned.divisors, strict=True)]
-            return number + 1, *(self._whole(each) for each in new)
+            new = [
+                total + self._replicated(made[each.ref()]) for total, each in zip(totals, learned.divisors, strict=True)
+            ]
+            return number + 1, *(self._replicated(each) for each in new)
 
         zeros = [transfer.zeros((), each.dtype, (), self.mesh) for each in learned.divisors]
         return list(self._while(body, zeros))
@@ -365,10 +367,10 @@ class MicrobatchedStep:
                 [written[storage] for storage in learned.state],
                 [list(each.values()) for each in added],
                 [
-                    self._whole(before + new / count) if mean else new
+                    self._replicated(before + new / count) if mean else new
                     for before, new, mean in zip(outputs, ended, is_mean, strict=True)
                 ],
-                self._whole(used),
+                self._replicated(used),
             )
 
         # Each microbatch starts from the same seeds, and draws its rows of the full batch's random numbers.

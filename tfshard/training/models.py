@@ -81,9 +81,9 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         return True
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
-        own = super().compile_from_config
-        if own.__func__ is not keras.Model.compile_from_config:
-            own(config)
+        inherited = super().compile_from_config
+        if inherited.__func__ is not keras.Model.compile_from_config:
+            inherited(config)
             return
         # Keras's method does nothing for a class that overrides `compile`.
         self.compile(**keras.saving.deserialize_keras_object(config))
@@ -376,19 +376,21 @@ def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[[], Non
     written_once.start()
 
 
-def _with_strategy(own: Callable[..., None]) -> Callable[..., None]:
+def _with_strategy(keras_compile: Callable[..., None]) -> Callable[..., None]:
     """Return a `keras.Model.compile` that calls `as_distributed` if it gets a strategy.
 
     A class's `compile` that passes unknown arguments to `super().compile` also ends here, after its other work.
     """
 
-    @functools.wraps(own)
+    @functools.wraps(keras_compile)
     def compile_(self: keras.Model, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> None:
         if strategy is None:
-            own(self, *args, **kwargs)
+            keras_compile(self, *args, **kwargs)
             return
         as_distributed(self)
-        _compile_under(self, strategy, functools.partial(own, self, *args, **kwargs), kwargs.get("jit_compile"))
+        _compile_under(
+            self, strategy, functools.partial(keras_compile, self, *args, **kwargs), kwargs.get("jit_compile")
+        )
 
     return compile_
 
@@ -399,17 +401,17 @@ _private.add_to_compile(_with_strategy)
 
 def _let_take_strategy(cls: type) -> None:
     """Make the `compile` that a class defines take `strategy=`, unless it takes the argument already."""
-    own: Any = vars(cls)["compile"]
-    if not inspect.isfunction(own) or issubclass(cls, Distributed):
+    class_compile: Any = vars(cls)["compile"]
+    if not inspect.isfunction(class_compile) or issubclass(cls, Distributed):
         return
-    parameters = inspect.signature(own).parameters
+    parameters = inspect.signature(class_compile).parameters
     if "strategy" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return
 
-    @functools.wraps(own)
+    @functools.wraps(class_compile)
     def compile_(self: keras.Model, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> Any:
         if strategy is None:
-            return own(self, *args, **kwargs)
+            return class_compile(self, *args, **kwargs)
         return as_distributed(self).compile(*args, strategy=strategy, **kwargs)
 
     cls.compile = compile_  # type: ignore[attr-defined]

@@ -57,11 +57,11 @@ class BatchFamily:
     """The batches of one structure.
 
     Attributes:
-        owned: How many shapes have separate functions.
+        separate: How many shapes have separate functions.
     """
 
     def __init__(self) -> None:
-        self.owned = 0
+        self.separate = 0
         self._first: list[tuple[int, ...]] | None = None
         self._open: set[tuple[int, int]] = set()
 

@@ -231,18 +231,18 @@ class StepFunctions:
         """
         strategy = self._strategy
         if strategy.config.already_sharded or self._model.run_eagerly:
-            return self._own(batch, counts_once)
+            return self._separate(batch, counts_once)
         batch = tf.nest.map_structure(batching.on_host, batch)
         self._note_full(batch)
-        own = self._own_key(batch, counts_once)
-        self._in_a_row = self._in_a_row + 1 if own == self._last else 1
-        self._last = own
+        key = self._shape_key(batch, counts_once)
+        self._in_a_row = self._in_a_row + 1 if key == self._last else 1
+        self._last = key
         family = self._family(batch)
-        if may_share and own not in self.functions and self._shares(batch, family):
+        if may_share and key not in self.functions and self._shares(batch, family):
             argument, capacities = family.padded(batch, strategy)
             return Prepared(batch=batch, key=capacities, argument=argument, is_open=True, counts_once=counts_once)
-        family.owned += own not in self.functions
-        return self._own(batch, counts_once)
+        family.separate += key not in self.functions
+        return self._separate(batch, counts_once)
 
     def run(self, prepared: Prepared) -> Any:
         """Run the step on one batch."""
@@ -261,7 +261,7 @@ class StepFunctions:
                 raise  # The step ran, and failed as on one device.
             self.takes_open = False
             del self.functions[prepared.key]
-        return self.run(self._own(prepared.batch, prepared.counts_once))
+        return self.run(self._separate(prepared.batch, prepared.counts_once))
 
     def _call(self, function: StepFunction, prepared: Prepared) -> Any:
         # Keras counts a batch of unknown size once.
@@ -269,13 +269,13 @@ class StepFunctions:
         with output_losses.counted_once(rows):
             return function([prepared.argument])
 
-    def _own(self, batch: Any, counts_once: bool) -> Prepared:
+    def _separate(self, batch: Any, counts_once: bool) -> Prepared:
         strategy = self._strategy
         argument = batching.batch_to_mesh(batch, strategy.mesh, strategy.config.already_sharded)
-        key = self._own_key(argument, counts_once)
+        key = self._shape_key(argument, counts_once)
         return Prepared(batch=batch, key=key, argument=argument, is_open=False, counts_once=counts_once)
 
-    def _own_key(self, batch: Any, counts_once: bool) -> Hashable:
+    def _shape_key(self, batch: Any, counts_once: bool) -> Hashable:
         if self._model.run_eagerly:
             return "eager"
         shapes = tuple(tuple(leaf.shape) for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape"))
@@ -308,7 +308,7 @@ class StepFunctions:
         leaves = [leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape")]
         if (
             not self.takes_open
-            or family.owned < FIRST
+            or family.separate < FIRST
             or self._in_a_row >= IN_A_ROW
             or clients.here().is_launched
             or strategy.microbatches > 1

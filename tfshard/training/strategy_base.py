@@ -92,7 +92,7 @@ class StrategyBase:
             stored: The layouts of variables that do not move; None for other variables.
         """
         config = dataclasses.replace(self.config, layout_map=layout_map)
-        return ModelPlacement.of(specs, config, mesh_shape=self.mesh_shape, resting=stored)
+        return ModelPlacement.of(specs, config, mesh_shape=self.mesh_shape, stored=stored)
 
     def check_accepts(self, model: keras.Model) -> None:
         """Raise `StrategyError` if this strategy cannot take the model."""

@@ -93,8 +93,8 @@ class Comparison:
 
     def _check_storage(self, when: str) -> None:
         for storage, name in self._subject.storages().items():
-            pieces = dtensor.unpack(storage.buffer.value())
-            text = differing_copies(pieces, axes_of(storage.buffer.value()), self._mesh)
+            shards = dtensor.unpack(storage.buffer.value())
+            text = differing_copies(shards, axes_of(storage.buffer.value()), self._mesh)
             if text is not None and all(d.place != name for d in self._differences):
                 message = f"devices hold different copies of variable '{name}' {when}: {text}"
                 self._differences.append(Difference(kind="replicas", place=name, message=message))

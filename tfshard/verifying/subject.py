@@ -97,11 +97,11 @@ class Subject:
         """
         for storage in self.storages():
             if storage not in self._held:
-                self._held[storage] = [np.array(piece) for _, piece in storage.local_tensors()]
+                self._held[storage] = [np.array(shard) for _, shard in storage.local_tensors()]
         known = {id(storage.buffer) for storage in self._held} | {id(variable) for variable, _ in self._others}
         for variable in used:
             if isinstance(variable, dtensor.DVariable) and id(variable) not in known:
-                self._others.append((variable, [np.array(piece) for piece in dtensor.unpack(variable.value())]))
+                self._others.append((variable, [np.array(shard) for shard in dtensor.unpack(variable.value())]))
         if any(name not in self._before for name in self.variables()):
             self._before = self.values() | self._before
 
@@ -112,10 +112,10 @@ class Subject:
 
     def restore(self) -> None:
         """Restore the saved local shards on every device."""
-        for storage, pieces in self._held.items():
-            storage.set_local(pieces)
-        for variable, pieces in self._others:
-            variable.assign(dtensor.pack([tf.constant(piece) for piece in pieces], variable.layout))
+        for storage, shards in self._held.items():
+            storage.set_local(shards)
+        for variable, shards in self._others:
+            variable.assign(dtensor.pack([tf.constant(shard) for shard in shards], variable.layout))
 
     @contextlib.contextmanager
     def on_one_device(self) -> Iterator[None]:
@@ -163,15 +163,15 @@ def axes_of(tensor: tf.Tensor) -> Axes:
     return transfer.axes_of(dtensor.fetch_layout(tensor))
 
 
-def differing_copies(pieces: Iterable[tf.Tensor], axes: Axes, mesh: dtensor.Mesh) -> str | None:
+def differing_copies(shards: Iterable[tf.Tensor], axes: Axes, mesh: dtensor.Mesh) -> str | None:
     """Return a text if two devices hold different copies of the same shard of a tensor, else None.
 
     Devices may round sums differently, which the comparison allows.
     """
     first: dict[tuple[int, ...], tuple[str, np.ndarray]] = {}
-    for piece, location in zip(pieces, mesh.local_device_locations(), strict=True):
+    for shard, location in zip(shards, mesh.local_device_locations(), strict=True):
         part = boxes.part(axes, location)
-        value, device = np.asarray(piece), piece.device.rpartition("device:")[2]
+        value, device = np.asarray(shard), shard.device.rpartition("device:")[2]
         expected_device, expected = first.setdefault(part, (device, value))
         if value.tobytes() == expected.tobytes():
             continue

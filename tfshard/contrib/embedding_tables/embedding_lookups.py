@@ -110,14 +110,14 @@ def _looked_up(table: ShardedVariable, ids: tf.Tensor, step: Step) -> tf.Tensor:
     is_shared_out = bool(shape) and shape[0] % devices == 0 and rows.comes_from_batch(ids)
     line = _in_line(tf.cast(ids, tf.int64), is_shared_out, mesh)
     if total > count:  # Filled up with the first ids, with zero gradients.
-        line = transfer.whole(tf.gather(line, np.arange(total) % count), mesh)
+        line = transfer.replicate(tf.gather(line, np.arange(total) % count), mesh)
     line = _sharded(line, mesh)
 
     def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
         with tf.name_scope(_GRADIENT):
             values = _in_line(tf.cast(upstream, table.dtype), is_shared_out, mesh, inner=1)
             if total > count:
-                values = transfer.whole(tf.pad(values, [[0, total - count], [0, 0]]), mesh)
+                values = transfer.replicate(tf.pad(values, [[0, total - count], [0, 0]]), mesh)
             return tf.IndexedSlices(
                 tf.identity(_sharded(values, mesh)),
                 tf.identity(_sharded(line, mesh)),
@@ -158,7 +158,7 @@ def _check(table: ShardedVariable, ids: tf.Tensor, step: Step) -> None:
 
 def _in_line(tensor: tf.Tensor, is_shared_out: bool, mesh: dtensor.Mesh, inner: int = 0) -> tf.Tensor:
     """Merge the dims of a tensor in front of the last `inner` ones into one."""
-    tensor = transfer.by_sample(tensor, mesh) if is_shared_out else transfer.whole(tensor, mesh)
+    tensor = transfer.by_sample(tensor, mesh) if is_shared_out else transfer.replicate(tensor, mesh)
     kept = tensor.shape[tensor.shape.rank - inner :]
     return tf.reshape(tensor, (math.prod(tensor.shape[: tensor.shape.rank - inner]), *kept))
 

@@ -90,8 +90,8 @@ class TableKind(VariableKind):
             )
         if rule is not None and any(rule[1]):
             raise StrategyError(
-                f"'{spec.path}' is an embedding table, whose rows the batch axis shards, and the layout map has "
-                "another layout for it. Take the variable out of tables=, or its rule out of the layout map. "
+                f"'{spec.path}' is an embedding table, whose rows the batch axis shards, but the layout map has "
+                "another layout for it. Remove the table from the layout map or from tables=. "
                 f"Received: axes={rule[1]} for pattern '{rule[0]}', tables={self.tables}"
             )
 
@@ -146,6 +146,6 @@ class TableKind(VariableKind):
     def check_verifiable(self) -> None:
         if self._is_lazy:
             raise StrategyError(
-                "verify compares with what Keras does on one device, which updates no table lazily. Verify the model "
-                f"with sparse='keras'. Received: tables={self.tables}"
+                "verify compares with Keras on one device, which does not update tables lazily. Verify the model with "
+                f"sparse='keras'. Received: tables={self.tables}"
             )

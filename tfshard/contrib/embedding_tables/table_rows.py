@@ -68,11 +68,11 @@ class TableRows(StorageFormat):
     def insert(self, stored: Callable[[], tf.Tensor], member: int, value: tf.Tensor) -> tf.Tensor:
         return tf.pad(value, [[0, self.shape[0] - self._rows], [0, 0]])
 
-    def pieces(self, location: Mapping[str, int]) -> list[Shard]:
+    def shards_at(self, location: Mapping[str, int]) -> list[Shard]:
         box = boxes.shard_box(self.shape, self.storage, axis_sizes(self.mesh), location)
         rows = max(0, min(box.shape[0], self._rows - box.offset[0]))
         offset = min(box.offset[0], self._rows)
         return [Shard(member=0, box=boxes.Box(offset=(offset, 0), shape=(rows, box.shape[1])))]
 
-    def share(self, piece: int, member: int) -> int:
-        return piece
+    def share(self, shard_bytes: int, member: int) -> int:
+        return shard_bytes

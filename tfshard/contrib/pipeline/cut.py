@@ -87,10 +87,10 @@ class CutModel:
                 inputs.
         """
         found: dict[Source, tf.TensorSpec] = {}
-        for number, (given, own) in enumerate(
+        for number, (given, symbol) in enumerate(
             zip(_private.flat_inputs(self.graph, inputs), self.graph.inputs, strict=True)
         ):
-            found[Source(-1, number)] = tf.TensorSpec(tuple(given.shape), own.dtype)
+            found[Source(-1, number)] = tf.TensorSpec(tuple(given.shape), symbol.dtype)
         for stage in self.stages:
             takes = [found[source] for source in stage.takes]
             symbols = [keras.KerasTensor(tuple(each.shape), each.dtype.name) for each in takes]
@@ -285,21 +285,21 @@ def _stages(
     sources: dict[int, Source] = {id(tensor): Source(-1, number) for number, tensor in enumerate(inputs)}
     stages: list[Stage] = []
     for number, (begin, end) in enumerate(zip(begins, [*begins[1:], len(calls)], strict=True)):
-        own = calls[begin:end]
-        made = {id(tensor): tensor for call in own for tensor in call.gives}
+        stage_calls = calls[begin:end]
+        made = {id(tensor): tensor for call in stage_calls for tensor in call.gives}
         later = {id(tensor) for call in calls[end:] for tensor in call.takes} | {id(tensor) for tensor in outputs}
-        taken = {id(tensor): tensor for call in own for tensor in call.takes if id(tensor) not in made}
+        taken = {id(tensor): tensor for call in stage_calls for tensor in call.takes if id(tensor) not in made}
         given = [tensor for key, tensor in made.items() if key in later]
         if not taken or not given:
             raise StrategyError(
                 "A pipeline stage must take and return tensors. Cut the model elsewhere: name the layers with which "
-                f"stages begin. Received: a stage of the layers {[_path(call.operation) for call in own]}"
+                f"stages begin. Received: a stage of the layers {[_path(call.operation) for call in stage_calls]}"
             )
         # Call the layers again. A keras.Model of tensors in the middle of a graph would treat the layer that made a
         # tensor as an input, even where the layer is called again (Keras 3's clone_graph_nodes).
         tensors = {key: keras.Input(batch_shape=each.shape, dtype=each.dtype) for key, each in taken.items()}
         began = list(tensors.values())
-        for call in own:
+        for call in stage_calls:
             call.again(tensors)
         ended = [tensors[id(each)] for each in given]
         stage = StageModel(began, ended, name=f"{graph.name}_part_{number}")
@@ -309,7 +309,7 @@ def _stages(
                 model=stage,
                 takes=tuple(sources[key] for key in taken),
                 has_rows=tuple(bool(tensor.shape) and tensor.shape[0] is None for tensor in given),
-                layers=tuple(dict.fromkeys(_path(call.operation) for call in own)),
+                layers=tuple(dict.fromkeys(_path(call.operation) for call in stage_calls)),
             )
         )
         for place, tensor in enumerate(given):

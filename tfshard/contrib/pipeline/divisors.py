@@ -40,7 +40,7 @@ def of_batch(model: keras.Model, *, training: bool) -> Divisors:
         with keras.StatelessScope(state_mapping=mapping), _private.reduced_losses(note):
             predicted = model(x, training=training)
             _private.compute_loss(model, x, y, predicted, sample_weight, training=training)
-        values = {stand_in.op for _, stand_in in mapping}
+        values = {placeholder.op for _, placeholder in mapping}
         if not values.isdisjoint(graph_edits.ancestors(found)):
             raise StrategyError(
                 "A loss is divided by a value that depends on the model's variables. For the full batch, this value "

@@ -163,15 +163,15 @@ class Pipeline:
             return self._runner.run(schedule, tasks, step.do)
         # A single thread traces and compiles the functions, each with the mesh of its pipeline rank, in the same order
         # on all clients.
-        waiting = [collections.deque(own) for own in tasks]
+        waiting = [collections.deque(rank_tasks) for rank_tasks in tasks]
         done: set[Task] = set()
         while any(waiting):
-            for rank, own in zip(self.ranks, waiting, strict=True):
-                while own and all(each in done for each in schedule.needs(own[0])):
+            for rank, rank_tasks in zip(self.ranks, waiting, strict=True):
+                while rank_tasks and all(each in done for each in schedule.needs(rank_tasks[0])):
                     with _private.default_mesh(rank.strategy.mesh):
-                        step.do(own[0])
+                        step.do(rank_tasks[0])
                     _private.give_unique_names()
-                    done.add(own.popleft())
+                    done.add(rank_tasks.popleft())
         self._seen[step.key] += 1
         return None
 
@@ -310,19 +310,19 @@ class _PipelineStep:
         pipeline, functions = self._pipeline, self._functions.ranks
         sums = [[self._sums[stage.number] for stage in rank.stages] for rank in pipeline.ranks]
         of_mirrors: list[dict[int, list[tf.Tensor]]] = [{} for _ in pipeline.ranks]
-        for rank, own in zip(functions, sums, strict=True):
+        for rank, rank_sums in zip(functions, sums, strict=True):
             if not rank.mirrored:
                 continue
             for variable, gradient in zip(
-                rank.mirrored, self._on(rank.rank, rank.gradients_of_mirrors, own), strict=True
+                rank.mirrored, self._on(rank.rank, rank.gradients_of_mirrors, rank_sums), strict=True
             ):
                 if gradient is not None:
                     home, number = self._home(variable)
                     of_mirrors[home.number].setdefault(number, []).append(self._sent(gradient, home))
         norm = self._norm(sums, of_mirrors)
-        for rank, own, more in zip(functions, sums, of_mirrors, strict=True):
+        for rank, rank_sums, more in zip(functions, sums, of_mirrors, strict=True):
             here = None if norm is None else _number(norm, rank.rank.strategy.mesh)
-            self._on(rank.rank, rank.update, own, more, here)
+            self._on(rank.rank, rank.update, rank_sums, more, here)
         ranks.find_homes(pipeline.ranks, [each.written for each in functions])
         values = {
             id(variable): value
@@ -340,8 +340,8 @@ class _PipelineStep:
         if not optimizer.global_clipnorm:
             return None
         squares = [
-            float(transfer.to_host(self._on(rank.rank, rank.square, own, more)))
-            for rank, own, more in zip(self._functions.ranks, sums, of_mirrors, strict=True)
+            float(transfer.to_host(self._on(rank.rank, rank.square, rank_sums, more)))
+            for rank, rank_sums, more in zip(self._functions.ranks, sums, of_mirrors, strict=True)
         ]
         return np.array(math.sqrt(sum(squares)) / (optimizer.loss_scale_factor or 1.0), np.float32)
 
@@ -390,9 +390,9 @@ class _PipelineStep:
     def _keep(self, stage: int, number: int, kept: Kept) -> None:
         self._kept[stage, number] = kept
         # All tasks of a stage run in one thread; other threads add and take under other keys.
-        own = [each for (of, _), each in list(self._kept.items()) if of == stage]
-        self.most_kept[stage] = max(self.most_kept[stage], len(own))
-        self.most_bytes[stage] = max(self.most_bytes[stage], sum(each.bytes for each in own))
+        stage_kept = [each for (of, _), each in list(self._kept.items()) if of == stage]
+        self.most_kept[stage] = max(self.most_kept[stage], len(stage_kept))
+        self.most_bytes[stage] = max(self.most_bytes[stage], sum(each.bytes for each in stage_kept))
 
     def _add(self, stage: int, sums: Sums) -> None:
         before = self._sums.get(stage)

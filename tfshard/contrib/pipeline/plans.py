@@ -232,7 +232,9 @@ def measured(model: keras.Model) -> Measured | None:
     found = pipeline.measured
     if found is None:
         return None
-    tasks = tuple(_timed(own, rank.strategy.mesh) for own, rank in zip(found.tasks, pipeline.ranks, strict=True))
+    tasks = tuple(
+        _timed(rank_tasks, rank.strategy.mesh) for rank_tasks, rank in zip(found.tasks, pipeline.ranks, strict=True)
+    )
     return dataclasses.replace(found, tasks=tasks)
 
 
@@ -240,8 +242,8 @@ def _timed(tasks: tuple[Timed, ...], mesh: dtensor.Mesh) -> tuple[Timed, ...]:
     """Return the tasks of a pipeline rank, timed by a client that ran them."""
     if messages.is_everywhere(mesh):
         return tasks
-    own = None if mesh.is_remote() else np.array([(each.begin, each.end) for each in tasks])
-    times = messages.from_first(own, (len(tasks), 2), tf.float64, mesh)
+    local_times = None if mesh.is_remote() else np.array([(each.begin, each.end) for each in tasks])
+    times = messages.from_first(local_times, (len(tasks), 2), tf.float64, mesh)
     return tuple(
         dataclasses.replace(each, begin=float(begin), end=float(end))
         for each, (begin, end) in zip(tasks, times, strict=True)

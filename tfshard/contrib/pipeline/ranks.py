@@ -149,9 +149,9 @@ def find_homes(ranks: list[PipelineRank], written: Sequence[Collection[object]])
     every = {key: variable for rank in ranks for key, (variable, _) in rank.shared.items()}
     for key, variable in every.items():
         at = []
-        for rank, own in zip(ranks, written, strict=True):
+        for rank, storages in zip(ranks, written, strict=True):
             here = rank.shared[key][1] if key in rank.shared else sharded_of(variable)
-            at += [(rank, here)] if here.storage in own else []
+            at += [(rank, here)] if here.storage in storages else []
         if len(at) == 1 and key in at[0][0].shared:
             _private.set_backend_variable(variable, at[0][1])
         if len(at) == 1:

@@ -78,9 +78,9 @@ class Runner:
         failed: list[BaseException] = []
 
         @process_lock.working_for_holder()
-        def of_rank(own: Sequence[Task]) -> list[Timed]:
+        def of_rank(rank_tasks: Sequence[Task]) -> list[Timed]:
             timed: list[Timed] = []
-            for task in own:
+            for task in rank_tasks:
                 needed = set(schedule.needs(task))
                 with changed:
                     while not failed and not needed <= done:
@@ -101,7 +101,7 @@ class Runner:
                     changed.notify_all()
             return timed
 
-        ended = [each.result() for each in [self._threads.submit(of_rank, own) for own in tasks]]
+        ended = [each.result() for each in [self._threads.submit(of_rank, rank_tasks) for rank_tasks in tasks]]
         if failed:
             raise failed[0]
         return ended

@@ -180,9 +180,9 @@ def check(name: str, *, ranks: int, stages: int) -> None:
 
 def _gpipe(rank: int, ranks: int, stages: int, microbatches: int) -> list[Task]:
     """Return all forward passes, then all backward passes."""
-    own, numbers = range(rank, stages, ranks), range(microbatches)
-    forward = [Task(True, stage, number) for stage in own for number in numbers]
-    return [*forward, *(Task(False, stage, number) for stage in reversed(own) for number in numbers)]
+    rank_stages, numbers = range(rank, stages, ranks), range(microbatches)
+    forward = [Task(True, stage, number) for stage in rank_stages for number in numbers]
+    return [*forward, *(Task(False, stage, number) for stage in reversed(rank_stages) for number in numbers)]
 
 
 def _one_forward_one_backward(rank: int, ranks: int, stages: int, microbatches: int) -> list[Task]:

@@ -65,8 +65,8 @@ def _compiled(rank: PipelineRank, function: Callable[..., Any]) -> Callable[...,
             return result() if callable(result) else result
 
     # TensorFlow counts traces by a function's code, and would count all these functions as one; a partial has no code.
-    own = functools.partial(step)
-    compiled: Callable[..., Any] = tf.function(own, jit_compile=False, reduce_retracing=False, autograph=False)
+    uncounted = functools.partial(step)
+    compiled: Callable[..., Any] = tf.function(uncounted, jit_compile=False, reduce_retracing=False, autograph=False)
     return compiled
 
 
@@ -120,7 +120,7 @@ class StageFunctions:
         written = set(step.writes.storages)
         kept = [_storage(each) in written for each in states]
         self._written = [each for each, keep in zip(states, kept, strict=True) if keep]
-        values = [self._whole(each) for each, keep in zip(before, kept, strict=True) if keep]
+        values = [self._replicated(each) for each, keep in zip(before, kept, strict=True) if keep]
         return lambda: (gives, losses, values, step.record.token)
 
     def _note_microbatch(self, takes: Sequence[Passed], number: tf.Tensor) -> None:
@@ -170,7 +170,7 @@ class StageFunctions:
         if not losses:
             return None
         # As `_aggregate_additional_loss` does.
-        return self._whole(tf.add_n([tf.cast(tf.reduce_sum(each), tf.float32) for each in losses]))
+        return self._replicated(tf.add_n([tf.cast(tf.reduce_sum(each), tf.float32) for each in losses]))
 
     def _called(self, takes: Sequence[Passed], *, training: bool) -> list[Passed]:
         masks = [mask for _, mask in takes]
@@ -260,10 +260,10 @@ class StageFunctions:
 
     def _predictions(self, takes: list[Passed], others: list[Passed], *, training: bool) -> Any:
         """Return the outputs of the model, from the inputs of the last stage and the outputs of earlier stages."""
-        own, passed = self._called(takes, training=training), iter(others)
+        outputs, passed = self._called(takes, training=training), iter(others)
         flat = []
         for source in self._cut.outputs:
-            tensor, mask = own[source.number] if source.stage == self.stage.number else next(passed)
+            tensor, mask = outputs[source.number] if source.stage == self.stage.number else next(passed)
             if mask is not None:
                 tensor = tf.identity(tensor)
                 _private.set_mask(tensor, mask)
@@ -354,7 +354,7 @@ class StageFunctions:
     def _logs(self, batch: tuple[Any, Any, Any], predicted: Any) -> Any:
         x, y, sample_weight = batch
         logs = self._model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
-        return transfer.map_tensors(self._whole, logs)
+        return transfer.map_tensors(self._replicated, logs)
 
     # --- layouts
 
@@ -365,7 +365,7 @@ class StageFunctions:
         axes = batching.batch_axes(shape, mesh) if rows else (None,) * len(shape)
         return transfer.relayout(tensor, axes, mesh)
 
-    def _whole(self, value: Any) -> Any:
+    def _replicated(self, value: Any) -> Any:
         return self.rank.strategy.extended.replicate(value)
 
 
@@ -410,8 +410,8 @@ class PipelineRankFunctions:
 
     def _merged(self, sums: list[Sums]) -> dict[Storage, tf.Tensor]:
         merged: dict[Storage, tf.Tensor] = {}
-        for stage, own in zip(self._stages, sums, strict=True):
-            for storage, each in zip(stage.storages, own, strict=True):
+        for stage, stage_sums in zip(self._stages, sums, strict=True):
+            for storage, each in zip(stage.storages, stage_sums, strict=True):
                 merged[storage] = merged[storage] + each if storage in merged else each
         return merged
 
@@ -432,12 +432,12 @@ class PipelineRankFunctions:
         sizes = axis_sizes(mesh)
         dim = next((dim for dim, size in enumerate(shape) if size % sizes.data_size == 0), None)
         axes = tuple(sizes.data if at == dim else None for at in range(len(shape)))
-        return transfer.relayout(transfer.whole(tensor, mesh), axes, mesh)
+        return transfer.relayout(transfer.replicate(tensor, mesh), axes, mesh)
 
     def _receive_shared(self, values: Sequence[tf.Tensor]) -> None:
         """Assign the home values to the mirrors."""
         for variable, value in zip(self.mirrored, values, strict=True):
-            sharded_of(variable).assign(transfer.whole(value, self.rank.strategy.mesh))
+            sharded_of(variable).assign(transfer.replicate(value, self.rank.strategy.mesh))
 
     def _with_mirrors(
         self, sums: list[Sums], of_mirrors: Mapping[int, Sequence[tf.Tensor]]
@@ -452,8 +452,8 @@ class PipelineRankFunctions:
         for number, gradients in of_mirrors.items():
             variable = sharded_of(self.rank.variables[number])
             more.add(id(variable))
-            whole = [transfer.whole(each, self.rank.strategy.mesh) for each in gradients]
-            storage, gradient = variable.storage, tf.add_n(whole)
+            replicated = [transfer.replicate(each, self.rank.strategy.mesh) for each in gradients]
+            storage, gradient = variable.storage, tf.add_n(replicated)
             if storage.format.packed:
                 members = [gradient if at == variable.member else None for at in range(len(storage.format.members))]
                 gradient = storage.format.pack_gradients(members, gradient.dtype)

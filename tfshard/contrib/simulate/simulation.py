@@ -373,23 +373,27 @@ class Simulator:
         axes = MeshAxes.of(mesh_shape)
         if self._batch % axes.data_size:
             raise CannotBeError(f"a batch of {self._batch} samples is not divisible by {axes.data_size} devices")
-        own = self._batch // axes.data_size
+        local_batch = self._batch // axes.data_size
         try:
             placement = self._placement(mesh_shape, stage)
         except LayoutError as error:
             raise CannotBeError(str(error)) from None
-        resting = ShardingPlan.from_placement(placement, slots=self._slots).resting_bytes()
-        if machine.memory is not None and resting > machine.memory:
+        stored_bytes = ShardingPlan.from_placement(placement, slots=self._slots).resting_bytes()
+        if machine.memory is not None and stored_bytes > machine.memory:
             raise CannotBeError(
-                f"parameters and slots take {resting:,} bytes on each device, which has {machine.memory:,}"
+                f"parameters and slots take {stored_bytes:,} bytes on each device, which has {machine.memory:,}"
             )
         tried = list(rows)
         found = []
         for recompute in recomputes:
             if recompute == blocks.AUTO and not self._has_blocks:
                 continue
-            for each in sorted({each for each in (*tried, own) if own % each == 0 and each <= max(tried)}):
-                one = self._prediction(machine, placement, mesh_shape, stage, resting, each, own // each, recompute)
+            for each in sorted(
+                {each for each in (*tried, local_batch) if local_batch % each == 0 and each <= max(tried)}
+            ):
+                one = self._prediction(
+                    machine, placement, mesh_shape, stage, stored_bytes, each, local_batch // each, recompute
+                )
                 found.append(one)
                 if machine.memory is not None and one.needed_bytes > machine.memory:
                     break
@@ -401,7 +405,7 @@ class Simulator:
         placement: ModelPlacement,
         mesh_shape: dict[str, int],
         stage: ZeroStage,
-        resting: int,
+        stored_bytes: int,
         rows: int,
         count: int,
         recompute: str | None,
@@ -410,7 +414,7 @@ class Simulator:
         microbatches = Microbatches(count=count)
         updated = updated_bytes_of(placement, self._slots)
         time = step.on(machine, mesh_shape, updated_bytes=updated, microbatches=count)
-        peak = resting + made + sum_bytes(microbatches, placement.variables, placement.mesh_shape)
+        peak = stored_bytes + made + sum_bytes(microbatches, placement.variables, placement.mesh_shape)
         devices = math.prod(mesh_shape.values())
         could = time.seconds * devices * (machine.peak_flops or machine.product_flops)
         return Prediction(

@@ -148,7 +148,7 @@ def results_and_gradient(function):
 
 def test_every_operation_that_is_computed_whole_is_tried_here():
     tried = {op for ops, _ in CASES.values() for op in ops} - {"Where", "Unique"}
-    assert tried | {"Size", "ConcatOffset", "Empty", "EnsureShape"} == set(expansions.COMPUTED_WHOLE)
+    assert tried | {"Size", "ConcatOffset", "Empty", "EnsureShape"} == set(expansions.REPLICATED_OPERATIONS)
 
 
 @pytest.mark.sweep(4)
