@@ -10,7 +10,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 
@@ -21,6 +21,9 @@ from tfshard.operations.layer_patch import BLOCK, REMAT
 from tfshard.storage import recomputing, steps
 
 AUTO = "auto"
+
+# The layers that are blocks, each with the name of its block, by the id of the layer.
+_Blocks: TypeAlias = dict[int, tuple[keras.Layer, str]]
 
 # How flat models name the layers of a block: conv2_block1_1_conv, block_3_expand, block2a_dwconv, mixed4.
 _NAMED_BLOCK = re.compile(r"(.*?block_?\d+[a-z]?)_.*")
@@ -41,12 +44,12 @@ def install(model: keras.Model, blocks: str | Sequence[str], keep_products: bool
         StrategyError: The model is not built or has no blocks, or a pattern matches no layer or is no regular
             expression.
     """
-    names = _blocks_of(model, blocks)
+    found = _blocks_of(model, blocks)
     keeps = recomputing.PRODUCTS if keep_products else frozenset()
-    for layer, name in names.items():
+    for layer, name in found.values():
         layer_patch.undo_of(BLOCK, layer)
         layer_patch.apply(BLOCK, layer, functools.partial(_in_block, name=name, keeps=keeps))
-    return list(dict.fromkeys(names.values()))
+    return list(dict.fromkeys(name for _, name in found.values()))
 
 
 @contextlib.contextmanager
@@ -58,7 +61,7 @@ def marked(model: keras.Model, blocks: str | Sequence[str] = AUTO) -> Iterator[N
     """
     found = _blocks_of(model, blocks)
     with contextlib.ExitStack() as stack:
-        for layer, name in found.items():
+        for layer, name in found.values():
             if all(patch.change is not BLOCK for patch in layer_patch.patches_on(layer)):
                 make = functools.partial(_in_block, name=name, keeps=frozenset())
                 stack.enter_context(layer_patch.applied(BLOCK, layer, make))
@@ -90,8 +93,8 @@ def install_remat(model: keras.Model) -> None:
             layer_patch.apply(REMAT, operation, functools.partial(_rematerialized, operation))
 
 
-def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> dict[keras.Layer, str]:
-    """Return the layers that are blocks, with the names of the blocks."""
+def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> _Blocks:
+    """Return the layers that are blocks."""
     if not model.built:
         raise StrategyError(
             f"Model '{model.name}' is not built: build it, or call it once, before its blocks are marked."
@@ -100,8 +103,8 @@ def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> dict[keras.La
     return _found(layers) if blocks == AUTO else _matched(layers, blocks)
 
 
-def _found(layers: Sequence[keras.Layer]) -> dict[keras.Layer, str]:
-    """Return the layers of repeated blocks, with the names of the blocks."""
+def _found(layers: Sequence[keras.Layer]) -> _Blocks:
+    """Return the layers of repeated blocks."""
     inside: set[int] = set()
     by_kind: dict[tuple[type, frozenset[type]], list[keras.Layer]] = collections.defaultdict(list)
     for layer in layers:
@@ -113,10 +116,10 @@ def _found(layers: Sequence[keras.Layer]) -> dict[keras.Layer, str]:
     # The outermost: a layer in a block is part of it.
     for layer in repeated:
         inside.update(id(each) for each in _private.flatten_layers(layer) if each is not layer)
-    found = {layer: layer.path or layer.name for layer in repeated if id(layer) not in inside}
+    found = {id(layer): (layer, layer.path or layer.name) for layer in repeated if id(layer) not in inside}
     if found:
         return found
-    named = {layer: match.group(1) for layer in layers if (match := _NAMED_BLOCK.fullmatch(layer.name))}
+    named = {id(layer): (layer, match.group(1)) for layer in layers if (match := _NAMED_BLOCK.fullmatch(layer.name))}
     if not named:
         raise StrategyError(
             "Found no blocks to recompute: no layers that hold others come again, and no names such as "
@@ -125,17 +128,20 @@ def _found(layers: Sequence[keras.Layer]) -> dict[keras.Layer, str]:
     return named
 
 
-def _matched(layers: Sequence[keras.Layer], blocks: str | Sequence[str]) -> dict[keras.Layer, str]:
+def _matched(layers: Sequence[keras.Layer], blocks: str | Sequence[str]) -> _Blocks:
+    """Return the layers whose paths match regular expressions."""
     patterns = (blocks,) if isinstance(blocks, str) else tuple(blocks)
-    found: dict[keras.Layer, str] = {}
+    found: _Blocks = {}
     for pattern in patterns:
         try:
-            matches = {layer: re.fullmatch(pattern, layer.path or layer.name) for layer in layers}
+            matches = [(layer, re.fullmatch(pattern, layer.path or layer.name)) for layer in layers]
         except (TypeError, re.error) as error:
             raise StrategyError(
                 f"blocks must be 'auto' or regular expressions of layers' paths. Received: {pattern!r}"
             ) from error
-        new = {layer: "/".join(map(str, match.groups())) or match.group() for layer, match in matches.items() if match}
+        new = {
+            id(layer): (layer, "/".join(map(str, match.groups())) or match.group()) for layer, match in matches if match
+        }
         if not new:
             raise StrategyError(f"blocks match no layer: {pattern!r}. Some paths: {_some(layers)}")
         found |= new

@@ -163,6 +163,7 @@ class InStep:
 
     def read(self, variable: VariableView) -> tf.Tensor:
         if self._step is not None:
+            self._step.check_mesh(variable)
             self._step.check_read(variable)
         if variable.storage.waits and _private.in_symbolic_scope():
             # Keras learns shapes there. The graph is never run.
@@ -180,6 +181,8 @@ class InStep:
         return self._step.tables.placeholder(variable.path, variable.layout.spec.shape, variable.dtype)
 
     def write(self, variable: VariableView, value: Any) -> None:
+        if self._step is not None:
+            self._step.check_mesh(variable)
         tensor = variable.to_tensor(value)
         if variable.layout.table is None:
             self._write(variable, tensor)

@@ -1,12 +1,13 @@
 """Step: records reads and writes while a step function is traced, and finishes the step by passes (passes.py)."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard.devices import host_meshes
+from tfshard.errors import StrategyError
 from tfshard.layouts.config import ReshardPolicy
 from tfshard.layouts.variable_layout import Axes
 from tfshard.storage import barrier as barriers
@@ -25,6 +26,13 @@ Gathered: TypeAlias = dict[Hashable, tuple[tf.Tensor, tf.Tensor | None]]
 
 # Reduces a local gradient of a variable over the devices. Returns None if DTensor should reduce it.
 ReduceGradient: TypeAlias = Callable[[tf.Tensor, Any], tf.Tensor | None]
+
+
+class OnMesh(Protocol):
+    """A variable, as far as a step knows where it is."""
+
+    path: str
+    mesh: dtensor.Mesh
 
 
 class ReadLog:
@@ -69,6 +77,7 @@ class Step:
         graph: The graph of the step; None in eager code.
         reshard: When to gather and free sharded values; None leaves both to DTensor.
         reduce_gradient: Reduces local gradients of variables; None leaves reductions to DTensor.
+        only_mesh: The mesh of all variables that the step may use; None allows any mesh.
 
     Attributes:
         record: The data for the passes.
@@ -89,8 +98,9 @@ class Step:
         graph: tf.Graph | None,
         reshard: ReshardPolicy | None = None,
         reduce_gradient: ReduceGradient | None = None,
+        only_mesh: dtensor.Mesh | None = None,
     ):
-        self.record = StepRecord(graph=graph, reshard=reshard)
+        self.record = StepRecord(graph=graph, reshard=reshard, only_mesh=only_mesh)
         self.reduce_gradient = reduce_gradient
         self.batch = BatchShapes()
         self.blocks = BlockRecorder(graph, self.record.blocks)
@@ -102,6 +112,17 @@ class Step:
     def graph(self) -> tf.Graph | None:
         """The graph of the step; None in eager code. Branches and called functions have other graphs."""
         return self.record.graph
+
+    def check_mesh(self, variable: OnMesh) -> None:
+        """Raise `StrategyError` if a variable is on another mesh than the step."""
+        mesh = self.record.only_mesh
+        if mesh is not None and variable.mesh is not mesh and variable.mesh != mesh:
+            raise StrategyError(
+                f"A step uses variable '{variable.path}', which is on the mesh of another strategy. Run the step by "
+                "that strategy, or compile the variable's model with the strategy of the step: "
+                f"model.compile(..., strategy=strategy). The variable's mesh: {variable.mesh}. "
+                f"Received: a step on mesh {mesh}"
+            )
 
     def check_read(self, variable: tf.Variable) -> None:
         """Does nothing. `MicrobatchStep` raises if the variable is updated after the last microbatch."""

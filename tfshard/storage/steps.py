@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.layouts.config import ReshardPolicy
@@ -142,7 +143,10 @@ def _within(graph: tf.Graph | None) -> contextlib.AbstractContextManager[object]
 
 @contextlib.contextmanager
 def step_scope(
-    reshard: ReshardPolicy | None = None, reduce_gradient: ReduceGradient | None = None, reads_only: bool = False
+    reshard: ReshardPolicy | None = None,
+    reduce_gradient: ReduceGradient | None = None,
+    reads_only: bool = False,
+    only_mesh: dtensor.Mesh | None = None,
 ) -> Iterator[None]:
     """Open a step. Writes are recorded, and carried out when the outermost scope ends.
 
@@ -150,11 +154,12 @@ def step_scope(
         reshard: When a traced step gathers and frees sharded values; by default it gathers all of them at its start.
         reduce_gradient: Reduces a local gradient of a variable; by default DTensor does.
         reads_only: True if the scope only reads variables, around other steps.
+        only_mesh: The mesh of all variables that the step may use; by default any mesh.
     """
     if current() is not None:
         yield
         return
-    step = Step(here(), reshard, reduce_gradient)
+    step = Step(here(), reshard, reduce_gradient, only_mesh)
     with _changed(step=step):
         yield
         written = step.finish()

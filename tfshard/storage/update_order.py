@@ -69,7 +69,7 @@ def one_after_the_other(
     joint: list[_JointGradients] = []
     for since in sorted(batches, reverse=True):
         joint.insert(0, _JointGradients.of(since, batches[since], joint))
-    # First the barriers of all optimizers: an order of updates could make a gradient of a later optimizer wait for them.
+    # All barriers before any order: ordered updates could make a gradient of a later optimizer wait for its updates.
     for number, batch in enumerate(joint):
         batch.hold(joint[number + 1 :], others, replaced, barrier)
     for batch in joint:

@@ -69,8 +69,7 @@ class AttachedModel:
     """
 
     def __init__(self, model: keras.Model, strategy: StrategyBase):
-        known, key = strategy.attached, id(model)
-        self._model = weakref.ref(model, lambda _: known.pop(key, None))
+        self._model = weakref.ref(model)
         self._strategy = weakref.ref(strategy)
         # Without the layers: they would keep the model alive, and with it this object.
         self._placed: tuple[_Basis, ModelPlacement] | None = None
@@ -331,7 +330,7 @@ class AttachedModel:
         _forget_functions(self.model)
         for each in left:
             if not each.members:
-                each.invalidate()
+                each.invalidate(f"variables of model '{self.model.name}'")
 
     def _agree_on_values(self) -> None:
         """Check that all clients of a launched run created the same variables with the same initial values."""
@@ -394,9 +393,9 @@ class TracedStorages:
 
 def attached(model: keras.Model, strategy: StrategyBase) -> AttachedModel:
     """Return the `AttachedModel` of a model and a strategy. The first call creates it; no variable is changed."""
-    found: AttachedModel | None = strategy.attached.get(id(model))
+    found: AttachedModel | None = strategy.attached.get(model)
     if found is None:
-        found = strategy.attached[id(model)] = AttachedModel(model, strategy)
+        found = strategy.attached[model] = AttachedModel(model, strategy)
     return found
 
 

@@ -1,6 +1,9 @@
 """Models on a pipeline match one device."""
 
 import functools
+import gc
+import threading
+import weakref
 
 import keras
 import keras_hub
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
+from tensorflow.python.framework.func_graph import FuncGraph
 
 import parity
 import tfshard
@@ -190,6 +194,28 @@ def test_the_numbers_are_those_of_one_device(name):
 
 
 @pytest.mark.slow
+def test_a_compiled_model_is_freed_with_its_pipeline():
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**TWO))
+
+    def graphs():
+        gc.collect()
+        return sum(isinstance(each, FuncGraph) for each in gc.get_objects())
+
+    def train():
+        model = tfshard.pipeline(mlp(), stages=["dense_2"], microbatches=2)
+        model.compile(keras.optimizers.Adam(0.01), ENTROPY, strategy=strategy)
+        model.fit(X, Y, batch_size=16, verbose=0)
+        model.predict(X, verbose=0)
+        assert pipeline_of(model).model is model and graphs() > before, "premise"
+        return weakref.ref(model), weakref.ref(pipeline_of(model))
+
+    before = graphs()
+    model, pipeline = train()
+    assert graphs() <= before
+    assert model() is None and pipeline() is None
+    assert not [each for each in threading.enumerate() if each.name.startswith("tfshard_rank") and each.is_alive()]
+
+
 def test_batch_statistics_are_those_of_the_microbatches_one_after_the_other():
     def build():
         keras.utils.set_random_seed(0)
