@@ -132,14 +132,12 @@ def test_functions_that_were_traced_before_a_move_say_what_to_do():
 
     around = tf.function(lambda x: old.run(step, args=(x,)))
     concrete, inside = around.get_concrete_function(batch), tf.function(step)
-    outer = tf.function(lambda x: around(x) + 1.0)
-    outer(batch)
     loss = float(around(batch))
     old.run(inside, args=(X,))
     values = model.get_weights()
     model.compile(keras.optimizers.Adam(0.01), "mse", strategy=new)
     assert all(variable.value.mesh == new.mesh != old.mesh for variable in model.variables), "premise"
-    for function in (around, concrete, outer):
+    for function in (around, concrete):
         with pytest.raises(tfshard.errors.StrategyError, match="Make the function again"):
             function(batch)
     # Traced after the move, under the strategy before.
@@ -233,3 +231,45 @@ def test_a_model_around_one_that_goes_elsewhere_says_what_to_do():
     around.compile("sgd", "mse", strategy=new)
     around.train_on_batch(X, Y)
     body.train_on_batch(X, Y)
+
+
+@pytest.mark.parametrize("after", ["stage 1, alone", "two devices"])
+def test_a_model_that_shares_layers_with_one_that_moves(after):
+    """The other model trains on under its strategy if both strategies have one mesh. Otherwise an error says so."""
+
+    def steps(old=None, new=None):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((6,))
+        shared = layers.Dense(16, "tanh", name="shared")(inputs)
+        models = [keras.Model(inputs, layers.Dense(4, name=name)(shared)) for name in ("one", "two")]
+        for model in models:
+            model.compile(
+                keras.optimizers.Adam(0.01), "mse", jit_compile=False, **({} if old is None else {"strategy": old})
+            )
+            told = [float(model.train_on_batch(X, Y))]
+        models[0].compile(models[0].optimizer, "mse", jit_compile=False, **({} if new is None else {"strategy": new}))
+        yield from told
+        for model in models[::-1] * 2:
+            yield float(model.train_on_batch(X, Y))
+            yield float(model.evaluate(X, Y, verbose=0))
+
+    old, new = STRATEGIES["stage 3"](), STRATEGIES[after]()
+    if old.mesh == new.mesh:
+        np.testing.assert_allclose(list(steps(old, new)), list(steps()), rtol=1e-4)
+        return
+    inputs = keras.Input((6,))
+    shared = layers.Dense(16, name="shared")(inputs)
+    models = [keras.Model(inputs, layers.Dense(4)(shared)) for _ in range(2)]
+    for model in models:
+        model.compile("sgd", "mse", strategy=old)
+        model.train_on_batch(X, Y)
+    models[0].compile("sgd", "mse", strategy=new)
+    for use in (
+        lambda: models[1].train_on_batch(X, Y),
+        lambda: models[1].test_on_batch(X, Y),
+        lambda: models[1].predict(X),
+    ):
+        with pytest.raises(tfshard.errors.StrategyError, match="lives on another mesh, of another model"):
+            use()
+    models[1].compile("sgd", "mse", strategy=new)
+    models[1].train_on_batch(X, Y)

@@ -48,7 +48,7 @@ def install(model: keras.Model, blocks: str | Sequence[str], keep_products: bool
     keeps = recomputing.PRODUCTS if keep_products else frozenset()
     for layer, name in found.values():
         layer_patch.undo_of(BLOCK, layer)
-        layer_patch.apply(BLOCK, layer, functools.partial(_in_block, name=name, keeps=keeps))
+        layer_patch.apply(BLOCK, layer, functools.partial(_BlockCall, name=name, keeps=keeps))
     return list(dict.fromkeys(name for _, name in found.values()))
 
 
@@ -63,7 +63,7 @@ def marked(model: keras.Model, blocks: str | Sequence[str] = AUTO) -> Iterator[N
     with contextlib.ExitStack() as stack:
         for layer, name in found.values():
             if all(patch.change is not BLOCK for patch in layer_patch.patches_on(layer)):
-                make = functools.partial(_in_block, name=name, keeps=frozenset())
+                make = functools.partial(_BlockCall, name=name, keeps=frozenset())
                 stack.enter_context(layer_patch.applied(BLOCK, layer, make))
         yield
 
@@ -81,6 +81,26 @@ def can_mark(model: keras.Model) -> bool:
 def has_marked(model: keras.Model) -> bool:
     """Return whether a model has blocks that are computed again."""
     return any(patch.change in (BLOCK, REMAT) for patch in layer_patch.patches_of(model))
+
+
+def marks(model: keras.Model) -> list[layer_patch.LayerPatch]:
+    """Return the patches of a model's layers that are blocks. A later call of `install` makes other patches."""
+    return [
+        patch
+        for layer in _private.flatten_layers(model)
+        for patch in layer_patch.patches_on(layer)
+        if patch.change is BLOCK
+    ]
+
+
+def mark_opened(model: keras.Model) -> None:
+    """Mark the layers of nested models that are blocks: a pipeline calls these layers, and not the nested models."""
+    for patch in marks(model):
+        made = patch.replacement
+        if isinstance(patch.owner, keras.Model) and isinstance(made, _BlockCall):
+            for layer in _private.flatten_layers(patch.owner):
+                make = functools.partial(_BlockCall, name=made.name, keeps=made.keeps)
+                layer_patch.apply(BLOCK, layer, make)
 
 
 def install_remat(model: keras.Model) -> None:
@@ -152,16 +172,24 @@ def _some(layers: Sequence[keras.Layer]) -> list[str]:
     return [layer.path or layer.name for layer in layers[:8]]
 
 
-def _in_block(call: layer_patch.Method, *, name: str, keeps: frozenset[str]) -> layer_patch.Method:
-    @functools.wraps(call)
-    def called(*args: Any, **kwargs: Any) -> Any:
+class _BlockCall:
+    """A layer's `call` that tells the step which operations belong to a block.
+
+    Attributes:
+        name: The name of the block.
+        keeps: Types of operations. Their results stay in memory.
+    """
+
+    def __init__(self, call: layer_patch.Method, *, name: str, keeps: frozenset[str]):
+        functools.update_wrapper(self, call)
+        self._call, self.name, self.keeps = call, name, keeps
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = steps.block_recorder()
         if recorder is None:
-            return call(*args, **kwargs)
-        with recorder.block(name, keeps):
-            return call(*args, **kwargs)
-
-    return called
+            return self._call(*args, **kwargs)
+        with recorder.block(self.name, self.keeps):
+            return self._call(*args, **kwargs)
 
 
 def _rematerialized(operation: keras.Operation, original: layer_patch.Method) -> layer_patch.Method:
@@ -174,6 +202,6 @@ def _rematerialized(operation: keras.Operation, original: layer_patch.Method) ->
         ):  # A mode may leave this layer out.
             return call
         keeps = recomputing.PRODUCTS if _private.remat_mode(operation) == "activations" else frozenset[str]()
-        return _in_block(call, name=getattr(operation, "path", None) or operation.name, keeps=keeps)
+        return _BlockCall(call, name=getattr(operation, "path", None) or operation.name, keeps=keeps)
 
     return given

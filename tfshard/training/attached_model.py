@@ -248,8 +248,9 @@ class AttachedModel:
     def move_from_other(self) -> None:
         """Reshard a model of another strategy. It belongs to this strategy then. Does nothing for other models.
 
-        Layers that the model shares with other models of the other strategy move, too. Those models cannot be trained
-        before they are compiled with this strategy.
+        Models inside this model move, too. Other models that share layers with this model keep their strategy. If both
+        strategies have the same mesh, these models run on, with the shared layers in the layouts of this strategy.
+        Otherwise they cannot be used before they are compiled with this strategy.
 
         Raises:
             StrategyError, LayoutError, UnsupportedLayerError: As `reshard_layers`. The model keeps its strategy.

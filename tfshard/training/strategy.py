@@ -418,6 +418,9 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         `keras.RematScope` are recomputed without this call. For compiled steps; an eager step keeps all activations. A
         clone of the model has no blocks.
 
+        A stage of a pipelined model recomputes its forward pass in any case. With blocks, it then holds the activations
+        of one block instead of those of the stage.
+
         Args:
             model: A built model.
             blocks: `"auto"` finds repeated layers that contain layers, such as transformer layers, or, in a flat model,

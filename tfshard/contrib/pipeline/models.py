@@ -17,7 +17,7 @@ from tfshard.contrib.pipeline.pipeline import Pipeline
 from tfshard.devices import clients, messages, process_lock, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
-from tfshard.operations import unsupported
+from tfshard.operations import blocks, unsupported
 from tfshard.training import failures
 from tfshard.training.attached_variables import attach_global_seed, attach_variables
 from tfshard.training.models import Distributed, as_distributed
@@ -44,13 +44,18 @@ class _State:
     Attributes:
         cut: The stages, and the arguments of `pipeline`.
         pipeline: The pipeline; None before the model is compiled.
-        structure: The structure of the model in the last step.
+        seen: The structure of the model in the last step, and the blocks that it recomputes.
     """
 
     def __init__(self, cut: _Cut):
         self.cut = cut
         self.pipeline: Pipeline | None = None
-        self.structure: object = None
+        self.seen: object = None
+
+
+def _seen(model: keras.Model) -> object:
+    """Return a key that changes when a model gets layers, variables or recomputed blocks."""
+    return _private.structure(model), blocks.marks(model)
 
 
 def _state_of(model: keras.Model) -> _State | None:
@@ -116,13 +121,14 @@ class _Pipelined(Distributed):
         assert pipeline is not None, "Keras runs compiled models only."
         strategy = pipeline.strategy
         attach_global_seed(strategy)
-        if state.structure != _private.structure(self):
+        if state.seen != _seen(self):
+            blocks.mark_opened(self)
             pipeline.place()
             pipeline.forget()
         pipeline.place_optimizer()
         for metric in _private.compiled_metrics(self):
             attach_variables(metric.variables, strategy)
-        state.structure = _private.structure(self)
+        state.seen = _seen(self)
         return pipeline
 
     def get_metrics_result(self) -> Any:
