@@ -22,15 +22,18 @@ class WeakIdentityDict(Generic[_Key, _Value]):
         self._entries: dict[int, tuple[weakref.ref[_Key], _Value]] = {}
 
     def __setitem__(self, key: _Key, value: _Value) -> None:
-        owner, number = weakref.ref(self), id(key)
+        remove, number = weakref.WeakMethod(self._remove), id(key)
 
         def drop(_: object) -> None:
-            """Drop the entry. The interpreter calls this before another object can have the id."""
-            found = owner()
-            if found is not None:
-                found._entries.pop(number, None)
+            """Remove the entry. The interpreter calls this before another object can have the id."""
+            method = remove()
+            if method is not None:
+                method(number)
 
         self._entries[number] = weakref.ref(key, drop), value
+
+    def _remove(self, number: int) -> None:
+        self._entries.pop(number, None)
 
     def __getitem__(self, key: _Key) -> _Value:
         return self._entries[id(key)][1]

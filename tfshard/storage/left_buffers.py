@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.errors import StrategyError
 
-# What each handle held.
+# The variables that left the buffer of each handle, in words.
 _left: _private.WeakIdentityDict[tf.Tensor, str] = _private.WeakIdentityDict()
 
 
