@@ -95,12 +95,16 @@ def marks(model: keras.Model) -> list[layer_patch.LayerPatch]:
 
 def mark_opened(model: keras.Model) -> None:
     """Mark the layers of nested models that are blocks: a pipeline calls these layers, and not the nested models."""
+    inside: set[int] = set()
     for patch in marks(model):
-        made = patch.replacement
-        if isinstance(patch.owner, keras.Model) and isinstance(made, _BlockCall):
-            for layer in _private.flatten_layers(patch.owner):
-                make = functools.partial(_BlockCall, name=made.name, keeps=made.keeps)
-                layer_patch.apply(BLOCK, layer, make)
+        owner, made = patch.owner, patch.replacement
+        if id(owner) in inside or not isinstance(owner, keras.Model) or not isinstance(made, _BlockCall):
+            continue
+        for layer in _private.flatten_layers(owner):
+            if layer is not owner:
+                inside.add(id(layer))
+                layer_patch.undo_of(BLOCK, layer)
+                layer_patch.apply(BLOCK, layer, functools.partial(_BlockCall, name=made.name, keeps=made.keeps))
 
 
 def install_remat(model: keras.Model) -> None:
