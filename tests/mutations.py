@@ -421,9 +421,9 @@ MUTATIONS = [
     ),
     Mutation(
         area="updates",
-        function="tfshard.storage.update_order:one_after_the_other",
-        old="for before, storage in itertools.pairwise(large):",
-        new="for before, storage in itertools.pairwise(large[:1]):",
+        function="tfshard.storage.update_order:_JointGradients.order",
+        old="for earlier, storage in itertools.pairwise(large):",
+        new="for earlier, storage in itertools.pairwise(large[:1]):",
         what="updates do not wait for each other",
         killed_by="tests/storage/test_update_order.py::test_updates_of_gradients_that_come_at_once_are_one_after_the_other[4]",
     ),

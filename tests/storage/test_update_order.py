@@ -13,18 +13,18 @@ import tensorflow as tf
 import parity
 import tfshard
 from tfshard.devices import merges
-from tfshard.storage import late_slices, slot_reads, update_order
+from tfshard.storage import late_slices, passes, slot_reads, update_order
 from tfshard.storage.graph_edits import ancestors
 
 MEBI = 1 << 20
-WIDTH, LAYERS = 1024, 4
+WIDTH, NARROW, LAYERS = 1024, 256, 4
 X = np.random.RandomState(0).normal(size=(16, WIDTH)).astype("float32")
 
 
-def build():
+def build(width=WIDTH):
     """Return kernels of 4 MiB, with small activations."""
-    hidden = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS)]
-    return keras.Sequential([keras.Input((WIDTH,)), *hidden])
+    hidden = [keras.layers.Dense(width, activation="tanh") for _ in range(LAYERS)]
+    return keras.Sequential([keras.Input((width,)), *hidden])
 
 
 def strategy(stage, mesh=None, threshold=32 * MEBI):
@@ -174,6 +174,99 @@ def test_two_optimizers_in_one_step_of_which_one_uses_what_the_other_has_made():
 
 def dataset():
     return tf.data.Dataset.from_tensors(X).repeat(3)
+
+
+# The variables of the first and the second optimizer, among four kernels and four biases.
+PARTS = {
+    "halves": (slice(0, 4), slice(4, 8)),
+    "every second variable": (slice(0, 8, 2), slice(1, 8, 2)),
+    "some variables twice": (slice(0, 6), slice(2, 8)),
+    "all variables twice": (slice(0, 8), slice(0, 8)),
+}
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(1e-3),
+    "clipped": lambda: keras.optimizers.Adam(1e-3, global_clipnorm=0.1),
+    "averaged": lambda: keras.optimizers.SGD(1e-2, momentum=0.9, use_ema=True),
+}
+
+
+class TwoOptimizers(keras.Model):
+    """Trains parts of its variables with one optimizer, and parts with another one."""
+
+    def __init__(self, parts, optimizers, tapes):
+        super().__init__()
+        self.body, self.parts, self.tapes = build(NARROW), parts, tapes
+        self.first, self.second = optimizers
+
+    def call(self, x):
+        return self.body(x)
+
+    def train_step(self, data):
+        variables = self.body.trainable_variables
+        for number, (part, optimizer) in enumerate(zip(self.parts, (self.first, self.second), strict=True)):
+            if number < self.tapes:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(self.body(data[0]) - data[1]))
+                gradients = tape.gradient(loss, variables)
+            optimizer.apply(gradients[part], variables[part])
+        return {"loss": loss}
+
+
+def train_two(parts, optimizers, tapes, chosen=None):
+    """Return the losses of three steps, and the weights and slots behind them."""
+    keras.utils.set_random_seed(0)
+    model = TwoOptimizers(PARTS[parts], [OPTIMIZERS[each]() for each in optimizers], tapes)
+    model.compile(jit_compile=False, **({} if chosen is None else {"strategy": chosen}))
+    x = X[:, :NARROW]
+    losses = [float(model.train_on_batch(x, x, return_dict=True)["loss"]) for _ in range(3)]
+    return losses, [np.array(v) for v in (*model.variables, *model.first.variables, *model.second.variables)]
+
+
+BOTH = [("adam", "adam"), ("clipped", "averaged"), ("averaged", "clipped")]
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("tapes", [1, 2])
+@pytest.mark.parametrize("optimizers", BOTH, ids="-".join)
+@pytest.mark.parametrize("parts", PARTS)
+def test_two_optimizers_with_slots_train_one_model_as_on_one_device(parts, optimizers, tapes):
+    """With one tape both optimizers use gradients of one forward pass; with two, the second sees the first update."""
+    assert_two_match_one_device(0, parts, optimizers, tapes)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("tapes", [1, 2])
+@pytest.mark.parametrize("optimizers", BOTH, ids="-".join)
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_optimizers_with_sharded_slots_train_one_model_as_on_one_device(stage, parts, optimizers, tapes):
+    assert_two_match_one_device(stage, parts, optimizers, tapes)
+
+
+def assert_two_match_one_device(stage, parts, optimizers, tapes):
+    chosen = strategy(stage, threshold=1 << 16)
+    assert merges.happen(chosen.mesh) and update_order.LEAST_BYTES <= 4 * NARROW * NARROW, "premise"
+    losses, values = train_two(parts, optimizers, tapes, chosen)
+    expected, plain = train_two(parts, optimizers, tapes)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for value, reference in zip(values, plain, strict=True):
+        np.testing.assert_allclose(value, reference, rtol=1e-3, atol=1e-5)
+
+
+def test_updates_of_each_of_two_optimizers_are_one_after_the_other(monkeypatch):
+    orders = []
+    original = update_order.order_updates
+
+    def noting(record, barrier):
+        original(record, barrier)
+        large = [each.storage for each in record.updates if each.storage.updated_bytes >= update_order.LEAST_BYTES]
+        orders.append([record.updated[storage] for storage in large])
+
+    monkeypatch.setattr(passes, "PASSES", tuple(noting if each is original else each for each in passes.PASSES))
+    train_two("halves", ("adam", "adam"), 1, strategy(0, threshold=1 << 16))
+    (order,) = orders
+    assert len(order) == LAYERS, "premise: a kernel for each layer"
+    assert _depends(order[1], order[0]) and _depends(order[3], order[2])
 
 
 def test_nothing_waits_where_reductions_are_not_merged(monkeypatch):

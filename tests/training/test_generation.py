@@ -218,3 +218,34 @@ def test_tfshard_works_without_keras_hub():
         "model.compile('sgd', 'mse', strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=1)))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+class EqualGPT2(keras_hub.models.GPT2CausalLM):
+    """All objects of this class are equal."""
+
+    def __eq__(self, other):
+        return isinstance(other, EqualGPT2)
+
+    def __hash__(self):
+        return 0
+
+
+def test_equal_models_generate_what_each_generates_on_one_device():
+    def models():
+        for number in range(2):
+            keras.utils.set_random_seed(number)
+            made = gpt2()
+            yield EqualGPT2(backbone=made.backbone, preprocessor=None)
+
+    prompt = {"token_ids": np.array([[3, 4, 0, 0, 0, 0]] * 4), "padding_mask": np.array([[1, 1, 0, 0, 0, 0]] * 4)}
+    strategy, expected, found = strategy_of(MESHES["batch"]), [], []
+    for plain, model in zip(models(), models(), strict=True):
+        for variable, other in zip(plain.trainable_variables, model.trainable_variables, strict=True):
+            variable.assign(10 * variable)
+            other.assign(variable)
+        plain.compile(sampler="greedy")
+        expected.append(plain.generate(prompt, stop_token_ids=None)["token_ids"])
+        model.compile("sgd", "mse", sampler="greedy", strategy=strategy)
+        found.append(model.generate(prompt, stop_token_ids=None)["token_ids"])
+    assert model == plain and not np.array_equal(*expected), "premise"
+    np.testing.assert_array_equal(found, expected)

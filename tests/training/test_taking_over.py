@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tfshard
 from tfshard.storage.variables import ShardedVariable
+from tfshard.training import reshard
 
 layers = keras.layers
 TOKENS = np.random.RandomState(0).randint(0, 9, (16, 6))
@@ -117,6 +118,69 @@ def test_a_strategy_like_the_one_before_moves_nothing():
     assert [variable.value.storage for variable in model.optimizer.variables] == slots
 
 
+def test_functions_that_were_traced_before_a_move_say_what_to_do():
+    """The functions do not run: no device reads a buffer that the variables left, scalars included."""
+    old, new = STRATEGIES["stage 3"](), STRATEGIES["two devices"]()
+    model = small(old)
+    batch = next(iter(old.experimental_distribute_dataset(tf.data.Dataset.from_tensors(X))))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x)))
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    around = tf.function(lambda x: old.run(step, args=(x,)))
+    concrete, inside = around.get_concrete_function(batch), tf.function(step)
+    loss = float(around(batch))
+    old.run(inside, args=(X,))
+    values = model.get_weights()
+    model.compile(keras.optimizers.Adam(0.01), "mse", strategy=new)
+    assert all(variable.value.mesh == new.mesh != old.mesh for variable in model.variables), "premise"
+    for function in (around, concrete):
+        with pytest.raises(tfshard.errors.StrategyError, match="Make the function again"):
+            function(batch)
+    # Traced after the move, under the strategy before.
+    for function in (tf.function(lambda x: old.run(step, args=(x,))), lambda x: old.run(tf.function(step), args=(x,))):
+        with pytest.raises(tfshard.errors.StrategyError, match="on the mesh of another strategy"):
+            function(batch)
+    for function in (inside, step):
+        with pytest.raises(tfshard.errors.StrategyError, match="on the mesh of another strategy"):
+            old.run(function, args=(X,))
+    for ours, theirs in zip(model.get_weights(), values, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert float(new.run(tf.function(step), args=(X,))) < loss
+
+
+def test_a_function_of_a_plain_model_says_what_to_do_once_the_model_is_sharded():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(4)])
+    outputs = tf.function(lambda x: model(x))
+    expected = outputs(X).numpy()
+    model.compile("sgd", "mse", strategy=STRATEGIES["stage 3"]())
+    with pytest.raises(tfshard.errors.StrategyError, match="reads variable '.*kernel'"):
+        outputs(X)
+    np.testing.assert_allclose(tf.function(lambda x: model(x))(X), expected, rtol=1e-5)
+
+
+def test_functions_of_a_plain_model_run_on_if_a_strategy_refuses_the_model():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(16), layers.Dense(4)])
+    outputs = tf.function(lambda x: model(x))
+    expected = outputs(X).numpy()
+
+    def fail(variable, *args, **kwargs):
+        if variable is model.layers[1].kernel:
+            raise MemoryError("premise")
+        return original(variable, *args, **kwargs)
+
+    original = reshard.replace
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(reshard, "replace", fail)
+        model.compile("sgd", "mse", strategy=STRATEGIES["stage 3"]())
+    np.testing.assert_array_equal(outputs(X), expected)
+
+
 def test_what_a_model_had_under_the_strategy_before_is_freed_and_fails_where_it_is_read():
     old = STRATEGIES["stage 3"]()
     model = small(old)
@@ -130,7 +194,7 @@ def test_what_a_model_had_under_the_strategy_before_is_freed_and_fails_where_it_
     storage = model.get_layer("up").kernel.value.storage
     model.compile("sgd", "mse", strategy=STRATEGIES["model axis"]())
     assert not storage.members
-    with pytest.raises(tf.errors.InvalidArgumentError):
+    with pytest.raises(tfshard.errors.StrategyError, match="reads variables of model 'sequential"):
         outputs(X)
     np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=1e-5)
     with pytest.raises(tfshard.errors.StrategyError, match="Compile it with this one"):
@@ -167,3 +231,45 @@ def test_a_model_around_one_that_goes_elsewhere_says_what_to_do():
     around.compile("sgd", "mse", strategy=new)
     around.train_on_batch(X, Y)
     body.train_on_batch(X, Y)
+
+
+@pytest.mark.parametrize("after", ["stage 1, alone", "two devices"])
+def test_a_model_that_shares_layers_with_one_that_moves(after):
+    """The other model trains on under its strategy if both strategies have one mesh. Otherwise an error says so."""
+
+    def steps(old=None, new=None):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((6,))
+        shared = layers.Dense(16, "tanh", name="shared")(inputs)
+        models = [keras.Model(inputs, layers.Dense(4, name=name)(shared)) for name in ("one", "two")]
+        for model in models:
+            model.compile(
+                keras.optimizers.Adam(0.01), "mse", jit_compile=False, **({} if old is None else {"strategy": old})
+            )
+            told = [float(model.train_on_batch(X, Y))]
+        models[0].compile(models[0].optimizer, "mse", jit_compile=False, **({} if new is None else {"strategy": new}))
+        yield from told
+        for model in models[::-1] * 2:
+            yield float(model.train_on_batch(X, Y))
+            yield float(model.evaluate(X, Y, verbose=0))
+
+    old, new = STRATEGIES["stage 3"](), STRATEGIES[after]()
+    if old.mesh == new.mesh:
+        np.testing.assert_allclose(list(steps(old, new)), list(steps()), rtol=1e-4)
+        return
+    inputs = keras.Input((6,))
+    shared = layers.Dense(16, name="shared")(inputs)
+    models = [keras.Model(inputs, layers.Dense(4)(shared)) for _ in range(2)]
+    for model in models:
+        model.compile("sgd", "mse", strategy=old)
+        model.train_on_batch(X, Y)
+    models[0].compile("sgd", "mse", strategy=new)
+    for use in (
+        lambda: models[1].train_on_batch(X, Y),
+        lambda: models[1].test_on_batch(X, Y),
+        lambda: models[1].predict(X),
+    ):
+        with pytest.raises(tfshard.errors.StrategyError, match="lives on another mesh, of another model"):
+            use()
+    models[1].compile("sgd", "mse", strategy=new)
+    models[1].train_on_batch(X, Y)

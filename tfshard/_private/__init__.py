@@ -16,6 +16,7 @@ Callers take names from here (`_private.flatten_layers`). The modules group them
     losses                           Keras: the divisors of losses
     epochs, weight_files             Keras: the epochs of a fit; weight files
     saving                           both: which process writes checkpoints and models
+    weak                             neither: weak collections that compare users' objects by identity
 """
 
 from tfshard._private.versions import VersionWarning, check_versions, package_version
@@ -66,6 +67,7 @@ from tfshard._private.functional import (
 )
 from tfshard._private.functions import (
     around_function_calls,
+    check_inputs,
     converted_by_autograph,
     ctc_with_unique_names,
     function_locks_released,
@@ -192,6 +194,7 @@ from tfshard._private.variables import (
     set_backend_variable,
     variable_dtype,
 )
+from tfshard._private.weak import WeakIdentityDict, WeakIdentitySet
 from tfshard._private.weight_files import (
     WEIGHTS_MEMBER,
     WeightSpec,
@@ -216,6 +219,8 @@ __all__ = [
     "TensorType",
     "TraceEvent",
     "VersionWarning",
+    "WeakIdentityDict",
+    "WeakIdentitySet",
     "WeightSpec",
     "add_to_compile",
     "add_to_class_compiles",
@@ -232,6 +237,7 @@ __all__ = [
     "captured_placeholders",
     "captured_resources",
     "captures_brought",
+    "check_inputs",
     "checks_all_numbers",
     "clone_being_made",
     "compile_arguments",

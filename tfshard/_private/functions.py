@@ -7,7 +7,7 @@ import re
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -38,6 +38,10 @@ _CALLS = {
 }
 # The context in which functions with steps run.
 _steps_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+# Called after each function with steps, before its new functions are renamed.
+_steps_ended: Callable[[], object] | None = None
+# Called with the inputs of each traced function before the function runs.
+_check_inputs: Callable[[Sequence[Any]], object] | None = None
 
 
 def give_unique_names(ended: Callable[[], object] = lambda: None) -> None:
@@ -118,25 +122,47 @@ def give_unique_names_after(graph: tf.Graph, ended: Callable[[], object]) -> Non
     while isinstance(graph.outer_graph, _func_graph.FuncGraph):
         graph = graph.outer_graph
         _graphs_with_steps.add(graph)
+    global _steps_ended
+    _steps_ended = ended
+    _watch_calls()
+    _note_functions_with_steps()
+
+
+def check_inputs(check: Callable[[Sequence[Any]], object]) -> None:
+    """Call `check(inputs)`, from now on, before each traced function runs (`Context.call_function`).
+
+    The inputs include the tensors and variables that the function captured. If `check` raises, the function does not
+    run.
+    """
+    global _check_inputs
+    _check_inputs = check
+    _watch_calls()
+
+
+def _watch_calls() -> None:
+    """Check the inputs of traced functions, and run functions with steps in their context, from now on."""
     context = _context.context()
     if "call_function" in vars(context):
         return
-    _note_functions_with_steps()
     call = context.call_function
 
-    def call_function(name: bytes, *args: Any, **kwargs: Any) -> Any:
+    def call_function(name: bytes, tensor_inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if _check_inputs is not None:
+            _check_inputs(tensor_inputs)
         if name.decode() not in _functions_with_steps:
-            return call(name, *args, **kwargs)
+            return call(name, tensor_inputs, *args, **kwargs)
         with _steps_context():
             try:
-                return call(name, *args, **kwargs)
+                return call(name, tensor_inputs, *args, **kwargs)
             finally:
-                give_unique_names(ended)
+                assert _steps_ended is not None, "set when the step was traced"
+                give_unique_names(_steps_ended)
 
-    reason = "a function that runs a step holds the process's lock and waits for its devices"
+    reason = "a function that runs a step holds the process's lock and waits for its devices; none reads freed buffers"
     patches.replace(context, "call_function", call_function, reason)
 
 
+@functools.cache
 def _note_functions_with_steps() -> None:
     """Note, from now on, each function that runs a step when TensorFlow builds the function from its graph."""
     make = _atomic_function.from_func_graph
@@ -148,6 +174,7 @@ def _note_functions_with_steps() -> None:
             text = name.decode() if isinstance(name, bytes) else name
             _functions_with_steps.add(text)
             weakref.finalize(function, _functions_with_steps.discard, text)
+            keep_gradients_with_graphs()
         return function
 
     reason = "records which functions run a step"

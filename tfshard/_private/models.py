@@ -6,7 +6,6 @@ import gc
 import math
 import sys
 import types
-import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, BinaryIO
 
@@ -21,6 +20,7 @@ from keras.src.saving import object_registration as _object_registration
 from keras.src.utils import naming as _naming
 
 from tfshard._private import patches
+from tfshard._private.weak import WeakIdentitySet
 
 
 def add_to_compile(make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
@@ -245,8 +245,7 @@ def register_same_name(cls: type, original: type) -> None:
         _object_registration.GLOBAL_CUSTOM_NAMES[cls] = registered
 
 
-# By identity, as a user's class may define equality and a hash. A dict is changed in one step of the interpreter.
-_recorded_models: "dict[int, weakref.ref[keras.Model]]" = {}
+_recorded_models: WeakIdentitySet[keras.Model] = WeakIdentitySet()
 
 
 def record_models() -> None:
@@ -270,8 +269,7 @@ def record_models() -> None:
 
 def _record(model: Any) -> None:
     if issubclass(type(model), keras.Model):
-        key = id(model)
-        _recorded_models[key] = weakref.ref(model, lambda _: _recorded_models.pop(key, None))
+        _recorded_models.add(model)
 
 
 def _subclasses(cls: type) -> list[type]:
@@ -279,20 +277,15 @@ def _subclasses(cls: type) -> list[type]:
     return [cls, *(found for each in below for found in _subclasses(each))]
 
 
-def _models() -> list[keras.Model]:
-    found = [reference() for reference in list(_recorded_models.values())]
-    return [model for model in found if model is not None]
-
-
 def traced_models() -> list[keras.Model]:
     """Return the Keras models that have made a step function (such as `Trainer.train_function`)."""
     names = ("train_function", "test_function", "predict_function")
-    return [model for model in _models() if any(getattr(model, name, None) is not None for name in names)]
+    return [model for model in _recorded_models if any(getattr(model, name, None) is not None for name in names)]
 
 
 def models_under(strategy: tf.distribute.Strategy) -> list[keras.Model]:
     """Return the Keras models that were built or compiled under `strategy` (`_distribute_strategy`)."""
-    return [model for model in _models() if getattr(model, "_distribute_strategy", None) is strategy]
+    return [model for model in _recorded_models if getattr(model, "_distribute_strategy", None) is strategy]
 
 
 def lookup_table(layer: keras.layers.IntegerLookup) -> tuple[np.ndarray, np.ndarray, int]:

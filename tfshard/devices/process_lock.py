@@ -15,7 +15,6 @@ import contextlib
 import functools
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -81,7 +80,7 @@ def working_for_holder() -> Iterator[None]:
 
 
 # tf.functions in which steps were traced.
-_with_steps: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+_with_steps: _private.WeakIdentitySet[Callable[..., Any]] = _private.WeakIdentitySet()
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """The variables of a model, and the optimizers that train it."""
 
 import gc
-import weakref
 from collections.abc import Iterable, Iterator
 
 import keras
@@ -31,16 +30,16 @@ def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
 # --- The optimizers of a model ----------------------------------------------------------------------
 
 # Optimizers that have updated sharded variables or hold slots of them, in order of their first use.
-_seen_optimizers: "weakref.WeakKeyDictionary[keras.optimizers.Optimizer, None]" = weakref.WeakKeyDictionary()
+_seen_optimizers: _private.WeakIdentitySet[keras.optimizers.Optimizer] = _private.WeakIdentitySet()
 # Optimizers that some model was compiled with. They belong to that model, even after another compile.
-_compiled_optimizers: "weakref.WeakSet[keras.optimizers.Optimizer]" = weakref.WeakSet()
+_compiled_optimizers: _private.WeakIdentitySet[keras.optimizers.Optimizer] = _private.WeakIdentitySet()
 
 
 def note_optimizer(callers: Iterable[object]) -> None:
     """Record the outermost optimizer among the running callers."""
     optimizer = next((caller for caller in callers if isinstance(caller, keras.optimizers.Optimizer)), None)
     if optimizer is not None and optimizer not in _seen_optimizers:
-        _seen_optimizers[optimizer] = None
+        _seen_optimizers.add(optimizer)
 
 
 def note_compiled(optimizer: keras.optimizers.Optimizer | None) -> None:
@@ -104,7 +103,7 @@ def loop_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     def find() -> list[keras.optimizers.Optimizer]:
         return [
             optimizer
-            for optimizer in list(_seen_optimizers)
+            for optimizer in _seen_optimizers
             if optimizer not in _compiled_optimizers
             and id(optimizer) not in taken
             and any(

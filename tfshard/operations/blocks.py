@@ -10,7 +10,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 
@@ -21,6 +21,9 @@ from tfshard.operations.layer_patch import BLOCK, REMAT
 from tfshard.storage import recomputing, steps
 
 AUTO = "auto"
+
+# The layers that are blocks, each with the name of its block, by the id of the layer.
+_Blocks: TypeAlias = dict[int, tuple[keras.Layer, str]]
 
 # How flat models name the layers of a block: conv2_block1_1_conv, block_3_expand, block2a_dwconv, mixed4.
 _NAMED_BLOCK = re.compile(r"(.*?block_?\d+[a-z]?)_.*")
@@ -41,12 +44,12 @@ def install(model: keras.Model, blocks: str | Sequence[str], keep_products: bool
         StrategyError: The model is not built or has no blocks, or a pattern matches no layer or is no regular
             expression.
     """
-    names = _blocks_of(model, blocks)
+    found = _blocks_of(model, blocks)
     keeps = recomputing.PRODUCTS if keep_products else frozenset()
-    for layer, name in names.items():
+    for layer, name in found.values():
         layer_patch.undo_of(BLOCK, layer)
-        layer_patch.apply(BLOCK, layer, functools.partial(_in_block, name=name, keeps=keeps))
-    return list(dict.fromkeys(names.values()))
+        layer_patch.apply(BLOCK, layer, functools.partial(_BlockCall, name=name, keeps=keeps))
+    return list(dict.fromkeys(name for _, name in found.values()))
 
 
 @contextlib.contextmanager
@@ -58,9 +61,9 @@ def marked(model: keras.Model, blocks: str | Sequence[str] = AUTO) -> Iterator[N
     """
     found = _blocks_of(model, blocks)
     with contextlib.ExitStack() as stack:
-        for layer, name in found.items():
+        for layer, name in found.values():
             if all(patch.change is not BLOCK for patch in layer_patch.patches_on(layer)):
-                make = functools.partial(_in_block, name=name, keeps=frozenset())
+                make = functools.partial(_BlockCall, name=name, keeps=frozenset())
                 stack.enter_context(layer_patch.applied(BLOCK, layer, make))
         yield
 
@@ -80,6 +83,30 @@ def has_marked(model: keras.Model) -> bool:
     return any(patch.change in (BLOCK, REMAT) for patch in layer_patch.patches_of(model))
 
 
+def marks(model: keras.Model) -> list[layer_patch.LayerPatch]:
+    """Return the patches of a model's layers that are blocks. A later call of `install` makes other patches."""
+    return [
+        patch
+        for layer in _private.flatten_layers(model)
+        for patch in layer_patch.patches_on(layer)
+        if patch.change is BLOCK
+    ]
+
+
+def mark_opened(model: keras.Model) -> None:
+    """Mark the layers of nested models that are blocks: a pipeline calls these layers, and not the nested models."""
+    inside: set[int] = set()
+    for patch in marks(model):
+        owner, made = patch.owner, patch.replacement
+        if id(owner) in inside or not isinstance(owner, keras.Model) or not isinstance(made, _BlockCall):
+            continue
+        for layer in _private.flatten_layers(owner):
+            if layer is not owner:
+                inside.add(id(layer))
+                layer_patch.undo_of(BLOCK, layer)
+                layer_patch.apply(BLOCK, layer, functools.partial(_BlockCall, name=made.name, keeps=made.keeps))
+
+
 def install_remat(model: keras.Model) -> None:
     """Make blocks of layers that were made under a `keras.RematScope`, in place of Keras's `tf.recompute_grad`.
 
@@ -90,8 +117,8 @@ def install_remat(model: keras.Model) -> None:
             layer_patch.apply(REMAT, operation, functools.partial(_rematerialized, operation))
 
 
-def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> dict[keras.Layer, str]:
-    """Return the layers that are blocks, with the names of the blocks."""
+def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> _Blocks:
+    """Return the layers that are blocks."""
     if not model.built:
         raise StrategyError(
             f"Model '{model.name}' is not built. Build it, or call it once, before you mark its blocks."
@@ -100,8 +127,8 @@ def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> dict[keras.La
     return _found(layers) if blocks == AUTO else _matched(layers, blocks)
 
 
-def _found(layers: Sequence[keras.Layer]) -> dict[keras.Layer, str]:
-    """Return the layers of repeated blocks, with the names of the blocks."""
+def _found(layers: Sequence[keras.Layer]) -> _Blocks:
+    """Return the layers of repeated blocks."""
     inside: set[int] = set()
     by_kind: dict[tuple[type, frozenset[type]], list[keras.Layer]] = collections.defaultdict(list)
     for layer in layers:
@@ -113,10 +140,10 @@ def _found(layers: Sequence[keras.Layer]) -> dict[keras.Layer, str]:
     # The outermost: a layer in a block is part of it.
     for layer in repeated:
         inside.update(id(each) for each in _private.flatten_layers(layer) if each is not layer)
-    found = {layer: layer.path or layer.name for layer in repeated if id(layer) not in inside}
+    found = {id(layer): (layer, layer.path or layer.name) for layer in repeated if id(layer) not in inside}
     if found:
         return found
-    named = {layer: match.group(1) for layer in layers if (match := _NAMED_BLOCK.fullmatch(layer.name))}
+    named = {id(layer): (layer, match.group(1)) for layer in layers if (match := _NAMED_BLOCK.fullmatch(layer.name))}
     if not named:
         raise StrategyError(
             "Found no blocks to recompute: no layer with sublayers repeats, and no layer has a name such as "
@@ -125,17 +152,20 @@ def _found(layers: Sequence[keras.Layer]) -> dict[keras.Layer, str]:
     return named
 
 
-def _matched(layers: Sequence[keras.Layer], blocks: str | Sequence[str]) -> dict[keras.Layer, str]:
+def _matched(layers: Sequence[keras.Layer], blocks: str | Sequence[str]) -> _Blocks:
+    """Return the layers whose paths match regular expressions."""
     patterns = (blocks,) if isinstance(blocks, str) else tuple(blocks)
-    found: dict[keras.Layer, str] = {}
+    found: _Blocks = {}
     for pattern in patterns:
         try:
-            matches = {layer: re.fullmatch(pattern, layer.path or layer.name) for layer in layers}
+            matches = [(layer, re.fullmatch(pattern, layer.path or layer.name)) for layer in layers]
         except (TypeError, re.error) as error:
             raise StrategyError(
                 f"blocks must be 'auto' or regular expressions of layers' paths. Received: {pattern!r}"
             ) from error
-        new = {layer: "/".join(map(str, match.groups())) or match.group() for layer, match in matches.items() if match}
+        new = {
+            id(layer): (layer, "/".join(map(str, match.groups())) or match.group()) for layer, match in matches if match
+        }
         if not new:
             raise StrategyError(f"blocks match no layer: {pattern!r}. Some paths: {_some(layers)}")
         found |= new
@@ -146,16 +176,24 @@ def _some(layers: Sequence[keras.Layer]) -> list[str]:
     return [layer.path or layer.name for layer in layers[:8]]
 
 
-def _in_block(call: layer_patch.Method, *, name: str, keeps: frozenset[str]) -> layer_patch.Method:
-    @functools.wraps(call)
-    def called(*args: Any, **kwargs: Any) -> Any:
+class _BlockCall:
+    """A layer's `call` that tells the step which operations belong to a block.
+
+    Attributes:
+        name: The name of the block.
+        keeps: Types of operations. Their results stay in memory.
+    """
+
+    def __init__(self, call: layer_patch.Method, *, name: str, keeps: frozenset[str]):
+        functools.update_wrapper(self, call)
+        self._call, self.name, self.keeps = call, name, keeps
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = steps.block_recorder()
         if recorder is None:
-            return call(*args, **kwargs)
-        with recorder.block(name, keeps):
-            return call(*args, **kwargs)
-
-    return called
+            return self._call(*args, **kwargs)
+        with recorder.block(self.name, self.keeps):
+            return self._call(*args, **kwargs)
 
 
 def _rematerialized(operation: keras.Operation, original: layer_patch.Method) -> layer_patch.Method:
@@ -168,6 +206,6 @@ def _rematerialized(operation: keras.Operation, original: layer_patch.Method) ->
         ):  # A mode may leave this layer out.
             return call
         keeps = recomputing.PRODUCTS if _private.remat_mode(operation) == "activations" else frozenset[str]()
-        return _in_block(call, name=getattr(operation, "path", None) or operation.name, keeps=keeps)
+        return _BlockCall(call, name=getattr(operation, "path", None) or operation.name, keeps=keeps)
 
     return given

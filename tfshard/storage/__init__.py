@@ -11,6 +11,7 @@ A *storage* is one DTensor variable, shared by the members of a group. A *step* 
     access             how a variable is read and written in each context
     surface            the other methods of a `tf.Variable`
     outside            variables in traced functions that belong to no step
+    left_buffers       buffers that their variables have left, which no function may read
     gradient           gradients from the compute layout to the update layout
 
     steps              `Step`, which records reads and writes, and the open step and update of a thread

@@ -160,6 +160,7 @@ class InStep:
 
     def read(self, variable: VariableView) -> tf.Tensor:
         if self._step is not None:
+            self._step.check_mesh(variable)
             self._step.check_read(variable)
         if variable.storage.waits and _private.in_symbolic_scope():
             # Keras learns shapes there. The graph is never run.
@@ -177,6 +178,8 @@ class InStep:
         return self._step.record.state_of(kind).read(variable)
 
     def write(self, variable: VariableView, value: Any) -> None:
+        if self._step is not None:
+            self._step.check_mesh(variable)
         tensor = variable.to_tensor(value)
         if variable.layout.kind is None:
             self._write(variable, tensor)

@@ -38,12 +38,29 @@ def consumers(tensor: tf.Tensor) -> list[OpInput]:
 def ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
     """Return the operations that tensors are computed by."""
     found: set[tf.Operation] = set()
+    add_ancestors(found, tensors)
+    return found
+
+
+def add_ancestors(found: set[tf.Operation], tensors: Iterable[tf.Tensor]) -> None:
+    """Add the operations that tensors are computed by to a set that has the ancestors of all its operations."""
     left = [tensor.op for tensor in tensors]
     while left:
         operation = left.pop()
         if operation not in found:
             found.add(operation)
             left += [each.op for each in operation.inputs]
+
+
+def descendants(operations: Iterable[tf.Operation]) -> set[tf.Operation]:
+    """Return operations, and all operations that use their results."""
+    found: set[tf.Operation] = set()
+    left = list(operations)
+    while left:
+        operation = left.pop()
+        if operation not in found:
+            found.add(operation)
+            left += [user for output in operation.outputs for user in output.consumers()]
     return found
 
 

@@ -127,6 +127,7 @@ class StepRecord:
     Attributes:
         graph: The graph of the step; None in eager code.
         reshard: When to gather and free sharded values; None leaves both to DTensor.
+        only_mesh: The mesh of all variables that the step may use; None allows any mesh.
         reads: Reads of stored values, in order.
         gradients: Gradients that wait for a sharded update.
         updates: Updates with gradients that are reduced together, in order.
@@ -146,6 +147,7 @@ class StepRecord:
 
     graph: tf.Graph | None
     reshard: ReshardPolicy | None = None
+    only_mesh: dtensor.Mesh | None = None
     reads: list[StoredRead] = dataclasses.field(default_factory=list)
     gradients: list[PendingGradient] = dataclasses.field(default_factory=list)
     updates: list[JointUpdate] = dataclasses.field(default_factory=list)

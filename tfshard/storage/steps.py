@@ -22,13 +22,14 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import host_meshes
+from tfshard.errors import StrategyError
 from tfshard.layouts.config import ReshardPolicy
 from tfshard.layouts.variable_layout import Axes
 from tfshard.storage import barrier as barriers
@@ -54,6 +55,13 @@ Gathered: TypeAlias = dict[Hashable, tuple[tf.Tensor, tf.Tensor | None]]
 
 # Reduces a local gradient of a variable over the devices. Returns None if DTensor should reduce it.
 ReduceGradient: TypeAlias = Callable[[tf.Tensor, Any], tf.Tensor | None]
+
+
+class OnMesh(Protocol):
+    """A variable, as far as a step knows where it is."""
+
+    path: str
+    mesh: dtensor.Mesh
 
 
 class ReadLog:
@@ -98,6 +106,7 @@ class Step:
         graph: The graph of the step; None in eager code.
         reshard: When to gather and free sharded values; None leaves both to DTensor.
         reduce_gradient: Reduces local gradients of variables; None leaves reductions to DTensor.
+        only_mesh: The mesh of all variables that the step may use; None allows any mesh.
 
     Attributes:
         record: The data for the passes.
@@ -117,8 +126,9 @@ class Step:
         graph: tf.Graph | None,
         reshard: ReshardPolicy | None = None,
         reduce_gradient: ReduceGradient | None = None,
+        only_mesh: dtensor.Mesh | None = None,
     ):
-        self.record = StepRecord(graph=graph, reshard=reshard)
+        self.record = StepRecord(graph=graph, reshard=reshard, only_mesh=only_mesh)
         self.reduce_gradient = reduce_gradient
         self.batch = BatchShapes()
         self.blocks = BlockRecorder(graph, self.record.blocks)
@@ -129,6 +139,17 @@ class Step:
     def graph(self) -> tf.Graph | None:
         """The graph of the step; None in eager code. Branches and called functions have other graphs."""
         return self.record.graph
+
+    def check_mesh(self, variable: OnMesh) -> None:
+        """Raise `StrategyError` if a variable is on another mesh than the step."""
+        mesh = self.record.only_mesh
+        if mesh is not None and variable.mesh is not mesh and variable.mesh != mesh:
+            raise StrategyError(
+                f"A step uses variable '{variable.path}', which is on the mesh of another strategy. Run the step by "
+                "that strategy, or compile the variable's model with the strategy of the step: "
+                f"model.compile(..., strategy=strategy). The variable's mesh: {variable.mesh}. "
+                f"Received: a step on mesh {mesh}"
+            )
 
     def check_read(self, variable: tf.Variable) -> None:
         """Does nothing. `MicrobatchStep` raises if the variable is updated after the last microbatch."""
@@ -338,7 +359,10 @@ def _within(graph: tf.Graph | None) -> contextlib.AbstractContextManager[object]
 
 @contextlib.contextmanager
 def step_scope(
-    reshard: ReshardPolicy | None = None, reduce_gradient: ReduceGradient | None = None, reads_only: bool = False
+    reshard: ReshardPolicy | None = None,
+    reduce_gradient: ReduceGradient | None = None,
+    reads_only: bool = False,
+    only_mesh: dtensor.Mesh | None = None,
 ) -> Iterator[None]:
     """Open a step. Writes are recorded, and carried out when the outermost scope ends.
 
@@ -346,11 +370,12 @@ def step_scope(
         reshard: When a traced step gathers and frees sharded values; by default it gathers all of them at its start.
         reduce_gradient: Reduces a local gradient of a variable; by default DTensor does.
         reads_only: True if the scope only reads variables, around other steps.
+        only_mesh: The mesh of all variables that the step may use; by default any mesh.
     """
     if current() is not None:
         yield
         return
-    step = Step(here(), reshard, reduce_gradient)
+    step = Step(here(), reshard, reduce_gradient, only_mesh)
     with changed(step=step):
         yield
         written = step.finish()

@@ -15,7 +15,7 @@ from tfshard import _private
 from tfshard.devices import host_meshes, messages, transfer
 from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
-from tfshard.storage import barrier, initial_values, steps
+from tfshard.storage import barrier, initial_values, left_buffers, steps
 from tfshard.storage.formats import StorageFormat
 from tfshard.storage.graph_edits import OpInput, adding_to
 from tfshard.storage.initial_values import HostValue, InitialValue
@@ -367,11 +367,16 @@ class Storage:
             self._last_full[key] = value
         return value
 
-    def invalidate(self) -> None:
-        """Free the memory of a storage that its variables have left. A function that still reads the storage fails."""
+    def invalidate(self, what: str) -> None:
+        """Free the memory of a storage that its variables have left. A function that still reads the storage fails.
+
+        Args:
+            what: The variables, for the error of such a function.
+        """
         if self._buffer is not None:
+            left_buffers.note(self._buffer.handle, what)
             for _, handle in self.handles:
-                invalidate(handle, self._buffer.dtype, self._buffer.shape)
+                invalidate(handle, self._buffer.dtype, self._buffer.shape, what)
 
     def _member(self, recorded: Recorded | None, member: int) -> tf.Tensor:
         if recorded is not None and member in recorded.written:
@@ -416,12 +421,19 @@ class Storage:
         return {} if step is None else step.reads.gathered(graph)
 
 
-def invalidate(handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> None:
+def invalidate(handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape, what: str) -> None:
     """Leave a TensorFlow variable with a few elements, in a shape that does not fit its old shape. A read by mistake
-    then fails instead of returning an old value. A scalar keeps its value.
+    then fails instead of returning an old value. A scalar keeps its value. Functions that read it are refused.
 
     The variable keeps some elements: TensorFlow's collectives on CPUs read beyond a tensor without elements.
+
+    Args:
+        handle: The resource of the variable.
+        dtype: The dtype of the variable.
+        shape: The old shape.
+        what: The variables that left it, for the error.
     """
+    left_buffers.note(handle, what)
     # Sizes that no device's shard has.
     _set_zeros(handle, dtype, [next(n for n in itertools.count(2) if (size or 1) % n) for size in shape])
 

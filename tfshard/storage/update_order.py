@@ -10,6 +10,7 @@ No number changes.
 """
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -17,7 +18,7 @@ import tensorflow as tf
 
 from tfshard.devices import merges
 from tfshard.storage.barrier import Barrier
-from tfshard.storage.graph_edits import OpInput, consumers, depends_on
+from tfshard.storage.graph_edits import OpInput, add_ancestors, consumers, descendants
 from tfshard.storage.small_copies import is_small_copy
 from tfshard.storage.step_record import JointUpdate, StepRecord
 from tfshard.storage.writes import Writable
@@ -56,7 +57,6 @@ def one_after_the_other(
         updates: All updates of a step, in order.
         values: The new value of each storage, in the update layout.
         others: Other small values to write. Some, such as metrics of the loss, are reduced together with the gradients.
-            Values that do not depend on updates exist before them.
         barrier: Makes barriers.
 
     Returns:
@@ -66,27 +66,102 @@ def one_after_the_other(
     for update in updates:
         batches[update.since].append(update)
     replaced: dict[Hashable, tf.Tensor] = {}
-    for since, batch in batches.items():
-        operations = batch[0].gradient.graph.get_operations()
-        begun = set(operations[since:])
-        users = [[each for each in consumers(update.gradient) if each.operation in begun] for update in batch]
-        given = list(zip((update.gradient for update in batch), users, strict=True))
-        updating = {each.operation for inputs in users for each in inputs}
-        known = [each for each in others if not depends_on(each, updating, begun.__contains__)]
+    joint: list[_JointGradients] = []
+    for since in sorted(batches, reverse=True):
+        joint.insert(0, _JointGradients.of(since, batches[since], joint))
+    # All barriers before any order: ordered updates could make a gradient of a later optimizer wait for its updates.
+    for number, batch in enumerate(joint):
+        batch.hold(joint[number + 1 :], others, replaced, barrier)
+    for batch in joint:
+        batch.order(values, replaced, barrier)
+    return replaced
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _JointGradients:
+    """The updates of one optimizer call.
+
+    Attributes:
+        updates: The updates.
+        users: For each update, the inputs that take its gradient since the optimizer began, without those of later
+            optimizers.
+    """
+
+    updates: Sequence[JointUpdate]
+    users: Sequence[list[OpInput]]
+
+    @classmethod
+    def of(cls, since: int, updates: Sequence[JointUpdate], later: "Sequence[_JointGradients]") -> "_JointGradients":
+        """Return the updates of an optimizer call.
+
+        Args:
+            since: How many operations the graph had when the optimizer began.
+            updates: The updates.
+            later: The updates of later optimizer calls.
+        """
+        begun = set(updates[0].gradient.graph.get_operations()[since:])
+        begun.difference_update(*(each.updating for each in later))
+        users = [[each for each in consumers(update.gradient) if each.operation in begun] for update in updates]
+        return cls(updates=updates, users=users)
+
+    @property
+    def updating(self) -> set[tf.Operation]:
+        """The operations that take the gradients."""
+        return {each.operation for inputs in self.users for each in inputs}
+
+    def hold(
+        self,
+        later: "Sequence[_JointGradients]",
+        others: Sequence[tf.Tensor],
+        replaced: dict[Hashable, tf.Tensor],
+        barrier: Barrier,
+    ) -> None:
+        """Let the updates wait for all gradients, and for values that depend on no update of this or a later optimizer.
+
+        Args:
+            later: The gradients of later optimizers.
+            others: Other small values to write.
+            replaced: The tensors to write in place of values; the method adds to it.
+            barrier: Makes barriers.
+        """
+        behind = descendants(set().union(*(each.updating for each in (self, *later))))
+        given = [
+            (update.gradient, inputs)
+            for update, inputs in zip(self.updates, self.users, strict=True)
+            if update.gradient.op not in behind
+        ]
+        # An earlier optimizer may have put the value behind its barrier.
+        known = [each for each in others if each.op not in behind and each.ref() not in replaced]
         tied = barrier.hold(*given, *((each, ()) for each in known))
         replaced |= zip((each.ref() for each in known), tied[len(given) :], strict=True)
+
+    def order(
+        self,
+        values: Mapping[Writable, tf.Tensor | None],
+        replaced: dict[Hashable, tf.Tensor],
+        barrier: Barrier,
+    ) -> None:
+        """Let each large update wait until the update in front of it has computed a new value.
+
+        Args:
+            values: The new value of each storage, in the update layout.
+            replaced: The tensors to write in place of values; the method adds to it.
+            barrier: Makes barriers.
+        """
         # A group is updated when the last of its members has come.
         last: dict[Writable, list[OpInput]] = {}
-        for update, inputs in zip(batch, users, strict=True):
+        for update, inputs in zip(self.updates, self.users, strict=True):
             last.pop(update.storage, None)
             last[update.storage] = inputs
         large = [storage for storage in last if storage.updated_bytes >= LEAST_BYTES]
-        for before, storage in itertools.pairwise(large):
-            value, inputs = values.get(before), last[storage]
+        before: set[tf.Operation] = set()  # The operations that compute the gradients and the new values so far.
+        for earlier, storage in itertools.pairwise(large):
+            value, inputs = values.get(earlier), last[storage]
             if value is None or not inputs:
                 continue
-            if depends_on(value, {each.operation for each in inputs}, begun.__contains__):
+            add_ancestors(before, [value, inputs[0].tensor])
+            users = consumers(value)
+            if any(each.operation in before for each in (*inputs, *users)):
                 continue
-            made, _ = barrier.hold((value, consumers(value)), (inputs[0].tensor, inputs))
+            made, _ = barrier.hold((value, users), (inputs[0].tensor, inputs))
             replaced[value.ref()] = made
-    return replaced

@@ -68,8 +68,7 @@ class AttachedModel:
     """
 
     def __init__(self, model: keras.Model, strategy: StrategyBase):
-        known, key = strategy.attached, id(model)
-        self._model = weakref.ref(model, lambda _: known.pop(key, None))
+        self._model = weakref.ref(model)
         self._strategy = weakref.ref(strategy)
         # Without the layers: they would keep the model alive, and with it this object.
         self._placed: tuple[_Basis, ModelPlacement] | None = None
@@ -257,8 +256,9 @@ class AttachedModel:
     def move_from_other(self) -> None:
         """Reshard a model of another strategy. It belongs to this strategy then. Does nothing for other models.
 
-        Layers that the model shares with other models of the other strategy move, too. Those models cannot be trained
-        before they are compiled with this strategy.
+        Models inside this model move, too. Other models that share layers with this model keep their strategy. If both
+        strategies have the same mesh, these models run on, with the shared layers in the layouts of this strategy.
+        Otherwise they cannot be used before they are compiled with this strategy.
 
         Raises:
             StrategyError, LayoutError, UnsupportedLayerError: As `reshard_layers`. The model keeps its strategy.
@@ -340,7 +340,7 @@ class AttachedModel:
         _forget_functions(self.model)
         for each in left:
             if not each.members:
-                each.invalidate()
+                each.invalidate(f"variables of model '{self.model.name}'")
 
     def _agree_on_values(self) -> None:
         """Check that all clients of a launched run created the same variables with the same initial values."""
@@ -403,9 +403,9 @@ class TracedStorages:
 
 def attached(model: keras.Model, strategy: StrategyBase) -> AttachedModel:
     """Return the `AttachedModel` of a model and a strategy. The first call creates it; no variable is changed."""
-    found: AttachedModel | None = strategy.attached.get(id(model))
+    found: AttachedModel | None = strategy.attached.get(model)
     if found is None:
-        found = strategy.attached[id(model)] = AttachedModel(model, strategy)
+        found = strategy.attached[model] = AttachedModel(model, strategy)
     return found
 
 

@@ -5,7 +5,6 @@ data. On one device, a custom step builds each of them at its first use. This mo
 once to create the variables, moves them to the mesh, and only then traces the step that runs.
 """
 
-import weakref
 from typing import Any
 
 import keras
@@ -17,9 +16,9 @@ from tfshard.training import attached_model, failures
 from tfshard.training.strategy import ShardedStrategy
 
 # The specs of a batch of each model's data.
-_batches: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
+_batches: _private.WeakIdentityDict[keras.Model, Any] = _private.WeakIdentityDict()
 # The layers of each model when a step was traced to build them.
-_traced: weakref.WeakKeyDictionary[keras.Model, dict[str, object]] = weakref.WeakKeyDictionary()
+_traced: _private.WeakIdentityDict[keras.Model, dict[str, object]] = _private.WeakIdentityDict()
 
 
 def has_custom_steps(model: keras.Model) -> bool:

@@ -186,7 +186,7 @@ def without_tuning(dataset: Iterable[Any]) -> Iterable[Any]:
 
 
 # Keras's epoch iterator of each model's `fit`. It counts the steps of the epochs.
-_epochs: weakref.WeakKeyDictionary[keras.Model, weakref.ref[object]] = weakref.WeakKeyDictionary()
+_epochs: _private.WeakIdentityDict[keras.Model, weakref.ref[object]] = _private.WeakIdentityDict()
 
 
 def note_epochs(model: keras.Model, epochs: object) -> None:

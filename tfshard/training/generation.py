@@ -96,7 +96,7 @@ class _Generates(_KerasModel):  # type: ignore[misc]  # KerasHub has no types.
 
 
 # The compiled forward pass of each model that has generated.
-_steps: weakref.WeakKeyDictionary[keras.Model, Callable[..., Any]] = weakref.WeakKeyDictionary()
+_steps: _private.WeakIdentityDict[keras.Model, Callable[..., Any]] = _private.WeakIdentityDict()
 
 
 def _forward_step(model: keras.Model, forward: types.MethodType, mesh: dtensor.Mesh) -> Callable[..., Any]:

@@ -267,7 +267,11 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         with (
             strategy.scope(),
             _ReplicaContext(strategy),
-            step_scope(strategy.config.reshard, _adding_up(strategy, exactly=self._run.adds_up_exactly)),
+            step_scope(
+                strategy.config.reshard,
+                _adding_up(strategy, exactly=self._run.adds_up_exactly),
+                only_mesh=strategy.mesh,
+            ),
             rewrites.rewritten(strategy.mesh),
         ):
             yield

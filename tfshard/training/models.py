@@ -217,9 +217,10 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
             # Called by tf.saved_model.save, to save an unsharded model. Repeated calls must return the same children.
             cache = kwargs.get("cache")
             known = cache if isinstance(cache, dict) else {}
-            if (self, "tfshard") not in known:
-                known[self, "tfshard"] = _plain_copy(self)
-            return known[self, "tfshard"]._trackable_children(save_type, **kwargs)
+            key = id(self), "tfshard"
+            if key not in known:
+                known[key] = _plain_copy(self)
+            return known[key]._trackable_children(save_type, **kwargs)
         return super()._trackable_children(save_type, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

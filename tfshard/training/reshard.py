@@ -12,7 +12,7 @@ from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.operations import assignments, layer_patch
-from tfshard.storage import storage
+from tfshard.storage import left_buffers, storage
 from tfshard.storage.formats import StorageFormat
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
@@ -138,7 +138,7 @@ def exchange(variable: keras.Variable, make: Callable[[np.ndarray], ShardedVaria
     plain = _private.is_resource_variable(current)
     if plain:
         assert current is not None
-        storage.invalidate(current.handle, current.dtype, current.shape)
+        storage.invalidate(current.handle, current.dtype, current.shape, f"variable '{variable.path}'")
     try:
         _private.set_backend_variable(variable, make(value))
     except BaseException:
@@ -153,6 +153,7 @@ def _refill(plain: tf.Variable, value: np.ndarray) -> None:
         with tf.device(plain.handle.device):
             tensor = tf.constant(value, plain.dtype)
             tf.raw_ops.AssignVariableOp(resource=plain.handle, value=tensor, validate_shape=False)
+        left_buffers.forget(plain.handle)
 
 
 def materialize(placed: Sequence[Placed], mesh: dtensor.Mesh, *, waiting: bool = False) -> set[Storage]:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -196,7 +195,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         # The callbacks that watch the steps of a `fit`.
         self.watched = Watched()
         # The shapes that each function has been run on.
-        self._traced: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
+        self._traced: _private.WeakIdentityDict[Callable[..., object], set[str]] = _private.WeakIdentityDict()
         tf.distribute.Strategy.__init__(self, ShardedExtended(self))
 
     @property
@@ -325,6 +324,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
                 here.wait_for_devices()
             finally:
                 _private.give_unique_names()
+                if first:
+                    _private.keep_gradients_with_graphs()
 
     def _choose_switches(self) -> None:
         """Set the environment switches of this strategy for later compilations by DTensor."""
@@ -333,14 +334,18 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
 
     def _inside(self, fn: tf.types.experimental.PolymorphicFunction) -> Callable[..., Any]:
         """Return a tf.function that opens the step inside its trace, where the writes of the step are."""
-        if fn not in self.functions:
+        found = self.functions.get(fn)
+        if found is not None:
+            return found
+        function = fn.python_function  # Not `fn`, the key: the value would keep it alive.
 
-            def step(*args: Any, **kwargs: Any) -> Any:
-                with self.scope():
-                    return self.extended.call_for_each_replica(fn.python_function, args=args, kwargs=kwargs)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with self.scope():
+                return self.extended.call_for_each_replica(function, args=args, kwargs=kwargs)
 
-            self.functions[fn] = tf.function(step, jit_compile=False)
-        return self.functions[fn]
+        made: Callable[..., Any] = tf.function(step, jit_compile=False)
+        self.functions[fn] = made
+        return made
 
     def reduce(self, reduce_op: str | tf.distribute.ReduceOp, value: Any, axis: int | None) -> Any:
         """Reduce a value that `run` returned. The value is replicated, so with `axis=None` it is returned unchanged.
@@ -414,6 +419,9 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         each write of a block (batch statistics, states) happens once. Layers that were created under a
         `keras.RematScope` are recomputed without this call. For compiled steps; an eager step keeps all activations. A
         clone of the model has no blocks.
+
+        A stage of a pipelined model recomputes its forward pass in any case. With blocks, it then holds the activations
+        of one block instead of those of the stage.
 
         Args:
             model: A built model.

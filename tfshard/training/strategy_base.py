@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from tensorflow.experimental import dtensor
 
+from tfshard import _private
 from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.config import ShardingConfig, ZeroStage
@@ -26,7 +27,7 @@ class StrategyBase:
         config: The settings.
 
     Attributes:
-        attached: The models of this strategy, by id: a class may define equality (`attached_model.attached`).
+        attached: The `AttachedModel` of each model of this strategy (`attached_model.attached`).
         moves: Number of times that variables moved to other storages. A function that was traced before such a move
             reads the old storages.
         detached: Number of models that moved to another strategy. Other models may have shared variables with them.
@@ -41,16 +42,16 @@ class StrategyBase:
         self.config = config
         self.mesh = mesh
         self.mesh_shape = axis_sizes(mesh)
-        self.attached: dict[int, Any] = {}
+        self.attached: _private.WeakIdentityDict[keras.Model, Any] = _private.WeakIdentityDict()
         self.moves = 0
         self.detached = 0
-        self.functions: weakref.WeakKeyDictionary[Callable[..., object], Callable[..., object]] = (
-            weakref.WeakKeyDictionary()
+        self.functions: _private.WeakIdentityDict[Callable[..., object], Callable[..., object]] = (
+            _private.WeakIdentityDict()
         )
         self.has_births = False
         self.born_in_steps: weakref.WeakValueDictionary[int, ShardedVariable] = weakref.WeakValueDictionary()
-        self.pipelined_models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-        self.stage_models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        self.pipelined_models: _private.WeakIdentitySet[keras.Model] = _private.WeakIdentitySet()
+        self.stage_models: _private.WeakIdentitySet[keras.Model] = _private.WeakIdentitySet()
 
     @property
     def auto(self) -> bool:

@@ -1,6 +1,9 @@
 """Models on a pipeline match one device."""
 
 import functools
+import gc
+import threading
+import weakref
 
 import keras
 import keras_hub
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
+from tensorflow.python.framework.func_graph import FuncGraph
 
 import parity
 import tfshard
@@ -15,6 +19,7 @@ from tfshard.contrib.pipeline import runner
 from tfshard.contrib.pipeline.models import pipeline_of
 from tfshard.devices import transfer
 from tfshard.errors import MeshError, StrategyError
+from tfshard.storage import recomputing
 
 layers = keras.layers
 RS = np.random.RandomState(0)
@@ -190,6 +195,71 @@ def test_the_numbers_are_those_of_one_device(name):
 
 
 @pytest.mark.slow
+def nested():
+    """Return a model of nested models, which the cut opens: a pipeline calls their layers only."""
+    inputs = keras.Input((8,))
+    hidden = inputs
+    for number in range(4):
+        inside = keras.Input((8,))
+        wide = layers.Dense(32, activation="gelu", name=f"up_{number}")(inside)
+        inner = layers.Dense(8, name=f"down_{number}")(layers.Dropout(0.2, seed=number)(wide))
+        hidden = keras.Model(inside, inner, name=f"body_{number}")(hidden)
+    return keras.Model(inputs, layers.Dense(3, activation="softmax", name="top")(hidden))
+
+
+@pytest.mark.parametrize(("build", "stages"), [(mlp, ["dense_2"]), (nested, ["up_2"])])
+def test_blocks_of_a_pipelined_model_are_recomputed_with_the_same_numbers(build, stages, monkeypatch):
+    copied, original = [], recomputing.recompute
+
+    def noting(graph, blocks, barrier, stored):
+        before = len(graph.get_operations())
+        found = original(graph, blocks, barrier, stored)
+        copied.append(len(graph.get_operations()) - before)
+        return found
+
+    monkeypatch.setattr(recomputing, "recompute", noting)
+    keras.utils.set_random_seed(0)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**TWO))
+    models = [tfshard.pipeline(build(), stages=stages, microbatches=2) for _ in range(2)]
+    models[1].set_weights(models[0].get_weights())
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.1), ENTROPY, strategy=strategy)
+    losses = [[float(model.train_on_batch(X, Y))] for model in models]
+    assert not any(copied), "premise"
+    # After the first step: the compiled functions without blocks must go.
+    blocks = strategy.recompute(models[1], r"(?:.*/)?(dense|body)_(\d)" if build is mlp else r"(?:.*/)?(body)_(\d)")
+    assert len(blocks) == (3 if build is mlp else 4)
+    for model, own in zip(models, losses, strict=True):
+        copied.clear()
+        own += [float(model.train_on_batch(X, Y)) for _ in range(2)]
+        # One function of each stage has a backward pass.
+        assert sum(each > 0 for each in copied) == (2 if model is models[1] else 0)
+    assert losses[0][0] == losses[1][0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
+def test_a_compiled_model_is_freed_with_its_pipeline():
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**TWO))
+
+    def graphs():
+        gc.collect()
+        return sum(isinstance(each, FuncGraph) for each in gc.get_objects())
+
+    def train():
+        model = tfshard.pipeline(mlp(), stages=["dense_2"], microbatches=2)
+        model.compile(keras.optimizers.Adam(0.01), ENTROPY, strategy=strategy)
+        model.fit(X, Y, batch_size=16, verbose=0)
+        model.predict(X, verbose=0)
+        assert pipeline_of(model).model is model and graphs() > before, "premise"
+        return weakref.ref(model), weakref.ref(pipeline_of(model))
+
+    before = graphs()
+    model, pipeline = train()
+    assert graphs() <= before
+    assert model() is None and pipeline() is None
+    assert not [each for each in threading.enumerate() if each.name.startswith("tfshard_rank") and each.is_alive()]
+
+
 def test_batch_statistics_are_those_of_the_microbatches_one_after_the_other():
     def build():
         keras.utils.set_random_seed(0)

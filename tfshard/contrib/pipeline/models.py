@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,14 +17,14 @@ from tfshard.contrib.pipeline.pipeline import Pipeline
 from tfshard.devices import clients, messages, process_lock, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
-from tfshard.operations import unsupported
+from tfshard.operations import blocks, unsupported
 from tfshard.training import failures
 from tfshard.training.attached_variables import attach_global_seed, attach_variables
 from tfshard.training.models import Distributed, as_distributed
 from tfshard.training.strategy import ShardedStrategy
 
-_cuts: "weakref.WeakKeyDictionary[keras.Model, _Cut]" = weakref.WeakKeyDictionary()
-_pipelines: "weakref.WeakKeyDictionary[keras.Model, Pipeline]" = weakref.WeakKeyDictionary()
+# The attribute of a model with its `_State`.
+_STATE = "_tfshard_pipeline"
 
 
 class _Cut(NamedTuple):
@@ -37,8 +36,44 @@ class _Cut(NamedTuple):
     schedule: str
 
 
+class _State:
+    """The stages of a model, and its pipeline once the model is compiled.
+
+    The pipeline refers to the model. The model therefore holds this object, and both are freed together.
+
+    Attributes:
+        cut: The stages, and the arguments of `pipeline`.
+        pipeline: The pipeline; None before the model is compiled.
+        seen: The structure of the model in the last step, and the blocks that it recomputes.
+    """
+
+    def __init__(self, cut: _Cut):
+        self.cut = cut
+        self.pipeline: Pipeline | None = None
+        self.seen: object = None
+
+
+def _seen(model: keras.Model) -> object:
+    """Return a key that changes when a model gets layers, variables or recomputed blocks."""
+    return _private.structure(model), blocks.marks(model)
+
+
+def _state_of(model: keras.Model) -> _State | None:
+    found: _State | None = vars(model).get(_STATE)
+    return found
+
+
 class _Pipelined(Distributed):
     """Mixed into the class of a model: steps run in stages on the pipeline ranks of its strategy."""
+
+    def _state(self) -> _State:
+        state = _state_of(self)
+        if state is None:
+            raise StrategyError(
+                f"Model '{self.name}' is a copy of a model that tfshard.pipeline has cut, and is not cut itself. Call "
+                "tfshard.pipeline(model, stages=..., microbatches=...) on the copy before it is compiled."
+            )
+        return state
 
     def compile(self, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> None:
         strategy = strategy or _private.distribute_strategy(self)
@@ -47,17 +82,16 @@ class _Pipelined(Distributed):
                 raise StrategyError(f"strategy must be a tfshard.ShardedStrategy. Received: strategy={strategy!r}")
             super().compile(*args, **kwargs)
             return
-        known = _pipelines.get(self)
-        if known is not None and known.strategy is not strategy:
+        state = self._state()
+        pipeline, how = state.pipeline, state.cut
+        if pipeline is not None and pipeline.strategy is not strategy:
             raise StrategyError(
                 f"Model '{self.name}' was compiled under another strategy. Build a new model, or compile it with that "
-                f"strategy. Its strategy: {known.strategy!r}. Received: strategy={strategy!r}"
+                f"strategy. Its strategy: {pipeline.strategy!r}. Received: strategy={strategy!r}"
             )
-        how = _cuts[self]
         _check(self, how.made, strategy, how.schedule, kwargs)
-        if known is None:
-            _pipelines[self] = Pipeline(self, how.made, strategy, how.schedule, how.microbatches)
-        pipeline = _pipelines[self]
+        if pipeline is None:
+            pipeline = state.pipeline = Pipeline(self, how.made, strategy, how.schedule, how.microbatches)
         strategy.pipelined_models.add(self)
         pipeline.place()
         _private.set_distribute_strategy(self, strategy)
@@ -76,23 +110,25 @@ class _Pipelined(Distributed):
     def _prepares(self, clone: keras.Model) -> bool:
         if not clone.built:
             return False
-        how = _cuts[self]
+        how = self._state().cut
         pipeline(clone, how.stages, microbatches=how.microbatches, schedule=how.schedule)
         return True
 
     def _ready(self) -> Pipeline:
         """Return the pipeline, after moving the model's new variables to the mesh of a pipeline rank."""
-        pipeline = _pipelines[self]
+        state = self._state()
+        pipeline = state.pipeline
+        assert pipeline is not None, "Keras runs compiled models only."
         strategy = pipeline.strategy
         attach_global_seed(strategy)
-        seen = _private.structure(self)
-        if _structures.get(self) != seen:
+        if state.seen != _seen(self):
+            blocks.mark_opened(self)
             pipeline.place()
             pipeline.forget()
         pipeline.place_optimizer()
         for metric in _private.compiled_metrics(self):
             attach_variables(metric.variables, strategy)
-        _structures[self] = _private.structure(self)
+        state.seen = _seen(self)
         return pipeline
 
     def get_metrics_result(self) -> Any:
@@ -135,9 +171,6 @@ class _Pipelined(Distributed):
             return results[0] if len(results) == 1 else tf.nest.map_structure(lambda *of: tf.concat(of, 0), *results)
 
         return function
-
-
-_structures: "weakref.WeakKeyDictionary[keras.Model, object]" = weakref.WeakKeyDictionary()
 
 
 def _known_everywhere(value: Any) -> Any:
@@ -268,10 +301,12 @@ def pipeline(
     if not isinstance(model, _Pipelined):
         cls: Any = type(model)
         model.__class__ = _pipelined_class(cls)
-    _cuts[model] = _Cut(made, stages, microbatches, schedule)
+    # Set behind Keras's back: Keras tracks attributes that are set on layers.
+    vars(model)[_STATE] = _State(_Cut(made, stages, microbatches, schedule))
     return model
 
 
 def pipeline_of(model: keras.Model) -> Pipeline | None:
     """Return the pipeline of a model that was cut and compiled; else None."""
-    return _pipelines.get(model)
+    state = _state_of(model)
+    return None if state is None else state.pipeline
