@@ -9,6 +9,7 @@ import pytest
 import tfshard
 from tfshard import _private
 from tfshard.devices import transfer
+from tfshard.errors import StrategyError
 from tfshard.layouts import placement, variable_layout
 from tfshard.layouts.config import ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
@@ -165,3 +166,16 @@ def test_nothing_waits_on_the_host_after_the_scope():
         model = build()
         assert model.get_layer("small").bias.value.storage._host
     assert not any(storage._host for storage in storages(model).values())
+
+
+def test_each_zero_stage_that_shards_gradients_or_parameters_shards_slots():
+    assert len(ZeroStage) > 1, "premise"
+    for stage in ZeroStage:
+        assert stage.shard_slots or not (stage.shard_grads or stage.shard_params), stage
+        assert ZeroStage.from_number(int(stage)) is stage
+
+
+@pytest.mark.parametrize("number", [-1, 4, True, "3", None, 1.5])
+def test_an_unknown_zero_stage_names_the_stages(number):
+    with pytest.raises(StrategyError, match=r"0 \(nothing .*3 \(and parameters\)"):
+        ZeroStage.from_number(number)

@@ -400,11 +400,11 @@ class _AdvisedStep:
             inputs=self.inputs,
             recompute=blocks.AUTO if empty.recompute else None,
         )
-        rests = ShardingPlan.from_placement(placement, slots=self.slots).resting_bytes()
+        stored_bytes = ShardingPlan.from_placement(placement, slots=self.slots).resting_bytes()
         peak = peak_of(
             graph,
             placement,
-            stored_bytes=rests,
+            stored_bytes=stored_bytes,
             slots=self.slots,
             timing=self.timing,
             activation_bytes=activation_bytes,

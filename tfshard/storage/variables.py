@@ -221,14 +221,14 @@ class ShardedVariable(VariableSurface):
         """Return the full value in the compute layout, as the current graph sees it."""
         if self._is_direct():
             return self._direct_value()
-        whole = self.storage.full_value(self.member)
-        self._note_read(whole)
+        gathered = self.storage.full_value(self.member)
+        self._note_read(gathered)
         if self._trainable:
             _private.record_variable_access(self)
         compute = self.layout.compute
-        with steps.scope_of(whole):
+        with steps.scope_of(gathered):
             return gradient.with_pinned_gradient(
-                whole,
+                gathered,
                 forward=compute,
                 backward=compute,
                 mesh=self.mesh,

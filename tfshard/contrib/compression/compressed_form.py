@@ -66,14 +66,14 @@ class CompressedForm:
         return math.prod(self.shape)
 
     @property
-    def piece(self) -> int:
+    def sent_elements(self) -> int:
         """Elements that a device compresses: of the gradient, or of its shard of the replica's sum."""
         return -(-self.elements // self.adders)
 
     @property
     def chunk(self) -> int:
         """Elements that a device receives from each other device."""
-        return -(-self.piece // self.exchanging)
+        return -(-self.sent_elements // self.exchanging)
 
     @property
     def blocks(self) -> int:
@@ -99,7 +99,7 @@ class CompressedForm:
         Args:
             path: The path of the variable.
         """
-        shapes: dict[str, tuple[int, ...]] = {ERROR: (self.devices, self.piece)}
+        shapes: dict[str, tuple[int, ...]] = {ERROR: (self.devices, self.sent_elements)}
         if isinstance(self.compression, PowerSGD):
             shapes = {ERROR: (self.devices, self.elements), FACTOR: (self.matrix[1], self.compression.rank), STEPS: ()}
         elif self.dim is None:
@@ -127,7 +127,7 @@ class CompressedForm:
                 SentGradient(kind="all-reduce", between_replicas=False, bytes=_WORD_BYTES * side * rank, what="factor")
                 for side in self.matrix
             ]
-        exact = _WORD_BYTES * self.adders * self.piece
+        exact = _WORD_BYTES * self.adders * self.sent_elements
         encoded, name = self.exchanging * self.chunk_bytes, f"gradient in {self.compression}"
         found = [SentGradient(kind="all-to-all", between_replicas=between, bytes=encoded, what=name)]
         if self.dim is None:
@@ -158,20 +158,20 @@ def total_error(errors: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.
         shape: The shape of the gradient.
     """
     elements, error = math.prod(shape), errors[ERROR]
-    devices, piece = error.shape
-    adders = -(-elements // piece)
+    devices, sent_elements = error.shape
+    adders = -(-elements // sent_elements)
     total = error.reshape(devices // adders, -1).sum(0)
     if SUM_ERROR in errors:
         # For each device of the replicas: its chunk of its replica's shard.
         chunks = errors[SUM_ERROR].reshape(devices // adders, adders, -1).swapaxes(0, 1)
-        total = total + chunks.reshape(adders, -1)[:, :piece].reshape(-1)
+        total = total + chunks.reshape(adders, -1)[:, :sent_elements].reshape(-1)
     result: np.ndarray = total[:elements].reshape(shape)
     return result
 
 
 def shared_out(total: np.ndarray, form: CompressedForm) -> dict[str, np.ndarray]:
     """Return the residuals of all devices, given their sum: every device gets an equal share."""
-    line = np.pad(total.reshape(-1), (0, form.adders * form.piece - form.elements)) / form.exchanging
+    line = np.pad(total.reshape(-1), (0, form.adders * form.sent_elements - form.elements)) / form.exchanging
     rows = np.broadcast_to(line, (form.exchanging, line.size))
     if isinstance(form.compression, PowerSGD):
         rows = np.broadcast_to(total.reshape(-1) / form.devices, (form.devices, form.elements))

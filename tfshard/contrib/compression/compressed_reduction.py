@@ -119,7 +119,7 @@ class CompressedReduction(GradientReduction):
         """Return the float32 bytes that a device encodes: with replicas and codes, of its shard, otherwise of the full
         gradient."""
         form = self.form(layout, axes)
-        return 4 * (form.elements if isinstance(self.option, PowerSGD) else form.piece)
+        return 4 * (form.elements if isinstance(self.option, PowerSGD) else form.sent_elements)
 
     @property
     def encoding(self) -> tuple[str, float]:

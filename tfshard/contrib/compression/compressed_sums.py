@@ -57,7 +57,7 @@ class _Reduction:
 
     # --- the residuals
 
-    def _unsent(self, name: str) -> tf.Tensor:
+    def _residual(self, name: str) -> tf.Tensor:
         """Return this device's residual, `(1, elements)`."""
         return self._parted(rows.to_local(self._kept[name].storage.update_value(), self._mesh))
 
@@ -65,7 +65,7 @@ class _Reduction:
         """Replace the residual. Numbers that are not finite become zero: otherwise the residual would stay so for
         ever."""
         error = tf.where(tf.math.is_finite(error), error, tf.zeros_like(error))
-        self._kept[name].assign(rows.from_local(self._whole(error), self._mesh))
+        self._kept[name].assign(rows.from_local(self._replicated(error), self._mesh))
 
     # --- codes
 
@@ -74,21 +74,21 @@ class _Reduction:
         line = self._parted(tf.reshape(local, (-1,)))
         if form.adders > 1:
             line = replicas.sum_in_replica(line, self._mesh)
-        unsent = tf.reshape(self._unsent(ERROR), (-1,)) + line
-        chunks = self._cut(unsent)
+        pending = tf.reshape(self._residual(ERROR), (-1,)) + line
+        chunks = self._cut(pending)
         encoded = self._encode(chunks)
-        self._keep(ERROR, tf.reshape(unsent - self._joined(self._decode(encoded)), (1, -1)))
+        self._keep(ERROR, tf.reshape(pending - self._joined(self._decode(encoded)), (1, -1)))
         received = self._decode(replicas.exchanged(encoded, self._mesh))
         chunk = tf.reduce_sum(received, 0, keepdims=True)
         if form.dim is not None:
             return self._shard(chunk, form.dim)
-        unsent = self._unsent(SUM_ERROR) + chunk
-        encoded = self._encode(unsent)
-        self._keep(SUM_ERROR, unsent - self._decode(encoded))
+        pending = self._residual(SUM_ERROR) + chunk
+        encoded = self._encode(pending)
+        self._keep(SUM_ERROR, pending - self._decode(encoded))
         line = self._joined(self._decode(replicas.gathered_rows(encoded, self._mesh)))
         if form.adders > 1:
             line = replicas.gathered_in_replica(line, self._mesh)
-        return self._whole(tf.reshape(line[: form.elements], form.shape))
+        return self._replicated(tf.reshape(line[: form.elements], form.shape))
 
     def _encode(self, chunks: tf.Tensor) -> tf.Tensor:
         assert isinstance(self._form.compression, str)
@@ -102,14 +102,14 @@ class _Reduction:
         """Cut a local gradient into chunks, a row for each device that exchanges. Zeros fill up the last chunk."""
         form, count = self._form, self._form.exchanging
         if form.dim is None:
-            return tf.reshape(tf.pad(line, [[0, count * form.chunk - form.piece]]), (count, form.chunk))
+            return tf.reshape(tf.pad(line, [[0, count * form.chunk - form.sent_elements]]), (count, form.chunk))
         return tf.reshape(tf.transpose(tf.reshape(line, self._split), (1, 0, 2)), (count, form.chunk))
 
     def _joined(self, chunks: tf.Tensor) -> tf.Tensor:
         """Invert `_cut`."""
         form = self._form
         if form.dim is None:
-            return tf.reshape(chunks, (-1,))[: form.piece]
+            return tf.reshape(chunks, (-1,))[: form.sent_elements]
         before, count, behind = self._split
         return tf.reshape(tf.transpose(tf.reshape(chunks, (count, before, behind)), (1, 0, 2)), (-1,))
 
@@ -127,7 +127,7 @@ class _Reduction:
         """Return a local tensor in a parted layout: each device runs the next operation on its local value."""
         return local_shards.varying(tensor, self._mesh)
 
-    def _whole(self, tensor: tf.Tensor) -> tf.Tensor:
+    def _replicated(self, tensor: tf.Tensor) -> tf.Tensor:
         return transfer.relayout(tensor, (None,) * tensor.shape.rank, self._mesh)
 
     def _shard(self, chunk: tf.Tensor, dim: int) -> tf.Tensor:
@@ -143,8 +143,8 @@ class _Reduction:
     def _low_rank(self, local: tf.Tensor) -> tf.Tensor:
         form, power = self._form, self._form.compression
         assert isinstance(power, PowerSGD)
-        error = self._whole(self._unsent(ERROR))
-        local = self._whole(local)
+        error = self._replicated(self._residual(ERROR))
+        local = self._replicated(local)
         factor = self._kept[FACTOR].storage.update_value()
         steps = self._kept[STEPS].storage.update_value()
 
@@ -156,18 +156,18 @@ class _Reduction:
 
         if power.warm_up_steps:
             result, error, factor = tf.cond(steps < power.warm_up_steps, exact, compressed)
-            self._kept[STEPS].assign(self._whole(tf.minimum(steps + 1, power.warm_up_steps)))
+            self._kept[STEPS].assign(self._replicated(tf.minimum(steps + 1, power.warm_up_steps)))
         else:
             result, error, factor = compressed()
         self._keep(ERROR, error)
-        self._kept[FACTOR].assign(self._whole(factor))
-        result = self._whole(tf.reshape(result, form.shape))
+        self._kept[FACTOR].assign(self._replicated(factor))
+        result = self._replicated(tf.reshape(result, form.shape))
         return result if form.dim is None else transfer.scatter(result, self._variable.layout.gradient, self._mesh)
 
     def _added_up(self, local: tf.Tensor) -> tf.Tensor:
         """Return the exact sum, as a matrix."""
         add_up = replicas.all_reduce if self._form.adders > 1 else replicas.sum_over_devices
-        return self._whole(tf.reshape(add_up(self._parted(local), self._mesh), self._form.matrix))
+        return self._replicated(tf.reshape(add_up(self._parted(local), self._mesh), self._form.matrix))
 
     def _iterated(self, local: tf.Tensor, error: tf.Tensor, factor: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """Run one power iteration. Return the sum of rank `rank`, this device's residual, and the next factor."""
@@ -180,4 +180,4 @@ class _Reduction:
         error = tf.reshape(matrix - tf.matmul(left, part, transpose_b=True), (1, -1))
         # Keep the last factor if the new factor is not finite: it would stay so for ever.
         factor = tf.where(tf.reduce_all(tf.math.is_finite(right), keepdims=True), right, before)
-        return self._whole(result), self._whole(error), self._whole(factor)
+        return self._replicated(result), self._replicated(error), self._replicated(factor)

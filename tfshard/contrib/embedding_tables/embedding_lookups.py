@@ -124,8 +124,8 @@ def _looked_up(table: ShardedVariable, ids: tf.Tensor, step: Step) -> tf.Tensor:
                 tf.constant(table.layout.spec.shape, tf.int32),
             )
 
-    def apply(anchor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.IndexedSlices]]:
-        del anchor
+    def apply(source: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.IndexedSlices]]:
+        del source
         with _private.stop_recording():
             found = _found(table, line, step)
             if not is_shared_out:
@@ -134,11 +134,11 @@ def _looked_up(table: ShardedVariable, ids: tf.Tensor, step: Step) -> tf.Tensor:
             axis = axis_sizes(mesh).data if is_shared_out and devices > 1 else None
             return transfer.relayout(found, (axis, *(None,) * len(shape)), mesh), gradient
 
-    anchor = reads_of(table, step).source(table)
+    source = reads_of(table, step).source(table)
     if table.trainable:
-        step.reads.note(table, anchor)
+        step.reads.note(table, source)
         _private.record_variable_access(table)
-    return tf.custom_gradient(apply)(anchor)
+    return tf.custom_gradient(apply)(source)
 
 
 def _check(table: ShardedVariable, ids: tf.Tensor, step: Step) -> None:
@@ -182,8 +182,8 @@ def owners(ids: tf.Tensor, format: TableRows, count: int) -> tuple[tf.Tensor, tf
     each = format.rows_of_a_device
     owner = tf.clip_by_value(ids // each, 0, format.devices - 1)
     is_one = (ids >= 0) & (ids < count)
-    own = tf.where(is_one, ids - owner * each, tf.clip_by_value(tf.where(ids < 0, _NO_ROW, ids), each, _NO_ROW))
-    return tf.cast(owner, tf.int32), tf.cast(own, tf.int32)
+    local_row = tf.where(is_one, ids - owner * each, tf.clip_by_value(tf.where(ids < 0, _NO_ROW, ids), each, _NO_ROW))
+    return tf.cast(owner, tf.int32), tf.cast(local_row, tf.int32)
 
 
 _NO_ROW = np.int64(np.iinfo(np.int32).max - 1)
@@ -197,10 +197,10 @@ def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
     each = line.shape[0] // devices
     with local_shards.scope():
         ids, where = exchanges.distinct(local_shards.local_rows(line, mesh))
-        owner, own = owners(ids, format, table.layout.spec.shape[0])
+        owner, local_row = owners(ids, format, table.layout.spec.shape[0])
         lists = exchanges.Lists.to(owner, each, mesh)
         # Ids are sent plus one, since the lists end with zeros.
-        asked = lists.sent(own + 1) - 1
+        asked = lists.sent(local_row + 1) - 1
         given = sparse_rows.read(table.storage, tf.maximum(asked, 0))
         reads_of(table, step).rows_read[table.storage].append(given)
         found = tf.ensure_shape(tf.gather(lists.answered(given), where), (each, width))

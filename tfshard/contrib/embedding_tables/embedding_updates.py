@@ -105,8 +105,8 @@ def update(
             with steps.update_scope(part=_rows_to_update(table, step, None)):
                 return fn(table)
         squares = not is_lazy and sparse_optimizers.squares(optimizer)
-        own, sums = _brought(table, args[0], squares=squares)
-        different, where = (None, own) if every else exchanges.distinct(own)
+        local_rows, sums = _brought(table, args[0], squares=squares)
+        different, where = (None, local_rows) if every else exchanges.distinct(local_rows)
         found = _rows_to_update(table, step, different)
         gradient, *squared = (tf.math.unsorted_segment_sum(each, where, found.count) for each in sums)
         with steps.update_scope(part=found), _squared(gradient, squared):
@@ -205,10 +205,10 @@ def _brought(table: ShardedVariable, gradient: tf.IndexedSlices, *, squares: boo
     values = local_shards.local_rows(gradient.values, mesh)
     parts = [values, tf.square(values)] if squares else [values]
     sums = [tf.math.unsorted_segment_sum(each, where, tf.size(ids)) for each in parts]
-    owner, own = embedding_lookups.owners(ids, format, table.layout.spec.shape[0])
+    owner, local_row = embedding_lookups.owners(ids, format, table.layout.spec.shape[0])
     lists = exchanges.Lists.to(owner, math.prod(gradient.indices.shape) // devices, mesh)
     # Rows are sent plus one, since the lists end with zeros.
-    came = lists.sent(own + 1)
+    came = lists.sent(local_row + 1)
     given = tf.split(lists.sent(tf.concat(sums, axis=1)), len(sums), axis=2)
-    own, *sums = exchanges.flattened(came, given, came > 0)
-    return own - 1, sums
+    local_rows, *sums = exchanges.flattened(came, given, came > 0)
+    return local_rows - 1, sums

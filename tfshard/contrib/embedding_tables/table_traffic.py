@@ -50,7 +50,7 @@ def collectives(
         width, path, devices = layout.spec.shape[1], layout.spec.path, axes.data_size
         ids = [ids_of_a_device(shape, devices) for shape in shapes.get(path, ((),))]
         each = devices * sum(ids) // len(ids) * _BYTES
-        whole = devices * sum(ids) * _BYTES
+        total_bytes = devices * sum(ids) * _BYTES
         squares = not is_lazy and _squares(optimizer)
         sent = [
             ("all-reduce", len(ids), _BYTES, "the longest list of ids, for each lookup"),
@@ -66,11 +66,11 @@ def collectives(
             what = "bytes(row of gradients and squares)" if squares else "bytes(row of gradients)"
             sent += [
                 ("all-reduce", 1, _BYTES, "the longest list of gradients"),
-                ("all-to-all", 1, whole, "4 bytes x devices x ids of a device, for the update, at the most"),
+                ("all-to-all", 1, total_bytes, "4 bytes x devices x ids of a device, for the update, at the most"),
                 (
                     "all-to-all",
                     1,
-                    whole * width * (2 if squares else 1),
+                    total_bytes * width * (2 if squares else 1),
                     f"{what} x devices x ids of a device, for the update, at the most",
                 ),
             ]
