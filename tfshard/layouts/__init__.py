@@ -23,7 +23,6 @@ from tfshard.layouts.config import GroupPolicy, ReshardPolicy, ShardingConfig, Z
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.parameter_analyzer import ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.variable_kind import VariableKind
 from tfshard.layouts.variable_layout import VariableLayout, plan_variable
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "ReshardPolicy",
     "Role",
     "ShardingConfig",
-    "VariableKind",
     "VariableLayout",
     "VariableSpec",
     "ZeroStage",
