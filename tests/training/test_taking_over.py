@@ -269,7 +269,7 @@ def test_a_model_that_shares_layers_with_one_that_moves(after):
         lambda: models[1].test_on_batch(X, Y),
         lambda: models[1].predict(X),
     ):
-        with pytest.raises(tfshard.errors.StrategyError, match="lives on another mesh, of another model"):
+        with pytest.raises(tfshard.errors.StrategyError, match="is on another mesh, because another model shares it"):
             use()
     models[1].compile("sgd", "mse", strategy=new)
     models[1].train_on_batch(X, Y)
