@@ -354,7 +354,7 @@ def trained_on(sizes: list[int]) -> step_functions.StepFunctions:
     return functions_of(model)
 
 
-@pytest.mark.filterwarnings("ignore:.*does not divide:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*is not divisible:UserWarning")
 def test_a_large_batch_that_the_axis_divides_has_a_function_of_its_own(monkeypatch):
     monkeypatch.setattr(step_functions, "CHEAP", 0)
     compiled = trained_on([4, 6, 10, 8, 3, 12, 5]).compiled
@@ -397,7 +397,7 @@ def test_batches_that_the_batch_axis_does_not_divide_are_warned_of_once(monkeypa
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(x, y, batch_size=batch_size, epochs=2, verbose=0)
-    found = [each for each in caught if "does not divide" in str(each.message)]
+    found = [each for each in caught if "is not divisible" in str(each.message)]
     assert len(found) == warns, "a remainder at the end of each epoch is no reason"
     if warns:
         assert found[0].filename == __file__ and "axis 'batch' of 4 devices" in str(found[0].message)

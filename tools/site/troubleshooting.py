@@ -319,7 +319,7 @@ else:
     Example(
         error="LaunchError",
         title="A run that cannot be launched as requested",
-        remedy="`tfshard launch --help` lists the flags.",
+        remedy="`tfshard docs launching` describes the flags.",
         code="""\
 from tfshard.launch import Launch
 

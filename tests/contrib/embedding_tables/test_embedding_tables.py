@@ -571,7 +571,7 @@ def test_mistakes_in_what_is_asked_for(name):
 
 STRATEGIES = {
     "no match": ({"tables": "nothing"}, "match no variable"),
-    "no matrix": ({"tables": ".*bias"}, "matrix of float32"),
+    "no matrix": ({"tables": ".*bias"}, "must be a float32 matrix"),
     "replicas": ({"mesh": {"replica": 2, "batch": 2}, "tables": TABLE}, "replicas"),
     "no batch axis": ({"mesh": {"model": 4}, "tables": TABLE}, "batch axis"),
     "narrow slots": ({"slot_dtype": "bfloat16", "tables": TABLE}, "float32"),
