@@ -34,7 +34,7 @@ def restore(checkpoint: Checkpoint, variables: Iterable[StateVariable]) -> None:
     if names:
         first = next(iter(names)).partition("/")[2]
         warn(
-            f"The checkpoint of step {checkpoint.step} was saved with compressed gradients (compression=). The parts "
-            f"that devices had not sent of the gradients of {len(names)} variables, such as '{first}', are left out: "
-            "this run does not compress these gradients."
+            f"The checkpoint of step {checkpoint.step} was saved with compressed gradients (compression=). The "
+            f"error-feedback residuals of {len(names)} variables, such as '{first}', are left out: this run does not "
+            "compress these gradients."
         )

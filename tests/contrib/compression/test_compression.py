@@ -489,7 +489,7 @@ def test_nonsense_of_powersgd_is_refused(given):
 
 def test_a_model_axis_is_refused():
     with pytest.raises(
-        StrategyError, match="compressed on meshes of a batch axis.*'int8', mesh={'batch': 2, 'model': 2}"
+        StrategyError, match="compression needs a mesh of only a batch axis.*'int8', mesh={'batch': 2, 'model': 2}"
     ):
         tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), compression="int8")
 

@@ -360,7 +360,7 @@ def test_a_plan_of_tables_tells_bytes_at_rest_and_sent():
     assert not report.misplaced
     for kind in ("parameter", "slot"):
         assert plan.bytes_per_device(kind) == report.bytes_per_device(kind) > 0
-    assert "at the most" in str(plan) and "the peak of a step with embedding tables" in str(plan)
+    assert "at most" in str(plan) and "the peak of a step with embedding tables" in str(plan)
     unknown = made.distribute_strategy.plan(made)
     assert {each.bytes for each in unknown.collectives if each.kind == "all-to-all"} == {None}
 
@@ -500,14 +500,14 @@ def tied():
 
 
 REFUSED_STEPS = {
-    "tied": (tied, OPTIMIZERS["SGD"], {}, "used as a whole in a step"),
+    "tied": (tied, OPTIMIZERS["SGD"], {}, "used in full in a step"),
     "constraint": (
         lambda: model(embeddings_constraint="unit_norm"),
         OPTIMIZERS["SGD"],
         {},
-        "assigned in a step|used as a whole",
+        "assigned in a step|used in full",
     ),
-    "regularizer": (lambda: model(embeddings_regularizer="l2"), OPTIMIZERS["SGD"], {}, "used as a whole"),
+    "regularizer": (lambda: model(embeddings_regularizer="l2"), OPTIMIZERS["SGD"], {}, "used in full"),
     "microbatches": (model, OPTIMIZERS["SGD"], {"microbatches": 2}, "microbatches"),
 }
 
@@ -556,7 +556,7 @@ def test_eager_steps_are_refused():
 
 MISTAKES = {
     "no pattern": (lambda: tfshard.EmbeddingTables([]), StrategyError, "needs a pattern"),
-    "no expression": (lambda: tfshard.EmbeddingTables("*items"), StrategyError, "no regular expression"),
+    "no expression": (lambda: tfshard.EmbeddingTables("*items"), StrategyError, "not a regular expression"),
     "unknown meaning": (lambda: tfshard.EmbeddingTables("x", sparse="eager"), StrategyError, "'keras' or 'lazy'"),
     "another type": (lambda: tfshard.ShardedStrategy(tables=3), StrategyError, "tfshard.EmbeddingTables"),
 }

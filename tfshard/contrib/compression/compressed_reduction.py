@@ -44,9 +44,9 @@ class CompressedReduction(GradientReduction):
     def check_mesh(self, axes: MeshAxes) -> None:
         if axes.has_tensor_parallelism:
             raise StrategyError(
-                "Gradients are compressed on meshes of a batch axis, with or without replicas: on other axes devices "
-                f"hold parts of one gradient. Leave compression out. Received: compression={self.option!r}, "
-                f"mesh={axes.given}"
+                "compression needs a mesh of only a batch axis, with or without replicas: on other axes, each "
+                "device holds only a part of a gradient. Leave compression out. Received: "
+                f"compression={self.option!r}, mesh={axes.given}"
             )
 
     def choose(self, layout: VariableLayout, axes: MeshAxes) -> VariableLayout:

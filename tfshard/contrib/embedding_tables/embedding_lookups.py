@@ -145,11 +145,11 @@ def _check(table: ShardedVariable, ids: tf.Tensor, step: Step) -> None:
     """Raise `StrategyError` if the step cannot look up these ids."""
     what = None
     if step.is_microbatch:
-        what = "in a step that takes its batch in microbatches. Set strategy.microbatches = 1"
+        what = "in a step with microbatches. Set strategy.microbatches = 1"
     elif steps.here() is not step.graph:
-        what = "in a loop, a branch or a function within a step. Look its rows up before it"
+        what = "in a loop, a branch or a function within a step. Look up its rows before it"
     elif table.storage in reads_of(table, step).updates or steps.open_update() is not None:
-        what = "after its update in the same step. Look its rows up before it"
+        what = "after its update in the same step. Look up its rows before it"
     elif not ids.shape.is_fully_defined():
         what = f"with ids of a shape that is not known while the step is traced: {ids.shape}. Give them a shape"
     if what is not None:

@@ -59,7 +59,7 @@ class TableKind(VariableKind):
         unmatched = [each for each in self.tables.patterns if not any(re.fullmatch(each, path) for path in paths)]
         if unmatched:
             raise StrategyError(
-                f"Patterns of tables= match no variable: {unmatched}. A pattern must match the whole path "
+                f"Patterns of tables= match no variable: {unmatched}. A pattern must match the full path "
                 f"(re.fullmatch). First variable paths: {sorted(paths)[:12]}"
             )
 
@@ -68,12 +68,12 @@ class TableKind(VariableKind):
     ) -> None:
         if len(spec.shape) != 2 or spec.dtype != "float32":
             raise StrategyError(
-                "An embedding table is a matrix of float32, with a row for each id. Correct the patterns of tables=. "
-                f"Received: '{spec.path}' of shape={spec.shape}, dtype={spec.dtype}"
+                "An embedding table must be a float32 matrix with a row for each id. Correct the patterns of "
+                f"tables=. Received: '{spec.path}' of shape={spec.shape}, dtype={spec.dtype}"
             )
         if axes.data is None:
             raise StrategyError(
-                "Embedding tables are sharded over the batch axis, and the mesh has none. Add batch=... to "
+                "Embedding tables are sharded over the batch axis, but the mesh has no batch axis. Add batch=... to "
                 f"create_mesh(). Received: mesh={axes.given} for table '{spec.path}'"
             )
         if axes.replicas > 1:

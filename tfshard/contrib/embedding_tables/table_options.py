@@ -51,7 +51,7 @@ class EmbeddingTables:
                 re.compile(pattern)
             except (TypeError, re.error) as error:
                 raise StrategyError(
-                    f"A pattern of embedding tables is no regular expression: {error}. Received: patterns={given!r}"
+                    f"A pattern of embedding tables is not a regular expression: {error}. Received: patterns={given!r}"
                 ) from error
         if self.sparse not in (KERAS, LAZY):
             raise StrategyError(f"sparse must be 'keras' or 'lazy'. Received: sparse={self.sparse!r}")

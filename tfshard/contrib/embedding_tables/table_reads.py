@@ -65,10 +65,10 @@ class TableReads(KindState):
                 user = users.pop()
                 if user.type not in ("Cast", "Identity"):
                     raise StrategyError(
-                        f"Embedding table '{path}' is used as a whole in a step, by operation '{user.name}' of type "
-                        f"{user.type}. No step gathers a table. Look its rows up with keras.layers.Embedding, "
-                        "keras.ops.take or tf.gather. If the table is also a matrix elsewhere (tied weights), or has "
-                        "a constraint or a regularizer, take it out of tables=."
+                        f"Embedding table '{path}' is used in full in a step, by operation '{user.name}' of type "
+                        f"{user.type}. No step gathers a table. Look up its rows with keras.layers.Embedding, "
+                        "keras.ops.take or tf.gather. If the table is also a matrix elsewhere (tied weights), or "
+                        "has a constraint or a regularizer, take it out of tables=."
                     )
                 users += user.outputs[0].consumers()
 

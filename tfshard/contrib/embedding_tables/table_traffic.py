@@ -54,24 +54,24 @@ def collectives(
         squares = not is_lazy and _squares(optimizer)
         sent = [
             ("all-reduce", len(ids), _BYTES, "the longest list of ids, for each lookup"),
-            ("all-to-all", len(ids), each, "4 bytes x devices x ids of a device, for each lookup, at the most"),
+            ("all-to-all", len(ids), each, "4 bytes x devices x ids of a device, for each lookup, at most"),
             (
                 "all-to-all",
                 len(ids),
                 each * width,
-                "bytes(row) x devices x ids of a device, for each lookup, at the most",
+                "bytes(row) x devices x ids of a device, for each lookup, at most",
             ),
         ]
         if layout.spec.trainable:
             what = "bytes(row of gradients and squares)" if squares else "bytes(row of gradients)"
             sent += [
                 ("all-reduce", 1, _BYTES, "the longest list of gradients"),
-                ("all-to-all", 1, total_bytes, "4 bytes x devices x ids of a device, for the update, at the most"),
+                ("all-to-all", 1, total_bytes, "4 bytes x devices x ids of a device, for the update, at most"),
                 (
                     "all-to-all",
                     1,
                     total_bytes * width * (2 if squares else 1),
-                    f"{what} x devices x ids of a device, for the update, at the most",
+                    f"{what} x devices x ids of a device, for the update, at most",
                 ),
             ]
         found += [
