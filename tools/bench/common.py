@@ -29,10 +29,14 @@ _ALLOCATORS = pathlib.Path(__file__).parents[2] / "tfshard" / "devices" / "alloc
 SYSTEM_ALLOCATOR: dict[str, str] = runpy.run_path(str(_ALLOCATORS))["SYSTEM_ALLOCATOR"]
 
 
-def run_child(*arguments: str) -> dict:
-    """Run this script again with more flags, and return the JSON of its last line."""
+def run_child(*arguments: str, package: str | None = None) -> dict:
+    """Run this script again with more flags, and return the JSON of its last line.
+
+    With `package`, the child imports tfshard from that folder.
+    """
     command = [sys.executable, *sys.argv, *arguments]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    environment = os.environ | ({"PYTHONPATH": str(pathlib.Path(package).resolve())} if package else {})
+    output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     return json.loads(output.splitlines()[-1])
 
 
