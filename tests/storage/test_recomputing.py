@@ -176,7 +176,7 @@ def test_activations_of_blocks_are_freed(activation, kept, keep_products, saved)
 
     `tf.nn.silu` has a custom gradient, to which a tape gives no name scope.
     """
-    rows, width, blocks = 512, 512, 12
+    rows, width, blocks = 512, 256, 8
 
     def added(count, recompute):
         inputs = keras.Input((width,))
@@ -194,7 +194,7 @@ def test_activations_of_blocks_are_freed(activation, kept, keep_products, saved)
         return profile.peak.added
 
     all_kept, freed, none = added(4 * rows, False), added(4 * rows, True), added(4, False)
-    # On a device, each block has this many activations of a MiB, plus its input, except for a few.
+    # On a device, each block has this many activations of half a MiB, plus its input, except for a few.
     assert all_kept - none >= 4 * blocks * kept * 4 * rows * width, "premise"
     # The inputs of blocks stay.
     inputs = 4 * (blocks + 1) * 4 * rows * width
