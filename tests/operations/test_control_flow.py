@@ -216,7 +216,7 @@ def test_a_recurrent_model_of_unknown_length_fits_evaluates_and_predicts_as_on_o
 def two_loops() -> keras.Model:
     keras.utils.set_random_seed(0)
     inputs = keras.Input((5, 4))
-    both = [keras.layers.GRU(6)(inputs), keras.layers.LSTM(8)(inputs)]
+    both = [keras.layers.SimpleRNN(6)(inputs), keras.layers.SimpleRNN(8)(inputs)]
     return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Concatenate()(both)))
 
 
