@@ -39,6 +39,15 @@ def block() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(64, name="head")(x), name="net")
 
 
+def feed_forward() -> keras.Model:
+    """Return the half of a transformer block without attention."""
+    inputs = keras.Input((8,), dtype="int32")
+    x = keras.layers.Embedding(64, 32, name="items")(inputs)
+    y = keras.layers.LayerNormalization(name="second")(x)
+    y = keras.layers.Dense(32, name="down")(keras.layers.Dense(64, activation="gelu", name="up")(y))
+    return keras.Model(inputs, keras.layers.Dense(64, name="head")(keras.layers.Add()([x, y])), name="net")
+
+
 @keras.saving.register_keras_serializable("test_collective_order")
 class Looped(keras.layers.Layer):
     """Two products in each iteration of a loop, with rows that a model axis shards, and other products in branches."""
@@ -164,7 +173,7 @@ CASES = {
     "hybrid, accumulation": Case(HYBRID, optimizer=accumulating, bodies=True),
     "hybrid, float16": Case(HYBRID, policy="mixed_float16"),
     "hybrid, slots in int8": Case(HYBRID, {"slot_dtype": "int8"}),
-    "hybrid, int8": Case(HYBRID, {"compression": "int8"}),
+    "hybrid, int8": Case(HYBRID, {"compression": "int8"}, build=feed_forward),
     "hybrid, powersgd": Case(HYBRID, {"compression": tfshard.PowerSGD(rank=2)}),
     "hybrid, recurrent": Case(HYBRID, build=recurrent),
     "hybrid, images": Case(HYBRID, build=images),
