@@ -1413,7 +1413,7 @@ MUTATIONS = [
         old="                self._on(rank.rank, rank.receive_shared, here)\n",
         new="                del here\n",
         what="what several ranks have keeps its old values on one",
-        killed_by="tests/contrib/pipeline/test_pipeline.py::test_the_numbers_are_those_of_one_device[a table that is the last matrix]",
+        killed_by="tests/contrib/pipeline/test_pipeline.py::test_the_numbers_are_those_of_one_device[a table clipped by the norm of all]",
     ),
     Mutation(
         area="pipelines",
