@@ -113,9 +113,9 @@ def test_steps_plans_and_checkpoints_use_the_reduction(tmp_path, options):
 
 
 def test_clients_compare_the_option_under_its_name_for_users():
-    assert strategy().config.described()["compression"] == "exact"
-    assert strategy(compression=None).config.described()["compression"] is None
-    assert "reduction" not in strategy().config.described()
+    assert strategy().config.as_dict()["compression"] == "exact"
+    assert strategy(compression=None).config.as_dict()["compression"] is None
+    assert "reduction" not in strategy().config.as_dict()
 
 
 def test_an_unknown_option_is_refused_with_the_options_of_all_extensions():

@@ -308,7 +308,8 @@ _looks = False
 
 
 def _look_at_the_end() -> None:
-    """Report failures of writer threads at the end of the program, before its clients part (`Launched._leave`)."""
+    """Report failures of writer threads at the end of the program, before its clients part
+    (`Launched._wait_for_others`)."""
     global _looks
     if not _looks:
         _looks = True

@@ -313,7 +313,7 @@ class Launched(Clients):
             self._leaving = True
             raise InitializationError(reply["reason"])
         # Exit functions run in reverse order, so this runs after all functions registered later.
-        atexit.register(self._leave)
+        atexit.register(self._wait_for_others)
         jobs: list[str] = reply["jobs"]
         return jobs
 
@@ -456,7 +456,7 @@ class Launched(Clients):
             )
         self._leaving = True
 
-    def _leave(self) -> None:
+    def _wait_for_others(self) -> None:
         """Wait for the other clients, which may still read from this client's memory in their last step."""
         if self._leaving:
             return

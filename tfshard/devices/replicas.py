@@ -112,7 +112,7 @@ def meet(mesh: dtensor.Mesh, *, exchanges: bool = False) -> None:
 
     Args:
         mesh: The mesh.
-        exchanges: True if variables of a kind let the devices of the data axis exchange rows.
+        exchanges: True if all devices of the data axis exchange rows of variables (`VariableKind.meet`).
 
     Raises:
         MeshError: TensorFlow has the devices of a group in another order than the mesh.

@@ -223,7 +223,7 @@ class ShardingConfig:
     Attributes:
         layout_map: The dims that model axes shard. None: tfshard finds a map for each model (`layout_map="auto"`).
         zero_stage: The tensors that the batch axis shards.
-        analyzer: Decides which variables share a buffer; None: no groups.
+        analyzer: The sizes of variables that share a buffer; None: no groups. Users pass a `ParameterAnalyzer`.
         reshard: When a step gathers and frees sharded parameters.
         precision: The dtypes of reductions and of stored slots.
         microbatches: How a training step divides its batch.
@@ -236,7 +236,7 @@ class ShardingConfig:
     Example:
 
     >>> from tfshard.layouts import ShardingConfig, ZeroStage
-    >>> ShardingConfig(zero_stage=ZeroStage.from_number(1)).described()["zero_stage"]
+    >>> ShardingConfig(zero_stage=ZeroStage.from_number(1)).as_dict()["zero_stage"]
     1
     """
 
@@ -259,8 +259,8 @@ class ShardingConfig:
                 f"Received: analyzer={self.analyzer!r} (of type {type(self.analyzer)})"
             )
 
-    def check_mesh(self, axes: MeshAxes) -> "ShardingConfig":
-        """Return this config if a mesh with `axes` can carry it out.
+    def check_mesh(self, axes: MeshAxes) -> None:
+        """Check that a mesh with `axes` can carry out the settings.
 
         Raises:
             LayoutError: The layout map names an axis that the mesh does not have.
@@ -276,13 +276,12 @@ class ShardingConfig:
                 "reduce_once=True needs a mesh of only a batch axis: on other axes, each device holds only a part "
                 f"of a gradient. Received: mesh={axes}"
             )
-        return self
 
     def kind_at(self, path: str) -> VariableKind | None:
         """Return the kind of the variable at `path`; None for an ordinary variable."""
         return next((kind for kind in self.kinds if kind.matches_path(path)), None)
 
-    def described(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return every setting by its name for users, in values that JSON can hold, to compare clients and to record in
         files."""
         found: dict[str, Any] = {}
@@ -297,7 +296,7 @@ class ShardingConfig:
             elif field.name != "kinds":
                 value = value.option if isinstance(value, GradientReduction) else value
                 found[field.metadata.get("option", field.name)] = _plain(value)
-        return found | variable_kind.described(self.kinds)
+        return found | variable_kind.settings(self.kinds)
 
 
 def _plain(value: Any) -> Any:

@@ -102,6 +102,14 @@ class VariableKind(abc.ABC):
     # --- how steps use a variable
 
     @abc.abstractmethod
+    def meet(self, mesh: Any) -> None:
+        """Make the devices that exchange data of variables of this kind meet once, before the first step. Eager only.
+
+        Args:
+            mesh: The DTensor mesh.
+        """
+
+    @abc.abstractmethod
     def begin_step(self, record: Any) -> Any:
         """Return the `KindState` of a step, before the step uses a variable of this kind.
 
@@ -183,7 +191,7 @@ def from_options(**options: Any) -> tuple[VariableKind, ...]:
     return tuple(_registered[name].from_option(given) for name, given in options.items() if given is not None)
 
 
-def described(kinds: Iterable[VariableKind]) -> dict[str, str | None]:
+def settings(kinds: Iterable[VariableKind]) -> dict[str, str | None]:
     """Return the settings of each registered option as text, to record in files; None for an option without a kind."""
     chosen = {kind.option: str(kind) for kind in kinds}
     return {option: chosen.get(option) for option in _registered}

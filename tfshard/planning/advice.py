@@ -25,7 +25,7 @@ from tfshard.planning import statistics_traffic, step_graph
 from tfshard.planning.analyzer import without_peak
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
-from tfshard.planning.peak import PROCESS_BYTES, Peak, UpdateTiming, peak_of, with_room
+from tfshard.planning.peak import PROCESS_BYTES, Peak, UpdateTiming, peak_of, with_margin
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_graph import StepGraph
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
@@ -75,7 +75,7 @@ class Candidate(Peak):
     def needed_bytes(self) -> int:
         """The memory that a device needs: the peak, a margin, and one slot, because a busy device frees its old value
         late."""
-        return with_room(self.peak_bytes, recompute=self.recompute) + self.overlap_bytes
+        return with_margin(self.peak_bytes, recompute=self.recompute) + self.overlap_bytes
 
     @property
     def fits(self) -> bool:

@@ -2,7 +2,7 @@
 
 The estimate has one rule: a tensor lives from the operation that makes it to the last operation that takes it, in the
 order of the trace. The layouts tell what the step stores, gathers, reduces and updates. TensorFlow runs operations in
-another order at times, so a measured peak differs: docs/planning.md says by how much, and `with_room` is the margin
+another order at times, so a measured peak differs: docs/planning.md says by how much, and `with_margin` is the margin
 that `advise` keeps.
 """
 
@@ -476,7 +476,7 @@ def _size(tensor: tf.Tensor) -> int:
     )
 
 
-def with_room(peak_bytes: int, *, recompute: bool) -> int:
+def with_margin(peak_bytes: int, *, recompute: bool) -> int:
     """Return the bytes that a device should have for a predicted peak.
 
     Measured peaks were up to 15% above the prediction, with recomputation up to a fifth.

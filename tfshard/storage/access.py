@@ -61,7 +61,7 @@ class VariableView(outside.View, Protocol):
     def full(self) -> tf.Tensor:
         """Return the full value in the compute layout, as the current graph sees it."""
 
-    def source(self) -> tf.Tensor:
+    def gradient_source(self) -> tf.Tensor:
         """Return the tensor or handle that gradients are taken with respect to, if no traced step has read it."""
 
 
@@ -117,7 +117,7 @@ class OnHost:
         return variable.layout.spec.shape
 
     def handle(self, variable: VariableView) -> tf.Tensor:
-        return variable.source() if variable.storage.read_by_eager_step else variable.outside_handle
+        return variable.gradient_source() if variable.storage.read_by_eager_step else variable.outside_handle
 
 
 class InPlainFunction:
@@ -205,8 +205,8 @@ class InStep:
             return read
         kind = variable.layout.kind
         if self._step is not None and kind is not None and not _private.is_eager():
-            return self._step.record.state_of(kind).source(variable)
-        return variable.source()
+            return self._step.record.state_of(kind).gradient_source(variable)
+        return variable.gradient_source()
 
 
 class InUpdate(InStep):

@@ -36,7 +36,7 @@ class KindState(abc.ABC):
         """Return a tensor for a read of the full variable."""
 
     @abc.abstractmethod
-    def source(self, variable: Any) -> tf.Tensor:
+    def gradient_source(self, variable: Any) -> tf.Tensor:
         """Return the tensor that a gradient is taken with respect to, if no recorded read used the variable."""
 
     @abc.abstractmethod

@@ -192,7 +192,7 @@ class ShardedVariable(VariableSurface):
         """The tensor or handle that gradient tapes differentiate with respect to."""
         return access.current().handle(self)
 
-    def source(self) -> tf.Tensor:
+    def gradient_source(self) -> tf.Tensor:
         """Return the tensor or handle that a gradient is taken with respect to, if no step has read the variable."""
         return self.buffer.handle if self._is_direct() else self.storage.full_value(self.member)
 

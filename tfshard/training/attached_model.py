@@ -293,7 +293,7 @@ class AttachedModel:
         left = [each for each in before if isinstance(each, ShardedVariable) and id(each) not in now]
         for each in left:
             del each.storage.members[each.member]
-        self._leave({each.storage for each in left})
+        self._invalidate({each.storage for each in left})
 
     def move_waiting(self) -> None:
         """Give variables that have no buffer yet their final layouts, without making the buffers."""
@@ -309,7 +309,7 @@ class AttachedModel:
         """
         # Before the first collective: clients with other variables would hang in it.
         self._agree_on_values()
-        self._leave(reshard.materialize(self._layouts(), self.strategy.mesh))
+        self._invalidate(reshard.materialize(self._layouts(), self.strategy.mesh))
         reduction_state.make(self.model, self.strategy.mesh)
         self._patch_layers()
 
@@ -331,7 +331,7 @@ class AttachedModel:
             # For plain models around these layers: XLA takes no variables that are on several devices.
             layer.supports_jit = False
 
-    def _leave(self, left: set[Storage]) -> None:
+    def _invalidate(self, left: set[Storage]) -> None:
         """Invalidate storages that variables have left, and the functions that read them."""
         if not left:
             return

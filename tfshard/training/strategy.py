@@ -184,11 +184,13 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             startup.initialize()
         StrategyBase.__init__(self, mesh, config)
         mesh_settings = {"mesh": self.mesh_shape.given, "roles": plain(self.mesh_shape.roles)}
-        clients.here().agree("the strategy", config.described() | mesh_settings, error=StrategyError)
+        clients.here().agree("the strategy", config.as_dict() | mesh_settings, error=StrategyError)
         gathers.choose(mesh)
         reductions.choose(config.precision.reduce_dtype)
         transfer.meet(mesh)
-        replicas.meet(mesh, exchanges=bool(config.kinds))
+        replicas.meet(mesh)
+        for kind in config.kinds:
+            kind.meet(mesh)
         if config.reduction is not None:
             config.reduction.meet(mesh)
         process_lock.start()

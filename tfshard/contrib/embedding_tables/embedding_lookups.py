@@ -134,7 +134,7 @@ def _looked_up(table: ShardedVariable, ids: tf.Tensor, step: Step) -> tf.Tensor:
             axis = axis_sizes(mesh).data if is_shared_out and devices > 1 else None
             return transfer.relayout(found, (axis, *(None,) * len(shape)), mesh), gradient
 
-    source = reads_of(table, step).source(table)
+    source = reads_of(table, step).gradient_source(table)
     if table.trainable:
         step.reads.note(table, source)
         _private.record_variable_access(table)

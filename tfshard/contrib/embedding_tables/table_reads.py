@@ -42,7 +42,7 @@ class TableReads(KindState):
                 self._placeholders[variable.path] = tf.fill(variable.layout.spec.shape, tf.constant(0, variable.dtype))
         return self._placeholders[variable.path]
 
-    def source(self, variable: ShardedVariable) -> tf.Tensor:
+    def gradient_source(self, variable: ShardedVariable) -> tf.Tensor:
         """Return the number that each lookup takes. The gradient of the table is taken with respect to it."""
         if variable.storage not in self._sources:
             with adding_to(self._record.graph):

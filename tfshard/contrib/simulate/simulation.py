@@ -24,7 +24,7 @@ from tfshard.layouts.placement import ModelPlacement
 from tfshard.operations import blocks
 from tfshard.planning import statistics_traffic, step_graph
 from tfshard.planning.machine import Machine, MachineLike
-from tfshard.planning.peak import UpdateTiming, added_bytes, with_room
+from tfshard.planning.peak import UpdateTiming, added_bytes, with_margin
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
 from tfshard.planning.variable_traffic import sum_bytes
@@ -429,7 +429,7 @@ class Simulator:
             collective_seconds=time.collective_seconds,
             utilization=None if self._flops is None else self._flops / could,
             peak_bytes=peak,
-            needed_bytes=with_room(peak, recompute=recompute is not None),
+            needed_bytes=with_margin(peak, recompute=recompute is not None),
             unknown=step.unknown,
         )
 
