@@ -1337,7 +1337,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        function="tfshard.training.hooks:_adding_up",
+        function="tfshard.training.hooks:_gradient_reducer",
         old="not (has_replicas or has_reduction)",
         new="not has_replicas",
         what="gradients are compressed over replicas only",

@@ -32,7 +32,7 @@ WAYS = {
 @pytest.fixture(autouse=True)
 def small_kernels_are_sharded(monkeypatch):
     """Shard small kernels, as in a large model."""
-    monkeypatch.setattr(variable_layout, "WHOLE_BELOW_BYTES", 64)
+    monkeypatch.setattr(variable_layout, "REPLICATED_BELOW_BYTES", 64)
 
 
 def prepared(model: keras.Model, way: str) -> keras.Model:

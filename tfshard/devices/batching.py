@@ -67,7 +67,7 @@ class Parts:
             )
         (size,) = sizes
         devices = axis_sizes(mesh).data_size if any(batch_axes(shapes[0], mesh)) else 1
-        found = variable_layout.parts_of(size // devices, count)
+        found = variable_layout.divisor_from(size // devices, count)
         return cls(count=found, rows=size // found, mesh=mesh)
 
     def split(self, leaf: Any) -> Any:

@@ -28,7 +28,7 @@ class ZeroStage(enum.IntEnum):
     three facts, never for the number. `advise` tries the members in this order.
 
     Attributes:
-        adds: What the stage shards in addition to the stage before, for messages.
+        adds: The tensors that the stage shards in addition to the stage before, for messages.
         shard_slots: The batch axis shards optimizer slots, and each device updates its local shard. The other two facts
             need this one.
         shard_grads: Each device holds only its local shard of each gradient.
@@ -107,9 +107,9 @@ class ReshardPolicy:
 
     Attributes:
         reshard_after_forward: True: a step frees gathered parameters after use, and gathers them again for the backward
-            pass. It keeps as many bytes as the largest variable or group takes. Regular expressions: the step
-            frees variables whose full path an expression matches, and groups if all members match. False: the step
-            gathers once.
+            pass. Parameters of up to the bytes of the largest variable or group stay gathered. Regular expressions: the
+            step frees variables with a full path that an expression matches, and groups if all members match.
+            False: the step gathers once.
         prefetch: How many variables or groups before its use a gather may start. The backward pass holds at most
             `max(prefetch, 1)` full gradients at once.
     """

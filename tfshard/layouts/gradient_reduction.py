@@ -42,10 +42,11 @@ class SentGradient:
 class GradientReduction(abc.ABC):
     """How devices reduce the gradients of some variables, in place of DTensor's all-reduce or reduce-scatter.
 
-    A reduction is immutable and hashable. Its work on a gradient before and after the collectives is called encoding.
+    A reduction is immutable and hashable. Encoding is the work of a reduction on a gradient before and after the
+    collectives.
 
     Attributes:
-        option: The user's option. Clients compare it, files record it, and messages print it.
+        option: The value of the user's option. Clients compare it, files record it, and messages print it.
     """
 
     option: Any
@@ -99,7 +100,7 @@ class GradientReduction(abc.ABC):
     @property
     @abc.abstractmethod
     def encoding(self) -> tuple[str, float]:
-        """The name of the measured encoding time, and by how much to multiply the time."""
+        """The name of the measured encoding time, and the factor to multiply the time by."""
 
     @abc.abstractmethod
     def encoder(self, devices: int) -> Callable[[], Any]:

@@ -19,8 +19,8 @@ def group(
     """Group the small variables of a model.
 
     Trained variables are grouped at every stage, scalars included. Untrained variables are grouped only if parameters
-    are stored sharded and the group has at least `variable_layout.WHOLE_BELOW_BYTES`. Only floating-point dtypes and
-    one-byte integers (the dtypes of quantized kernels) are grouped. A group has at least two members.
+    are stored sharded and the group has at least `variable_layout.REPLICATED_BELOW_BYTES`. Only floating-point dtypes
+    and one-byte integers (the dtypes of quantized kernels) are grouped. A group has at least two members.
 
     Args:
         policy: The sizes of variables and groups.
@@ -115,4 +115,4 @@ class _OpenGroup:
         specs = [planned[index].spec for index in self.indices]
         if specs[0].trainable:
             return True
-        return sum(map(variable_layout.spec_bytes, specs)) >= variable_layout.WHOLE_BELOW_BYTES
+        return sum(map(variable_layout.spec_bytes, specs)) >= variable_layout.REPLICATED_BELOW_BYTES

@@ -4,7 +4,7 @@ A step gathers an ordinary variable, computes with the full value, and updates a
 another kind of variable: a subclass of `VariableKind` says which variables are of the kind, and how devices store, read
 and update them. `register` gives the kind an option of `tfshard.ShardedStrategy` and `tfshard.plan`.
 
-`ShardingConfig.kinds` holds the kinds that a user chose, and `VariableLayout.kind` the kind of one variable. The core
+`ShardingConfig.kinds` holds the kinds that a user chose. `VariableLayout.kind` is the kind of one variable. The core
 asks only whether a layout has a kind, and calls the methods of the kind. Some arguments and results belong to packages
 above this one, so their type here is `Any`, and the docstrings name their classes.
 """
@@ -28,11 +28,11 @@ class VariableKind(abc.ABC):
     shape. The variable joins no group, and the kind sends its gradient.
 
     Attributes:
-        option: The name of the option that chooses the kind.
+        option_name: The name of the option that chooses the kind, such as `"tables"`.
         noun: The variables of the kind, in the plural, for messages.
     """
 
-    option: ClassVar[str]
+    option_name: ClassVar[str]
     noun: ClassVar[str]
 
     # --- which variables
@@ -65,8 +65,8 @@ class VariableKind(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def of_layouts(self) -> "VariableKind":
-        """The kind as layouts hold it: equal for variables that steps read and update alike."""
+    def for_layouts(self) -> "VariableKind":
+        """The kind for `VariableLayout.kind`: equal for variables that steps read and update alike."""
 
     @abc.abstractmethod
     def check_variable(
@@ -179,7 +179,7 @@ _registered: dict[str, type[VariableKind]] = {}
 
 def register(kind: type[VariableKind]) -> None:
     """Let users choose a kind by its option."""
-    _registered[kind.option] = kind
+    _registered[kind.option_name] = kind
 
 
 def from_options(**options: Any) -> tuple[VariableKind, ...]:
@@ -193,5 +193,5 @@ def from_options(**options: Any) -> tuple[VariableKind, ...]:
 
 def settings(kinds: Iterable[VariableKind]) -> dict[str, str | None]:
     """Return the settings of each registered option as text, to record in files; None for an option without a kind."""
-    chosen = {kind.option: str(kind) for kind in kinds}
+    chosen = {kind.option_name: str(kind) for kind in kinds}
     return {option: chosen.get(option) for option in _registered}

@@ -20,8 +20,7 @@ from tfshard.layouts.variable_kind import VariableKind
 Axes = tuple[str | None, ...]
 
 # Smaller untrained variables stay replicated: batch statistics, counters, seeds, metrics.
-WHOLE_BELOW_BYTES = 1 << 20
-
+REPLICATED_BELOW_BYTES = 1 << 20
 
 # Elements that share a scale if stored in 8 bits, and the bytes of a block: a code for each element, and the scale.
 BLOCK_ELEMENTS = 256
@@ -322,7 +321,7 @@ def plan_variable(
         _check_divides(spec, match[0], axes, mesh_axes)
     data = mesh_axes.data
     compute = tuple(None if axis == data else axis for axis in axes)
-    eligible = slot or spec.trainable or spec_bytes(spec) >= WHOLE_BELOW_BYTES
+    eligible = slot or spec.trainable or spec_bytes(spec) >= REPLICATED_BELOW_BYTES
     zero_stage = config.zero_stage
     shard_params = eligible and zero_stage.shard_params
     shard_slots = eligible and zero_stage.shard_slots
@@ -360,7 +359,7 @@ def _of_kind(spec: VariableSpec, kind: VariableKind, mesh_axes: MeshAxes) -> Var
         store_sharded=True,
         update_sharded=True,
         reduce_scatter=False,
-        kind=kind.of_layouts,
+        kind=kind.for_layouts,
         kind_shape=kind.stored_shape(spec.shape, mesh_axes),
     )
 
@@ -393,8 +392,8 @@ def joins_reduction(layout: VariableLayout, mesh_axes: MeshAxes, *, is_sum: bool
     return not is_cut or (is_sum and not layout.reduce_scatter)
 
 
-def parts_of(rows: int, count: int) -> int:
-    """Return the number of equal parts that a device divides its rows into: `count`, or the next larger divisor.
+def divisor_from(rows: int, count: int) -> int:
+    """Return the smallest divisor of `rows` from `count` on: the number of equal parts of a device's rows.
 
     A larger number keeps each part at most as large as planned.
     """

@@ -193,7 +193,7 @@ class Report:
             rows = [tables.Row.of(variable) for variable in self.variables]
             return self._totals_table(), tables.variables("Variables", rows)
         stored = [variable for variable in self.variables if variable.kind != "slot"]
-        rows = tables.fold_variables(stored, variable_layout.WHOLE_BELOW_BYTES)
+        rows = tables.fold_variables(stored, variable_layout.REPLICATED_BELOW_BYTES)
         return self._totals_table(), tables.variables(tables.FOLDED, rows)
 
     def table(self) -> rich.table.Table:

@@ -380,7 +380,7 @@ class ShardingPlan:
             each = [tables.Row.of(variable) for variable in (*self.variables, *self.slots)]
             return tables.variables("Variables", [*groups, *each])
         alone = [variable for variable in self.variables if variable.group is None]
-        folded = tables.fold_variables(alone, variable_layout.WHOLE_BELOW_BYTES)
+        folded = tables.fold_variables(alone, variable_layout.REPLICATED_BELOW_BYTES)
         return tables.variables(tables.FOLDED, [*groups, *folded])
 
     def _collectives_table(self, detail: bool) -> rich.table.Table:

@@ -95,7 +95,7 @@ def inputs_of_microbatch(microbatches: Microbatches, inputs: Any, mesh_shape: Ma
             return leaf
         rows = leaf.shape[0]
         devices = axes.data_size if rows % axes.data_size == 0 else 1
-        count = variable_layout.parts_of(rows // devices, microbatches.count)
+        count = variable_layout.divisor_from(rows // devices, microbatches.count)
         return keras.KerasTensor((rows // count, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
 
     return keras.tree.map_structure(of_leaf, inputs)

@@ -5,14 +5,31 @@ the record. No pass calls another. Their order matters:
 
 1. `recompute_blocks` adds copies of operations, and says where they run. Copies use stored values, so the schedule of
    unshards must see them.
-2. `schedule_unshards` delays each gather until shortly before its use, and makes the backward pass wait for updates. It
-   replaces `StepRecord.values` and `StepRecord.results`.
+2. `schedule_unshards` delays each gather until shortly before its use, and makes the backward pass wait for updates.
 3. `slice_with_gradient` delays the slice of a replicated value until its gradient exists.
 4. `order_updates` runs the updates of gradients that are reduced together one after another.
 5. `read_slots_after_write` finds the consumers of new values. It runs before passes that add more consumers.
 6. `hold_small_copies` puts the small values behind a barrier, and assigns the sum of all tokens: no compiler then drops
    a barrier.
 7. `write` assigns the values. Nothing may follow. Only this pass is in this file.
+
+Each pass reads and replaces these fields of `StepRecord`:
+
+    | pass                     | reads                                                  | replaces          |
+    |--------------------------|--------------------------------------------------------|-------------------|
+    | `recompute_blocks`       | `graph`, `reshard`, `reads`, `blocks`                  | `operations`      |
+    | `schedule_unshards`      | `graph`, `reshard`, `reads`, `gradients`, `operations` | `values`,         |
+    |                          |                                                        | `results`         |
+    | `slice_with_gradient`    | `sliced_reads`                                         |                   |
+    | `order_updates`          | `updates`                                              | `values`,         |
+    |                          |                                                        | `updated`         |
+    | `read_slots_after_write` | `values`, `updated`                                    | `takers`          |
+    | `hold_small_copies`      | `takers`, `kinds`, `tokens`                            | `values`, `token` |
+    | `write`                  | `graph`, `values`, `takers`, `host_tokens`, `kinds`    |                   |
+
+A pass also reads the fields that it replaces. A barrier that a pass makes with its `Barrier` appends to
+`tokens`. `Step.finish` fills `writes`,
+`values` and `updated` before the first pass.
 
 A microbatch writes nothing, so it runs only the first two, on the graph of the microbatch. The step then runs all
 seven on its graph. In eager code only `write` has an effect.

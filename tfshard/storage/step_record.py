@@ -29,7 +29,7 @@ class PartialUpdate(Protocol):
 
 
 class KindState(abc.ABC):
-    """The variables of one kind in one step: what the step reads and writes of them (`VariableKind.begin_step`)."""
+    """The reads and writes of all variables of one kind in one step (`VariableKind.begin_step` makes it)."""
 
     @abc.abstractmethod
     def read(self, variable: Any) -> tf.Tensor:
@@ -37,7 +37,7 @@ class KindState(abc.ABC):
 
     @abc.abstractmethod
     def gradient_source(self, variable: Any) -> tf.Tensor:
-        """Return the tensor that a gradient is taken with respect to, if no recorded read used the variable."""
+        """Return the tensor that a gradient is taken with respect to, if the step recorded no read of the variable."""
 
     @abc.abstractmethod
     def check(self) -> None:
@@ -140,8 +140,9 @@ class StepRecord:
         writes: The recorded write of each storage, in the order of first writes.
         updated: The new buffer of each written storage, in the update layout; None for partial writes.
         values: The new buffer of each written storage, as it will be stored.
-        operations: The operations of the graph, in the order in which they should run; None before a pass adds copies.
-        takers: The inputs that take a new value from its storage once it is written.
+        operations: The operations of the graph, in the order in which they should run; None before
+            `recompute_blocks` adds copies.
+        takers: For each storage, the inputs of operations that take the new value from the storage once it is written.
         token: The sum of the tokens, for the caller to use, if the step writes nothing.
     """
 

@@ -118,7 +118,7 @@ class Step:
     """
 
     is_microbatch: ClassVar[bool] = False
-    # Makes a local gradient of a gradient, if its reduction waits for later microbatches.
+    # Turns a gradient into its local gradient, if the reduction waits for later microbatches.
     local_gradient: Callable[[tf.Tensor], tf.Tensor] | None = None
 
     def __init__(
@@ -152,7 +152,7 @@ class Step:
             )
 
     def check_read(self, variable: tf.Variable) -> None:
-        """Does nothing. `MicrobatchStep` raises if the variable is updated after the last microbatch."""
+        """Allow the read. `MicrobatchStep` raises if the variable is updated after the last microbatch."""
 
     def note_stored_read(self, storage: Writable, stored: tf.Tensor) -> tf.Tensor:
         """Record a read of a stored value, and return it."""
@@ -219,7 +219,7 @@ class Step:
         """Make the step return sums of gradients instead of updating variables.
 
         The backward pass waits for the sums as it does for updates. When the step has ended, the dict holds the tensors
-        to return. `record.token` is a number to use, except in a microbatch.
+        to return. The caller must also use `record.token`, except in a microbatch.
 
         Args:
             sums: The sums by storage.

@@ -28,7 +28,7 @@ LEAST_BYTES = 1 << 18
 
 
 def order_updates(record: StepRecord, barrier: Barrier) -> None:
-    """Let updates wait for the gradients that are reduced with theirs, and for each other."""
+    """Let updates wait for the gradients that are reduced together with their gradients, and for each other."""
     if not record.updates or not merges.happen(record.updates[0].storage.mesh):
         return
     mesh = record.updates[0].storage.mesh
@@ -51,7 +51,7 @@ def one_after_the_other(
     others: Sequence[tf.Tensor],
     barrier: Barrier,
 ) -> dict[Hashable, tf.Tensor]:
-    """Let updates wait for the gradients that arrive with theirs, and for each other.
+    """Let updates wait for the gradients that arrive together with their gradients, and for each other.
 
     Args:
         updates: All updates of a step, in order.
@@ -69,7 +69,7 @@ def one_after_the_other(
     joint: list[_JointGradients] = []
     for since in sorted(batches, reverse=True):
         joint.insert(0, _JointGradients.of(since, batches[since], joint))
-    # All barriers before any order: ordered updates could make a gradient of a later optimizer wait for its updates.
+    # Make all barriers before ordering updates: the order could make a later optimizer's gradient wait for an update.
     for number, batch in enumerate(joint):
         batch.hold(joint[number + 1 :], others, replaced, barrier)
     for batch in joint:
@@ -83,7 +83,7 @@ class _JointGradients:
 
     Attributes:
         updates: The updates.
-        users: For each update, the inputs that take its gradient since the optimizer began, without those of later
+        users: For each update, the inputs that take its gradient since the optimizer began, except the inputs of later
             optimizers.
     """
 

@@ -269,7 +269,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             _ReplicaContext(strategy),
             step_scope(
                 strategy.config.reshard,
-                _adding_up(strategy, exactly=self._run.adds_up_exactly),
+                _gradient_reducer(strategy, exactly=self._run.adds_up_exactly),
                 only_mesh=strategy.mesh,
             ),
             rewrites.rewritten(strategy.mesh),
@@ -474,7 +474,7 @@ class _ValueContext(tf.distribute.experimental.ValueContext):  # type: ignore[mi
         super().__init__(replica_id_in_sync_group=0, num_replicas_in_sync=1)
 
 
-def _adding_up(strategy: StrategyBase, *, exactly: bool) -> ReduceGradient | None:
+def _gradient_reducer(strategy: StrategyBase, *, exactly: bool) -> ReduceGradient | None:
     """Return a function that reduces gradients in a traced step; None if DTensor reduces all gradients."""
     mesh, has_replicas = strategy.mesh, strategy.mesh_shape.replicas > 1
     has_reduction = strategy.config.reduction is not None and not exactly

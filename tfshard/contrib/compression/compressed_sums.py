@@ -39,12 +39,12 @@ def reduce_local(local: tf.Tensor, form: CompressedForm, variable: ShardedVariab
         The sum, in the layout that the variable needs.
     """
     with local_shards.scope():
-        result = _Reduction(form, variable, mesh).of(tf.cast(local, tf.float32))
+        result = _Reduction(form, variable, mesh).reduce(tf.cast(local, tf.float32))
     return tf.cast(result, local.dtype)
 
 
 class _Reduction:
-    """The reduction of one gradient."""
+    """The reduction of one gradient of a variable."""
 
     def __init__(self, form: CompressedForm, variable: ShardedVariable, mesh: dtensor.Mesh):
         self._form = form
@@ -52,7 +52,8 @@ class _Reduction:
         self._kept = variable.kept
         self._mesh = mesh
 
-    def of(self, local: tf.Tensor) -> tf.Tensor:
+    def reduce(self, local: tf.Tensor) -> tf.Tensor:
+        """Return the float32 sum of the local gradients."""
         return self._low_rank(local) if isinstance(self._form.compression, PowerSGD) else self._encoded(local)
 
     # --- the residuals
@@ -62,8 +63,8 @@ class _Reduction:
         return self._parted(rows.to_local(self._kept[name].storage.update_value(), self._mesh))
 
     def _keep(self, name: str, error: tf.Tensor) -> None:
-        """Replace the residual. Numbers that are not finite become zero: otherwise the residual would stay so for
-        ever."""
+        """Replace the residual. Numbers that are not finite become zero: otherwise later residuals would not be
+        finite either."""
         error = tf.where(tf.math.is_finite(error), error, tf.zeros_like(error))
         self._kept[name].assign(rows.from_local(self._replicated(error), self._mesh))
 
@@ -178,6 +179,6 @@ class _Reduction:
         right = replicas.sum_over_devices(part, self._mesh)
         result = tf.matmul(left, right, transpose_b=True)
         error = tf.reshape(matrix - tf.matmul(left, part, transpose_b=True), (1, -1))
-        # Keep the last factor if the new factor is not finite: it would stay so for ever.
+        # Keep the last factor if the new factor is not finite: otherwise later factors would not be finite either.
         factor = tf.where(tf.reduce_all(tf.math.is_finite(right), keepdims=True), right, before)
         return self._replicated(result), self._replicated(error), self._replicated(factor)

@@ -57,7 +57,7 @@ def is_table(variable: Any) -> TypeGuard[ShardedVariable]:
 
 
 def _read_function(variable: keras.Variable, original: None) -> Callable[..., tf.Tensor]:
-    """`sparse_read`, which Keras's variables do not have."""
+    """Return the method `sparse_read`, which Keras's variables do not have."""
     assert original is None
     return functools.partial(_read_rows, variable)
 
@@ -164,7 +164,7 @@ def _in_line(tensor: tf.Tensor, is_shared_out: bool, mesh: dtensor.Mesh, inner: 
 
 
 def _sharded(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Sharded over the batch axis, which divides the first dim."""
+    """Shard a tensor over the batch axis, which divides the first dim."""
     axis = axis_sizes(mesh).data if axis_sizes(mesh).data_size > 1 else None
     return transfer.relayout(tensor, (axis, *(None,) * (tensor.shape.rank - 1)), mesh)
 
@@ -190,7 +190,7 @@ _NO_ROW = np.int64(np.iinfo(np.int32).max - 1)
 
 
 def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
-    """Return the rows of ids, one behind the other, sharded like the ids."""
+    """Exchange ids and rows. Return the rows of the ids, one behind the other, sharded like the ids."""
     mesh, format, width = table.mesh, table.storage.format, table.layout.spec.shape[1]
     assert isinstance(format, TableRows)
     devices = axis_sizes(mesh).data_size
@@ -208,8 +208,7 @@ def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
         return rows.from_local(found, mesh) if devices > 1 else found
 
 
-# TensorFlow's tape puts the values and the indices of `IndexedSlices` together in the same order, and no order of them
-# has a meaning.
+# TensorFlow's tape concatenates the values and the indices of `IndexedSlices` in the same order. Any order would do.
 @rewrite_rule(
     "ConcatV2", graph=True, eager=False, gradient="registered", when=batch_axis_has_devices,
     fault="gathers the gradients of several lookups in an embedding table", cases=("two lookups in a table",),

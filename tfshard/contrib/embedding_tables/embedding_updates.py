@@ -43,7 +43,7 @@ def check(optimizer: keras.optimizers.Optimizer, table: ShardedVariable, *, is_l
         what = "adds up full gradients over several steps. Leave out gradient_accumulation_steps"
     elif getattr(optimizer, "use_ema", False):
         what = "averages full weights. Leave out use_ema"
-    elif _clips_whole(optimizer):
+    elif _clips_full_gradients(optimizer):
         what = "clips gradients by value or by their global norm, which needs full gradients. Use clipnorm, or none"
     elif not is_lazy and not sparse_optimizers.is_known_sparse(optimizer):
         what = "updates rows that occur twice in a batch in a way that tfshard does not know. Use sparse='lazy'"
@@ -60,7 +60,7 @@ def check(optimizer: keras.optimizers.Optimizer, table: ShardedVariable, *, is_l
         )
 
 
-def _clips_whole(optimizer: keras.optimizers.Optimizer) -> bool:
+def _clips_full_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     return any(getattr(optimizer, name, None) is not None for name in ("clipvalue", "global_clipnorm"))
 
 
@@ -99,13 +99,13 @@ def update(
         )
     every = not is_lazy and not sparse_optimizers.leaves_others(optimizer, table)
     if not args and not sparse_optimizers.decays(optimizer, table):
-        return None  # The call is weight decay, and the table has none.
+        return None  # The call is weight decay, and the optimizer does not decay the table.
     with local_shards.scope():
         if not args:
             with steps.update_scope(part=_rows_to_update(table, step, None)):
                 return fn(table)
         squares = not is_lazy and sparse_optimizers.squares(optimizer)
-        local_rows, sums = _brought(table, args[0], squares=squares)
+        local_rows, sums = _sent_to_owners(table, args[0], squares=squares)
         different, where = (None, local_rows) if every else exchanges.distinct(local_rows)
         found = _rows_to_update(table, step, different)
         gradient, *squared = (tf.math.unsorted_segment_sum(each, where, found.count) for each in sums)
@@ -186,7 +186,9 @@ def _check_here(table: ShardedVariable) -> Step:
     return step
 
 
-def _brought(table: ShardedVariable, gradient: tf.IndexedSlices, *, squares: bool) -> tuple[tf.Tensor, list[tf.Tensor]]:
+def _sent_to_owners(
+    table: ShardedVariable, gradient: tf.IndexedSlices, *, squares: bool
+) -> tuple[tf.Tensor, list[tf.Tensor]]:
     """Send a gradient to the devices that store its rows.
 
     Args:
@@ -195,8 +197,8 @@ def _brought(table: ShardedVariable, gradient: tf.IndexedSlices, *, squares: boo
         squares: True to send the sums of the squares, too.
 
     Returns:
-        `(items,)`, int32: numbers of local rows. And `(items, width)` tensors, the sums of the devices for each row:
-        the gradients, and their squares if they are needed.
+        Numbers of local rows, `(items,)`, int32; and `(items, width)` tensors with the sums of each device for each
+        row: of the gradients and, with `squares`, of their squares.
     """
     mesh, format = table.mesh, table.storage.format
     assert isinstance(format, TableRows)

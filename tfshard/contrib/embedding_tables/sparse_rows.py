@@ -1,12 +1,12 @@
 """SparseRows: the rows of an embedding table, and of its slots, that one device updates in a step.
 
-Each device updates other rows, and another number of rows. Operations on the resource of the device's local shard read
+The rows, and their number, differ between devices. Operations on the resource of the device's local shard read
 and write the rows ("parted" layouts, devices/local_shards.py). Their time and memory therefore do not depend on the
 size of the table.
 
 A step stays a pure function of its reads: a write is only recorded, and carried out as the last operation on the table.
-It waits for all reads of the table, since its indices are computed from them. Otherwise DTensor, which orders a step by
-operands, could move it in front of a read.
+The write waits for all reads of the table, since its indices are computed from the reads. Otherwise DTensor, which
+orders a step by operands, could move the write in front of a read.
 
 The operations take index tuples. TensorFlow's compiler replaces ResourceGather and ResourceScatterUpdate by a read, an
 operation on tensors and an assignment (decompose_resource_ops.td), which copy all rows.
@@ -90,7 +90,7 @@ def _allow() -> None:
 
 
 def _after(rows: tf.Tensor, reads: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the same rows after the reads: adds zeros that TensorFlow cannot know to be zero."""
+    """Return equal row numbers, computed from the reads by adding zeros that TensorFlow cannot know to be zero."""
     for each in reads:
         rows += tf.minimum(tf.reduce_sum(tf.cast(tf.math.is_nan(each), rows.dtype)), 0)
     return rows

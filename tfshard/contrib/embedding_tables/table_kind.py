@@ -33,7 +33,7 @@ class TableKind(VariableKind):
         tables: The user's option.
     """
 
-    option: ClassVar[str] = "tables"
+    option_name: ClassVar[str] = "tables"
     noun: ClassVar[str] = "embedding tables"
 
     tables: EmbeddingTables
@@ -50,7 +50,7 @@ class TableKind(VariableKind):
         return cls(EmbeddingTables.of(given))
 
     @property
-    def of_layouts(self) -> "TableKind":
+    def for_layouts(self) -> "TableKind":
         return TableKind(dataclasses.replace(self.tables, patterns=".*"))
 
     def matches_path(self, path: str) -> bool:

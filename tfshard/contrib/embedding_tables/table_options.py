@@ -25,7 +25,7 @@ class EmbeddingTables:
             `"keras"`: plain Keras's update on one device with the gradient of a lookup. SGD without momentum and
             Adagrad update only the rows that the batch looked up. The moments of other optimizers (SGD with momentum,
             Adam, RMSprop, ...) decay in all rows in each step, which takes time and memory for all local rows. If a
-            batch looks a row up several times, each gradient of the row is squared separately.
+            batch looks up a row several times, each gradient of the row is squared separately.
             `"lazy"`: every optimizer updates only the rows that the batch looked up, and the slots of these rows, with
             the sum of each row's gradients (as PyTorch's SparseAdam does).
 

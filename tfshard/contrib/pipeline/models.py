@@ -208,7 +208,7 @@ def _check(
         kind = strategy.config.kinds[0]
         raise StrategyError(
             f"A pipeline adds up the full gradients of its microbatches, but {kind.noun} have no full gradients. Leave "
-            f"out {kind.option}= or the pipeline axis. Received: {kind.option}={kind}"
+            f"out {kind.option_name}= or the pipeline axis. Received: {kind.option_name}={kind}"
         )
     if settings.get("jit_compile") is True:
         unsupported.raise_jit_compile(model)

@@ -88,7 +88,7 @@ class Pipeline:
     def count_of(self, rows: int) -> int:
         """Return the number of microbatches: the requested number, or more if that does not divide the batch."""
         devices = axis_sizes(self.strategy.mesh).data_size
-        return variable_layout.parts_of(rows // devices if rows % devices == 0 else rows, self.microbatches)
+        return variable_layout.divisor_from(rows // devices if rows % devices == 0 else rows, self.microbatches)
 
     # --- steps
 
