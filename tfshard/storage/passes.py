@@ -28,8 +28,7 @@ Each pass reads and replaces these fields of `StepRecord`:
     | `write`                  | `graph`, `values`, `takers`, `host_tokens`, `kinds`    |                   |
 
 A pass also reads the fields that it replaces. A barrier that a pass makes with its `Barrier` appends to
-`tokens`. `Step.finish` fills `writes`,
-`values` and `updated` before the first pass.
+`tokens`. `Step.finish` fills `writes`, `values` and `updated` before the first pass.
 
 A microbatch writes nothing, so it runs only the first two, on the graph of the microbatch. The step then runs all
 seven on its graph. In eager code only `write` has an effect.
