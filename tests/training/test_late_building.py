@@ -170,6 +170,15 @@ def test_a_variable_that_is_not_on_the_mesh_is_an_error_that_names_it():
         model.fit(X, Y, verbose=0)
 
 
+def test_a_function_around_run_that_reads_a_variable_off_the_mesh_is_an_error_that_names_it():
+    chosen = strategy()
+    plain = keras.Sequential([keras.Input((6,)), Dense(4, name="plain")])
+    function = tf.function(lambda batch: chosen.run(lambda x: tf.reduce_sum(plain(x)), args=(batch,)))
+    batch = next(iter(chosen.experimental_distribute_dataset(tf.data.Dataset.from_tensors(X))))
+    with pytest.raises(tfshard.errors.StrategyError, match="plain/kernel', which is not on the mesh"):
+        function(batch)
+
+
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_an_optimizer_is_built_outside_of_the_scope_once_its_model_is_compiled(stage: int):

@@ -393,6 +393,12 @@ def captured_resources(graph: tf.Graph) -> list[tf.Tensor]:
 
 def resource_name(handle: tf.Tensor) -> str:
     """Return the Keras path or the name of a handle's variable, for an error message. Searches all live objects."""
+    # Converted by AutoGraph, the search would raise UnboundLocalError: AutoGraph's placeholders are among the objects.
+    name: str = tf.autograph.experimental.do_not_convert(_resource_name)(handle)
+    return name
+
+
+def _resource_name(handle: tf.Tensor) -> str:
     objects = gc.get_objects()
     kinds = (tf.Variable, keras.Variable)
     variables = [o for o in objects if issubclass(type(o), kinds) and getattr(o, "_handle", None) is handle]
