@@ -88,8 +88,9 @@ EXAMPLES = (
     ),
     Example(
         error="MeshError",
-        title="A strategy without a mesh",
-        remedy="Make the mesh with `tfshard.create_mesh`, which starts the devices.",
+        title="A mesh that `create_mesh` did not make",
+        remedy="Make the mesh with `tfshard.create_mesh`, which starts the devices. Without a mesh, a "
+        "strategy shards over all devices.",
         code='tfshard.ShardedStrategy({"batch": 4})',
     ),
     Example(
