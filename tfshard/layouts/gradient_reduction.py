@@ -1,6 +1,9 @@
 """GradientReduction: the extension point for reductions of gradients that DTensor does not have.
 
 An extension subclasses `GradientReduction`, and appends `ReductionOptions` to `OPTIONS` when it is imported.
+`tfshard/__init__.py` imports the extensions of `contrib`. A program imports any other extension before it makes a
+strategy. docs/design.md, "Reductions of extensions", has an example, and the collectives that a reduction may use.
+
 `from_option` makes the reduction from the user's option. `ShardingConfig.reduction` holds the reduction of a strategy,
 and `VariableLayout.reduction` marks the variables with gradients that devices reduce by it.
 
@@ -116,12 +119,17 @@ class GradientReduction(abc.ABC):
 
     @abc.abstractmethod
     def reduce_local(self, local: Any, variable: Any, mesh: Any) -> Any:
-        """Reduce a gradient in a traced step, and return it in the gradient layout of the variable.
+        """Sum a gradient over the devices in a traced step. Called for each use of the layer.
 
         Args:
             local: The local gradient of each device, which DTensor treats as replicated.
-            variable: The `ShardedVariable`. Its `kept` holds the state.
+            variable: The `ShardedVariable`. Its `kept` holds the state, as sharded variables: read one by
+                `storage.update_value()`, and write it by `assign`.
             mesh: The `dtensor.Mesh`.
+
+        Returns:
+            The sum, not the mean: the loss is the mean over the full batch. `ShardedVariable.reduced` brings a
+            replicated sum to the right layout.
         """
 
 
@@ -131,7 +139,8 @@ class ReductionOptions:
 
     Attributes:
         choices: The options, in a message.
-        make: Returns the reduction for an option; None for an option of another extension.
+        make: Returns the reduction for an option; None for an option of another extension. An option belongs to one
+            extension only: `from_option` takes the first reduction.
         automatic: The options that `advise` considers with `"auto"`.
         measured: The reductions with an encoding time that `profile_network` measures, by the name of the encoding.
     """

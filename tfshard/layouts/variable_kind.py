@@ -178,7 +178,7 @@ _registered: dict[str, type[VariableKind]] = {}
 
 
 def register(kind: type[VariableKind]) -> None:
-    """Let users choose a kind by its option."""
+    """Let users choose a kind by its option, a keyword argument of `tfshard.ShardedStrategy` and `tfshard.plan`."""
     _registered[kind.option_name] = kind
 
 
