@@ -74,8 +74,8 @@ class ZeroStage(enum.IntEnum):
         if found is None:
             known = ", ".join(f"{stage} ({stage.adds})" for stage in cls)
             is_integer = isinstance(number, int) and not isinstance(number, bool)
-            hint = "" if is_integer else " Give an integer."
-            raise StrategyError(f"Unknown ZeRO stage. Stages: {known}.{hint} Received: zero_stage={number!r}")
+            remedy = "" if is_integer else ". Give an integer"
+            raise StrategyError(f"Unknown ZeRO stage. Stages: {known}. Received: zero_stage={number!r}{remedy}")
         return found
 
 

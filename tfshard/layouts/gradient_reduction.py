@@ -160,9 +160,9 @@ def from_option(option: Any) -> GradientReduction | None:
             return made
     choices = ", ".join(("None", *(each.choices for each in OPTIONS)))
     is_class = isinstance(option, type) and re.search(rf"\b{option.__name__}\b", choices)
-    hint = f" Call the class: {option.__name__}()." if is_class else ""
+    remedy = f". Call the class: {option.__name__}()" if is_class else ""
     raise StrategyError(
-        f"compression must be {choices}.{hint} Received: compression={option!r} (of type {type(option)})"
+        f"compression must be {choices}. Received: compression={option!r} (of type {type(option)}){remedy}"
     )
 
 
