@@ -60,8 +60,8 @@ class VariableReport:
         bytes_per_device: Bytes that the fullest device of this process stores, read from the device's tensor; for a
             group, this variable's share. 0 for a variable that is stored on the host.
         host_bytes_per_device: Bytes that the host stores for that device.
-        reduced_by: The option whose `GradientReduction` or `VariableKind` reduces the gradient, such as
-            `"compression='int8'"`; None if DTensor reduces the gradient. For a slot: the option whose state it is.
+        reduced_by: The option that reduces the gradient by a `GradientReduction` or a `VariableKind`, such as
+            `"compression='int8'"`; None if DTensor reduces the gradient. A slot names the option that keeps it.
     """
 
     path: str
@@ -373,7 +373,7 @@ def _measured(current: ShardedVariable, path: str, kind: str, mesh_shape: MeshAx
 
 
 def _reduced_by(layout: variable_layout.VariableLayout) -> str | None:
-    """Return the option whose reduction or kind reduces the gradient of a variable; None if DTensor reduces it."""
+    """Return the option that reduces the gradient of a variable; None if DTensor reduces the gradient."""
     if layout.kind is not None:
         return f"{layout.kind.option}="
     return None if layout.reduction is None else f"compression={layout.reduction.option!r}"
