@@ -519,6 +519,7 @@ def test_a_step_that_would_take_all_of_a_table_is_refused(name):
         trained(build, optimizer, strategy(**options), data=batches()[:1])
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_a_kernel_that_is_no_table_is_refused_with_the_pattern_as_the_likely_cause():
     made = tfshard.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="dense")], name="mlp")
     chosen = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), tables="mlp/dense/kernel")
