@@ -21,6 +21,9 @@ MESH = flags.DEFINE_string("mesh", "of the script", "")
 LAYOUT = {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}
 NUMBER = 3
 
+def layout(axis):
+    return {".*up/kernel": (None, axis)}
+
 def build():
     assert MESH.value == "of the script"
     return keras.Sequential(
@@ -42,7 +45,13 @@ def command(*arguments, **kwargs) -> subprocess.CompletedProcess:
 
 
 def test_the_command_line_knows_every_zero_stage():
-    assert command_line.ZERO_STAGES == tuple(ZeroStage)
+    assert command_line.ZERO_STAGES == {stage.value: stage.adds for stage in ZeroStage}
+
+
+def test_a_layout_map_may_be_what_a_function_returns(tmp_path):
+    maps = tmp_path / "maps_of_functions.py"
+    maps.write_text("def layout(axis='model'):\n    return {'.*up/kernel': (None, axis)}\n")
+    assert cli._layout_map(f"{maps}:layout") == {".*up/kernel": (None, "model")}
 
 
 @pytest.mark.slow
@@ -267,6 +276,8 @@ def test_sizes_are_written_with_units(text, bytes_):
         (("plan", "SCRIPT:NUMBER", "--mesh=batch:4"), "must name a function"),
         (("plan", "SCRIPT:nothing", "--mesh=batch:4"), "has no 'nothing'"),
         (("plan", "SCRIPT", "--mesh=batch:4"), "Write MODULE:NAME"),
+        (("plan", "SCRIPT:build", "--mesh=model:2", "--layout_map=SCRIPT:layout"), "a LayoutMap, not a function"),
+        (("plan", "SCRIPT:build", "--mesh=batch:4", "--zero_stage=5"), "2 (and gradients), 3 (and parameters)"),
         (("plan", "nowhere.py:build", "--mesh=batch:4"), "The file does not exist. Received: nowhere.py"),
         (("plan", "no_such_module:build", "--mesh=batch:4"), "Cannot import 'no_such_module'"),
     ],

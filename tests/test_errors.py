@@ -124,6 +124,11 @@ def test_unknown_stage(stage):
         strategy(stage=stage)
 
 
+def test_a_stage_of_another_type_is_refused_with_the_right_type():
+    with pytest.raises(tfshard.errors.StrategyError, match="Received: zero_stage='3'. Give an integer"):
+        strategy(stage="3")
+
+
 MEASURING = {
     "report": lambda s, m: s.report(m),
     "sync_stats": lambda s, m: s.sync_stats(m),

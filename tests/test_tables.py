@@ -139,6 +139,39 @@ def test_a_summary_has_a_row_for_each_block(report):
     assert said.startswith("All variables are small and share groups: a step all-reduces the gradient of a group"), said
 
 
+def trained(model, x, **options):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), **options)
+    model.compile("adam", "mse", strategy=strategy)
+    before = strategy.report(model)
+    model.train_on_batch(x, np.ones((8, 128)))
+    return strategy.report(model), before
+
+
+@pytest.mark.parametrize("analyzer", [{}, {"analyzer": None}])
+def test_a_report_says_what_compression_reduces_and_what_it_keeps(analyzer):
+    layers = [keras.layers.Dense(128, name=f"dense_{i}") for i in range(2)]
+    model = tfshard.Sequential([keras.Input((128,)), *layers], name="mlp")
+    report, before = trained(model, np.ones((8, 128)), compression="int8", **analyzer)
+    said = report.text().replace("\n", " ")
+    assert "compression='int8' reduces the gradients of 2 variables. " in said
+    assert ("All other variables are small and share groups" in said) == (not analyzer)
+    reduced = {row.path for row in report.variables if row.kind == "parameter" and row.reduced_by}
+    assert reduced == {"mlp/dense_0/kernel", "mlp/dense_1/kernel"}
+    state = sum(row.bytes_per_device for row in report.variables if row.kind == "slot" and row.reduced_by)
+    assert re.search(rf"reduction state \(in the slots\) +0 B +{re.escape(tables.size(state))}", report.text())
+    assert 0 < state < report.bytes_per_device("slot")
+    assert "Other gradients are measured in the first training step" in before.text()
+
+
+def test_a_report_says_what_tables_reduce():
+    layers = [keras.layers.Embedding(16, 8, name="words"), keras.layers.Flatten(), keras.layers.Dense(128)]
+    model = tfshard.Sequential([keras.Input((4,), dtype="int32"), *layers], name="reader")
+    report, _ = trained(model, np.ones((8, 4), "int32"), tables="reader/words/embeddings")
+    said = report.text().replace("\n", " ")
+    assert "tables= reduces the gradients of 1 variable. All other variables are small and share groups" in said
+    assert "reduction state" not in said
+
+
 @pytest.mark.parametrize("bytes_", [0, 1, 1023, 1024, 1 << 20, (1 << 30) - 1, 1 << 30, 1 << 60])
 def test_a_size_is_right_to_a_twentieth(bytes_):
     number, unit = tables.size(bytes_).split()

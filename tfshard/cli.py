@@ -5,6 +5,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -93,8 +94,20 @@ def _module(name: str) -> types.ModuleType:
 
 
 def _layout_map(target: str | None) -> Any:
-    """Return the layout map that a flag names: None, `auto`, or an object of a module."""
-    return _load(target) if target and target != auto_layout.AUTO else target
+    """Return the layout map that a flag names: None, `auto`, or an object of a module. Call a function for its map."""
+    if not target or target == auto_layout.AUTO:
+        return target
+    found = _load(target)
+    if not inspect.isroutine(found):
+        return found
+    try:
+        inspect.signature(found).bind()
+    except TypeError:
+        raise ModelUsageError(
+            "layout_map must name a LayoutMap, not a function that takes arguments. Received: "
+            f"layout_map={target}{inspect.signature(found)}"
+        ) from None
+    return found()
 
 
 # --- tfshard advise ----------------------------------------------------------------------------------

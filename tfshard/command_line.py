@@ -37,11 +37,13 @@ DEFAULT_PORT = 29870
 # The message sizes, in bytes, that `profile-network` measures.
 SIZES = tuple(1 << power for power in range(10, 25, 2))
 # The numbers of `layouts.config.ZeroStage`, which imports TensorFlow. tests/test_cli.py compares both.
-ZERO_STAGES = (0, 1, 2, 3)
+ZERO_STAGES = {0: "nothing sharded over the batch axis", 1: "optimizer slots", 2: "and gradients", 3: "and parameters"}
 # Selects the compiled model's optimizer, or Adam.
 AUTO = "auto"
 
-_ZERO_STAGE_HELP = f"ZeRO stage: {', '.join(map(str, ZERO_STAGES[:-1]))} or {ZERO_STAGES[-1]}."
+_STAGES_TEXT = ", ".join(f"{stage} ({adds})" for stage, adds in ZERO_STAGES.items())
+_LAYOUT_MAP_HELP = "MODULE:NAME of a layout map or of a function that returns one, or auto."
+_ZERO_STAGE_HELP = f"ZeRO stage: {_STAGES_TEXT}."
 
 # absl has no types.
 _no_flags: Callable[[], flags.FlagValues] = flags.FlagValues
@@ -70,7 +72,7 @@ class Command:
 def _layout_flags() -> flags.FlagValues:
     values = _no_flags()
     flags.DEFINE_string("mesh", None, "The axes of the mesh, such as batch:8,model:4.", flag_values=values)
-    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
+    flags.DEFINE_string("layout_map", None, _LAYOUT_MAP_HELP, flag_values=values)
     return values
 
 
@@ -99,7 +101,7 @@ def _advise_flags() -> flags.FlagValues:
     flags.DEFINE_integer("length", None, "Length of the model's open input dims, such as tokens.",
         flag_values=values,
     )  # fmt: skip
-    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
+    flags.DEFINE_string("layout_map", None, _LAYOUT_MAP_HELP, flag_values=values)
     flags.DEFINE_string(
         "optimizer", AUTO, "Name of a Keras optimizer, for its slots; auto: the compiled model's, or adam.",
         flag_values=values,
@@ -211,7 +213,7 @@ def _simulate_flags() -> flags.FlagValues:
     )
     flags.DEFINE_integer("batch", None, "Samples of a step, over all devices.", flag_values=values)
     flags.DEFINE_integer("length", None, "Length of the model's open input dims, such as tokens.", flag_values=values)
-    flags.DEFINE_string("layout_map", None, "MODULE:NAME of a layout map, or auto.", flag_values=values)
+    flags.DEFINE_string("layout_map", None, _LAYOUT_MAP_HELP, flag_values=values)
     flags.DEFINE_list("zero_stages", ["3"], "The ZeRO stages to consider.", flag_values=values)
     flags.DEFINE_string(
         "optimizer", AUTO, "Name of a Keras optimizer, for its slots; auto: the compiled model's, or adam",
@@ -444,8 +446,7 @@ def _check(parsed: Parsed) -> None:
             numbers(flag, value)
     stages = [given.get("zero_stage", 0), *map(int, given.get("zero_stages", ()))]
     if unknown := set(stages) - set(ZERO_STAGES):
-        known = ", ".join(map(str, ZERO_STAGES))
-        raise UsageError(f"Unknown ZeRO stage. Stages: {known}. Received: zero_stage={max(unknown)}")
+        raise UsageError(f"Unknown ZeRO stage. Stages: {_STAGES_TEXT}. Received: zero_stage={max(unknown)}")
     if "mesh" in parsed.values:
         parse_mesh(given.get("mesh"))
     _check_needed(parsed.name, given)

@@ -3,10 +3,19 @@
 import math
 
 import pytest
+import tensorflow as tf
 
 import tfshard
-from tfshard.devices import mesh
+from tfshard.devices import mesh, transfer
 from tfshard.layouts.axes import MeshAxes
+
+
+def test_many_meshes_do_not_make_tensorflow_warn_of_retracing(caplog, monkeypatch):
+    tfshard.initialize(num_devices=4, device_type="CPU")
+    monkeypatch.setattr(tf.get_logger(), "propagate", True)
+    for number in range(8):
+        transfer.meet(tfshard.create_mesh(**{"batch": 4, f"axis_{number}": 1}))
+    assert "retracing" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,9 @@ def test_a_model_born_in_scope_is_sharded_at_the_end_of_it():
 
 def test_unknown_inputs_are_an_error_that_asks_for_an_example():
     model = Subclassed()
-    with pytest.raises(tfshard.errors.LayoutError, match="is not built"):
+    with pytest.raises(
+        tfshard.errors.LayoutError, match=r"is not built.*keras.Input, or call model.build\(input_shape\)"
+    ):
         tfshard.auto_layout_map(model, {"model": 4})
     example = {"x": np.ones((2, 6), "float32")}
     model(example)

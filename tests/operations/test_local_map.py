@@ -158,7 +158,7 @@ def test_without_a_strategy_the_function_gets_full_tensors():
     np.testing.assert_allclose(mapped(tf.constant([1.0, 3.0])), [0.25, 0.75])
 
 
-OUTSIDE = tf.constant([1.0])
+OUTSIDE, VARIABLE = tf.constant([1.0]), tf.Variable(1.0)
 
 
 def drawing(x):
@@ -172,14 +172,19 @@ def drawing(x):
         (lambda x: x, ([("batch", None, None)], [()]), "LayoutError", "more entries than the tensor has dims"),
         (lambda x: x, ([("batch", "batch")], [()]), "LayoutError", "shard only one dim of a tensor"),
         (lambda x: x, (["batch"], [()]), "LayoutError", "is a tuple with a mesh axis or None"),
+        (lambda x: x, (("batch",), [()]), "LayoutError", r"must be a list of layouts.*\[\('batch',\)\]"),
+        (lambda x: x, ([()], None), "LayoutError", "out_layouts must be a list of layouts, one for each result"),
+        (lambda x: x, ([3], [()]), "LayoutError", "is a tuple with a mesh axis or None"),
         (lambda x: x, ([("batch",), ()], [()]), "LayoutError", "needs one argument for each entry of in_layouts, 2"),
         (lambda x: (x, x), ([("batch",)], [("batch",)]), "LayoutError", "returned 2 tensors for 1 entries"),
         (lambda x: tfshard.psum(x, "model"), ([("batch",)], [()]), "LayoutError", "psum needs an axis .*axis='model'"),
-        (lambda x: x + OUTSIDE, ([("batch",)], [("batch",)]), "UnsupportedOperationError", "from outside"),
+        (lambda x: x + OUTSIDE, ([("batch",)], [("batch",)]), "UnsupportedOperationError", "captures a tensor"),
+        (lambda x: x + VARIABLE, ([("batch",)], [("batch",)]), "UnsupportedOperationError", "captures a variable"),
         (drawing, ([("batch",)], [("batch",)]), "UnsupportedOperationError", "draws random numbers"),
     ],
     ids=[
-        "axis", "long", "twice", "text", "arguments", "results", "psum", "outside", "random",
+        "axis", "long", "twice", "text", "one layout", "no list", "number", "arguments", "results", "psum", "outside",
+        "variable", "random",
     ],
 )  # fmt: skip
 def test_mistakes_are_named(function, layouts, error, message):

@@ -6,6 +6,7 @@ import keras
 import pytest
 
 import tfshard
+from tfshard import tables
 from tfshard.layouts.layout_map import VariableSpec
 
 MEBI = 1 << 20
@@ -74,6 +75,20 @@ def test_when_nothing_fits_the_missing_bytes_are_told():
     text = str(advice)
     assert "Nothing fits. batch=4 at stage 3 comes closest" in text
     assert "A layout map over the axis 'model' would allow a model axis" in text
+
+
+def test_a_batch_that_no_mesh_divides_is_refused_with_what_to_change():
+    advice = advise(200, batch=33)
+    assert advice.recommended is None and advice.shortfall_bytes is None
+    assert advice.reasons[0].endswith(". Change the batch or the number of devices.")
+
+
+def test_the_table_says_how_much_a_configuration_that_is_too_large_needs():
+    advice = advise(61)
+    needed = [tables.short_size(each.needed_bytes) for each in advice.candidates]
+    text = " ".join(str(advice).split())
+    assert text.count("with room to spare") == 4, "three candidates, and the recommended one"
+    assert all(f"too large: needs {each}" in text for each in needed[:3])
 
 
 @pytest.mark.parametrize("width", [8, 4096])

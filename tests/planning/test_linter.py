@@ -268,8 +268,8 @@ CORRECT, WRONG, SLOW = column_row(), column_row(**{"head/kernel": None}), column
 
 
 @pytest.mark.parametrize(("name", "code", "text"), [
-    ("CORRECT", 0, "No findings"), ("WRONG", 1, "error: left whole: head/kernel"),
-    ("SLOW", 0, "warning: column after column: down/kernel"), ("auto", 0, "No findings"),
+    ("CORRECT", 0, "No findings"), ("WRONG", 1, "error (left whole) at head/kernel: "),
+    ("SLOW", 0, "warning (column after column) at down/kernel: "), ("auto", 0, "No findings"),
 ])  # fmt: skip
 def test_the_command_prints_findings_and_exits_with_1_for_errors(name, code, text, capsys):
     layout_map = name if name == "auto" else f"test_linter:{name}"
@@ -315,7 +315,7 @@ def test_lint_and_plan_say_what_compile_and_the_first_step_refuse(kind):
     assert (finding.kind, finding.is_error) == (kind, True)
     planned = tfshard.plan(model, mesh, optimizer=optimizer)
     assert planned.refused == (str(finding),)
-    assert "cannot be trained with this plan: error: " + kind in " ".join(str(planned).split())
+    assert f"cannot be trained with this plan: error ({kind}) at " in " ".join(str(planned).split())
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh))
     text = finding.message.partition(". ")[0].partition("cannot be sharded: ")
     with pytest.raises(tfshard.ShardingError, match=re.escape(text[2] or text[0])):
@@ -330,5 +330,5 @@ def test_lint_and_plan_say_what_compile_and_the_first_step_refuse(kind):
 def test_the_commands_say_what_cannot_be_sharded_at_all(command, capsys):
     assert cli._run([command, "test_linter:elastic", "--mesh=batch:4"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "error: cannot be expanded: layer 'elastic': a RandomElasticTransform cannot be sharded" in printed
+    assert "error (cannot be expanded) at layer 'elastic': a RandomElasticTransform cannot be sharded" in printed
     assert "random_map" in printed

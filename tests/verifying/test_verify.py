@@ -205,6 +205,12 @@ def test_keras_hub_gpt2_with_automatic_layouts_in_bfloat16():
 def test_what_is_no_sharded_model_is_refused():
     with pytest.raises(tfshard.errors.StrategyError, match="compiled with a ShardedStrategy"):
         tfshard.verify(sequential(), (X, Y))
+    plain = sequential()
+    with pytest.raises(tfshard.errors.StrategyError, match="which is not compiled"):
+        tfshard.verify(plain, (X, Y))
+    plain.compile("sgd", "mse")
+    with pytest.raises(tfshard.errors.StrategyError, match="which is compiled without a strategy"):
+        tfshard.verify(plain, (X, Y))
 
 
 MODELS = """

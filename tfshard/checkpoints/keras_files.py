@@ -126,7 +126,7 @@ def _checked_path(path: str | os.PathLike[str]) -> pathlib.Path:
 def _check_built(model: keras.Model) -> None:
     if not isinstance(model, keras.Model) or not model.built:
         raise CheckpointError(
-            "The model must be a keras.Model that is built: give it a keras.Input, or call model.build(input_shape). "
+            "The model must be a keras.Model that is built. Give it a keras.Input, or call model.build(input_shape). "
             f"Received: model={model!r}"
         )
 

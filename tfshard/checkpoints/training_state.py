@@ -204,7 +204,7 @@ def check_built(model: keras.Model) -> None:
     """Raise `CheckpointError` unless `model` is a built `keras.Model`."""
     if not isinstance(model, keras.Model) or not model.built:
         raise CheckpointError(
-            "A checkpoint needs a keras.Model that is built: give it a keras.Input, or call model.build(input_shape). "
+            "A checkpoint needs a keras.Model that is built. Give it a keras.Input, or call model.build(input_shape). "
             f"Received: model={model!r}"
         )
 

@@ -43,7 +43,10 @@ def meet(mesh: dtensor.Mesh) -> None:
     if groups:
         with clients.here().operation("the first meeting of the devices of a mesh", first=True):
             with gathers.one_axis_at_once():
-                _, gathered = tf.function(meeting)(tensors, places)
+                specs = tf.nest.map_structure(lambda each: tf.TensorSpec(each.shape, each.dtype), [tensors, places])
+                # A concrete function: TensorFlow warns of retracing if many meshes call functions of the same name.
+                traced = tf.function(meeting, autograph=False).get_concrete_function(*specs)
+                _, gathered = traced(tensors, places)
             for axis, each in zip(axes, gathered, strict=True):
                 device_order.check(each, axis, mesh)
     _met.add(mesh.to_string())

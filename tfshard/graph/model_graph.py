@@ -68,8 +68,8 @@ def trace(model: keras.Model, inputs: Any = None) -> ModelGraph:
     """
     if not model.built:
         raise LayoutError(
-            f"Model '{model.name}' is not built, so its graph is not known. Give it a keras.Input, call "
-            f"model.build(input_shape), or call it once. Received: model={model!r}"
+            f"Model '{model.name}' is not built, so its graph is not known. Give it a keras.Input, or call "
+            f"model.build(input_shape). Received: model={model!r}"
         )
     failure: Exception | None = None
     for size in (None,) if inputs is not None else _OPEN_SIZES:

@@ -73,7 +73,9 @@ class ZeroStage(enum.IntEnum):
         found = None if isinstance(number, bool) else next((stage for stage in cls if stage == number), None)
         if found is None:
             known = ", ".join(f"{stage} ({stage.adds})" for stage in cls)
-            raise StrategyError(f"Unknown ZeRO stage. Stages: {known}. Received: zero_stage={number!r}")
+            is_integer = isinstance(number, int) and not isinstance(number, bool)
+            remedy = "" if is_integer else ". Give an integer"
+            raise StrategyError(f"Unknown ZeRO stage. Stages: {known}. Received: zero_stage={number!r}{remedy}")
         return found
 
 

@@ -12,6 +12,7 @@ The layouts of variables are typed as `Any` here: a `VariableLayout` holds a red
 
 import abc
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -167,7 +168,11 @@ def from_option(option: Any) -> GradientReduction | None:
         if (made := each.make(option)) is not None:
             return made
     choices = ", ".join(("None", *(each.choices for each in OPTIONS)))
-    raise StrategyError(f"compression must be {choices}. Received: compression={option!r} (of type {type(option)})")
+    is_class = isinstance(option, type) and re.search(rf"\b{option.__name__}\b", choices)
+    remedy = f". Call the class: {option.__name__}()" if is_class else ""
+    raise StrategyError(
+        f"compression must be {choices}. Received: compression={option!r} (of type {type(option)}){remedy}"
+    )
 
 
 def automatic_options() -> list[Any]:

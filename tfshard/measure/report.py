@@ -1,5 +1,6 @@
 """Report: what every device stores, measured on the local tensors of the devices."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -59,6 +60,8 @@ class VariableReport:
         bytes_per_device: Bytes that the fullest device of this process stores, read from the device's tensor; for a
             group, this variable's share. 0 for a variable that is stored on the host.
         host_bytes_per_device: Bytes that the host stores for that device.
+        reduced_by: The option that reduces the gradient by a `GradientReduction` or a `VariableKind`, such as
+            `"compression='int8'"`; None if DTensor reduces the gradient. A slot names the option that keeps it.
     """
 
     path: str
@@ -75,6 +78,7 @@ class VariableReport:
     gradient_layout: Axes | None = None
     gradient_bytes_per_device: int | None = None
     host_bytes_per_device: int = 0
+    reduced_by: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -125,7 +129,8 @@ class Report:
         owned = [_private.backend_variable(variable) for variable, _ in owned_by]
         for current in owned:
             for kept in current.kept.values() if isinstance(current, ShardedVariable) else ():
-                rows.append(dataclasses.replace(_measured(kept, kept.path, "slot", strategy.mesh_shape), bytes_whole=0))
+                state = _measured(kept, kept.path, "slot", strategy.mesh_shape)
+                rows.append(dataclasses.replace(state, bytes_whole=0, reduced_by=_reduced_by(current.layout)))
         placed = [layout for part in parts or [model] for layout in strategy.placement_of(part).variables]
         misplaced = tuple(
             layout.spec.path
@@ -244,26 +249,53 @@ class Report:
             self.bytes_on_one_device("parameter"),
             self.gradient_bytes_per_device,
         )
-        on_host = [("slots on the host, for each device", 0, self.host_bytes_per_device())]
-        return tables.totals(title, [*rows, gradients, *(on_host if self.host_bytes_per_device() else [])])
+        more = [
+            ("slots on the host, for each device", 0, self.host_bytes_per_device()),
+            ("reduction state (in the slots)", 0, self._state_bytes_per_device()),
+        ]
+        return tables.totals(title, [*rows, gradients, *(row for row in more if row[2])])
+
+    def _state_bytes_per_device(self) -> int:
+        """Return the bytes on one device of the state of reductions, which counts as slots."""
+        return sum(row.bytes_per_device for row in self.variables if row.kind == "slot" and row.reduced_by)
 
     def _sentences(self) -> tuple[str, ...]:
         """Return the sentences below the tables: how a step reduces gradients, and the notes."""
         return (self._reduced_text(), *self.notes)
 
     def _reduced_text(self) -> str:
-        """Return a sentence about how a step reduces gradients."""
-        if self.gradients_reduce_scattered is None:
-            return "Gradients are measured in the first training step: no step has run yet."
-        if self.gradients_reduce_scattered:
-            return "A step reduce-scatters gradients: each device holds its shard of a gradient until the update."
-        grouped = all(row.group is not None for row in self.variables if row.kind == "parameter")
-        if grouped and self.zero_stage.shard_grads:
+        """Return sentences about how a step reduces gradients: first by options, then by DTensor."""
+        parameters = [row for row in self.variables if row.kind == "parameter"]
+        counts = collections.Counter(row.reduced_by for row in parameters)
+        usual = [row for row in parameters if row.reduced_by is None]
+        sentences = [
+            f"{option} reduces the gradients of {count} {'variable' if count == 1 else 'variables'}."
+            for option, count in counts.items()
+            if option is not None
+        ]
+        if usual or not sentences:
+            sentences.append(self._usually_reduced_text(usual, "other " if sentences else ""))
+        return " ".join(sentences)
+
+    def _usually_reduced_text(self, rows: Sequence[VariableReport], other: str) -> str:
+        """Return a sentence about how DTensor reduces gradients.
+
+        Args:
+            rows: The parameters with gradients that DTensor reduces.
+            other: `"other "` if an option reduces the gradients of more parameters, or an empty text.
+        """
+        layouts = [row.gradient_layout for row in rows if row.gradient_layout is not None]
+        if not layouts:
+            return f"{other}gradients are measured in the first training step: no step has run yet.".capitalize()
+        named, full = ("the other gradients", "them in full") if other else ("gradients", "full gradients")
+        if self.gradients_reduce_scattered and any(map(any, layouts)):
+            return f"A step reduce-scatters {named}: each device holds its shard of a gradient until the update."
+        if self.zero_stage.shard_grads and all(row.group is not None for row in rows):
             return (
-                "All variables are small and share groups: a step all-reduces the gradient of a group, and each device "
-                "updates its shard."
+                f"All {other}variables are small and share groups: a step all-reduces the gradient of a group, and "
+                "each device updates its shard."
             )
-        return "A step all-reduces gradients: each device holds full gradients until the update."
+        return f"A step all-reduces {named}: each device holds {full} until the update."
 
 
 # The number of variables that a note names.
@@ -336,7 +368,15 @@ def _measured(current: ShardedVariable, path: str, kind: str, mesh_shape: MeshAx
         gradient_bytes_per_device=None
         if gradient is None
         else variable_layout.spec_bytes(layout.spec) // _shards(gradient, mesh_shape),
+        reduced_by=_reduced_by(layout) if kind == "parameter" else None,
     )
+
+
+def _reduced_by(layout: variable_layout.VariableLayout) -> str | None:
+    """Return the option that reduces the gradient of a variable; None if DTensor reduces the gradient."""
+    if layout.kind is not None:
+        return f"{layout.kind.option}="
+    return None if layout.reduction is None else f"compression={layout.reduction.option!r}"
 
 
 def _shards(axes: Axes, mesh_shape: MeshAxes) -> int:

@@ -121,7 +121,8 @@ def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> _Blocks:
     """Return the layers that are blocks."""
     if not model.built:
         raise StrategyError(
-            f"Model '{model.name}' is not built. Build it, or call it once, before you mark its blocks."
+            f"Model '{model.name}' is not built, so its blocks are not known. Give it a keras.Input, or call "
+            f"model.build(input_shape). Received: model={model!r}"
         )
     layers = [layer for layer in _private.flatten_layers(model) if layer is not model]
     return _found(layers) if blocks == AUTO else _matched(layers, blocks)
@@ -173,7 +174,7 @@ def _matched(layers: Sequence[keras.Layer], blocks: str | Sequence[str]) -> _Blo
 
 
 def _some(layers: Sequence[keras.Layer]) -> list[str]:
-    return [layer.path or layer.name for layer in layers[:8]]
+    return [layer.path or layer.name for layer in layers if not isinstance(layer, keras.layers.InputLayer)][:8]
 
 
 class _BlockCall:

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -105,8 +105,8 @@ def local_map(
     >>> normalize(tf.constant([[3.0], [4.0]]), tf.constant(10.0)).numpy().tolist()
     [[6.0], [8.0]]
     """
-    ins = [_checked(layout) for layout in in_layouts]
-    outs = [_checked(layout) for layout in out_layouts]
+    ins = _checked_list("in_layouts", in_layouts)
+    outs = _checked_list("out_layouts", out_layouts)
 
     def mapped(*arguments: Any) -> Any:
         if len(arguments) != len(ins):
@@ -163,8 +163,20 @@ def psum(value: Any, axis: str) -> Any:
 # --- checks ------------------------------------------------------------------------------------------
 
 
+def _checked_list(name: str, layouts: Any) -> list[Axes]:
+    is_iterable = isinstance(layouts, Iterable) and not isinstance(layouts, str)
+    given = list(layouts) if is_iterable else [layouts]
+    if not is_iterable or any(isinstance(each, str) for each in given):
+        raise LayoutError(
+            f"{name} must be a list of layouts, one for each {'argument' if name == 'in_layouts' else 'result'}: for "
+            "a single one, [('batch',)]. A layout is a tuple with a mesh axis or None for each dim. "
+            f"Received: {name}={layouts!r}"
+        )
+    return [_checked(layout) for layout in given]
+
+
 def _checked(layout: Sequence[str | None] | None) -> Axes:
-    if isinstance(layout, str) or not (layout is None or isinstance(layout, (list, tuple))):
+    if not (layout is None or isinstance(layout, (list, tuple))):
         raise LayoutError(
             "A layout of local_map is a tuple with a mesh axis or None for each dim, such as ('batch', None). "
             f"Received: {layout!r}"
@@ -251,10 +263,10 @@ def _run(
 
 def _check_function(traced: Any) -> None:
     if traced.captured_inputs:
-        names = sorted({getattr(each, "name", "?") for each in traced.captured_inputs})
+        found = list(dict.fromkeys(map(_described, traced.captured_inputs)))
         raise UnsupportedOperationError(
             "The function of local_map uses a tensor or variable from outside. Inside, tensors have local shapes: pass "
-            f"the value as an argument, with its layout. Received: a function that captures {names[:3]}"
+            f"the value as an argument, with its layout. Received: a function that captures {', '.join(found[:3])}"
         )
     types = _private.operation_types(traced.graph)
     random = sorted(types & _private.ALL_RANDOM_OPS)
@@ -263,6 +275,14 @@ def _check_function(traced: Any) -> None:
             "The function of local_map draws random numbers: all devices would draw the same. Draw them before the "
             f"call, and pass them as an argument. Received: a function with {random[0]}"
         )
+
+
+def _described(captured: Any) -> str:
+    """Return a captured tensor in words: by its name, which eager tensors lack."""
+    if captured.dtype == tf.resource:
+        return "a variable"
+    name = getattr(captured, "name", None)
+    return f"tensor '{name}'" if name else f"a tensor of shape={tuple(captured.shape)}, dtype={captured.dtype.name}"
 
 
 def _to_local(tensor: tf.Tensor, axes: Axes, call: _Map, mesh: dtensor.Mesh) -> tf.Tensor:

@@ -35,6 +35,7 @@ from tfshard.planning.step_times import TracedStep, updated_bytes_of
 # precision, and encoding takes time to compute.
 _CLEARLY, _HIDDEN = 0.9, 0.5
 AUTO = "auto"
+_INDIVISIBLE = "its batch axis does not divide the batch"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -130,7 +131,8 @@ class Advice:
                 cells.append("" if math.isinf(each.seconds) else tables.milliseconds(each.seconds))
             if stepped:
                 cells.append("" if each.step_seconds is None else tables.milliseconds(each.step_seconds))
-            verdict = each.problem or ("fits" if each.fits else "too large")
+            needed = f"too large: needs {tables.short_size(each.needed_bytes)} with room to spare"
+            verdict = each.problem or ("fits" if each.fits else needed)
             verdict += ", with recompute" if each.recompute else ""
             verdict += "" if each.compression is None else f", {each.compression}"
             table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
@@ -275,7 +277,7 @@ def advise(
                 compression=how,
             )
             if batch % data_size:
-                problem = f"its batch axis does not divide the batch of {batch}: every device would compute it in full"
+                problem = f"{_INDIVISIBLE} of {batch}: every device would compute it in full"
                 candidates.append(dataclasses.replace(empty, problem=problem))
                 continue
             activations = (activation_bytes or 0) * (batch // data_size)
@@ -506,7 +508,10 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
         ]
     else:
         shortfall = None
-        reasons = [f"Nothing can be used. {_mesh_text(c.mesh_shape)}: {c.problem}" for c in candidates[:1]]
+        first = candidates[0]
+        is_indivisible = first.problem is not None and first.problem.startswith(_INDIVISIBLE)
+        remedy = ". Change the batch or the number of devices." if is_indivisible else ""
+        reasons = [f"Nothing can be used. {_mesh_text(first.mesh_shape)}: {first.problem}{remedy}"]
     if not has_model_axis and (chosen is None or chosen.zero_stage.shard_params):
         reasons.append(
             "A layout map over the axis 'model' would allow a model axis, which also shards the gathered parameters "

@@ -48,7 +48,7 @@ class Finding:
 
     def __str__(self) -> str:
         level = "error" if self.is_error else "note" if self.kind == _NAMED_ROLE else "warning"
-        return f"{level}: {self.kind}: {self.where}: {self.message}"
+        return f"{level} ({self.kind}) at {self.where}: {self.message}"
 
 
 def lint(
@@ -202,7 +202,7 @@ def _found_findings(placement: ModelPlacement) -> list[Finding]:
         return []
     reasons = [f"'{pattern}': {rule.reason}" for pattern, rule in layout_map.items() if rule.reason][:_SHOWN]
     text = (
-        "layout_map='auto' found nothing to shard over it: each of its devices would hold and compute the same "
+        "layout_map='auto' found nothing to shard over it. Each of its devices would hold and compute the same "
         "values. Leave the axis out of the mesh, such as create_mesh(batch=...), choose another size than "
         f"{sizes[axis]}, write a layout map, or allow it with layout_map={{'.*': ()}}. "
         + ("; ".join(reasons) or "The model has no matrices.")
@@ -357,7 +357,7 @@ def _replicated_findings(placement: ModelPlacement) -> list[Finding]:
     left = sum(variable_layout.spec_bytes(spec) for spec in matrices)
     if left > auto_layout.LARGE_SHARE * total and not used & set(axes):
         text = (
-            "nothing is sharded over it: each of its devices would hold and compute the same values. Use "
+            "nothing is sharded over it. Each of its devices would hold and compute the same values. Use "
             "layout_map='auto', write a layout map, or allow it with layout_map.replicated('.*')."
         )
         return [Finding(kind="left whole", is_error=True, where=f"axis '{axes[0]}'", message=text)]

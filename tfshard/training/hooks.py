@@ -458,9 +458,8 @@ def _warn_of_sparse(variable: ShardedVariable, optimizer: keras.optimizers.Optim
     has_rule = any(variable.layout.compute)
     warn(
         f"Optimizer {type(optimizer).__name__} updates embedding '{variable.path}' by a dense gradient, as Keras on "
-        "JAX does. Keras on TensorFlow squares a sparse gradient once for each lookup. The updates of rows that "
-        "occur several times in a batch therefore differ, by about 1e-4 of a weight in a step. To match Keras on "
-        "TensorFlow, give "
+        "JAX does. Keras on TensorFlow squares a sparse gradient once for each lookup. Rows that occur several "
+        "times in a batch differ there, by up to about the learning rate in a step. To match Keras on TensorFlow, give "
         f"ShardedStrategy(tables='{variable.path}'){' and take its rule out of the layout map' if has_rule else ''}. "
         "To keep the dense gradient, ignore this warning.",
         NumericsWarning,

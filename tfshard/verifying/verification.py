@@ -54,10 +54,12 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
     """
     strategy = _private.distribute_strategy(model)
     if not isinstance(strategy, ShardedStrategy) or not model.compiled:
+        how = "which is not compiled" if not getattr(model, "compiled", False) else f"compiled under {strategy!r}"
+        how = "which is compiled without a strategy" if how == "compiled under None" else how
         raise StrategyError(
             "verify takes a model that is compiled with a ShardedStrategy: "
             "tfshard.as_distributed(model).compile(optimizer, loss, strategy=...). "
-            f"Received: model '{getattr(model, 'name', model)}' under {strategy!r}"
+            f"Received: model '{getattr(model, 'name', model)}', {how}"
         )
     for kind in strategy.config.kinds:
         kind.check_verifiable()

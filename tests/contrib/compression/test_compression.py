@@ -478,6 +478,11 @@ def test_an_unknown_compression_is_refused(given):
         tfshard.plan(mlp(), {"batch": 4}, compression=given)
 
 
+def test_the_class_of_a_compression_is_refused_with_the_call_that_is_missing():
+    with pytest.raises(StrategyError, match=r"Call the class: PowerSGD\(\)"):
+        tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), compression=tfshard.PowerSGD)
+
+
 @pytest.mark.parametrize("given", [{"rank": 0}, {"rank": 1.5}, {"rank": True}, {"warm_up_steps": -1}])
 def test_nonsense_of_powersgd_is_refused(given):
     name, value = next(iter(given.items()))

@@ -519,6 +519,16 @@ def test_a_step_that_would_take_all_of_a_table_is_refused(name):
         trained(build, optimizer, strategy(**options), data=batches()[:1])
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_a_kernel_that_is_no_table_is_refused_with_the_pattern_as_the_likely_cause():
+    made = tfshard.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="dense")], name="mlp")
+    chosen = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), tables="mlp/dense/kernel")
+    made.compile("sgd", "mse", strategy=chosen)
+    expected = "'mlp/dense/kernel' is not looked up with keras.layers.Embedding: correct the patterns of tables="
+    with pytest.raises(StrategyError, match=expected):
+        made.train_on_batch(np.ones((8, 8)), np.ones((8, 4)))
+
+
 REFUSED_OPTIMIZERS = {
     "accumulation": (lambda: opt.SGD(gradient_accumulation_steps=2), "keras", "gradient_accumulation_steps"),
     "average": (lambda: opt.SGD(use_ema=True), "keras", "use_ema"),

@@ -75,7 +75,11 @@ def built():
 @pytest.mark.parametrize(
     ("model", "stages", "says"),
     [
-        (lambda: keras.Sequential([keras.layers.Dense(2)]), 2, "not built"),
+        (
+            lambda: keras.Sequential([keras.layers.Dense(2)]),
+            2,
+            r"is not built.*keras.Input, or call model.build\(input_shape\)",
+        ),
         (built, 2, "a custom `call`"),
         (chain, 9, "8 layers cannot be cut into 9"),
         (chain, 0, "positive"),

@@ -64,6 +64,11 @@ class TableReads(KindState):
             while users:
                 user = users.pop()
                 if user.type not in ("Cast", "Identity"):
+                    if not any(path in storage.paths for storage in self.rows_read):
+                        raise StrategyError(
+                            f"'{path}' is not looked up with keras.layers.Embedding: correct the patterns of tables=. "
+                            f"'{path}' is used in full in a step, by operation '{user.name}' of type {user.type}."
+                        )
                     raise StrategyError(
                         f"Embedding table '{path}' is used in full in a step, by operation '{user.name}' of type "
                         f"{user.type}. No step gathers a table. Look up its rows with keras.layers.Embedding, "

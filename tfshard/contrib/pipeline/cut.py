@@ -153,7 +153,10 @@ def cut(model: keras.Model, stages: int | Sequence[str]) -> CutModel:
             matches no layer, or a layer at or before the match of the previous expression.
     """
     if not model.built:
-        raise StrategyError(f"Model '{model.name}' is not built: call it, or give it an Input, before it is cut.")
+        raise StrategyError(
+            f"Model '{model.name}' is not built, so it cannot be cut into stages. Give it a keras.Input, or call "
+            f"model.build(input_shape). Received: model={model!r}"
+        )
     graph = _private.functional_of(model)
     if graph is None:
         raise StrategyError(
