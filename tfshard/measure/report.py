@@ -127,8 +127,8 @@ class Report:
             slots = [each for each in slots if _is_on(each, strategy.mesh)]
         rows += [_measure(variable, "slot", strategy.mesh_shape) for variable in slots]
         owned = [_private.backend_variable(variable) for variable, _ in owned_by]
-        for current in owned:
-            for kept in current.kept.values() if isinstance(current, ShardedVariable) else ():
+        for current in (each for each in owned if isinstance(each, ShardedVariable)):
+            for kept in current.kept.values():
                 state = _measured(kept, kept.path, "slot", strategy.mesh_shape)
                 rows.append(dataclasses.replace(state, bytes_whole=0, reduced_by=_reduced_by(current.layout)))
         placed = [layout for part in parts or [model] for layout in strategy.placement_of(part).variables]
@@ -375,7 +375,7 @@ def _measured(current: ShardedVariable, path: str, kind: str, mesh_shape: MeshAx
 def _reduced_by(layout: variable_layout.VariableLayout) -> str | None:
     """Return the option that reduces the gradient of a variable; None if DTensor reduces the gradient."""
     if layout.kind is not None:
-        return f"{layout.kind.option}="
+        return f"{layout.kind.option_name}="
     return None if layout.reduction is None else f"compression={layout.reduction.option!r}"
 
 
