@@ -141,7 +141,10 @@ def test_lint_names_the_role_that_an_axis_has_by_its_name(name, recwarn):
     mesh = {name: 2, "tp": 2}
     (finding,) = tfshard.lint(mlp(), mesh, layout_map)
     assert (finding.kind, finding.is_error, finding.where) == ("named role", False, f"axis '{name}'")
-    assert str(finding).startswith(f"note (named role) at axis '{name}': ") and f"roles={{'{name}': 'tensor'}}" in finding.message
+    assert (
+        str(finding).startswith(f"note (named role) at axis '{name}': ")
+        and f"roles={{'{name}': 'tensor'}}" in finding.message
+    )
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map)
     assert MeshAxes.of(mesh).data == name
     tfshard.as_distributed(mlp()).compile("sgd", "mse", strategy=strategy)

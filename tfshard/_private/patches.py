@@ -86,7 +86,7 @@ SEARCHES = (
         reason="`clone_model` asks a model for its compile config, and does not pass the clone",
     ),
     Search(
-        function="tfshard._private.graphs:resource_name",
+        function="tfshard._private.graphs:_resource_name",
         uses="gc.get_objects",
         reason="an error names the variable of a handle; a handle does not refer to its variable",
     ),
