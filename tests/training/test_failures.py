@@ -289,9 +289,8 @@ def test_a_step_without_memory_says_what_holds_less():
             size = tf.cast(tf.reduce_sum(tf.zeros_like(x)), tf.int64) + (1 << 46)
             return x + tf.reduce_sum(tf.random.stateless_uniform([size], [1, 2]))
 
-    # TensorFlow waits ten seconds for memory, for one device after the other once all threads wait.
     model = keras.Sequential([keras.Input((4,)), Huge(), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=2)))
+    model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
     with pytest.raises(tf.errors.ResourceExhaustedError, match=r"recompute.*microbatches.*tfshard.advise"):
         model.fit(np.ones((8, 4), "float32"), np.ones((8, 1), "float32"), verbose=0)
 
