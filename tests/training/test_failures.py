@@ -14,6 +14,7 @@ from tensorflow.python.framework import error_interpolation
 import parity
 import tfshard
 from tfshard import _private
+from tfshard.training import failures
 
 RS = np.random.RandomState(0)
 X = RS.normal(size=(16, 6)).astype("float32")
@@ -283,6 +284,15 @@ def test_tags_are_found_in_messages_that_have_a_program_in_them():
     assert error_interpolation.parse_message is plain
 
 
+REMEDY = r"recompute.*microbatches.*tfshard.advise"
+
+
+def test_an_error_of_a_device_without_memory_says_what_holds_less():
+    with pytest.raises(tf.errors.ResourceExhaustedError, match=REMEDY), failures.explained("A step"):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating a tensor")
+
+
+@pytest.mark.slow  # TensorFlow waits for memory for 20 to 60 seconds.
 def test_a_step_without_memory_says_what_holds_less():
     class Huge(keras.layers.Layer):
         def call(self, x):
@@ -291,7 +301,7 @@ def test_a_step_without_memory_says_what_holds_less():
 
     model = keras.Sequential([keras.Input((4,)), Huge(), keras.layers.Dense(1)])
     model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
-    with pytest.raises(tf.errors.ResourceExhaustedError, match=r"recompute.*microbatches.*tfshard.advise"):
+    with pytest.raises(tf.errors.ResourceExhaustedError, match=REMEDY):
         model.fit(np.ones((8, 4), "float32"), np.ones((8, 1), "float32"), verbose=0)
 
 
