@@ -13,7 +13,7 @@ from typing import Any
 from tfshard.errors import StrategyError
 from tfshard.layouts import variable_kind
 from tfshard.layouts.axes import MeshAxes
-from tfshard.layouts.gradient_reduction import GradientReduction
+from tfshard.layouts.gradient_reduction import OPTION_NAME, GradientReduction
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
 from tfshard.layouts.variable_kind import VariableKind
@@ -251,7 +251,7 @@ class ShardingConfig:
     offload: Offload = Offload()
     sequence_parallel: bool = False
     already_sharded: bool = False
-    reduction: GradientReduction | None = dataclasses.field(default=None, metadata={"option": "compression"})
+    reduction: GradientReduction | None = None
     kinds: tuple[VariableKind, ...] = ()
 
     def __post_init__(self) -> None:
@@ -295,9 +295,10 @@ class ShardingConfig:
                 found |= {
                     f"{field.name}.{part.name}": _plain(getattr(value, part.name)) for part in dataclasses.fields(value)
                 }
+            elif field.name == "reduction":
+                found[OPTION_NAME] = _plain(None if self.reduction is None else self.reduction.option)
             elif field.name != "kinds":
-                value = value.option if isinstance(value, GradientReduction) else value
-                found[field.metadata.get("option", field.name)] = _plain(value)
+                found[field.name] = _plain(value)
         return found | variable_kind.settings(self.kinds)
 
 

@@ -143,14 +143,17 @@ class ReductionOptions:
         make: Returns the reduction for an option; None for an option of another extension. An option belongs to one
             extension only: `from_option` takes the first reduction.
         automatic: The options that `advise` considers with `"auto"`.
-        measured: The reductions with an encoding time that `profile_network` measures, by the name of the encoding.
+        measured: The reductions with an encoding time that `profile_network` measures.
     """
 
     choices: str
     make: Callable[[Any], GradientReduction | None]
     automatic: tuple[Any, ...] = ()
-    measured: Mapping[str, GradientReduction] = dataclasses.field(default_factory=dict)
+    measured: tuple[GradientReduction, ...] = ()
 
+
+# The argument of `tfshard.ShardedStrategy`, `tfshard.plan` and `tfshard.advise` with which users choose a reduction.
+OPTION_NAME = "compression"
 
 # The options of each extension.
 OPTIONS: list[ReductionOptions] = []
@@ -171,7 +174,7 @@ def from_option(option: Any) -> GradientReduction | None:
     is_class = isinstance(option, type) and re.search(rf"\b{option.__name__}\b", choices)
     remedy = f". Call the class: {option.__name__}()" if is_class else ""
     raise StrategyError(
-        f"compression must be {choices}. Received: compression={option!r} (of type {type(option)}){remedy}"
+        f"{OPTION_NAME} must be {choices}. Received: {OPTION_NAME}={option!r} (of type {type(option)}){remedy}"
     )
 
 
@@ -182,4 +185,4 @@ def automatic_options() -> list[Any]:
 
 def measured() -> dict[str, GradientReduction]:
     """Return the reductions with an encoding time that `profile_network` measures, by the name of the encoding."""
-    return {name: reduction for each in OPTIONS for name, reduction in each.measured.items()}
+    return {reduction.encoding[0]: reduction for each in OPTIONS for reduction in each.measured}

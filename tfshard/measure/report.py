@@ -17,6 +17,7 @@ from tfshard.graph import inventory, model_specs
 from tfshard.layouts import variable_layout
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.config import ZeroStage
+from tfshard.layouts.gradient_reduction import OPTION_NAME
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes
 from tfshard.storage.variables import ShardedVariable
@@ -376,7 +377,7 @@ def _reduced_by(layout: variable_layout.VariableLayout) -> str | None:
     """Return the option that reduces the gradient of a variable; None if DTensor reduces the gradient."""
     if layout.kind is not None:
         return f"{layout.kind.option_name}="
-    return None if layout.reduction is None else f"compression={layout.reduction.option!r}"
+    return None if layout.reduction is None else f"{OPTION_NAME}={layout.reduction.option!r}"
 
 
 def _shards(axes: Axes, mesh_shape: MeshAxes) -> int:

@@ -16,6 +16,7 @@ from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts import gradient_reduction
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
 from tfshard.layouts.config import Precision, ReshardPolicy, ShardingConfig, ZeroStage
+from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
@@ -228,7 +229,7 @@ def advise(
     known = Links.from_any(links) if links is not None else None if on is None else on.links
     if known is not None:
         known.check_devices(devices)
-    options = _options(compression, known)
+    reductions = _reductions(compression, known)
     automatic = auto_layout.is_auto(layout_map)
     if not automatic:
         layout_map = LayoutMap.from_any(layout_map)
@@ -266,22 +267,22 @@ def advise(
     for mesh_shape in _meshes(devices, sizes if has_model_axis else None, known):
         data_size = MeshAxes.of(mesh_shape).data_size
         chosen = auto_layout.resolve(layout_map, model, mesh_shape)
-        possible = [each for each in options if data_size > 1 and _fits_mesh(each, mesh_shape)]
+        possible = [each for each in reductions if data_size > 1 and _fits_mesh(each, mesh_shape)]
         ways = [*((stage, False) for stage in ZeroStage), *[(ZeroStage.PARAMETERS, True)] * has_blocks]
-        for (stage, recompute), how in itertools.product(ways, [None, *possible]):
+        for (stage, recompute), reduction in itertools.product(ways, [None, *possible]):
             empty = Candidate(
                 mesh_shape=mesh_shape,
                 zero_stage=stage,
                 recompute=recompute,
                 memory_per_device=memory_per_device,
-                compression=how,
+                compression=None if reduction is None else reduction.option,
             )
             if batch % data_size:
                 problem = f"{_INDIVISIBLE} of {batch}: every device would compute it in full"
                 candidates.append(dataclasses.replace(empty, problem=problem))
                 continue
             activations = (activation_bytes or 0) * (batch // data_size)
-            candidates.append(step.measure(empty, chosen, activations))
+            candidates.append(step.measure(empty, chosen, reduction, activations))
     if on is not None:
         candidates.sort(key=lambda each: math.inf if each.step_seconds is None else each.step_seconds)
     elif known is not None:
@@ -313,27 +314,24 @@ def _meshes(devices: int, model_sizes: Sequence[int] | None, links: Links | None
     return found
 
 
-def _options(given: Any, links: Links | None) -> list[Any]:
-    """Return the values of `compression=` to consider, checked."""
-    if given is None:
+def _reductions(given: Any, links: Links | None) -> list[GradientReduction]:
+    """Return the reductions of the values of `compression=` to consider, checked."""
+    options = gradient_reduction.automatic_options() if given == AUTO else [given]
+    found = [reduction for each in options if (reduction := gradient_reduction.from_option(each)) is not None]
+    if not found:
         return []
-    found = gradient_reduction.automatic_options() if given == AUTO else [given]
-    for each in found:
-        gradient_reduction.from_option(each)
     if links is None:
         raise StrategyError(
             "The gain of a compression depends on the links. Give links=, a file that 'tfshard profile-network "
             f"--save=FILE' wrote. Received: compression={given!r}, links=None"
         )
     for each in found:
-        links.encode_seconds(each, 0)
+        links.encode_seconds(each.option, 0)
     return found
 
 
-def _fits_mesh(option: Any, mesh_shape: Mapping[str, int]) -> bool:
-    """Return True if devices of the mesh can reduce gradients by the reduction of an option."""
-    reduction = gradient_reduction.from_option(option)
-    assert reduction is not None
+def _fits_mesh(reduction: GradientReduction, mesh_shape: Mapping[str, int]) -> bool:
+    """Return True if devices of the mesh can reduce gradients by a reduction."""
     with contextlib.suppress(StrategyError):
         reduction.check_mesh(MeshAxes.of(mesh_shape))
         return True
@@ -384,14 +382,16 @@ class _AdvisedStep:
     inputs: Any
     machine: Machine | None
 
-    def measure(self, empty: Candidate, layout_map: LayoutMap, activation_bytes: int) -> Candidate:
+    def measure(
+        self, empty: Candidate, layout_map: LayoutMap, reduction: GradientReduction | None, activation_bytes: int
+    ) -> Candidate:
         """Return a candidate with its peak, or with the reason why it is impossible."""
         try:
             config = dataclasses.replace(
                 self.config,
                 layout_map=layout_map,
                 zero_stage=empty.zero_stage,
-                reduction=gradient_reduction.from_option(empty.compression),
+                reduction=reduction,
             )
             placement = ModelPlacement.of(self.specs, config, mesh_shape=empty.mesh_shape).check()
         except LayoutError as e:
@@ -431,11 +431,9 @@ class _AdvisedStep:
                 # Without inputs, `graph` is the graph of the specs, not of the model.
                 graph=graph if self.inputs is not None else None,
             )
-        how, encode_seconds = empty.compression, 0.0
-        if self.machine is not None and how is None:
+        if self.machine is not None and empty.compression is None:
             empty = dataclasses.replace(empty, step_seconds=self._step_seconds(empty, placement))
-        if how is not None:
-            encode_seconds = self.links.encode_seconds(how, _encoded_bytes(placement, planned))
+        encode_seconds = self.links.encode_seconds(empty.compression, _encoded_bytes(placement, planned))
         return dataclasses.replace(
             empty, collective_seconds=planned.over(self.links).collective_seconds, encode_seconds=encode_seconds
         )

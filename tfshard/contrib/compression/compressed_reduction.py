@@ -147,10 +147,7 @@ OPTIONS = ReductionOptions(
     choices="'bfloat16', 'int8' or a tfshard.PowerSGD",
     make=CompressedReduction.from_option,
     automatic=CODES,
-    measured={
-        each.encoding[0]: each
-        for each in (*(CompressedReduction(code) for code in CODES), CompressedReduction(PowerSGD(rank=MEASURED_RANK)))
-    },
+    measured=tuple(CompressedReduction(option) for option in (*CODES, PowerSGD(rank=MEASURED_RANK))),
 )
 
 
