@@ -1,4 +1,4 @@
-"""Features that plug into tfshard at named extension points. The rest of tfshard imports none of them.
+"""Features that plug into tfshard at named extension points. No other subpackage of tfshard imports them.
 
     compression       gradients that devices send compressed, with error feedback
     embedding_tables  tables that a step reads and updates by rows

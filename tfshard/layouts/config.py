@@ -24,8 +24,8 @@ REDUCE_DTYPES = ("float32", "bfloat16")
 class ZeroStage(enum.IntEnum):
     """The tensors that the batch axis shards (Rajbhandari et al. 2020, "ZeRO").
 
-    This table is the only list of stages. To add a variant, add a member with a number of its own. Code asks for the
-    three facts, never for the number. `advise` tries the members in this order.
+    This table is the only list of stages. To add a variant, add a member with a new number. Code asks for the three
+    facts, never for the number. `advise` tries the members in this order.
 
     Attributes:
         adds: The tensors that the stage shards in addition to the stage before, for messages.

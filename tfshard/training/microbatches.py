@@ -1,6 +1,6 @@
 """Microbatches: a training step takes its batch in microbatches, one after the other, and updates once.
 
-A step holds the activations of one microbatch, but computes the numbers of the full batch. It adds up the gradients in
+A step holds the activations of one microbatch, but computes the results of the full batch. It adds up the gradients in
 the layout of their update: in shards, and for a group in its buffer. Optimizers get the mean gradient, so clipping,
 averages of weights and loss scaling work as without microbatches. A loss that is divided by the unmasked elements, or
 by the sum of weights, is divided by their number or sum over the full batch. Everything that depends on the batch by

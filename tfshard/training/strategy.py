@@ -422,8 +422,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         `keras.RematScope` are recomputed without this call. For compiled steps; an eager step keeps all activations. A
         clone of the model has no blocks.
 
-        A stage of a pipelined model recomputes its forward pass in any case. With blocks, it then holds the activations
-        of one block instead of those of the stage.
+        A stage of a pipelined model recomputes its forward pass in any case. With blocks, it then holds only the
+        activations of one block.
 
         Args:
             model: A built model.

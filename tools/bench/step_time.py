@@ -47,7 +47,7 @@ def measure(way: str) -> dict:
 
 
 def compare_packages(ways: list[str]) -> None:
-    """Print the step and the first step of each way, and their ratios to those of the other package."""
+    """Print the times of a step and of the first step for each way, and their ratios to the other package."""
     ours, theirs = ({way: [] for way in ways} for _ in range(2))
     for _ in range(_ROUNDS.value):
         for way in ways:

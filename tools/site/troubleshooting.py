@@ -417,7 +417,7 @@ AFTERWARDS = """\
   table, `ResourceExhaustedError` without enough memory. The step changes no variable, or the message names the changed variables.
   For memory: [choose a mesh](choose_a_mesh.md).
 - `indices[3,0] = [99] does not index into param shape [4,4]`: an id is not a row of a table of `tables=`. The operation's name in the
-  message, such as `reader/words/.../ResourceGatherNd`, begins with the path of the Embedding layer. The shape is that of a device's rows.
+  message, such as `reader/words/.../ResourceGatherNd`, begins with the path of the Embedding layer. The message shows the shape of a device's local rows.
   Ids must be at least 0 and below the layer's `input_dim`.
 - `tfshard.errors.VersionWarning` at import: these versions of TensorFlow and Keras have not been tested together. Test them with
   `tools/test.sh --quick`.

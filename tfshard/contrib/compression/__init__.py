@@ -1,4 +1,4 @@
-"""Compressed gradients: devices send less of each gradient, and keep the rest for a later step.
+"""Compressed gradients: devices send fewer bytes of each gradient, and keep the rest for a later step.
 
 Read `compressed_reduction` first.
 
