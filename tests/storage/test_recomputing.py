@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import parity
+import recomputed
 import tfshard
 from tfshard.operations import layer_patch
 from tfshard.storage import recomputing
@@ -91,17 +92,7 @@ def run(name, mesh, stage, *, recompute=None, scope=None):
     model.compile(keras.optimizers.SGD(1e-2, momentum=0.9), "mse", strategy=strategy)
     if recompute is not None:
         strategy.recompute(model, **recompute)
-    again = []
-    with pytest.MonkeyPatch.context() as patch:
-        original = recomputing.recompute
-
-        def noted(graph, blocks, barrier, stored):
-            before = len(graph.get_operations())
-            found = original(graph, blocks, barrier, stored)
-            again.append(len(graph.get_operations()) - before)
-            return found
-
-        patch.setattr(recomputing, "recompute", noted)
+    with recomputed.added_operations() as again:
         losses = [float(model.train_on_batch(x[:8], Y[:8])) for _ in range(3)]
     weights = {variable.path: np.array(variable) for variable in model.variables}
     return losses, weights, sum(again)

@@ -14,12 +14,12 @@ from tensorflow.experimental import dtensor
 from tensorflow.python.framework.func_graph import FuncGraph
 
 import parity
+import recomputed
 import tfshard
 from tfshard.contrib.pipeline import runner
 from tfshard.contrib.pipeline.models import pipeline_of
 from tfshard.devices import transfer
 from tfshard.errors import MeshError, StrategyError
-from tfshard.storage import recomputing
 
 layers = keras.layers
 RS = np.random.RandomState(0)
@@ -208,32 +208,24 @@ def nested():
 
 
 @pytest.mark.parametrize(("build", "stages"), [(mlp, ["dense_2"]), (nested, ["up_2"])])
-def test_blocks_of_a_pipelined_model_are_recomputed_with_the_same_numbers(build, stages, monkeypatch):
-    copied, original = [], recomputing.recompute
-
-    def noting(graph, blocks, barrier, stored):
-        before = len(graph.get_operations())
-        found = original(graph, blocks, barrier, stored)
-        copied.append(len(graph.get_operations()) - before)
-        return found
-
-    monkeypatch.setattr(recomputing, "recompute", noting)
+def test_blocks_of_a_pipelined_model_are_recomputed_with_the_same_numbers(build, stages):
     keras.utils.set_random_seed(0)
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**TWO))
     models = [tfshard.pipeline(build(), stages=stages, microbatches=2) for _ in range(2)]
     models[1].set_weights(models[0].get_weights())
     for model in models:
         model.compile(keras.optimizers.SGD(0.1), ENTROPY, strategy=strategy)
-    losses = [[float(model.train_on_batch(X, Y))] for model in models]
-    assert not any(copied), "premise"
-    # After the first step: the compiled functions without blocks must go.
-    blocks = strategy.recompute(models[1], r"(?:.*/)?(dense|body)_(\d)" if build is mlp else r"(?:.*/)?(body)_(\d)")
-    assert len(blocks) == (3 if build is mlp else 4)
-    for model, own in zip(models, losses, strict=True):
-        copied.clear()
-        own += [float(model.train_on_batch(X, Y)) for _ in range(2)]
-        # One function of each stage has a backward pass.
-        assert sum(each > 0 for each in copied) == (2 if model is models[1] else 0)
+    with recomputed.added_operations() as copied:
+        losses = [[float(model.train_on_batch(X, Y))] for model in models]
+        assert not any(copied), "premise"
+        # After the first step: the compiled functions without blocks must go.
+        blocks = strategy.recompute(models[1], r"(?:.*/)?(dense|body)_(\d)" if build is mlp else r"(?:.*/)?(body)_(\d)")
+        assert len(blocks) == (3 if build is mlp else 4)
+        for model, own in zip(models, losses, strict=True):
+            copied.clear()
+            own += [float(model.train_on_batch(X, Y)) for _ in range(2)]
+            # One function of each stage has a backward pass.
+            assert sum(each > 0 for each in copied) == (2 if model is models[1] else 0)
     assert losses[0][0] == losses[1][0]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
 
