@@ -62,7 +62,8 @@ class ExactSum(GradientReduction):
     def meet(self, mesh):
         replicas.meet_to_exchange(mesh)
 
-    def reduce_local(self, local, variable, mesh):
+    def reduce_local(self, local, variable):
+        mesh = variable.mesh
         count = variable.kept["count"]
         count.assign(count.storage.update_value() + 1.0)
         with local_shards.scope():

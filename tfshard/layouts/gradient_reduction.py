@@ -119,14 +119,13 @@ class GradientReduction(abc.ABC):
         """Make the devices of each group of `reduce_local` meet once, before the first step. Eager only."""
 
     @abc.abstractmethod
-    def reduce_local(self, local: Any, variable: Any, mesh: Any) -> Any:
+    def reduce_local(self, local: Any, variable: Any) -> Any:
         """Sum a gradient over the devices in a traced step. Called for each use of the layer.
 
         Args:
             local: The local gradient of each device, which DTensor treats as replicated.
             variable: The `ShardedVariable`. Its `kept` holds the state, as sharded variables: read one by
                 `storage.update_value()`, and write it by `assign`.
-            mesh: The `dtensor.Mesh`.
 
         Returns:
             The sum, not the mean: the loss is the mean over the full batch. `ShardedVariable.reduced` brings a

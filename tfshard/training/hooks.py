@@ -495,4 +495,4 @@ def _reduced(gradient: tf.Tensor, variable: ShardedVariable, reduction: Gradient
     """
     with _private.stop_recording():
         local = partial_sums.found_of(gradient, variable.mesh)
-        return None if local is None else reduction.reduce_local(local, variable, variable.mesh)
+        return None if local is None else reduction.reduce_local(local, variable)

@@ -106,7 +106,7 @@ def _reduced(stacked: tf.Tensor, variable: ShardedVariable) -> tf.Tensor:
     if reduction is None:
         return variable.reduced(partial_sums.total(stacked))
     with _private.stop_recording():
-        return reduction.reduce_local(partial_sums.unstacked(stacked, variable.mesh), variable, variable.mesh)
+        return reduction.reduce_local(partial_sums.unstacked(stacked, variable.mesh), variable)
 
 
 def sharded_of(variable: keras.Variable | tf.Variable) -> ShardedVariable:

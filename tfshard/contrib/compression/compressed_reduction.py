@@ -139,8 +139,8 @@ class CompressedReduction(GradientReduction):
     def meet(self, mesh: dtensor.Mesh) -> None:
         replicas.meet_to_exchange(mesh)
 
-    def reduce_local(self, local: tf.Tensor, variable: ShardedVariable, mesh: dtensor.Mesh) -> tf.Tensor:
-        return compressed_sums.reduce_local(local, self.form(variable.layout, axis_sizes(mesh)), variable, mesh)
+    def reduce_local(self, local: tf.Tensor, variable: ShardedVariable) -> tf.Tensor:
+        return compressed_sums.reduce_local(local, self.form(variable.layout, axis_sizes(variable.mesh)), variable)
 
 
 OPTIONS = ReductionOptions(

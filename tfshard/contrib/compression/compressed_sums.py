@@ -16,7 +16,6 @@ A layer that is used several times has several gradients. Each takes the residua
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
 from tfshard.contrib.compression import gradient_codes
 from tfshard.contrib.compression.compressed_form import ERROR, FACTOR, STEPS, SUM_ERROR, CompressedForm
@@ -26,31 +25,30 @@ from tfshard.operations import rows
 from tfshard.storage.variables import ShardedVariable
 
 
-def reduce_local(local: tf.Tensor, form: CompressedForm, variable: ShardedVariable, mesh: dtensor.Mesh) -> tf.Tensor:
+def reduce_local(local: tf.Tensor, form: CompressedForm, variable: ShardedVariable) -> tf.Tensor:
     """Sum local gradients in a traced step.
 
     Args:
         local: The local gradient of each device, which DTensor treats as replicated.
         form: How the gradient is compressed.
-        variable: The variable of the gradient.
-        mesh: A mesh with a data axis only.
+        variable: The variable of the gradient, on a mesh with a data axis only.
 
     Returns:
         The sum, in the layout that the variable needs.
     """
     with local_shards.scope():
-        result = _Reduction(form, variable, mesh).reduce(tf.cast(local, tf.float32))
+        result = _Reduction(form, variable).reduce(tf.cast(local, tf.float32))
     return tf.cast(result, local.dtype)
 
 
 class _Reduction:
     """The reduction of one gradient of a variable."""
 
-    def __init__(self, form: CompressedForm, variable: ShardedVariable, mesh: dtensor.Mesh):
+    def __init__(self, form: CompressedForm, variable: ShardedVariable):
         self._form = form
         self._variable = variable
         self._kept = variable.kept
-        self._mesh = mesh
+        self._mesh = variable.mesh
 
     def reduce(self, local: tf.Tensor) -> tf.Tensor:
         """Return the float32 sum of the local gradients."""
