@@ -54,13 +54,6 @@ class VariableKind(abc.ABC):
     def check_used(self, paths: Sequence[str]) -> None:
         """Raise `StrategyError` if the option names variables that are not among the paths of a model."""
 
-    def take_out_of(self, layout_map: LayoutMap) -> LayoutMap:
-        """Remove the rules for variables of this kind from an automatic layout map, and return the map."""
-        for pattern in list(layout_map):
-            if self.matches_path(re.sub(r"\\(.)", r"\1", pattern)):
-                del layout_map[pattern]
-        return layout_map
-
     # --- how devices store a variable
 
     @property
@@ -189,6 +182,15 @@ def from_options(**options: Any) -> tuple[VariableKind, ...]:
         StrategyError: A value does not fit its option.
     """
     return tuple(_registered[name].from_option(given) for name, given in options.items() if given is not None)
+
+
+def without_kinds(layout_map: LayoutMap, kinds: Sequence[VariableKind]) -> LayoutMap:
+    """Remove the rules for variables of the kinds from an automatic layout map, and return the map."""
+    for pattern in list(layout_map):
+        path = re.sub(r"\\(.)", r"\1", pattern)
+        if any(kind.matches_path(path) for kind in kinds):
+            del layout_map[pattern]
+    return layout_map
 
 
 def settings(kinds: Iterable[VariableKind]) -> dict[str, str | None]:

@@ -105,8 +105,8 @@ def plan(
     specs = model_specs.specs_of(model_or_specs)
     automatic, kinds = auto_layout.is_auto(layout_map), variable_kind.from_options(tables=tables)
     resolved = auto_layout.resolve(layout_map, model_or_specs, sizes)
-    for kind in kinds if automatic else ():
-        resolved = kind.take_out_of(resolved)
+    if automatic:
+        resolved = variable_kind.without_kinds(resolved, kinds)
     config = ShardingConfig(
         layout_map=resolved,
         zero_stage=ZeroStage.from_number(zero_stage),

@@ -12,7 +12,7 @@ from tfshard import _private
 from tfshard.devices import clients
 from tfshard.errors import StrategyError
 from tfshard.graph import auto_layout, inventory
-from tfshard.layouts import planner
+from tfshard.layouts import planner, variable_kind
 from tfshard.layouts.config import GroupPolicy
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.placement import ModelPlacement
@@ -100,9 +100,7 @@ class AttachedModel:
             return strategy.layout_map
         if self._found_map is None:
             found = auto_layout.auto_layout_map(self.model, strategy.mesh)
-            for kind in strategy.config.kinds:
-                found = kind.take_out_of(found)
-            self._found_map = found
+            self._found_map = variable_kind.without_kinds(found, strategy.config.kinds)
         return self._found_map
 
     def placement(self, *, ignore_stored: bool = False) -> ModelPlacement:
@@ -205,8 +203,9 @@ class AttachedModel:
         model, strategy = self.model, self.strategy
         self.reshard_layers()
         attach_variables(loops.states(model), strategy)
+        of_kinds = list(self._variables_of_kinds())
         for optimizer in inventory.model_optimizers(model):
-            for variable, kind in self._variables_of_kinds():
+            for variable, kind in of_kinds:
                 kind.check_optimizer(optimizer, variable)
             attach_optimizer(optimizer, strategy)
         for metric in _private.compiled_metrics(model):

@@ -47,7 +47,7 @@ def check(optimizer: keras.optimizers.Optimizer, table: ShardedVariable, *, is_l
         what = "clips gradients by value or by their global norm, which needs full gradients. Use clipnorm, or none"
     elif not is_lazy and not sparse_optimizers.is_known_sparse(optimizer):
         what = "updates rows that occur twice in a batch in a way that tfshard does not know. Use sparse='lazy'"
-    elif is_lazy and sparse_optimizers.decays(optimizer, table):
+    elif is_lazy and _private.decays(optimizer, table):
         what = (
             "decays all rows, and with sparse='lazy' a step updates only the rows that it looked up. Call the "
             "optimizer's exclude_from_weight_decay(var_list=[table]) before you build it, leave out weight_decay, or "
@@ -98,7 +98,7 @@ def update(
             f"Received: {args[0]!r}"
         )
     every = not is_lazy and not sparse_optimizers.leaves_others(optimizer, table)
-    if not args and not sparse_optimizers.decays(optimizer, table):
+    if not args and not _private.decays(optimizer, table):
         return None  # The call is weight decay, and the optimizer does not decay the table.
     with local_shards.scope():
         if not args:

@@ -27,12 +27,7 @@ def is_known_sparse(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def leaves_others(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
     """Return whether Keras's update leaves elements and slots with a zero gradient unchanged."""
-    if decays(optimizer, variable):
+    if _private.decays(optimizer, variable):
         return False
     is_plain = type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
     return is_plain or type(optimizer) is keras.optimizers.Adagrad
-
-
-def decays(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
-    """Return whether an optimizer applies weight decay to a variable."""
-    return _private.decays(optimizer, variable)
