@@ -22,18 +22,15 @@ class WeakIdentityDict(Generic[_Key, _Value]):
         self._entries: dict[int, tuple[weakref.ref[_Key], _Value]] = {}
 
     def __setitem__(self, key: _Key, value: _Value) -> None:
-        remove, number = weakref.WeakMethod(self._remove), id(key)
+        owner, number = weakref.ref(self), id(key)
 
         def drop(_: object) -> None:
             """Remove the entry. The interpreter calls this before another object can have the id."""
-            method = remove()
-            if method is not None:
-                method(number)
+            collection = owner()
+            if collection is not None:
+                collection._entries.pop(number, None)
 
         self._entries[number] = weakref.ref(key, drop), value
-
-    def _remove(self, number: int) -> None:
-        self._entries.pop(number, None)
 
     def __getitem__(self, key: _Key) -> _Value:
         return self._entries[id(key)][1]

@@ -175,7 +175,7 @@ def decode_parts(written: Sequence[bytes], where: str) -> dict[str, StoredVariab
 
 
 def _encode_variable(variable: StoredVariable) -> dict[str, Any]:
-    data = dataclasses.asdict(variable)
+    data = {field.name: getattr(variable, field.name) for field in dataclasses.fields(variable)}
     del data["shards"]
     data["pieces"] = [[shard.box.offset, shard.box.shape, shard.checksum] for shard in variable.shards]
     return data

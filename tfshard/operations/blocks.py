@@ -47,8 +47,7 @@ def install(model: keras.Model, blocks: str | Sequence[str], keep_products: bool
     found = _blocks_of(model, blocks)
     keeps = recomputing.PRODUCTS if keep_products else frozenset()
     for layer, name in found.values():
-        layer_patch.undo_of(BLOCK, layer)
-        layer_patch.apply(BLOCK, layer, functools.partial(_BlockCall, name=name, keeps=keeps))
+        _mark(layer, name, keeps)
     return list(dict.fromkeys(name for _, name in found.values()))
 
 
@@ -103,8 +102,13 @@ def mark_opened(model: keras.Model) -> None:
         for layer in _private.flatten_layers(owner):
             if layer is not owner:
                 inside.add(id(layer))
-                layer_patch.undo_of(BLOCK, layer)
-                layer_patch.apply(BLOCK, layer, functools.partial(_BlockCall, name=made.name, keeps=made.keeps))
+                _mark(layer, made.name, made.keeps)
+
+
+def _mark(layer: keras.Layer, name: str, keeps: frozenset[str]) -> None:
+    """Make a layer a block, in place of the block that it was."""
+    layer_patch.undo_of(BLOCK, layer)
+    layer_patch.apply(BLOCK, layer, functools.partial(_BlockCall, name=name, keeps=keeps))
 
 
 def install_remat(model: keras.Model) -> None:

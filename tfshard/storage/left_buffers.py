@@ -33,6 +33,8 @@ def forget(handle: tf.Tensor) -> None:
 
 
 def _check(inputs: Sequence[Any]) -> None:
+    if not _left:
+        return
     found = next((what for what in map(_left.get, inputs) if what is not None), None)
     if found is not None:
         raise StrategyError(

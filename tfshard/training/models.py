@@ -185,7 +185,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
     def make_predict_function(self, force: bool = False) -> None:
         super().make_predict_function(force)
         again = functools.partial(_predict_function, self)
-        self.predict_function = _on_mesh(self, self.predict_function, "prediction step", again, to_host=True)
+        self.predict_function = _on_mesh(self, self.predict_function, "prediction step", again)
 
     @functools.wraps(keras.Model.save)
     def save(self, filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
@@ -277,8 +277,6 @@ def _on_mesh(
     function: StepFunction,
     kind: str,
     make_again: Callable[[], StepFunction],
-    *,
-    to_host: bool = False,
 ) -> StepFunction:
     """Return the `MeshStep` of a Keras step function, or the function itself if it is a `MeshStep` already.
 
@@ -287,12 +285,11 @@ def _on_mesh(
         function: The step function that Keras made.
         kind: As for `MeshStep`.
         make_again: As for `MeshStep`.
-        to_host: As for `MeshStep`.
     """
     strategy = _private.distribute_strategy(model)
     if not isinstance(strategy, ShardedStrategy) or isinstance(function, MeshStep):
         return function
-    return MeshStep(model, strategy, function=function, kind=kind, make_again=make_again, to_host=to_host)
+    return MeshStep(model, strategy, function=function, kind=kind, make_again=make_again)
 
 
 def _predict_function(model: Distributed) -> StepFunction:

@@ -56,12 +56,16 @@ def check_operations(graph: tf.Graph) -> None:
 class BatchFamily:
     """The batches of one structure.
 
+    Args:
+        structure: The structure (`structure_of`).
+
     Attributes:
         separate: How many shapes have separate functions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, structure: str):
         self.separate = 0
+        self._structure = structure
         self._first: list[tuple[int, ...]] | None = None
         self._open: set[tuple[int, int]] = set()
 
@@ -95,7 +99,7 @@ class BatchFamily:
                 )
             )
             capacities.append((number, shape, tuple(opened), host.dtype.name))
-        return (tf.nest.pack_sequence_as(batch, leaves), tuple(masks)), ("open", structure_of(batch), tuple(capacities))
+        return (tf.nest.pack_sequence_as(batch, leaves), tuple(masks)), ("open", self._structure, tuple(capacities))
 
 
 def _full(value: np.ndarray, strategy: ShardedStrategy) -> tf.Tensor:

@@ -96,7 +96,6 @@ class MeshStep:
         kind: `"training step"`, `"evaluation step"` or `"prediction step"`.
         make_again: Makes another step function for batches of other shapes. Keras's functions relax the sizes that
             differ between calls to unknown sizes (reduce_retracing), and DTensor shards no dim of unknown size.
-        to_host: True for predictions: each device sends its samples to the host, which concatenates them.
     """
 
     def __init__(
@@ -107,15 +106,14 @@ class MeshStep:
         function: StepFunction,
         kind: str,
         make_again: Callable[[], StepFunction],
-        to_host: bool = False,
     ):
         functools.update_wrapper(self, function)
-        self._model, self._strategy, self._kind, self._to_host = model, strategy, kind, to_host
+        self._model, self._strategy, self._kind = model, strategy, kind
+        # Each device sends its predictions to the host, which concatenates them.
+        self._to_host = kind == "prediction step"
         self._attached = attached(model, strategy)
         self._traced = TracedStorages(self._attached)
-        self._functions = StepFunctions(
-            model, strategy, kind=kind, function=function, again=make_again, step=f"{_NAMES[kind]}_step"
-        )
+        self._functions = StepFunctions(model, strategy, kind=kind, function=function, again=make_again)
         self._known_sizes = output_losses.KnownSizes()
 
     def __call__(self, batches: Iterable[Any]) -> Any:
@@ -191,10 +189,9 @@ class StepFunctions:
     Args:
         model: The model.
         strategy: Its strategy.
-        kind: The kind of step, such as `"training step"`, for messages.
+        kind: As for `MeshStep`.
         function: The function that Keras made.
         again: Makes another function like `function`.
-        step: The name of the model's method that the function calls, such as `"train_step"`.
     """
 
     def __init__(
@@ -205,9 +202,8 @@ class StepFunctions:
         kind: str,
         function: StepFunction,
         again: Callable[[], StepFunction],
-        step: str,
     ):
-        self._model, self._strategy, self._kind, self._step = model, strategy, kind, step
+        self._model, self._strategy, self._kind = model, strategy, kind
         self._again = again
         self._waiting = [function]
         self.functions: collections.OrderedDict[Hashable, StepFunction] = collections.OrderedDict()
@@ -297,7 +293,8 @@ class StepFunctions:
     # --- open functions -------------------------------------------------------------------------------
 
     def _family(self, batch: Any) -> BatchFamily:
-        family = self._families.setdefault(padding.structure_of(batch), BatchFamily())
+        structure = padding.structure_of(batch)
+        family = self._families.setdefault(structure, BatchFamily(structure))
         family.note(batch)
         return family
 
@@ -360,7 +357,7 @@ class StepFunctions:
         """Run the model's step on a padded batch."""
         batch, masks = padded
         leaves = [padding.cut(leaf, kept) for leaf, kept in zip(tf.nest.flatten(batch), masks, strict=True)]
-        result = getattr(self._model, self._step)(tf.nest.pack_sequence_as(batch, leaves))
+        result = getattr(self._model, f"{_NAMES[self._kind]}_step")(tf.nest.pack_sequence_as(batch, leaves))
         padding.check_operations(tf.compat.v1.get_default_graph())
         self._is_traced = True
         return result
