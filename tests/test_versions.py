@@ -17,6 +17,12 @@ def names_used(path: pathlib.Path) -> set[str]:
     """Return a module's names from private library modules, and the private attributes of other modules."""
     tree = ast.parse(path.read_text())
     found, modules = set(), set()
+    # Attributes that the module's own classes set.
+    attributes = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and LIBRARIES.match(node.module):
             for alias in node.names:
@@ -25,7 +31,7 @@ def names_used(path: pathlib.Path) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             owner = node.value.id if isinstance(node.value, ast.Name) else None
-            own = owner in ("self", "sys") or node.attr.startswith("__")
+            own = owner in ("self", "sys") or node.attr.startswith("__") or node.attr in attributes
             if owner in modules or (node.attr.startswith("_") and not own):
                 found.add(node.attr)
     return found

@@ -27,6 +27,8 @@ _MARK = "FAULTS_RUN"
 _LOOK_SECONDS = 0.1
 # A new process has its parent's environment for at most this many seconds.
 _EXEC_SECONDS = 1.0
+# Programs use ports below this number more often.
+_FIRST_PORT = 10000
 # The seconds within which the ports of ended processes must become free.
 _GIVE_UP_SECONDS = 2.0
 
@@ -237,10 +239,18 @@ def is_given_up(port: int) -> bool:
 
 
 def free_port() -> int:
-    """Return a port on which no process listens."""
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return sock.getsockname()[1]
+    """Return a port on which no process listens.
+
+    The port is outside the range from which the system gives ports to connections: it could be taken before it is used.
+    """
+    first, last = map(int, pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("ascii").split())
+    ports = [port for port in range(_FIRST_PORT, 2**16) if not first <= port <= last]
+    random.SystemRandom().shuffle(ports)
+    for port in ports:
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("", port))
+            return port
+    raise RuntimeError(f"All ports outside {first} to {last} are in use.")
 
 
 _LISTENING = "0A"
