@@ -4,6 +4,7 @@ Products of samples with samples match one device.
 """
 
 import itertools
+import warnings
 
 import keras
 import numpy as np
@@ -137,6 +138,35 @@ def test_a_loss_of_samples_with_samples_trains_as_on_one_device(product: str, me
     for name, expected in histories[0].items():
         np.testing.assert_allclose(histories[1][name], expected, rtol=1e-5, err_msg=name)
     assert abs(np.subtract(*histories[0]["loss"])) > 1e-2, "premise: it learns"
+
+
+def nearest(_, y_pred):
+    """A loss of samples with samples: the mean distance of each sample from all samples."""
+    return tf.reduce_mean(each_with_each(y_pred), 1)
+
+
+def scores(_, y_pred):
+    """A loss of samples with samples: the mean score of each sample with all samples."""
+    return tf.reduce_mean(tf.matmul(y_pred, y_pred, transpose_b=True), 1)
+
+
+@pytest.mark.parametrize("loss", [nearest, scores])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_of_samples_with_samples_warns_in_microbatches_where_it_is_another(loss, microbatches):
+    x, losses = SAMPLES[1][:8], []
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2), microbatches=microbatches)
+    for sharded in (False, True):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4)])
+        if sharded:
+            model = tfshard.as_distributed(model)
+        model.compile("sgd", loss, **({"strategy": strategy} if sharded else {"jit_compile": False}))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            losses.append(model.train_on_batch(x, x))
+    texts = [str(each.message) for each in told]
+    assert any("compares samples with each other" in text for text in texts) == (microbatches == 2), texts
+    assert np.isclose(*losses, rtol=1e-5) == (microbatches == 1)
 
 
 def distances(x):

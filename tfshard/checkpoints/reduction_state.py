@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from tfshard.checkpoints.reader import Checkpoint
 from tfshard.checkpoints.training_state import REDUCTION, StateVariable
 from tfshard.errors import warn
+from tfshard.layouts import gradient_reduction
 from tfshard.layouts.axes import axis_sizes
 from tfshard.storage.variables import ShardedVariable
 
@@ -32,9 +33,5 @@ def restore(checkpoint: Checkpoint, variables: Iterable[StateVariable]) -> None:
             for name, array in new.items():
                 value.kept[name].assign(array)
     if names:
-        first = next(iter(names)).partition("/")[2]
-        warn(
-            f"The checkpoint of step {checkpoint.step} was saved with compressed gradients (compression=). The "
-            f"error-feedback residuals of {len(names)} variables, such as '{first}', are left out: this run does not "
-            "compress these gradients."
-        )
+        paths = [name.partition("/")[2] for name in names]
+        warn(f"The checkpoint of step {checkpoint.step} {gradient_reduction.text_of_dropped(paths)}")

@@ -16,6 +16,10 @@ from tfshard.layouts.layout_map import VariableSpec
 
 # Sizes for dims that the model leaves open. Position embeddings may be short, and images are reduced often.
 _OPEN_SIZES = (8, 64, 4)
+_GIVE_EXAMPLE = (
+    "Give an example: inputs=(arrays of the shapes and dtypes that fit() gets); for a strategy, "
+    "layout_map=tfshard.auto_layout_map(model, mesh, inputs=...)"
+)
 _BATCH = 2
 
 # The shape and the dtype of an input.
@@ -81,9 +85,9 @@ def trace(model: keras.Model, inputs: Any = None) -> ModelGraph:
         except Exception as e:
             failure = e
     raise LayoutError(
-        f"Model '{model.name}' cannot be called on placeholder inputs, so its graph is not known. Give an example: "
-        "inputs=(arrays of the shapes and dtypes that fit() gets); for a strategy, "
-        f"layout_map=tfshard.auto_layout_map(model, mesh, inputs=...). The call failed with: {failure}"
+        f"Model '{model.name}' cannot be called on placeholder inputs, so its graph is not known. "
+        f"{_GIVE_EXAMPLE}. "
+        f"The call failed with: {failure}"
     ) from failure
 
 
@@ -103,9 +107,8 @@ def _input_specs(model: keras.Model, inputs: Any, size: int | None) -> Any:
     shape = config.get("input_shape")
     if shape is None or not all(isinstance(dim, int | None) for dim in shape):
         raise LayoutError(
-            f"The inputs of model '{model.name}' (of type {type(model).__name__}) are not known. Give an example: "
-            "inputs=(arrays of the shapes and dtypes that fit() gets), or write the layout map by hand. "
-            f"Received: inputs=None, build config {config}"
+            f"The inputs of model '{model.name}' (of type {type(model).__name__}) are not known. {_GIVE_EXAMPLE}, "
+            f"or write the layout map by hand. Received: inputs=None, build config {config}"
         )
     return (tuple(_BATCH if i == 0 else size if dim is None else dim for i, dim in enumerate(shape)), tf.float32)
 

@@ -13,7 +13,7 @@ The layouts of variables are typed as `Any` here: a `VariableLayout` holds a red
 import abc
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,14 @@ class SentGradient:
     between_replicas: bool
     bytes: int
     what: str
+
+
+def text_of_dropped(paths: Sequence[str]) -> str:
+    """Return the end of a warning: the state of variables that no longer have a reduction is dropped."""
+    return (
+        f"was trained with compressed gradients (compression=). The error-feedback residuals of {len(paths)} "
+        f"variables, such as '{paths[0]}', are dropped: this run does not compress these gradients."
+    )
 
 
 class GradientReduction(abc.ABC):

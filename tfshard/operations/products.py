@@ -7,9 +7,11 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import transfer
+from tfshard.errors import warn
 from tfshard.operations import loops, samples, unsized
 from tfshard.operations.conditions import batch_axis_has_devices, model_axis_has_devices
 from tfshard.operations.registry import rewrite_rule
+from tfshard.storage import steps
 
 
 @rewrite_rule(
@@ -41,6 +43,7 @@ def multiply_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor]
     kept = _kept_dims(call)
     if kept is not None and samples.are_in(call.inputs[1], kept[1]) and samples.are_in(call.inputs[0], kept[0]):
         x, y = call.inputs
+        _warn_of_microbatches()
         return _private.same_operation(call, [x, samples.replicated_along(y, kept[1], mesh)])
     return None
 
@@ -90,11 +93,24 @@ def compare_samples(call: _private.Call, mesh: dtensor.Mesh) -> list[tf.Tensor] 
     found = [next((dim for dim in _dims(each) if samples.are_in(each, dim % each.shape.rank)), 0) for each in (x, y)]
     if 0 in found or not _is_broadcast(x, y, *found):
         return None
+    _warn_of_microbatches()
     number = found.index(max(found))
     tensor = call.inputs[number]
     inputs = [x, y]
     inputs[number] = samples.replicated_along(tensor, found[number] % tensor.shape.rank, mesh)
     return _private.same_operation(call, inputs)
+
+
+def _warn_of_microbatches() -> None:
+    """Warn if the step that is traced takes a microbatch. Call this where samples meet samples."""
+    step = steps.current()
+    if step is not None and step.batch.microbatch is not None:
+        warn(
+            "This step compares samples with each other, and takes the batch in microbatches: each sample meets only "
+            "the samples of its microbatch, so the loss is not that of the full batch. Leave out microbatches=, and "
+            "save memory by strategy.recompute(model). Received: "
+            f"microbatches={step.batch.microbatch.count}"
+        )
 
 
 def _dims(tensor: tf.Tensor) -> list[int]:

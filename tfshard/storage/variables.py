@@ -122,7 +122,6 @@ class ShardedVariable(VariableSurface):
         del self.storage.members[self.member]
         self.path, self.layout, self.member = layout.spec.path, layout, layout.member
         self.gradient_layout = None
-        self.kept = {}
         self.storage = storage or self._own_storage(layout)
         self.storage.members[self.member] = self
         self.storage.fill(self.member, value)

@@ -309,7 +309,7 @@ class AttachedModel:
         # Before the first collective: clients with other variables would hang in it.
         self._agree_on_values()
         self._invalidate(reshard.materialize(self._layouts(), self.strategy.mesh))
-        reduction_state.make(self.model, self.strategy.mesh)
+        reduction_state.update(self.model, self.strategy.mesh)
         self._patch_layers()
 
     def _patch_layers(self) -> None:

@@ -114,6 +114,8 @@ def replace(
 
     def make(value: np.ndarray) -> ShardedVariable:
         made = sharded(value, current, layout=layout, mesh=mesh, place=place)
+        # `reduction_state.update` converts it.
+        made.kept = current.kept if isinstance(current, ShardedVariable) else {}
         assignments.install(variable, made)
         return made
 

@@ -449,10 +449,31 @@ def test_on_other_devices_what_was_not_sent_is_shared_out(tmp_path, saved_as, me
     assert np.isfinite(again.train_on_batch(X, CLASSES))
 
 
+DROPPED = ".*with compressed gradients.*of 4 variables, such as '.*kernel', are dropped"
+
+
+def test_a_model_that_moves_takes_what_was_not_sent_along_and_says_when_it_is_dropped():
+    model = run(FLAT, 3, "int8", optimizer=ADAM, steps=3).model
+    weights, expected = model.get_weights(), totals(model, FLAT, "int8")
+    assert len(expected) == 4 and all(np.abs(each).max() > 0 for each in expected.values()), "premise"
+    for mesh, stage in [({"batch": 2}, 3), (HYBRID, 0)]:
+        model.compile("adam", model.loss, strategy=strategy_of(mesh, stage, "int8"))
+        found = totals(model, mesh, "int8")
+        assert found.keys() == expected.keys()
+        for number, value in found.items():
+            np.testing.assert_allclose(value, expected[number], atol=1e-8)
+    with pytest.warns(UserWarning, match=f"Model '.*' was trained{DROPPED}"):
+        model.compile("adam", model.loss, strategy=strategy_of(FLAT, 3, None))
+    assert kept(model) == {}
+    for ours, theirs in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert np.isfinite(model.train_on_batch(X, CLASSES))
+
+
 @pytest.mark.slow
 def test_a_run_without_compression_leaves_it_out_and_says_so(tmp_path):
     manager, model = saved(tmp_path)
-    with pytest.warns(UserWarning, match="with compressed gradients.*of 4 variables, such as '.*kernel', are left out"):
+    with pytest.warns(UserWarning, match=DROPPED):
         again = restored(manager, compression=None)
     for ours, theirs in zip(again.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
