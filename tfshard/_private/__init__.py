@@ -195,6 +195,7 @@ from tfshard._private.variables import (
     variable_dtype,
 )
 from tfshard._private.weak import WeakIdentityDict, WeakIdentitySet
+from tfshard._private.xla import call_stablehlo, stablehlo
 from tfshard._private.weight_files import (
     WEIGHTS_MEMBER,
     WeightSpec,
@@ -209,6 +210,8 @@ from tfshard._private.weight_files import (
 )
 
 __all__ = [
+    "call_stablehlo",
+    "stablehlo",
     "ALL_RANDOM_OPS",
     "TRACKING_ATTRIBUTE",
     "WEIGHTS_MEMBER",

@@ -8,6 +8,7 @@ Each read or write of a variable goes to the access object of the current contex
     | a traced function that no strategy runs             | `InPlainFunction`  | an ordinary tensor on one device      |
     | a traced function that runs steps, between them     | `AroundSteps`      | the full value on the mesh            |
     | a step, or a graph where Keras only learns shapes   | `InStep`           | the full value in the compute layout  |
+    | a block that is compiled (compiled_blocks.py)       | `InLocalTrace`     | a placeholder in the block's graph    |
     | an optimizer's update                               | `InUpdate`         | the value in the update layout, or,   |
     |                                                     |                    | if a buffer packs it, the full value  |
     | an update of a packed buffer as one tensor          | `InPackedUpdate`   | the same, for its members and slots   |
@@ -83,7 +84,9 @@ class Access(Protocol):
 
 def current() -> Access:
     """Return the access of the current context."""
-    step, update = steps.current(), steps.open_update()
+    step, update, local = steps.current(), steps.open_update(), steps.context().local
+    if local is not None:
+        return InLocalTrace(step, local)
     if step is None and _private.is_eager() and update is None:
         return OnHost()
     if outside.is_here():
@@ -207,6 +210,22 @@ class InStep:
         if self._step is not None and kind is not None and not _private.is_eager():
             return self._step.record.state_of(kind).gradient_source(variable)
         return variable.gradient_source()
+
+
+class InLocalTrace(InStep):
+    """A block of a step that is traced with the local shapes of a device (operations/compiled_blocks.py)."""
+
+    def __init__(self, step: Step | None, local: steps.LocalVariables):
+        super().__init__(step)
+        self._local = local
+
+    def read(self, variable: VariableView) -> tf.Tensor:
+        return self._local.read(variable)
+
+    def write(self, variable: VariableView, value: Any) -> None:
+        tensor = variable.to_tensor(value)
+        variable.check_shape(tensor.shape)
+        self._local.write(variable, tensor)
 
 
 class InUpdate(InStep):

@@ -64,6 +64,16 @@ class OnMesh(Protocol):
     mesh: dtensor.Mesh
 
 
+class LocalVariables(Protocol):
+    """The variables of a block that is traced with the local shapes of a device."""
+
+    def read(self, variable: Any) -> tf.Tensor:
+        """Return the value of a variable in the graph of the block."""
+
+    def write(self, variable: Any, value: tf.Tensor) -> None:
+        """Record a new value in the graph of the block."""
+
+
 class ReadLog:
     """The reads of one step: gathered values, and the last read of each trained variable.
 
@@ -277,11 +287,13 @@ class StepContext:
         step: The open step; None outside of steps.
         update: The open update; None outside of updates.
         blocks: Records blocks of a graph that belongs to no step: the graph of a plan.
+        local: The variables of a block that is traced with the local shapes of a device; None outside of such blocks.
     """
 
     step: Step | None = None
     update: OpenUpdate | None = None
     blocks: BlockRecorder | None = None
+    local: LocalVariables | None = None
 
 
 class _Thread(threading.local):

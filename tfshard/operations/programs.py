@@ -1,0 +1,147 @@
+"""XLA programs: parts of a traced graph that each device runs as one program on its local shards."""
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Collection, Hashable, Iterable, Sequence
+
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.devices import expansions
+
+# The operation that runs a program.
+CALL = "XlaCallModule"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A compiled part of a graph.
+
+    Attributes:
+        module: The serialized StableHLO module.
+        device_type: `"CPU"`, `"GPU"` or `"TPU"`.
+        used: The numbers of the given inputs that the program takes.
+        results: The local shape and dtype of each result.
+    """
+
+    module: bytes
+    device_type: str
+    used: tuple[int, ...]
+    results: tuple[tf.TensorSpec, ...]
+
+    def call(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Run the program in a step that is traced, and return its results in local layouts.
+
+        The sizes of all dims of the results are unknown to the graph: DTensor takes static shapes for global shapes.
+
+        Args:
+            inputs: A tensor in a parted layout for each input that was given to `lower`.
+        """
+        expansions.allow_local(CALL)
+        _private.run_when_used([CALL])
+        return _private.call_stablehlo(
+            self.module,
+            [inputs[number] for number in self.used],
+            [each.dtype for each in self.results],
+            [tf.TensorShape([None] * each.shape.rank) for each in self.results],
+            self.device_type,
+        )
+
+
+def lower(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], device_type: str) -> Program:
+    """Make a program that computes tensors of a graph from other tensors of the graph.
+
+    Args:
+        inputs: The tensors that are known.
+        outputs: The tensors to compute. Each follows from the inputs and from constants.
+        device_type: The type of the devices.
+    """
+    order = between(inputs, outputs)
+    taken = {each.ref() for operation in order for each in operation.inputs} | {each.ref() for each in outputs}
+    used = tuple(number for number, each in enumerate(inputs) if each.ref() in taken)
+
+    def program(*arguments: tf.Tensor) -> list[tf.Tensor]:
+        made = {inputs[number].ref(): argument for number, argument in zip(used, arguments, strict=True)}
+        graph = tf.compat.v1.get_default_graph()
+        for operation in order:
+            copies = _private.copied(operation, [made[each.ref()] for each in operation.inputs], graph=graph)
+            made |= {old.ref(): new for old, new in zip(operation.outputs, copies, strict=True) if old.ref() not in made}
+        # An input that is returned as it is has to be a result of an operation.
+        return [tf.identity(made[each.ref()]) for each in outputs]
+
+    specs = [tf.TensorSpec(inputs[number].shape, inputs[number].dtype) for number in used]
+    return Program(
+        module=_private.stablehlo(program, specs, device_type),
+        device_type=device_type,
+        used=used,
+        results=tuple(tf.TensorSpec(each.shape, each.dtype) for each in outputs),
+    )
+
+
+def between(inputs: Iterable[tf.Tensor], outputs: Iterable[tf.Tensor]) -> list[tf.Operation]:
+    """Return the operations that compute tensors from others, in the order of the graph."""
+    known, found = {each.ref() for each in inputs}, set()
+    left = [each for each in outputs if each.ref() not in known]
+    while left:
+        operation = left.pop().op
+        if operation not in found:
+            found.add(operation)
+            left += [each for each in operation.inputs if each.ref() not in known]
+    if not found:
+        return []
+    graph = next(iter(found)).graph
+    return [operation for operation in graph.get_operations() if operation in found]
+
+
+def recomputed_from(
+    tensors: Iterable[tf.Tensor], known: Collection[Hashable], kept: Collection[str]
+) -> list[tf.Tensor]:
+    """Return the results of operations of some types from which tensors can be computed again.
+
+    Args:
+        tensors: The tensors.
+        known: References to tensors that are known.
+        kept: Types of operations.
+    """
+    found: dict[Hashable, tf.Tensor] = {}
+    left, seen = list(tensors), set()
+    while left:
+        tensor = left.pop()
+        if tensor.ref() in known or tensor.ref() in seen:
+            continue
+        seen.add(tensor.ref())
+        if tensor.op.type in kept:
+            found[tensor.ref()] = tensor
+        else:
+            left += tensor.op.inputs
+    return list(found.values())
+
+
+def digest(operations: Sequence[tf.Operation], tensors: Sequence[tf.Tensor]) -> bytes:
+    """Return a digest that is equal for operations that compute the same, whatever their names.
+
+    Args:
+        operations: All operations of a graph, in order.
+        tensors: The tensors to compute.
+    """
+    numbers: dict[Hashable, int] = {}
+    for operation in operations:
+        for output in operation.outputs:
+            numbers[output.ref()] = len(numbers)
+    made = hashlib.sha256()
+    for operation in operations:
+        definition = operation.node_def
+        made.update(operation.type.encode())
+        for name in sorted(definition.attr):
+            if name not in _NAMES:
+                made.update(name.encode() + definition.attr[name].SerializeToString(deterministic=True))
+        for tensor in (*operation.inputs, *operation.outputs):
+            made.update(f"{numbers[tensor.ref()]} {tensor.shape} {tensor.dtype.name}".encode())
+    made.update(repr([numbers[each.ref()] for each in tensors]).encode())
+    return made.digest()
+
+
+# Attributes that differ between equal operations.
+_NAMES = frozenset(("_gradient_op_type", "_class"))
+
