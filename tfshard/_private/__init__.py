@@ -120,6 +120,7 @@ from tfshard._private.losses import (
     additional_losses,
     compute_loss,
     mask_of,
+    own_losses,
     reduced_losses,
     set_mask,
     track_loss,
@@ -210,8 +211,6 @@ from tfshard._private.weight_files import (
 )
 
 __all__ = [
-    "call_stablehlo",
-    "stablehlo",
     "ALL_RANDOM_OPS",
     "TRACKING_ATTRIBUTE",
     "WEIGHTS_MEMBER",
@@ -235,6 +234,7 @@ __all__ = [
     "auto_name",
     "backend_variable",
     "before_first_use",
+    "call_stablehlo",
     "can_shard_convolution",
     "captured",
     "captured_placeholders",
@@ -316,6 +316,7 @@ __all__ = [
     "variables_of_optimizer",
     "optimizer_references",
     "outer_graph",
+    "own_losses",
     "output_losses",
     "layer_variables",
     "package_version",
@@ -354,6 +355,7 @@ __all__ = [
     "slot_owner",
     "standardized_inputs",
     "stateful_operations",
+    "stablehlo",
     "stop_recording",
     "could_record",
     "structure",

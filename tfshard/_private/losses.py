@@ -62,6 +62,12 @@ def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight:
     return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
 
 
+def own_losses(layer: keras.Layer) -> list[tf.Tensor]:
+    """Return the list of the losses that a layer added in its calls (`Layer._losses`)."""
+    losses: list[tf.Tensor] = layer._losses
+    return losses
+
+
 @contextlib.contextmanager
 def additional_losses(model: keras.Model, losses: list[tf.Tensor]) -> Iterator[None]:
     """Replace a model's additional losses by `losses` inside the context (`Layer._losses_override`).

@@ -77,6 +77,22 @@ def can_mark(model: keras.Model) -> bool:
         return False
 
 
+def layers_of(model: keras.Model) -> list[keras.Layer]:
+    """Return the layers of a model that are blocks by themselves. Blocks that are groups of layers are left out.
+
+    Raises:
+        StrategyError: The model is not built or has no blocks.
+    """
+    found = list(_blocks_of(model, AUTO).values())
+    counts = collections.Counter(name for _, name in found)
+    return [layer for layer, name in found if counts[name] == 1]
+
+
+def keeps_of(patch: layer_patch.LayerPatch) -> frozenset[str]:
+    """Return the types of operations whose results stay in memory, of a patch that marks a block."""
+    return patch.replacement.keeps if isinstance(patch.replacement, _BlockCall) else frozenset()
+
+
 def has_marked(model: keras.Model) -> bool:
     """Return whether a model has blocks that are computed again."""
     return any(patch.change in (BLOCK, REMAT) for patch in layer_patch.patches_of(model))

@@ -1,16 +1,22 @@
-"""Compile blocks of a model: each device runs the forward pass of a block as one XLA program, and the backward pass as
-another.
+"""Compiled blocks: each device runs the forward pass of a block as one XLA program, and the backward pass as another.
 
 DTensor expands a step operation by operation, and TensorFlow runs the operations one by one. A block that computes one
-sample after the other needs no communication between its inputs and outputs. `call` traces such a block with the local
-shapes of one device, proves that it is by samples (row_proof.py), and puts two operations into the step, which DTensor
-leaves as they are. Weights come in gathered, by the unshard schedule, and their local gradients go out to be reduced
-like any other gradient.
+sample after the other needs no communication between its inputs and outputs. It is traced with the local shapes of one
+device (local_traces.py), and proved to be by samples (row_proof.py). Two operations in the step then run its programs
+(programs.py). DTensor leaves these operations as they are. Weights come in gathered, by the unshard schedule, and their
+local gradients are summed over the devices like all gradients.
+
+What a block draws is drawn in the step, so that masks of dropout are those of one device. What it writes (the states of
+seeds) is computed in the step. The backward pass takes the results of matrix products from the forward pass, and
+computes the rest again from the inputs of the block; in a block of `strategy.recompute` it computes all of it again.
 """
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import math
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,86 +25,88 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import local_shards, transfer
-from tfshard.layouts.axes import MeshAxes, axis_sizes
-from tfshard.operations import programs, row_proof, samples
+from tfshard.errors import StrategyError
+from tfshard.layouts.axes import axis_sizes
+from tfshard.operations import blocks, layer_patch, local_traces, programs, row_proof, samples
+from tfshard.operations.layer_patch import COMPILED
+from tfshard.operations.local_traces import LocalTrace
 from tfshard.operations.programs import Program
-from tfshard.operations.row_proof import NotByRowsError, Trace
+from tfshard.operations.row_proof import NotByRowsError
 from tfshard.storage import steps
 from tfshard.storage.recomputing import PRODUCTS
 
 
-@dataclasses.dataclass(eq=False)
-class LocalVariables:
-    """The variables that a block reads and writes while it is traced (`StepContext.local`).
-
-    Attributes:
-        reads: The placeholder of each variable that was read, and the variable.
-        writes: The new value of each variable that was written, and the variable.
-    """
-
-    reads: dict[int, tuple[Any, tf.Tensor]] = dataclasses.field(default_factory=dict)
-    writes: dict[int, tuple[Any, tf.Tensor]] = dataclasses.field(default_factory=dict)
-
-    def read(self, variable: Any) -> tf.Tensor:
-        """Return the value that the block wrote, or a placeholder."""
-        if variable.layout.kind is not None:
-            raise NotByRowsError(f"variable '{variable.path}' is of a kind of its own")
-        if id(variable) in self.writes:
-            return self.writes[id(variable)][1]
-        if id(variable) not in self.reads:
-            value = tf.compat.v1.placeholder(variable.dtype, variable.layout.spec.shape)
-            self.reads[id(variable)] = variable, value
-        return self.reads[id(variable)][1]
-
-    def write(self, variable: Any, value: tf.Tensor) -> None:
-        """Record a new value."""
-        self.writes[id(variable)] = variable, value
+def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
+    """Compile the blocks of a model: the layers that `strategy.recompute` would choose by itself."""
+    try:
+        found = blocks.layers_of(model)
+    except StrategyError:
+        return  # The model has no blocks.
+    for layer in found:
+        layer_patch.apply(COMPILED, layer, functools.partial(CompiledCall, weakref.ref(layer), mesh))
 
 
-@dataclasses.dataclass(eq=False)
-class BlockTrace:
-    """A block, traced with one batch size.
-
-    Attributes:
-        graph: The graph.
-        arguments: The placeholder of each tensor argument.
-        variables: The variables.
-        result: What the block returned.
-        captured: The tensors from outside, and their placeholders.
-    """
-
-    graph: tf.Graph
-    arguments: list[tf.Tensor]
-    variables: LocalVariables
-    result: Any
-    captured: list[tuple[tf.Tensor, tf.Tensor]]
-
-    @property
-    def outputs(self) -> list[tf.Tensor]:
-        """The tensors of the result."""
-        return [each for each in keras.tree.flatten(self.result) if isinstance(each, tf.Tensor)]
-
-    @property
-    def operations(self) -> list[tf.Operation]:
-        found: list[tf.Operation] = self.graph.get_operations()
-        return found
-
-    @property
-    def drawn(self) -> list[tf.Tensor]:
-        """The random tensors."""
-        return [each.outputs[0] for each in self.operations if each.type in _private.ALL_RANDOM_OPS]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledBlock:
-    """The programs of a block.
+    """How a block of a model runs.
 
     Attributes:
-        forward: Computes the outputs, and what the backward pass takes from them.
-        backward: Computes the gradients of the inputs. None without a gradient.
-        inputs: For each input of the programs: True if it has samples.
-        outputs: For each output: True if it has samples.
-        drawn: For each random tensor: True if it has samples.
+        path: The path of the layer.
+        programs: The number of XLA programs: 2 with a gradient, 1 without. 0 if the block is not compiled.
+        reason: Why the block is not compiled; empty otherwise.
+    """
+
+    path: str
+    programs: int
+    reason: str
+
+
+def compiled_blocks(model: keras.Model) -> list[CompiledBlock]:
+    """Return how the blocks of a model ran in its last traced step. Blocks that did not run yet are left out."""
+    found = [patch.replacement for patch in layer_patch.patches_of(model) if patch.change is COMPILED]
+    return [each.last for each in found if isinstance(each, CompiledCall) and each.last is not None]
+
+
+class CompiledCall:
+    """A layer's `call` that runs as XLA programs, if it is proved to be by samples.
+
+    Attributes:
+        last: How the block ran in the last traced step.
+    """
+
+    def __init__(self, layer: Callable[[], keras.Layer | None], mesh: dtensor.Mesh, call: layer_patch.Method):
+        functools.update_wrapper(self, call)
+        self._layer, self._mesh, self._call = layer, mesh, call
+        self.last: CompiledBlock | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step, layer = steps.current(), self._layer()
+        if layer is None or step is None or step.graph is None or steps.here() is not step.graph:
+            return self._call(*args, **kwargs)
+        try:
+            block = _Block(self._call, (args, kwargs), layer, self._mesh)
+            pair = block.programs()
+        except NotByRowsError as error:
+            self._note(layer, 0, str(error))
+            return self._call(*args, **kwargs)
+        self._note(layer, 1 if pair.backward is None else 2, "")
+        with tf.name_scope(layer.name):
+            return block.run(pair)
+
+    def _note(self, layer: keras.Layer, count: int, reason: str) -> None:
+        self.last = CompiledBlock(path=layer.path or layer.name, programs=count, reason=reason)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Pair:
+    """The programs of a block, and of all blocks with the same operations.
+
+    Attributes:
+        forward: Computes the outputs, and what the backward pass takes of the forward pass.
+        backward: Computes the gradients. None without a gradient.
+        outputs: For each output, True if it has samples in its first dim.
+        drawn: The same for each random tensor.
+        upstreams: The numbers of the outputs that have a gradient.
         gradients: The numbers of the inputs that have a gradient.
     """
 
@@ -106,326 +114,352 @@ class CompiledBlock:
     backward: Program | None
     outputs: list[bool]
     drawn: list[bool]
-    gradients: list[int]
     upstreams: list[int]
+    gradients: list[int]
 
 
-def call(function: Callable[..., Any], args: Any, kwargs: Any, mesh: dtensor.Mesh, name: str) -> Any:
-    """Call a block, compiled if it can be.
-
-    Args:
-        function: The `call` of the block's layer.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        mesh: The mesh.
-        name: The name of the block.
-    """
-    try:
-        return _Block(function, args, kwargs, mesh).run()
-    except NotByRowsError as error:
-        REASONS[name] = str(error)
-        return function(*args, **kwargs)
-
-
-REASONS: dict[str, str] = {}
-_compiled: collections.OrderedDict[bytes, CompiledBlock | str] = collections.OrderedDict()
+# Programs by what they compute. A text is the reason why there are none.
+_pairs: collections.OrderedDict[Hashable, _Pair | str] = collections.OrderedDict()
 _MOST = 256
+
+# The local results of programs, by the global tensor that was made of each.
+_local_of: weakref.WeakKeyDictionary[tf.Graph, dict[Hashable, tf.Tensor]] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Gradients:
+    """The gradients in the graph of a trace.
+
+    Attributes:
+        upstreams: The placeholder of the gradient of each output that has one, with the number of the output.
+        targets: The gradient of each input that has one, with the number of the input.
+    """
+
+    upstreams: list[tuple[int, tf.Tensor]] = dataclasses.field(default_factory=list)
+    targets: list[tuple[int, tf.Tensor]] = dataclasses.field(default_factory=list)
 
 
 class _Block:
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, mesh: dtensor.Mesh):
-        self._function, self._arguments = function, (args, kwargs)
+    """A call of a block in a step that is traced.
+
+    The inputs of its programs are the tensors among the arguments, their masks, the variables, captured tensors and
+    random tensors, in this order.
+
+    Args:
+        call: The layer's call.
+        arguments: Its arguments and keyword arguments.
+        layer: The layer.
+        mesh: The mesh.
+
+    Raises:
+        NotByRowsError: The block cannot be compiled.
+    """
+
+    def __init__(self, call: Callable[..., Any], arguments: tuple[Any, Any], layer: keras.Layer, mesh: dtensor.Mesh):
+        self._call, self._arguments, self._layer = call, arguments, layer
         self._mesh, self._axes = mesh, axis_sizes(mesh)
         if any(self._axes[axis] > 1 for axis in self._axes.tensor):
-            raise NotByRowsError("a model axis shards its kernels")
-        self._given = [each for each in keras.tree.flatten(self._arguments) if isinstance(each, tf.Tensor)]
-        self._given += [mask for each in self._given if (mask := _mask(each)) is not None]
-        for each in self._given:
-            if not each.shape.is_fully_defined():
-                raise NotByRowsError("the shapes of its arguments are not known")
-        # With one device, or with a batch that the axis does not divide, all devices compute the same.
-        self._samples = [self._axes.data_size > 1 and self._has_samples(each) for each in self._given]
-        self._local = [
-            (each.shape[0] // self._axes.data_size, *each.shape[1:]) if has else tuple(each.shape)
-            for each, has in zip(self._given, self._samples, strict=True)
-        ]
+            raise NotByRowsError("the mesh has a model axis")
+        given = local_traces.tensors_in(arguments)
+        self._given = [*given, *local_traces.masks_of(given)]
+        self._devices = self._axes.data_size
+        self._are_samples = [self._has_samples(each) for each in self._given]
+        self._trace = self._traced(
+            [self._local_shape(each, has) for each, has in zip(self._given, self._are_samples, strict=True)]
+        )
+        for outer, _ in self._trace.captured:
+            if outer.dtype in (tf.resource, tf.variant) or (self._devices > 1 and self._has_samples(outer)):
+                raise NotByRowsError(f"it uses '{getattr(outer, 'name', outer.dtype.name)}' from outside of its call")
 
     def _has_samples(self, tensor: tf.Tensor) -> bool:
-        if not tensor.shape.rank:
+        """Return whether the devices have different rows of a tensor.
+
+        With one device, or with a batch that the axis does not divide, all devices compute the same.
+        """
+        if not tensor.shape.is_fully_defined():
+            raise NotByRowsError("the shapes of its inputs are not known")
+        if self._devices == 1 or not tensor.shape.rank or isinstance(tensor, tf.__internal__.EagerTensor):
             return False
         if samples.are_in(tensor, 0):
-            return tensor.shape[0] % self._axes.data_size == 0
+            return bool(tensor.shape[0] % self._devices == 0)
         if any(samples.are_in(tensor, dim) for dim in range(1, tensor.shape.rank)):
-            raise NotByRowsError(f"argument '{tensor.name}' does not have its samples in dim 0")
+            raise NotByRowsError("an input does not have the samples in its first dim")
         return False
 
-    def run(self) -> Any:
-        trace = self._traced(self._local)
-        inputs = self._inputs(trace)
-        records = _private.could_record()
-        targets, upstreams, gradients = self._differentiated(trace, inputs) if records else ([], [], [])
-        key = self._key(trace, inputs, gradients, upstreams)
-        compiled = _compiled.get(key)
-        if compiled is None:
-            try:
-                compiled = self._compile(trace, inputs, targets, upstreams, gradients)
-            except NotByRowsError as error:
-                compiled = str(error)
-            _compiled[key] = compiled
-            while len(_compiled) > _MOST:
-                _compiled.popitem(last=False)
-        else:
-            _compiled.move_to_end(key)
-        if isinstance(compiled, str):
-            raise NotByRowsError(compiled)
-        return self._emit(trace, inputs, compiled)
+    def _local_shape(self, tensor: tf.Tensor, has_samples: bool) -> tuple[int, ...]:
+        shape = tuple(tensor.shape)
+        return (shape[0] // self._devices, *shape[1:]) if has_samples else shape
 
-    # --- tracing
+    def _traced(self, shapes: Sequence[tuple[int, ...]]) -> LocalTrace:
+        layers = _private.flatten_layers(self._layer)
+        return local_traces.trace(self._call, self._arguments, shapes, layers)
 
-    def _traced(self, shapes: Sequence[tuple[int, ...]]) -> BlockTrace:
-        """Trace the block with arguments of some shapes."""
-        graph = _private.func_graph(local_shards.NAME)
-        variables = LocalVariables()
-        with graph.as_default(), steps.changed(local=variables):
-            placeholders = [
-                tf.compat.v1.placeholder(each.dtype, shape) for each, shape in zip(self._given, shapes, strict=True)
-            ]
-            inner = {each.ref(): made for each, made in zip(self._given, placeholders, strict=True)}
-            for each, made in zip(self._given, placeholders, strict=True):
-                if (mask := _mask(each)) is not None:
-                    _private.keras_backend.set_keras_mask(made, inner[mask.ref()])
-            args, kwargs = keras.tree.map_structure(
-                lambda each: inner[each.ref()] if isinstance(each, tf.Tensor) else each, self._arguments
-            )
-            try:
-                result = self._function(*args, **kwargs)
-            except NotByRowsError:
-                raise
-        captured = [(outer, placeholder) for outer, placeholder in graph.captures]
-        trace = BlockTrace(graph, placeholders, variables, result, captured)
-        for each in trace.outputs:
-            if each.graph is not graph:
-                raise NotByRowsError("it returns a tensor from outside")
-        if captured:
-            raise NotByRowsError(f"it uses tensor '{getattr(captured[0][0], 'name', 'of eager code')}' from outside")
-        return trace
+    def _inputs(self, trace: LocalTrace) -> list[tf.Tensor]:
+        return [*trace.arguments, *trace.read, *(inner for _, inner in trace.captured), *trace.drawn]
 
-    def _inputs(self, trace: BlockTrace) -> list[tf.Tensor]:
-        """Return the inputs of the programs: arguments, variables, and what is computed outside."""
-        return [*trace.arguments, *(value for _, value in trace.variables.reads.values()), *trace.drawn]
+    def _input_samples(self, drawn: Sequence[bool]) -> list[bool]:
+        """Return for each input whether it has samples."""
+        between = len(self._trace.read) + len(self._trace.captured)
+        return [*self._are_samples, *[False] * between, *drawn]
 
     # --- programs
 
-    def _differentiated(
-        self, trace: BlockTrace, inputs: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], list[int], list[int]]:
-        """Return the gradients, and the numbers of the outputs and of the inputs that have one."""
-        numbers = [n for n, each in enumerate(inputs) if each.dtype.is_floating and each.op.type == "Placeholder"]
-        with_gradient = [n for n, each in enumerate(trace.outputs) if each.dtype.is_floating]
+    def programs(self) -> _Pair:
+        """Return the programs of the block. Blocks with the same operations share them.
+
+        Raises:
+            NotByRowsError: The block cannot be compiled.
+        """
+        trace = self._trace
+        gradients = self._differentiated() if _private.could_record() else _Gradients()
+        kept = self._kept()
+        tensors = [*trace.outputs, *self._inputs(trace), *(each for _, each in gradients.targets)]
+        tensors += [value for _, value in trace.variables.writes.values()]
+        key = (
+            programs.digest(trace.graph.get_operations(), tensors),
+            tuple(number for number, _ in (*gradients.upstreams, *gradients.targets)),
+            tuple(self._are_samples),
+            self._devices,
+            self._mesh.device_type(),
+            kept,
+        )
+        if key not in _pairs:
+            try:
+                _pairs[key] = self._lowered(gradients, kept)
+            except NotByRowsError as error:
+                _pairs[key] = str(error)
+            while len(_pairs) > _MOST:
+                _pairs.popitem(last=False)
+        _pairs.move_to_end(key)
+        found = _pairs[key]
+        if isinstance(found, str):
+            raise NotByRowsError(found)
+        return found
+
+    def _kept(self) -> frozenset[str]:
+        """Return the types of operations whose results the backward pass takes from the forward pass."""
+        recomputed = next((each for each in layer_patch.patches_on(self._layer) if each.change is layer_patch.BLOCK), None)
+        return PRODUCTS if recomputed is None else blocks.keeps_of(recomputed)
+
+    def _differentiated(self) -> _Gradients:
+        trace, inputs = self._trace, self._inputs(self._trace)
+        numbers = [n for n, each in enumerate(inputs[: len(inputs) - len(trace.drawn)]) if each.dtype.is_floating]
+        outputs = [(n, each) for n, each in enumerate(trace.outputs) if each.dtype.is_floating]
         with trace.graph.as_default(), _private.stop_recording():
-            begin = len(trace.operations)
-            ups = [tf.compat.v1.placeholder(trace.outputs[n].dtype, trace.outputs[n].shape) for n in with_gradient]
-            made = tf.gradients([trace.outputs[n] for n in with_gradient], [inputs[n] for n in numbers], ups)
-            made = [None if each is None else tf.convert_to_tensor(each) for each in made]
-        self._backward_begin = begin
-        self._ups = ups
-        found = [(n, each) for n, each in zip(numbers, made, strict=True) if each is not None]
-        return [each for _, each in found], with_gradient, [n for n, _ in found]
-
-    def _key(
-        self, trace: BlockTrace, inputs: Sequence[tf.Tensor], gradients: Sequence[int], upstreams: Sequence[int]
-    ) -> bytes:
-        ends = [*trace.outputs, *inputs]
-        made = programs.digest(trace.operations, ends)
-        return made + repr((gradients, upstreams, self._samples, self._axes.data_size, self._mesh.device_type())).encode()
-
-    def _compile(
-        self,
-        trace: BlockTrace,
-        inputs: Sequence[tf.Tensor],
-        targets: Sequence[tf.Tensor],
-        upstreams: Sequence[int],
-        gradients: Sequence[int],
-    ) -> CompiledBlock:
-        forward_operations = trace.operations[: self._backward_begin] if upstreams else trace.operations
-        of_outputs, of_drawn = self._prove(trace, forward_operations)
-        device_type = self._mesh.device_type()
-        known = {each.ref() for each in inputs}
-        saved: list[tf.Tensor] = []
-        if targets:
-            begun = set(forward_operations)
-            backward = programs.between([*inputs, *self._ups], targets)
-            taken = {
-                each.ref(): each
-                for operation in backward
-                if operation not in begun
-                for each in operation.inputs
-                if each.op in begun and each.ref() not in known
-            }
-            saved = programs.recomputed_from(taken.values(), known, PRODUCTS)
-        forward = programs.lower(inputs, [*trace.outputs, *saved], device_type)
-        made = None
-        if targets:
-            sharded = any(self._samples) or any(of_drawn)
-            with trace.graph.as_default(), _private.stop_recording():
-                # The local gradients of all devices become one tensor, with a row for each device.
-                has = self._with_samples(inputs, trace, of_drawn)
-                results = [
-                    tf.expand_dims(each, 0) if sharded and not has[number] else each
-                    for number, each in zip(gradients, targets, strict=True)
-                ]
-            made = programs.lower([*inputs, *saved, *self._ups], results, device_type)
-        return CompiledBlock(forward, made, of_outputs, of_drawn, list(gradients), list(upstreams))
-
-    def _with_samples(self, inputs: Sequence[tf.Tensor], trace: BlockTrace, drawn: Sequence[bool]) -> list[bool]:
-        read = [False] * len(trace.variables.reads)
-        return [*self._samples, *read, *drawn]
-
-    def _prove(self, trace: BlockTrace, operations: Sequence[tf.Operation]) -> tuple[list[bool], list[bool]]:
-        """Return whether each output, and each random tensor, has samples."""
-        if not any(self._samples):
-            return [False] * len(trace.outputs), [False] * len(trace.drawn)
-        rows = {shape[0] for shape, has in zip(self._local, self._samples, strict=True) if has}
-        least = min(rows)
-        if any(each % least for each in rows):
-            raise NotByRowsError("the numbers of rows of its arguments are no multiples of each other")
-        prime = row_proof.prime_for(self._local)
-        other = self._traced(
-            [
-                (shape[0] // least * prime, *shape[1:]) if has else shape
-                for shape, has in zip(self._local, self._samples, strict=True)
+            ups = [tf.compat.v1.placeholder(each.dtype, each.shape) for _, each in outputs]
+            made = tf.gradients([each for _, each in outputs], [inputs[n] for n in numbers], ups)
+            found = [
+                (n, tf.convert_to_tensor(each)) for n, each in zip(numbers, made, strict=True) if each is not None
             ]
-        )
-        if len(other.variables.writes) != len(trace.variables.writes):
-            raise NotByRowsError("what it writes depends on the size of the batch")
-        return row_proof.samples_in(
-            self._of(trace, operations), self._of(other, other.operations)
+        return _Gradients([(n, up) for (n, _), up in zip(outputs, ups, strict=True)], found)
+
+    def _lowered(self, gradients: _Gradients, kept: frozenset[str]) -> _Pair:
+        trace, inputs = self._trace, self._inputs(self._trace)
+        self._check_outside()
+        of_outputs, of_drawn = self._proved()
+        device_type = self._mesh.device_type()
+        targets, upstreams = [each for _, each in gradients.targets], [each for _, each in gradients.upstreams]
+        saved = self._saved(targets, kept)
+        has = self._input_samples(of_drawn)
+        if any(has):
+            # The local gradients of a weight become one tensor with a row for each device.
+            with trace.graph.as_default(), _private.stop_recording():
+                targets = [each if has[n] else tf.expand_dims(each, 0) for n, each in gradients.targets]
+        return _Pair(
+            forward=self._program(inputs, [*trace.outputs, *saved], device_type),
+            backward=self._program([*inputs, *saved, *upstreams], targets, device_type) if targets else None,
+            outputs=of_outputs,
+            drawn=of_drawn,
+            upstreams=[number for number, _ in gradients.upstreams],
+            gradients=[number for number, _ in gradients.targets],
         )
 
-    def _of(self, trace: BlockTrace, operations: Sequence[tf.Operation]) -> Trace:
-        has = [each for each, has in zip(trace.arguments, self._samples, strict=True) if has]
-        drawn = [each for each in trace.drawn if each.op in set(operations)]
-        return Trace(operations, has, trace.outputs, drawn)
+    def _program(self, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], device_type: str) -> Program:
+        try:
+            return programs.lower(inputs, outputs, device_type)
+        except (tf.errors.OpError, ValueError, TypeError, NotImplementedError) as error:
+            raise NotByRowsError(f"XLA does not compile it: {programs.reason_of(error)}") from error
+
+    def _saved(self, targets: Sequence[tf.Tensor], kept: frozenset[str]) -> list[tf.Tensor]:
+        """Return what the backward pass takes from the forward pass."""
+        inputs, forward = self._inputs(self._trace), set(self._trace.operations)
+        known = {each.ref() for each in inputs}
+        taken = {
+            each.ref(): each
+            for operation in programs.between(inputs, targets)
+            if operation not in forward
+            for each in operation.inputs
+            if each.op in forward and each.ref() not in known
+        }
+        return programs.recomputed_from(taken.values(), known, kept)
+
+    def _check_outside(self) -> None:
+        """Check that what the block draws and writes can be computed in the step: it follows from no samples."""
+        trace = self._trace
+        wanted = [each for tensor in trace.drawn for each in tensor.op.inputs[1:]]
+        wanted += [value for _, value in trace.variables.writes.values()]
+        inside = {value.ref() for value, has in zip(trace.arguments, self._are_samples, strict=True) if has}
+        for operation in programs.between([], wanted):
+            if any(each.ref() in inside for each in operation.outputs) or operation.type in _private.ALL_RANDOM_OPS:
+                raise NotByRowsError("it writes to a variable, or draws, what depends on the samples")
+
+    def _proved(self) -> tuple[list[bool], list[bool]]:
+        """Return whether each output, and each random tensor, has samples."""
+        trace = self._trace
+        if not any(self._are_samples):
+            return [False] * len(trace.outputs), [False] * len(trace.drawn)
+        shapes = [tuple(each.shape) for each in trace.arguments]
+        rows = [shape[0] for shape, has in zip(shapes, self._are_samples, strict=True) if has]
+        samples_in_all = math.gcd(*rows)
+        prime = row_proof.prime_for(shapes)
+        other = self._traced([
+            (shape[0] // samples_in_all * prime, *shape[1:]) if has else shape
+            for shape, has in zip(shapes, self._are_samples, strict=True)
+        ])
+        return row_proof.samples_in(self._with_samples(trace), self._with_samples(other))
+
+    def _with_samples(self, trace: LocalTrace) -> row_proof.Trace:
+        has = [each for each, has in zip(trace.arguments, self._are_samples, strict=True) if has]
+        written = [value for _, value in trace.variables.writes.values()]
+        return row_proof.Trace(trace.operations, has, trace.outputs, trace.drawn, written)
 
     # --- the step
 
-    def _emit(self, trace: BlockTrace, inputs: Sequence[tf.Tensor], compiled: CompiledBlock) -> Any:
-        """Add the programs to the step, and return what the block returns."""
-        mesh, axes = self._mesh, self._axes
-        outer = [*self._given, *(variable.value() for variable, _ in trace.variables.reads.values())]
-        outer += self._draw(trace, outer, compiled.drawn)
-        has = self._with_samples(inputs, trace, compiled.drawn)
-        sharded = any(has)
-        shapes = [tuple(each.shape) for each in trace.outputs]
-        total = [
-            (shape[0] * axes.data_size, *shape[1:]) if of_samples else shape
-            for shape, of_samples in zip(shapes, compiled.outputs, strict=True)
+    def run(self, pair: _Pair) -> Any:
+        """Add the programs to the step, and return what the layer's call returns."""
+        trace = self._trace
+        variables = [
+            tf.cast(variable.value(), taken.dtype)
+            for (variable, _), taken in zip(trace.variables.reads.values(), trace.read, strict=True)
         ]
+        captured = [tf.convert_to_tensor(outer) for outer, _ in trace.captured]
+        outside = self._outside(variables)
+        drawn = [self._draw(each, outside, has) for each, has in zip(trace.drawn, pair.drawn, strict=True)]
+        written = [(variable, outside.made(value)) for variable, value in trace.variables.writes.values()]
+        results = self._called(pair, [*self._given, *variables, *captured, *drawn])
+        for variable, value in written:
+            variable.assign(value)
+        count = len(local_traces.tensors_in(trace.result))
+        masks = iter(results[count:])
+        for inner, made in zip(trace.outputs, results[:count], strict=False):
+            if local_traces.masks_of([inner]):
+                _private.set_mask(made, next(masks))
+        return local_traces.replaced(trace.result, results[:count])
 
-        def apply(*tensors: tf.Tensor) -> Any:
-            local = [self._enter(each, rows) for each, rows in zip(tensors, has, strict=True)]
-            results = compiled.forward.call(local)
-            count = len(total)
-            outputs = [
-                self._leave(each, shape, rows)
-                for each, shape, rows in zip(results[:count], total, compiled.outputs, strict=True)
-            ]
-            saved = results[count:]
+    def _called(self, pair: _Pair, given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Run the forward program, and the backward program where a gradient is taken."""
+        has, count = self._input_samples(pair.drawn), len(pair.outputs)
+        locals_: list[tf.Tensor] = []
 
-            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
-                assert compiled.backward is not None
-                ups = []
-                for number in compiled.upstreams:
-                    up, rows = upstream[number], compiled.outputs[number]
-                    if sharded and not rows:
-                        up = up / tf.cast(axes.data_size, up.dtype)
-                    ups.append(self._enter(up, rows))
-                made = compiled.backward.call([*local, *saved, *ups])
+        def forward(tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
+            entered = [self._entered(each, rows) for each, rows in zip(tensors, has, strict=True)]
+            results = pair.forward.call(entered)
+            made, saved = results[:count], results[count:]
+            locals_[:] = made
+            left = [self._left(*each) for each in zip(made, pair.outputs, strict=True)]
+            return left, entered, saved
+
+        def differentiable(*tensors: tf.Tensor) -> Any:
+            left, entered, saved = forward(tensors)
+
+            def backward(*upstreams: tf.Tensor) -> list[tf.Tensor | None]:
+                assert pair.backward is not None
+                ups = [self._upstream(upstreams[n], pair.outputs[n], any(has)) for n in pair.upstreams]
+                made = pair.backward.call([*entered, *saved, *ups])
                 found: list[tf.Tensor | None] = [None] * len(tensors)
-                for number, each in zip(compiled.gradients, made, strict=True):
-                    shape = tuple(tensors[number].shape)
-                    if sharded and not has[number]:
-                        rows = self._leave(each, (axes.data_size, *shape), True)
-                        found[number] = tf.reduce_sum(rows, 0)
-                    else:
-                        found[number] = self._leave(each, shape, has[number])
+                for number, gradient in zip(pair.gradients, made, strict=True):
+                    found[number] = self._gradient(gradient, has[number], any(has))
                 return found
 
-            return outputs, gradient
+            return left, backward
 
-        if compiled.backward is None:
-            results = apply(*outer)[0]
-        else:
-            results = tf.custom_gradient(apply)(*outer)
-        for variable, value in self._written(trace, outer, inputs):
-            variable.assign(value)
-        waiting = iter(results)
-        return keras.tree.map_structure(
-            lambda each: next(waiting) if isinstance(each, tf.Tensor) else each, trace.result
-        )
-
-    def _enter(self, tensor: tf.Tensor, has_samples: bool) -> tf.Tensor:
-        """Return the local shard of a tensor, for a program."""
-        layout = self._layout(tensor.shape.rank, has_samples)
-        return local_shards.parted(transfer.relayout(tensor, layout, self._mesh), layout, self._mesh)
-
-    def _leave(self, tensor: tf.Tensor, shape: tuple[int, ...], has_samples: bool) -> tf.Tensor:
-        """Return the global tensor of a program's result."""
-        layout = self._layout(len(shape), has_samples)
-        if not has_samples:
-            return transfer.relayout(tensor, layout, self._mesh)
-        tensor.set_shape([shape[0] // self._axes.data_size, *shape[1:]])
-        return local_shards.from_local(tensor, layout, self._mesh)
+        results = forward(given)[0] if pair.backward is None else list(tf.custom_gradient(differentiable)(*given))
+        for result, local, rows in zip(results, locals_, pair.outputs, strict=True):
+            if rows:
+                _note_local(result, local)
+        return results
 
     def _layout(self, rank: int, has_samples: bool) -> tuple[str | None, ...]:
         return tuple(self._axes.data if has_samples and dim == 0 else None for dim in range(rank))
 
-    def _draw(self, trace: BlockTrace, outer: Sequence[tf.Tensor], has_samples: Sequence[bool]) -> list[tf.Tensor]:
-        """Draw the random tensors of the block in the step, for all devices."""
-        known = self._known(trace, outer)
-        found = []
-        for tensor, of_samples in zip(trace.drawn, has_samples, strict=True):
-            operation = tensor.op
-            shape = list(tensor.shape)
-            if of_samples:
-                shape[0] *= self._axes.data_size
-            inputs = [self._outside(each, known) for each in operation.inputs[1:]]
-            made = _private.same_operation(
-                _private.Call(type=operation.type, inputs=(), get_attr=operation.get_attr), [tf.constant(shape), *inputs]
-            )
-            found.append(made[0])
-        return found
+    def _entered(self, tensor: tf.Tensor, has_samples: bool) -> tf.Tensor:
+        """Return the local shard of a tensor, for a program."""
+        local = _local_of.get(tensor.graph, {}).get(tensor.ref()) if has_samples else None
+        if local is not None:
+            return local
+        layout = self._layout(tensor.shape.rank, has_samples)
+        return local_shards.parted(transfer.relayout(tensor, layout, self._mesh), layout, self._mesh)
 
-    def _written(
-        self, trace: BlockTrace, outer: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor]
-    ) -> list[tuple[Any, tf.Tensor]]:
-        known = self._known(trace, outer)
-        return [
-            (variable, self._outside(value, known)) for variable, value in trace.variables.writes.values()
-        ]
+    def _left(self, tensor: tf.Tensor, has_samples: bool) -> tf.Tensor:
+        """Return the global tensor of a program's local result."""
+        layout = self._layout(tensor.shape.rank, has_samples)
+        if not has_samples:
+            return transfer.relayout(tensor, layout, self._mesh)
+        return local_shards.from_local(tensor, layout, self._mesh)
 
-    def _known(self, trace: BlockTrace, outer: Sequence[tf.Tensor]) -> dict[Any, tf.Tensor]:
-        inner = [*trace.arguments, *(value for _, value in trace.variables.reads.values())]
-        return {
-            each.ref(): tensor
-            for each, tensor, has in zip(inner, outer[: len(inner)], [*self._samples, *[False] * 999], strict=False)
+    def _upstream(self, tensor: tf.Tensor, has_samples: bool, is_shared_out: bool) -> tf.Tensor:
+        """Return the local gradient of an output. All devices share a gradient of what they all computed."""
+        if is_shared_out and not has_samples:
+            tensor = tensor / tf.cast(self._devices, tensor.dtype)
+        return self._entered(tensor, has_samples)
+
+    def _gradient(self, tensor: tf.Tensor, has_samples: bool, is_shared_out: bool) -> tf.Tensor:
+        """Return the gradient of an input. The local gradients of a weight are summed over the devices."""
+        if has_samples:
+            left = self._left(tensor, True)
+            _note_local(left, tensor)
+            return left
+        if not is_shared_out:
+            return self._left(tensor, False)
+        return tf.reduce_sum(self._left(tensor, True), 0)
+
+    def _outside(self, variables: Sequence[tf.Tensor]) -> "_Outside":
+        trace = self._trace
+        known = {
+            inner.ref(): outer
+            for inner, outer, has in zip(trace.arguments, self._given, self._are_samples, strict=True)
             if not has
         }
+        for (variable, value), outer in zip(trace.variables.reads.values(), variables, strict=True):
+            known[value.ref()] = outer if outer.dtype == value.dtype else variable.value()
+        known |= {inner.ref(): tf.convert_to_tensor(outer) for outer, inner in trace.captured}
+        return _Outside(known)
 
-    def _outside(self, tensor: tf.Tensor, known: dict[Any, tf.Tensor]) -> tf.Tensor:
-        """Compute a tensor that does not depend on samples in the step."""
-        for operation in programs.between([ref.deref() for ref in known], [tensor]):
-            if operation.type == "Placeholder":
-                raise NotByRowsError("it draws or writes what depends on samples")
-            call_ = _private.Call(type=operation.type, inputs=(), get_attr=operation.get_attr)
+    def _draw(self, tensor: tf.Tensor, outside: "_Outside", has_samples: bool) -> tf.Tensor:
+        """Draw a random tensor in the step, for all devices."""
+        shape = [size * self._devices if has_samples and not dim else size for dim, size in enumerate(tensor.shape)]
+        parameters = [outside.made(each) for each in tensor.op.inputs[1:]]
+        drawn = outside.run(tensor.op, [tf.constant(shape, tensor.op.inputs[0].dtype), *parameters])[0]
+        return transfer.relayout(drawn, self._layout(len(shape), has_samples), self._mesh)
+
+
+class _Outside:
+    """Computes tensors of a trace in the step.
+
+    Args:
+        known: The tensors of the step, by the reference of the tensor in the trace.
+    """
+
+    def __init__(self, known: dict[Hashable, tf.Tensor]):
+        self._known = known
+
+    def made(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return a tensor of the trace, computed in the step."""
+        for operation in programs.between([ref.deref() for ref in self._known], [tensor]):  # type: ignore[attr-defined]
             if operation.type == "Const":
-                made = [tf.constant(tf.get_static_value(operation.outputs[0]))]
+                results = [tf.constant(tf.get_static_value(operation.outputs[0]))]
             else:
-                made = _private.same_operation(call_, [known[each.ref()] for each in operation.inputs])
-            known |= {old.ref(): new for old, new in zip(operation.outputs, made, strict=True)}
-        return known[tensor.ref()]
+                results = self.run(operation, [self._known[each.ref()] for each in operation.inputs])
+            self._known |= {old.ref(): new for old, new in zip(operation.outputs, results, strict=True)}
+        return self._known[tensor.ref()]
+
+    @staticmethod
+    def run(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Run an operation of the trace in the step, with other inputs."""
+        call = _private.Call(type=operation.type, inputs=tuple(operation.inputs), get_attr=operation.get_attr)
+        return _private.same_operation(call, inputs)
 
 
-def _mask(tensor: tf.Tensor) -> tf.Tensor | None:
-    mask = _private.keras_backend.get_keras_mask(tensor)
-    return mask if isinstance(mask, tf.Tensor) else None
+def _note_local(tensor: tf.Tensor, local: tf.Tensor) -> None:
+    """Record the local shards of which a global tensor was made: another program takes them as they are."""
+    _local_of.setdefault(tensor.graph, {})[tensor.ref()] = local

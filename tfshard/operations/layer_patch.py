@@ -108,6 +108,13 @@ BLOCK = Change(
     why="tells the step which operations to recompute in the backward pass",
     module="blocks",
 )
+COMPILED = Change(
+    of="blocks of a model that is compiled with `jit_compile=True`",
+    attribute="call",
+    why="runs the forward pass as one XLA program on each device, and the backward pass as another",
+    module="compiled_blocks",
+    knows_mesh=True,
+)
 REMAT = Change(
     of="layers that were made under a `keras.RematScope`",
     attribute="rematerialized_call",
@@ -146,7 +153,7 @@ RECORDED_GRADIENTS = Change(
 )
 CHANGES = [
     TABLE_READ, METRIC_UPDATE, OUTPUT_LOSS, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, ADAPTER, QUANTIZED_ADAPTER,
-    SEQUENCE, BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS, RECORDED_GRADIENTS,
+    SEQUENCE, COMPILED, BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS, RECORDED_GRADIENTS,
 ]  # fmt: skip
 
 

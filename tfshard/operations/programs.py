@@ -31,12 +31,10 @@ class Program:
     results: tuple[tf.TensorSpec, ...]
 
     def call(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Run the program in a step that is traced, and return its results in local layouts.
-
-        The sizes of all dims of the results are unknown to the graph: DTensor takes static shapes for global shapes.
+        """Run the program in a step that is traced, and return its local results, in their local shapes.
 
         Args:
-            inputs: A tensor in a parted layout for each input that was given to `lower`.
+            inputs: A tensor in a parted layout, or a local result, for each input that was given to `lower`.
         """
         expansions.allow_local(CALL)
         _private.run_when_used([CALL])
@@ -44,7 +42,7 @@ class Program:
             self.module,
             [inputs[number] for number in self.used],
             [each.dtype for each in self.results],
-            [tf.TensorShape([None] * each.shape.rank) for each in self.results],
+            [each.shape for each in self.results],
             self.device_type,
         )
 
@@ -140,6 +138,12 @@ def digest(operations: Sequence[tf.Operation], tensors: Sequence[tf.Tensor]) -> 
             made.update(f"{numbers[tensor.ref()]} {tensor.shape} {tensor.dtype.name}".encode())
     made.update(repr([numbers[each.ref()] for each in tensors]).encode())
     return made.digest()
+
+
+def reason_of(error: Exception) -> str:
+    """Return the lines of an error of XLA that name what cannot be compiled."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])[:400]
 
 
 # Attributes that differ between equal operations.

@@ -2,11 +2,12 @@
 
 The part is traced twice, with two batch sizes. The proof follows the dim of the samples through the operations of the
 second trace by the rules of `graph.dim_rules`, and compares both traces: where they differ, they may differ only in the
-size of that dim. The second size is a prime number that no other dim has, so that no dim passes for the samples by
+size of that dim. The second size is a prime number that divides no other dim, so that no dim passes for the samples by
 accident, and no size that the model computes from the batch stays unseen.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
@@ -14,12 +15,11 @@ import tensorflow as tf
 
 from tfshard import _private
 from tfshard.graph import dim_rules
-from tfshard.storage.graph_edits import OpInput
 
 # Sizes of the batch for the second trace.
 PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 
-# Inputs of operations that hold shapes, and not values: they may differ between the traces.
+# Operations with inputs that hold shapes: they may differ between the traces.
 _SHAPES: Mapping[str, tuple[int, ...]] = {
     "Reshape": (1,),
     "BroadcastTo": (1,),
@@ -29,8 +29,10 @@ _SHAPES: Mapping[str, tuple[int, ...]] = {
     "StridedSlice": (1, 2),
     **dict.fromkeys(_private.ALL_RANDOM_OPS, (0,)),
 }
-# Operations whose results have equal rows if no input has samples.
-_FILLS = ("BroadcastTo", "Fill", "OnesLike", "ZerosLike")
+# Operations that make rows of equal values.
+_FILLS = ("BroadcastTo", "Fill", "Tile")
+# Attributes that differ between equal operations.
+_UNCOMPARED = frozenset(("_class", "_gradient_op_type", "_output_shapes", "shape"))
 
 
 class NotByRowsError(Exception):
@@ -46,12 +48,14 @@ class Trace:
         samples: The inputs with samples in their first dim.
         outputs: The results.
         drawn: Random tensors, which are drawn outside of the part.
+        written: New values of variables, which are computed outside of the part.
     """
 
     operations: Sequence[tf.Operation]
     samples: Sequence[tf.Tensor]
     outputs: Sequence[tf.Tensor]
     drawn: Sequence[tf.Tensor]
+    written: Sequence[tf.Tensor]
 
 
 def samples_in(first: Trace, second: Trace) -> tuple[list[bool], list[bool]]:
@@ -64,131 +68,30 @@ def samples_in(first: Trace, second: Trace) -> tuple[list[bool], list[bool]]:
     Raises:
         NotByRowsError: The part is not proved to compute one sample after the other.
     """
-    _check_alike(first, second)
-    dims: dict[Hashable, int] = {each.ref(): 0 for each in second.samples}
-    pairs = {two.ref(): one for one, two in zip(_tensors(first.operations), _tensors(second.operations), strict=True)}
+    comparison = _Comparison(first, second)
+    dims: dict[Hashable, int] = {each.ref(): 0 for each in second.samples} | comparison.filled
     for each in second.drawn:
-        differing = _differing(pairs[each.ref()], each)
+        differing = comparison.differing_dims(each)
         if differing not in ([], [0]):
-            raise NotByRowsError(f"the random numbers of operation '{each.op.name}' have the batch in dim {differing}")
-        if differing:
-            dims[each.ref()] = 0
+            raise NotByRowsError(f"the random numbers of {_described(each.op)} do not have the batch in their first dim")
+        dims |= {each.ref(): dim for dim in differing}
     drawn = {each.ref() for each in second.drawn}
     for operation in second.operations:
         if operation.type in ("Const", "Placeholder") or any(each.ref() in drawn for each in operation.outputs):
             continue
         dims |= _advanced(operation, dims)
         for output in operation.outputs:
+            differing = comparison.differing_dims(output)
             if output.ref() not in dims and operation.type in _FILLS:
-                # Equal rows, as many as the samples.
-                dims |= {output.ref(): dim for dim in _differing(pairs[output.ref()], output)[:1]}
-            expected = [dims[output.ref()]] if output.ref() in dims else []
-            if _differing(pairs[output.ref()], output) != expected:
-                raise NotByRowsError(f"the shape of operation '{operation.name}' ({operation.type}) is not by samples")
-    for each in second.outputs:
+                dims |= {output.ref(): dim for dim in differing[:1]}
+            if differing != ([dims[output.ref()]] if output.ref() in dims else []):
+                raise NotByRowsError(f"the shape of {_described(operation)} does not have its samples in one dim")
+    for each in (*second.outputs, *second.written):
+        if comparison.depends_on_size(each):
+            raise NotByRowsError(f"result '{each.name}' depends on the size of the batch")
         if dims.get(each.ref(), 0) != 0:
-            raise NotByRowsError(f"result '{each.name}' has the samples in dim {dims[each.ref()]}")
+            raise NotByRowsError(f"result '{each.name}' does not have the samples in its first dim")
     return [each.ref() in dims for each in second.outputs], [each.ref() in dims for each in second.drawn]
-
-
-def _tensors(operations: Sequence[tf.Operation]) -> list[tf.Tensor]:
-    return [output for operation in operations for output in operation.outputs]
-
-
-def _differing(one: tf.Tensor, other: tf.Tensor) -> list[int]:
-    """Return the dims in which the shapes of two tensors differ."""
-    if not (one.shape.is_fully_defined() and other.shape.is_fully_defined() and one.shape.rank == other.shape.rank):
-        raise NotByRowsError(f"the shape of operation '{one.op.name}' ({one.op.type}) is not known")
-    return [dim for dim in range(one.shape.rank) if one.shape[dim] != other.shape[dim]]
-
-
-def _check_alike(first: Trace, second: Trace) -> None:
-    """Check that both traces have the same operations, and constants that differ only in shapes."""
-    if [each.type for each in first.operations] != [each.type for each in second.operations]:
-        raise NotByRowsError("its operations depend on the size of the batch")
-    for one, other in zip(first.operations, second.operations, strict=True):
-        if len(one.inputs) != len(other.inputs):
-            raise NotByRowsError(f"operation '{one.name}' ({one.type}) depends on the size of the batch")
-        if one.type == "Const":
-            values = one.outputs[0], other.outputs[0]
-            if one.node_def.attr["value"] != other.node_def.attr["value"]:
-                _check_sizes(*values)
-        elif one.type not in ("Placeholder",):
-            _check_attributes(one, other)
-
-
-def _check_sizes(one: tf.Tensor, other: tf.Tensor) -> None:
-    """Check that only shapes are made of two constants that differ, or what does not differ."""
-    for first, second in zip(_users(one), _users(other), strict=True):
-        if first.number in _SHAPES.get(first.operation.type, ()):
-            continue
-        results = zip(_folded(first.operation), _folded(second.operation), strict=True)
-        differ = [n for n, (a, b) in enumerate(results) if not np.array_equal(a, b)]
-        for n in differ:
-            _check_sizes(first.operation.outputs[n], second.operation.outputs[n])
-
-
-def _users(tensor: tf.Tensor) -> list[OpInput]:
-    return [
-        OpInput(operation=user, number=number)
-        for user in dict.fromkeys(tensor.consumers())
-        for number, each in enumerate(user.inputs)
-        if each is tensor
-    ]
-
-
-def _folded(operation: tf.Operation) -> list[np.ndarray]:
-    """Return the results of an operation on constants."""
-    inputs = []
-    for each in operation.inputs:
-        value = tf.get_static_value(each)
-        if value is None and each.op.inputs:
-            value = _folded(each.op)[each.value_index]
-        if value is None:
-            raise NotByRowsError(f"operation '{operation.name}' ({operation.type}) depends on the size of the batch")
-        inputs.append(value)
-    call = _private.Call(type=operation.type, inputs=(), get_attr=operation.get_attr)
-    with tf.init_scope():
-        return [each.numpy() for each in _private.same_operation(call, [tf.constant(each) for each in inputs])]
-
-
-def _check_attributes(one: tf.Operation, other: tf.Operation) -> None:
-    """Check that no attribute depends on the size of the batch."""
-    first, second = one.node_def.attr, other.node_def.attr
-    for name in first:
-        if name not in ("_gradient_op_type", "_class", "_output_shapes", "shape") and first[name] != second[name]:
-            raise NotByRowsError(f"attribute {name} of operation '{one.name}' ({one.type}) depends on the batch")
-
-
-def _advanced(operation: tf.Operation, dims: Mapping[Hashable, int]) -> dict[Hashable, int]:
-    """Return the dim of the samples in each output of an operation that has samples."""
-    given = {number: dims[each.ref()] for number, each in enumerate(operation.inputs) if each.ref() in dims}
-    if not given:
-        return {}
-    if _private.is_stateful(operation):
-        raise NotByRowsError(f"operation '{operation.name}' ({operation.type}) has side effects")
-    if operation.type in ("Rank",):
-        return {}
-    found: dict[Hashable, int] | None = None
-    for number, dim in given.items():
-        outcome = dim_rules.advance(operation, number, dim, 1)
-        if isinstance(outcome, dim_rules.Blocked):
-            raise NotByRowsError(outcome.reason)
-        if not isinstance(outcome, dim_rules.Flow) or outcome.statistics or not outcome.outputs:
-            raise NotByRowsError(dim_rules.needs_all(operation))
-        aligned = dict(outcome.aligned)
-        if any(given.get(other) != place for other, place in aligned.items()):
-            raise NotByRowsError(f"operation '{operation.name}' ({operation.type}) combines samples with other rows")
-        if any(other in given for other in outcome.repeated):
-            raise NotByRowsError(f"operation '{operation.name}' ({operation.type}) combines samples with samples")
-        made = {operation.outputs[output].ref(): to for output, to in outcome.outputs}
-        if operation.type == "IdentityN":
-            found = (found or {}) | made
-        elif found is not None and made != found:
-            raise NotByRowsError(f"operation '{operation.name}' ({operation.type}) combines samples with samples")
-        else:
-            found = made
-    return found or {}
 
 
 def prime_for(shapes: Sequence[Sequence[int]]) -> int:
@@ -197,8 +100,148 @@ def prime_for(shapes: Sequence[Sequence[int]]) -> int:
     Raises:
         NotByRowsError: There is none.
     """
-    sizes = np.unique([size for shape in shapes for size in shape])
+    sizes = {size for shape in shapes for size in shape if size}
     for prime in PRIMES:
-        if all(size % prime for size in sizes if size):
+        if all(size % prime for size in sizes):
             return prime
-    raise NotByRowsError("the sizes of its tensors have too many factors")
+    raise NotByRowsError("the sizes of its inputs have too many factors")
+
+
+def _described(operation: tf.Operation) -> str:
+    return f"operation '{operation.name}' ({operation.type})"
+
+
+class _Comparison:
+    """The comparison of two traces of a part.
+
+    Both have the same operations, apart from constants: TensorFlow makes a constant of a small tensor of equal values,
+    and a `Fill` of a large one. Constants are compared by value, where operations take them.
+
+    Attributes:
+        filled: The dim of the samples in each constant of the second trace with equal rows, as many as the samples.
+
+    Raises:
+        NotByRowsError: The traces differ in more than the number of samples.
+    """
+
+    def __init__(self, first: Trace, second: Trace):
+        self.filled: dict[Hashable, int] = {}
+        self._partner: dict[Hashable, tf.Tensor] = {}
+        # The values of tensors of the second trace that are known in both traces, and differ.
+        self._different: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
+        lists = [[each for each in trace.operations if not _is_constant(each)] for trace in (first, second)]
+        for one, other in itertools.zip_longest(*lists):
+            if one is None or other is None or one.type != other.type or len(one.inputs) != len(other.inputs):
+                raise NotByRowsError(f"{_described(one or other)} depends on the size of the batch")
+            self._partner |= {b.ref(): a for a, b in zip(one.outputs, other.outputs, strict=True)}
+            self._compare(one, other)
+
+    def differing_dims(self, tensor: tf.Tensor) -> list[int]:
+        """Return the dims in which a tensor of the second trace has another size than in the first trace."""
+        partner = self._partner.get(tensor.ref())
+        if partner is None:  # A `Fill` that is a constant in the first trace.
+            return [self.filled[tensor.ref()]] if tensor.ref() in self.filled else []
+        return _differing(partner, tensor)
+
+    def depends_on_size(self, tensor: tf.Tensor) -> bool:
+        """Return whether the value of a tensor of the second trace is known, and is another than in the first trace."""
+        return tensor.ref() in self._different
+
+    def _compare(self, one: tf.Operation, other: tf.Operation) -> None:
+        attributes, others = one.node_def.attr, other.node_def.attr
+        for name in attributes:
+            if name not in _UNCOMPARED and attributes[name] != others[name]:
+                raise NotByRowsError(f"attribute '{name}' of {_described(one)} depends on the size of the batch")
+        differs = False
+        for number, (a, b) in enumerate(zip(one.inputs, other.inputs, strict=True)):
+            if self._partner.get(b.ref()) is a and b.ref() not in self._different:
+                continue
+            if number in _SHAPES.get(other.type, ()):
+                continue
+            differs |= not self._is_equal(a, b, other)
+        if differs:
+            self._fold(one, other)
+
+    def _is_equal(self, a: tf.Tensor, b: tf.Tensor, user: tf.Operation) -> bool:
+        """Return whether an operation takes the same values, or equal rows, in both traces."""
+        if b.ref() in self.filled:
+            return True
+        if b.ref() in self._different:
+            return False
+        values = tf.get_static_value(a), tf.get_static_value(b)
+        if any(each is None for each in values):
+            raise NotByRowsError(f"an input of {_described(user)} depends on the size of the batch")
+        if np.array_equal(*values):
+            return True
+        dim = _dim_of_equal_rows(*values)
+        if dim is not None:
+            self.filled[b.ref()] = dim
+            return True
+        self._different[b.ref()] = values
+        return False
+
+    def _fold(self, one: tf.Operation, other: tf.Operation) -> None:
+        """Compute the results of an operation that takes different constants."""
+        inputs = [
+            self._different.get(b.ref(), (tf.get_static_value(a), tf.get_static_value(b)))
+            for a, b in zip(one.inputs, other.inputs, strict=True)
+        ]
+        if any(value is None for pair in inputs for value in pair):
+            raise NotByRowsError(f"{_described(one)} depends on the size of the batch")
+        call = _private.Call(type=one.type, inputs=(), get_attr=one.get_attr)
+        with tf.init_scope():
+            made = [
+                [each.numpy() for each in _private.same_operation(call, [tf.constant(value) for value in values])]
+                for values in zip(*inputs, strict=True)
+            ]
+        for tensor, a, b in zip(other.outputs, *made, strict=True):
+            if not np.array_equal(a, b):
+                self._different[tensor.ref()] = a, b
+
+
+def _is_constant(operation: tf.Operation) -> bool:
+    return operation.type == "Const" or (
+        operation.type == "Fill" and all(tf.get_static_value(each) is not None for each in operation.inputs)
+    )
+
+
+def _differing(one: tf.Tensor, other: tf.Tensor) -> list[int]:
+    """Return the dims in which the shapes of two tensors differ."""
+    if not (one.shape.is_fully_defined() and other.shape.is_fully_defined() and one.shape.rank == other.shape.rank):
+        raise NotByRowsError(f"the shape of {_described(one.op)} is not known")
+    return [dim for dim in range(one.shape.rank) if one.shape[dim] != other.shape[dim]]
+
+
+def _dim_of_equal_rows(one: np.ndarray, other: np.ndarray) -> int | None:
+    """Return the dim in which two arrays have different numbers of equal rows; None if they differ otherwise."""
+    one, other = np.asarray(one), np.asarray(other)
+    differing = [dim for dim in range(one.ndim) if one.ndim != other.ndim or one.shape[dim] != other.shape[dim]]
+    if len(differing) != 1:
+        return None
+    rows = [np.moveaxis(each, differing[0], 0) for each in (one, other)]
+    return differing[0] if all(np.array_equal(row, rows[0][0]) for each in rows for row in each) else None
+
+
+def _advanced(operation: tf.Operation, dims: Mapping[Hashable, int]) -> dict[Hashable, int]:
+    """Return the dim of the samples in each output of an operation that takes samples."""
+    given = {number: dims[each.ref()] for number, each in enumerate(operation.inputs) if each.ref() in dims}
+    if not given or operation.type == "Rank":
+        return {}
+    if _private.is_stateful(operation):
+        raise NotByRowsError(f"{_described(operation)} has side effects")
+    found: dict[Hashable, int] | None = None
+    for number, dim in given.items():
+        outcome = dim_rules.advance(operation, number, dim, 1)
+        if isinstance(outcome, dim_rules.Blocked):
+            raise NotByRowsError(outcome.reason)
+        if not isinstance(outcome, dim_rules.Flow) or outcome.statistics or not outcome.outputs:
+            raise NotByRowsError(dim_rules.needs_all(operation))
+        if any(given.get(other) != place for other, place in outcome.aligned) or any(
+            other in given for other in outcome.repeated
+        ):
+            raise NotByRowsError(f"{_described(operation)} combines samples with other samples")
+        made = {operation.outputs[output].ref(): to for output, to in outcome.outputs}
+        if found is not None and made != found and operation.type != "IdentityN":
+            raise NotByRowsError(f"{_described(operation)} combines samples with other samples")
+        found = made | (found or {})
+    return found or {}

@@ -21,6 +21,7 @@ from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.operations import (
     adapters,
     blocks,
+    compiled_blocks,
     convolution,
     layer_patch,
     lookups,
@@ -74,6 +75,8 @@ class AttachedModel:
         self._placed: tuple[_Basis, ModelPlacement] | None = None
         self._found_map: LayoutMap | None = None
         self._layouts_are_checked = False
+        # True if the model was compiled with `jit_compile=True`.
+        self.compiles_blocks = False
         # The structure of the model when `refresh` last ran.
         self._refreshed: tuple[object, ...] | None = None
 
@@ -240,11 +243,9 @@ class AttachedModel:
         """Raise an error unless the model can run under the strategy.
 
         Raises:
-            UnsupportedLayerError: A layer cannot run, or the model is compiled with `jit_compile=True`.
+            UnsupportedLayerError: A layer cannot run.
             StrategyError, LayoutError: As `check_layouts`.
         """
-        if self.model.compiled and self.model.jit_compile:
-            unsupported.raise_jit_compile(self.model)
         unsupported.check_layers(self.model)
         self.check_layouts()
 
@@ -326,6 +327,10 @@ class AttachedModel:
         blocks.install_remat(model)
         if self.strategy.config.sequence_parallel:
             sequence.install(model, mesh)
+        if self.compiles_blocks:
+            compiled_blocks.install(model, mesh)
+        else:
+            layer_patch.undo(model, [layer_patch.COMPILED])
         for layer in _private.flatten_layers(model):
             # For plain models around these layers: XLA takes no variables that are on several devices.
             layer.supports_jit = False

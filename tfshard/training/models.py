@@ -358,16 +358,14 @@ def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[[], Non
             f"scope(). Received: strategy={strategy!r} (of type {type(strategy)})"
         )
     readiness.check_process()
-    if jit_compile is True:
-        unsupported.raise_jit_compile(model)
     attached = attached_model.attached(model, strategy)
     attached.move_from_other()
     attached.reshard_layers()
     _private.set_distribute_strategy(model, strategy)
     with strategy.scope():
         compile_()
-    if model.jit_compile:
-        unsupported.raise_jit_compile(model)
+    # XLA does not see the mesh: tfshard compiles the blocks of the model, and Keras not the whole step.
+    attached.compiles_blocks, model.jit_compile = jit_compile is True or model.jit_compile, False
     inventory.note_compiled(model.optimizer)
     attached.compiled_again()
     attached.attach()

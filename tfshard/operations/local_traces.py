@@ -1,0 +1,161 @@
+"""Trace a block of a model with the local shapes of one device.
+
+The trace has a graph of its own. Reads of variables give placeholders there, and writes are recorded, so that a trace
+changes nothing in the step and in the model. `compiled_blocks` makes programs of the graph.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.devices import local_shards
+from tfshard.operations import draws
+from tfshard.operations.row_proof import NotByRowsError
+from tfshard.storage import steps
+
+
+@dataclasses.dataclass(eq=False)
+class LocalVariables:
+    """The variables that a block reads and writes while it is traced (`steps.LocalVariables`).
+
+    Attributes:
+        reads: Each variable that was read, with its placeholder, by the id of the variable.
+        writes: Each variable that was written, with its new value.
+    """
+
+    reads: dict[int, tuple[Any, tf.Tensor]] = dataclasses.field(default_factory=dict)
+    writes: dict[int, tuple[Any, tf.Tensor]] = dataclasses.field(default_factory=dict)
+
+    def read(self, variable: Any) -> tf.Tensor:
+        if variable.layout.kind is not None:
+            raise NotByRowsError(f"variable '{variable.path}' is stored in rows of a table")
+        if id(variable) in self.writes:
+            return self.writes[id(variable)][1]
+        if id(variable) not in self.reads:
+            value = tf.compat.v1.placeholder(variable.dtype, variable.layout.spec.shape)
+            self.reads[id(variable)] = variable, value
+        return self.reads[id(variable)][1]
+
+    def write(self, variable: Any, value: tf.Tensor) -> None:
+        self.writes[id(variable)] = variable, value
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalTrace:
+    """A traced block.
+
+    Attributes:
+        graph: The graph.
+        arguments: The placeholder of each tensor among the arguments, and of each mask.
+        variables: The variables.
+        captured: Other tensors of the step that the block uses, each with its placeholder.
+        result: What the block returned.
+        outputs: The tensors in the result, and their masks.
+        operations: The operations of the graph, without those of gradients that are added later.
+        drawn: The random tensors.
+    """
+
+    graph: tf.Graph
+    arguments: list[tf.Tensor]
+    variables: LocalVariables
+    captured: list[tuple[tf.Tensor, tf.Tensor]]
+    result: Any
+    outputs: list[tf.Tensor]
+    operations: list[tf.Operation]
+    drawn: list[tf.Tensor]
+
+    @property
+    def read(self) -> list[tf.Tensor]:
+        """What the block takes of each variable: its placeholder, or the only cast of it.
+
+        Under mixed precision a variable is cast before it is gathered, which sends fewer bytes.
+        """
+        return [_only_cast(value) or value for _, value in self.variables.reads.values()]
+
+
+def masks_of(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the Keras masks of tensors, of those that have one."""
+    found = [_private.mask_of(each) for each in tensors]
+    return [each for each in found if isinstance(each, tf.Tensor)]
+
+
+def tensors_in(structure: Any) -> list[tf.Tensor]:
+    """Return the tensors in a structure of arguments or results."""
+    return [each for each in keras.tree.flatten(structure) if isinstance(each, tf.Tensor)]
+
+
+def replaced(structure: Any, tensors: Sequence[tf.Tensor]) -> Any:
+    """Return the structure with other tensors, in order."""
+    waiting = iter(tensors)
+    return keras.tree.map_structure(lambda each: next(waiting) if isinstance(each, tf.Tensor) else each, structure)
+
+
+def trace(
+    function: Callable[..., Any],
+    arguments: tuple[Any, Any],
+    shapes: Sequence[tuple[int, ...]],
+    layers: Sequence[keras.Layer],
+) -> LocalTrace:
+    """Call a block with placeholders.
+
+    Args:
+        function: The call of the block's layer.
+        arguments: Its arguments and keyword arguments.
+        shapes: The shape of each tensor among them, and then of each mask of these tensors.
+        layers: The layers of the block.
+
+    Raises:
+        NotByRowsError: The block does more than to compute tensors.
+    """
+    graph, variables = _private.func_graph(local_shards.NAME), LocalVariables()
+    given = tensors_in(arguments)
+    losses = [_private.own_losses(layer) for layer in layers]
+    counts = [len(each) for each in losses]
+    with graph.as_default(), steps.changed(local=variables):
+        placeholders = [
+            tf.compat.v1.placeholder(each.dtype, shape)
+            for each, shape in zip([*given, *masks_of(given)], shapes, strict=True)
+        ]
+        masks = iter(placeholders[len(given) :])
+        for each, made in zip(given, placeholders, strict=False):
+            if masks_of([each]):
+                _private.set_mask(made, next(masks))
+        args, kwargs = replaced(arguments, placeholders)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            added = any(len(each) > count for each, count in zip(losses, counts, strict=True))
+            for each, count in zip(losses, counts, strict=True):
+                del each[count:]
+        if added:
+            raise NotByRowsError("it adds a loss to the model (add_loss, or activity_regularizer)")
+        outputs = tensors_in(result)
+        outputs += masks_of(outputs)
+        if any(each.graph is not graph for each in outputs):
+            raise NotByRowsError("it returns a tensor of another part of the model")
+    operations = graph.get_operations()
+    return LocalTrace(
+        graph=graph,
+        arguments=placeholders,
+        variables=variables,
+        captured=list(graph.captures),
+        result=result,
+        outputs=outputs,
+        operations=operations,
+        drawn=[_drawn(each) for each in operations if each.type in _private.ALL_RANDOM_OPS],
+    )
+
+
+def _drawn(operation: tf.Operation) -> tf.Tensor:
+    if operation.type not in draws.GENERATORS and operation.type not in draws.OLD_GENERATORS:
+        raise NotByRowsError(f"operation '{operation.name}' ({operation.type}) draws random numbers in full")
+    return operation.outputs[0]
+
+
+def _only_cast(value: tf.Tensor) -> tf.Tensor | None:
+    users = value.consumers()
+    return users[0].outputs[0] if len(users) == 1 and users[0].type == "Cast" else None
