@@ -388,7 +388,11 @@ class _Block:
         if local is not None:
             return local
         layout = self._layout(tensor.shape.rank, has_samples)
-        return local_shards.parted(transfer.relayout(tensor, layout, self._mesh), layout, self._mesh)
+        tensor = transfer.relayout(tensor, layout, self._mesh)
+        if not has_samples:
+            return tensor
+        with local_shards.scope():
+            return local_shards.to_local(tensor, layout, self._mesh)
 
     def _left(self, tensor: tf.Tensor, has_samples: bool) -> tf.Tensor:
         """Return the global tensor of a program's local result."""

@@ -34,7 +34,7 @@ class Program:
         """Run the program in a step that is traced, and return its local results, in their local shapes.
 
         Args:
-            inputs: A tensor in a parted layout, or a local result, for each input that was given to `lower`.
+            inputs: A local tensor for each input that was given to `lower`.
         """
         expansions.allow_local(CALL)
         _private.run_when_used([CALL])
