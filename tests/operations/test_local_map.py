@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import parity
 import tfshard
+from tfshard.errors import UnsupportedOperationError
 
 RS = np.random.RandomState(0)
 MESHES = {
@@ -53,6 +54,62 @@ def derivatives(function):
         return [y, total, loss, *first, *outer.gradient(squares, arguments)]
 
     return step
+
+
+def activated(data: str, model: str | None):
+    """Return a function that XLA compiles: an activated product, and the norm of each row of its columns."""
+
+    def of_shards(x, w, b):
+        y = tf.tanh(tf.matmul(x, w) + b)
+        return y, tf.reduce_sum(y * y, 1, keepdims=True)
+
+    return tfshard.local_map(
+        of_shards, [(data,), (None, model), (model,)], [(data, model), (data, model)], jit_compile=True
+    )
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_compiled_results_and_two_orders_of_derivatives_match_one_device(mesh, rows):
+    data, model = axes_of(mesh)
+    columns = 1 if model is None else 2
+
+    def plain(x, w, b):
+        y = tf.tanh(tf.matmul(x, w) + b)
+        return y, tf.reduce_sum(tf.reshape(y * y, (rows, columns, 6 // columns)), 2)
+
+    def both(function):
+        return derivatives(lambda *arguments: (lambda y, norms: (y, tf.reduce_sum(norms**2)))(*function(*arguments)))
+
+    arguments = [tf.constant(RS.normal(size=shape).astype("float32")) for shape in ((rows, 8), (8, 6), (6,))]
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**MESHES[mesh]))
+    step = tf.function(both(activated(data, model)))
+    found = strategy.run(step, args=tuple(arguments))
+    for ours, theirs in zip(found, both(plain)(*arguments), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-5 * float(tf.reduce_max(tf.abs(theirs))))
+
+
+def test_a_compiled_function_runs_on_one_device_without_a_strategy():
+    x, w, b = (tf.constant(RS.normal(size=shape).astype("float32")) for shape in ((8, 8), (8, 6), (6,)))
+    y, norms = activated("batch", None)(x, w, b)
+    np.testing.assert_allclose(y, tf.tanh(x @ w + b), rtol=1e-5)
+    assert norms.shape == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: tf.strings.length(tf.strings.as_string(x)), r"'AsString'.*test_local_map.py:\d+"),
+        (lambda x: tf.boolean_mask(x, x > 0), "shape of result 0 depends on values"),
+        (lambda x: x * tfshard.psum(tf.reduce_sum(x), "batch"), "psum cannot run in a function that XLA compiles"),
+    ],
+    ids=["no kernel", "unknown shape", "psum"],
+)
+def test_what_xla_cannot_compile_is_named(function, message):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    mapped = tfshard.local_map(function, [("batch",)], [("batch",)], jit_compile=True)
+    with pytest.raises(UnsupportedOperationError, match=f"(?s){message}"):
+        strategy.run(tf.function(lambda x: mapped(x), autograph=False), args=(tf.ones(8),))
 
 
 @pytest.mark.parametrize("rows", [8, 6, 7])

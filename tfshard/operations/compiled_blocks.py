@@ -277,8 +277,10 @@ class _Block:
     def _program(self, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], device_type: str) -> Program:
         try:
             return programs.lower(inputs, outputs, device_type)
-        except (tf.errors.OpError, ValueError, TypeError, NotImplementedError) as error:
-            raise NotByRowsError(f"XLA does not compile it: {programs.reason_of(error)}") from error
+        except Exception as error:
+            if not programs.is_of_xla(error):
+                raise
+            raise NotByRowsError(f"XLA cannot compile it. {programs.reason_of(error)}") from error
 
     def _saved(self, targets: Sequence[tf.Tensor], kept: frozenset[str]) -> list[tf.Tensor]:
         """Return what the backward pass takes from the forward pass."""

@@ -25,6 +25,7 @@ from tfshard.devices import local_shards, transfer
 from tfshard.errors import LayoutError, UnsupportedOperationError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
+from tfshard.operations import programs
 
 Layouts: TypeAlias = Sequence[Sequence[str | None] | None]
 
@@ -37,10 +38,12 @@ class _Map:
         mesh: The mesh; None on one device.
         sizes: The size of each axis that the layouts name. It is 1 on one device, and if the axis does not divide a dim
             that it should shard.
+        is_compiled: True if XLA compiles the function.
     """
 
     mesh: dtensor.Mesh | None
     sizes: dict[str, int]
+    is_compiled: bool = False
 
     def copies(self, layout: Axes) -> int:
         """Return how many devices hold the same shard of a tensor in `layout`."""
@@ -65,7 +68,12 @@ def _tracing(call: _Map) -> Iterator[None]:
 
 
 def local_map(
-    fn: Callable[..., Any], in_layouts: Layouts, out_layouts: Layouts, mesh: dtensor.Mesh | None = None
+    fn: Callable[..., Any],
+    in_layouts: Layouts,
+    out_layouts: Layouts,
+    mesh: dtensor.Mesh | None = None,
+    *,
+    jit_compile: bool = False,
 ) -> Callable[..., Any]:
     """Wrap a function so that each device runs it on its local shards.
 
@@ -86,6 +94,9 @@ def local_map(
         out_layouts: The layout of each result. `fn` must return equal values on all devices along axes that a result's
             layout does not name.
         mesh: The mesh. By default the mesh of the strategy in scope.
+        jit_compile: True if XLA compiles `fn`, for the mesh's type of device: each device then runs it as one program,
+            and its gradient as another, which computes `fn` again. All shapes must be known, and `fn` may not call
+            `psum`.
 
     Returns:
         A function of global tensors that returns global tensors. You can differentiate it to any order.
@@ -93,7 +104,8 @@ def local_map(
     Raises:
         LayoutError: An axis that the mesh does not have, a layout longer than the tensor's rank, or a layout that names
             an axis twice; a wrong number of arguments or results.
-        UnsupportedOperationError: `fn` uses a tensor from outside or draws random numbers; an eager step calls it.
+        UnsupportedOperationError: `fn` uses a tensor from outside or draws random numbers; an eager step calls it; XLA
+            cannot compile it.
 
     Example: a normalization by the norm of the full batch.
 
@@ -120,9 +132,9 @@ def local_map(
             for n, (layout, tensor) in enumerate(zip(ins, tensors, strict=True))
         ]
         if on is None:
-            with _tracing(_Map(None, dict.fromkeys(_named([*ins, *outs]), 1))):
-                return fn(*tensors)
-        call = _call(on, given, outs, tensors)
+            with _tracing(_Map(None, dict.fromkeys(_named([*ins, *outs]), 1), jit_compile)):
+                return tf.function(fn, autograph=False, jit_compile=True)(*tensors) if jit_compile else fn(*tensors)
+        call = _call(on, given, outs, tensors, jit_compile)
         if tf.executing_eagerly():
             raise UnsupportedOperationError(
                 "local_map runs in compiled steps: DTensor has no local shards in eager code. Compile the model "
@@ -157,6 +169,12 @@ def psum(value: Any, axis: str) -> Any:
     on = call.mesh
     if on is None or call.sizes[axis] == 1:
         return value
+    if call.is_compiled:
+        raise UnsupportedOperationError(
+            "psum cannot run in a function that XLA compiles: a program of one device sends nothing. Return the local "
+            "tensor with a layout that names the axis, and sum it after local_map, or leave out jit_compile=True. "
+            f"Received: axis={axis!r}"
+        )
     return tf.nest.map_structure(lambda each: _psum(tf.convert_to_tensor(each), (axis,), on), value)
 
 
@@ -201,7 +219,9 @@ def _named(layouts: Sequence[Axes]) -> list[str]:
     return list(dict.fromkeys(axis for layout in layouts for axis in layout if axis is not None))
 
 
-def _call(mesh: dtensor.Mesh, ins: Sequence[Axes], outs: Sequence[Axes], tensors: Sequence[tf.Tensor]) -> _Map:
+def _call(
+    mesh: dtensor.Mesh, ins: Sequence[Axes], outs: Sequence[Axes], tensors: Sequence[tf.Tensor], is_compiled: bool
+) -> _Map:
     known, named = axis_sizes(mesh), _named([*ins, *outs])
     for axis in named:
         if axis not in known:
@@ -214,7 +234,7 @@ def _call(mesh: dtensor.Mesh, ins: Sequence[Axes], outs: Sequence[Axes], tensors
         for sharding, size in zip(layout, tensor.shape, strict=True):
             if sharding is not None and (size is None or size % known[sharding]):
                 sizes[sharding] = 1
-    return _Map(mesh, sizes)
+    return _Map(mesh, sizes, is_compiled)
 
 
 def _mesh_of_scope() -> dtensor.Mesh | None:
@@ -256,7 +276,10 @@ def _run(
     ]
     with local_shards.scope():
         entered = [_to_local(each, layout, call, mesh) for each, layout in zip(tensors, used, strict=True)]
-        made = tf.nest.flatten(traced(*entered))
+        if call.is_compiled:
+            made = programs.call(local, entered, mesh.device_type())
+        else:
+            made = tf.nest.flatten(traced(*entered))
         left = [_from_local(each, layout, call, mesh) for each, layout in zip(made, leaving, strict=True)]
     return tf.nest.pack_sequence_as(traced.structured_outputs, left)
 

@@ -1,14 +1,17 @@
 """XLA programs: parts of a traced graph that each device runs as one program on its local shards."""
 
-import collections
 import dataclasses
 import hashlib
-from collections.abc import Collection, Hashable, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.devices import expansions
+from tfshard.devices import expansions, local_shards
+from tfshard.errors import UnsupportedOperationError
+from tfshard.operations import origins
 
 # The operation that runs a program.
 CALL = "XlaCallModule"
@@ -77,6 +80,68 @@ def lower(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], device_type
     )
 
 
+def call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], device_type: str) -> list[tf.Tensor]:
+    """Run a function of local tensors as one program, in a step that is traced.
+
+    You can differentiate the result to any order. The gradient is a program that computes the function again.
+
+    Args:
+        function: The function. It captures nothing.
+        inputs: Local tensors.
+        device_type: The type of the devices.
+
+    Raises:
+        UnsupportedOperationError: XLA cannot compile the function.
+    """
+    for number, each in enumerate(inputs):
+        if not each.shape.is_fully_defined():
+            raise UnsupportedOperationError(
+                f"XLA compiles a function for known shapes. Received: argument {number} of shape={each.shape}"
+            )
+    specs = [tf.TensorSpec(each.shape, each.dtype) for each in inputs]
+    traced = tf.function(function, autograph=False).get_concrete_function(*specs)
+    for number, each in enumerate(traced.outputs):
+        if not each.shape.is_fully_defined():
+            raise UnsupportedOperationError(
+                f"XLA cannot compile a function of local_map: the shape of result {number} depends on values. "
+                f"Operation: '{each.op.name}' ({each.op.type}). Received: shape={each.shape}"
+            )
+    try:
+        program = lower(traced.inputs, traced.outputs, device_type)
+    except Exception as error:
+        if not is_of_xla(error):
+            raise
+        raise UnsupportedOperationError(f"XLA cannot compile a function of local_map. {reason_of(error)}") from error
+    floats = [number for number, each in enumerate(inputs) if each.dtype.is_floating or each.dtype.is_complex]
+
+    def gradient(*arguments: tf.Tensor) -> list[tf.Tensor]:
+        taken, upstreams = arguments[: len(inputs)], arguments[len(inputs) :]
+        with tf.GradientTape() as tape:
+            tape.watch([taken[number] for number in floats])
+            results = tf.nest.flatten(function(*taken))
+        found: list[tf.Tensor] = tape.gradient(
+            results, [taken[number] for number in floats], list(upstreams), tf.UnconnectedGradients.ZERO
+        )
+        return found
+
+    # No rewrite rule for global tensors applies.
+    gradient.__name__ = local_shards.NAME
+
+    def apply(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor | None]]]:
+        def backward(*upstreams: tf.Tensor) -> list[tf.Tensor | None]:
+            made = iter(call(gradient, [*tensors, *upstreams], device_type))
+            return [next(made) if number in floats else None for number in range(len(tensors))]
+
+        return program.call(tensors), backward
+
+    return list(tf.custom_gradient(apply)(*inputs)) if floats else program.call(inputs)
+
+
+def is_of_xla(error: Exception) -> bool:
+    """Return whether an error is one of those by which XLA refuses a function."""
+    return isinstance(error, (tf.errors.OpError, NotImplementedError, ValueError, TypeError))
+
+
 def between(inputs: Iterable[tf.Tensor], outputs: Iterable[tf.Tensor]) -> list[tf.Operation]:
     """Return the operations that compute tensors from others, in the order of the graph."""
     known, found = {each.ref() for each in inputs}, set()
@@ -141,10 +206,15 @@ def digest(operations: Sequence[tf.Operation], tensors: Sequence[tf.Tensor]) -> 
 
 
 def reason_of(error: Exception) -> str:
-    """Return the lines of an error of XLA that name what cannot be compiled."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3])[:400]
+    """Return the reason of an error of XLA, with the operation that cannot be compiled and the line that made it."""
+    match = _NO_KERNEL.search(str(error))
+    if match is None:
+        return " ".join(str(error).split())[:400]
+    places = "; ".join(origins.find(match[1])) or "an unknown line"
+    return f"XLA has no kernel for TensorFlow operation '{match[1]}'. It is made by: {places}"
 
+
+_NO_KERNEL = re.compile(r"(\w+) \(No registered")
 
 # Attributes that differ between equal operations.
 _NAMES = frozenset(("_gradient_op_type", "_class"))
