@@ -177,17 +177,6 @@ def test_model_built_under_another_strategy():
         tfshard.as_distributed(build()).compile("sgd", "mse", strategy=mirrored)
 
 
-def test_jit_compile_is_refused():
-    with pytest.raises(tfshard.errors.StrategyError, match="jit_compile=True"):
-        tfshard.as_distributed(build()).compile("sgd", "mse", strategy=strategy(), jit_compile=True)
-    chosen = strategy()
-    with chosen.scope():
-        model = build()
-        model.compile("sgd", "mse", jit_compile=True)
-    with pytest.raises(tfshard.errors.StrategyError, match="jit_compile=True"):
-        model.fit(np.ones((4, 6)), np.ones((4, 10)), verbose=0)
-
-
 def test_initialize_again_with_other_arguments():
     assert tfshard.initialize() == tfshard.initialize(num_devices=4) == tfshard.initialize(4, "cpu")
     with pytest.raises(tfshard.errors.InitializationError, match="already started with Runtime"):

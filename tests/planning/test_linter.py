@@ -304,16 +304,13 @@ def constrained() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(8, kernel_constraint=keras.constraints.MaxNorm(1.0))(inputs))
 
 
-@pytest.mark.parametrize("kind", ["cannot be expanded", "jit_compile", "left whole"])
+@pytest.mark.parametrize("kind", ["cannot be expanded", "left whole"])
 def test_lint_and_plan_say_what_compile_and_the_first_step_refuse(kind):
     model = elastic() if kind == "cannot be expanded" else constrained()
     optimizer = keras.optimizers.SGD(0.1)
     mesh = {"batch": 2, "model": 2} if kind == "left whole" else {"batch": 4}
-    jit_compile = kind == "jit_compile"
     if kind != "cannot be expanded":
         assert tfshard.lint(model, {"batch": 4}, None) == (), "premise: the model itself is right"
-    if jit_compile:
-        model.compile(optimizer, "mse", jit_compile=True)
     (finding,) = tfshard.lint(model, mesh, None)
     assert (finding.kind, finding.is_error) == (kind, True)
     planned = tfshard.plan(model, mesh, optimizer=optimizer)
@@ -322,7 +319,7 @@ def test_lint_and_plan_say_what_compile_and_the_first_step_refuse(kind):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh))
     text = finding.message.partition(". ")[0].partition("cannot be sharded: ")
     with pytest.raises(tfshard.ShardingError, match=re.escape(text[2] or text[0])):
-        tfshard.as_distributed(model).compile(optimizer, "mse", strategy=strategy, jit_compile=jit_compile)
+        tfshard.as_distributed(model).compile(optimizer, "mse", strategy=strategy)
         model.fit(np.ones((8, 8)), np.ones((8, 8)), verbose=0)
     # Also for a model that is only planned.
     if kind == "cannot be expanded":

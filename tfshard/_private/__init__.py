@@ -196,7 +196,6 @@ from tfshard._private.variables import (
     variable_dtype,
 )
 from tfshard._private.weak import WeakIdentityDict, WeakIdentitySet
-from tfshard._private.xla import call_stablehlo, stablehlo
 from tfshard._private.weight_files import (
     WEIGHTS_MEMBER,
     WeightSpec,
@@ -209,6 +208,7 @@ from tfshard._private.weight_files import (
     write_keras_file,
     write_weights_file,
 )
+from tfshard._private.xla import call_stablehlo, stablehlo
 
 __all__ = [
     "ALL_RANDOM_OPS",

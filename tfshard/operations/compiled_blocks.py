@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import keras
@@ -25,7 +25,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import local_shards, transfer
-from tfshard.errors import StrategyError
+from tfshard.errors import StrategyError, warn
 from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import blocks, layer_patch, local_traces, programs, row_proof, samples
 from tfshard.operations.layer_patch import COMPILED
@@ -41,7 +41,12 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
     try:
         found = blocks.layers_of(model)
     except StrategyError:
-        return  # The model has no blocks.
+        found = []
+    if not found:
+        warn(
+            f"Model '{model.name}' has no blocks to compile: no layer with sublayers repeats. jit_compile=True changes "
+            "nothing."
+        )
     for layer in found:
         layer_patch.apply(COMPILED, layer, functools.partial(CompiledCall, weakref.ref(layer), mesh))
 
@@ -94,6 +99,12 @@ class CompiledCall:
             return block.run(pair)
 
     def _note(self, layer: keras.Layer, count: int, reason: str) -> None:
+        if reason and type(layer) not in _told:
+            _told.add(type(layer))
+            warn(
+                f"Block '{layer.path or layer.name}' ({type(layer).__name__}) is not compiled: {reason}. It runs as "
+                "without jit_compile=True. strategy.report(model) lists all blocks."
+            )
         self.last = CompiledBlock(path=layer.path or layer.name, programs=count, reason=reason)
 
 
@@ -116,6 +127,15 @@ class _Pair:
     drawn: list[bool]
     upstreams: list[int]
     gradients: list[int]
+
+
+# The classes of layers of which a warning was given.
+_told: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def forget_warnings() -> None:
+    """Let blocks that are not compiled warn again."""
+    _told.clear()
 
 
 # Programs by what they compute. A text is the reason why there are none.
@@ -238,7 +258,9 @@ class _Block:
 
     def _kept(self) -> frozenset[str]:
         """Return the types of operations whose results the backward pass takes from the forward pass."""
-        recomputed = next((each for each in layer_patch.patches_on(self._layer) if each.change is layer_patch.BLOCK), None)
+        recomputed = next(
+            (each for each in layer_patch.patches_on(self._layer) if each.change is layer_patch.BLOCK), None
+        )
         return PRODUCTS if recomputed is None else blocks.keeps_of(recomputed)
 
     def _differentiated(self) -> _Gradients:
@@ -248,9 +270,7 @@ class _Block:
         with trace.graph.as_default(), _private.stop_recording():
             ups = [tf.compat.v1.placeholder(each.dtype, each.shape) for _, each in outputs]
             made = tf.gradients([each for _, each in outputs], [inputs[n] for n in numbers], ups)
-            found = [
-                (n, tf.convert_to_tensor(each)) for n, each in zip(numbers, made, strict=True) if each is not None
-            ]
+            found = [(n, tf.convert_to_tensor(each)) for n, each in zip(numbers, made, strict=True) if each is not None]
         return _Gradients([(n, up) for (n, _), up in zip(outputs, ups, strict=True)], found)
 
     def _lowered(self, gradients: _Gradients, kept: frozenset[str]) -> _Pair:
@@ -314,10 +334,12 @@ class _Block:
         rows = [shape[0] for shape, has in zip(shapes, self._are_samples, strict=True) if has]
         samples_in_all = math.gcd(*rows)
         prime = row_proof.prime_for(shapes)
-        other = self._traced([
-            (shape[0] // samples_in_all * prime, *shape[1:]) if has else shape
-            for shape, has in zip(shapes, self._are_samples, strict=True)
-        ])
+        other = self._traced(
+            [
+                (shape[0] // samples_in_all * prime, *shape[1:]) if has else shape
+                for shape, has in zip(shapes, self._are_samples, strict=True)
+            ]
+        )
         return row_proof.samples_in(self._with_samples(trace), self._with_samples(other))
 
     def _with_samples(self, trace: LocalTrace) -> row_proof.Trace:

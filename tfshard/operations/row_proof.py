@@ -73,7 +73,9 @@ def samples_in(first: Trace, second: Trace) -> tuple[list[bool], list[bool]]:
     for each in second.drawn:
         differing = comparison.differing_dims(each)
         if differing not in ([], [0]):
-            raise NotByRowsError(f"the random numbers of {_described(each.op)} do not have the batch in their first dim")
+            raise NotByRowsError(
+                f"the random numbers of {_described(each.op)} do not have the batch in their first dim"
+            )
         dims |= {each.ref(): dim for dim in differing}
     drawn = {each.ref() for each in second.drawn}
     for operation in second.operations:
@@ -168,8 +170,8 @@ class _Comparison:
             return True
         if b.ref() in self._different:
             return False
-        values = tf.get_static_value(a), tf.get_static_value(b)
-        if any(each is None for each in values):
+        values = _value(a), _value(b)
+        if values[0] is None or values[1] is None:
             raise NotByRowsError(f"an input of {_described(user)} depends on the size of the batch")
         if np.array_equal(*values):
             return True
@@ -182,21 +184,33 @@ class _Comparison:
 
     def _fold(self, one: tf.Operation, other: tf.Operation) -> None:
         """Compute the results of an operation that takes different constants."""
-        inputs = [
-            self._different.get(b.ref(), (tf.get_static_value(a), tf.get_static_value(b)))
-            for a, b in zip(one.inputs, other.inputs, strict=True)
-        ]
-        if any(value is None for pair in inputs for value in pair):
+        made = [_results(each) for each in (one, other)]
+        if any(each is None for each in made):
             raise NotByRowsError(f"{_described(one)} depends on the size of the batch")
-        call = _private.Call(type=one.type, inputs=(), get_attr=one.get_attr)
-        with tf.init_scope():
-            made = [
-                [each.numpy() for each in _private.same_operation(call, [tf.constant(value) for value in values])]
-                for values in zip(*inputs, strict=True)
-            ]
-        for tensor, a, b in zip(other.outputs, *made, strict=True):
+        for tensor, a, b in zip(other.outputs, *made, strict=True):  # type: ignore[misc]
             if not np.array_equal(a, b):
                 self._different[tensor.ref()] = a, b
+
+
+def _value(tensor: tf.Tensor) -> np.ndarray | None:
+    """Return the value of a tensor that is computed from constants alone; None for other tensors."""
+    found: np.ndarray | None = tf.get_static_value(tensor)
+    if found is None and tensor.op.inputs:
+        results = _results(tensor.op)
+        found = None if results is None else results[tensor.value_index]
+    return found
+
+
+def _results(operation: tf.Operation) -> list[np.ndarray] | None:
+    """Return the results of an operation on constants; None for other operations."""
+    if _private.is_stateful(operation) or operation.type in ("Const", "Placeholder"):
+        return None
+    inputs = [_value(each) for each in operation.inputs]
+    if any(each is None for each in inputs):
+        return None
+    call = _private.Call(type=operation.type, inputs=tuple(operation.inputs), get_attr=operation.get_attr)
+    with tf.init_scope():
+        return [np.asarray(each) for each in _private.same_operation(call, [tf.constant(each) for each in inputs])]
 
 
 def _is_constant(operation: tf.Operation) -> bool:

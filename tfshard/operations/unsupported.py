@@ -1,4 +1,4 @@
-"""Checks of Keras models before tfshard changes them: layers that DTensor cannot expand, and jit_compile."""
+"""Checks of Keras models before tfshard changes them: layers that DTensor cannot expand."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import keras
 
 from tfshard import _private
-from tfshard.errors import StrategyError, UnsupportedLayerError
+from tfshard.errors import UnsupportedLayerError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,10 +73,3 @@ def check_layers(model: keras.Model) -> None:
             + "\n".join(lines)
             + "\nSee: tfshard docs layers"
         )
-
-
-def raise_jit_compile(model: keras.Model) -> None:
-    raise StrategyError(
-        f"Model '{model.name}' cannot be compiled with jit_compile=True under a ShardedStrategy: XLA does not see "
-        "the mesh, DTensor compiles the step itself. Leave jit_compile out. Received: jit_compile=True"
-    )

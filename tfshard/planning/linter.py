@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from tfshard import _private
-from tfshard.errors import LayoutError, LayoutWarning, StrategyError, warn
+from tfshard.errors import LayoutError, LayoutWarning, warn
 from tfshard.graph import auto_layout, model_specs
 from tfshard.graph.model_graph import ModelGraph, trace
 from tfshard.graph.model_specs import MeshLike
@@ -60,7 +60,7 @@ def lint(
 ) -> tuple[Finding, ...]:
     """List the faults that `compile` would refuse in a model and a layout map, and slow layouts, without a device.
 
-    Errors of the model are layers that DTensor cannot expand, and `jit_compile=True`.
+    Errors of the model are layers that DTensor cannot expand.
 
     Errors of the map are a pattern that matches nothing, and two rules for one weight (also by the names of two layers
     that share it). A dim that its axis does not divide is an error, as is a rule for the kernel of a convolution other
@@ -168,7 +168,7 @@ def _raise_errors(model: keras.Model, findings: Iterable[Finding]) -> None:
 
 
 # The kinds of faults that do not depend on the layout map.
-_OF_THE_MODEL = ("cannot be expanded", "jit_compile")
+_OF_THE_MODEL = ("cannot be expanded",)
 
 
 def model_findings(model: keras.Model) -> list[Finding]:
@@ -184,13 +184,6 @@ def model_findings(model: keras.Model) -> list[Finding]:
             text = f"a {type(layer).__name__} cannot be sharded: {reason}. See: tfshard docs layers"
             where = f"layer '{layer.name}'"
             findings.append(Finding(kind="cannot be expanded", is_error=True, where=where, message=text))
-    if model.compiled and model.jit_compile:
-        try:
-            unsupported.raise_jit_compile(model)
-        except StrategyError as error:
-            findings.append(
-                Finding(kind="jit_compile", is_error=True, where=f"model '{model.name}'", message=str(error))
-            )
     return findings
 
 

@@ -249,6 +249,14 @@ class AttachedModel:
         unsupported.check_layers(self.model)
         self.check_layouts()
 
+    def take_jit_compile(self) -> None:
+        """Compile blocks of a model that was compiled with `jit_compile=True`, and have Keras leave the step to DTensor.
+
+        XLA does not see the mesh, and cannot compile a whole step.
+        """
+        if self.model.compiled and self.model.jit_compile:
+            self.compiles_blocks, self.model.jit_compile = True, False
+
     def compiled_again(self) -> None:
         """Have the next `refresh` look at the model again."""
         self._refreshed = None

@@ -15,7 +15,6 @@ from tfshard import _private
 from tfshard.devices import clients, process_lock
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
-from tfshard.operations import unsupported
 from tfshard.training import (
     attached_model,
     births,
@@ -49,11 +48,11 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
             strategy: A `tfshard.ShardedStrategy`. Reshards the variables of the model, the optimizer and the metrics in
                 place, and keeps their values, even if another ShardedStrategy held them. With None, a sharded model
                 stays under its strategy, and any other model is compiled as in plain Keras.
-            **kwargs: As in `keras.Model.compile`.
+            **kwargs: As in `keras.Model.compile`. With `jit_compile=True` each device runs the blocks of the model, such
+                as transformer layers, as XLA programs. `"auto"` leaves them to TensorFlow.
 
         Raises:
-            StrategyError: `strategy` is not a ShardedStrategy, the model belongs to a strategy of another kind, or
-                `jit_compile=True`.
+            StrategyError: `strategy` is not a ShardedStrategy, or the model belongs to a strategy of another kind.
             LayoutError: The layout map does not fit the model.
             UnsupportedLayerError: The model has a layer that DTensor cannot expand.
         """
@@ -62,7 +61,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         if strategy is None:
             super().compile(*args, **kwargs)
             return
-        _compile_under(self, strategy, functools.partial(super().compile, *args, **kwargs), kwargs.get("jit_compile"))
+        _compile_under(self, strategy, functools.partial(super().compile, *args), kwargs)
 
     def get_compile_config(self) -> Any:
         strategy, clone = _current_strategy(self), _private.clone_being_made()
@@ -162,7 +161,10 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
 
     def _build_by(self, step: str) -> None:
         strategy = _private.distribute_strategy(self)
-        if isinstance(strategy, ShardedStrategy) and custom_steps.has_custom_steps(self):
+        if not isinstance(strategy, ShardedStrategy):
+            return
+        attached_model.attached(self, strategy).take_jit_compile()
+        if custom_steps.has_custom_steps(self):
             custom_steps.build(self, strategy, step)
 
     @process_lock.locked
@@ -351,7 +353,7 @@ births.model_preparers.append(as_distributed)
 
 
 @process_lock.locked
-def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[[], None], jit_compile: Any) -> None:
+def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[..., None], options: dict[str, Any]) -> None:
     if not isinstance(strategy, ShardedStrategy):
         raise StrategyError(
             "strategy must be a tfshard.ShardedStrategy; other tf.distribute strategies are used through their "
@@ -362,10 +364,12 @@ def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[[], Non
     attached.move_from_other()
     attached.reshard_layers()
     _private.set_distribute_strategy(model, strategy)
+    attached.compiles_blocks = options.get("jit_compile") is True
+    if attached.compiles_blocks:
+        options = {**options, "jit_compile": False}
     with strategy.scope():
-        compile_()
-    # XLA does not see the mesh: tfshard compiles the blocks of the model, and Keras not the whole step.
-    attached.compiles_blocks, model.jit_compile = jit_compile is True or model.jit_compile, False
+        compile_(**options)
+    attached.take_jit_compile()
     inventory.note_compiled(model.optimizer)
     attached.compiled_again()
     attached.attach()
@@ -384,9 +388,7 @@ def _with_strategy(keras_compile: Callable[..., None]) -> Callable[..., None]:
             keras_compile(self, *args, **kwargs)
             return
         as_distributed(self)
-        _compile_under(
-            self, strategy, functools.partial(keras_compile, self, *args, **kwargs), kwargs.get("jit_compile")
-        )
+        _compile_under(self, strategy, functools.partial(keras_compile, self, *args), kwargs)
 
     return compile_
 

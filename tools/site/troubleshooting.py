@@ -140,14 +140,6 @@ build().compile("sgd", "mse", strategy=strategy)""",
     ),
     Example(
         error="StrategyError",
-        title="XLA",
-        remedy="Leave `jit_compile` out. DTensor compiles the step.",
-        code="""\
-strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
-build().compile("sgd", "mse", strategy=strategy, jit_compile=True)""",
-    ),
-    Example(
-        error="StrategyError",
         title="A model of another strategy",
         remedy="`compile` moves the model: `model.compile(..., strategy=other)`. Variables that it shares with "
         "other models move, too: compile those models with the same strategy.",

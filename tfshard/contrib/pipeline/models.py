@@ -17,7 +17,7 @@ from tfshard.contrib.pipeline.pipeline import Pipeline
 from tfshard.devices import clients, messages, process_lock, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
-from tfshard.operations import blocks, unsupported
+from tfshard.operations import blocks
 from tfshard.training import failures
 from tfshard.training.attached_variables import attach_global_seed, attach_variables
 from tfshard.training.models import Distributed, as_distributed
@@ -98,7 +98,7 @@ class _Pipelined(Distributed):
         with strategy.scope():
             super(Distributed, self).compile(*args, **kwargs)
         if self.jit_compile:
-            unsupported.raise_jit_compile(self)
+            _raise_jit_compile(self)
         if self.run_eagerly:
             raise StrategyError("A pipeline runs compiled steps: leave out run_eagerly=True.")
         inventory.note_compiled(self.optimizer)
@@ -211,7 +211,7 @@ def _check(
             f"out {kind.option_name}= or the pipeline axis. Received: {kind.option_name}={kind}"
         )
     if settings.get("jit_compile") is True:
-        unsupported.raise_jit_compile(model)
+        _raise_jit_compile(model)
     for name in ("train_step", "test_step", "predict_step"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             raise StrategyError(
@@ -310,3 +310,10 @@ def pipeline_of(model: keras.Model) -> Pipeline | None:
     """Return the pipeline of a model that was cut and compiled; else None."""
     state = _state_of(model)
     return None if state is None else state.pipeline
+
+
+def _raise_jit_compile(model: keras.Model) -> None:
+    raise StrategyError(
+        f"Pipelined model '{model.name}' cannot be compiled with jit_compile=True: XLA does not compile the parts of a "
+        "pipeline yet. Leave jit_compile out. Received: jit_compile=True"
+    )

@@ -1,0 +1,352 @@
+"""Blocks that XLA compiles train as plain Keras on one device; what is not by samples is not compiled, and named."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import families
+import parity
+import tfshard
+from sweeps import table
+from tfshard import _private
+from tfshard.operations import compiled_blocks
+
+RS = np.random.RandomState(0)
+WIDTH, LENGTH, WORDS = 16, 6, 24
+TOKENS = RS.randint(1, WORDS, (8, LENGTH))
+LABELS = RS.randint(0, 4, (8,))
+SEQUENCES = RS.normal(size=(8, LENGTH, WIDTH)).astype("float32")
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+ADAM = functools.partial(keras.optimizers.Adam, 1e-2, epsilon=1e-3)
+
+
+class Attention(keras.layers.Layer):
+    """A transformer layer."""
+
+    def __init__(self, dropout: float = 0.0, **options: Any):
+        super().__init__(**options)
+        self.supports_masking = True
+        self.norm = keras.layers.LayerNormalization()
+        self.attention = keras.layers.MultiHeadAttention(2, WIDTH // 2, dropout=dropout, seed=1)
+        self.up, self.down = keras.layers.Dense(32, activation="gelu"), keras.layers.Dense(WIDTH)
+        self.dropout = keras.layers.Dropout(dropout, seed=2)
+
+    def build(self, shape):
+        self.norm.build(shape)
+        self.attention.build(shape, shape)
+        self.up.build(shape)
+        self.down.build((*shape[:-1], 32))
+        self.built = True
+
+    def call(self, x, training=False):
+        x = x + self.attention(self.norm(x), x, use_causal_mask=True, training=training)
+        return x + self.dropout(self.down(self.up(x)), training=training)
+
+
+def transformer(dropout: float = 0.0, blocks: int = 2, mask_zero: bool = False) -> keras.Model:
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    x = keras.layers.Embedding(WORDS, WIDTH, mask_zero=mask_zero)(inputs)
+    for number in range(blocks):
+        x = Attention(dropout, name=f"layer_{number}")(x)
+    return keras.Model(inputs, keras.layers.Dense(4)(x[:, 0]))
+
+
+def of_sequences(make: Callable[[], keras.layers.Layer]) -> keras.Model:
+    inputs = keras.Input((LENGTH, WIDTH))
+    return keras.Model(inputs, keras.layers.Dense(4)(make()(make()(inputs))[:, 0]))
+
+
+def train(
+    build: Callable[[], keras.Model],
+    strategy: tfshard.ShardedStrategy | None = None,
+    *,
+    x: Any = TOKENS,
+    y: Any = LABELS,
+    optimizer: Callable[[], keras.optimizers.Optimizer] = ADAM,
+    prepare: Callable[[keras.Model], object] = lambda model: None,
+    steps: int = 4,
+    **options: Any,
+) -> parity.Run:
+    """Train on one device, or with compiled blocks under a strategy."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    model = build()
+    if strategy is None:
+        prepare(model)
+        model.compile(parity.dense_gradients(optimizer()), LOSS, jit_compile=False, **options)
+    else:
+        model = tfshard.as_distributed(model)
+        model.compile(optimizer(), LOSS, jit_compile=True, strategy=strategy, **options)
+        prepare(model)
+    losses = [float(model.train_on_batch(x, y)) for _ in range(steps)]
+    return parity.Run(model=model, losses=losses)
+
+
+def reasons(model: keras.Model) -> dict[str, str]:
+    """Return why each block is not compiled, by the path of the block; empty texts for compiled blocks."""
+    return {each.path: each.reason for each in compiled_blocks.compiled_blocks(model)}
+
+
+def assert_compiled(model: keras.Model, blocks: int = 2) -> None:
+    found = compiled_blocks.compiled_blocks(model)
+    assert [(each.programs, each.reason) for each in found] == [(2, "")] * blocks, "premise: the blocks are compiled"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    mesh: dict[str, int] = dataclasses.field(default_factory=lambda: {"batch": 4})
+    stage: int = 3
+    dropout: float = 0.0
+    strategy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
+    x: Any = None
+    tolerance: float = 2e-5
+
+
+def lora(model: keras.Model) -> None:
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Dense) and "down" in layer.path:
+            layer.enable_lora(2)
+
+
+SETTINGS = {
+    "stage 0": Setting(stage=0),
+    "stage 1": Setting(stage=1),
+    "stage 2": Setting(stage=2),
+    "stage 3": Setting(),
+    "no groups": Setting(strategy={"analyzer": None}),
+    "one device": Setting(mesh={"batch": 1}),
+    "replicas": Setting(mesh={"replica": 2, "batch": 2}),
+    "replicas, no groups": Setting(mesh={"replica": 2, "batch": 2}, strategy={"analyzer": None}),
+    "dropout": Setting(dropout=0.3),
+    "dropout, replicas": Setting(dropout=0.3, mesh={"replica": 2, "batch": 2}),
+    "a batch that the axis does not divide": Setting(x=slice(7), dropout=0.3),
+    "microbatches": Setting(strategy={"microbatches": 2}, dropout=0.3),
+    "reduced once": Setting(strategy={"microbatches": 2, "reduce_once": True}),
+    "accumulated": Setting(
+        more={"optimizer": functools.partial(keras.optimizers.Adam, 1e-2, epsilon=1e-3, gradient_accumulation_steps=2)}
+    ),
+    "clipped": Setting(more={"optimizer": functools.partial(keras.optimizers.SGD, 0.1, global_clipnorm=0.1)}),
+    "prefetch": Setting(strategy={"prefetch": 2, "analyzer": None}),
+    "kept gathered": Setting(strategy={"reshard_after_forward": False}),
+}
+
+
+@table("settings of compiled blocks", "name", SETTINGS, sample=6, always=["no groups", "dropout", "microbatches"])
+def test_compiled_blocks_train_as_on_one_device(name: str):
+    setting = SETTINGS[name]
+    rows = slice(None) if setting.x is None else setting.x
+    build = functools.partial(transformer, setting.dropout)
+    strategy = tfshard.ShardedStrategy(
+        tfshard.create_mesh(**setting.mesh), zero_stage=setting.stage, **setting.strategy
+    )
+    sharded = train(build, strategy, x=TOKENS[rows], y=LABELS[rows], **setting.more)
+    assert_compiled(sharded.model)
+    expected = train(build, x=TOKENS[rows], y=LABELS[rows], **setting.more)
+    assert max(expected.losses) - min(expected.losses) > 1e-2, "premise: it learns"
+    parity.assert_same(sharded, expected, rtol=setting.tolerance, atol=setting.tolerance)
+
+
+@table("families with compiled blocks", "name", families.FAMILIES, sample=2, always=["llama"])
+def test_families_match_one_device(name: str, monkeypatch):
+    monkeypatch.setitem(families.SMALL, "num_layers", 2)
+    (x, y), = families.batches(name)  # fmt: skip
+    sgd = functools.partial(keras.optimizers.SGD, 0.01)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    sharded = train(families.BUILDERS[name], strategy, x=x, y=y, optimizer=sgd)
+    assert_compiled(sharded.model, 4 if name in ("t5", "bart") else 2)
+    expected = train(families.BUILDERS[name], x=x, y=y, optimizer=sgd)
+    np.testing.assert_allclose(sharded.losses, expected.losses, rtol=5e-6)
+
+
+@pytest.mark.parametrize("keep_products", [False, True])
+def test_recomputed_blocks_are_compiled_and_keep_less(keep_products: bool):
+    def recompute(model: keras.Model) -> None:
+        if hasattr(model, "distribute_strategy") and isinstance(model.distribute_strategy, tfshard.ShardedStrategy):
+            model.distribute_strategy.recompute(model, keep_products=keep_products)
+
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    sharded = train(functools.partial(transformer, 0.3), strategy, prepare=recompute)
+    assert_compiled(sharded.model)
+    expected = train(functools.partial(transformer, 0.3))
+    parity.assert_same(sharded, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_masks_go_in_and_come_out():
+    tokens = np.where(np.arange(LENGTH) < RS.randint(2, LENGTH, (8, 1)), TOKENS, 0)
+    build = functools.partial(transformer, mask_zero=True)
+    sharded = train(build, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), x=tokens)
+    assert_compiled(sharded.model)
+    expected = train(build, x=tokens)
+    assert not np.allclose(expected.losses, train(transformer, x=tokens).losses), "premise: the mask matters"
+    parity.assert_same(sharded, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_mixed_precision_trains_nearly_as_on_one_device(policy: str):
+    try:
+        keras.config.set_dtype_policy(policy)
+        sharded = train(transformer, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+        expected = train(transformer)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert_compiled(sharded.model)
+    np.testing.assert_allclose(sharded.losses, expected.losses, rtol=2e-2)
+
+
+def test_evaluation_and_prediction_run_the_forward_program_alone():
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    sharded, expected = train(functools.partial(transformer, 0.3), strategy), train(functools.partial(transformer, 0.3))
+    np.testing.assert_allclose(sharded.model.predict(TOKENS, verbose=0), expected.model.predict(TOKENS, verbose=0),
+                               rtol=1e-3, atol=1e-4)  # fmt: skip
+    assert {each.programs for each in compiled_blocks.compiled_blocks(sharded.model)} == {1}
+    np.testing.assert_allclose(sharded.model.evaluate(TOKENS, LABELS, verbose=0),
+                               expected.model.evaluate(TOKENS, LABELS, verbose=0), rtol=1e-4)  # fmt: skip
+
+
+def test_equal_blocks_share_their_programs(monkeypatch):
+    made: list[bytes] = []
+    lowered = _private.stablehlo
+    monkeypatch.setattr(_private, "stablehlo", lambda *given: made.append(lowered(*given)) or made[-1])
+    compiled_blocks._pairs.clear()
+    sharded = train(functools.partial(transformer, blocks=4), tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    assert_compiled(sharded.model, 4)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_sends_what_a_step_without_programs_sends(stage: int):
+    profiles = []
+    for jit_compile in (False, True):
+        keras.utils.set_random_seed(0)
+        model = tfshard.as_distributed(transformer())
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=stage, analyzer=None)
+        model.compile("sgd", LOSS, jit_compile=jit_compile, strategy=strategy)
+        profiles.append(tfshard.profile_step(model, (TOKENS, LABELS)))
+    assert_compiled(model)
+    assert profiles[1].count("all-gather") == profiles[0].count("all-gather")
+    assert profiles[1].count("reduce-scatter") == profiles[0].count("reduce-scatter")
+    assert profiles[1].bytes <= 1.05 * profiles[0].bytes
+
+
+# --- blocks that are not by samples
+
+
+class OfBatch(keras.layers.Layer):
+    """A layer with a kernel and an operation on its outputs."""
+
+    def __init__(self, operation: Callable[..., Any], **options: Any):
+        super().__init__(**options)
+        self.operation = operation
+        self.dense, self.other = keras.layers.Dense(WIDTH), keras.layers.Dense(WIDTH)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.other.build(shape)
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+        self.built = True
+
+    def call(self, x):
+        return self.operation(self, self.other(keras.ops.tanh(self.dense(x))))
+
+
+def adds_loss(layer, x):
+    layer.add_loss(1e-2 * keras.ops.mean(x**2))
+    return x
+
+
+def counts(layer, x):
+    layer.count.assign(keras.ops.mean(x))
+    return x
+
+
+NOT_BY_SAMPLES = {
+    "the mean of the batch": (lambda layer, x: x - keras.ops.mean(x, 0, keepdims=True), "needs all of the sharded dim"),
+    "the size of the batch": (lambda layer, x: x / (x.shape[0] or 8), "depends on the size of the batch"),
+    "the shape of the batch": (
+        lambda layer, x: x / keras.ops.cast(tf.shape(x)[0], "float32"), "depends on the size of the batch"
+    ),
+    "samples with samples": (
+        lambda layer, x: x + keras.ops.mean(keras.ops.abs(x[:, None] - x[None]), 1), "samples with other samples"
+    ),
+    "rows in another order": (lambda layer, x: keras.ops.flip(x, 0), "ReverseV2"),
+    "rows after rows": (lambda layer, x: x + keras.ops.roll(x, 1, 0), "needs all of the sharded dim|Roll|ConcatV2"),
+    "a number for each row": (
+        lambda layer, x: x * keras.ops.arange(x.shape[0] or 8, dtype="float32")[:, None, None],
+        "depends on the size of the batch|samples with other samples",
+    ),
+    "a loss": (adds_loss, "adds a loss"),
+    "a statistic": (counts, "needs all of the sharded dim|depends on the samples"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_BY_SAMPLES)
+def test_what_is_not_by_samples_is_not_compiled_and_trains_as_on_one_device(name: str):
+    operation, message = NOT_BY_SAMPLES[name]
+    build = functools.partial(of_sequences, lambda: OfBatch(operation))
+    with pytest.warns(UserWarning, match=f"(?s)is not compiled.*({message})"):
+        compiled_blocks.forget_warnings()
+        sharded = train(build, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), x=SEQUENCES, steps=2)
+    found = reasons(sharded.model)
+    assert len(found) == 2 and all(found.values()), "premise: no block is compiled"
+    expected = train(build, x=SEQUENCES, steps=2)
+    parity.assert_same(sharded, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_batch_statistics_are_not_compiled():
+    build = functools.partial(of_sequences, lambda: OfBatch(lambda layer, x: x, name=None))
+    assert_compiled(train(build, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), x=SEQUENCES).model)
+
+    class Normalized(OfBatch):
+        def build(self, shape):
+            super().build(shape)
+            self.norm = keras.layers.BatchNormalization()
+            self.norm.build(shape)
+
+        def call(self, x, training=False):
+            return self.norm(self.other(self.dense(x)), training=training)
+
+    build = functools.partial(of_sequences, lambda: Normalized(None))
+    with pytest.warns(UserWarning, match="is not compiled"):
+        sharded = train(build, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), x=SEQUENCES)
+    assert all(reasons(sharded.model).values())
+    parity.assert_same(sharded, train(build, x=SEQUENCES), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_blocks_and_a_model_axis_warn():
+    model = tfshard.as_distributed(keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]))
+    with pytest.warns(UserWarning, match="has no blocks to compile"):
+        model.compile("sgd", "mse", jit_compile=True, strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    model = tfshard.as_distributed(transformer())
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), "auto")
+    with pytest.warns(UserWarning, match="the mesh has a model axis"):
+        model.compile("sgd", LOSS, jit_compile=True, strategy=strategy)
+        model.train_on_batch(TOKENS, LABELS)
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_model_born_in_a_scope_takes_jit_compile(positional: bool):
+    keras.utils.set_random_seed(0)
+    with tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)).scope():
+        model = transformer()
+        if positional:
+            model.compile("sgd", LOSS, None, None, None, False, 1, True)
+        else:
+            model.compile("sgd", LOSS, jit_compile=True)
+    model.fit(TOKENS, LABELS, verbose=0)
+    assert_compiled(model)
+
+
+def test_compiled_again_without_it_nothing_is_compiled():
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    model = train(transformer, strategy).model
+    assert_compiled(model)
+    model.compile(ADAM(), LOSS, strategy=strategy)
+    model.train_on_batch(TOKENS, LABELS)
+    assert compiled_blocks.compiled_blocks(model) == []
