@@ -258,10 +258,8 @@ class _Block:
 
     def _kept(self) -> frozenset[str]:
         """Return the types of operations whose results the backward pass takes from the forward pass."""
-        recomputed = next(
-            (each for each in layer_patch.patches_on(self._layer) if each.change is layer_patch.BLOCK), None
-        )
-        return PRODUCTS if recomputed is None else blocks.keeps_of(recomputed)
+        marks = [each for each in layer_patch.patches_on(self._layer) if each.change is layer_patch.BLOCK]
+        return blocks.keeps_of(marks[0]) if marks else PRODUCTS
 
     def _differentiated(self) -> _Gradients:
         trace, inputs = self._trace, self._inputs(self._trace)

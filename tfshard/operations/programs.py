@@ -67,9 +67,8 @@ def lower(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], device_type
         graph = tf.compat.v1.get_default_graph()
         for operation in order:
             copies = _private.copied(operation, [made[each.ref()] for each in operation.inputs], graph=graph)
-            made |= {
-                old.ref(): new for old, new in zip(operation.outputs, copies, strict=True) if old.ref() not in made
-            }
+            for old, new in zip(operation.outputs, copies, strict=True):
+                made.setdefault(old.ref(), new)
         # An input that is returned as it is has to be a result of an operation.
         return [tf.identity(made[each.ref()]) for each in outputs]
 

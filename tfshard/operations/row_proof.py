@@ -170,16 +170,16 @@ class _Comparison:
             return True
         if b.ref() in self._different:
             return False
-        values = _value(a), _value(b)
-        if values[0] is None or values[1] is None:
+        one, other = _value(a), _value(b)
+        if one is None or other is None:
             raise NotByRowsError(f"an input of {_described(user)} depends on the size of the batch")
-        if np.array_equal(*values):
+        if np.array_equal(one, other):
             return True
-        dim = _dim_of_equal_rows(*values)
+        dim = _dim_of_equal_rows(one, other)
         if dim is not None:
             self.filled[b.ref()] = dim
             return True
-        self._different[b.ref()] = values
+        self._different[b.ref()] = one, other
         return False
 
     def _fold(self, one: tf.Operation, other: tf.Operation) -> None:

@@ -250,9 +250,9 @@ class AttachedModel:
         self.check_layouts()
 
     def take_jit_compile(self) -> None:
-        """Compile blocks of a model that was compiled with `jit_compile=True`, and have Keras leave the step to DTensor.
+        """Compile the blocks of a model that was compiled with `jit_compile=True`, and not the whole step.
 
-        XLA does not see the mesh, and cannot compile a whole step.
+        XLA does not see the mesh, and cannot compile a step.
         """
         if self.model.compiled and self.model.jit_compile:
             self.compiles_blocks, self.model.jit_compile = True, False

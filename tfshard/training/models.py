@@ -48,8 +48,9 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
             strategy: A `tfshard.ShardedStrategy`. Reshards the variables of the model, the optimizer and the metrics in
                 place, and keeps their values, even if another ShardedStrategy held them. With None, a sharded model
                 stays under its strategy, and any other model is compiled as in plain Keras.
-            **kwargs: As in `keras.Model.compile`. With `jit_compile=True` each device runs the blocks of the model, such
-                as transformer layers, as XLA programs. `"auto"` leaves them to TensorFlow.
+            **kwargs: As in `keras.Model.compile`. With `jit_compile=True` each device runs the blocks of the model as
+                XLA programs. Blocks are repeated layers with sublayers, such as transformer layers. `"auto"` compiles
+                nothing.
 
         Raises:
             StrategyError: `strategy` is not a ShardedStrategy, or the model belongs to a strategy of another kind.
