@@ -72,6 +72,12 @@ def compiled_blocks(model: keras.Model) -> list[CompiledBlock]:
     return [each.last for each in found if isinstance(each, CompiledCall) and each.last is not None]
 
 
+def is_compiled(layer: keras.Layer) -> bool:
+    """Return whether a layer is a block that ran as programs in the last traced step."""
+    calls = [patch.replacement for patch in layer_patch.patches_on(layer) if patch.change is COMPILED]
+    return any(isinstance(each, CompiledCall) and each.last is not None and each.last.programs for each in calls)
+
+
 class CompiledCall:
     """A layer's `call` that runs as XLA programs, if it is proved to be by samples.
 

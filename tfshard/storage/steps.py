@@ -335,6 +335,11 @@ def block_recorder() -> BlockRecorder | None:
     return context().blocks if step is None else step.blocks
 
 
+def is_local_trace() -> bool:
+    """Return whether a block is being traced with the local shapes of a device."""
+    return context().local is not None
+
+
 def here() -> tf.Graph | None:
     """Return the graph that is being built; None in eager code."""
     return None if _private.is_eager() else tf.compat.v1.get_default_graph()

@@ -15,9 +15,9 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import draws, layer_patch
+from tfshard.operations import compiled_blocks, draws, layer_patch
 from tfshard.operations.layer_patch import Method
-from tfshard.storage import optimizer_kinds
+from tfshard.storage import optimizer_kinds, steps
 from tfshard.training import failures
 from tfshard.verifying.subject import Subject, axes_of, differing_copies
 
@@ -75,6 +75,7 @@ class Recorder:
         values: Random numbers, outputs of layers, loss and gradients, in the order of the step; a gradient may be None.
         spans: The calls of layers.
         left_out: The values that cannot be compared, with the reasons.
+        compiled: The paths of the layers inside compiled blocks. Only the outputs of the blocks are compared.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Recorder:
         self.values: dict[Key, tf.Tensor | None] = {}
         self.spans: list[OperationSpan] = []
         self.left_out: dict[str, None] = {}
+        self.compiled: set[str] = set()
         self._subject = subject
         self._given = instead
         self._calls: dict[tuple[object, ...], int] = {}
@@ -138,6 +140,9 @@ class Recorder:
     def _call(self, layer: keras.Layer, call: Method) -> Method:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             path = layer.path or layer.name  # The path is known once the layer is built.
+            if steps.is_local_trace():
+                self.compiled.add(path)
+                return call(*args, **kwargs)
             number, inside = self._number("layer", path), tf.compat.v1.get_default_graph() is self.graph
             begin = len(self.graph.get_operations())
             outputs = call(*args, **kwargs)
@@ -199,6 +204,9 @@ class Recorder:
     def _random(self, output: tf.Tensor) -> tf.Tensor:
         layers = [caller for caller in _private.scope_callers() if isinstance(caller, keras.Layer)]
         path = (layers[-1].path or layers[-1].name) if layers else ""
+        if steps.is_local_trace() or (layers and compiled_blocks.is_compiled(layers[-1])):
+            self.compiled.add(path)
+            return output
         key = Key(kind="random", path=path, call=self._number("random", path))
         if output.op.type in draws.STATEFUL and self._given is not None:
             given = self._given.get(key)
