@@ -20,6 +20,7 @@ from tfshard.layouts.config import ZeroStage
 from tfshard.layouts.gradient_reduction import OPTION_NAME
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes
+from tfshard.operations import compiled_blocks
 from tfshard.storage.variables import ShardedVariable
 
 
@@ -97,7 +98,8 @@ class Report:
         variables: A `VariableReport` for each variable.
         misplaced: The paths of variables that are not at their placement. Empty, unless something is wrong, or a
             variable has been added since the last step.
-        notes: Sentences about missing numbers, such as the slots of a model that is not compiled.
+        notes: Sentences about missing numbers, such as the slots of a model that is not compiled, and about blocks that
+            XLA compiles.
     """
 
     mesh: dict[str, int]
@@ -335,7 +337,18 @@ def _notes(model: keras.Model, misplaced: Sequence[str]) -> tuple[str, ...]:
         names = ", ".join(f"'{path}'" for path in misplaced[:_NAMED])
         more = f" and {len(misplaced) - _NAMED} others" if len(misplaced) > _NAMED else ""
         notes.append(f"The next step moves these variables to the layouts of the strategy: {names}{more}.")
+    notes += _compiled_notes(model)
     return tuple(notes)
+
+
+def _compiled_notes(model: keras.Model) -> list[str]:
+    """Return sentences about the blocks that ran as XLA programs in the last traced step, and about the others."""
+    found = compiled_blocks.compiled_blocks(model)
+    if not found:
+        return []
+    compiled = sum(each.programs > 0 for each in found)
+    others = [f"Block '{each.path}' is not compiled: {each.reason}." for each in found if not each.programs]
+    return [f"XLA compiles {compiled} of {len(found)} blocks.", *others]
 
 
 def _is_on(variable: keras.Variable, mesh: dtensor.Mesh) -> bool:
