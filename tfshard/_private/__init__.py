@@ -47,6 +47,7 @@ from tfshard._private.context import (
     checks_all_numbers,
     context_is_initialized,
     default_mesh,
+    devices_are_listed,
     dtensor_has_device,
     dtensor_is_initialized,
     gradients_without_optionals,
@@ -158,7 +159,7 @@ from tfshard._private.models import (
     traced_models,
     unpickle_model,
 )
-from tfshard._private.native_log import quiet_native_log
+from tfshard._private.native_log import quiet_native_log, without_native_errors
 from tfshard._private.op_rewriting import (
     ALL_RANDOM_OPS,
     Call,
@@ -208,7 +209,7 @@ from tfshard._private.weight_files import (
     write_keras_file,
     write_weights_file,
 )
-from tfshard._private.xla import call_stablehlo, stablehlo
+from tfshard._private.xla import annotated_call, call_stablehlo, run_always, stablehlo, traced_apart
 
 __all__ = [
     "ALL_RANDOM_OPS",
@@ -234,6 +235,7 @@ __all__ = [
     "auto_name",
     "backend_variable",
     "before_first_use",
+    "annotated_call",
     "call_stablehlo",
     "can_shard_convolution",
     "captured",
@@ -342,6 +344,7 @@ __all__ = [
     "run_through",
     "run_bodies_apart",
     "run_functions_with_steps_in",
+    "run_always",
     "run_when_used",
     "same_operation",
     "scope_callers",
@@ -373,6 +376,9 @@ __all__ = [
     "weight_dtype",
     "with_gradient_to",
     "without_log",
+    "without_native_errors",
+    "traced_apart",
+    "devices_are_listed",
     "write_checkpoints_in",
     "write_keras_file",
     "write_models_in",

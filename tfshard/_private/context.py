@@ -18,6 +18,11 @@ def context_is_initialized() -> bool:
     return bool(_context.context()._initialized)
 
 
+def devices_are_listed() -> bool:
+    """Return whether TensorFlow has looked for devices, and read its flags (`context.context()._physical_devices`)."""
+    return _context.context()._physical_devices is not None
+
+
 def before_first_use(callback: Callable[[], object] | None) -> None:
     """Call `callback()` just before TensorFlow fixes its devices (`Context.ensure_initialized`). None removes the
     callback."""

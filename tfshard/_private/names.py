@@ -93,8 +93,8 @@ NAMES = (
             "DTensorDevice DTensorDevice._default_layout DTensorDevice._experimental_default_mesh"
         ),
         "python.eager.context": (
-            "async_wait context Context._initialized Context.ensure_initialized Context.get_function_def "
-            "Context.list_function_names temporarily_disable_optionals_in_gradients"
+            "async_wait context Context._initialized Context._physical_devices Context.ensure_initialized "
+            "Context.get_function_def Context.list_function_names temporarily_disable_optionals_in_gradients"
         ),
         "python.debug.lib.check_numerics_callback": "_state",
         "python.framework.ops": "uid",
@@ -146,7 +146,10 @@ NAMES = (
         "python.eager.tape": "variable_accessed",
         "python.framework.auto_control_deps": "ASYNC_STATEFUL_OPS",
         "python.framework.func_graph": "FuncGraph.capture FuncGraph.captures FuncGraph.inputs FuncGraph.outer_graph",
-        "python.framework.ops": "Graph._create_op_internal Graph._get_function Operation._update_input",
+        "python.framework.ops": (
+            "Graph._create_op_internal Graph._get_function Operation._clear_attr Operation._set_attr "
+            "Operation._update_input"
+        ),
         "python.ops.cond_v2": "cond_v2 indexed_case",
         "python.ops.while_v2": "_build_while_op",
         "python.ops.control_flow_util_v2": "maybe_set_lowering_attr",

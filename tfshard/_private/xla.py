@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla as _xla
+from tensorflow.core.framework import attr_value_pb2
 
 # The version of XlaCallModule's calling convention. Version 9 has no list of disabled checks.
 _VERSION = 9
@@ -33,7 +34,7 @@ def call_stablehlo(
     shapes: Sequence[tf.TensorShape],
     device_type: str,
 ) -> list[tf.Tensor]:
-    """Run a module as one operation, and return its results (`xla.call_module`, the operation XlaCallModule).
+    """Run a module as one operation, and return its results (the operation XlaCallModule).
 
     Args:
         module: The result of `stablehlo`.
@@ -51,3 +52,46 @@ def call_stablehlo(
         platforms=["CUDA" if device_type == "GPU" else device_type],
     )
     return list(results)
+
+
+def annotated_call(
+    module: bytes,
+    inputs: Sequence[tf.Tensor],
+    results: Sequence[tf.TensorSpec],
+    device_type: str,
+) -> tf.Operation:
+    """Run a module as an operation with the attributes that DTensor adds to an operation on replicated operands.
+
+    TensorFlow finds the compiled program of a device by all attributes except the one for colocation.
+
+    Args:
+        module: The result of `stablehlo`.
+        inputs: The arguments.
+        results: The shape and dtype of each result.
+        device_type: As for `stablehlo`.
+    """
+    made = call_stablehlo(
+        module, inputs, [each.dtype for each in results], [each.shape for each in results], device_type
+    )
+    operation: tf.Operation = made[0].op
+    shapes = attr_value_pb2.AttrValue(
+        list=attr_value_pb2.AttrValue.ListValue(shape=[each.shape.as_proto() for each in results])
+    )
+    for name in ("_global_shape", "_output_shapes"):
+        operation._set_attr(name, shapes)
+    return operation
+
+
+def run_always(operation: tf.Operation) -> None:
+    """Make a traced function run an operation with unused results, without a further attribute."""
+    with tf.control_dependencies([operation]):
+        tf.raw_ops.Empty(shape=[0], dtype=tf.float32)  # TensorFlow runs all stateful operations.
+    # `tf.control_dependencies` adds the attribute.
+    operation._clear_attr("_has_manual_control_dependencies")
+
+
+def traced_apart(function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
+    """Return a traced function without arguments and results, which runs outside of DTensor."""
+    with tf.device(None):
+        traced: Callable[[], None] = tf.function(lambda: function(*arguments), autograph=False).get_concrete_function()
+    return traced

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import __version__, _private
-from tfshard.devices import allocators, clients, expansions, tasks
+from tfshard.devices import allocators, clients, compilations, expansions, tasks
 from tfshard.errors import InitializationError
 
 # docs/design.md, "Switches", explains each value.
@@ -124,6 +124,7 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
             f"device_type={device_type!r}"
         )
     _check_switches()
+    compilations.share()
     device_type = device_type or dtensor.preferred_device_type()
     settings = clients.Settings.from_environment()
     if settings is not None:

@@ -281,7 +281,6 @@ class _Block:
         trace, inputs = self._trace, self._inputs(self._trace)
         self._check_outside()
         of_outputs, of_drawn = self._proved()
-        device_type = self._mesh.device_type()
         targets, upstreams = [each for _, each in gradients.targets], [each for _, each in gradients.upstreams]
         saved = self._saved(targets, kept)
         has = self._input_samples(of_drawn)
@@ -290,17 +289,17 @@ class _Block:
             with trace.graph.as_default(), _private.stop_recording():
                 targets = [each if has[n] else tf.expand_dims(each, 0) for n, each in gradients.targets]
         return _Pair(
-            forward=self._program(inputs, [*trace.outputs, *saved], device_type),
-            backward=self._program([*inputs, *saved, *upstreams], targets, device_type) if targets else None,
+            forward=self._program(inputs, [*trace.outputs, *saved]),
+            backward=self._program([*inputs, *saved, *upstreams], targets) if targets else None,
             outputs=of_outputs,
             drawn=of_drawn,
             upstreams=[number for number, _ in gradients.upstreams],
             gradients=[number for number, _ in gradients.targets],
         )
 
-    def _program(self, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], device_type: str) -> Program:
+    def _program(self, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> Program:
         try:
-            return programs.lower(inputs, outputs, device_type)
+            return programs.lower(inputs, outputs, self._mesh)
         except Exception as error:
             if not programs.is_of_xla(error):
                 raise

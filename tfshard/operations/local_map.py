@@ -277,7 +277,7 @@ def _run(
     with local_shards.scope():
         entered = [_to_local(each, layout, call, mesh) for each, layout in zip(tensors, used, strict=True)]
         if call.is_compiled:
-            made = programs.call(local, entered, mesh.device_type())
+            made = programs.call(local, entered, mesh)
         else:
             made = tf.nest.flatten(traced(*entered))
         left = [_from_local(each, layout, call, mesh) for each, layout in zip(made, leaving, strict=True)]

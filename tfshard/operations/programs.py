@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import expansions, local_shards
+from tfshard.devices import compilations, expansions, local_shards
 from tfshard.errors import UnsupportedOperationError
 from tfshard.operations import origins
 
@@ -50,13 +51,13 @@ class Program:
         )
 
 
-def lower(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], device_type: str) -> Program:
-    """Make a program that computes tensors of a graph from other tensors of the graph.
+def lower(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], mesh: dtensor.Mesh) -> Program:
+    """Make a program that computes tensors of a graph from other tensors of the graph, and begin to compile it.
 
     Args:
         inputs: The tensors that are known.
         outputs: The tensors to compute. Each follows from the inputs and from constants.
-        device_type: The type of the devices.
+        mesh: The mesh of the step.
     """
     order = between(inputs, outputs)
     taken = {each.ref() for operation in order for each in operation.inputs} | {each.ref() for each in outputs}
@@ -73,15 +74,17 @@ def lower(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], device_type
         return [tf.identity(made[each.ref()]) for each in outputs]
 
     specs = [tf.TensorSpec(inputs[number].shape, inputs[number].dtype) for number in used]
-    return Program(
-        module=_private.stablehlo(program, specs, device_type),
-        device_type=device_type,
+    made = Program(
+        module=_private.stablehlo(program, specs, mesh.device_type()),
+        device_type=mesh.device_type(),
         used=used,
         results=tuple(tf.TensorSpec(each.shape, each.dtype) for each in outputs),
     )
+    compilations.start(made.module, specs, made.results, mesh)
+    return made
 
 
-def call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], device_type: str) -> list[tf.Tensor]:
+def call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], mesh: dtensor.Mesh) -> list[tf.Tensor]:
     """Run a function of local tensors as one program, in a step that is traced.
 
     You can differentiate the result to any order. The gradient is a program that computes the function again.
@@ -89,7 +92,7 @@ def call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], device_type:
     Args:
         function: The function. It captures nothing.
         inputs: Local tensors.
-        device_type: The type of the devices.
+        mesh: The mesh of the step.
 
     Raises:
         UnsupportedOperationError: XLA cannot compile the function.
@@ -108,7 +111,7 @@ def call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], device_type:
                 f"Operation: '{each.op.name}' ({each.op.type}). Received: shape={each.shape}"
             )
     try:
-        program = lower(traced.inputs, traced.outputs, device_type)
+        program = lower(traced.inputs, traced.outputs, mesh)
     except Exception as error:
         if not is_of_xla(error):
             raise
@@ -130,7 +133,7 @@ def call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], device_type:
 
     def apply(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor | None]]]:
         def backward(*upstreams: tf.Tensor) -> list[tf.Tensor | None]:
-            made = iter(call(gradient, [*tensors, *upstreams], device_type))
+            made = iter(call(gradient, [*tensors, *upstreams], mesh))
             return [next(made) if number in floats else None for number in range(len(tensors))]
 
         return program.call(tensors), backward

@@ -28,7 +28,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import host_meshes
+from tfshard.devices import compilations, host_meshes
 from tfshard.errors import StrategyError
 from tfshard.layouts.config import ReshardPolicy
 from tfshard.layouts.variable_layout import Axes
@@ -398,6 +398,7 @@ def step_scope(
         written = step.finish()
         if step.graph is not None and not reads_only:
             traced_steps.note_step(step.graph, written)
+        compilations.wait()
 
 
 @contextlib.contextmanager
