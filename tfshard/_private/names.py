@@ -219,7 +219,7 @@ NAMES = (
     # losses
     *_all("keras", "3.10", {
         "src.backend.common.masking": "get_keras_mask set_keras_mask",
-        "src.layers.layer": "Layer._losses_override",
+        "src.layers.layer": "Layer._losses Layer._losses_override",
         "src.losses.loss": "apply_mask reduce_weighted_values unscale_loss_for_distribution",
         "src.trainers.trainer": "Trainer._compute_loss Trainer._loss_tracker",
     }),

@@ -95,7 +95,7 @@ class CompiledCall:
         if layer is None or step is None or step.graph is None or steps.here() is not step.graph:
             return self._call(*args, **kwargs)
         try:
-            block = _Block(self._call, (args, kwargs), layer, self._mesh)
+            block = _TracedCall(self._call, (args, kwargs), layer, self._mesh)
             pair = block.programs()
         except NotByRowsError as error:
             self._note(layer, 0, str(error))
@@ -165,7 +165,7 @@ class _Gradients:
     targets: list[tuple[int, tf.Tensor]] = dataclasses.field(default_factory=list)
 
 
-class _Block:
+class _TracedCall:
     """A call of a block in a step that is traced.
 
     The inputs of its programs are the tensors among the arguments, their masks, the variables, captured tensors and
@@ -236,20 +236,25 @@ class _Block:
         Raises:
             NotByRowsError: The block cannot be compiled.
         """
-        trace = self._trace
-        gradients = self._differentiated() if _private.could_record() else _Gradients()
-        kept = self._kept()
-        tensors = [*trace.outputs, *self._inputs(trace), *(each for _, each in gradients.targets)]
-        tensors += [value for _, value in trace.variables.writes.values()]
-        key = (
-            programs.digest(trace.graph.get_operations(), tensors),
-            tuple(number for number, _ in (*gradients.upstreams, *gradients.targets)),
+        trace, records, kept = self._trace, _private.could_record(), self._kept()
+        written = [value for _, value in trace.variables.writes.values()]
+        key: tuple[Hashable, ...] = (
+            programs.digest(trace.operations, [*trace.outputs, *self._inputs(trace), *written]),
             tuple(self._are_samples),
             self._devices,
             self._mesh.device_type(),
             kept,
+            records,
         )
+        gradients = None
+        if records and programs.has_custom_gradients(trace.operations):
+            # Equal operations may have other gradients.
+            gradients = self._differentiated()
+            targets = [each for _, each in gradients.targets]
+            key = (*key, programs.digest(trace.graph.get_operations(), [*targets, *self._inputs(trace)]))
         if key not in _pairs:
+            if gradients is None:
+                gradients = self._differentiated() if records else _Gradients()
             try:
                 _pairs[key] = self._lowered(gradients, kept)
             except NotByRowsError as error:

@@ -19,7 +19,7 @@ from tfshard.storage import steps
 
 
 @dataclasses.dataclass(eq=False)
-class LocalVariables:
+class BlockVariables:
     """The variables that a block reads and writes while it is traced (`steps.LocalVariables`).
 
     Attributes:
@@ -61,7 +61,7 @@ class LocalTrace:
 
     graph: tf.Graph
     arguments: list[tf.Tensor]
-    variables: LocalVariables
+    variables: BlockVariables
     captured: list[tuple[tf.Tensor, tf.Tensor]]
     result: Any
     outputs: list[tf.Tensor]
@@ -111,7 +111,7 @@ def trace(
     Raises:
         NotByRowsError: The block does more than to compute tensors.
     """
-    graph, variables = _private.func_graph(local_shards.NAME), LocalVariables()
+    graph, variables = _private.func_graph(local_shards.NAME), BlockVariables()
     given = tensors_in(arguments)
     losses = [_private.own_losses(layer) for layer in layers]
     counts = [len(each) for each in losses]

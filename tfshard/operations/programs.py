@@ -220,5 +220,11 @@ def reason_of(error: Exception) -> str:
 
 _NO_KERNEL = re.compile(r"(\w+) \(No registered")
 
+def has_custom_gradients(operations: Iterable[tf.Operation]) -> bool:
+    """Return whether operations have gradients of `tf.custom_gradient`, which `digest` does not compare."""
+    return any(_CUSTOM_GRADIENT in operation.node_def.attr for operation in operations)
+
+
+_CUSTOM_GRADIENT = "_gradient_op_type"
 # Attributes that differ between equal operations.
-_NAMES = frozenset(("_gradient_op_type", "_class"))
+_NAMES = frozenset((_CUSTOM_GRADIENT, "_class"))

@@ -68,7 +68,7 @@ def samples_in(first: Trace, second: Trace) -> tuple[list[bool], list[bool]]:
     Raises:
         NotByRowsError: The part is not proved to compute one sample after the other.
     """
-    comparison = _Comparison(first, second)
+    comparison = _TraceComparison(first, second)
     dims: dict[Hashable, int] = {each.ref(): 0 for each in second.samples} | comparison.filled
     for each in second.drawn:
         differing = comparison.differing_dims(each)
@@ -113,7 +113,7 @@ def _described(operation: tf.Operation) -> str:
     return f"operation '{operation.name}' ({operation.type})"
 
 
-class _Comparison:
+class _TraceComparison:
     """The comparison of two traces of a part.
 
     Both have the same operations, apart from constants: TensorFlow makes a constant of a small tensor of equal values,

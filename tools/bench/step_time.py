@@ -3,9 +3,10 @@
     python tools/bench/step_time.py --rounds=5
     python tools/bench/step_time.py --layers=12 --width=128 --vocabulary=1500 --batch_size=8
     python tools/bench/step_time.py --ways="stage 2,stage 3" --against=FOLDER
+    python tools/bench/step_time.py --ways="one device,one device compiled,stage 3,stage 3 compiled"
 
 The second command trains a narrow model of 196 variables and 2.6M parameters, for which groups matter most. "Alone"
-means without groups. In the way "stage 3 all threads", an operation has a thread for each core, which is TensorFlow's
+means without groups, and "compiled" means with `jit_compile=True`. In the way "stage 3 all threads", an operation has a thread for each core, which is TensorFlow's
 default, even though the devices share the cores.
 
 Each way runs in a separate process, interleaved with the other ways, `rounds` times. Interleaving spreads a drift of
@@ -39,9 +40,10 @@ def measure(way: str) -> dict:
     options = {"analyzer": None} if way.endswith("alone") else {}
     if way.endswith("all threads"):
         os.environ["TF_NUM_INTRAOP_THREADS"] = str(os.cpu_count())
-    with common.scope(way, **options):
+    compiled = way.endswith("compiled")
+    with common.scope(way.removesuffix(" compiled"), **options):
         model, data = gpt_flags.gpt2(steps=_STEPS.value)
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=compiled)
     times = common.fit_times(model, data, batch_size=gpt_flags.BATCH_SIZE.value)
     return {**times, "parameters": model.count_params(), "origin": common.origin()}
 
@@ -78,7 +80,7 @@ def main(argv):
     first = results[ways[0]][0]
     print(f"{first['origin']}, median (and range) of {_ROUNDS.value} rounds")
     batch = f"{gpt_flags.BATCH_SIZE.value} x {gpt_flags.SEQUENCE.value}"
-    print(f"{first['parameters']:,} parameters, batch {batch}, Adam, no XLA")
+    print(f"{first['parameters']:,} parameters, batch {batch}, Adam")
     print(f"{'':>14} {'step ms':>20} {'/ one device':>21} {'/ mirrored':>21} {'first step s':>21}")
     for way in ways:
         runs = results[way]
