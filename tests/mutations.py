@@ -594,6 +594,68 @@ MUTATIONS = [
         "test_a_model_that_moves_takes_what_was_not_sent_along_and_says_when_it_is_dropped",
     ),
     Mutation(
+        area="compiled blocks",
+        function="tfshard.operations.row_proof:_advanced",
+        old="            other in given for other in outcome.repeated\n",
+        new="            other in () for other in outcome.repeated\n",
+        what="blocks that compare samples with samples are compiled",
+        killed_by="tests/operations/test_compiled_blocks.py::"
+        "test_what_is_not_by_samples_is_not_compiled_and_trains_as_on_one_device[samples with samples]",
+    ),
+    Mutation(
+        area="compiled blocks",
+        function="tfshard.operations.row_proof:_TraceComparison._is_equal",
+        old="        self._different[b.ref()] = one, other\n        return False\n",
+        new="        return True\n",
+        what="blocks that divide by the size of the batch are compiled",
+        killed_by="tests/operations/test_compiled_blocks.py::"
+        "test_what_is_not_by_samples_is_not_compiled_and_trains_as_on_one_device[the size of the batch]",
+    ),
+    Mutation(
+        area="compiled blocks",
+        function="tfshard.operations.compiled_blocks:_TracedCall._gradient",
+        old="tf.reduce_sum(self._left(tensor, True), 0)",
+        new="self._left(tensor, True)[0]",
+        what="the gradient of a weight of a compiled block comes from one device",
+        killed_by="tests/operations/test_compiled_blocks.py::test_compiled_blocks_train_as_on_one_device[no groups]",
+    ),
+    Mutation(
+        area="compiled blocks",
+        function="tfshard.operations.compiled_blocks:_TracedCall._upstream",
+        old="        if is_shared_out and not has_samples:\n",
+        new="        if False:\n",
+        what="the gradient of a result that no sample has part in counts once for each device",
+        killed_by="tests/operations/test_compiled_blocks.py::"
+        "test_a_result_that_no_sample_has_part_in_has_its_gradient_once",
+    ),
+    Mutation(
+        area="compiled blocks",
+        function="tfshard.operations.programs:has_custom_gradients",
+        old="any(_CUSTOM_GRADIENT in operation.node_def.attr for operation in operations)",
+        new="False",
+        what="blocks with other custom gradients share programs",
+        killed_by="tests/operations/test_compiled_blocks.py::"
+        "test_blocks_that_are_only_alike_have_programs_of_their_own[another gradient]",
+    ),
+    Mutation(
+        area="compiled blocks",
+        function="tfshard.operations.programs:digest",
+        old="            if name not in _NAMES:\n",
+        new='            if name not in (*_NAMES, "value"):\n',
+        what="blocks with other constants share programs",
+        killed_by="tests/operations/test_compiled_blocks.py::"
+        "test_blocks_that_are_only_alike_have_programs_of_their_own[another number]",
+    ),
+    Mutation(
+        area="compiled blocks",
+        function="tfshard.operations.local_traces:trace",
+        old="        if added:\n",
+        new="        if False:\n",
+        what="a block that adds a loss is compiled without it",
+        killed_by="tests/operations/test_compiled_blocks.py::"
+        "test_what_is_not_by_samples_is_not_compiled_and_trains_as_on_one_device[a loss]",
+    ),
+    Mutation(
         area="operations",
         function="tfshard.operations.slices:_Place.take",
         old="            first += tf.range(self.size, dtype=first.dtype)\n",

@@ -79,7 +79,7 @@ def train(
     model = build()
     if strategy is None:
         prepare(model)
-        model.compile(parity.dense_gradients(optimizer()), LOSS, jit_compile=False, **options)
+        model.compile(parity.dense_gradients(optimizer()), LOSS, jit_compile=False, run_eagerly=True, **options)
     else:
         model = tfshard.as_distributed(model)
         model.compile(optimizer(), LOSS, jit_compile=True, strategy=strategy, **options)
@@ -138,7 +138,7 @@ SETTINGS = {
 }
 
 
-@table("settings of compiled blocks", "name", SETTINGS, sample=6, always=["no groups", "dropout", "microbatches"])
+@table("settings of compiled blocks", "name", SETTINGS, sample=3, always=["no groups", "dropout", "microbatches"])
 def test_compiled_blocks_train_as_on_one_device(name: str):
     setting = SETTINGS[name]
     rows = slice(None) if setting.x is None else setting.x
@@ -153,7 +153,7 @@ def test_compiled_blocks_train_as_on_one_device(name: str):
     parity.assert_same(sharded, expected, rtol=setting.tolerance, atol=setting.tolerance)
 
 
-@table("families with compiled blocks", "name", families.FAMILIES, sample=2, always=["llama"])
+@table("families with compiled blocks", "name", families.FAMILIES, sample=1, always=["llama"])
 def test_families_match_one_device(name: str, monkeypatch):
     monkeypatch.setitem(families.SMALL, "num_layers", 2)
     (x, y), = families.batches(name)  # fmt: skip
@@ -165,6 +165,7 @@ def test_families_match_one_device(name: str, monkeypatch):
     np.testing.assert_allclose(sharded.losses, expected.losses, rtol=5e-6)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("keep_products", [False, True])
 def test_recomputed_blocks_are_compiled_and_keep_less(keep_products: bool):
     def recompute(model: keras.Model) -> None:
@@ -188,6 +189,7 @@ def test_masks_go_in_and_come_out():
     parity.assert_same(sharded, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_mixed_precision_trains_nearly_as_on_one_device(policy: str):
     try:
@@ -239,6 +241,7 @@ def test_verify_names_a_wrong_block(monkeypatch):
     assert not found.ok and "layer_1" in found.differences[0].place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_step_sends_what_a_step_without_programs_sends(stage: int):
     profiles = []
@@ -251,9 +254,63 @@ def test_a_step_sends_what_a_step_without_programs_sends(stage: int):
     assert_compiled(model)
     for kind in ("reduce-scatter", "all-to-all"):
         assert profiles[1].count(kind) == profiles[0].count(kind)
-    assert profiles[1].count("all-reduce") <= profiles[0].count("all-reduce")
+    # DTensor merges some reductions of a step without programs.
+    assert profiles[1].count("all-reduce") <= 1.1 * profiles[0].count("all-reduce")
     # A block takes all its weights at once, and some of them are gathered again for its backward pass.
     assert profiles[1].count("all-gather") <= 1.5 * profiles[0].count("all-gather")
+
+
+class OfNumber(keras.layers.Layer):
+    """A layer with a kernel, and a number that is no weight."""
+
+    def __init__(self, number: float, operation: Callable[..., Any], **options: Any):
+        super().__init__(**options)
+        self.number, self.operation = number, operation
+        self.dense, self.other = keras.layers.Dense(WIDTH), keras.layers.Dense(WIDTH)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.other.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.operation(self, self.other(keras.ops.tanh(self.dense(x))))
+
+
+def with_gradient_times(number: float, x: tf.Tensor) -> tf.Tensor:
+    return tf.custom_gradient(lambda x: (tf.identity(x), lambda upstream: number * upstream))(x)
+
+
+ALIKE = {
+    "another number": lambda layer, x: x * layer.number,
+    "another gradient": lambda layer, x: with_gradient_times(layer.number, x),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_blocks_that_are_only_alike_have_programs_of_their_own(name: str):
+    def build():
+        inputs = keras.Input((LENGTH, WIDTH))
+        x = OfNumber(0.5, ALIKE[name])(OfNumber(2.0, ALIKE[name])(inputs))
+        return keras.Model(inputs, keras.layers.Dense(4)(x[:, 0]))
+
+    sharded = train(build, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), x=SEQUENCES)
+    assert_compiled(sharded.model)
+    parity.assert_same(sharded, train(build, x=SEQUENCES), rtol=2e-5, atol=2e-5)
+
+
+def test_a_result_that_no_sample_has_part_in_has_its_gradient_once():
+    def build():
+        inputs = keras.Input((LENGTH, WIDTH))
+        x, kernels = inputs, []
+        for _ in range(2):
+            x, kernel = OfNumber(1.0, lambda layer, x: (x, 2.0 * layer.dense.kernel))(x)
+            kernels.append(kernel)
+        return keras.Model(inputs, keras.layers.Dense(4)(keras.ops.matmul(x[:, 0], kernels[0] + kernels[1])))
+
+    sharded = train(build, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), x=SEQUENCES)
+    assert_compiled(sharded.model)
+    parity.assert_same(sharded, train(build, x=SEQUENCES), rtol=2e-5, atol=2e-5)
 
 
 # --- blocks that are not by samples
@@ -307,6 +364,7 @@ NOT_BY_SAMPLES = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", NOT_BY_SAMPLES)
 def test_what_is_not_by_samples_is_not_compiled_and_trains_as_on_one_device(name: str):
     operation, message = NOT_BY_SAMPLES[name]
@@ -354,6 +412,7 @@ def test_a_model_without_blocks_and_a_model_axis_warn():
         model.train_on_batch(TOKENS, LABELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positional", [False, True])
 def test_a_model_born_in_a_scope_takes_jit_compile(positional: bool):
     keras.utils.set_random_seed(0)
