@@ -596,11 +596,11 @@ MUTATIONS = [
     Mutation(
         area="compiled blocks",
         function="tfshard.operations.row_proof:_advanced",
-        old="            other in given for other in outcome.repeated\n",
-        new="            other in () for other in outcome.repeated\n",
-        what="blocks that compare samples with samples are compiled",
+        old="            raise NotByRowsError(outcome.reason)\n",
+        new="            return {operation.outputs[0].ref(): dim}\n",
+        what="blocks that bring samples into another order are compiled",
         killed_by="tests/operations/test_compiled_blocks.py::"
-        "test_what_is_not_by_samples_is_not_compiled_and_trains_as_on_one_device[samples with samples]",
+        "test_what_is_not_by_samples_is_not_compiled_and_trains_as_on_one_device[rows in another order]",
     ),
     Mutation(
         area="compiled blocks",
