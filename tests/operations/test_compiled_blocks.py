@@ -359,6 +359,9 @@ NOT_BY_SAMPLES = {
         lambda layer, x: x * keras.ops.arange(x.shape[0] or 8, dtype="float32")[:, None, None],
         "depends on the size of the batch|samples with other samples",
     ),
+    "a constant of all samples": (
+        lambda layer, x: x * keras.ops.ones((8, 1, 1)) if x.shape[0] else x, "fails with the samples of one"
+    ),
     "a loss": (adds_loss, "adds a loss"),
     "a statistic": (counts, "needs all of the sharded dim|depends on the samples"),
 }  # fmt: skip

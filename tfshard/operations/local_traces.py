@@ -127,6 +127,12 @@ def trace(
         args, kwargs = replaced(arguments, placeholders)
         try:
             result = function(*args, **kwargs)
+        except NotByRowsError:
+            raise
+        # The layer may raise anything for the rows of one device. Its error for all rows comes from the plain call.
+        except Exception as error:
+            text = str(error).strip().partition("\n")[0]
+            raise NotByRowsError(f"its call fails with the samples of one device ({text})") from error
         finally:
             added = any(len(each) > count for each, count in zip(losses, counts, strict=True))
             for each, count in zip(losses, counts, strict=True):

@@ -220,6 +220,7 @@ def reason_of(error: Exception) -> str:
 
 _NO_KERNEL = re.compile(r"(\w+) \(No registered")
 
+
 def has_custom_gradients(operations: Iterable[tf.Operation]) -> bool:
     """Return whether operations have gradients of `tf.custom_gradient`, which `digest` does not compare."""
     return any(_CUSTOM_GRADIENT in operation.node_def.attr for operation in operations)

@@ -6,8 +6,8 @@
     python tools/bench/step_time.py --ways="one device,one device compiled,stage 3,stage 3 compiled"
 
 The second command trains a narrow model of 196 variables and 2.6M parameters, for which groups matter most. "Alone"
-means without groups, and "compiled" means with `jit_compile=True`. In the way "stage 3 all threads", an operation has a thread for each core, which is TensorFlow's
-default, even though the devices share the cores.
+means without groups, and "compiled" means with `jit_compile=True`. In the way "stage 3 all threads", an operation has
+a thread for each core, which is TensorFlow's default, even though the devices share the cores.
 
 Each way runs in a separate process, interleaved with the other ways, `rounds` times. Interleaving spreads a drift of
 the machine evenly over the ways. The figure of a round is the median of its steps. Printed are the median, the minimum
